@@ -1,0 +1,244 @@
+"""The recipe: one YAML file plus dotted `key=value` overrides, read into a frozen tree.
+
+Unknown keys fail with a suggestion. Rooms receive their own branch, never the whole tree.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mrl.errors import InputError
+
+
+class Branch(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(Branch):
+    path: str
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: bfloat16 on GPUs, float32 on CPUs. Both engines use it."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """`auto`: TransformerEngine where it is installed and there is a GPU; the plan says which."""
+
+
+class ParallelConfig(Branch):
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    """Above 1, sequence parallelism is on: Megatron requires it for MoE."""
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2)
+    """Model chunks per pipeline rank (interleaved schedule)."""
+    context_parallel_size: int = Field(1, ge=1)
+    expert_model_parallel_size: int = Field(1, ge=1)
+    expert_tensor_parallel_size: int = Field(1, ge=1)
+
+
+class TrainConfig(Branch):
+    num_steps: int = Field(ge=1)
+    """Rollout steps of the whole run."""
+    num_steps_per_rollout: int = Field(1, ge=1)
+    """Optimizer steps per rollout (mini-batches)."""
+    micro_batch_tokens: int = Field(4096, ge=1)
+    """Packed tokens per micro-batch; a longer single sample gets a micro-batch of its own."""
+    recompute: bool = False
+    """Full activation recompute: less memory, one more forward."""
+
+
+class OptimizerConfig(Branch):
+    lr: float = Field(1e-6, gt=0)
+    lr_warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps of linear warm-up from 0."""
+    weight_decay: float = Field(0.0, ge=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0)
+    """Global gradient norm; 0 turns clipping off."""
+
+
+class RolloutConfig(Branch):
+    engine: str = "sglang"
+    """A file of mrl/rollout/, or `package.module` from outside."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Ranks that one engine spans."""
+    prompts_per_step: int = Field(16, ge=1)
+    samples_per_prompt: int = Field(8, ge=1)
+    max_response_len: int = Field(ge=1)
+    min_response_len: int = Field(0, ge=0)
+    """Set to max_response_len for completions of one exact length."""
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    context_len: int | None = Field(None, ge=1)
+    """Prompt plus response; by default the model's max_position_embeddings."""
+    max_total_tokens: int | None = Field(None, ge=1)
+    """KV cache size in tokens; by default 16,384 on CPUs and the engine's choice on GPUs."""
+    mem_fraction_static: float = Field(0.6, gt=0, lt=1)
+    """Share of GPU memory for the engine's weights and KV cache while it is awake."""
+    weight_bucket_mb: int = Field(256, ge=1)
+    """Bytes of weights in flight during a sync, in MiB."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: float = Field(1800.0, gt=0)
+
+
+class AlgorithmConfig(Branch):
+    name: str = "gspo"
+    """A file of mrl/algorithms/, or `package.module` from outside."""
+    clip_low: float | None = Field(None, gt=0, lt=1)
+    """Ratio is clipped below at 1 - clip_low; by default the algorithm's published value."""
+    clip_high: float | None = Field(None, gt=0)
+    """Ratio is clipped above at 1 + clip_high; by default the algorithm's published value."""
+    advantage_eps: float = Field(1e-4, gt=0)
+    """Added to the group's standard deviation: a nearly equal group must not explode."""
+
+
+class MoeConfig(Branch):
+    routing_replay: Literal["off", "r2", "r3"] = "r3"
+    """r3: replay the rollout's routes; r2: replay the trainer's own pre-update routes; off."""
+    token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+
+
+class DataConfig(Branch):
+    path: str
+    """JSONL: `prompt` (a string or chat messages), `answer`, `info`, any other column."""
+    shuffle: bool = True
+
+
+class WarmStartConfig(Branch):
+    path: str
+    """JSONL with `prompt` and `completion`: supervised steps before the first rollout."""
+    num_steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    lr: float = Field(gt=0)
+
+
+class CheckpointConfig(Branch):
+    save_every: int = Field(0, ge=0)
+    """Steps between checkpoints; 0 saves only the last step."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints to keep."""
+
+
+class DebugConfig(Branch):
+    save_rollouts: bool = False
+    """Write rollouts/step_*.safetensors with all tensors, for load_rollouts."""
+    load_rollouts: str | None = None
+    """A `rollouts` folder of another run: train from it, with no engine."""
+    rollout_only: bool = False
+    """Generate and score, never train."""
+
+
+class Recipe(Branch):
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    rollout: RolloutConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    moe: MoeConfig = MoeConfig()
+    reward: str
+    """A file of mrl/rewards/, or `file.py:func`, or `package.module:func`."""
+    reward_timeout_s: float = Field(30.0, gt=0)
+    """For one call of the reward function; over it, the call is killed and the samples masked."""
+    data: DataConfig
+    warm_start: WarmStartConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    debug: DebugConfig = DebugConfig()
+    output_dir: str
+    seed: int = 0
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe and apply `dotted.key=value` overrides (values are YAML).
+
+    Raises InputError that names the key, what was given, what was expected and the nearest key.
+    """
+    tree = _read_yaml(Path(path))
+    for item in overrides or []:
+        _apply_override(tree, item)
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise InputError(f"{path}: {_explain(error)}") from None
+
+
+def dump_recipe(recipe: Recipe, path: Path) -> None:
+    """Write the resolved recipe, every default spelled out, so that it can be loaded again."""
+    path.write_text(yaml.safe_dump(recipe.model_dump(), sort_keys=False))
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise InputError(f"recipe {path}: {error.strerror}; give the path of a YAML file") from None
+    except yaml.YAMLError as error:
+        first = " ".join(str(error).split())
+        raise InputError(f"recipe {path} is not valid YAML: {first}") from None
+    if not isinstance(tree, dict):
+        raise InputError(f"recipe {path}: expected a mapping of keys, got {type(tree).__name__}")
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], item: str) -> None:
+    key, equals, value = item.partition("=")
+    if not equals or not key:
+        raise InputError(f"override {item!r}: expected key=value, e.g. optimizer.lr=1e-6")
+    *parents, leaf = key.split(".")
+    for depth, name in enumerate(parents):
+        child = tree.setdefault(name, {})
+        if child is None:
+            child = tree[name] = {}
+        if not isinstance(child, dict):
+            raise InputError(
+                f"override {item!r}: {'.'.join(parents[: depth + 1])} is a value, not a branch"
+            )
+        tree = child
+    try:
+        tree[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise InputError(f"override {item!r}: {value!r} is not a YAML value") from None
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown key {key!r}{_suggest(key)}")
+        elif problem["type"] == "missing":
+            lines.append(f"{key}: required, and not given")
+        else:
+            lines.append(f"{key}: {problem['msg']}, got {problem['input']!r}")
+    return "; ".join(lines)
+
+
+def _suggest(key: str) -> str:
+    known = list(_all_keys(Recipe))
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    leaf = key.rpartition(".")[2]
+    near = near or [k for k in known if k.rpartition(".")[2] == leaf]
+    near = near or [
+        k
+        for name in difflib.get_close_matches(leaf, [k.rpartition(".")[2] for k in known], n=1)
+        for k in known
+        if k.rpartition(".")[2] == name
+    ]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _all_keys(branch: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in branch.model_fields.items():
+        keys.append(prefix + name)
+        inner = field.annotation
+        options = [inner, *getattr(inner, "__args__", ())]
+        for option in options:
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                keys += _all_keys(option, f"{prefix}{name}.")
+    return keys

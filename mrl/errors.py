@@ -1,0 +1,9 @@
+"""Errors that a user can mend."""
+
+
+class InputError(ValueError):
+    """Bad input: recipe, data, model folder or reward function.
+
+    The message is one clear line: what was given, what was expected, what to do. The command line
+    prints it without a traceback and exits with code 2.
+    """
