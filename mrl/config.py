@@ -100,7 +100,6 @@ class AlgorithmConfig(Branch):
 class MoeConfig(Branch):
     routing_replay: Literal["off", "r2", "r3"] = "r3"
     """r3: replay the rollout's routes; r2: replay the trainer's own pre-update routes; off."""
-    token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
 
 
 class DataConfig(Branch):

@@ -1,0 +1,131 @@
+"""Replay routes in a Megatron model: forward, and again in activation recompute.
+
+Each router gets its own `LayerReplay` in the place of Megatron's `RouterReplay` (same method, so
+Megatron needs no patch). Megatron's keeps one global list over all models and pipeline chunks, takes
+ids for every token or none, runs duplicate ids silently and never drains its queue without recompute;
+this one is addressed by the layer number of the model at hand, lets rows without a captured route
+decide for themselves, and its queue must be empty when a step ends.
+
+The gate's weights come from the trainer's own scores at the replayed experts, so the router learns
+(R3, arXiv 2510.11370).
+
+n rows of this rank, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.types import NATIVE_ROUTE
+
+Routes = Mapping[int, Tensor]
+"""Expert ids i64[n, K] of this rank's rows by Megatron layer number; NATIVE_ROUTE rows are free."""
+
+
+class LayerReplay:
+    """One router's routes: set before a forward, kept in order for the recompute."""
+
+    def __init__(self, layer_number: int, keep_for_recompute: bool) -> None:
+        self.layer_number = layer_number
+        self.native_ids: Tensor | None = None
+        """i64[n, K]: what the router would have chosen in the last forward."""
+        self.routing_map: Tensor | None = None
+        """bool[n, E]: what the router gave to the dispatcher in the last forward."""
+        self._keep = keep_for_recompute
+        self._forward: Tensor | None = None
+        self._in_forward = False
+        self._recompute: deque[Tensor | None] = deque()
+
+    def begin_forward(self, target: Tensor | None, with_grad: bool) -> None:
+        """Route the next forward by `target` i64[n, K] (None: natively)."""
+        self._forward, self._in_forward = target, True
+        if self._keep and with_grad:
+            self._recompute.append(target)
+
+    def end_forward(self) -> None:
+        """From here until the next `begin_forward`, the router is called by recompute only."""
+        self._forward, self._in_forward = None, False
+
+    @property
+    def num_pending(self) -> int:
+        """Micro-batches whose recompute has not run."""
+        return len(self._recompute)
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Megatron's hook: scores [n, E] -> (scores [n, K] of the chosen experts, ids [n, K])."""
+        assert default_compute_topk is not None
+        native_scores, native = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self._in_forward:
+            self.native_ids = native.detach()
+            target = self._forward
+        else:
+            assert self._recompute, f"router {self.layer_number} recomputed more than it ran"
+            target = self._recompute.popleft()
+        if target is None:
+            return native_scores, native
+        if target.shape != native.shape:
+            raise ValueError(
+                f"routes of layer {self.layer_number}: the router has {tuple(native.shape)} "
+                f"[rows, experts per token], the routes are {tuple(target.shape)}"
+            )
+        ids = torch.where(target == NATIVE_ROUTE, native, target)
+        return scores.gather(1, ids), ids
+
+    def observe(self, router: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        """Forward hook of the router: keep the map that really went to the dispatcher."""
+        if self._in_forward:
+            self.routing_map = output[1].detach()
+
+
+class ReplayedChunk:
+    """The routers of one model chunk, by layer number."""
+
+    def __init__(self, chunk: Any, keep_for_recompute: bool) -> None:
+        self.layers: dict[int, LayerReplay] = {}
+        for layer in chunk.decoder.layers:
+            router = getattr(layer.mlp, "router", None)
+            if router is None:
+                continue
+            _check(router.config)
+            replay = LayerReplay(layer.layer_number, keep_for_recompute)
+            router.router_replay = replay
+            router.register_forward_hook(replay.observe)
+            self.layers[layer.layer_number] = replay
+
+    def begin_forward(self, routes: Routes | None, with_grad: bool) -> None:
+        for number, layer in self.layers.items():
+            layer.begin_forward(None if routes is None else routes[number], with_grad)
+
+    def end_forward(self) -> None:
+        for layer in self.layers.values():
+            layer.end_forward()
+
+    def check_drained(self) -> None:
+        """Every kept route was used by exactly one recompute; anything else is a wrong gradient."""
+        for number, layer in self.layers.items():
+            if layer.num_pending:
+                raise RuntimeError(
+                    f"router {number}: {layer.num_pending} micro-batches were not recomputed"
+                )
+
+
+def _check(config: Any) -> None:
+    """Refuse the router settings that would ignore the replay."""
+    if config.moe_router_fusion:
+        raise ValueError("routing replay: moe_router_fusion ignores replayed routes; turn it off")
+    if config.moe_router_load_balancing_type == "sinkhorn":
+        raise ValueError("routing replay: sinkhorn routing ignores replayed routes")
+    if config.moe_expert_capacity_factor is not None:
+        raise ValueError("routing replay: a capacity factor would drop replayed tokens")

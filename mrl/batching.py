@@ -1,0 +1,70 @@
+"""Scored groups -> training batches of this rank: advantages, weights, mini-batches, packing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from mrl.algorithms.base import Algorithm
+from mrl.config import AlgorithmConfig
+from mrl.types import Sample, SampleGroup, TrainBatch
+from parallel.groups import Groups
+from parallel.packing import WeightedSample, pack, plan
+
+
+def set_advantages(
+    groups: Sequence[SampleGroup], algorithm: Algorithm, config: AlgorithmConfig
+) -> None:
+    """Fill in every group's advantages; a sample without a reward leaves the loss altogether."""
+    for group in groups:
+        assert group.rewards is not None
+        group.advantages = algorithm.advantages(group.rewards, config)
+        group.samples = [
+            _without_loss(sample) if abstained else sample
+            for sample, abstained in zip(group.samples, group.rewards.isnan().tolist(), strict=True)
+        ]
+
+
+def _without_loss(sample: Sample) -> Sample:
+    return dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+
+
+def split_evenly(groups: Sequence[SampleGroup], parts: int) -> list[list[SampleGroup]]:
+    """Consecutive groups in `parts` mini-batches of the same number of prompts."""
+    size = len(groups) // parts
+    return [list(groups[i * size : (i + 1) * size]) for i in range(parts)]
+
+
+def make_train_batch(
+    samples: Sequence[Sample],
+    advantages: Sequence[float],
+    algorithm: Algorithm,
+    groups: Groups,
+    micro_batch_tokens: int,
+) -> TrainBatch:
+    """This data-parallel rank's micro-batches of one optimizer step over `samples` of all ranks.
+
+    Every rank computes the same plan, so the normalisers are global before anything is split.
+    """
+    num_loss_tokens = torch.stack([s.loss_mask.sum() for s in samples])
+    total_tokens = int(num_loss_tokens.sum())
+    total_samples = int((num_loss_tokens > 0).sum())
+    weights = algorithm.sequence_weights(num_loss_tokens, total_tokens, total_samples)
+    weighted = [
+        WeightedSample(sample, advantage, weight)
+        for sample, advantage, weight in zip(samples, advantages, weights.tolist(), strict=True)
+    ]
+    dims = groups.dims
+    shares = plan(
+        [len(s.token_ids) for s in samples],
+        dims.dp,
+        micro_batch_tokens,
+        multiple_of=dims.pp if dims.vpp > 1 else 1,
+    )
+    micro_batches = [
+        pack([weighted[i] for i in members], dims.token_multiple)
+        for members in shares[groups.dp_rank]
+    ]
+    return TrainBatch(micro_batches, total_tokens, total_samples)

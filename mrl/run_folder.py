@@ -1,0 +1,132 @@
+"""The run folder: what a run leaves behind, and what a restart picks up.
+
+    OUTPUT_DIR/config.yaml            the resolved recipe
+    OUTPUT_DIR/metrics.jsonl          one object a step
+    OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts)
+    OUTPUT_DIR/checkpoints/           iter_0000010/, latest_checkpointed_iteration.txt
+    OUTPUT_DIR/logs/                  the engines' logs
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mrl.config import Recipe, dump_recipe, load_recipe
+from mrl.errors import InputError
+from mrl.types import SampleGroup
+
+MAY_CHANGE = ("train.num_steps", "checkpoint", "debug", "rollout.start_timeout_s")
+"""Keys that a restart may change and still continue the same run."""
+
+
+class RunFolder:
+    """Paths and writers. Only rank 0 writes."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        self.config = self.root / "config.yaml"
+        self.metrics = self.root / "metrics.jsonl"
+        self.rollouts = self.root / "rollouts"
+        self.checkpoints = self.root / "checkpoints"
+        self.logs = self.root / "logs"
+        self._lock: IO[str] | None = None
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise InputError where the folder belongs to a run of another recipe."""
+        if not self.config.exists():
+            return
+        old, new = _flat(load_recipe(self.config).model_dump()), _flat(recipe.model_dump())
+        changed = [
+            f"{key}: {old.get(key)!r} there, {new.get(key)!r} now"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE)
+        ]
+        if changed:
+            raise InputError(
+                f"output_dir {self.root} holds a run of another recipe ({'; '.join(changed)}); "
+                "choose another output_dir, or remove the folder"
+            )
+
+    def open(self, recipe: Recipe) -> None:
+        """Make the folder and claim it. Raises InputError while another run is writing to it."""
+        for folder in (self.rollouts, self.checkpoints, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.root / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"output_dir {self.root} is in use by a running job; choose another output_dir"
+            ) from None
+        dump_recipe(recipe, self.config)
+
+    def rewind(self, step: int) -> None:
+        """Drop the metrics of steps that a resumed run will do again."""
+        if not self.metrics.exists():
+            return
+        kept = [r for r in self.read_metrics() if r["step"] < step]
+        partial = self.metrics.with_suffix(".partial")
+        partial.write_text("".join(_line(row) for row in kept))
+        partial.replace(self.metrics)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All whole lines of metrics.jsonl; a line cut short by a crash is left out."""
+        if not self.metrics.exists():
+            return []
+        lines = self.metrics.read_text().split("\n")[:-1]
+        return [json.loads(line) for line in lines]
+
+    def add_metrics(self, metrics: dict[str, float]) -> None:
+        with self.metrics.open("a") as file:
+            file.write(_line(metrics))
+
+    def write_rollouts(
+        self, step: int, groups: Sequence[SampleGroup], completions: Sequence[Sequence[str]]
+    ) -> None:
+        """The readable record of a step, one line a sample."""
+        rows = []
+        for group, texts in zip(groups, completions, strict=True):
+            rewards = [] if group.rewards is None else group.rewards.tolist()
+            advantages = [] if group.advantages is None else group.advantages.tolist()
+            for i, (sample, text) in enumerate(zip(group.samples, texts, strict=True)):
+                rows.append(
+                    {
+                        "group_id": sample.group_id,
+                        "prompt_id": group.prompt.prompt_id,
+                        "source": group.prompt.source,
+                        "prompt": group.prompt.content,
+                        "completion": text,
+                        "reward": rewards[i],
+                        "advantage": advantages[i] if advantages else None,
+                        "weight_version": sample.weight_versions[-1].version,
+                        "prompt_len": sample.prompt_len,
+                        "response_len": len(sample.response_ids),
+                        "finish_reason": sample.finish_reason,
+                    }
+                )
+        self.rollout_file(step, "jsonl").write_text("".join(_line(row) for row in rows))
+
+    def rollout_file(self, step: int, suffix: str) -> Path:
+        return self.rollouts / f"step_{step:06d}.{suffix}"
+
+
+def _line(row: dict[str, Any]) -> str:
+    clean = {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
+    }
+    return json.dumps(clean, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

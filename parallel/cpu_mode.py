@@ -1,0 +1,109 @@
+"""Megatron-core on a machine without CUDA. The only file that replaces anything of somebody else's.
+
+Megatron names the CUDA device in many places. Where there is no CUDA, `enable()` makes torch send
+`device="cuda"` and `.cuda()` to the CPU (through torch's own override mode) and gives the handful of
+`torch.cuda` functions that Megatron calls a CPU stand-in. With CUDA it does nothing at all.
+
+Call it before the first import of megatron. It is idempotent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_active: list[TorchFunctionMode] = []
+
+
+class CpuInPlaceOfCuda(TorchFunctionMode):
+    """Sends tensors that ask for CUDA to the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and torch.device(device).type == "cuda":
+                kwargs = {**kwargs, "device": "cpu"}
+        elif func is torch.Tensor.type and len(args) == 1:
+            # Megatron sorts gradients by type string and knows the torch.cuda.* names only.
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **(kwargs or {}))
+
+
+class _Stream:
+    """A stream on which everything has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def wait_stream(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, *args: Any) -> _Stream:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+
+def enable() -> bool:
+    """Turn the mode on where there is no CUDA. Returns whether it is on."""
+    # torch.compile buys nothing on these shapes and its first call costs a minute of CPU time.
+    if torch.cuda.is_available():
+        return False
+    if _active:
+        return True
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _replace_torch_cuda()
+    _replace_megatron()
+    mode = CpuInPlaceOfCuda()
+    mode.__enter__()
+    _active.append(mode)
+    return True
+
+
+def _replace_torch_cuda() -> None:
+    stream = _Stream()
+    stand_ins: dict[str, Any] = {
+        "synchronize": lambda *a, **k: None,
+        "current_device": lambda: torch.device("cpu"),
+        "Stream": _Stream,
+        "current_stream": lambda *a, **k: stream,
+        "default_stream": lambda *a, **k: stream,
+        "stream": lambda *a, **k: contextlib.nullcontext(),
+        "set_device": lambda *a, **k: None,
+    }
+    for name, value in stand_ins.items():
+        setattr(torch.cuda, name, value)
+
+
+def _replace_megatron() -> None:
+    """Four names of megatron-core that have no CPU branch."""
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # left undefined without TransformerEngine
+
+    def split_sizes_on_cpu(
+        tensor: Any, as_numpy: bool = False, record_stream: bool = False
+    ) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    for module in (moe_utils, dispatcher):
+        module.maybe_move_tensor_to_cpu = split_sizes_on_cpu  # returns the tensor itself on a CPU

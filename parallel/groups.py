@@ -1,0 +1,125 @@
+"""Process groups: made once, passed on as a value."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from parallel import cpu_mode
+from parallel.dims import ParallelDims
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=60)
+"""Ranks wait for each other in collectives while one of them waits for the engine's rollout."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's groups and its place in them."""
+
+    dims: ParallelDims
+    rank: int
+    device: torch.device
+    tp: ProcessGroup
+    pp: ProcessGroup
+    dp: ProcessGroup
+    ep: ProcessGroup
+
+    @property
+    def tp_rank(self) -> int:
+        return self.tp.rank()
+
+    @property
+    def pp_rank(self) -> int:
+        return self.pp.rank()
+
+    @property
+    def dp_rank(self) -> int:
+        return self.dp.rank()
+
+    @property
+    def ep_rank(self) -> int:
+        return self.ep.rank()
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.dims.pp - 1
+
+    @property
+    def reports_loss(self) -> bool:
+        """One rank of each data-parallel replica holds the losses: no number is counted twice."""
+        return self.is_last_stage and self.tp_rank == 0
+
+
+KNOWN_WARNINGS = (
+    ".*Apex is not installed.*",
+    ".*Transformer Engine and Apex are not installed.*",
+    ".*full scope is deprecated.*",
+    ".*is deprecated. Please use `torch.distributed.*",
+    ".*`sequence_parallel` is set to `True`, but tensor model parallel size is 1.*",
+)
+"""Megatron's, about things that mrl has decided: they would repeat on every rank."""
+
+
+def world_size() -> int:
+    """Ranks of this start: torchrun's, or 1."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_device() -> torch.device:
+    """This rank's device: its own GPU, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def init_groups(dims: ParallelDims, seed: int) -> Groups:
+    """Join the other ranks (torchrun's rendezvous, or alone), make Megatron's groups, seed."""
+    for text in KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=text)
+    cpu_mode.enable()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    device = local_device()
+    if not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(
+        dims.tp,
+        dims.pp,
+        virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
+        context_parallel_size=dims.cp,
+        expert_model_parallel_size=dims.ep,
+        expert_tensor_parallel_size=dims.etp,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, inference_rng_tracker=device.type == "cpu")
+    return Groups(
+        dims=dims,
+        rank=dist.get_rank(),
+        device=device,
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        ep=parallel_state.get_expert_model_parallel_group(),
+    )
+
+
+def destroy_groups() -> None:
+    """Leave the world; safe to call when it was never joined."""
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

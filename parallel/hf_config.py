@@ -1,0 +1,64 @@
+"""The model folder: a Hugging Face config.json and its architecture. No Megatron, no weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.errors import InputError
+from parallel.architectures import load_architecture
+from parallel.architectures.base import Architecture, HfConfig
+from parallel.dims import ModelSizes
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """A checked model folder."""
+
+    path: Path
+    config: HfConfig
+    architecture: Architecture
+
+    @classmethod
+    def read(cls, path: str | Path) -> HfModel:
+        """Raises InputError for a missing folder, file or key, or an unsupported architecture."""
+        folder = Path(path)
+        if not folder.is_dir():
+            raise InputError(
+                f"model.path: no folder {folder}; give a Hugging Face checkpoint, or make a toy one "
+                f"with `mrl toy-model {folder}`"
+            )
+        file = folder / "config.json"
+        try:
+            config = json.loads(file.read_text())
+        except OSError:
+            raise InputError(f"model.path: {folder} has no config.json") from None
+        except json.JSONDecodeError as error:
+            raise InputError(f"model.path: {file} is not valid JSON: {error}") from None
+        if not list(folder.glob("*.safetensors")):
+            raise InputError(f"model.path: {folder} has no *.safetensors weights")
+        model = cls(folder, config, load_architecture(config.get("model_type", "")))
+        try:
+            _ = model.sizes, model.architecture.transformer_config(config)
+        except KeyError as error:
+            raise InputError(f"model.path: {file} lacks the key {error}") from None
+        return model
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return self.architecture.sizes(self.config)
+
+    @property
+    def moe_layer_numbers(self) -> tuple[int, ...]:
+        """Megatron's 1-based numbers of the MoE layers."""
+        return self.architecture.moe_layer_numbers(self.config)
+
+    @property
+    def context_len(self) -> int:
+        """Tokens that the model was made for."""
+        return self.config["max_position_embeddings"]
+
+    @property
+    def tied_embeddings(self) -> bool:
+        return bool(self.config.get("tie_word_embeddings"))

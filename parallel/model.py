@@ -1,0 +1,182 @@
+"""Build this rank's chunks of a Megatron GPTModel from a Hugging Face config, wrapped in DDP."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mrl.errors import InputError
+from parallel.attention import PackedAttention
+from parallel.groups import Groups
+from parallel.hf_config import HfModel
+
+Implementation = Literal["local", "transformer_engine"]
+
+
+class SequenceParallelRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose weight gradient Megatron sums over the sequence-parallel ranks.
+
+    Megatron's own torch norm refuses sequence parallelism; this one enters through the layer spec.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
+    ) -> None:
+        super().__init__(
+            hidden_size, eps=eps, dtype=config.params_dtype, device=torch.get_default_device()
+        )
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def choose_implementation(
+    asked: Literal["auto", "local", "transformer_engine"],
+) -> tuple[Implementation, str]:
+    """Which layers to build, and why, for the plan. Raises InputError when the asked are missing."""
+    has_cuda = torch.cuda.is_available()
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    if asked == "local":
+        return "local", "asked for"
+    missing = [
+        name
+        for name, there in (("a CUDA device", has_cuda), ("transformer-engine", has_te))
+        if not there
+    ]
+    if asked == "transformer_engine":
+        if missing:
+            raise InputError(
+                f"model.transformer_impl is transformer_engine, but {' and '.join(missing)} is "
+                "missing; install mrl[gpu] on a GPU machine or set it to auto or local"
+            )
+        return "transformer_engine", "asked for"
+    if missing:
+        return "local", f"auto: no {' and no '.join(missing)}"
+    return "transformer_engine", "auto"
+
+
+def choose_dtype(asked: Literal["auto", "float32", "bfloat16"]) -> torch.dtype:
+    """`auto`: bfloat16 on GPUs, float32 on CPUs."""
+    if asked == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return getattr(torch, asked)
+
+
+def build_config(
+    model: HfModel, groups: Groups, dtype: torch.dtype, implementation: Implementation, recompute: bool
+) -> TransformerConfig:
+    dims = groups.dims
+    half = dtype is torch.bfloat16
+    settings: dict[str, Any] = {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bias_activation_fusion": False,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": half,
+        "use_cpu_initialization": groups.device.type == "cpu",
+        "tensor_model_parallel_size": dims.tp,
+        "pipeline_model_parallel_size": dims.pp,
+        "virtual_pipeline_model_parallel_size": dims.vpp if dims.vpp > 1 else None,
+        "context_parallel_size": dims.cp,
+        "expert_model_parallel_size": dims.ep,
+        "expert_tensor_parallel_size": dims.etp,
+        "sequence_parallel": dims.sequence_parallel,
+        "variable_seq_lengths": True,
+        # Batched p2p is silently wrong in the interleaved schedule: use the overlapped form there.
+        "overlap_p2p_comm": dims.vpp > 1,
+        "batch_p2p_comm": dims.vpp == 1,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32" if half else None,
+        "moe_grouped_gemm": implementation == "transformer_engine",
+        # Losses are sums that carry their own normaliser: Megatron must not divide by anything.
+        "calculate_per_token_loss": True,
+    }
+    if recompute:
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return TransformerConfig(**settings, **model.architecture.transformer_config(model.config))
+
+
+def _block_spec(config: TransformerConfig, implementation: Implementation, vp_stage: int | None):
+    engine = implementation == "transformer_engine"
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    if engine:
+        return spec
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelRMSNorm
+        attention = parts.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
+        attention.core_attention = PackedAttention
+    spec.layer_norm = SequenceParallelRMSNorm
+    return spec
+
+
+def rotary_base(hf_config: dict[str, Any]) -> float:
+    """RoPE theta, in the place where transformers 5 or 4 keeps it."""
+    rope = hf_config.get("rope_parameters") or hf_config
+    return float(rope["rope_theta"])
+
+
+def build_chunks(
+    model: HfModel, groups: Groups, config: TransformerConfig, implementation: Implementation
+) -> list[DistributedDataParallel]:
+    """This rank's model chunks (one per virtual stage), on its device, with gradient buffers."""
+    dims = groups.dims
+    chunks = []
+    for virtual in range(dims.vpp):
+        vp_stage = virtual if dims.vpp > 1 else None
+        chunk: torch.nn.Module = GPTModel(
+            config,
+            _block_spec(config, implementation, vp_stage),
+            vocab_size=model.config["vocab_size"],
+            max_sequence_length=model.context_len,
+            position_embedding_type="rope",
+            rotary_base=rotary_base(model.config),
+            share_embeddings_and_output_weights=model.tied_embeddings,
+            pre_process=groups.pp_rank == 0 and virtual == 0,
+            post_process=groups.is_last_stage and virtual == dims.vpp - 1,
+            vp_stage=vp_stage,
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                # Megatron flags experts only when EP > 1, yet with ETP < TP they too are shared out
+                # differently from the dense layers; unflagged, their gradients are silently wrong.
+                parameter.allreduce = False
+        chunk = chunk.to(groups.device)
+        chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=False,
+        check_for_nan_in_grad=False,  # the optimizer's own check also names the step
+    )
+    return [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+def unwrap(chunk: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside DDP and the half-precision wrapper."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module
+    return chunk

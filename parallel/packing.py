@@ -1,0 +1,107 @@
+"""Samples -> packed micro-batches: shared out over data-parallel ranks, bounded by a token budget.
+
+Pure and deterministic: every rank computes the same plan from the same samples, so no rank has to be
+told. All ranks get the same number of micro-batches, because expert-parallel ranks meet in every
+layer; where one has fewer, it runs an empty one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe.align import pack_traces
+from mrl.types import MicroBatch, Sample
+
+
+@dataclass(frozen=True)
+class WeightedSample:
+    """A sample with what it counts in the loss."""
+
+    sample: Sample
+    advantage: float
+    seq_weight: float
+
+
+def plan(
+    lengths: Sequence[int], dp_size: int, token_budget: int, multiple_of: int = 1
+) -> list[list[list[int]]]:
+    """Sample indices by [data-parallel rank][micro-batch].
+
+    Longest first to the least loaded rank, then first fit into micro-batches of `token_budget` tokens
+    (a longer sample goes alone). Every rank gets the same count, a multiple of `multiple_of`.
+    """
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    loads = [(0, rank) for rank in range(dp_size)]
+    shares: list[list[int]] = [[] for _ in range(dp_size)]
+    for i in longest_first:
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(i)
+        heapq.heappush(loads, (load + lengths[i], rank))
+    bins = [_first_fit(share, lengths, token_budget) for share in shares]
+    count = max(1, *(len(b) for b in bins))
+    count = -(-count // multiple_of) * multiple_of
+    return [b + [[] for _ in range(count - len(b))] for b in bins]
+
+
+def _first_fit(share: list[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in share:
+        place = next((b for b, free in enumerate(room) if free >= lengths[i]), None)
+        if place is None:
+            bins.append([i])
+            room.append(token_budget - lengths[i])
+        else:
+            bins[place].append(i)
+            room[place] -= lengths[i]
+    return bins
+
+
+def pack(samples: Sequence[WeightedSample], token_multiple: int) -> MicroBatch:
+    """Lay samples end to end; padding up to a multiple of `token_multiple` is one more sequence
+    without loss and with native routes. No samples give an empty micro-batch of padding."""
+    lengths = [len(s.sample.token_ids) for s in samples]
+    total = max(1, sum(lengths))
+    padding = -total % token_multiple + (0 if lengths else 1)
+    if padding:
+        lengths.append(padding)
+    num_tokens = sum(lengths)
+    traces = [s.sample.routing for s in samples] + ([None] if padding else [])
+    expert_ids, layer_numbers = None, ()
+    if any(trace is not None for trace in traces):
+        expert_ids, layer_numbers = pack_traces(traces, lengths, num_tokens)
+
+    def per_token(name: str, dtype: torch.dtype) -> Tensor:
+        parts = [getattr(s.sample, name).to(dtype) for s in samples]
+        return torch.cat([*parts, torch.zeros(padding, dtype=dtype)])
+
+    def per_sequence(values: list[float]) -> Tensor:
+        return torch.tensor(values + [0.0] * bool(padding), dtype=torch.float32)
+
+    return MicroBatch(
+        input_ids=per_token("token_ids", torch.int64),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
+        loss_mask=per_token("loss_mask", torch.bool),
+        rollout_logprobs=per_token("rollout_logprobs", torch.float32),
+        advantages=per_sequence([s.advantage for s in samples]),
+        seq_weight=per_sequence([s.seq_weight for s in samples]),
+        expert_ids=expert_ids,
+        layer_numbers=layer_numbers,
+    )
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The same micro-batch with every tensor on `device`."""
+    moved = {
+        f.name: value.to(device, non_blocking=True)
+        for f in dataclasses.fields(batch)
+        if isinstance(value := getattr(batch, f.name), Tensor)
+    }
+    return dataclasses.replace(batch, **moved)

@@ -1,0 +1,181 @@
+"""The policy that trains: model chunks, optimizer and schedules of this rank behind plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import get_model_config
+
+from mrl.config import ModelConfig, OptimizerConfig
+from mrl.types import MicroBatch, Statistics, TrainBatch, WeightBucket
+from parallel.forward import LossFunction, PassOutput, PipelineRunner, RecordedRoutes
+from parallel.groups import Groups
+from parallel.hf_config import HfModel
+from parallel.model import build_chunks, build_config, choose_dtype, choose_implementation
+from parallel.packing import to_device
+from parallel.reduce import merge
+from parallel.weights import WeightMap
+
+NO_CLIPPING = 1e30
+"""Megatron reports the gradient norm only where it clips."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """One optimizer step; the numbers are the same on every rank unless said otherwise."""
+
+    grad_norm: float
+    """Before clipping, over all parameters."""
+    lr: float
+    stats: Statistics
+    """This rank's share, `loss/policy` among them."""
+
+
+class Policy:
+    """A Megatron model with its optimizer. Every method is a collective: call it on all ranks."""
+
+    def __init__(
+        self,
+        model: HfModel,
+        groups: Groups,
+        config: ModelConfig,
+        optimizer: OptimizerConfig,
+        *,
+        recompute: bool,
+        temperature: float,
+    ) -> None:
+        self.groups = groups
+        self.implementation, _ = choose_implementation(config.transformer_impl)
+        dtype = choose_dtype(config.dtype)
+        settings = build_config(model, groups, dtype, self.implementation, recompute)
+        # The loss carries its own normaliser; Megatron would divide by the number of tokens.
+        settings.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: (
+            finalize_model_grads(chunks, None, **kw)
+        )
+        self.chunks = build_chunks(model, groups, settings, self.implementation)
+        self.weights = WeightMap(model, groups, self.chunks)
+        self.weights.load()
+        self.runner = PipelineRunner(self.chunks, groups, temperature, recompute)
+        self.optimizer, self.scheduler = _build_optimizer(optimizer, self.chunks, dtype)
+        settings.grad_scale_func = self.optimizer.scale_loss
+
+    def logprobs(
+        self, batches: Sequence[MicroBatch], replay: RecordedRoutes | bool
+    ) -> PassOutput:
+        """Log-probs and entropies under the present weights, without gradients."""
+        for chunk in self.chunks:
+            chunk.eval()
+        return self.runner.run([to_device(b, self.groups.device) for b in batches], None, replay)
+
+    def train_step(
+        self, batch: TrainBatch, loss: LossFunction, replay: RecordedRoutes | bool
+    ) -> StepOutput:
+        """One optimizer step on the global batch.
+
+        Raises RuntimeError, with the weights untouched, when a gradient is not finite.
+        """
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        batches = [to_device(b, self.groups.device) for b in batch.micro_batches]
+        output = self.runner.run(batches, loss, replay)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        ok, grad_norm, _ = self.optimizer.step()
+        if not ok:
+            raise RuntimeError("the optimizer refused the step: a gradient is not finite")
+        self.scheduler.step(1)
+        return StepOutput(float(grad_norm), lr, self._step_statistics(output))
+
+    def _step_statistics(self, output: PassOutput) -> Statistics:
+        if not self.groups.reports_loss:
+            return dict(output.routing)
+        stats = merge([loss.stats for loss in output.losses])
+        return {**stats, **output.routing}
+
+    def export(self, version: int, max_bytes: int) -> Iterator[WeightBucket]:
+        """The whole model under HF names; every rank must drain the iterator."""
+        return self.weights.export(version, max_bytes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's weights, optimizer and learning-rate schedule."""
+        return {
+            "model": [
+                {name: p.detach() for name, p in chunk.named_parameters()} for chunk in self.chunks
+            ],
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`, for the same layout."""
+        for chunk, saved in zip(self.chunks, state["model"], strict=True):
+            own = dict(chunk.named_parameters())
+            if own.keys() != saved.keys():
+                raise ValueError(f"checkpoint: parameters differ: {own.keys() ^ saved.keys()}")
+            for name, parameter in own.items():
+                parameter.copy_(saved[name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+
+    def reset_optimizer(self, config: OptimizerConfig) -> None:
+        """Forget moments and learning-rate schedule and start over with `config`."""
+        dtype = get_model_config(self.chunks[0]).params_dtype
+        self.optimizer, self.scheduler = _build_optimizer(config, self.chunks, dtype)
+        get_model_config(self.chunks[0]).grad_scale_func = self.optimizer.scale_loss
+
+
+def _build_optimizer(
+    config: OptimizerConfig, chunks: list[Any], dtype: torch.dtype
+) -> tuple[Any, OptimizerParamScheduler]:
+    half = dtype is torch.bfloat16
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=0.0,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            clip_grad=config.clip_grad or NO_CLIPPING,
+            bf16=half,
+            params_dtype=dtype,
+            use_distributed_optimizer=False,
+        ),
+        chunks,
+    )
+    warmup = config.lr_warmup_steps
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=0.0,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=warmup + 1,
+        lr_decay_style="constant",
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+def with_old_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:
+    """The micro-batches with what the trainer computed before the update (last stage only)."""
+    if not output.logprobs:
+        return list(batches)
+    return [
+        dataclasses.replace(batch, old_logprobs=logprobs)
+        for batch, logprobs in zip(batches, output.logprobs, strict=True)
+    ]
