@@ -29,71 +29,71 @@ class ModelConfig(Branch):
 
 
 class ParallelConfig(Branch):
-    tensor_model_parallel_size: int = Field(1, ge=1)
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
     """Above 1, sequence parallelism is on: Megatron requires it for MoE."""
-    pipeline_model_parallel_size: int = Field(1, ge=1)
-    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2)
+    pipeline_model_parallel_size: int = Field(default=1, ge=1)
+    virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=2)
     """Model chunks per pipeline rank (interleaved schedule)."""
-    context_parallel_size: int = Field(1, ge=1)
-    expert_model_parallel_size: int = Field(1, ge=1)
-    expert_tensor_parallel_size: int = Field(1, ge=1)
+    context_parallel_size: int = Field(default=1, ge=1)
+    expert_model_parallel_size: int = Field(default=1, ge=1)
+    expert_tensor_parallel_size: int = Field(default=1, ge=1)
 
 
 class TrainConfig(Branch):
     num_steps: int = Field(ge=1)
     """Rollout steps of the whole run."""
-    num_steps_per_rollout: int = Field(1, ge=1)
+    num_steps_per_rollout: int = Field(default=1, ge=1)
     """Optimizer steps per rollout (mini-batches)."""
-    micro_batch_tokens: int = Field(4096, ge=1)
+    micro_batch_tokens: int = Field(default=4096, ge=1)
     """Packed tokens per micro-batch; a longer single sample gets a micro-batch of its own."""
     recompute: bool = False
     """Full activation recompute: less memory, one more forward."""
 
 
 class OptimizerConfig(Branch):
-    lr: float = Field(1e-6, gt=0)
-    lr_warmup_steps: int = Field(0, ge=0)
+    lr: float = Field(default=1e-6, gt=0)
+    lr_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up from 0."""
-    weight_decay: float = Field(0.0, ge=0)
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.999, ge=0, lt=1)
-    adam_eps: float = Field(1e-8, gt=0)
-    clip_grad: float = Field(1.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    adam_eps: float = Field(default=1e-8, gt=0)
+    clip_grad: float = Field(default=1.0, ge=0)
     """Global gradient norm; 0 turns clipping off."""
 
 
 class RolloutConfig(Branch):
     engine: str = "sglang"
     """A file of mrl/rollout/, or `package.module` from outside."""
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that one engine spans."""
-    prompts_per_step: int = Field(16, ge=1)
-    samples_per_prompt: int = Field(8, ge=1)
+    prompts_per_step: int = Field(default=16, ge=1)
+    samples_per_prompt: int = Field(default=8, ge=1)
     max_response_len: int = Field(ge=1)
-    min_response_len: int = Field(0, ge=0)
+    min_response_len: int = Field(default=0, ge=0)
     """Set to max_response_len for completions of one exact length."""
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    context_len: int | None = Field(None, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    context_len: int | None = Field(default=None, ge=1)
     """Prompt plus response; by default the model's max_position_embeddings."""
-    max_total_tokens: int | None = Field(None, ge=1)
+    max_total_tokens: int | None = Field(default=None, ge=1)
     """KV cache size in tokens; by default 16,384 on CPUs and the engine's choice on GPUs."""
-    mem_fraction_static: float = Field(0.6, gt=0, lt=1)
+    mem_fraction_static: float = Field(default=0.6, gt=0, lt=1)
     """Share of GPU memory for the engine's weights and KV cache while it is awake."""
-    weight_bucket_mb: int = Field(256, ge=1)
+    weight_bucket_mb: int = Field(default=256, ge=1)
     """Bytes of weights in flight during a sync, in MiB."""
-    start_timeout_s: float = Field(600.0, gt=0)
-    request_timeout_s: float = Field(1800.0, gt=0)
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    request_timeout_s: float = Field(default=1800.0, gt=0)
 
 
 class AlgorithmConfig(Branch):
     name: str = "gspo"
     """A file of mrl/algorithms/, or `package.module` from outside."""
-    clip_low: float | None = Field(None, gt=0, lt=1)
+    clip_low: float | None = Field(default=None, gt=0, lt=1)
     """Ratio is clipped below at 1 - clip_low; by default the algorithm's published value."""
-    clip_high: float | None = Field(None, gt=0)
+    clip_high: float | None = Field(default=None, gt=0)
     """Ratio is clipped above at 1 + clip_high; by default the algorithm's published value."""
-    advantage_eps: float = Field(1e-4, gt=0)
+    advantage_eps: float = Field(default=1e-4, gt=0)
     """Added to the group's standard deviation: a nearly equal group must not explode."""
 
 
@@ -117,9 +117,9 @@ class WarmStartConfig(Branch):
 
 
 class CheckpointConfig(Branch):
-    save_every: int = Field(0, ge=0)
+    save_every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 saves only the last step."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
     """Newest checkpoints to keep."""
 
 
@@ -142,7 +142,7 @@ class Recipe(Branch):
     moe: MoeConfig = MoeConfig()
     reward: str
     """A file of mrl/rewards/, or `file.py:func`, or `package.module:func`."""
-    reward_timeout_s: float = Field(30.0, gt=0)
+    reward_timeout_s: float = Field(default=30.0, gt=0)
     """For one call of the reward function; over it, the call is killed and the samples masked."""
     data: DataConfig
     warm_start: WarmStartConfig | None = None
@@ -168,7 +168,9 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 def dump_recipe(recipe: Recipe, path: Path) -> None:
     """Write the resolved recipe, every default spelled out, so that it can be loaded again."""
-    path.write_text(yaml.safe_dump(recipe.model_dump(), sort_keys=False))
+    partial = path.with_suffix(".partial")  # other ranks may be reading the file
+    partial.write_text(yaml.safe_dump(recipe.model_dump(), sort_keys=False))
+    partial.replace(path)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """The run folder: what a run leaves behind, and what a restart picks up.
 
-    OUTPUT_DIR/config.yaml            the resolved recipe
-    OUTPUT_DIR/metrics.jsonl          one object a step
-    OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts)
-    OUTPUT_DIR/checkpoints/           iter_0000010/, latest_checkpointed_iteration.txt
-    OUTPUT_DIR/logs/                  the engines' logs
+OUTPUT_DIR/config.yaml            the resolved recipe
+OUTPUT_DIR/metrics.jsonl          one object a step
+OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts)
+OUTPUT_DIR/checkpoints/           iter_0000010/, latest_checkpointed_iteration.txt
+OUTPUT_DIR/logs/                  the engines' logs
 """
 
 from __future__ import annotations

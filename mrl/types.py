@@ -178,13 +178,20 @@ class Mean:
 
 
 @dataclass(frozen=True)
+class Sum:
+    """A statistic reported as the sum over micro-batches and ranks."""
+
+    value: Tensor
+
+
+@dataclass(frozen=True)
 class Max:
     """A statistic reported as the largest value over micro-batches and ranks."""
 
     value: Tensor
 
 
-Statistics = dict[str, Mean | Max]
+Statistics = dict[str, Mean | Sum | Max]
 """By metric key, e.g. `ratio/mean`."""
 
 

@@ -1,4 +1,24 @@
 """The only room that knows Megatron: sizes, groups, models, weights, the train step, checkpoints.
 
-Importing the package imports neither torch.distributed state nor Megatron; its modules do.
+Importing the package does not import Megatron, so that bad input is refused at once.
 """
+
+import warnings
+
+KNOWN_WARNINGS = (
+    ".*Apex is not installed.*",
+    ".*Transformer Engine and Apex are not installed.*",
+    ".*full scope is deprecated.*",
+    ".*is deprecated. Please use `torch.distributed.*",
+    ".*`sequence_parallel` is set to `True`, but tensor model parallel size is 1.*",
+)
+"""Megatron's, about things that mrl has decided: they would repeat on every rank."""
+
+
+def prepare() -> None:
+    """Call before the first import of Megatron: quiet, and at home on a machine without CUDA."""
+    for text in KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=text)
+    from parallel import cpu_mode
+
+    cpu_mode.enable()

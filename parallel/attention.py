@@ -12,6 +12,7 @@ d head size.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class PackedSequences(PackedSeqParams):
 def packed_sequences(cu_seqlens: Tensor, cp_group: Any) -> PackedSequences:
     """`cu_seqlens` i32[B+1] on any device -> parameters for one micro-batch, on that device."""
     bounds = cu_seqlens.tolist()
-    spans = [(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
+    spans = [(a, b) for a, b in pairwise(bounds) if b > a]
     by_size: dict[int, list[tuple[int, int]]] = {}
     for a, b in spans:
         by_size.setdefault((b - a - 1).bit_length(), []).append((a, b))
@@ -103,7 +104,12 @@ class PackedAttention(torch.nn.Module):
         for bucket in packed_seq_params.buckets:
             q, k, v = (x[bucket.gather].transpose(1, 2) for x in (query, key, value))
             attended = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+                q,
+                k,
+                v,
+                is_causal=True,
+                scale=self.softmax_scale,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
             rows = attended.transpose(1, 2).flatten(0, 1)[bucket.positions]
             out = out.index_copy(0, bucket.packed, rows)

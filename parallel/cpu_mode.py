@@ -92,18 +92,16 @@ def _replace_torch_cuda() -> None:
 
 def _replace_megatron() -> None:
     """Four names of megatron-core that have no CPU branch."""
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # left undefined without TransformerEngine
 
-    def split_sizes_on_cpu(
-        tensor: Any, as_numpy: bool = False, record_stream: bool = False
-    ) -> Any:
+    def split_sizes_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     for module in (moe_utils, dispatcher):
         module.maybe_move_tensor_to_cpu = split_sizes_on_cpu  # returns the tensor itself on a CPU

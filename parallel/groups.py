@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import datetime
 import os
-import warnings
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from parallel import cpu_mode
+from parallel import prepare
 from parallel.dims import ParallelDims
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=60)
@@ -56,16 +55,6 @@ class Groups:
         return self.is_last_stage and self.tp_rank == 0
 
 
-KNOWN_WARNINGS = (
-    ".*Apex is not installed.*",
-    ".*Transformer Engine and Apex are not installed.*",
-    ".*full scope is deprecated.*",
-    ".*is deprecated. Please use `torch.distributed.*",
-    ".*`sequence_parallel` is set to `True`, but tensor model parallel size is 1.*",
-)
-"""Megatron's, about things that mrl has decided: they would repeat on every rank."""
-
-
 def world_size() -> int:
     """Ranks of this start: torchrun's, or 1."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -80,9 +69,7 @@ def local_device() -> torch.device:
 
 def init_groups(dims: ParallelDims, seed: int) -> Groups:
     """Join the other ranks (torchrun's rendezvous, or alone), make Megatron's groups, seed."""
-    for text in KNOWN_WARNINGS:
-        warnings.filterwarnings("ignore", message=text)
-    cpu_mode.enable()
+    prepare()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -118,8 +105,8 @@ def init_groups(dims: ParallelDims, seed: int) -> Groups:
 
 def destroy_groups() -> None:
     """Leave the world; safe to call when it was never joined."""
-    from megatron.core import parallel_state
-
     if dist.is_initialized():
+        from megatron.core import parallel_state
+
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +13,10 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mrl.errors import InputError
 from parallel.attention import PackedAttention
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
-
-Implementation = Literal["local", "transformer_engine"]
+from parallel.implementation import Implementation
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
@@ -37,40 +34,12 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def choose_implementation(
-    asked: Literal["auto", "local", "transformer_engine"],
-) -> tuple[Implementation, str]:
-    """Which layers to build, and why, for the plan. Raises InputError when the asked are missing."""
-    has_cuda = torch.cuda.is_available()
-    has_te = importlib.util.find_spec("transformer_engine") is not None
-    if asked == "local":
-        return "local", "asked for"
-    missing = [
-        name
-        for name, there in (("a CUDA device", has_cuda), ("transformer-engine", has_te))
-        if not there
-    ]
-    if asked == "transformer_engine":
-        if missing:
-            raise InputError(
-                f"model.transformer_impl is transformer_engine, but {' and '.join(missing)} is "
-                "missing; install mrl[gpu] on a GPU machine or set it to auto or local"
-            )
-        return "transformer_engine", "asked for"
-    if missing:
-        return "local", f"auto: no {' and no '.join(missing)}"
-    return "transformer_engine", "auto"
-
-
-def choose_dtype(asked: Literal["auto", "float32", "bfloat16"]) -> torch.dtype:
-    """`auto`: bfloat16 on GPUs, float32 on CPUs."""
-    if asked == "auto":
-        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    return getattr(torch, asked)
-
-
 def build_config(
-    model: HfModel, groups: Groups, dtype: torch.dtype, implementation: Implementation, recompute: bool
+    model: HfModel,
+    groups: Groups,
+    dtype: torch.dtype,
+    implementation: Implementation,
+    recompute: bool,
 ) -> TransformerConfig:
     dims = groups.dims
     half = dtype is torch.bfloat16
@@ -167,7 +136,7 @@ def build_chunks(
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=False,
-        check_for_nan_in_grad=False,  # the optimizer's own check also names the step
+        check_for_nan_in_grad=True,  # raises before the optimizer touches a weight
     )
     return [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)

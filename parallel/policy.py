@@ -15,11 +15,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from mrl.config import ModelConfig, OptimizerConfig
-from mrl.types import MicroBatch, Statistics, TrainBatch, WeightBucket
+from mrl.types import MicroBatch, Statistics, Sum, TrainBatch, WeightBucket
 from parallel.forward import LossFunction, PassOutput, PipelineRunner, RecordedRoutes
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
-from parallel.model import build_chunks, build_config, choose_dtype, choose_implementation
+from parallel.implementation import choose_dtype, choose_implementation
+from parallel.model import build_chunks, build_config
+from parallel.offload import HostOffload
 from parallel.packing import to_device
 from parallel.reduce import merge
 from parallel.weights import WeightMap
@@ -66,10 +68,9 @@ class Policy:
         self.runner = PipelineRunner(self.chunks, groups, temperature, recompute)
         self.optimizer, self.scheduler = _build_optimizer(optimizer, self.chunks, dtype)
         settings.grad_scale_func = self.optimizer.scale_loss
+        self._host = HostOffload(groups.device)
 
-    def logprobs(
-        self, batches: Sequence[MicroBatch], replay: RecordedRoutes | bool
-    ) -> PassOutput:
+    def logprobs(self, batches: Sequence[MicroBatch], replay: RecordedRoutes | bool) -> PassOutput:
         """Log-probs and entropies under the present weights, without gradients."""
         for chunk in self.chunks:
             chunk.eval()
@@ -98,12 +99,20 @@ class Policy:
     def _step_statistics(self, output: PassOutput) -> Statistics:
         if not self.groups.reports_loss:
             return dict(output.routing)
-        stats = merge([loss.stats for loss in output.losses])
-        return {**stats, **output.routing}
+        losses = [{**loss.stats, "loss/policy": Sum(loss.loss_sum)} for loss in output.losses]
+        return merge([*losses, output.routing])
 
     def export(self, version: int, max_bytes: int) -> Iterator[WeightBucket]:
         """The whole model under HF names; every rank must drain the iterator."""
         return self.weights.export(version, max_bytes)
+
+    def offload(self) -> None:
+        """Give this rank's GPU memory to the rollout engine; on a CPU there is nothing to give."""
+        self._host.offload(self.chunks, self.optimizer)
+
+    def onload(self) -> None:
+        """Take the memory back after the engine went to sleep."""
+        self._host.onload()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's weights, optimizer and learning-rate schedule."""

@@ -6,7 +6,7 @@ import math
 
 import torch.distributed as dist
 
-from mrl.types import Max, Mean, Statistics
+from mrl.types import Max, Mean, Statistics, Sum
 
 
 def merge(parts: list[Statistics]) -> Statistics:
@@ -15,15 +15,18 @@ def merge(parts: list[Statistics]) -> Statistics:
     for part in parts:
         for key, value in part.items():
             known = merged.get(key)
-            if known is None:
-                merged[key] = value
-            elif isinstance(value, Mean) and isinstance(known, Mean):
-                merged[key] = Mean(known.total + value.total, known.count + value.count)
-            elif isinstance(value, Max) and isinstance(known, Max):
-                merged[key] = Max(known.value.maximum(value.value))
-            else:
-                raise TypeError(f"statistic {key!r} is a Mean in one place and a Max in another")
+            merged[key] = value if known is None else _add(key, known, value)
     return merged
+
+
+def _add(key: str, a: Mean | Sum | Max, b: Mean | Sum | Max) -> Mean | Sum | Max:
+    if isinstance(a, Mean) and isinstance(b, Mean):
+        return Mean(a.total + b.total, a.count + b.count)
+    if isinstance(a, Sum) and isinstance(b, Sum):
+        return Sum(a.value + b.value)
+    if isinstance(a, Max) and isinstance(b, Max):
+        return Max(a.value.maximum(b.value))
+    raise TypeError(f"statistic {key!r} is of two kinds: {type(a).__name__}, {type(b).__name__}")
 
 
 def reduce_statistics(stats: Statistics) -> dict[str, float]:
@@ -31,18 +34,23 @@ def reduce_statistics(stats: Statistics) -> dict[str, float]:
 
     A mean over nothing is NaN: it was not measured.
     """
-    mine = {
-        key: (float(v.total), float(v.count)) if isinstance(v, Mean) else float(v.value)
-        for key, v in stats.items()
-    }
+    mine = {key: _plain(value) for key, value in stats.items()}
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     result: dict[str, float] = {}
     for key in dict.fromkeys(key for part in everyone for key in part):
-        values = [part[key] for part in everyone if key in part]
-        if isinstance(values[0], tuple):
-            count = sum(c for _, c in values)
-            result[key] = sum(t for t, _ in values) / count if count else math.nan
+        parts = [part[key] for part in everyone if key in part]
+        kind, values = parts[0][0], [numbers for _, *numbers in parts]
+        if kind == "Max":
+            result[key] = max(value for (value,) in values)
         else:
-            result[key] = max(values)
+            total, *count = (math.fsum(column) for column in zip(*values, strict=True))
+            divisor = count[0] if count else 1.0
+            result[key] = total / divisor if divisor else math.nan
     return result
+
+
+def _plain(value: Mean | Sum | Max) -> tuple[str, float] | tuple[str, float, float]:
+    if isinstance(value, Mean):
+        return "Mean", float(value.total), float(value.count)
+    return type(value).__name__, float(value.value)

@@ -100,7 +100,9 @@ class WeightMap:
         with HfTensors(self.model) as tensors:
             for entry in self.entries:
                 rank, size = self._tp(entry)
-                full = join([tensors[n] for n in entry.hf_names()], entry.rule.split, self.num_groups)
+                full = join(
+                    [tensors[n] for n in entry.hf_names()], entry.rule.split, self.num_groups
+                )
                 shard = take_shard(full, entry.rule.split, rank, size)
                 if shard.shape != entry.parameter.shape:
                     raise InputError(
@@ -178,7 +180,8 @@ class HfTensors:
     def __init__(self, model: HfModel) -> None:
         self.path = model.path
         self._files = [
-            safe_open(str(file), framework="pt") for file in sorted(model.path.glob("*.safetensors"))
+            safe_open(str(file), framework="pt")
+            for file in sorted(model.path.glob("*.safetensors"))
         ]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
 

@@ -1,0 +1,1 @@
+"""Routing traces: decode, compact form, alignment to micro-batches, replay, statistics."""

@@ -1,0 +1,75 @@
+"""The routes that an engine returns with a sample, made into a `RoutingTrace`.
+
+Dimensions: T all tokens of a sample, H hidden layers (dense ones too), L MoE layers, K experts per
+token. SGLang sends base64 of int32 [T-1, H, K] in C order: the prompt is included, the last token
+has no row, dense layers hold placeholders, shared experts are left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from mrl.errors import InputError
+from mrl.types import RoutingTrace
+
+
+def decode_routes(
+    payload_base64: str,
+    *,
+    num_tokens: int,
+    num_hidden_layers: int,
+    moe_layer_numbers: Sequence[int],
+    num_experts: int,
+    topk: int,
+    weight_version: int,
+    num_cached_rows: int,
+) -> RoutingTrace:
+    """Drop the dense layers and narrow to u8[T-1, L, K], or u16 above 256 experts.
+
+    `moe_layer_numbers` are Megatron's, 1-based. Raises InputError for impossible layer numbers and
+    ValueError where the payload is no base64, has the wrong length, or holds an expert id that is
+    out of range or repeated in a row.
+    """
+    layers = np.asarray(moe_layer_numbers, dtype=np.int64) - 1
+    if not len(layers) or layers.min() < 0 or layers.max() >= num_hidden_layers:
+        raise InputError(
+            f"routes: MoE layer numbers {list(moe_layer_numbers)} given, expected at least one, "
+            f"all from 1 to {num_hidden_layers}"
+        )
+    try:
+        raw = base64.b64decode(payload_base64, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"routes: the payload is not base64: {error}") from None
+    num_rows = num_tokens - 1
+    expected = num_rows * num_hidden_layers * topk * 4
+    if len(raw) != expected:
+        row_bytes = num_hidden_layers * topk * 4
+        raise ValueError(
+            f"routes: got {len(raw)} bytes ({len(raw) / row_bytes:g} rows), expected {expected}: "
+            f"{num_tokens} tokens less the last = {num_rows} rows x {num_hidden_layers} layers x "
+            f"top-{topk} x 4 bytes"
+        )
+    if not 0 <= num_cached_rows <= num_rows:
+        raise ValueError(f"routes: got {num_cached_rows} cached rows, expected 0 to {num_rows}")
+    # "<i4": the wire is little-endian whatever this machine is.
+    ids = np.frombuffer(raw, dtype="<i4").reshape(num_rows, num_hidden_layers, topk)[:, layers]
+    # Checked before narrowing: -1 would come out as expert 255.
+    if ids.size and (ids.min() < 0 or ids.max() >= num_experts):
+        row, layer, _ = np.argwhere((ids < 0) | (ids >= num_experts))[0]
+        raise ValueError(
+            f"routes: token {row} in MoE layer {moe_layer_numbers[layer]} has experts "
+            f"{ids[row, layer].tolist()}, expected ids from 0 to {num_experts - 1}"
+        )
+    narrow = np.uint8 if num_experts <= 256 else np.uint16
+    return RoutingTrace(
+        expert_ids=torch.from_numpy(ids.astype(narrow)),
+        layer_numbers=tuple(moe_layer_numbers),
+        num_experts=num_experts,
+        weight_version=weight_version,
+        num_cached_rows=num_cached_rows,
+    )

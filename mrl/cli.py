@@ -1,0 +1,104 @@
+"""The command line. Exit codes: 0 done, 2 bad input (one clear line), 1 anything else."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from mrl import __version__
+from mrl.config import Recipe, load_recipe
+from mrl.errors import InputError
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of `mrl` and `python -m mrl`."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except InputError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"mrl: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mrl", description="MoE reinforcement learning")
+    parser.add_argument("--version", action="version", version=f"mrl {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    toy = commands.add_parser("toy-model", help="write a tiny Qwen3-MoE checkpoint")
+    toy.add_argument("folder", type=Path)
+    toy.add_argument("--seed", type=int, default=0)
+    toy.set_defaults(run=_toy_model)
+
+    for name, text, run in (
+        ("check", "validate a recipe and print the plan", _check),
+        ("train", "train; starts again where an interrupted run stopped", _train),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("recipe", type=Path, help="YAML file")
+        command.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-6"
+        )
+        command.set_defaults(run=run)
+    return parser
+
+
+def _toy_model(args: argparse.Namespace) -> None:
+    from mrl.toy_model import write_toy_model
+
+    write_toy_model(args.folder, seed=args.seed)
+    print(f"wrote a toy Qwen3-MoE to {args.folder}")
+
+
+def _check(args: argparse.Namespace) -> None:
+    recipe = load_recipe(args.recipe, args.overrides)
+    from mrl import console
+    from mrl.preflight import check
+    from parallel.groups import world_size
+
+    plan = check(recipe, world_size())
+    console.plan(plan.rows())
+    print("ok")
+
+
+def _train(args: argparse.Namespace) -> None:
+    recipe = load_recipe(args.recipe, args.overrides)
+    from parallel.groups import destroy_groups, world_size
+
+    train(recipe, world_size())
+    destroy_groups()
+
+
+def train(recipe: Recipe, world: int) -> None:
+    """Check, start and run a recipe on this rank of `world`."""
+    from mrl import console
+    from mrl.preflight import check
+    from mrl.run_folder import RunFolder
+    from parallel import prepare
+
+    plan = check(recipe, world)
+    folder = RunFolder(recipe.output_dir)
+    is_main = os.environ.get("RANK", "0") == "0"
+    if is_main:
+        folder.open(recipe)
+        console.plan(plan.rows())
+    if plan.resume_step is not None and plan.resume_step >= recipe.train.num_steps:
+        if is_main:
+            print(f"{folder.root} is done: {plan.resume_step} of {recipe.train.num_steps} steps")
+        return
+    prepare()
+    from mrl.trainer import Trainer
+    from parallel.groups import init_groups
+
+    Trainer(plan, init_groups(plan.dims, recipe.seed), folder).train()
+    if is_main:
+        console.summary(folder.read_metrics(), folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Everything that can be known before the start: checked cheapest first, every failure one line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.algorithms import load_algorithm
+from mrl.algorithms.base import Algorithm
+from mrl.config import Recipe
+from mrl.data import read_prompts
+from mrl.errors import InputError
+from mrl.rewards import resolve_reward
+from mrl.rollout import load_engine
+from mrl.run_folder import RunFolder
+from mrl.types import Prompt
+from parallel.checkpoint import latest_step
+from parallel.dims import ParallelDims
+from parallel.hf_config import HfModel
+from parallel.implementation import choose_dtype, choose_implementation
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe that can start, with what was read to find that out."""
+
+    recipe: Recipe
+    dims: ParallelDims
+    model: HfModel
+    algorithm: Algorithm
+    tokenizer: Any
+    prompts: list[Prompt]
+    context_len: int
+    resume_step: int | None
+    """The checkpoint that the run continues from."""
+
+    @property
+    def num_engines(self) -> int:
+        return self.dims.world // self.recipe.rollout.tensor_parallel_size
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What is about to happen, for the terminal."""
+        recipe, model, rollout = self.recipe, self.model, self.recipe.rollout
+        implementation, why = choose_implementation(recipe.model.transformer_impl)
+        samples = rollout.prompts_per_step * rollout.samples_per_prompt
+        experts = f"{model.sizes.num_experts} experts in {len(model.moe_layer_numbers)} of"
+        resumed = "" if self.resume_step is None else f" (continues after step {self.resume_step})"
+        source = recipe.debug.load_rollouts
+        return [
+            ("model", f"{model.path}: {model.architecture.model_type}, {experts} "
+             f"{model.sizes.num_layers} layers"),
+            ("layout", self.dims.describe()),
+            ("trainer", f"megatron-core {_version('megatron-core')}, {implementation} layers "
+             f"({why}), {choose_dtype(recipe.model.dtype)}".replace("torch.", "")),
+            ("rollout", f"saved: {source}" if source else
+             f"{rollout.engine} {_version(rollout.engine)}, {self.num_engines} engine(s) of tensor "
+             f"parallel size {rollout.tensor_parallel_size}"),
+            ("algorithm", f"{recipe.algorithm.name}, routing replay {recipe.moe.routing_replay}"),
+            ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, reward {recipe.reward}"),
+            ("a step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "
+             f"= {samples}, up to {rollout.max_response_len} tokens each, "
+             f"{recipe.train.num_steps_per_rollout} optimizer step(s)"),
+            ("steps", f"{recipe.train.num_steps}{resumed}"),
+            ("run folder", recipe.output_dir),
+        ]  # fmt: skip
+
+
+def check(recipe: Recipe, world: int) -> Plan:
+    """Validate a recipe for `world` ranks. Raises InputError with the first thing that is wrong."""
+    dims = ParallelDims.create(recipe.parallel, world)
+    folder = RunFolder(recipe.output_dir)
+    folder.check(recipe)
+    model = HfModel.read(recipe.model.path)
+    dims.check_model(model.sizes)
+    _check_moe(recipe, model)
+    _check_rollout(recipe, dims, model)
+    context_len = _context_len(recipe, model)
+    algorithm = load_algorithm(recipe.algorithm.name)
+    if recipe.debug.load_rollouts is None:
+        load_engine(recipe.rollout.engine)
+        resolve_reward(recipe.reward)
+    elif not Path(recipe.debug.load_rollouts).is_dir():
+        raise InputError(f"debug.load_rollouts: no folder {recipe.debug.load_rollouts}")
+    tokenizer = load_tokenizer(model)
+    prompts = read_prompts(
+        recipe.data.path,
+        tokenizer,
+        max_prompt_len=context_len - recipe.rollout.max_response_len,
+        max_response_len=recipe.rollout.max_response_len,
+        min_rows=recipe.rollout.prompts_per_step,
+    )
+    resume_step = latest_step(folder.checkpoints)
+    return Plan(recipe, dims, model, algorithm, tokenizer, prompts, context_len, resume_step)
+
+
+def load_tokenizer(model: HfModel) -> Any:
+    """The tokenizer of the model folder. Raises InputError when it is missing or does not fit."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise InputError(f"model.path {model.path}: no usable tokenizer ({first})") from None
+    if len(tokenizer) > model.sizes.vocab_size:
+        raise InputError(
+            f"model.path {model.path}: the tokenizer has {len(tokenizer)} tokens, the model only "
+            f"{model.sizes.vocab_size}"
+        )
+    return tokenizer
+
+
+def _check_moe(recipe: Recipe, model: HfModel) -> None:
+    if recipe.moe.routing_replay != "off" and not model.moe_layer_numbers:
+        raise InputError(
+            f"moe.routing_replay is {recipe.moe.routing_replay}, but {model.path} has no MoE layers; "
+            "set it to off"
+        )
+
+
+def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
+    rollout = recipe.rollout
+    tp = rollout.tensor_parallel_size
+    prompts, minis = rollout.prompts_per_step, recipe.train.num_steps_per_rollout
+    heads = model.sizes.num_query_groups
+    if dims.world % tp and not recipe.debug.load_rollouts:
+        raise InputError(
+            f"rollout.tensor_parallel_size: {dims.world} rank(s) are not divisible by {tp} "
+            f"({dims.world} = {dims.world // tp} x {tp} + {dims.world % tp})"
+        )
+    if heads % tp:
+        raise InputError(
+            f"rollout.tensor_parallel_size: {heads} key/value heads are not divisible by {tp} "
+            f"({heads} = {heads // tp} x {tp} + {heads % tp})"
+        )
+    if prompts % minis:
+        raise InputError(
+            f"rollout.prompts_per_step {prompts} is not divisible by train.num_steps_per_rollout "
+            f"{minis} ({prompts} = {prompts // minis} x {minis} + {prompts % minis})"
+        )
+    if rollout.min_response_len > rollout.max_response_len:
+        raise InputError(
+            f"rollout.min_response_len {rollout.min_response_len} is above max_response_len "
+            f"{rollout.max_response_len}"
+        )
+
+
+def _context_len(recipe: Recipe, model: HfModel) -> int:
+    asked = recipe.rollout.context_len or model.context_len
+    if asked > model.context_len:
+        raise InputError(
+            f"rollout.context_len {asked} is above the model's max_position_embeddings "
+            f"{model.context_len}"
+        )
+    if recipe.rollout.max_response_len >= asked:
+        raise InputError(
+            f"rollout.max_response_len {recipe.rollout.max_response_len} leaves no room for a prompt "
+            f"in a context of {asked} tokens"
+        )
+    return asked
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

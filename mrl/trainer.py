@@ -1,0 +1,193 @@
+"""The loop: one step of every rank is sync, rollout, score, train, log.
+
+It joins the rooms by passing values; nothing here knows Megatron or SGLang.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mrl import console
+from mrl.batching import make_train_batch, set_advantages, split_evenly
+from mrl.collect import Clock, completions, make_collector
+from mrl.metrics import mismatch_statistics, rollout_metrics
+from mrl.preflight import Plan
+from mrl.rollout.saved import save_groups
+from mrl.run_folder import RunFolder
+from mrl.types import LossOutput, MicroBatch, SampleGroup, TrainBatch
+from mrl.warm_start import warm_start
+from parallel.checkpoint import load_checkpoint, save_checkpoint
+from parallel.forward import PassOutput, RecordedRoutes
+from parallel.groups import Groups
+from parallel.policy import Policy, with_old_logprobs
+from parallel.reduce import merge, reduce_statistics
+
+
+@dataclass
+class Trainer:
+    """One run on one rank. `train()` goes from the last checkpoint to the last step."""
+
+    plan: Plan
+    groups: Groups
+    folder: RunFolder
+
+    def __post_init__(self) -> None:
+        recipe = self.plan.recipe
+        self.is_main = self.groups.rank == 0
+        self.step = 0
+        """Steps done."""
+        with console.progress("loading the model", enabled=self.is_main):
+            self.policy = Policy(
+                self.plan.model,
+                self.groups,
+                recipe.model,
+                recipe.optimizer,
+                recompute=recipe.train.recompute,
+                temperature=recipe.rollout.temperature,
+            )
+        self.collector = make_collector(self.plan, self.groups, self.folder)
+
+    def train(self) -> None:
+        """Run all steps that are left. Whatever happens, no engine is left running."""
+        recipe = self.plan.recipe
+        try:
+            with console.progress("starting the rollout engine", enabled=self.is_main):
+                self.collector.start()
+            self._restore_or_warm_start()
+            while self.step < recipe.train.num_steps:
+                metrics = self.run_step()
+                if self.is_main:
+                    self.folder.add_metrics(metrics)
+                    console.step_line(metrics, recipe.train.num_steps)
+                self._save_if_due()
+        finally:
+            self.collector.close()
+
+    def _restore_or_warm_start(self) -> None:
+        recipe = self.plan.recipe
+        if self.plan.resume_step is not None:
+            state, own = load_checkpoint(
+                self.folder.checkpoints, self.plan.resume_step, self.groups
+            )
+            self.policy.load_state_dict(state)
+            self.collector.load_state_dict(own["collector"])
+            self.step = own["step"]
+        elif recipe.warm_start is not None:
+            warm_start(self.plan, self.policy, self.groups, show=self.is_main)
+            self._save()
+        if self.is_main:
+            self.folder.rewind(self.step)
+
+    def run_step(self) -> dict[str, float]:
+        """One step; returns its metrics, the same on every rank but for the times."""
+        start, clock, recipe = time.perf_counter(), Clock(), self.plan.recipe
+        groups = self.collector.collect(self.step, self.policy, clock)
+        set_advantages(groups, self.plan.algorithm, recipe.algorithm)
+        metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
+        if not recipe.debug.rollout_only:
+            metrics |= self._learn(groups, clock)
+        self._write_rollouts(groups)
+        metrics["weight_version"] = groups[0].samples[0].weight_versions[-1].version
+        metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
+        metrics["time/step_s"] = time.perf_counter() - start
+        self.step += 1
+        return metrics | _memory(self.groups.device)
+
+    def _learn(self, groups: list[SampleGroup], clock: Clock) -> dict[str, float]:
+        """Old log-probs, then one optimizer step per mini-batch."""
+        recipe, algorithm = self.plan.recipe, self.plan.algorithm
+        self.policy.onload()
+        batches = [
+            self._batch(part) for part in split_evenly(groups, recipe.train.num_steps_per_rollout)
+        ]
+        flat = [micro for batch in batches for micro in batch.micro_batches]
+        replay: RecordedRoutes | bool = recipe.moe.routing_replay == "r3"
+        with clock.part("logprob"):
+            old = self.policy.logprobs(flat, replay)
+        if recipe.moe.routing_replay == "r2":
+            replay = old.native_routes
+        flat = with_old_logprobs(flat, old)
+
+        def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
+            return algorithm.loss(logprobs, batch, recipe.algorithm)
+
+        steps = []
+        with clock.part("train"):
+            done = 0
+            for batch in batches:
+                share = slice(done, done + len(batch.micro_batches))
+                done = share.stop
+                routes = replay if isinstance(replay, bool) else replay[share]
+                ready = TrainBatch(flat[share], batch.num_loss_tokens, batch.num_samples)
+                steps.append(self.policy.train_step(ready, loss, routes))
+        return self._learning_metrics(flat, old, steps)
+
+    def _batch(self, groups: list[SampleGroup]) -> TrainBatch:
+        samples = [sample for group in groups for sample in group.samples]
+        advantages = [a for g in groups if g.advantages is not None for a in g.advantages.tolist()]
+        return make_train_batch(
+            samples,
+            advantages,
+            self.plan.algorithm,
+            self.groups,
+            self.plan.recipe.train.micro_batch_tokens,
+        )
+
+    def _learning_metrics(
+        self, flat: list[MicroBatch], old: PassOutput, steps: list[Any]
+    ) -> dict[str, float]:
+        trained = merge([step.stats for step in steps])
+        coverage = "routing/replay_coverage"
+        # Disagreement is measured before the update; coverage must hold in every pass.
+        before = {k: v for k, v in old.routing.items() if k != coverage}
+        after = {k: v for k, v in trained.items() if k == coverage or k not in before}
+        both = merge([{k: v for k, v in s.items() if k == coverage} for s in (old.routing, after)])
+        mismatch = mismatch_statistics(flat, old) if self.groups.reports_loss else {}
+        metrics = reduce_statistics({**after, **before, **both, **mismatch})
+        metrics["loss/policy"] /= len(steps)
+        return {
+            **metrics,
+            "loss/total": metrics["loss/policy"],
+            "grad_norm": math.fsum(step.grad_norm for step in steps) / len(steps),
+            "lr": steps[-1].lr,
+        }
+
+    def _write_rollouts(self, groups: list[SampleGroup]) -> None:
+        if not self.is_main:
+            return
+        self.folder.write_rollouts(self.step, groups, completions(groups, self.plan.tokenizer))
+        if self.plan.recipe.debug.save_rollouts:
+            save_groups(self.folder.rollout_file(self.step, "safetensors"), groups)
+
+    def _save_if_due(self) -> None:
+        every, recipe = self.plan.recipe.checkpoint.save_every, self.plan.recipe
+        due = every and self.step % every == 0
+        if (due or self.step == recipe.train.num_steps) and not recipe.debug.rollout_only:
+            self._save()
+
+    def _save(self) -> None:
+        save_checkpoint(
+            self.folder.checkpoints,
+            self.step,
+            self.policy.state_dict(),
+            {"step": self.step, "collector": self.collector.state_dict()},
+            self.groups,
+            self.plan.recipe.checkpoint.keep,
+        )
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """GPU memory of this rank in bytes; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {
+        "memory/allocated_bytes": float(torch.cuda.memory_allocated(device)),
+        "memory/peak_bytes": float(peak),
+    }

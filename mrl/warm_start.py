@@ -1,0 +1,62 @@
+"""Supervised steps before the first rollout, through the same model, packing and train step."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from mrl import console
+from mrl.algorithms import nll
+from mrl.batching import make_train_batch
+from mrl.config import OptimizerConfig
+from mrl.data import Demonstration, read_demonstrations
+from mrl.errors import InputError
+from mrl.preflight import Plan
+from mrl.types import LossOutput, MicroBatch, Sample
+from parallel.groups import Groups
+from parallel.policy import Policy
+
+
+def warm_start(plan: Plan, policy: Policy, groups: Groups, show: bool) -> None:
+    """`warm_start.num_steps` steps of next-token loss on the completions, then a fresh optimizer."""
+    recipe = plan.recipe
+    config = recipe.warm_start
+    assert config is not None
+    demonstrations = read_demonstrations(config.path, plan.tokenizer, max_len=plan.context_len)
+    if len(demonstrations) < config.batch_size:
+        raise InputError(
+            f"warm_start.path {config.path} has {len(demonstrations)} rows, warm_start.batch_size is "
+            f"{config.batch_size}; add rows or lower it"
+        )
+    samples = [_sample(demonstration) for demonstration in demonstrations]
+    order = random.Random(f"warm start/{recipe.seed}")
+    policy.reset_optimizer(OptimizerConfig(lr=config.lr))
+
+    def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
+        return nll.loss(logprobs, batch, recipe.algorithm)
+
+    with console.progress(
+        f"warm start: {config.num_steps} supervised steps on {config.path}", enabled=show
+    ):
+        for _ in range(config.num_steps):
+            chosen = order.sample(samples, config.batch_size)
+            batch = make_train_batch(
+                chosen, [0.0] * len(chosen), nll, groups, recipe.train.micro_batch_tokens
+            )
+            policy.train_step(batch, loss, False)
+    policy.reset_optimizer(recipe.optimizer)
+
+
+def _sample(demonstration: Demonstration) -> Sample:
+    """A demonstration as a sample whose completion is the loss."""
+    num_tokens = len(demonstration.token_ids)
+    return Sample(
+        group_id=0,
+        token_ids=demonstration.token_ids,
+        prompt_len=demonstration.prompt_len,
+        loss_mask=torch.arange(num_tokens) >= demonstration.prompt_len,
+        rollout_logprobs=torch.zeros(num_tokens),
+        weight_versions=(),
+        finish_reason="stop",
+    )

@@ -1,0 +1,68 @@
+"""Sizes: the arithmetic is right, and refusals show it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mrl.config import ParallelConfig
+from mrl.errors import InputError
+from parallel.dims import ModelSizes, ParallelDims
+
+MODEL = ModelSizes(
+    num_layers=6,
+    num_attention_heads=8,
+    num_query_groups=4,
+    vocab_size=128,
+    dense_ffn_size=96,
+    num_experts=8,
+)
+
+
+def dims(world: int, tp: int = 1, pp: int = 1, ep: int = 1, **more: int) -> ParallelDims:
+    config = ParallelConfig(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        **more,
+    )
+    return ParallelDims.create(config, world)
+
+
+def test_data_parallel_size_is_what_is_left() -> None:
+    assert dims(8, tp=2, pp=2).dp == 2
+    assert dims(8, ep=8).dp == 8
+    assert dims(1).dp == 1
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "message"),
+    [
+        (3, {"tp": 2}, r"3 ranks are not divisible by tensor 2 x context 1 x pipeline 1 = 2"),
+        (4, {"pp": 2, "ep": 3}, r"4 ranks .* expert 3 x expert-tensor 1 x pipeline 2 = 6"),
+        (2, {"context_parallel_size": 2}, r"context_parallel_size = 2: not supported yet"),
+        (2, {"expert_tensor_parallel_size": 2}, r"expert_tensor_parallel_size = 2"),
+        (1, {"virtual_pipeline_model_parallel_size": 2}, r"interleaving needs at least 2 stages"),
+    ],
+)
+def test_a_world_that_does_not_divide_is_refused(world: int, sizes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        dims(world, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "message"),
+    [
+        (8, {"tp": 8}, r"4 query groups .* tensor parallel size 8 \(4 = 0 x 8 \+ 4\)"),
+        (4, {"pp": 4}, r"6 layers .* pipeline x virtual parallel size 4 \(6 = 1 x 4 \+ 2\)"),
+        (3, {"ep": 3}, r"8 experts .* expert parallel size 3 \(8 = 2 x 3 \+ 2\)"),
+    ],
+)
+def test_a_model_that_does_not_divide_is_refused(world: int, sizes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        dims(world, **sizes).check_model(MODEL)
+
+
+def test_every_wrong_size_is_named_at_once() -> None:
+    with pytest.raises(InputError, match=r"layers.*") as caught:
+        dims(32, tp=8, pp=4).check_model(MODEL)
+    assert "query groups" in str(caught.value)

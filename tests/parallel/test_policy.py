@@ -1,0 +1,197 @@
+"""One process: parity with transformers, what replay does, refusals of checkpoints and folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeForCausalLM
+
+from mrl.errors import InputError
+from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch
+from parallel.checkpoint import load_checkpoint, save_checkpoint
+from parallel.hf_config import HfModel
+from parallel.packing import WeightedSample, pack
+from tests.parallel.test_layouts import build, exported, join_groups
+from tests.ranks import run_ranks
+
+TEMPERATURE = 0.8  # of test_layouts.build
+
+
+def packed(samples: list[Sample]) -> MicroBatch:
+    return pack([WeightedSample(s, 1.0, 1.0) for s in samples], 1)
+
+
+def native_logprobs(model_path: Path, samples: list[Sample]) -> Tensor:
+    policy = build(model_path, join_groups(model_path, {}))
+    return policy.logprobs([packed(samples)], False).logprobs[0]
+
+
+def one_rank(tmp_path: Path, function: Any, *args: Any) -> Any:
+    return run_ranks(1, function, *args, folder=tmp_path / "out")[0]
+
+
+@pytest.mark.parametrize("kind", ["model_path", "tied_model_path"])
+def test_logprobs_equal_transformers(
+    kind: str, request: pytest.FixtureRequest, samples: list[Sample], tmp_path: Path
+) -> None:
+    path = request.getfixturevalue(kind)
+    ours = one_rank(tmp_path, native_logprobs, path, samples)
+    model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32)
+    start = 0
+    for sample in samples:
+        ids = sample.token_ids
+        with torch.no_grad():
+            logits = model(ids.unsqueeze(0)).logits[0] / TEMPERATURE
+        theirs = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+        mine = ours[start : start + len(ids)]
+        assert mine[0] == 0
+        assert (mine[1:] - theirs).abs().max() < 1e-5
+        start += len(ids)
+
+
+def replay_effects(model_path: Path, samples: list[Sample]) -> dict[str, Any]:
+    policy = build(model_path, join_groups(model_path, {}))
+    batch = packed(samples)
+    before = policy.logprobs([batch], True)
+    assert batch.expert_ids is not None
+    changed = batch.expert_ids.clone()
+    # The second token of the first sample, in the first MoE layer: one expert for an unused one.
+    row = changed[1, 0]
+    row[0] = next(e for e in range(4) if e not in row.tolist())
+    after = policy.logprobs([dataclasses.replace(batch, expert_ids=changed)], True)
+    native = policy.logprobs([batch], False)
+    record = native.native_routes
+    recorded = policy.logprobs([batch], record)
+
+    def used_equals_captured() -> list[bool]:
+        """The router's own output of the last R3 pass against the captured ids."""
+        policy.logprobs([batch], True)
+        replays = next(iter(policy.runner.replays.values())).layers
+        keep = (batch.expert_ids >= 0).all(-1).all(-1)
+        answers = []
+        for i, number in enumerate(batch.layer_numbers):
+            used = replays[number].routing_map[keep]
+            captured = torch.zeros_like(used).scatter(1, batch.expert_ids[keep, i].long(), True)
+            answers.append(torch.equal(used, captured))
+        return answers
+
+    return {
+        "replayed": before.logprobs[0],
+        "changed": after.logprobs[0],
+        "native": native.logprobs[0],
+        "recorded": recorded.logprobs[0],
+        "equal": used_equals_captured(),
+    }
+
+
+def test_one_captured_id_changes_what_follows_and_nothing_else(
+    model_path: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    out = one_rank(tmp_path, replay_effects, model_path, samples)
+    assert out["equal"] == [True, True, True]
+    length = len(samples[0].token_ids)
+    difference = (out["changed"] - out["replayed"]).abs()
+    assert (difference[:2] == 0).all()  # causal: the changed token predicts only later ones
+    assert (difference[2:length] > 0).all()
+    assert (difference[length:] == 0).all()  # other sequences of the pack
+    assert not torch.equal(out["native"], out["replayed"])
+    assert torch.equal(out["recorded"], out["native"])  # R2: its own routes change nothing
+
+
+def refused_checkpoints(model_path: Path, root: Path) -> list[str]:
+    groups = join_groups(model_path, {})
+    policy = build(model_path, groups)
+    folder = save_checkpoint(root, 1, policy.state_dict(), {"step": 1}, groups, keep=1)
+    messages = []
+    for damage in ("flip", "missing", "layout"):
+        copy = root.parent / damage
+        shutil.copytree(root, copy)
+        file = copy / folder.name / "rank_00000.pt"
+        if damage == "flip":
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+        elif damage == "missing":
+            file.unlink()
+        else:
+            manifest = copy / folder.name / "manifest.json"
+            content = json.loads(manifest.read_text())
+            content["layout"]["tp"] = 2
+            manifest.write_text(json.dumps(content))
+        try:
+            load_checkpoint(copy, 1, groups)
+        except InputError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_damaged_and_foreign_checkpoints_are_refused(model_path: Path, tmp_path: Path) -> None:
+    flip, missing, layout = one_rank(tmp_path, refused_checkpoints, model_path, tmp_path / "c")
+    assert "is damaged" in flip
+    assert "is missing" in missing
+    assert "'tp': 2" in layout
+    assert "same parallel sizes" in layout
+
+
+def survives_a_bad_step(model_path: Path, samples: list[Sample]) -> dict[str, Any]:
+    policy = build(model_path, join_groups(model_path, {}))
+    before = exported(policy)
+
+    def poisoned(logprobs: Tensor, batch: MicroBatch) -> LossOutput:
+        return LossOutput(logprobs.sum() * float("nan"))
+
+    try:
+        policy.train_step(TrainBatch([packed(samples)], 1, 1), poisoned, True)
+    except RuntimeError as error:
+        after = exported(policy)
+        return {"error": str(error), "same": all(torch.equal(after[k], before[k]) for k in before)}
+    return {"error": "", "same": False}
+
+
+def test_a_nan_gradient_stops_the_step_and_touches_no_weight(
+    model_path: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    out = one_rank(tmp_path, survives_a_bad_step, model_path, samples)
+    assert "nan" in out["error"].lower() or "finite" in out["error"]
+    assert out["same"]
+
+
+def test_a_folder_that_is_not_a_model_is_refused(model_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no folder"):
+        HfModel.read(tmp_path / "nowhere")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(InputError, match="no config.json"):
+        HfModel.read(empty)
+    (empty / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match="safetensors"):
+        HfModel.read(empty)
+    shutil.copy(model_path / "model.safetensors", empty)
+    with pytest.raises(InputError, match="'llama'; supported: qwen3_moe"):
+        HfModel.read(empty)
+
+
+def load_other_shape(model_path: Path) -> str:
+    try:
+        build(model_path, join_groups(model_path, {}))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(model_path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model_path, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 20}))
+    message = one_rank(tmp_path, load_other_shape, copy)
+    assert "mlp.experts.0.gate_proj.weight" in message
+
+

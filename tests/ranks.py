@@ -1,0 +1,73 @@
+"""Run a function on several ranks: forked after the heavy imports, joined by gloo on loopback."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel import prepare
+
+prepare()
+
+import parallel.policy  # noqa: E402, F401  (import Megatron once, before the fork)
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:
+    """`function(*args)` on `world` ranks -> what each returned, in rank order.
+
+    Values travel through torch.save files in `folder`. Fails with the first rank's traceback.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=_rank, args=(rank, world, port, function, args, folder))
+        for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        while any(rank.is_alive() for rank in ranks):
+            for rank in ranks:
+                rank.join(0.05)
+                if rank.exitcode:  # the others wait for it in a collective
+                    raise AssertionError(_tracebacks(folder))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def _rank(
+    rank: int, world: int, port: int, function: Callable[..., Any], args: tuple, folder: Path
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    try:
+        torch.save(function(*args), folder / f"{rank}.pt")
+        from parallel.groups import destroy_groups
+
+        destroy_groups()
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)
+
+
+def _tracebacks(folder: Path) -> str:
+    return "\n".join(f"{f.stem}: {f.read_text()}" for f in sorted(folder.glob("*.error")))
