@@ -1,0 +1,37 @@
+"""Supervised next-token loss: what a warm start trains with before the first rollout.
+
+It has the shape of an algorithm so that the same trainer runs it. It reads no rewards, so it has
+no advantages: asked for them, as the algorithm of an RL run would be, it refuses.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms.base import weight_where_loss
+from mrl.config import AlgorithmConfig
+from mrl.errors import InputError
+from mrl.types import LossOutput, MicroBatch
+
+
+def advantages(rewards: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Raises InputError: zeros would let an RL run train on its own samples, good and bad."""
+    raise InputError(
+        "algorithm.name: got 'nll', the supervised loss of warm starts, which has no advantages; "
+        "expected an RL algorithm such as gspo or grpo"
+    )
+
+
+def sequence_weights(
+    num_loss_tokens: Tensor, num_loss_tokens_total: int, num_samples_total: int
+) -> Tensor:
+    """Token mean over the step: 1/num_loss_tokens_total, f32[S]; 0 without a loss token."""
+    return weight_where_loss(num_loss_tokens, num_loss_tokens_total)
+
+
+def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
+    """Sum over loss tokens of -seq_weight * logp, f64[]; reads no advantages, no old log-probs."""
+    lengths = batch.cu_seqlens.diff().long()
+    weights = batch.seq_weight.double().repeat_interleave(lengths, output_size=logprobs.numel())
+    return LossOutput(torch.where(batch.loss_mask, -weights * logprobs.double(), 0.0).sum())
