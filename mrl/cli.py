@@ -10,6 +10,7 @@ from pathlib import Path
 from mrl import __version__
 from mrl.config import Recipe, load_recipe
 from mrl.errors import InputError
+from mrl.run_folder import RunFolder
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -78,7 +79,6 @@ def train(recipe: Recipe, world: int) -> None:
     """Check, start and run a recipe on this rank of `world`."""
     from mrl import console
     from mrl.preflight import check
-    from mrl.run_folder import RunFolder
     from parallel import prepare
 
     plan = check(recipe, world)
@@ -97,7 +97,22 @@ def train(recipe: Recipe, world: int) -> None:
 
     Trainer(plan, init_groups(plan.dims, recipe.seed), folder).train()
     if is_main:
-        console.summary(folder.read_metrics(), folder)
+        _summarize(folder, recipe)
+
+
+def _summarize(folder: RunFolder, recipe: Recipe) -> None:
+    from mrl import console
+
+    rewards = [row["reward/mean"] for row in folder.read_metrics()]
+    scored = [row for row in folder.read_rollouts(len(rewards) - 1) if row["reward"] is not None]
+    by_reward = sorted(scored, key=lambda row: row["reward"])
+    console.summary(
+        [float("nan") if reward is None else reward for reward in rewards],
+        by_reward[-1] if scored else {},
+        by_reward[0] if scored else {},
+        folder.root,
+        f"mrl train {folder.config} train.num_steps={2 * recipe.train.num_steps}",
+    )
 
 
 if __name__ == "__main__":

@@ -47,6 +47,9 @@ class Clock:
 class Collector(Protocol):
     """Gives a step's scored groups; every method is called on all ranks."""
 
+    start_text: str
+    """What `start` does, for the terminal."""
+
     def start(self) -> None:
         """Make ready; may take long."""
         ...
@@ -68,6 +71,8 @@ class Collector(Protocol):
 
 class EngineCollector:
     """Prompts -> engine -> rewards. The first rank of each engine group leads an engine."""
+
+    start_text = "starting the rollout engine"
 
     def __init__(self, plan: Plan, groups: Groups, folder: RunFolder) -> None:
         recipe = plan.recipe
@@ -96,7 +101,7 @@ class EngineCollector:
 
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
         with clock.part("sync"):
-            self._sync(step, policy)
+            self.sync(step, policy)
         with clock.part("rollout"):
             own = self._generate(step)
             dist.barrier()
@@ -104,7 +109,8 @@ class EngineCollector:
             self._score(own)
             return self._share(own)
 
-    def _sync(self, version: int, policy: Policy) -> None:
+    def sync(self, version: int, policy: Policy) -> None:
+        """Bring the engine to the policy's weights and awake; the policy leaves the device."""
         buckets = policy.export(version, self.plan.recipe.rollout.weight_bucket_mb << 20)
         if self.engine is None:
             for _ in buckets:  # the gathers are collectives: follow them to the end
@@ -146,7 +152,7 @@ class EngineCollector:
             return
         rewards = self.rewards.score(own, completions(own, self.plan.tokenizer))
         if self.rewards.report.num_failed:
-            console.warn(
+            console.warning(
                 f"{self.rewards.report.num_failed} samples masked, the reward function failed: "
                 f"{self.rewards.report.first_error}"
             )
@@ -176,6 +182,8 @@ class EngineCollector:
 
 class SavedCollector:
     """The groups of `debug.load_rollouts`, step by step; no engine and no reward function."""
+
+    start_text = "opening the saved rollouts"
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)

@@ -71,7 +71,7 @@ class RolloutConfig(Branch):
     samples_per_prompt: int = Field(default=8, ge=1)
     max_response_len: int = Field(ge=1)
     min_response_len: int = Field(default=0, ge=0)
-    """Set to max_response_len for completions of one exact length."""
+    """0, or max_response_len for completions of one exact length (the end token is ignored)."""
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     context_len: int | None = Field(default=None, ge=1)
@@ -220,16 +220,15 @@ def _explain(error: ValidationError) -> str:
 
 
 def _suggest(key: str) -> str:
-    known = list(_all_keys(Recipe))
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    leaf = key.rpartition(".")[2]
-    near = near or [k for k in known if k.rpartition(".")[2] == leaf]
-    near = near or [
-        k
-        for name in difflib.get_close_matches(leaf, [k.rpartition(".")[2] for k in known], n=1)
-        for k in known
-        if k.rpartition(".")[2] == name
-    ]
+    """The same name in another branch, else the nearest name in the same branch, else anywhere."""
+    known = _all_keys(Recipe)
+    branch, _, leaf = key.rpartition(".")
+    leaves = {k: k.rpartition(".")[2] for k in known}
+    near = [k for k in known if leaves[k] == leaf]
+    for places in ([k for k in known if k.rpartition(".")[0] == branch], known):
+        if not near:
+            names = difflib.get_close_matches(leaf, [leaves[k] for k in places], n=1)
+            near = [k for k in places if leaves[k] in names]
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mrl.algorithms import load_algorithm
 from mrl.algorithms.base import Algorithm
 from mrl.config import Recipe
@@ -74,10 +76,12 @@ def check(recipe: Recipe, world: int) -> Plan:
     folder.check(recipe)
     model = HfModel.read(recipe.model.path)
     dims.check_model(model.sizes)
+    choose_implementation(recipe.model.transformer_impl)
     _check_moe(recipe, model)
     _check_rollout(recipe, dims, model)
     context_len = _context_len(recipe, model)
     algorithm = load_algorithm(recipe.algorithm.name)
+    algorithm.advantages(torch.tensor([0.0, 1.0]), recipe.algorithm)  # refuses the supervised loss
     if recipe.debug.load_rollouts is None:
         load_engine(recipe.rollout.engine)
         resolve_reward(recipe.reward)
@@ -140,10 +144,11 @@ def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
             f"rollout.prompts_per_step {prompts} is not divisible by train.num_steps_per_rollout "
             f"{minis} ({prompts} = {prompts // minis} x {minis} + {prompts % minis})"
         )
-    if rollout.min_response_len > rollout.max_response_len:
+    if rollout.min_response_len not in (0, rollout.max_response_len):
         raise InputError(
-            f"rollout.min_response_len {rollout.min_response_len} is above max_response_len "
-            f"{rollout.max_response_len}"
+            f"rollout.min_response_len {rollout.min_response_len}: expected 0 or max_response_len "
+            f"{rollout.max_response_len}; in between, the engine would forbid the end token, and its "
+            "log-probs would be those of another distribution than the trainer's"
         )
 
 

@@ -111,6 +111,11 @@ class RunFolder:
                 )
         self.rollout_file(step, "jsonl").write_text("".join(_line(row) for row in rows))
 
+    def read_rollouts(self, step: int) -> list[dict[str, Any]]:
+        """What `write_rollouts` wrote."""
+        text = self.rollout_file(step, "jsonl").read_text()
+        return [json.loads(line) for line in text.split("\n")[:-1]]
+
     def rollout_file(self, step: int, suffix: str) -> Path:
         return self.rollouts / f"step_{step:06d}.{suffix}"
 

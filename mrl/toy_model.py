@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -58,7 +59,7 @@ def write_toy_model(
     _refuse_foreign_folder(folder)
     knobs = {name: value for name, value in locals().items() if name != "folder"}
     tokenizer = build_tokenizer(vocab_size)
-    config = Qwen3MoeConfig(
+    shape = dict[str, Any](
         vocab_size=vocab_size,
         num_hidden_layers=num_layers,
         hidden_size=hidden_size,
@@ -80,9 +81,11 @@ def write_toy_model(
         pad_token_id=tokenizer.pad_token_id,
         dtype=torch.float32,
     )
+    # As a dict: transformers' signature hides `head_dim`.
+    config = Qwen3MoeConfig(**shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3MoeForCausalLM(config).to(torch.float32)
+        model = Qwen3MoeForCausalLM(config).float()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).write_text(json.dumps(knobs, indent=2) + "\n")
     model.save_pretrained(folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ class Trainer:
         self.is_main = self.groups.rank == 0
         self.step = 0
         """Steps done."""
-        with console.progress("loading the model", enabled=self.is_main):
+        with self._progress("loading the model"):
             self.policy = Policy(
                 self.plan.model,
                 self.groups,
@@ -56,14 +57,14 @@ class Trainer:
         """Run all steps that are left. Whatever happens, no engine is left running."""
         recipe = self.plan.recipe
         try:
-            with console.progress("starting the rollout engine", enabled=self.is_main):
+            with self._progress(self.collector.start_text):
                 self.collector.start()
             self._restore_or_warm_start()
             while self.step < recipe.train.num_steps:
                 metrics = self.run_step()
                 if self.is_main:
                     self.folder.add_metrics(metrics)
-                    console.step_line(metrics, recipe.train.num_steps)
+                    console.step_line(metrics, num_steps=recipe.train.num_steps)
                 self._save_if_due()
         finally:
             self.collector.close()
@@ -78,7 +79,9 @@ class Trainer:
             self.collector.load_state_dict(own["collector"])
             self.step = own["step"]
         elif recipe.warm_start is not None:
-            warm_start(self.plan, self.policy, self.groups, show=self.is_main)
+            text = f"warm start, {recipe.warm_start.num_steps} supervised steps"
+            with self._progress(text):
+                warm_start(self.plan, recipe.warm_start, self.policy, self.groups)
             self._save()
         if self.is_main:
             self.folder.rewind(self.step)
@@ -156,6 +159,9 @@ class Trainer:
             "grad_norm": math.fsum(step.grad_norm for step in steps) / len(steps),
             "lr": steps[-1].lr,
         }
+
+    def _progress(self, text: str) -> AbstractContextManager[None]:
+        return console.progress(text) if self.is_main else nullcontext()
 
     def _write_rollouts(self, groups: list[SampleGroup]) -> None:
         if not self.is_main:

@@ -6,10 +6,9 @@ import random
 
 import torch
 
-from mrl import console
 from mrl.algorithms import nll
 from mrl.batching import make_train_batch
-from mrl.config import OptimizerConfig
+from mrl.config import OptimizerConfig, WarmStartConfig
 from mrl.data import Demonstration, read_demonstrations
 from mrl.errors import InputError
 from mrl.preflight import Plan
@@ -18,11 +17,9 @@ from parallel.groups import Groups
 from parallel.policy import Policy
 
 
-def warm_start(plan: Plan, policy: Policy, groups: Groups, show: bool) -> None:
-    """`warm_start.num_steps` steps of next-token loss on the completions, then a fresh optimizer."""
+def warm_start(plan: Plan, config: WarmStartConfig, policy: Policy, groups: Groups) -> None:
+    """`num_steps` optimizer steps of next-token loss on the completions, then a fresh optimizer."""
     recipe = plan.recipe
-    config = recipe.warm_start
-    assert config is not None
     demonstrations = read_demonstrations(config.path, plan.tokenizer, max_len=plan.context_len)
     if len(demonstrations) < config.batch_size:
         raise InputError(
@@ -36,15 +33,12 @@ def warm_start(plan: Plan, policy: Policy, groups: Groups, show: bool) -> None:
     def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
         return nll.loss(logprobs, batch, recipe.algorithm)
 
-    with console.progress(
-        f"warm start: {config.num_steps} supervised steps on {config.path}", enabled=show
-    ):
-        for _ in range(config.num_steps):
-            chosen = order.sample(samples, config.batch_size)
-            batch = make_train_batch(
-                chosen, [0.0] * len(chosen), nll, groups, recipe.train.micro_batch_tokens
-            )
-            policy.train_step(batch, loss, False)
+    for _ in range(config.num_steps):
+        chosen = order.sample(samples, config.batch_size)
+        batch = make_train_batch(
+            chosen, [0.0] * len(chosen), nll, groups, recipe.train.micro_batch_tokens
+        )
+        policy.train_step(batch, loss, False)
     policy.reset_optimizer(recipe.optimizer)
 
 

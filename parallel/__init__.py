@@ -3,6 +3,7 @@
 Importing the package does not import Megatron, so that bad input is refused at once.
 """
 
+import logging
 import warnings
 
 KNOWN_WARNINGS = (
@@ -19,6 +20,7 @@ def prepare() -> None:
     """Call before the first import of Megatron: quiet, and at home on a machine without CUDA."""
     for text in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=text)
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     from parallel import cpu_mode
 
     cpu_mode.enable()

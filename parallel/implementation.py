@@ -22,14 +22,15 @@ def choose_implementation(
         return "local", "asked for"
     missing = [
         name
-        for name, there in (("a CUDA device", has_cuda), ("transformer-engine", has_te))
+        for name, there in (("CUDA device", has_cuda), ("transformer-engine", has_te))
         if not there
     ]
     if asked == "transformer_engine":
         if missing:
             raise InputError(
-                f"model.transformer_impl is transformer_engine, but {' and '.join(missing)} is "
-                "missing; install mrl[gpu] on a GPU machine or set it to auto or local"
+                f"model.transformer_impl is transformer_engine, but there is no "
+                f"{' and no '.join(missing)}; install mrl[gpu] on a GPU machine or set it to auto or "
+                "local"
             )
         return "transformer_engine", "asked for"
     if missing:

@@ -70,9 +70,7 @@ def make_sample(
         rollout_logprobs=-torch.rand(length, generator=generator),
         weight_versions=(),
         finish_reason="length",
-        routing=RoutingTrace(
-            weights.topk(TOPK).indices.to(torch.uint8), MOE_LAYERS, EXPERTS, 0, 0
-        ),
+        routing=RoutingTrace(weights.topk(TOPK).indices.to(torch.uint8), MOE_LAYERS, EXPERTS, 0, 0),
     )
 
 

@@ -144,7 +144,13 @@ def test_layout_matches_one_process(
 ) -> None:
     world, sizes = LAYOUTS[name]
     ours = run_ranks(
-        world, exercise, model_path, sizes, all_samples(), tmp_path / "ckpt", folder=tmp_path / "out"
+        world,
+        exercise,
+        model_path,
+        sizes,
+        all_samples(),
+        tmp_path / "ckpt",
+        folder=tmp_path / "out",
     )[0]
 
     hf = load_file(model_path / "model.safetensors")
@@ -153,9 +159,7 @@ def test_layout_matches_one_process(
 
     assert ours["routing"] == pytest.approx(reference["routing"], rel=1e-12)
     for recompute in (False, True):
-        for mine, theirs in zip(
-            ours[f"steps/{recompute}"], reference["steps/False"], strict=True
-        ):
+        for mine, theirs in zip(ours[f"steps/{recompute}"], reference["steps/False"], strict=True):
             assert mine["routing/replay_coverage"] == 1.0
             for key in ("loss/policy", "grad_norm", "ratio/mean", "ratio/max"):
                 assert mine[key] == pytest.approx(theirs[key], rel=TOLERANCE), key

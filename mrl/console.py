@@ -1,0 +1,179 @@
+"""What rank 0 shows in the terminal. In a log file the same text, without control codes.
+
+Model output is untrusted: it is escaped before it reaches the terminal.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+COLUMNS = (
+    ("reward/mean", "reward", "8.4f"),
+    ("response_len/mean", "len", "7.1f"),
+    ("loss/total", "loss", "10.3e"),
+    ("grad_norm", "grad", "9.3f"),
+    ("mismatch/logprob_abs_max", "mismatch", "9.2e"),
+    ("routing/disagreement", "reroute", "7.4f"),
+    ("time/step_s", "s/step", "7.2f"),
+)
+"""(metric key, heading, number format) of a step line."""
+PLOT_HEIGHT = 8
+MAX_SAMPLE_CHARS = 400
+
+
+def plan(rows: list[tuple[str, str]], *, console: Console | None = None) -> None:
+    """What is about to run, as (name, value) rows."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(escape(name), Text(escape(value)))
+    (console or _console()).print(table)
+
+
+def step_line(
+    metrics: Mapping[str, float], *, num_steps: int | None = None, console: Console | None = None
+) -> None:
+    """One aligned line; a metric that is off shows as `-`. `step` counts from 0."""
+    console = console or _console()
+    step = int(metrics["step"])
+    if step % 20 == 0:
+        head = "".join(f"{name:>{_width(form) + 2}}" for _, name, form in COLUMNS)
+        _line(console, f"{'step':>9}{head}", style="bold")
+    count = f"{step + 1}/{num_steps}" if num_steps else f"{step + 1}"
+    cells = "".join(
+        f"{_cell(metrics.get(key), form):>{_width(form) + 2}}" for key, _, form in COLUMNS
+    )
+    _line(console, f"{count:>9}{cells}")
+
+
+@contextmanager
+def progress(description: str, *, console: Console | None = None) -> Iterator[None]:
+    """A spinner around something slow; without a terminal a line before and after."""
+    console = console or _console()
+    text, start = escape(description), monotonic()
+    if console.is_terminal:
+        with console.status(Text(text)):
+            yield
+    else:
+        _line(console, f"{text} ...")
+        yield
+    _line(console, f"{text}: {monotonic() - start:.1f} s")  # not after a failure
+
+
+def summary(
+    rewards: list[float],
+    best: Mapping[str, Any],
+    worst: Mapping[str, Any],
+    run_folder: str | Path,
+    next_command: str,
+    *,
+    console: Console | None = None,
+) -> None:
+    """The reward curve, the best and the worst sample (`prompt`, `completion`, `reward`)."""
+    console = console or _console()
+    unicode = (console.encoding or "").lower().startswith("utf")
+    for line in curve(rewards, width=min(console.width, 100), unicode=unicode):
+        _line(console, line)
+    for name, sample in (("best", best), ("worst", worst)):
+        _line(console, f"{name} sample, reward {_cell(sample.get('reward'), '.4f')}", style="bold")
+        for part in ("prompt", "completion"):
+            _line(console, f"  {part:<10} {_shorten(escape(str(sample.get(part, ''))))}")
+    _line(console, f"run folder  {escape(str(run_folder))}")
+    _line(console, f"next        {escape(next_command)}")
+
+
+def curve(values: list[float], *, width: int, unicode: bool = True) -> list[str]:
+    """A bar chart of `values` over steps, at most `width` columns wide; NaN leaves a gap.
+
+    With more values than columns each column is the mean of its values. Empty if none is finite.
+    """
+    label_width = 9
+    columns = _bin(values, max(1, width - label_width - 2))
+    finite = [value for value in columns if math.isfinite(value)]
+    if not finite:
+        return []
+    low, high = min(finite), max(finite)
+    levels = " ▁▂▃▄▅▆▇█" if unicode else " .:#"
+    full = len(levels) - 1
+    heights = [_height(value, low, high, PLOT_HEIGHT * full) for value in columns]
+    edge = "┤" if unicode else "|"
+    lines = []
+    for row in reversed(range(PLOT_HEIGHT)):
+        label = {PLOT_HEIGHT - 1: f"{high:.4g}", 0: f"{low:.4g}"}.get(row, "")
+        bars = "".join(levels[min(max(height - row * full, 0), full)] for height in heights)
+        lines.append(f"{label:>{label_width}} {edge}{bars}".rstrip())
+    lines.append(f"{'':>{label_width}}  reward over {len(values)} steps"[:width])
+    return lines
+
+
+def escape(text: str) -> str:
+    """Make untrusted text harmless in a terminal: control and bidi codes become visible."""
+    return "".join(_visible(char) for char in text)
+
+
+def _visible(char: str) -> str:
+    if char == "\n":
+        return "\\n"
+    if char == "\t":
+        return "\\t"
+    # Cc, Cf, Cs, Co, Cn: ESC and C1 codes, bidi overrides, lone surrogates, unassigned.
+    if unicodedata.category(char)[0] == "C" or unicodedata.category(char) in ("Zl", "Zp"):
+        code = ord(char)
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    return char
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_SAMPLE_CHARS else text[: MAX_SAMPLE_CHARS - 3] + "..."
+
+
+def _bin(values: list[float], num_columns: int) -> list[float]:
+    """`values` themselves, or the means of `num_columns` even slices of them."""
+    if len(values) <= num_columns:
+        return values
+    columns = []
+    for index in range(num_columns):
+        start = index * len(values) // num_columns
+        stop = (index + 1) * len(values) // num_columns
+        part = [value for value in values[start:stop] if math.isfinite(value)]
+        columns.append(sum(part) / len(part) if part else math.nan)
+    return columns
+
+
+def _height(value: float, low: float, high: float, max_height: int) -> int:
+    """Eighths of a row; at least 1, so that the lowest value is told from a gap."""
+    if not math.isfinite(value):
+        return 0
+    share = (value - low) / (high - low) if high > low else 0.5
+    return max(1, round(share * max_height))
+
+
+def _cell(value: Any, form: str) -> str:
+    return "-" if value is None else f"{float(value):{form}}".strip()
+
+
+def _width(form: str) -> int:
+    return int(form.split(".")[0])
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    """As it is: no markup, no highlighting, no wrapping in logs, no characters it cannot write."""
+    encoding = console.encoding or "utf-8"
+    safe = text.encode(encoding, "backslashreplace").decode(encoding)
+    console.print(Text(safe, style=style), soft_wrap=True, highlight=False)
+
+
+def _console() -> Console:
+    # Not kept: sys.stdout may be another one by the next call (tests, redirection).
+    return Console(highlight=False, markup=False)

@@ -1,0 +1,75 @@
+"""The real loop on the toy model: one recorded run that several tests read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mrl.toy_model import write_toy_model
+
+REPOSITORY = Path(__file__).parents[2]
+TOY_RECIPE = REPOSITORY / "launch/recipes/toy_moe.yaml"
+COMMAND_TIMEOUT_S = 240
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A toy model and the command line that trains it fast."""
+
+    model: Path
+
+    def overrides(self, output: Path, *more: str) -> list[str]:
+        return [
+            f"model.path={self.model}",
+            f"output_dir={output}",
+            "rollout.prompts_per_step=4",
+            "rollout.samples_per_prompt=4",
+            "rollout.max_response_len=12",
+            "rollout.min_response_len=0",
+            "train.micro_batch_tokens=160",
+            "optimizer.lr=3e-3",
+            *more,
+        ]
+
+    def command(self, output: Path, *more: str, name: str = "train") -> list[str]:
+        return [sys.executable, "-m", "mrl", name, str(TOY_RECIPE), *self.overrides(output, *more)]
+
+    def run(
+        self, output: Path, *more: str, name: str = "train"
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(output, *more, name=name),
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+            env=environment(),
+        )
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    folder = tmp_path_factory.mktemp("toy") / "model"
+    write_toy_model(folder)
+    return Toy(folder)
+
+
+@pytest.fixture(scope="session")
+def recorded(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of four steps with everything saved."""
+    output = tmp_path_factory.mktemp("recorded") / "run"
+    done = toy.run(
+        output, "train.num_steps=4", "debug.save_rollouts=true", "checkpoint.save_every=2"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return output

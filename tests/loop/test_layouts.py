@@ -1,0 +1,96 @@
+"""Saved rollouts through the trainer: one optimizer step in every layout equals one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mrl.config import load_recipe
+from mrl.preflight import check
+from mrl.run_folder import RunFolder
+from parallel.groups import init_groups, world_size
+from tests.loop.conftest import TOY_RECIPE, Toy
+from tests.ranks import run_ranks
+
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "DP2": (2, []),
+    "EP2": (2, ["expert=2"]),
+    "TP2": (2, ["tensor=2"]),
+    "PP2": (2, ["pipeline=2"]),
+    "TP2xEP2": (2, ["tensor=2", "expert=2"]),
+    "PP2xEP2": (4, ["pipeline=2", "expert=2"]),
+}
+
+OPTIMIZER = ("optimizer.lr=1e-3", "optimizer.adam_eps=1e-6")
+"""Adam's first step is lr * g / (|g| + eps): where a gradient cancels to rounding noise, its sign is
+noise too. With eps above the noise the weights compare the gradients."""
+
+
+def one_step(overrides: list[str]) -> dict[str, Any]:
+    """A step of a fresh run on this rank: its metrics and the weights after it."""
+    from mrl.trainer import Trainer
+
+    recipe = load_recipe(TOY_RECIPE, overrides)
+    plan = check(recipe, world_size())
+    folder = RunFolder(recipe.output_dir)
+    if torch.distributed.is_initialized():
+        raise AssertionError("one world a process")
+    groups = init_groups(plan.dims, recipe.seed)
+    if groups.rank == 0:
+        folder.open(recipe)
+    trainer = Trainer(plan, groups, folder)
+    metrics = trainer.run_step()
+    weights = [pair for bucket in trainer.policy.export(1, 1 << 16) for pair in bucket.tensors]
+    return {"metrics": metrics, "weights": {name: tensor.clone() for name, tensor in weights}}
+
+
+def run(
+    toy: Toy, recorded: Path, folder: Path, world: int, sizes: list[str], *more: str
+) -> dict[str, Any]:
+    keys = [f"parallel.{s.split('=')[0]}_model_parallel_size={s.split('=')[1]}" for s in sizes]
+    overrides = toy.overrides(
+        folder / "run", f"debug.load_rollouts={recorded / 'rollouts'}", *OPTIMIZER, *keys, *more
+    )
+    return run_ranks(world, one_step, overrides, folder=folder / "out")[0]
+
+
+@pytest.fixture(scope="module")
+def reference(toy: Toy, recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(toy, recorded, tmp_path_factory.mktemp("one"), 1, [])
+
+
+def test_saved_rollouts_give_the_live_run(reference: dict[str, Any], recorded: Path) -> None:
+    from tests.loop.test_run import metrics
+
+    live = metrics(recorded)[0]
+    for key in ("grad_norm", "entropy", "reward/mean", "mismatch/logprob_abs_max"):
+        assert reference["metrics"][key] == live[key], key
+
+
+@pytest.mark.parametrize("recompute", ["false", "true"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout(
+    name: str,
+    recompute: str,
+    toy: Toy,
+    recorded: Path,
+    reference: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    world, sizes = LAYOUTS[name]
+    ours = run(toy, recorded, tmp_path, world, sizes, f"train.recompute={recompute}")
+    for key in ("grad_norm", "entropy", "mismatch/logprob_abs_mean", "reward/mean"):
+        assert ours["metrics"][key] == pytest.approx(
+            reference["metrics"][key], rel=1e-5, abs=1e-7
+        ), key
+    # At the first step every ratio is 1, so the loss is a sum of advantages around 0.
+    assert ours["metrics"]["loss/policy"] == pytest.approx(
+        reference["metrics"]["loss/policy"], abs=1e-6
+    )
+    assert ours["metrics"]["routing/replay_coverage"] == 1.0
+    assert ours["weights"].keys() == reference["weights"].keys()
+    for key, weight in reference["weights"].items():
+        assert float((ours["weights"][key] - weight).norm() / weight.norm()) < 1e-5, key

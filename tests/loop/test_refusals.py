@@ -1,0 +1,123 @@
+"""Bad input: `mrl check` and `mrl train` print one clear line and exit with code 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.cli import main
+from tests.loop.conftest import TOY_RECIPE, Toy
+
+CASES: dict[str, tuple[list[str], list[str]]] = {
+    "unknown key": (["optimizer.lrr=1"], ["unknown key 'optimizer.lrr'", "'optimizer.lr'"]),
+    "unknown key elsewhere": (["rollout.lr=1"], ["'rollout.lr'", "did you mean 'optimizer.lr'"]),
+    "wrong type": (["train.num_steps=many"], ["train.num_steps", "'many'"]),
+    "sizes": (
+        ["parallel.tensor_model_parallel_size=2"],
+        ["1 ranks are not divisible by tensor 2 x context 1 x pipeline 1 = 2"],
+    ),
+    "rollout sizes": (
+        ["rollout.tensor_parallel_size=2"],
+        ["1 rank(s) are not divisible by 2 (1 = 0 x 2 + 1)"],
+    ),
+    "mini-batches": (
+        ["train.num_steps_per_rollout=3"],
+        ["prompts_per_step 4 is not divisible", "(4 = 1 x 3 + 1)"],
+    ),
+    "model folder": (["model.path=/nowhere"], ["no folder /nowhere", "mrl toy-model"]),
+    "algorithm": (["algorithm.name=gsop"], ["gsop", "gspo"]),
+    "supervised loss": (["algorithm.name=nll"], ["nll", "gspo or grpo"]),
+    "reward name": (["reward=first_chr"], ["first_chr", "did you mean 'first_char'"]),
+    "reward file": (["reward=nowhere.py:f"], ["nowhere.py"]),
+    "engine": (["rollout.engine=sglnag"], ["sglnag", "sglang"]),
+    "replay": (["moe.routing_replay=r4"], ["moe.routing_replay", "'r4'"]),
+    "context": (["rollout.max_response_len=512"], ["leaves no room for a prompt", "512"]),
+    "response length": (["rollout.min_response_len=3"], ["expected 0 or max_response_len 12"]),
+    "saved rollouts": (["debug.load_rollouts=/nowhere"], ["debug.load_rollouts", "/nowhere"]),
+    "no TransformerEngine": (
+        ["model.transformer_impl=transformer_engine"],
+        ["no CUDA device", "mrl[gpu]"],
+    ),
+}
+
+
+def refused(capsys: pytest.CaptureFixture[str], command: list[str]) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(command)
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert "Traceback" not in captured.err + captured.out
+    return lines[0]
+
+
+@pytest.mark.parametrize("name", ["check", "train"])
+@pytest.mark.parametrize("case", CASES)
+def test_refused(
+    name: str, case: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, expected = CASES[case]
+    output = tmp_path / "run"
+    line = refused(capsys, [name, str(TOY_RECIPE), *toy.overrides(output, *changes)])
+    for text in expected:
+        assert text in line
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("name", ["check", "train"])
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('{"prompt": "ab"', "not valid JSON"),
+        ('["prompt"]', "expected a JSON object"),
+        ('{"answer": "4"}', "no `prompt`"),
+        (json.dumps({"prompt": "a" * 501}), "prompt has 501 tokens, at most 500 fit"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(
+    name: str,
+    row: str,
+    reason: str,
+    toy: Toy,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a"}\n' * 6 + row + "\n")
+    command = [name, str(TOY_RECIPE), *toy.overrides(tmp_path / "run", f"data.path={data}")]
+    line = refused(capsys, command)
+    assert f"{data}:7: " in line
+    assert reason in line
+
+
+def test_a_reward_that_does_not_import(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = tmp_path / "mine.py"
+    reward.write_text("import a_package_that_is_not_there\n")
+    command = ["train", str(TOY_RECIPE), *toy.overrides(tmp_path / "run", f"reward={reward}:f")]
+    line = refused(capsys, command)
+    assert "does not import" in line
+    assert "a_package_that_is_not_there" in line
+
+
+def test_check_prints_the_plan(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["check", str(TOY_RECIPE), *toy.overrides(tmp_path / "run")])
+    out = capsys.readouterr().out
+    for text in ("megatron-core 0.16.1", "sglang 0.5.20", "8 experts", "routing replay r3", "ok"):
+        assert text in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_that_is_not_there_or_not_yaml(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "No such file" in refused(capsys, ["check", str(tmp_path / "none.yaml")])
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("model: [")
+    assert "not valid YAML" in refused(capsys, ["check", str(broken)])

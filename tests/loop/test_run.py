@@ -1,0 +1,170 @@
+"""One real run: what it leaves behind, what it measured, and that it can be taken up again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from mrl.config import load_recipe
+from tests.loop.conftest import REPOSITORY, Toy, environment
+
+KEYS = (
+    "step reward/mean reward/std reward/zero_signal_groups response_len/mean loss/policy loss/total "
+    "grad_norm lr ratio/mean ratio/max ratio/clip_frac entropy mismatch/k3 "
+    "mismatch/logprob_abs_mean mismatch/logprob_abs_max routing/disagreement "
+    "routing/token_any_layer routing/replay_coverage weight_version tokens/rollout tokens/train "
+    "time/sync_s time/rollout_s time/score_s time/logprob_s time/train_s time/step_s"
+).split()
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of live processes that mention the run folder or its engine's parent."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            environ = (entry / "environ").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if int(entry.name) != os.getpid() and f"MRL_TEST_RUN={folder}" in environ:
+            found.append(command or "(kernel)")
+    return found
+
+
+def test_every_piece_of_the_run_folder_is_there(recorded: Path) -> None:
+    config = yaml.safe_load((recorded / "config.yaml").read_text())
+    assert config["optimizer"]["weight_decay"] == 0.0  # defaults are spelled out
+    assert load_recipe(recorded / "config.yaml").model_dump() == config
+    for step in range(4):
+        rows = (recorded / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
+        assert len(rows) == 16
+        first = json.loads(rows[0])
+        assert first["weight_version"] == step
+        assert first["prompt_len"] == 16
+        assert 1 <= first["response_len"] <= 12
+        assert len(first["prompt"]) == 16
+        assert {"completion", "reward", "advantage", "group_id", "finish_reason"} <= first.keys()
+    names = {f.name for f in (recorded / "checkpoints").iterdir()}
+    assert names == {"iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"}
+    assert (recorded / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "4\n"
+    assert (recorded / "logs/engine_00.log").exists()
+
+
+def test_every_metric_is_there_every_step_and_true(recorded: Path) -> None:
+    rows = metrics(recorded)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        missing = [key for key in KEYS if not isinstance(row.get(key), (int, float))]
+        assert not missing
+        assert row["mismatch/logprob_abs_max"] <= 1e-4
+        assert row["mismatch/k3"] >= 0
+        assert row["routing/replay_coverage"] == 1.0
+        assert row["routing/disagreement"] < 0.01  # fp32 on both sides
+        assert row["weight_version"] == row["step"]
+        assert row["ratio/mean"] == 1.0  # one optimizer step a rollout: the policy has not moved
+        assert 0 < row["entropy"] <= math.log(128)
+        assert row["grad_norm"] > 0
+        parts = [k for k in row if k.startswith("time/") and k != "time/step_s"]
+        assert sum(row[k] for k in parts) <= row["time/step_s"]
+
+
+def test_rewards_on_file_are_the_rewards_in_the_metrics(recorded: Path) -> None:
+    for row in metrics(recorded):
+        file = recorded / f"rollouts/step_{row['step']:06d}.jsonl"
+        samples = [json.loads(line) for line in file.read_text().splitlines()]
+        mean = sum(s["reward"] for s in samples) / len(samples)
+        assert row["reward/mean"] == pytest.approx(mean, rel=1e-6)
+        for s in samples:
+            share = s["completion"].count(s["prompt"][0]) / s["response_len"]
+            assert s["reward"] == pytest.approx(share, abs=1e-6)
+        assert row["response_len/mean"] == sum(s["response_len"] for s in samples) / len(samples)
+
+
+def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    file = folder / f"checkpoints/iter_{step:07d}/rank_00000.pt"
+    state = torch.load(file, weights_only=True)
+    return state["model"][0]
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_run_goes_on_to_the_same_bits(toy: Toy, recorded: Path, tmp_path: Path) -> None:
+    """kill -9 during the third step, start again: weights equal the uninterrupted run's."""
+    output = tmp_path / "killed"
+    more = ("train.num_steps=4", "debug.save_rollouts=true", "checkpoint.save_every=2")
+    process = subprocess.Popen(
+        toy.command(output, *more),
+        cwd=REPOSITORY,
+        env=environment(MRL_TEST_RUN=str(output)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+    )
+    deadline = time.monotonic() + 180
+    latest = output / "checkpoints/latest_checkpointed_iteration.txt"
+    while not latest.exists():
+        assert process.poll() is None, "the run ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 15
+    while processes_of(output) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert processes_of(output) == []  # the engine went with it
+
+    done = toy.run(output, *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "continues after step 2" in " ".join(done.stdout.split())
+    ours, theirs = checkpoint_tensors(output, 4), checkpoint_tensors(recorded, 4)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert [row["step"] for row in metrics(output)] == [0, 1, 2, 3]
+    prompts = [
+        [json.loads(line)["prompt_id"] for line in f.read_text().splitlines()]
+        for folder in (output, recorded)
+        for f in sorted((folder / "rollouts").glob("*.jsonl"))
+    ]
+    assert prompts[:4] == prompts[4:]
+
+
+def test_a_finished_run_says_so_and_a_changed_recipe_is_refused(toy: Toy, recorded: Path) -> None:
+    more = ("train.num_steps=4", "debug.save_rollouts=true", "checkpoint.save_every=2")
+    done = toy.run(recorded, *more)
+    assert done.returncode == 0
+    assert "is done: 4 of 4 steps" in done.stdout
+    changed = toy.run(recorded, *more, "optimizer.lr=1e-2")
+    assert changed.returncode == 2
+    assert "another recipe" in changed.stderr
+    assert "optimizer.lr: 0.003 there, 0.01 now" in changed.stderr
+
+
+@pytest.mark.timeout(400)
+def test_failures_leave_nothing_running(toy: Toy, tmp_path: Path) -> None:
+    """A reward that fails on everything stops the run with its error, and the engine with it."""
+    reward = tmp_path / "bad.py"
+    reward.write_text("def f(prompts, completions, **columns):\n    raise KeyError('gold')\n")
+    output = tmp_path / "run"
+    done = subprocess.run(
+        toy.command(output, "train.num_steps=1", f"reward={reward}:f"),
+        cwd=REPOSITORY,
+        env=environment(MRL_TEST_RUN=str(output)),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "gold" in done.stderr
+    assert processes_of(output) == []
