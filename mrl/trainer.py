@@ -6,6 +6,7 @@ It joins the rooms by passing values; nothing here knows Megatron or SGLang.
 from __future__ import annotations
 
 import math
+import signal
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from mrl.metrics import mismatch_statistics, rollout_metrics
 from mrl.preflight import Plan
 from mrl.rollout.saved import save_groups
 from mrl.run_folder import RunFolder
-from mrl.types import LossOutput, MicroBatch, SampleGroup, TrainBatch
+from mrl.types import LossOutput, Max, MicroBatch, SampleGroup, TrainBatch
 from mrl.warm_start import warm_start
 from parallel.checkpoint import load_checkpoint, save_checkpoint
 from parallel.forward import PassOutput, RecordedRoutes
@@ -42,6 +43,7 @@ class Trainer:
         self.is_main = self.groups.rank == 0
         self.step = 0
         """Steps done."""
+        self._interrupted = False
         with self._progress("loading the model"):
             self.policy = Policy(
                 self.plan.model,
@@ -54,8 +56,12 @@ class Trainer:
         self.collector = make_collector(self.plan, self.groups, self.folder)
 
     def train(self) -> None:
-        """Run all steps that are left. Whatever happens, no engine is left running."""
+        """Run all steps that are left. Whatever happens, no engine is left running.
+
+        SIGUSR1 (SLURM's warning before the time limit) saves at the end of the step and leaves.
+        """
         recipe = self.plan.recipe
+        signal.signal(signal.SIGUSR1, self._on_signal)
         try:
             with self._progress(self.collector.start_text):
                 self.collector.start()
@@ -65,7 +71,8 @@ class Trainer:
                 if self.is_main:
                     self.folder.add_metrics(metrics)
                     console.step_line(metrics, num_steps=recipe.train.num_steps)
-                self._save_if_due()
+                if not self._save_if_due():
+                    self._save_if_interrupted()
         finally:
             self.collector.close()
 
@@ -170,11 +177,23 @@ class Trainer:
         if self.plan.recipe.debug.save_rollouts:
             save_groups(self.folder.rollout_file(self.step, "safetensors"), groups)
 
-    def _save_if_due(self) -> None:
+    def _save_if_due(self) -> bool:
+        """True when the last step is done."""
         every, recipe = self.plan.recipe.checkpoint.save_every, self.plan.recipe
-        due = every and self.step % every == 0
-        if (due or self.step == recipe.train.num_steps) and not recipe.debug.rollout_only:
+        last = self.step == recipe.train.num_steps
+        if (last or (every and self.step % every == 0)) and not recipe.debug.rollout_only:
             self._save()
+        return last
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._interrupted = True
+
+    def _save_if_interrupted(self) -> None:
+        """All ranks leave together, also when only one of them was told."""
+        if not reduce_statistics({"told": Max(torch.tensor(float(self._interrupted)))})["told"]:
+            return
+        self._save()
+        raise SystemExit(f"mrl: SIGUSR1: saved step {self.step}; start again to go on")
 
     def _save(self) -> None:
         save_checkpoint(

@@ -17,13 +17,13 @@ import yaml
 from mrl.config import load_recipe
 from tests.loop.conftest import REPOSITORY, Toy, environment
 
-KEYS = (
-    "step reward/mean reward/std reward/zero_signal_groups response_len/mean loss/policy loss/total "
-    "grad_norm lr ratio/mean ratio/max ratio/clip_frac entropy mismatch/k3 "
-    "mismatch/logprob_abs_mean mismatch/logprob_abs_max routing/disagreement "
-    "routing/token_any_layer routing/replay_coverage weight_version tokens/rollout tokens/train "
-    "time/sync_s time/rollout_s time/score_s time/logprob_s time/train_s time/step_s"
-).split()
+KEYS = """
+    step reward/mean reward/std reward/zero_signal_groups response_len/mean loss/policy loss/total
+    grad_norm lr ratio/mean ratio/max ratio/clip_frac entropy mismatch/k3 mismatch/logprob_abs_mean
+    mismatch/logprob_abs_max routing/disagreement routing/token_any_layer routing/replay_coverage
+    weight_version tokens/rollout tokens/train time/sync_s time/rollout_s time/score_s
+    time/logprob_s time/train_s time/step_s
+"""
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -67,7 +67,7 @@ def test_every_metric_is_there_every_step_and_true(recorded: Path) -> None:
     rows = metrics(recorded)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     for row in rows:
-        missing = [key for key in KEYS if not isinstance(row.get(key), (int, float))]
+        missing = [key for key in KEYS.split() if not isinstance(row.get(key), (int, float))]
         assert not missing
         assert row["mismatch/logprob_abs_max"] <= 1e-4
         assert row["mismatch/k3"] >= 0
@@ -76,9 +76,14 @@ def test_every_metric_is_there_every_step_and_true(recorded: Path) -> None:
         assert row["weight_version"] == row["step"]
         assert row["ratio/mean"] == 1.0  # one optimizer step a rollout: the policy has not moved
         assert 0 < row["entropy"] <= math.log(128)
-        assert row["grad_norm"] > 0
         parts = [k for k in row if k.startswith("time/") and k != "time/step_s"]
         assert sum(row[k] for k in parts) <= row["time/step_s"]
+
+
+def test_the_policy_learns_from_some_step(recorded: Path) -> None:
+    assert any(row["grad_norm"] > 0 for row in metrics(recorded))
+    first, last = (checkpoint_tensors(recorded, step) for step in (2, 4))
+    assert any(not torch.equal(first[name], last[name]) for name in first)
 
 
 def test_rewards_on_file_are_the_rewards_in_the_metrics(recorded: Path) -> None:
@@ -148,6 +153,32 @@ def test_a_finished_run_says_so_and_a_changed_recipe_is_refused(toy: Toy, record
     assert changed.returncode == 2
     assert "another recipe" in changed.stderr
     assert "optimizer.lr: 0.003 there, 0.01 now" in changed.stderr
+
+
+@pytest.mark.timeout(400)
+def test_sigusr1_saves_the_step_and_leaves(toy: Toy, tmp_path: Path) -> None:
+    """SLURM's warning before the time limit: no step is lost."""
+    output = tmp_path / "run"
+    process = subprocess.Popen(
+        toy.command(output, "train.num_steps=500"),
+        cwd=REPOSITORY,
+        env=environment(MRL_TEST_RUN=str(output)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 180
+    while not (output / "metrics.jsonl").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=60)
+    done = len(metrics(output))
+    assert process.returncode == 1
+    assert f"saved step {done}; start again" in errors
+    assert (output / "checkpoints/latest_checkpointed_iteration.txt").read_text() == f"{done}\n"
+    assert processes_of(output) == []
 
 
 @pytest.mark.timeout(400)

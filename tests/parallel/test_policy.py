@@ -168,7 +168,7 @@ def test_a_folder_that_is_not_a_model_is_refused(model_path: Path, tmp_path: Pat
         HfModel.read(tmp_path / "nowhere")
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(InputError, match="no config.json"):
+    with pytest.raises(InputError, match=r"no config\.json"):
         HfModel.read(empty)
     (empty / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(InputError, match="safetensors"):

@@ -1,0 +1,53 @@
+# Everything a fresh machine needs: `make demo`, `make test`. `make help` lists the rest.
+# PYTHON picks the interpreter that creates .venv; every other command runs inside .venv.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS := 1
+
+KERNEL_SOURCES := $(wildcard csrc/*)
+FORMATTED := $(filter %.cpp %.cc %.cu %.cuh %.h %.hpp,$(KERNEL_SOURCES))
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(VENV)/.installed  ## Create .venv, install the pinned packages, build the extension
+
+# The lock is complete, so pip resolves nothing: one call, no dependencies.
+$(VENV)/.packages: requirements/cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: $(PYTHON) is not Python >= 3.11; run: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.packages setup.py pyproject.toml $(KERNEL_SOURCES)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
+	touch $@
+
+demo: setup  ## Train a toy MoE from scratch with the real Megatron-core and the real SGLang
+	rm -rf runs/toy_moe
+	$(BIN)/mrl toy-model toy/model
+	$(BIN)/mrl train launch/recipes/toy_moe.yaml
+
+test: setup  ## Run the tests
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+lint: setup  ## Check style, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(if $(FORMATTED),$(BIN)/clang-format --dry-run -Werror $(FORMATTED),@echo "no kernel sources to format")
+
+bench: setup  ## Time the kernels and the whole loop; results in benchmarks/results/
+	@shopt -s nullglob; for file in benchmarks/bench_*.py; do $(BIN)/python "$$file"; done
+
+clean:  ## Remove the environment and everything built (never runs/ or toy/)
+	rm -rf $(VENV) build *.egg-info mrl/_C*.so .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

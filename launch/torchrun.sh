@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Train on this machine:  launch/torchrun.sh RECIPE [key=value ...]
+# NPROC sets the number of processes; by default one per GPU, or one where there is none.
+set -euo pipefail
+
+if [[ $# -lt 1 ]]; then
+  echo "usage: $0 RECIPE [key=value ...]" >&2
+  exit 2
+fi
+
+num_gpus=0
+if command -v nvidia-smi > /dev/null; then
+  # Fails where there is a driver tool and no GPU: that counts as none.
+  num_gpus=$(nvidia-smi --list-gpus 2> /dev/null | wc -l) || num_gpus=0
+fi
+if [[ $num_gpus -eq 0 ]]; then
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+fi
+nproc="${NPROC:-$((num_gpus > 0 ? num_gpus : 1))}"
+
+# Bad input ends here, with one line and code 2; under torchrun every rank would report it.
+WORLD_SIZE=$nproc python -m mrl check "$@" > /dev/null
+
+exec torchrun --standalone --nproc-per-node "$nproc" -m mrl train "$@"

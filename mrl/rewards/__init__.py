@@ -1,0 +1,11 @@
+"""Reward functions: one file each, found by name. `mrl.rewards.runner` calls them in a worker.
+
+`f(prompts, completions, **columns) -> list[float | None]`, sync or async: one entry per sample of
+one group; every column of the prompt row, repeated, and `completion_ids` come by keyword. `None`
+abstains: the sample is masked, not scored 0.
+"""
+
+from mrl.rewards.base import RewardFunction, resolve_reward, reward_names
+
+# Not RewardRunner: it needs torch, and the worker process starts faster without.
+__all__ = ["RewardFunction", "resolve_reward", "reward_names"]

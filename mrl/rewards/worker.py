@@ -1,0 +1,91 @@
+"""The process that runs the user's reward function: JSON lines in, JSON lines out, no pickle.
+
+First line out: `{"ready": true}` or `{"input_error": text}`. Then per request
+`{"prompts", "completions", "columns"}` one `{"rewards": [...]}` or `{"error": text}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import json
+import math
+import os
+import signal
+import sys
+from typing import Any, BinaryIO
+
+from mrl.errors import InputError
+from mrl.rewards.base import RewardFunction, resolve_reward
+
+PR_SET_PDEATHSIG = 1
+
+
+def call_reward(function: RewardFunction, request: dict[str, Any]) -> list[float | None]:
+    """Call once and check what comes back. Raises ValueError on a wrong length or entry."""
+    result = function(request["prompts"], request["completions"], **request["columns"])
+    if inspect.isawaitable(result):
+        result = asyncio.run(_await(result))
+    if isinstance(result, (str, bytes)) or not hasattr(result, "__iter__"):
+        raise ValueError(f"returned {type(result).__name__}, expected a list of numbers or None")
+    rewards = list(result)
+    if len(rewards) != len(request["completions"]):
+        raise ValueError(
+            f"returned {len(rewards)} rewards for {len(request['completions'])} completions"
+        )
+    return [_number(reward, index) for index, reward in enumerate(rewards)]
+
+
+async def _await(result: Any) -> Any:
+    return await result
+
+
+def _number(reward: Any, index: int) -> float | None:
+    if reward is None:
+        return None
+    if isinstance(reward, (str, bytes)) or not hasattr(reward, "__float__"):
+        raise ValueError(f"reward {index} is {reward!r}, expected a number or None")
+    number = float(reward)
+    if not math.isfinite(number) or abs(number) > 3.4e38:
+        raise ValueError(f"reward {index} is {number}, expected a finite number")
+    return number
+
+
+def serve(spec: str, requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answer requests until the other side closes."""
+    try:
+        function = resolve_reward(spec)
+    except InputError as error:
+        _reply(replies, {"input_error": str(error)})
+        return
+    _reply(replies, {"ready": True})
+    for line in requests:
+        try:
+            _reply(replies, {"rewards": call_reward(function, json.loads(line))})
+        except (Exception, SystemExit) as error:  # user code: anything can happen
+            message = " ".join(str(error).split())[:500]
+            _reply(replies, {"error": f"{type(error).__name__}: {message}"})
+
+
+def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:
+    replies.write(json.dumps(message).encode() + b"\n")
+    replies.flush()
+
+
+def main() -> None:
+    spec, parent_pid = sys.argv[1], int(sys.argv[2])
+    # Die with the trainer even when it is killed -9 while the reward function hangs.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before prctl
+        return
+    # Keep the pipes for the protocol: what the reward prints goes to stderr, it reads nothing.
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    serve(spec, requests, replies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Rollout engines: one file each, found by name. See base.py for what an engine must do."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+from mrl.errors import InputError
+from mrl.rollout.base import RolloutEngine
+
+NOT_ENGINES = {"__init__", "base", "saved"}
+
+
+def engine_names() -> list[str]:
+    """The engines of this folder."""
+    files = Path(__file__).parent.glob("*.py")
+    return sorted(file.stem for file in files if file.stem not in NOT_ENGINES)
+
+
+def load_engine(name: str) -> Callable[..., RolloutEngine]:
+    """The engine class or `build_engine` of a file of this folder, or of a dotted module outside.
+
+    Raises InputError for an unknown name, or a module that offers neither.
+    """
+    if "." not in name:
+        if name not in engine_names():
+            near = difflib.get_close_matches(name, engine_names(), n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InputError(
+                f"rollout.engine {name!r}: expected one of {', '.join(engine_names())}, or a "
+                f"dotted module{hint}"
+            )
+        module_name = f"mrl.rollout.{name}"
+    else:
+        module_name = name
+        if not _exists(module_name):
+            raise InputError(
+                f"rollout.engine {name!r}: there is no such module; expected package.module on "
+                "the Python path"
+            )
+    module = importlib.import_module(module_name)
+    for attribute in ("Engine", "build_engine"):
+        if callable(getattr(module, attribute, None)):
+            return getattr(module, attribute)
+    raise InputError(
+        f"rollout.engine {name!r}: expected a class `Engine` or a function `build_engine` in "
+        f"{module_name}, found neither"
+    )
+
+
+def _exists(module_name: str) -> bool:
+    try:
+        return importlib.util.find_spec(module_name) is not None
+    except ModuleNotFoundError:
+        return False

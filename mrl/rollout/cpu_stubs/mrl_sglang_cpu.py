@@ -1,0 +1,82 @@
+"""SGLang plugin for servers without CUDA, loaded by SGLang in each of its processes.
+
+Two gaps of the CPU build are closed here, and nothing else is touched:
+
+1. Captured routes live in a host buffer whose allocator pins memory, which needs CUDA.
+2. A request's `sampling_seed` counts only under `--enable-deterministic-inference`, which is refused
+   on CPUs, and its hash is a triton kernel. Here every batch carries its requests' seeds, and the
+   same numbers are computed in torch: a token is a function of (weights, prefix, seed).
+"""
+
+import torch
+
+UINT32 = 0xFFFFFFFF
+DEFAULT_SEED = 42
+"""SGLang's own for requests without a seed."""
+
+
+def register():
+    from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_unpinned
+    HookRegistry.register(
+        "sglang.srt.layers.sampler.multinomial_with_seed", multinomial_with_seed, HookType.REPLACE
+    )
+    HookRegistry.register(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
+        attach_seeds,
+        HookType.AFTER,
+    )
+
+
+def allocate_unpinned(
+    dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None
+):
+    return torch.empty(dims, dtype=dtype, device=device)
+
+
+def attach_seeds(info, cls, batch, vocab_size):
+    """Give the sampling info of a batch its requests' seeds, i64[B]."""
+    seeds = [req.sampling_params.sampling_seed for req in batch.reqs]
+    seeds = [DEFAULT_SEED if seed is None else seed for seed in seeds]
+    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
+    return info
+
+
+def multinomial_with_seed(logprobs, seed, positions):
+    """Gumbel-max sample i64[B, 1] from logprobs [B, V], seed i64[B] and positions int[B]."""
+    columns = torch.arange(logprobs.shape[1], device=logprobs.device)
+    uniform = murmur_hash32(seed, positions, columns).to(torch.float64) / UINT32
+    # The bounds are SGLang's: a uniform of exactly 0 or 1 must not become an infinite Gumbel.
+    uniform.log_().clamp_(min=torch.finfo(torch.float64).min, max=-(2.0**-32)).neg_()
+    gumbel = uniform.log_().neg_()
+    return torch.argmax(gumbel.add_(logprobs.to(torch.float64)), dim=1, keepdim=True)
+
+
+def murmur_hash32(seed, positions, columns):
+    """MurmurHash3 of (seed i64[B], position[B], column[V]): values below 2**32 as i64[B, V].
+
+    The same values as SGLang's triton kernel. Products wrap modulo 2**64, which keeps the low 32
+    bits right.
+    """
+    seed = seed.to(torch.int64)
+    state = torch.zeros_like(seed)
+    state = _mix(state, seed & UINT32)
+    state = _mix(state, (seed >> 32) & UINT32)
+    state = _mix(state, positions.to(torch.int64) & UINT32)
+    state = _mix(state[:, None], columns.to(torch.int64)[None, :] & UINT32)
+    state = state ^ 16
+    state = ((state ^ (state >> 16)) * 0x85EBCA6B) & UINT32
+    state = ((state ^ (state >> 13)) * 0xC2B2AE35) & UINT32
+    return state ^ (state >> 16)
+
+
+def _mix(state, block):
+    block = _rotate((block * 0xCC9E2D51) & UINT32, 15)
+    state = _rotate(state ^ ((block * 0x1B873593) & UINT32), 13)
+    return (state * 5 + 0xE6546B64) & UINT32
+
+
+def _rotate(value, bits):
+    return ((value << bits) | (value >> (32 - bits))) & UINT32

@@ -1,0 +1,1 @@
+from . import empty_class as __getattr__  # noqa: F401

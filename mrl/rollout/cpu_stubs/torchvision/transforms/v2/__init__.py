@@ -1,0 +1,3 @@
+from ... import empty_class as __getattr__  # noqa: F401
+from .. import InterpolationMode  # noqa: F401
+from . import functional  # noqa: F401

@@ -1,0 +1,2 @@
+from ... import empty_class as __getattr__  # noqa: F401
+from .. import InterpolationMode  # noqa: F401

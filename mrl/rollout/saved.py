@@ -1,0 +1,183 @@
+"""Rollouts as bytes: to keep them in a file, or to ship them between ranks. No pickle.
+
+One safetensors blob: each field of all samples laid end to end, and everything else, lengths
+included, as JSON in the header. S samples, R groups; tensors are flat over them in order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from mrl.errors import InputError
+from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
+
+FORMAT = "mrl-rollouts-1"
+
+
+def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
+    """Write all groups to `path`, whole or not at all."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_bytes(encode_groups(groups))
+    os.replace(temporary, path)
+
+
+def load_groups(path: Path) -> list[SampleGroup]:
+    """What save_groups wrote, bit for bit. Raises InputError for anything else."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"rollouts {path}: {error.strerror}; give a file of save_groups") from None
+    try:
+        return decode_groups(data)
+    except ValueError as error:
+        raise InputError(f"rollouts {path}: {error}") from None
+
+
+def encode_groups(groups: Sequence[SampleGroup]) -> bytes:
+    """Tensors must be on the CPU. Raises ValueError where the routes of samples differ in shape."""
+    samples = [sample for group in groups for sample in group.samples]
+    traces = [sample.routing for sample in samples if sample.routing is not None]
+    shapes = {(t.expert_ids.dtype, *t.expert_ids.shape[1:], t.layer_numbers) for t in traces}
+    if len(shapes) > 1:
+        raise ValueError(f"rollouts: expected one shape of routes in all samples, got {shapes}")
+    tensors = {
+        "prompt_ids": _join((g.prompt.token_ids for g in groups), torch.int64),
+        "token_ids": _join((s.token_ids for s in samples), torch.int64),
+        "loss_mask": _join((s.loss_mask for s in samples), torch.bool),
+        "rollout_logprobs": _join((s.rollout_logprobs for s in samples), torch.float32),
+        "rewards": _join((g.rewards for g in groups if g.rewards is not None), torch.float32),
+        "advantages": _join(
+            (g.advantages for g in groups if g.advantages is not None), torch.float32
+        ),
+    }
+    if traces:
+        tensors["expert_ids"] = torch.cat([trace.expert_ids for trace in traces])
+    record = {
+        "layer_numbers": traces[0].layer_numbers if traces else [],
+        "groups": [_group_record(group) for group in groups],
+    }
+    return save(tensors, {"format": FORMAT, "record": json.dumps(record)})
+
+
+def decode_groups(data: bytes) -> list[SampleGroup]:
+    """Raises ValueError where `data` is not what encode_groups makes."""
+    try:
+        header_size = int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8 : 8 + header_size]).get("__metadata__") or {}
+        tensors = load(data)
+    except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise ValueError(f"not a safetensors blob: {error}") from None
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"format is {metadata.get('format')!r}, expected {FORMAT!r}")
+    record = json.loads(metadata["record"])
+    take = {name: _reader(name, tensor) for name, tensor in tensors.items()}
+    layer_numbers = tuple(record["layer_numbers"])
+    return [_read_group(group, take, layer_numbers) for group in record["groups"]]
+
+
+def _join(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    parts = list(tensors)
+    for part in parts:
+        if part.dtype != dtype:
+            raise ValueError(f"rollouts: got a tensor of {part.dtype}, expected {dtype}")
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+
+
+def _reader(name: str, tensor: Tensor) -> Callable[[int], Tensor]:
+    """A function that hands out the next `count` rows, as a tensor of its own."""
+    start = 0
+
+    def take(count: int) -> Tensor:
+        nonlocal start
+        rows = tensor[start : start + count]
+        if len(rows) != count:
+            raise ValueError(f"{name}: got {len(rows)} rows at {start}, expected {count}")
+        start += count
+        return rows.clone()
+
+    return take
+
+
+def _group_record(group: SampleGroup) -> dict[str, Any]:
+    prompt = group.prompt
+    return {
+        "prompt_id": prompt.prompt_id,
+        "num_prompt_tokens": prompt.token_ids.numel(),
+        "content": prompt.content,
+        "columns": prompt.columns,
+        "source": prompt.source,
+        "num_rewards": None if group.rewards is None else group.rewards.numel(),
+        "num_advantages": None if group.advantages is None else group.advantages.numel(),
+        "samples": [_sample_record(sample) for sample in group.samples],
+    }
+
+
+def _sample_record(sample: Sample) -> dict[str, Any]:
+    trace = sample.routing
+    return {
+        "group_id": sample.group_id,
+        "num_tokens": sample.token_ids.numel(),
+        "prompt_len": sample.prompt_len,
+        "weight_versions": [[s.version, s.start, s.end] for s in sample.weight_versions],
+        "finish_reason": sample.finish_reason,
+        "routing": trace
+        and {
+            "num_rows": trace.expert_ids.shape[0],
+            "num_experts": trace.num_experts,
+            "weight_version": trace.weight_version,
+            "num_cached_rows": trace.num_cached_rows,
+        },
+    }
+
+
+def _read_group(
+    record: dict[str, Any], take: dict[str, Callable[[int], Tensor]], layer_numbers: tuple[int, ...]
+) -> SampleGroup:
+    def optional(name: str) -> Tensor | None:
+        count = record[f"num_{name}"]
+        return None if count is None else take[name](count)
+
+    return SampleGroup(
+        prompt=Prompt(
+            prompt_id=record["prompt_id"],
+            token_ids=take["prompt_ids"](record["num_prompt_tokens"]),
+            content=record["content"],
+            columns=record["columns"],
+            source=record["source"],
+        ),
+        samples=[_read_sample(sample, take, layer_numbers) for sample in record["samples"]],
+        rewards=optional("rewards"),
+        advantages=optional("advantages"),
+    )
+
+
+def _read_sample(
+    record: dict[str, Any], take: dict[str, Callable[[int], Tensor]], layer_numbers: tuple[int, ...]
+) -> Sample:
+    num_tokens, routing = record["num_tokens"], record["routing"]
+    return Sample(
+        group_id=record["group_id"],
+        token_ids=take["token_ids"](num_tokens),
+        prompt_len=record["prompt_len"],
+        loss_mask=take["loss_mask"](num_tokens),
+        rollout_logprobs=take["rollout_logprobs"](num_tokens),
+        weight_versions=tuple(VersionSpan(*span) for span in record["weight_versions"]),
+        finish_reason=record["finish_reason"],
+        routing=routing
+        and RoutingTrace(
+            expert_ids=take["expert_ids"](routing["num_rows"]),
+            layer_numbers=layer_numbers,
+            num_experts=routing["num_experts"],
+            weight_version=routing["weight_version"],
+            num_cached_rows=routing["num_cached_rows"],
+        ),
+    )

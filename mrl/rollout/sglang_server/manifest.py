@@ -1,0 +1,73 @@
+"""Which weights a model has, so that an update can be checked before and after it is sent.
+
+SGLang skips a name that it does not know, keeps the old value of one that never comes, and dies of
+a wrong shape.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from mrl.errors import InputError
+from mrl.types import WeightBucket
+
+LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+OUTPUT_LAYER = "lm_head.weight"
+
+
+class Manifest:
+    """The names and shapes of a checkpoint's weights, and those that an update has brought."""
+
+    def __init__(self, folder: Path, config: Any) -> None:
+        """Reads headers only. Raises InputError where there is no readable safetensors file."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            try:
+                with safe_open(file, framework="pt") as weights:
+                    for name in weights.keys():  # noqa: SIM118 - it is no dict
+                        self._shapes[name] = tuple(weights.get_slice(name).get_shape())
+            except SafetensorError as error:
+                raise InputError(f"model.path: {file} is damaged: {error}") from None
+        if not self._shapes:
+            raise InputError(f"model.path {folder}: no *.safetensors there, expected the weights")
+        # Layers past the last are for multi-token prediction; nobody trains or loads them here.
+        self._optional = {
+            name
+            for name in self._shapes
+            if (match := LAYER.match(name)) and int(match[1]) >= config.num_hidden_layers
+        }
+        if config.tie_word_embeddings:
+            self._optional.add(OUTPUT_LAYER)
+        self._seen: set[str] = set()
+
+    def begin(self) -> None:
+        """Forget what earlier updates brought."""
+        self._seen = set()
+
+    def check(self, bucket: WeightBucket) -> None:
+        """Raises ValueError for a weight that is unknown, of another shape, or here again."""
+        for name, tensor in bucket.tensors:
+            if name not in self._shapes and name not in self._optional:
+                raise ValueError(f"update_weights: got {name!r}, which the checkpoint has not")
+            expected = self._shapes.get(name, tuple(tensor.shape))
+            if tuple(tensor.shape) != expected:
+                raise ValueError(
+                    f"update_weights: {name!r}: got shape {list(tensor.shape)}, expected "
+                    f"{list(expected)} as in the checkpoint"
+                )
+            if name in self._seen:
+                raise ValueError(f"update_weights: got {name!r} twice")
+            self._seen.add(name)
+
+    def check_complete(self) -> None:
+        """Raises ValueError where a weight never came: the engine would keep the old one."""
+        missing = sorted(self._shapes.keys() - self._seen - self._optional)
+        if missing:
+            raise ValueError(
+                f"update_weights: got {len(self._seen)} weights, expected {len(missing)} more: "
+                f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
+            )

@@ -1,0 +1,75 @@
+"""SGLang's server arguments and environment, from the recipe and the device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mrl.config import ModelConfig, RolloutConfig
+
+CPU_STUBS = Path(__file__).parents[1] / "cpu_stubs"
+CPU_MAX_TOTAL_TOKENS = 16_384
+
+
+def server_settings(
+    model: ModelConfig,
+    config: RolloutConfig,
+    *,
+    on_gpu: bool,
+    context_len: int,
+    return_routes: bool,
+    seed: int,
+    first_version: int,
+    keep_weights_on_host: bool,
+) -> dict[str, Any]:
+    """Fields of SGLang's ServerArgs, less host, port and api_key."""
+    settings: dict[str, Any] = {
+        "model_path": model.path,
+        "trust_remote_code": False,
+        "tp_size": config.tensor_parallel_size,
+        "context_length": context_len,
+        "random_seed": seed,
+        "weight_version": str(first_version),
+        "enable_return_routed_experts": return_routes,
+        "sampling_backend": "pytorch",
+        "skip_server_warmup": not on_gpu,
+        # At `info` SGLang prints all of its arguments, and the API key is one.
+        "log_level": "warning",
+    }
+    if config.max_total_tokens is not None:
+        settings["max_total_tokens"] = config.max_total_tokens
+    if on_gpu:
+        settings |= {
+            "dtype": "bfloat16" if model.dtype == "auto" else model.dtype,
+            "mem_fraction_static": config.mem_fraction_static,
+            "enable_memory_saver": True,
+            "enable_weights_cpu_backup": keep_weights_on_host,
+        }
+    else:
+        settings |= {
+            "device": "cpu",
+            "dtype": "float32" if model.dtype == "auto" else model.dtype,
+            "attention_backend": "torch_native",
+        }
+        settings.setdefault("max_total_tokens", CPU_MAX_TOTAL_TOKENS)
+    return settings
+
+
+def server_environment(gpu_ids: Sequence[int | str], tensor_parallel_size: int) -> dict[str, str]:
+    """On top of the trainer's environment. PYTHONPATH here comes before everything else."""
+    if gpu_ids:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpu_ids)}
+    environment = {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # A toy model on two threads is 20 to 40 times slower than on one.
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(CPU_STUBS),
+    }
+    if tensor_parallel_size > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        ranks = (cores[rank % len(cores)] for rank in range(tensor_parallel_size))
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in ranks)
+    return environment

@@ -1,0 +1,54 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mrl.data.first_char import first_char_rows
+from mrl.data.reasoning_gym import parse_param, task_rows
+from mrl.errors import InputError
+
+DATA = Path(__file__).parents[2] / "launch/recipes/data"
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_committed_prompts_are_what_the_generators_write():
+    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    assert rows_of(DATA / "first_char.jsonl") == first_char_rows(512, 0)
+    chain = json.loads(json.dumps(task_rows("chain_sum", 128, 1, params)))
+    assert rows_of(DATA / "chain_sum.jsonl") == chain
+    shown = task_rows("chain_sum", 256, 1000, params, demonstrations=True)
+    assert rows_of(DATA / "chain_sum_demonstrations.jsonl") == shown
+    assert sum(file.stat().st_size for file in DATA.iterdir()) < 100_000
+
+
+def test_first_char_rows():
+    prompts = [row["prompt"] for row in first_char_rows(400, 5)]
+    assert len(set(prompts)) == 400
+    assert {len(prompt) for prompt in prompts} == {16}
+    assert [sum(p[0] == c for p in prompts) for c in "abcd"] == [100] * 4
+
+
+def test_command_line(tmp_path):
+    out = tmp_path / "sub" / "rows.jsonl"
+    command = [sys.executable, "-m", "mrl.data.reasoning_gym", "--num", "3", "--seed", "7"]
+    subprocess.run([*command, "chain_sum", "--out", out, "--param", "max_terms=2"], check=True)
+    rows = rows_of(out)
+    assert len(rows) == 3
+    assert set(rows[0]) == {"prompt", "answer", "info"}
+    typo = subprocess.run(
+        [*command, "chain_sums", "--out", out], capture_output=True, text=True, check=False
+    )
+    assert typo.returncode == 2
+    assert typo.stderr == "error: reasoning-gym has no task 'chain_sums'; did you mean 'chain_sum'?\n"
+
+
+def test_bad_parameters():
+    with pytest.raises(InputError, match="max_term"):
+        task_rows("chain_sum", 3, 0, {"max_term": 2})
+    with pytest.raises(InputError, match="expected key=value"):
+        parse_param("max_terms")

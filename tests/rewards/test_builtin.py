@@ -1,0 +1,34 @@
+import json
+
+import pytest
+
+from mrl.data.reasoning_gym import task_rows
+from mrl.rewards.first_char import reward as first_char
+from mrl.rewards.reasoning_gym import answer_of
+from mrl.rewards.reasoning_gym import reward as reasoning_gym
+
+
+def test_first_char_counts_tokens():
+    chat = [{"role": "user", "content": "b"}]
+    got = first_char(
+        ["abc", "abc", "abc", chat],
+        ["aaxx", "aa", "", "bb"],
+        completion_ids=[[1] * 4, [1] * 4, [], [1] * 2],
+    )
+    assert got == [0.5, 0.5, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "basic_arithmetic", "letter_counting", "countdown"])
+def test_verifier_accepts_its_own_answers_after_json(task):
+    rows = json.loads(json.dumps(task_rows(task, 4, 3, {})))
+    columns = {key: [row[key] for row in rows] for key in ("answer", "info")}
+    prompts = [row["prompt"] for row in rows]
+    right = [row["answer"] for row in rows]
+    assert reasoning_gym(prompts, right, **columns) == [1.0] * 4
+    assert max(reasoning_gym(prompts, ["no idea"] * 4, **columns)) < 0.5
+
+
+def test_answer_of():
+    assert answer_of(" 12 <|endoftext|>junk") == "12"
+    assert answer_of("so <answer> 7 </answer> done") == "7"
+    assert answer_of("3</s>4") == "3"

@@ -1,0 +1,56 @@
+import pytest
+
+from mrl.errors import InputError
+from mrl.rewards import resolve_reward, reward_names
+
+
+@pytest.mark.parametrize("name", reward_names())
+def test_every_builtin_loads(name):
+    assert callable(resolve_reward(name))
+
+
+def test_file_with_a_neighbour_and_module(tmp_path, monkeypatch):
+    (tmp_path / "neighbour_of_reward.py").write_text("VALUE = 2.0")
+    (tmp_path / "mine.py").write_text(
+        "import neighbour_of_reward as n\n"
+        "def score(prompts, completions, **columns): return [n.VALUE] * len(prompts)\n"
+    )
+    assert resolve_reward(f"{tmp_path}/mine.py:score")(["p"], ["c"]) == [2.0]
+    monkeypatch.syspath_prepend(tmp_path)
+    assert resolve_reward("mine:score")(["p"], ["c"]) == [2.0]
+
+
+BROKEN = """
+import os
+def no_columns(prompts, completions): return []
+def reward(prompts, completions, **columns): return []
+constant = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("first_chr", "did you mean 'first_char'?"),
+        ("zzz", "there are first_char"),
+        ("runner", "not a file of mrl/rewards/"),
+        ("{}/gone.py:f", "no file {}/gone.py"),
+        ("{}/good.py:", "expected NAME, path/file.py:func or module:func"),
+        ("{}/good.py:rewrd", "no function 'rewrd' in it; did you mean 'reward'?"),
+        ("{}/good.py:constant", "is a int, not a function"),
+        ("{}/good.py:no_columns", "must take the columns: def no_columns(prompts, completions,"),
+        ("{}/raises.py:f", "does not import: ZeroDivisionError: division by zero"),
+        ("{}/syntax.py:f", "does not import: SyntaxError"),
+        ("{}/exits.py:f", "does not import: SystemExit: 3"),
+        ("no_such_package_x.y:f", "does not import: ModuleNotFoundError: No module named"),
+    ],
+)
+def test_one_clear_line(tmp_path, spec, reason):
+    (tmp_path / "good.py").write_text(BROKEN)
+    (tmp_path / "raises.py").write_text("1 / 0")
+    (tmp_path / "syntax.py").write_text("def f(:")
+    (tmp_path / "exits.py").write_text("import sys; sys.exit(3)")
+    with pytest.raises(InputError) as caught:
+        resolve_reward(spec.format(tmp_path))
+    assert reason.format(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)

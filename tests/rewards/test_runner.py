@@ -1,0 +1,167 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from mrl.errors import InputError
+from mrl.rewards.runner import RewardRunner
+from mrl.types import Prompt, Sample, SampleGroup, VersionSpan
+
+ZOO = Path(__file__).parent / "zoo.py"
+
+
+def group(size=8, **columns):
+    ids = torch.tensor([5, 1, 2])
+    sample = Sample(0, ids, 1, ids > 2, torch.zeros(3), (VersionSpan(0, 1, 3),), "stop")
+    return SampleGroup(Prompt("0", ids[:1], "p", columns, "f:1"), [sample] * size)
+
+
+def children():
+    return [p for p in psutil.Process().children(recursive=True) if p.status() != "zombie"]
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left():
+    before = set(children())
+    yield
+    assert set(children()) <= before
+
+
+@pytest.mark.parametrize("name", ["lengths", "slow_lengths"])
+def test_sync_and_async(name):
+    with RewardRunner(f"{ZOO}:{name}", 10) as runner:
+        first, second = runner.score([group(2), group(1)], [["a", "abc"], ["ab"]])
+    assert first.tolist() == [1, 3]
+    assert second.tolist() == [2]
+    assert first.dtype == torch.float32
+    assert runner.report.num_failed == runner.report.num_abstained == 0
+
+
+def test_columns_and_completion_ids_arrive():
+    with RewardRunner(f"{ZOO}:columns_seen", 10) as runner:
+        (rewards,) = runner.score([group(2, answer=10, info={"x": 1})], [["", ""]])
+        assert rewards.tolist() == [13, 13]
+        with pytest.raises(InputError, match="f:1: column 'completions'"):
+            runner.score([group(1, completions=3)], [["a"]])
+        with pytest.raises(ValueError, match="expected 2 completions, got 1"):
+            runner.score([group(2)], [["a"]])
+
+
+def test_prints_do_not_corrupt_the_protocol(capfd):
+    with RewardRunner(f"{ZOO}:prints", 10) as runner:
+        (rewards,) = runner.score([group(3)], [["a", "b", "c"]])
+    assert rewards.tolist() == [0.5] * 3
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert '{"rewards": [7]}' in err
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("raises", "ZeroDivisionError: division by zero"),
+        ("hangs", "no answer within 0.5 s, killed"),
+        ("hangs_with_child", "no answer within 0.5 s, killed"),
+        ("dies", "worker process (exit code 7)"),
+        ("exits", "SystemExit: 7"),
+        ("nan", "reward 0 is nan, expected a finite number"),
+        ("infinite", "reward 0 is inf, expected a finite number"),
+        ("text", "reward 0 is '1.0', expected a number or None"),
+        ("too_few", "returned 0 rewards for 1 completions"),
+        ("nothing", "returned NoneType, expected a list"),
+    ],
+)
+def test_only_the_culprit_is_masked(name, reason):
+    texts = [["abc"] * 8 for _ in range(4)]
+    texts[1][5] = "bad"
+    with RewardRunner(f"{ZOO}:{name}", 0.5) as runner:
+        rewards = torch.stack(runner.score([group() for _ in texts], texts))
+        assert rewards.isnan().nonzero().tolist() == [[1, 5]]
+        assert bool((rewards[~rewards.isnan()] == 3).all())
+        assert runner.report.num_failed == 1
+        assert runner.report.num_abstained == 0
+        assert runner.report.first_error == reason
+        runner.score([group(1)], [["abc"]])
+        assert runner.report.num_failed == 0
+    orphans = [p for p in psutil.process_iter(["cmdline"])
+               if "reward-child" in (p.info["cmdline"] or [])]  # fmt: skip
+    assert not orphans
+
+
+def test_abstaining_masks_and_is_no_failure():
+    with RewardRunner(f"{ZOO}:abstains", 10) as runner:
+        (rewards,) = runner.score([group(2)], [["bad", "ab"]])
+    assert rewards.isnan().tolist() == [True, False]
+    assert (runner.report.num_failed, runner.report.num_abstained) == (0, 1)
+
+
+def test_above_five_percent_the_run_stops_early():
+    texts = [["bad"] * 20 for _ in range(2)]
+    with RewardRunner(f"{ZOO}:raises", 10) as runner:
+        with pytest.raises(RuntimeError) as caught:
+            runner.score([group(20), group(20)], texts)
+        assert runner.report.num_failed == 3  # 2 of 40 are 5%
+    assert "zoo.py:raises' failed on 3 of 40 samples" in str(caught.value)
+    assert "first error: ZeroDivisionError" in str(caught.value)
+
+
+def test_a_large_request_does_not_block_on_the_pipe():
+    with RewardRunner(f"{ZOO}:lengths", 30) as runner:
+        (rewards,) = runner.score([group(4)], [["x" * 3_000_000] * 4])
+    assert rewards.tolist() == [3_000_000] * 4
+
+
+def test_a_stopped_worker_cannot_hold_the_trainer():
+    with RewardRunner(f"{ZOO}:lengths", 0.5) as runner:
+        (worker,) = psutil.Process().children()
+        os.kill(worker.pid, signal.SIGSTOP)
+        texts = [["x" * 1_000_000] * 2]
+        (rewards,) = runner.score([group(2)], texts)
+    assert rewards.tolist() == [1_000_000] * 2
+    assert runner.report.num_failed == 0
+
+
+def test_load_errors_come_from_the_start(tmp_path):
+    with pytest.raises(InputError, match="did you mean 'first_char'"):
+        RewardRunner("first_cha", 10)
+    (tmp_path / "dies.py").write_text("import os; os._exit(9)")
+    with pytest.raises(InputError, match=r"its import ended the worker process \(exit code 9\)"):
+        RewardRunner(f"{tmp_path}/dies.py:f", 10)
+
+
+def test_fast_enough_for_every_step():
+    groups, texts = [group() for _ in range(16)], [["abc" * 100] * 8] * 16
+    with RewardRunner("first_char", 10) as runner:
+        seconds = []
+        for _ in range(7):
+            start = time.perf_counter()
+            runner.score(groups, texts)
+            seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.05
+
+
+@pytest.mark.parametrize("name", ["lengths", "hangs"])
+def test_worker_dies_with_a_trainer_that_is_killed(name):
+    code = (
+        "import sys, time; from mrl.rewards.runner import RewardRunner\n"
+        "from tests.rewards.test_runner import group\n"
+        f"runner = RewardRunner('{ZOO}:{name}', 1000)\n"
+        "print(runner._worker.pid, flush=True)\n"
+        "runner.score([group(1)], [['bad']]); time.sleep(1000)\n"
+    )
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=root) as trainer:
+        assert trainer.stdout is not None
+        worker = psutil.Process(int(trainer.stdout.readline()))
+        time.sleep(0.3)
+        assert worker.is_running()
+        trainer.kill()
+    gone, alive = psutil.wait_procs([worker], timeout=10)
+    assert gone
+    assert not alive

@@ -1,0 +1,91 @@
+"""Reward functions that misbehave, run by the real worker process."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+
+def lengths(prompts, completions, **columns):
+    return [len(completion) for completion in completions]
+
+
+async def slow_lengths(prompts, completions, **columns):
+    await asyncio.sleep(0.01)
+    return [len(completion) for completion in completions]
+
+
+def columns_seen(prompts, completions, *, answer, completion_ids, **columns):
+    assert len(prompts) == len(completions) == len(answer)
+    return [a + sum(ids) for a, ids in zip(answer, completion_ids, strict=True)]
+
+
+def prints(prompts, completions, **columns):
+    print('{"rewards": [1, 2, 3]}')
+    sys.stdout.flush()
+    os.write(1, b'{"rewards": [7]}\n')
+    assert sys.stdin.read() == ""
+    return [0.5] * len(completions)
+
+
+def _misbehave(completions, act):
+    """`bad` is the culprit; the others get their length."""
+    for completion in completions:
+        if completion == "bad":
+            return act()
+    return [len(completion) for completion in completions]
+
+
+def raises(prompts, completions, **columns):
+    return _misbehave(completions, lambda: 1 / 0)
+
+
+def hangs(prompts, completions, **columns):
+    def loop():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            pass
+
+    return _misbehave(completions, loop)
+
+
+def hangs_with_child(prompts, completions, **columns):
+    def loop():
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)", "reward-child"])
+        time.sleep(1e6)
+
+    return _misbehave(completions, loop)
+
+
+def dies(prompts, completions, **columns):
+    return _misbehave(completions, lambda: os._exit(7))
+
+
+def exits(prompts, completions, **columns):
+    return _misbehave(completions, lambda: sys.exit(7))
+
+
+def nan(prompts, completions, **columns):
+    return [float("nan") if c == "bad" else len(c) for c in completions]
+
+
+def infinite(prompts, completions, **columns):
+    return [float("inf") if c == "bad" else len(c) for c in completions]
+
+
+def text(prompts, completions, **columns):
+    return ["1.0" if c == "bad" else len(c) for c in completions]
+
+
+def too_few(prompts, completions, **columns):
+    return [len(c) for c in completions if c != "bad"]
+
+
+def nothing(prompts, completions, **columns):
+    return _misbehave(completions, lambda: None)
+
+
+def abstains(prompts, completions, **columns):
+    return [None if c == "bad" else len(c) for c in completions]

@@ -1,0 +1,212 @@
+"""The server process: its secrets, its sockets, its determinism, its life and its death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import load_oracle, make_buckets, make_engine, make_prompts
+from test_engine import score
+
+from mrl.rollout.base import SamplingParams
+from mrl.rollout.sglang_server.http import HttpClient
+
+NUM_PROMPTS, NUM_SAMPLES = 8, 8
+
+
+def bits(groups):
+    """Everything that a rollout returns, as one bytes string a sample."""
+    return [
+        b"".join(
+            t.numpy().tobytes()
+            for t in (s.token_ids, s.rollout_logprobs, s.loss_mask, s.routing.expert_ids)
+        )
+        for group in groups
+        for s in group.samples
+    ]
+
+
+def running(tree):
+    """Without zombies: a container's first process may not reap them."""
+    return [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def rollout(engine):
+    return engine.generate(
+        make_prompts(NUM_PROMPTS, seed=9),
+        samples_per_prompt=NUM_SAMPLES,
+        sampling=SamplingParams(32),
+        seed=11,
+    )
+
+
+@pytest.fixture(scope="module")
+def fresh(toy_folder, tmp_path_factory):
+    """A second server, side by side with the shared one. The last test here kills it."""
+    engine = make_engine(toy_folder, tmp_path_factory.mktemp("fresh") / "engine.log")
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+def test_rollout_is_a_function_of_weights_prompts_and_seed(engine, fresh, toy_weights):
+    """Bitwise: a server that has served others, and a fresh one with the same weights."""
+    first = bits(rollout(fresh))
+    for seed in range(3):
+        engine.generate(
+            make_prompts(5, seed=seed),
+            samples_per_prompt=3,
+            sampling=SamplingParams(10 + seed, temperature=0.5),
+            seed=seed,
+        )
+    noise = [(name, tensor + 0.1) for name, tensor in toy_weights]
+    engine.update_weights(make_buckets(noise, 8), 8)
+    rollout(engine)
+    engine.update_weights(make_buckets(toy_weights, 0), 0)
+    assert len(first) == 64
+    assert bits(rollout(engine)) == first
+    assert bits(rollout(engine)) == first
+    assert len(set(first)) == 64
+
+
+def test_every_endpoint_wants_the_key(fresh):
+    port = fresh._server.process.port
+    for key in ("", "wrong"):
+        stranger = HttpClient(port, key)
+        for path in ("/model_info", "/server_info", "/v1/models", "/get_weights_by_name"):
+            assert stranger.get(path, timeout_s=10)[0] == 401
+        for path in ("/generate", "/update_weights_from_tensor", "/flush_cache"):
+            status, _ = stranger._request("POST", path, b"{}", 10)
+            assert status == 401
+    assert fresh._server.client.get("/model_info", timeout_s=10)[0] == 200
+
+
+def test_key_is_nowhere_to_be_read(fresh):
+    server = fresh._server
+    key = server._api_key.encode()
+    assert len(key) >= 32
+    tree = server.process.tree()
+    assert len(tree) >= 3
+    # The oracle of this test: the search below finds what is there.
+    assert b"OMP_NUM_THREADS=1" in Path(f"/proc/{tree[0].pid}/environ").read_bytes()
+    for process in tree:
+        for name in ("cmdline", "environ"):
+            assert key not in Path(f"/proc/{process.pid}/{name}").read_bytes()
+    log = server.process.log_path.read_bytes()
+    assert log
+    assert key not in log
+
+
+def test_all_sockets_are_loopback(fresh):
+    listening = [
+        connection.laddr
+        for process in fresh._server.process.tree()
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert fresh._server.process.port in {address.port for address in listening}
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+
+
+def test_death_in_the_middle_of_a_rollout(fresh):
+    """Runs last on this server: it kills it."""
+    process = fresh._server.process
+    tree = process.tree()
+    killer = threading.Timer(0.5, os.kill, (process.pid, signal.SIGKILL))
+    killer.start()
+    with pytest.raises(RuntimeError, match=r"died, exit code -9; last lines of .*engine\.log"):
+        fresh.generate(
+            make_prompts(16), samples_per_prompt=8, sampling=SamplingParams(480, 480), seed=0
+        )
+    fresh.stop()
+    assert not running(tree)
+    with pytest.raises(RuntimeError, match="generate: the engine is stopped"):
+        rollout(fresh)
+
+
+def test_two_ranks_then_stop_leaves_nothing(toy_folder, toy_weights, tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    engine = make_engine(toy_folder, tmp_path / "engine.log", tensor_parallel_size=2)
+    engine.stop()
+    engine.start()
+    tree = engine._server.process.tree()
+    scratch = Path(engine._server.process._scratch)
+    engine.sleep(2)
+    engine.wake()
+    engine.update_weights(make_buckets(toy_weights, 1), 1)
+    oracle = load_oracle(toy_folder)
+    for group in engine.generate(
+        make_prompts(2), samples_per_prompt=2, sampling=SamplingParams(16), seed=1
+    ):
+        for sample in group.samples:
+            logprobs, routes = score(oracle, sample, 1.0)
+            got = sample.rollout_logprobs[sample.prompt_len :]
+            assert (got - logprobs).abs().max() < 1e-5
+            ids = sample.routing.expert_ids.long()
+            assert torch.equal(ids.sort(-1).values, routes.sort(-1).values)
+    engine.stop()
+    engine.stop()
+    assert not running(tree)
+    assert not scratch.exists()
+    assert set(os.listdir("/dev/shm")) - before == set()
+
+
+TRAINER = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from conftest import make_engine
+engine = make_engine(Path(sys.argv[2]), Path(sys.argv[3]))
+engine.start()
+print(engine._server.process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_kill_of_the_trainer_leaves_nothing(toy_folder, tmp_path):
+    shared_memory = set(os.listdir("/dev/shm"))
+    trainer = subprocess.Popen(
+        [
+            *(sys.executable, "-c", TRAINER),
+            *(str(Path(__file__).parent), str(toy_folder), str(tmp_path / "engine.log")),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert trainer.stdout is not None
+    server = psutil.Process(int(trainer.stdout.readline()))
+    tree = [server, *server.children(recursive=True)]
+    assert len(tree) >= 3
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 10
+    while running(tree):
+        assert time.monotonic() < deadline, f"still there: {tree}"
+        time.sleep(0.1)
+    time.sleep(0.5)
+    assert set(os.listdir("/dev/shm")) - shared_memory == set()
+
+
+def test_failed_start_shows_the_log(toy_folder, tmp_path):
+    """4 attention heads do not split over 3 ranks."""
+    engine = make_engine(toy_folder, tmp_path / "logs" / "engine.log", tensor_parallel_size=3)
+    with pytest.raises(RuntimeError, match=r"died while starting, exit code (.|\n)*Error"):
+        engine.start()
+    assert engine.state == "stopped"
+    assert not engine._server.process.tree()
+
+
+def test_start_has_a_time_limit(toy_folder, tmp_path):
+    engine = make_engine(toy_folder, tmp_path / "engine.log", start_timeout_s=1.0)
+    with pytest.raises(RuntimeError, match=r"not ready after rollout\.start_timeout_s=1 s"):
+        engine.start()
+    assert not engine._server.process.tree()
