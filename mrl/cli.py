@@ -111,8 +111,14 @@ def _summarize(folder: RunFolder, recipe: Recipe) -> None:
         by_reward[-1] if scored else {},
         by_reward[0] if scored else {},
         folder.root,
-        f"mrl train {folder.config} train.num_steps={2 * recipe.train.num_steps}",
+        f"{_program()} train {folder.config} train.num_steps={2 * recipe.train.num_steps}",
     )
+
+
+def _program() -> str:
+    """How this program was called, so that the next command can be pasted."""
+    called = Path(sys.argv[0])
+    return os.path.relpath(called) if called.name == "mrl" else f"{Path(sys.executable).name} -m mrl"
 
 
 if __name__ == "__main__":

@@ -111,6 +111,8 @@ class EngineCollector:
 
     def sync(self, version: int, policy: Policy) -> None:
         """Bring the engine to the policy's weights and awake; the policy leaves the device."""
+        policy.onload()  # a step that only rolled out left it on the host
+        policy.offload_optimizer()
         buckets = policy.export(version, self.plan.recipe.rollout.weight_bucket_mb << 20)
         if self.engine is None:
             for _ in buckets:  # the gathers are collectives: follow them to the end
@@ -118,7 +120,7 @@ class EngineCollector:
         else:
             self.engine.wake((WEIGHTS,))
             self.engine.update_weights(buckets, version)
-        policy.offload()
+        policy.offload_parameters()
         dist.barrier()
         if self.engine is not None:
             self.engine.wake((KV_CACHE, CUDA_GRAPH))

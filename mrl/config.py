@@ -117,8 +117,8 @@ class WarmStartConfig(Branch):
 
 
 class CheckpointConfig(Branch):
-    save_every: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0 saves only the last step."""
+    save_every: int = Field(default=50, ge=0)
+    """Steps between checkpoints, beside the last step; 0 saves only that."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints to keep."""
 
@@ -178,7 +178,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
         raise InputError(f"recipe {path}: {error.strerror}; give the path of a YAML file") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         first = " ".join(str(error).split())
         raise InputError(f"recipe {path} is not valid YAML: {first}") from None
     if not isinstance(tree, dict):

@@ -78,7 +78,9 @@ def write_toy_model(
         initializer_range=init_std,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        # Not the tokenizer's: transformers would start that row at 0, and the norm behind it would
+        # multiply the first gradient of a sampled pad token by a thousand.
+        pad_token_id=None,
         dtype=torch.float32,
     )
     # As a dict: transformers' signature hides `head_dim`.

@@ -1,11 +1,13 @@
 """Give the device back to the rollout engine: weights, gradients and optimizer state to the host.
 
-On a machine without CUDA there is one memory, and nothing moves. This has not run on a GPU yet.
+Two stages, because the engine needs room for its weights while the trainer still holds the ones to
+send: optimizer state and gradients leave before the sync, parameters after it. None of this has run
+on a GPU yet; what it must not lose is tested on a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,51 +15,53 @@ from torch import Tensor
 
 
 class HostOffload:
-    """Moves what a policy keeps on `device` to pinned host memory and back, in place.
+    """Moves what a policy keeps on its device to host memory and back, in place.
 
     Gradient buffers hold nothing between steps: they are freed and made again.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._host: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self) -> None:
+        self._moved: dict[int, tuple[Tensor, torch.device]] = {}
         self._freed: list[tuple[Tensor, int]] = []
 
-    def offload(self, chunks: list[Any], optimizer: Any) -> None:
-        """Empty the device; a second call does nothing."""
-        if self.device.type != "cuda" or self._host:
-            return
-        for tensor in _kept(chunks, optimizer):
-            if tensor.device.type == "cuda" and tensor.untyped_storage().nbytes():
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                host.copy_(tensor, non_blocking=True)
-                self._host[id(tensor)] = (tensor, host)
-        torch.cuda.synchronize()
-        for tensor, host in self._host.values():
-            tensor.data = host
-        for buffer in _gradient_buffers(chunks):
-            storage = buffer.grad_data.untyped_storage()
-            self._freed.append((buffer.grad_data, storage.nbytes()))
-            storage.resize_(0)
-        torch.cuda.empty_cache()
+    def offload_optimizer(self, chunks: list[Any], optimizer: Any) -> None:
+        """Moments, fp32 main parameters and gradients; what has left already is left alone."""
+        parameters = {id(p) for chunk in chunks for p in chunk.parameters()}
+        self._move(t for t in _optimizer_tensors(optimizer) if id(t) not in parameters)
+        if not self._freed:
+            for buffer in _gradient_buffers(chunks):
+                storage = buffer.grad_data.untyped_storage()
+                self._freed.append((buffer.grad_data, storage.nbytes()))
+                storage.resize_(0)
+
+    def offload_parameters(self, chunks: list[Any]) -> None:
+        """The weights that train; what has left already is left alone."""
+        self._move(parameter for chunk in chunks for parameter in chunk.parameters())
 
     def onload(self) -> None:
-        """Bring everything back; a second call does nothing."""
-        for tensor, host in self._host.values():
-            tensor.data = host.to(self.device, non_blocking=True)
+        """Everything back; does nothing where nothing has left."""
+        for tensor, device in self._moved.values():
+            tensor.data = tensor.data.to(device, copy=True)
         for grads, num_bytes in self._freed:
             grads.untyped_storage().resize_(num_bytes)
             grads.zero_()
-        if self._host:
-            torch.cuda.synchronize()
-        self._host.clear()
+        self._moved.clear()
         self._freed.clear()
 
+    def _move(self, tensors: Iterable[Tensor]) -> None:
+        pinned = torch.cuda.is_available()
+        for tensor in tensors:
+            if id(tensor) in self._moved:
+                continue
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            host.copy_(tensor)
+            self._moved[id(tensor)] = (tensor, tensor.device)
+            tensor.data = host
+        if pinned:
+            torch.cuda.empty_cache()
 
-def _kept(chunks: list[Any], optimizer: Any) -> Iterator[Tensor]:
-    """Every tensor that must survive: parameters, fp32 main parameters, moments."""
-    for chunk in chunks:
-        yield from chunk.parameters()
+
+def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer
         for group in inner.param_groups:

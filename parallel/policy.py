@@ -68,7 +68,7 @@ class Policy:
         self.runner = PipelineRunner(self.chunks, groups, temperature, recompute)
         self.optimizer, self.scheduler = _build_optimizer(optimizer, self.chunks, dtype)
         settings.grad_scale_func = self.optimizer.scale_loss
-        self._host = HostOffload(groups.device)
+        self.host = HostOffload()
 
     def logprobs(self, batches: Sequence[MicroBatch], replay: RecordedRoutes | bool) -> PassOutput:
         """Log-probs and entropies under the present weights, without gradients."""
@@ -106,13 +106,19 @@ class Policy:
         """The whole model under HF names; every rank must drain the iterator."""
         return self.weights.export(version, max_bytes)
 
-    def offload(self) -> None:
-        """Give this rank's GPU memory to the rollout engine; on a CPU there is nothing to give."""
-        self._host.offload(self.chunks, self.optimizer)
+    def offload_optimizer(self) -> None:
+        """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""
+        if self.groups.device.type != "cpu":
+            self.host.offload_optimizer(self.chunks, self.optimizer)
+
+    def offload_parameters(self) -> None:
+        """Make room for the engine's KV cache, once the weights are sent."""
+        if self.groups.device.type != "cpu":
+            self.host.offload_parameters(self.chunks)
 
     def onload(self) -> None:
         """Take the memory back after the engine went to sleep."""
-        self._host.onload()
+        self.host.onload()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's weights, optimizer and learning-rate schedule."""

@@ -122,6 +122,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(toy: Toy, recorded: Path, tmp_pat
         assert process.poll() is None, "the run ended before it was killed"
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    assert len(processes_of(output)) > 2  # the trainer, the engine and its children, the rewards
     process.send_signal(signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 15
