@@ -118,7 +118,9 @@ def _summarize(folder: RunFolder, recipe: Recipe) -> None:
 def _program() -> str:
     """How this program was called, so that the next command can be pasted."""
     called = Path(sys.argv[0])
-    return os.path.relpath(called) if called.name == "mrl" else f"{Path(sys.executable).name} -m mrl"
+    return (
+        os.path.relpath(called) if called.name == "mrl" else f"{Path(sys.executable).name} -m mrl"
+    )
 
 
 if __name__ == "__main__":

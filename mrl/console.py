@@ -57,6 +57,11 @@ def step_line(
     _line(console, f"{count:>9}{cells}")
 
 
+def warning(text: str, *, console: Console | None = None) -> None:
+    """One line that the user should see; `text` may quote untrusted output."""
+    _line(console or _console(), f"warning: {escape(text)}", style="yellow")
+
+
 @contextmanager
 def progress(description: str, *, console: Console | None = None) -> Iterator[None]:
     """A spinner around something slow; without a terminal a line before and after."""
@@ -164,7 +169,7 @@ def _cell(value: Any, form: str) -> str:
 
 
 def _width(form: str) -> int:
-    return int(form.split(".")[0])
+    return int(form.split(".", maxsplit=1)[0])
 
 
 def _line(console: Console, text: str, style: str = "") -> None:

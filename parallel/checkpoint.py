@@ -119,6 +119,7 @@ def load_checkpoint(root: Path, step: int, groups: Groups) -> tuple[dict[str, An
 def _random_state(groups: Groups) -> dict[str, Any]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+    tracker: Any = get_cuda_rng_tracker()
     version, words, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
@@ -127,7 +128,7 @@ def _random_state(groups: Groups) -> dict[str, Any]:
         "numpy": json.dumps(numpy_state, default=lambda array: array.tolist()),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if groups.device.type == "cuda" else None,
-        "tracker": get_cuda_rng_tracker().get_states(),
+        "tracker": tracker.get_states(),
     }
 
 
@@ -142,7 +143,8 @@ def _restore_random_state(state: dict[str, Any], groups: Groups) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if groups.device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"].cpu())
-    get_cuda_rng_tracker().set_states({k: v.cpu() for k, v in state["tracker"].items()})
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.set_states({k: v.cpu() for k, v in state["tracker"].items()})
 
 
 def _sha256(file: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,15 +92,16 @@ def init_groups(dims: ParallelDims, seed: int) -> Groups:
         expert_tensor_parallel_size=dims.etp,
     )
     torch.manual_seed(seed)
+    state: Any = parallel_state  # its getters say "or None", and these groups were just made
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=device.type == "cpu")
     return Groups(
         dims=dims,
         rank=dist.get_rank(),
         device=device,
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        pp=parallel_state.get_pipeline_model_parallel_group(),
-        dp=parallel_state.get_data_parallel_group(),
-        ep=parallel_state.get_expert_model_parallel_group(),
+        tp=state.get_tensor_model_parallel_group(),
+        pp=state.get_pipeline_model_parallel_group(),
+        dp=state.get_data_parallel_group(),
+        ep=state.get_expert_model_parallel_group(),
     )
 
 

@@ -31,7 +31,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         super().__init__(
             hidden_size, eps=eps, dtype=config.params_dtype, device=torch.get_default_device()
         )
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
 
 def build_config(
@@ -82,9 +82,11 @@ def build_config(
     return TransformerConfig(**settings, **model.architecture.transformer_config(model.config))
 
 
-def _block_spec(config: TransformerConfig, implementation: Implementation, vp_stage: int | None):
+def _block_spec(
+    config: TransformerConfig, implementation: Implementation, vp_stage: int | None
+) -> Any:
     engine = implementation == "transformer_engine"
-    spec = get_gpt_decoder_block_spec(
+    spec: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
     )
     if engine:
@@ -119,7 +121,7 @@ def build_chunks(
             vocab_size=model.config["vocab_size"],
             max_sequence_length=model.context_len,
             position_embedding_type="rope",
-            rotary_base=rotary_base(model.config),
+            rotary_base=rotary_base(model.config),  # pyright: ignore[reportArgumentType]
             share_embeddings_and_output_weights=model.tied_embeddings,
             pre_process=groups.pp_rank == 0 and virtual == 0,
             post_process=groups.is_last_stage and virtual == dims.vpp - 1,
@@ -130,7 +132,7 @@ def build_chunks(
             if ".experts." in name:
                 # Megatron flags experts only when EP > 1, yet with ETP < TP they too are shared out
                 # differently from the dense layers; unflagged, their gradients are silently wrong.
-                parameter.allreduce = False
+                setattr(parameter, "allreduce", False)  # noqa: B010
         chunk = chunk.to(groups.device)
         chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
     ddp = DistributedDataParallelConfig(
@@ -144,7 +146,7 @@ def build_chunks(
     ]
 
 
-def unwrap(chunk: torch.nn.Module) -> GPTModel:
+def unwrap(chunk: Any) -> GPTModel:
     """The GPTModel inside DDP and the half-precision wrapper."""
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module

@@ -44,7 +44,9 @@ def test_command_line(tmp_path):
         [*command, "chain_sums", "--out", out], capture_output=True, text=True, check=False
     )
     assert typo.returncode == 2
-    assert typo.stderr == "error: reasoning-gym has no task 'chain_sums'; did you mean 'chain_sum'?\n"
+    assert (
+        typo.stderr == "error: reasoning-gym has no task 'chain_sums'; did you mean 'chain_sum'?\n"
+    )
 
 
 def test_bad_parameters():

@@ -86,7 +86,7 @@ def test_only_the_culprit_is_masked(name, reason):
         assert bool((rewards[~rewards.isnan()] == 3).all())
         assert runner.report.num_failed == 1
         assert runner.report.num_abstained == 0
-        assert runner.report.first_error == reason
+        assert reason in runner.report.first_error
         runner.score([group(1)], [["abc"]])
         assert runner.report.num_failed == 0
     orphans = [p for p in psutil.process_iter(["cmdline"])
@@ -156,7 +156,9 @@ def test_worker_dies_with_a_trainer_that_is_killed(name):
         "runner.score([group(1)], [['bad']]); time.sleep(1000)\n"
     )
     root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=root) as trainer:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=root
+    ) as trainer:
         assert trainer.stdout is not None
         worker = psutil.Process(int(trainer.stdout.readline()))
         time.sleep(0.3)

@@ -52,6 +52,8 @@ def server_settings(
             "device": "cpu",
             "dtype": "float32" if model.dtype == "auto" else model.dtype,
             "attention_backend": "torch_native",
+            # An idle scheduler spins: it would take a core from the trainer while it trains.
+            "sleep_on_idle": True,
         }
         settings.setdefault("max_total_tokens", CPU_MAX_TOTAL_TOKENS)
     return settings

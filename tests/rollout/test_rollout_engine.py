@@ -6,24 +6,14 @@ import os
 
 import pytest
 import torch
-from conftest import load_oracle, make_buckets, make_prompts, named_weights
+from rollout_helpers import load_oracle, make_buckets, make_prompts, named_weights, score
 from transformers import Qwen3MoeForCausalLM
 
 from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, SamplingParams
 from mrl.rollout.saved import decode_groups, encode_groups
-from mrl.types import Sample, VersionSpan, WeightBucket
+from mrl.types import VersionSpan, WeightBucket
 
 EOS = 98
-
-
-def score(model: Qwen3MoeForCausalLM, sample: Sample, temperature: float):
-    """transformers' log-probs f32[T - P] of the completion and its routes i64[T-1, L, K]."""
-    with torch.no_grad():
-        out = model(sample.token_ids[None], output_router_logits=True)
-    logits = out.logits[0, :-1] / temperature
-    logprobs = torch.log_softmax(logits, -1).gather(1, sample.token_ids[1:, None])[:, 0]
-    routes = [logits.topk(2, -1).indices[:-1] for logits in out.router_logits]
-    return logprobs[sample.prompt_len - 1 :], torch.stack(routes, 1)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -160,10 +150,12 @@ def test_broken_update_leaves_no_weights(engine, toy_weights):
 
 
 def test_updates_leak_no_shared_memory(engine, toy_weights):
-    before = set(os.listdir("/dev/shm"))
+    """torch names its files torch_<pid>_...; other processes of this machine have some too."""
+    pids = [os.getpid(), *(process.pid for process in engine._server.process.tree())]
+    ours = tuple(f"torch_{pid}_" for pid in pids)
     for version in range(20):
         engine.update_weights(make_buckets(toy_weights, version), version)
-    assert set(os.listdir("/dev/shm")) - before == set()
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(ours)]
 
 
 def test_stale_weights_are_refused(engine):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import make_engine
+from rollout_helpers import make_engine
 from transformers import AutoTokenizer
 
 import mrl.rollout
