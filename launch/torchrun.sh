@@ -8,6 +8,12 @@ if [[ $# -lt 1 ]]; then
   exit 2
 fi
 
+# The environment of `make setup` where there is one, else the active one.
+venv="$(dirname "${BASH_SOURCE[0]}")/../.venv/bin"
+if [[ -d $venv ]]; then
+  PATH="$(cd "$venv" && pwd):$PATH"
+fi
+
 num_gpus=0
 if command -v nvidia-smi > /dev/null; then
   # Fails where there is a driver tool and no GPU: that counts as none.

@@ -66,7 +66,7 @@ def save_checkpoint(
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _write_durably(root / LATEST, f"{step}\n")
-        _prune(root, keep)
+        _prune(root, step, keep)
     dist.barrier()
     return final
 
@@ -166,7 +166,8 @@ def _write_durably(file: Path, text: str) -> None:
         os.close(folder)
 
 
-def _prune(root: Path, keep: int) -> None:
-    old = sorted(f for f in root.glob("iter_*") if f.is_dir())[:-keep]
-    for folder in old:
+def _prune(root: Path, step: int, keep: int) -> None:
+    """Remove all but the newest `keep` up to `step`; later ones belong to a run that was set back."""
+    upto = sorted(f for f in root.glob("iter_*") if f.name <= folder_name(step))
+    for folder in upto[:-keep]:
         shutil.rmtree(folder)

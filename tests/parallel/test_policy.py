@@ -15,7 +15,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from mrl.errors import InputError
 from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch
-from parallel.checkpoint import load_checkpoint, save_checkpoint
+from parallel.checkpoint import latest_step, load_checkpoint, save_checkpoint
 from parallel.hf_config import HfModel
 from parallel.packing import WeightedSample, pack
 from tests.parallel.test_layouts import build, exported, join_groups, loss
@@ -208,6 +208,23 @@ def test_a_folder_that_is_not_a_model_is_refused(model_path: Path, tmp_path: Pat
     shutil.copy(model_path / "model.safetensors", empty)
     with pytest.raises(InputError, match="'llama'; supported: qwen3_moe"):
         HfModel.read(empty)
+
+
+def prunes(model_path: Path, root: Path) -> list[str]:
+    groups = join_groups(model_path, {})
+    policy = build(model_path, groups)
+    for step in (10, 40, 60, 12, 14):  # set back to 10 by hand, then on from there
+        save_checkpoint(root, step, policy.state_dict(), {}, groups, keep=2)
+    return sorted(f.name for f in root.iterdir())
+
+
+def test_old_checkpoints_are_pruned_and_the_newest_written_stays(
+    model_path: Path, tmp_path: Path
+) -> None:
+    names = one_rank(tmp_path, prunes, model_path, tmp_path / "c")
+    assert names[:2] == ["iter_0000012", "iter_0000014"]
+    assert latest_step(tmp_path / "c") == 14
+    assert not [name for name in names if name.startswith(".")]
 
 
 def load_other_shape(model_path: Path) -> str:
