@@ -9,6 +9,7 @@ import torch
 
 from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig
+from mrl.errors import InputError
 from mrl.types import Sample, SampleGroup, TrainBatch
 from parallel.groups import Groups
 from parallel.packing import WeightedSample, pack, plan
@@ -32,8 +33,16 @@ def _without_loss(sample: Sample) -> Sample:
 
 
 def split_evenly(groups: Sequence[SampleGroup], parts: int) -> list[list[SampleGroup]]:
-    """Consecutive groups in `parts` mini-batches of the same number of prompts."""
-    size = len(groups) // parts
+    """Consecutive groups in `parts` mini-batches of the same number of prompts.
+
+    Raises InputError, with the arithmetic, where they do not divide: nothing is dropped.
+    """
+    size, rest = divmod(len(groups), parts)
+    if rest or not size:
+        raise InputError(
+            f"train.num_steps_per_rollout: {len(groups)} prompts do not divide into {parts} "
+            f"mini-batches ({len(groups)} = {size} x {parts} + {rest})"
+        )
     return [list(groups[i * size : (i + 1) * size]) for i in range(parts)]
 
 

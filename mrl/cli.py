@@ -19,8 +19,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args.run(args)
     except InputError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"mrl: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        print(f"mrl: {'' if rank == '0' else f'[rank {rank}] '}{error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -95,7 +95,10 @@ def train(recipe: Recipe, world: int) -> None:
     from mrl.trainer import Trainer
     from parallel.groups import init_groups
 
-    Trainer(plan, init_groups(plan.dims, recipe.seed), folder).train()
+    # Ranks wait for each other while one of them waits for its engine.
+    longest_s = max(recipe.rollout.start_timeout_s, 3 * recipe.rollout.request_timeout_s)
+    groups = init_groups(plan.dims, recipe.seed, timeout_s=longest_s + 600)
+    Trainer(plan, groups, folder).train()
     if is_main:
         _summarize(folder, recipe)
 

@@ -6,24 +6,23 @@ rank and independent of how many engines there were.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from mrl import console
 from mrl.data import PromptCursor
-from mrl.errors import InputError
 from mrl.preflight import Plan
-from mrl.rewards.runner import RewardRunner
+from mrl.rewards.runner import RewardRunner, check_failures
 from mrl.rollout import load_engine
 from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, RolloutEngine, SamplingParams
 from mrl.rollout.saved import decode_groups, encode_groups, load_groups
-from mrl.run_folder import RunFolder
+from mrl.run_folder import RunFolder, saved_step
 from mrl.types import SampleGroup
 from parallel.groups import Groups
 from parallel.policy import Policy
@@ -50,8 +49,8 @@ class Collector(Protocol):
     start_text: str
     """What `start` does, for the terminal."""
 
-    def start(self) -> None:
-        """Make ready; may take long."""
+    def start(self, policy: Policy) -> None:
+        """Make ready; may take long. The policy is as it was afterwards."""
         ...
 
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
@@ -93,11 +92,16 @@ class EngineCollector:
             )
             self.rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s)
 
-    def start(self) -> None:
+    def start(self, policy: Policy) -> None:
+        # The engine sizes its KV cache by the memory that it finds free now.
+        policy.offload_optimizer()
+        policy.offload_parameters()
+        dist.barrier()
         if self.engine is not None:
             self.engine.start()
             self.engine.sleep()
         dist.barrier()
+        policy.onload()
 
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
         with clock.part("sync"):
@@ -106,13 +110,14 @@ class EngineCollector:
             own = self._generate(step)
             dist.barrier()
         with clock.part("score"):
-            self._score(own)
-            return self._share(own)
+            failed = self._score(own)
+            return self._share(own, failed)
 
     def sync(self, version: int, policy: Policy) -> None:
         """Bring the engine to the policy's weights and awake; the policy leaves the device."""
         policy.onload()  # a step that only rolled out left it on the host
         policy.offload_optimizer()
+        dist.barrier()  # an engine wakes on the devices of several ranks
         buckets = policy.export(version, self.plan.recipe.rollout.weight_bucket_mb << 20)
         if self.engine is None:
             for _ in buckets:  # the gathers are collectives: follow them to the end
@@ -149,10 +154,16 @@ class EngineCollector:
         self.engine.sleep()
         return own
 
-    def _score(self, own: list[SampleGroup]) -> None:
+    def _score(self, own: list[SampleGroup]) -> int:
+        """Fill in the rewards of this engine's groups; returns how many samples failed."""
         if self.rewards is None or not own:
-            return
-        rewards = self.rewards.score(own, completions(own, self.plan.tokenizer))
+            return 0
+        rollout = self.plan.recipe.rollout
+        rewards = self.rewards.score(
+            own,
+            completions(own, self.plan.tokenizer),
+            step_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
+        )
         if self.rewards.report.num_failed:
             console.warning(
                 f"{self.rewards.report.num_failed} samples masked, the reward function failed: "
@@ -160,13 +171,20 @@ class EngineCollector:
             )
         for group, values in zip(own, rewards, strict=True):
             group.rewards = values
+        return self.rewards.report.num_failed
 
-    def _share(self, own: Sequence[SampleGroup]) -> list[SampleGroup]:
+    def _share(self, own: Sequence[SampleGroup], num_failed: int) -> list[SampleGroup]:
+        """Everybody's groups on every rank; raises where too many rewards failed over all."""
         if self.groups.dims.world == 1:
             return list(own)
-        parts: list[bytes] = [b""] * self.groups.dims.world
-        dist.all_gather_object(parts, encode_groups(own) if own else b"")
-        everything = [group for part in parts if part for group in decode_groups(part)]
+        parts: list[tuple[bytes, int]] = [(b"", 0)] * self.groups.dims.world
+        dist.all_gather_object(parts, (encode_groups(own) if own else b"", num_failed))
+        everything = [group for part, _ in parts if part for group in decode_groups(part)]
+        check_failures(
+            self.plan.recipe.reward,
+            sum(failed for _, failed in parts),
+            sum(len(group.samples) for group in everything),
+        )
         return sorted(everything, key=lambda group: group.samples[0].group_id)
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,20 +206,14 @@ class SavedCollector:
     start_text = "opening the saved rollouts"
 
     def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
+        self.folder = folder
 
-    def start(self) -> None:
+    def start(self, policy: Policy) -> None:
         """Nothing to make ready."""
 
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
-        file = self.folder / f"step_{step:06d}.safetensors"
-        if not file.exists():
-            raise InputError(
-                f"debug.load_rollouts: no {file}; write it with debug.save_rollouts=true, and keep "
-                "train.num_steps within the saved steps"
-            )
         with clock.part("sync"), clock.part("score"), clock.part("rollout"):
-            return load_groups(file)
+            return load_groups(saved_step(self.folder, step))
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -229,9 +241,12 @@ def completions(groups: Sequence[SampleGroup], tokenizer: Any) -> list[list[str]
     ]
 
 
-def _gpu_ids(groups: Groups, tp: int) -> list[int]:
+def _gpu_ids(groups: Groups, tp: int) -> list[str]:
     """The GPUs of this engine group on its node, none on a CPU machine."""
     if groups.device.type != "cuda":
         return []
     assert groups.device.index is not None
-    return list(range(groups.device.index, groups.device.index + tp))
+    numbers = range(groups.device.index, groups.device.index + tp)
+    # Ours count within what this process may see; the engine's process starts from the machine's.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [visible.split(",")[n] for n in numbers] if visible else [str(n) for n in numbers]

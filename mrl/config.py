@@ -74,6 +74,8 @@ class RolloutConfig(Branch):
     """0, or max_response_len for completions of one exact length (the end token is ignored)."""
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Below 1 samples come from the truncated distribution, while the log-probs of both sides stay
+    those of the whole one."""
     context_len: int | None = Field(default=None, ge=1)
     """Prompt plus response; by default the model's max_position_embeddings."""
     max_total_tokens: int | None = Field(default=None, ge=1)

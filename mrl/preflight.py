@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +12,13 @@ import torch
 from mrl.algorithms import load_algorithm
 from mrl.algorithms.base import Algorithm
 from mrl.config import Recipe
-from mrl.data import read_prompts
+from mrl.data import Demonstration, read_demonstrations, read_prompts
 from mrl.errors import InputError
 from mrl.rewards import resolve_reward
 from mrl.rollout import load_engine
-from mrl.run_folder import RunFolder
+from mrl.run_folder import RunFolder, saved_step
 from mrl.types import Prompt
-from parallel.checkpoint import latest_step
+from parallel.checkpoint import check_layout, latest_step
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype, choose_implementation
@@ -34,6 +34,8 @@ class Plan:
     algorithm: Algorithm
     tokenizer: Any
     prompts: list[Prompt]
+    demonstrations: list[Demonstration]
+    """Of the warm start; empty without one."""
     context_len: int
     resume_step: int | None
     """The checkpoint that the run continues from."""
@@ -85,8 +87,6 @@ def check(recipe: Recipe, world: int) -> Plan:
     if recipe.debug.load_rollouts is None:
         load_engine(recipe.rollout.engine)
         resolve_reward(recipe.reward)
-    elif not Path(recipe.debug.load_rollouts).is_dir():
-        raise InputError(f"debug.load_rollouts: no folder {recipe.debug.load_rollouts}")
     tokenizer = load_tokenizer(model)
     prompts = read_prompts(
         recipe.data.path,
@@ -95,8 +95,39 @@ def check(recipe: Recipe, world: int) -> Plan:
         max_response_len=recipe.rollout.max_response_len,
         min_rows=recipe.rollout.prompts_per_step,
     )
+    demonstrations = _demonstrations(recipe, tokenizer, context_len)
     resume_step = latest_step(folder.checkpoints)
-    return Plan(recipe, dims, model, algorithm, tokenizer, prompts, context_len, resume_step)
+    if resume_step is not None:
+        check_layout(folder.checkpoints, resume_step, dims)
+    _check_saved_rollouts(recipe, resume_step or 0)
+    return Plan(
+        recipe, dims, model, algorithm, tokenizer, prompts, demonstrations, context_len, resume_step
+    )
+
+
+def _demonstrations(recipe: Recipe, tokenizer: Any, context_len: int) -> list[Demonstration]:
+    if recipe.warm_start is None:
+        return []
+    path, batch_size = recipe.warm_start.path, recipe.warm_start.batch_size
+    demonstrations = read_demonstrations(path, tokenizer, max_len=context_len)
+    if len(demonstrations) < batch_size:
+        raise InputError(
+            f"warm_start.path {path} has {len(demonstrations)} rows, warm_start.batch_size is "
+            f"{batch_size}; add rows or lower it"
+        )
+    return demonstrations
+
+
+def _check_saved_rollouts(recipe: Recipe, first_step: int) -> None:
+    if recipe.debug.load_rollouts is None:
+        return
+    for step in range(first_step, recipe.train.num_steps):
+        file = saved_step(recipe.debug.load_rollouts, step)
+        if not file.is_file():
+            raise InputError(
+                f"debug.load_rollouts: no {file}; write it with debug.save_rollouts=true, and keep "
+                "train.num_steps within the saved steps"
+            )
 
 
 def load_tokenizer(model: HfModel) -> Any:
@@ -143,6 +174,12 @@ def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
         raise InputError(
             f"rollout.prompts_per_step {prompts} is not divisible by train.num_steps_per_rollout "
             f"{minis} ({prompts} = {prompts // minis} x {minis} + {prompts % minis})"
+        )
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dims.world)))
+    if local % tp and not recipe.debug.load_rollouts:
+        raise InputError(
+            f"rollout.tensor_parallel_size: an engine stays on one node, and {local} ranks of a node "
+            f"are not divisible by {tp} ({local} = {local // tp} x {tp} + {local % tp})"
         )
     if rollout.min_response_len not in (0, rollout.max_response_len):
         raise InputError(

@@ -20,7 +20,7 @@ from mrl.config import Recipe, dump_recipe, load_recipe
 from mrl.errors import InputError
 from mrl.types import SampleGroup
 
-MAY_CHANGE = ("train.num_steps", "checkpoint", "debug", "rollout.start_timeout_s")
+MAY_CHANGE = ("output_dir", "train.num_steps", "checkpoint", "debug.save_rollouts")
 """Keys that a restart may change and still continue the same run."""
 
 
@@ -44,7 +44,7 @@ class RunFolder:
         changed = [
             f"{key}: {old.get(key)!r} there, {new.get(key)!r} now"
             for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE)
+            if old.get(key) != new.get(key) and not _may_change(key)
         ]
         if changed:
             raise InputError(
@@ -109,15 +109,24 @@ class RunFolder:
                         "finish_reason": sample.finish_reason,
                     }
                 )
-        self.rollout_file(step, "jsonl").write_text("".join(_line(row) for row in rows))
+        self.rollout_file(step).write_text("".join(_line(row) for row in rows))
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
         """What `write_rollouts` wrote."""
-        text = self.rollout_file(step, "jsonl").read_text()
+        text = self.rollout_file(step).read_text()
         return [json.loads(line) for line in text.split("\n")[:-1]]
 
-    def rollout_file(self, step: int, suffix: str) -> Path:
-        return self.rollouts / f"step_{step:06d}.{suffix}"
+    def rollout_file(self, step: int) -> Path:
+        return self.rollouts / f"step_{step:06d}.jsonl"
+
+
+def saved_step(rollouts: str | Path, step: int) -> Path:
+    """The file with all tensors of a step, in the `rollouts` folder of a run."""
+    return Path(rollouts) / f"step_{step:06d}.safetensors"
+
+
+def _may_change(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from mrl.collect import Clock, completions, make_collector
 from mrl.metrics import mismatch_statistics, rollout_metrics
 from mrl.preflight import Plan
 from mrl.rollout.saved import save_groups
-from mrl.run_folder import RunFolder
+from mrl.run_folder import RunFolder, saved_step
 from mrl.types import LossOutput, Max, MicroBatch, SampleGroup, TrainBatch
 from mrl.warm_start import warm_start
 from parallel.checkpoint import load_checkpoint, save_checkpoint
@@ -64,15 +64,14 @@ class Trainer:
         signal.signal(signal.SIGUSR1, self._on_signal)
         try:
             with self._progress(self.collector.start_text):
-                self.collector.start()
+                self.collector.start(self.policy)
             self._restore_or_warm_start()
             while self.step < recipe.train.num_steps:
                 metrics = self.run_step()
                 if self.is_main:
                     self.folder.add_metrics(metrics)
                     console.step_line(metrics, num_steps=recipe.train.num_steps)
-                if not self._save_if_due():
-                    self._save_if_interrupted()
+                self._save_if_due()
         finally:
             self.collector.close()
 
@@ -98,10 +97,10 @@ class Trainer:
         start, clock, recipe = time.perf_counter(), Clock(), self.plan.recipe
         groups = self.collector.collect(self.step, self.policy, clock)
         set_advantages(groups, self.plan.algorithm, recipe.algorithm)
+        self._write_rollouts(groups)  # first: a batch that breaks the update must be on file
         metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
         if not recipe.debug.rollout_only:
             metrics |= self._learn(groups, clock)
-        self._write_rollouts(groups)
         metrics["weight_version"] = groups[0].samples[0].weight_versions[-1].version
         metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         metrics["time/step_s"] = time.perf_counter() - start
@@ -175,25 +174,27 @@ class Trainer:
             return
         self.folder.write_rollouts(self.step, groups, completions(groups, self.plan.tokenizer))
         if self.plan.recipe.debug.save_rollouts:
-            save_groups(self.folder.rollout_file(self.step, "safetensors"), groups)
+            save_groups(saved_step(self.folder.rollouts, self.step), groups)
 
-    def _save_if_due(self) -> bool:
-        """True when the last step is done."""
-        every, recipe = self.plan.recipe.checkpoint.save_every, self.plan.recipe
+    def _save_if_due(self) -> None:
+        """Save at the recipe's interval, at the last step, and when SIGUSR1 came: then leave."""
+        recipe = self.plan.recipe
+        every = recipe.checkpoint.save_every
         last = self.step == recipe.train.num_steps
-        if (last or (every and self.step % every == 0)) and not recipe.debug.rollout_only:
+        told = self._any_rank_interrupted() and not last
+        due = last or told or (every and self.step % every == 0)
+        if due and not recipe.debug.rollout_only:
             self._save()
-        return last
+        if told:
+            raise SystemExit(f"mrl: SIGUSR1: saved step {self.step}; start again to go on")
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self._interrupted = True
 
-    def _save_if_interrupted(self) -> None:
-        """All ranks leave together, also when only one of them was told."""
-        if not reduce_statistics({"told": Max(torch.tensor(float(self._interrupted)))})["told"]:
-            return
-        self._save()
-        raise SystemExit(f"mrl: SIGUSR1: saved step {self.step}; start again to go on")
+    def _any_rank_interrupted(self) -> bool:
+        """Ranks leave together, also when only one of them was told."""
+        told = Max(torch.tensor(float(self._interrupted)))
+        return reduce_statistics({"told": told})["told"] > 0
 
     def _save(self) -> None:
         save_checkpoint(

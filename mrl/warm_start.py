@@ -9,8 +9,7 @@ import torch
 from mrl.algorithms import nll
 from mrl.batching import make_train_batch
 from mrl.config import OptimizerConfig, WarmStartConfig
-from mrl.data import Demonstration, read_demonstrations
-from mrl.errors import InputError
+from mrl.data import Demonstration
 from mrl.preflight import Plan
 from mrl.types import LossOutput, MicroBatch, Sample
 from parallel.groups import Groups
@@ -20,13 +19,7 @@ from parallel.policy import Policy
 def warm_start(plan: Plan, config: WarmStartConfig, policy: Policy, groups: Groups) -> None:
     """`num_steps` optimizer steps of next-token loss on the completions, then a fresh optimizer."""
     recipe = plan.recipe
-    demonstrations = read_demonstrations(config.path, plan.tokenizer, max_len=plan.context_len)
-    if len(demonstrations) < config.batch_size:
-        raise InputError(
-            f"warm_start.path {config.path} has {len(demonstrations)} rows, warm_start.batch_size is "
-            f"{config.batch_size}; add rows or lower it"
-        )
-    samples = [_sample(demonstration) for demonstration in demonstrations]
+    samples = [_sample(demonstration) for demonstration in plan.demonstrations]
     order = random.Random(f"warm start/{recipe.seed}")
     policy.reset_optimizer(OptimizerConfig(lr=config.lr))
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.errors import InputError
+from parallel.dims import ParallelDims
 from parallel.groups import Groups
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -63,9 +64,13 @@ def save_checkpoint(
             "sha256": dict(digests),
         }
         _write_durably(partial / MANIFEST, json.dumps(manifest, indent=1))
-        shutil.rmtree(final, ignore_errors=True)
+        replaced = root / f".{final.name}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():  # of a run that was set back
+            final.rename(replaced)
         partial.rename(final)
         _write_durably(root / LATEST, f"{step}\n")
+        shutil.rmtree(replaced, ignore_errors=True)
         _prune(root, step, keep)
     dist.barrier()
     return final
@@ -91,6 +96,16 @@ def read_manifest(root: Path, step: int) -> dict[str, Any]:
         raise InputError(f"checkpoint {file}: {error}") from None
 
 
+def check_layout(root: Path, step: int, dims: ParallelDims) -> None:
+    """Raise InputError where a checkpoint was written by another layout."""
+    written, ours = read_manifest(root, step)["layout"], dataclasses.asdict(dims)
+    if written != ours:
+        raise InputError(
+            f"checkpoint {root / folder_name(step)} was written by the layout {written}, this run "
+            f"has {ours}; start it with the same parallel sizes, or with another output_dir"
+        )
+
+
 def load_checkpoint(root: Path, step: int, groups: Groups) -> tuple[dict[str, Any], dict[str, Any]]:
     """(this rank's state, trainer state) of a checkpoint; also restores the random states.
 
@@ -98,12 +113,7 @@ def load_checkpoint(root: Path, step: int, groups: Groups) -> tuple[dict[str, An
     """
     manifest = read_manifest(root, step)
     folder = root / folder_name(step)
-    layout = dataclasses.asdict(groups.dims)
-    if manifest["layout"] != layout:
-        raise InputError(
-            f"checkpoint {folder} was written by the layout {manifest['layout']}, this run has "
-            f"{layout}; start it with the same parallel sizes, or with another output_dir"
-        )
+    check_layout(root, step, groups.dims)
     file = folder / f"rank_{groups.rank:05d}.pt"
     if not file.exists():
         raise InputError(f"checkpoint {folder}: {file.name} is missing")
@@ -111,7 +121,7 @@ def load_checkpoint(root: Path, step: int, groups: Groups) -> tuple[dict[str, An
         raise InputError(
             f"checkpoint {file} is damaged (SHA-256 differs); put an older step into {root / LATEST}"
         )
-    state = torch.load(file, map_location=groups.device, weights_only=True)
+    state = torch.load(file, map_location="cpu", weights_only=True)
     _restore_random_state(state.pop("random"), groups)
     return state, manifest["trainer"]
 

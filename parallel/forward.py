@@ -149,8 +149,8 @@ class PipelineRunner:
         expected[ends] = False
         loss_tokens = batch.loss_mask.long().cumsum(0)
         per_sequence = loss_tokens[ends].diff(prepend=loss_tokens.new_zeros(1))
-        for i in (per_sequence == 0).nonzero().flatten().tolist():
-            expected[batch.cu_seqlens[i] : batch.cu_seqlens[i + 1]] = False
+        lengths = batch.cu_seqlens.diff().long()
+        expected &= (per_sequence > 0).repeat_interleave(lengths, output_size=batch.num_tokens)
         return expected[row_slice(batch.num_tokens, self.groups.tp_rank, self.groups.dims.tp)]
 
     @property

@@ -14,9 +14,6 @@ from torch.distributed import ProcessGroup
 from parallel import prepare
 from parallel.dims import ParallelDims
 
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=60)
-"""Ranks wait for each other in collectives while one of them waits for the engine's rollout."""
-
 
 @dataclass(frozen=True)
 class Groups:
@@ -68,8 +65,11 @@ def local_device() -> torch.device:
     return torch.device("cpu")
 
 
-def init_groups(dims: ParallelDims, seed: int) -> Groups:
-    """Join the other ranks (torchrun's rendezvous, or alone), make Megatron's groups, seed."""
+def init_groups(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Groups:
+    """Join the other ranks (torchrun's rendezvous, or alone), make Megatron's groups, seed.
+
+    `timeout_s`: a rank that waits longer than this for the others in a collective gives up.
+    """
     prepare()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -80,7 +80,7 @@ def init_groups(dims: ParallelDims, seed: int) -> Groups:
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(

@@ -40,7 +40,8 @@ class HfModel:
             raise InputError(f"model.path: {folder} has no *.safetensors weights")
         model = cls(folder, config, load_architecture(config.get("model_type", "")))
         try:
-            _ = model.sizes, model.architecture.transformer_config(config)
+            _ = model.sizes, model.context_len, model.rotary_base
+            model.architecture.transformer_config(config)
         except KeyError as error:
             raise InputError(f"model.path: {file} lacks the key {error}") from None
         return model
@@ -58,6 +59,11 @@ class HfModel:
     def context_len(self) -> int:
         """Tokens that the model was made for."""
         return self.config["max_position_embeddings"]
+
+    @property
+    def rotary_base(self) -> float:
+        """RoPE theta, in the place where transformers 5 or 4 keeps it."""
+        return float((self.config.get("rope_parameters") or self.config)["rope_theta"])
 
     @property
     def tied_embeddings(self) -> bool:

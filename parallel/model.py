@@ -101,12 +101,6 @@ def _block_spec(
     return spec
 
 
-def rotary_base(hf_config: dict[str, Any]) -> float:
-    """RoPE theta, in the place where transformers 5 or 4 keeps it."""
-    rope = hf_config.get("rope_parameters") or hf_config
-    return float(rope["rope_theta"])
-
-
 def build_chunks(
     model: HfModel, groups: Groups, config: TransformerConfig, implementation: Implementation
 ) -> list[DistributedDataParallel]:
@@ -121,7 +115,7 @@ def build_chunks(
             vocab_size=model.config["vocab_size"],
             max_sequence_length=model.context_len,
             position_embedding_type="rope",
-            rotary_base=rotary_base(model.config),  # pyright: ignore[reportArgumentType]
+            rotary_base=model.rotary_base,  # pyright: ignore[reportArgumentType]
             share_embeddings_and_output_weights=model.tied_embeddings,
             pre_process=groups.pp_rank == 0 and virtual == 0,
             post_process=groups.is_last_stage and virtual == dims.vpp - 1,

@@ -42,7 +42,8 @@ def reduce_statistics(stats: Statistics) -> dict[str, float]:
         parts = [part[key] for part in everyone if key in part]
         kind, values = parts[0][0], [numbers for _, *numbers in parts]
         if kind == "Max":
-            result[key] = max(value for (value,) in values)
+            found = [value for (value,) in values]
+            result[key] = math.nan if any(map(math.isnan, found)) else max(found)
         else:
             total, *count = (math.fsum(column) for column in zip(*values, strict=True))
             divisor = count[0] if count else 1.0

@@ -72,15 +72,22 @@ class RewardRunner:
     ) -> None:
         self.close()
 
-    def score(self, groups: list[SampleGroup], completions: list[list[str]]) -> list[Tensor]:
+    def score(
+        self,
+        groups: list[SampleGroup],
+        completions: list[list[str]],
+        *,
+        step_samples: int | None = None,
+    ) -> list[Tensor]:
         """Rewards f32[G] per group; NaN where the function failed or abstained (see `report`).
 
-        `completions[i][j]` is the text of `groups[i].samples[j]`. A call that fails is repeated
+        `completions[i][j]` is the text of `groups[i].samples[j]`; `step_samples` counts the samples
+        of the step over all engines, by default those given. A call that fails is repeated
         sample by sample, so that only the culprit is masked.
         Raises RuntimeError as soon as more than 5% of the step's samples failed.
         """
         self.report = RewardReport()
-        num_samples = sum(len(group.samples) for group in groups)
+        num_samples = step_samples or sum(len(group.samples) for group in groups)
         rewards = []
         for group, texts in zip(groups, completions, strict=True):
             request = _request(group, texts)
@@ -131,12 +138,7 @@ class RewardRunner:
         self.report = RewardReport(
             report.num_failed + 1, report.num_abstained, report.first_error or str(error)
         )
-        if self.report.num_failed > MAX_FAILED_SHARE * num_samples:
-            raise RuntimeError(
-                f"reward {self._spec!r} failed on {self.report.num_failed} of {num_samples} "
-                f"samples of this step, more than {MAX_FAILED_SHARE:.0%}; first error: "
-                f"{self.report.first_error}"
-            )
+        check_failures(self._spec, self.report.num_failed, num_samples, self.report.first_error)
 
     def _call(self, request: dict[str, Any]) -> list[float]:
         """One call; NaN for None. Raises RewardFailed; a hung or dead worker is gone by then."""
@@ -219,6 +221,17 @@ class RewardRunner:
                 self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
+
+
+def check_failures(
+    spec: str, num_failed: int, num_samples: int, first_error: str = "see the warnings above"
+) -> None:
+    """Raise RuntimeError where more than 5% of a step's samples have no reward for a fault."""
+    if num_failed > MAX_FAILED_SHARE * num_samples:
+        raise RuntimeError(
+            f"reward {spec!r} failed on {num_failed} of {num_samples} samples of this step, more "
+            f"than {MAX_FAILED_SHARE:.0%}; first error: {first_error}"
+        )
 
 
 def _request(group: SampleGroup, texts: list[str]) -> dict[str, Any]:

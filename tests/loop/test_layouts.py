@@ -51,9 +51,8 @@ def run(
     toy: Toy, recorded: Path, folder: Path, world: int, sizes: list[str], *more: str
 ) -> dict[str, Any]:
     keys = [f"parallel.{s.split('=')[0]}_model_parallel_size={s.split('=')[1]}" for s in sizes]
-    overrides = toy.overrides(
-        folder / "run", f"debug.load_rollouts={recorded / 'rollouts'}", *OPTIMIZER, *keys, *more
-    )
+    saved = (f"debug.load_rollouts={recorded / 'rollouts'}", "train.num_steps=4")
+    overrides = toy.overrides(folder / "run", *saved, *OPTIMIZER, *keys, *more)
     return run_ranks(world, one_step, overrides, folder=folder / "out")[0]
 
 
