@@ -1,4 +1,4 @@
-"""The command line. Exit codes: 0 done, 2 bad input (one clear line), 1 anything else."""
+"""The command line. Exit codes: 0 done, 2 bad input (one clear line), 130 Ctrl-C, 1 anything else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 from mrl import __version__
 from mrl.config import Recipe, load_recipe
-from mrl.errors import InputError
+from mrl.console import escape
+from mrl.errors import InputError, RunFailed
 from mrl.run_folder import RunFolder
 
 
@@ -20,9 +21,15 @@ def main(argv: list[str] | None = None) -> None:
         args.run(args)
     except InputError as error:
         rank = os.environ.get("RANK", "0")
-        print(f"mrl: {'' if rank == '0' else f'[rank {rank}] '}{error}", file=sys.stderr)
+        print(
+            f"mrl: {'' if rank == '0' else f'[rank {rank}] '}{escape(str(error))}", file=sys.stderr
+        )
         sys.exit(2)
+    except RunFailed as error:
+        print(f"mrl: {escape(str(error))}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
+        print("mrl: interrupted; start again to go on from the last checkpoint", file=sys.stderr)
         sys.exit(130)
 
 

@@ -164,10 +164,11 @@ class EngineCollector:
             completions(own, self.plan.tokenizer),
             step_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
         )
-        if self.rewards.report.num_failed:
+        report = self.rewards.report
+        if report.num_failed or report.num_repeated:
             console.warning(
-                f"{self.rewards.report.num_failed} samples masked, the reward function failed: "
-                f"{self.rewards.report.first_error}"
+                f"the reward function failed on {report.num_repeated} groups, scored again one by "
+                f"one; {report.num_failed} samples masked: {report.first_error}"
             )
         for group, values in zip(own, rewards, strict=True):
             group.rewards = values

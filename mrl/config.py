@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from mrl.errors import InputError
 
@@ -102,6 +102,11 @@ class AlgorithmConfig(Branch):
 class MoeConfig(Branch):
     routing_replay: Literal["off", "r2", "r3"] = "r3"
     """r3: replay the rollout's routes; r2: replay the trainer's own pre-update routes; off."""
+
+    @field_validator("routing_replay", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
 
 
 class DataConfig(Branch):

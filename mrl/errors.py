@@ -1,6 +1,13 @@
 """Errors that a user can mend."""
 
 
+class RunFailed(RuntimeError):
+    """The run cannot go on, and not for a fault of the code: the message says why and what to do.
+
+    The command line prints it without a traceback and exits with code 1.
+    """
+
+
 class InputError(ValueError):
     """Bad input: recipe, data, model folder or reward function.
 

@@ -15,6 +15,7 @@ from mrl.config import Recipe
 from mrl.data import Demonstration, read_demonstrations, read_prompts
 from mrl.errors import InputError
 from mrl.rewards import resolve_reward
+from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
 from mrl.run_folder import RunFolder, saved_step
 from mrl.types import Prompt
@@ -75,7 +76,6 @@ def check(recipe: Recipe, world: int) -> Plan:
     """Validate a recipe for `world` ranks. Raises InputError with the first thing that is wrong."""
     dims = ParallelDims.create(recipe.parallel, world)
     folder = RunFolder(recipe.output_dir)
-    folder.check(recipe)
     model = HfModel.read(recipe.model.path)
     dims.check_model(model.sizes)
     choose_implementation(recipe.model.transformer_impl)
@@ -95,7 +95,10 @@ def check(recipe: Recipe, world: int) -> Plan:
         max_response_len=recipe.rollout.max_response_len,
         min_rows=recipe.rollout.prompts_per_step,
     )
+    for prompt in prompts:
+        check_columns(prompt)
     demonstrations = _demonstrations(recipe, tokenizer, context_len)
+    folder.check(recipe)
     resume_step = latest_step(folder.checkpoints)
     if resume_step is not None:
         check_layout(folder.checkpoints, resume_step, dims)

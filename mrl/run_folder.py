@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -37,7 +38,12 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def check(self, recipe: Recipe) -> None:
-        """Raise InputError where the folder belongs to a run of another recipe."""
+        """Raise InputError where the folder belongs to a run of another recipe, or cannot be made."""
+        parent = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise InputError(
+                f"output_dir {self.root}: {parent} is not a folder that can be written; choose another"
+            )
         if not self.config.exists():
             return
         old, new = _flat(load_recipe(self.config).model_dump()), _flat(recipe.model_dump())
@@ -54,8 +60,11 @@ class RunFolder:
 
     def open(self, recipe: Recipe) -> None:
         """Make the folder and claim it. Raises InputError while another run is writing to it."""
-        for folder in (self.rollouts, self.checkpoints, self.logs):
-            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for folder in (self.rollouts, self.checkpoints, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"output_dir {self.root}: {error.strerror}; choose another") from None
         self._lock = (self.root / ".lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from mrl.errors import InputError
 
@@ -90,6 +91,7 @@ def write_toy_model(
         model = Qwen3MoeForCausalLM(config).float()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).write_text(json.dumps(knobs, indent=2) + "\n")
+    disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

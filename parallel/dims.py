@@ -113,8 +113,8 @@ class ParallelDims:
             raise InputError("parallel: " + "; ".join(wrong))
 
     def describe(self) -> str:
-        """One line for the plan, e.g. `4 ranks = tensor 2 x pipeline 1 x data 2; expert 2`."""
-        text = f"{self.world} ranks = tensor {self.tp} x pipeline {self.pp} x data {self.dp}"
+        """One line for the plan, e.g. `4 rank(s) = tensor 2 x pipeline 1 x data 2; expert 2`."""
+        text = f"{self.world} rank(s) = tensor {self.tp} x pipeline {self.pp} x data {self.dp}"
         if self.vpp > 1:
             text += f", {self.vpp} virtual stages a rank"
         return text + f"; expert {self.ep}" + ("; sequence parallel" if self.tp > 1 else "")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import os
+import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -91,6 +93,8 @@ def init_groups(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Gro
         expert_model_parallel_size=dims.ep,
         expert_tensor_parallel_size=dims.etp,
     )
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     state: Any = parallel_state  # its getters say "or None", and these groups were just made
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=device.type == "cpu")

@@ -93,3 +93,10 @@ def test_the_tree_is_frozen_and_every_key_explains_itself_or_is_a_branch():
     recipe = load_recipe(TOY)
     with pytest.raises(ValueError, match="frozen"):
         recipe.seed = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_bare_off_turns_replay_off(tmp_path):
+    """YAML 1.1 reads `off` as false."""
+    recipe = next(iter(sorted((Path(__file__).parents[1] / "launch/recipes").glob("*.yaml"))))
+    for value in ("off", '"off"'):
+        assert load_recipe(recipe, [f"moe.routing_replay={value}"]).moe.routing_replay == "off"

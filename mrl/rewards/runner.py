@@ -14,15 +14,15 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrl.errors import InputError
-from mrl.types import SampleGroup
+from mrl.errors import InputError, RunFailed
+from mrl.types import Prompt, SampleGroup
 
 MAX_FAILED_SHARE = 0.05
 START_TIMEOUT_S = 120.0
@@ -34,6 +34,10 @@ class RewardFailed(Exception):
     """One call gave no usable rewards; the message says why."""
 
 
+class RewardBroken(RewardFailed):
+    """The answer was not one number or None a completion: no sample of the call has a reward."""
+
+
 @dataclass(frozen=True)
 class RewardReport:
     """What one step's scoring met."""
@@ -43,6 +47,8 @@ class RewardReport:
     num_abstained: int = 0
     """Samples masked because the reward function returned None."""
     first_error: str = ""
+    num_repeated: int = 0
+    """Groups whose call failed, so that their samples were scored one at a time."""
 
 
 class RewardRunner:
@@ -84,7 +90,7 @@ class RewardRunner:
         `completions[i][j]` is the text of `groups[i].samples[j]`; `step_samples` counts the samples
         of the step over all engines, by default those given. A call that fails is repeated
         sample by sample, so that only the culprit is masked.
-        Raises RuntimeError as soon as more than 5% of the step's samples failed.
+        Raises RunFailed as soon as more than 5% of the step's samples failed.
         """
         self.report = RewardReport()
         num_samples = step_samples or sum(len(group.samples) for group in groups)
@@ -93,6 +99,10 @@ class RewardRunner:
             request = _request(group, texts)
             try:
                 values = self._call(request)
+            except RewardBroken as error:
+                for _ in texts:
+                    self._count_failure(error, num_samples)
+                values = [math.nan] * len(texts)
             except RewardFailed as error:
                 values = self._one_by_one(request, error, num_samples)
             rewards.append(torch.tensor(values, dtype=torch.float32))
@@ -119,6 +129,11 @@ class RewardRunner:
         if size == 1:  # nothing to tell apart
             self._count_failure(error, num_samples)
             return [math.nan]
+        self.report = replace(
+            self.report,
+            num_repeated=self.report.num_repeated + 1,
+            first_error=self.report.first_error or str(error),
+        )
         values = []
         for index in range(size):
             one = {
@@ -134,9 +149,10 @@ class RewardRunner:
         return values
 
     def _count_failure(self, error: RewardFailed, num_samples: int) -> None:
-        report = self.report
-        self.report = RewardReport(
-            report.num_failed + 1, report.num_abstained, report.first_error or str(error)
+        self.report = replace(
+            self.report,
+            num_failed=self.report.num_failed + 1,
+            first_error=self.report.first_error or str(error),
         )
         check_failures(self._spec, self.report.num_failed, num_samples, self.report.first_error)
 
@@ -152,13 +168,10 @@ class RewardRunner:
         except (OSError, EOFError):
             raise RewardFailed(self._death()) from None
         if "error" in reply:
-            raise RewardFailed(reply["error"])
+            raise (RewardBroken if reply["broken"] else RewardFailed)(reply["error"])
         values = [math.nan if value is None else float(value) for value in reply["rewards"]]
-        self.report = RewardReport(
-            self.report.num_failed,
-            self.report.num_abstained + sum(map(math.isnan, values)),
-            self.report.first_error,
-        )
+        abstained = sum(map(math.isnan, values))
+        self.report = replace(self.report, num_abstained=self.report.num_abstained + abstained)
         return values
 
     def _start(self) -> None:
@@ -226,11 +239,20 @@ class RewardRunner:
 def check_failures(
     spec: str, num_failed: int, num_samples: int, first_error: str = "see the warnings above"
 ) -> None:
-    """Raise RuntimeError where more than 5% of a step's samples have no reward for a fault."""
+    """Raise RunFailed where more than 5% of a step's samples have no reward for a fault."""
     if num_failed > MAX_FAILED_SHARE * num_samples:
-        raise RuntimeError(
+        raise RunFailed(
             f"reward {spec!r} failed on {num_failed} of {num_samples} samples of this step, more "
             f"than {MAX_FAILED_SHARE:.0%}; first error: {first_error}"
+        )
+
+
+def check_columns(prompt: Prompt) -> None:
+    """Raise InputError where a column of the row has a name that the reward call needs."""
+    clash = [name for name in _RESERVED if name in prompt.columns]
+    if clash:
+        raise InputError(
+            f"{prompt.source}: column {clash[0]!r} is a name the reward call needs; rename it"
         )
 
 
@@ -238,9 +260,7 @@ def _request(group: SampleGroup, texts: list[str]) -> dict[str, Any]:
     size, prompt = len(group.samples), group.prompt
     if len(texts) != size:
         raise ValueError(f"{prompt.source}: expected {size} completions, got {len(texts)}")
-    clash = [name for name in _RESERVED if name in prompt.columns]
-    if clash:
-        raise InputError(f"{prompt.source}: column {clash[0]!r} is a name the reward call needs")
+    check_columns(prompt)
     columns: dict[str, list[Any]] = {k: [v] * size for k, v in prompt.columns.items()}
     columns["completion_ids"] = [sample.response_ids.tolist() for sample in group.samples]
     return {"prompts": [prompt.content] * size, "completions": texts, "columns": columns}

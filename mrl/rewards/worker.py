@@ -22,16 +22,23 @@ from mrl.rewards.base import RewardFunction, resolve_reward
 PR_SET_PDEATHSIG = 1
 
 
+class BrokenReward(ValueError):
+    """The function did not answer for each completion: scoring fewer at a time would hide it."""
+
+
 def call_reward(function: RewardFunction, request: dict[str, Any]) -> list[float | None]:
-    """Call once and check what comes back. Raises ValueError on a wrong length or entry."""
+    """Call once and check what comes back.
+
+    Raises BrokenReward on a wrong type or length, ValueError on a wrong entry.
+    """
     result = function(request["prompts"], request["completions"], **request["columns"])
     if inspect.isawaitable(result):
         result = asyncio.run(_await(result))
     if isinstance(result, (str, bytes)) or not hasattr(result, "__iter__"):
-        raise ValueError(f"returned {type(result).__name__}, expected a list of numbers or None")
+        raise BrokenReward(f"returned {type(result).__name__}, expected a list of numbers or None")
     rewards = list(result)
     if len(rewards) != len(request["completions"]):
-        raise ValueError(
+        raise BrokenReward(
             f"returned {len(rewards)} rewards for {len(request['completions'])} completions"
         )
     return [_number(reward, index) for index, reward in enumerate(rewards)]
@@ -65,7 +72,8 @@ def serve(spec: str, requests: BinaryIO, replies: BinaryIO) -> None:
             _reply(replies, {"rewards": call_reward(function, json.loads(line))})
         except (Exception, SystemExit) as error:  # user code: anything can happen
             message = " ".join(str(error).split())[:500]
-            _reply(replies, {"error": f"{type(error).__name__}: {message}"})
+            broken = isinstance(error, BrokenReward)
+            _reply(replies, {"error": f"{type(error).__name__}: {message}", "broken": broken})
 
 
 def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:

@@ -149,10 +149,17 @@ class Engine:
         # The cache first: what reads the weights must be gone before they are.
         tags = [tag for tag in (KV_CACHE, CUDA_GRAPH, WEIGHTS) if tag in self._awake]
         if tags:
+            # The last answer leaves a moment before the scheduler is idle, and a release before
+            # that kills the server.
+            self._flush_when_idle()
             self._server.post("/release_memory_occupation", {"tags": tags})
             self._awake -= set(tags)
         if level == 2:
             self._version = None
+
+    def _flush_when_idle(self) -> None:
+        """Wait for the scheduler, then drop the prefix cache."""
+        self._server.post(f"/flush_cache?timeout={FLUSH_TIMEOUT_S:g}", {})
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._require_running("update_weights")
@@ -199,7 +206,7 @@ class Engine:
         self._check_prompts(prompts, sampling)
         # Cached prefixes change the last bits of log-probs, and their routes are another request's.
         # The wait is for requests that a timeout has aborted and the scheduler has yet to drop.
-        self._server.post(f"/flush_cache?timeout={FLUSH_TIMEOUT_S:g}", {})
+        self._flush_when_idle()
         jobs = [(i, k) for i in range(len(prompts)) for k in range(samples_per_prompt)]
         chunks = [
             jobs[start : start + SAMPLES_PER_REQUEST]

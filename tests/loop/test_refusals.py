@@ -36,6 +36,11 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "context": (["rollout.max_response_len=512"], ["leaves no room for a prompt", "512"]),
     "response length": (["rollout.min_response_len=3"], ["expected 0 or max_response_len 12"]),
     "saved rollouts": (["debug.load_rollouts=/nowhere"], ["debug.load_rollouts", "/nowhere"]),
+    "output folder": (["output_dir=README.md/run"], ["README.md is not a folder"]),
+    "warm start": (
+        ["warm_start={path: nowhere.jsonl, num_steps: 1, batch_size: 1, lr: 1e-3}"],
+        ["nowhere.jsonl", "No such file"],
+    ),
     "no TransformerEngine": (
         ["model.transformer_impl=transformer_engine"],
         ["no CUDA device", "mrl[gpu]"],
@@ -74,6 +79,7 @@ def test_refused(
         ('{"prompt": "ab"', "not valid JSON"),
         ('["prompt"]', "expected a JSON object"),
         ('{"answer": "4"}', "no `prompt`"),
+        ('{"prompt": "a", "completions": 1}', "'completions' is a name the reward call needs"),
         (json.dumps({"prompt": "a" * 501}), "prompt has 501 tokens, at most 500 fit"),
     ],
 )

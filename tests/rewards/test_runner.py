@@ -70,11 +70,9 @@ def test_prints_do_not_corrupt_the_protocol(capfd):
         ("hangs_with_child", "no answer within 0.5 s, killed"),
         ("dies", "worker process (exit code 7)"),
         ("exits", "SystemExit: 7"),
-        ("nan", "reward 0 is nan, expected a finite number"),
-        ("infinite", "reward 0 is inf, expected a finite number"),
-        ("text", "reward 0 is '1.0', expected a number or None"),
-        ("too_few", "returned 0 rewards for 1 completions"),
-        ("nothing", "returned NoneType, expected a list"),
+        ("nan", "reward 5 is nan, expected a finite number"),
+        ("infinite", "reward 5 is inf, expected a finite number"),
+        ("text", "reward 5 is '1.0', expected a number or None"),
     ],
 )
 def test_only_the_culprit_is_masked(name, reason):
@@ -85,6 +83,7 @@ def test_only_the_culprit_is_masked(name, reason):
         assert rewards.isnan().nonzero().tolist() == [[1, 5]]
         assert bool((rewards[~rewards.isnan()] == 3).all())
         assert runner.report.num_failed == 1
+        assert runner.report.num_repeated == 1
         assert runner.report.num_abstained == 0
         assert reason in runner.report.first_error
         runner.score([group(1)], [["abc"]])
@@ -92,6 +91,33 @@ def test_only_the_culprit_is_masked(name, reason):
     orphans = [p for p in psutil.process_iter(["cmdline"])
                if "reward-child" in (p.info["cmdline"] or [])]  # fmt: skip
     assert not orphans
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("too_few", "returned 7 rewards for 8 completions"),
+        ("nothing", "returned NoneType, expected a list"),
+    ],
+)
+def test_an_answer_that_is_not_one_a_completion_gives_none_of_them_a_reward(name, reason):
+    """Scored one at a time it might look right, and a broken function would go unseen."""
+    texts = [["abc"] * 8 for _ in range(32)]
+    texts[1][5] = "bad"
+    with RewardRunner(f"{ZOO}:{name}", 10) as runner:
+        rewards = torch.stack(runner.score([group() for _ in texts], texts))
+        assert rewards.isnan().sum(1).tolist() == [0, 8] + [0] * 30
+        assert runner.report.num_failed == 8
+        assert reason in runner.report.first_error
+
+
+def test_the_limit_counts_the_samples_of_all_engines():
+    texts = [["bad"] + ["abc"] * 7]
+    with RewardRunner(f"{ZOO}:raises", 10) as runner:
+        (rewards,) = runner.score([group()], texts, step_samples=20)
+        assert rewards.isnan().tolist() == [True] + [False] * 7
+        with pytest.raises(RuntimeError, match="failed on 1 of 8 samples"):
+            runner.score([group()], texts)
 
 
 def test_abstaining_masks_and_is_no_failure():
