@@ -8,9 +8,9 @@ if [[ $# -lt 1 ]]; then
   exit 2
 fi
 
-# The environment of `make setup` where there is one, else the active one.
+# The active environment, else the one of `make setup`.
 venv="$(dirname "${BASH_SOURCE[0]}")/../.venv/bin"
-if [[ -d $venv ]]; then
+if ! command -v torchrun > /dev/null && [[ -d $venv ]]; then
   PATH="$(cd "$venv" && pwd):$PATH"
 fi
 
