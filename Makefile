@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 
-KERNEL_SOURCES := $(wildcard csrc/*)
+KERNEL_SOURCES := $(wildcard csrc/*.* csrc/*/*.*)
 FORMATTED := $(filter %.cpp %.cc %.cu %.cuh %.h %.hpp,$(KERNEL_SOURCES))
 
 help:  ## Show this list

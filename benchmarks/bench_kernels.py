@@ -1,172 +1,193 @@
-"""Fused kernels against eager PyTorch on this CPU: `python benchmarks/bench_kernels.py`.
+"""Fused kernels against what else there is, in one run: `python benchmarks/bench_kernels.py`.
 
-Forward and backward, one thread, interleaved medians: each round times both, so that a slow moment
-of the machine hits both. A case passes when the fused loss and gradient agree with the fp64 oracle
-to 1e-5. Writes benchmarks/results/kernels_cpu.json; figures are ratios taken in one run.
+Every case first holds the kernel against its fp64 oracle, and eager too, so that both do the same
+work; a case that disagrees has failed. Then each round times the kernel, eager PyTorch,
+torch.compile of it, Liger-Kernel, TRL, and a plain copy of the bytes that any kernel must move:
+forward and backward where there is a gradient, medians over the rounds. Compiling is not timed.
+
+Writes benchmarks/results/kernels_cpu.json (kernels_cuda_GPU.json on a GPU), a list of rows, and
+beside it *_machine.json: machine and versions in words, the medians themselves, peak bytes of every
+candidate and their errors. `vs_eager`, `vs_compile`, `vs_liger`, `vs_trl`: candidate / kernel,
+above 1 where the kernel is faster. `vs_copy`: kernel / copy, the cost over the floor. `peak_bytes`:
+most new bytes the kernel holds at a time. null: not measured, for a reason that is printed.
 """
 
 from __future__ import annotations
 
-import json
-import platform
-import statistics
-import sys
-import time
-from collections.abc import Callable
+import os
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
-from torch import Tensor
+# Before torch: its compiler's files stay with the project, its profiler does not print.
+_BUILD = Path(__file__).resolve().parents[1] / "build" / "inductor"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_BUILD))
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-import mrl
-from mrl.kernels import oracle, policy_loss
+import argparse  # noqa: E402
+import gc  # noqa: E402
+import json  # noqa: E402
+import sys  # noqa: E402
+from typing import Any  # noqa: E402
 
-RESULT = Path(__file__).parent / "results" / "kernels_cpu.json"
-SHAPES = [(8, 256), (32, 1024), (256, 2048)]  # sequences, tokens each
-VARIANTS = {
-    "grpo": {"ratio": "token", "clip_low": 0.2, "clip_high": 0.2},
-    "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
-}
-TOLERANCE = 1e-5
-NUM_ROUNDS = 25
+import torch  # noqa: E402
+from kernel_bench import machine, policy_loss, routes, sequences, vp_logprob  # noqa: E402
+from kernel_bench.case import RIVALS, Case, Run, Work, errors  # noqa: E402
+from kernel_bench.timing import interleave, make_copy, peak_bytes  # noqa: E402
 
-
-class Batch(NamedTuple):
-    """Arguments of `policy_loss`, in its order."""
-
-    logprobs: Tensor
-    old_logprobs: Tensor
-    loss_mask: Tensor
-    cu_seqlens: Tensor
-    advantages: Tensor
-    seq_weight: Tensor
+RESULTS = Path(__file__).parent / "results"
+MODULES = (policy_loss, vp_logprob, sequences, routes)
+# fp32 sums of a whole batch at a time, where the kernel's stay within blocks.
+EAGER_SLACK = 100.0
 
 
-def make_batch(num_sequences: int, length: int, variant: str) -> Batch:
-    """Equal lengths (the best case of eager, which needs no padding), a quarter of it prompt."""
-    rng = torch.Generator().manual_seed(0)
-    shape = (num_sequences, length)
-    # Per-sequence mean log-ratios about as wide as the clip range.
-    spread = 0.2 if variant == "grpo" else 3e-4 * length**0.5
-    old = -torch.rand(shape, generator=rng)
-    logprobs = old + spread * torch.randn(shape, generator=rng)
-    mask = (torch.arange(length) >= length // 4).expand(shape)
-    per_sequence = mask[0].sum() if variant == "grpo" else 1
-    weights = torch.full((num_sequences,), 1.0 / (num_sequences * int(per_sequence)))
-    return Batch(
-        logprobs.flatten(),
-        old.flatten(),
-        mask.flatten().contiguous(),
-        torch.arange(0, num_sequences * length + 1, length, dtype=torch.int32),
-        torch.randn(num_sequences, generator=rng),
-        weights,
-    )
+class Bench:
+    def __init__(self, device: torch.device, quick: bool) -> None:
+        self.device, self.quick = device, quick
+        self.rows: list[dict[str, Any]] = []
+        self.details: list[dict[str, Any]] = []
+        self.reasons: dict[str, None] = {}  # in the order of appearance
+        self.num_failed = 0
+
+    def run(self, case: Case) -> None:
+        torch.set_num_threads(case.threads)
+        if not self.quick:
+            torch.compiler.reset()  # compiled code has its number of threads inside
+        work = case.build(case, self.device, not self.quick)
+        runs = {name: run for name, run in work.candidates().items() if not isinstance(run, str)}
+        for reason in work.candidates().values():
+            if isinstance(reason, str):
+                self._explain(reason)
+        found = self._check(case, work, runs)
+        peaks = {}
+        for name, run in runs.items():
+            work.prepare()
+            peaks[name] = peak_bytes(run, self.device)
+        copy = make_copy(work.floor_bytes, self.device)
+        seconds = interleave({**runs, "copy": copy}, work.prepare, case.num_rounds, self.device)
+        self._record(case, seconds, peaks, found)
+
+    def _explain(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons[reason] = None
+            print(f"  null: {reason}")
+
+    def _check(self, case: Case, work: Work, runs: dict[str, Run]) -> dict[str, dict[str, float]]:
+        """Errors of every candidate. Also compiles what compiles at its first call; a rival that
+        fails in it is dropped from `runs`, with its reason."""
+        expected = work.expected()
+        expected = {name: value.cpu() for name, value in expected.items()}
+        found: dict[str, dict[str, float]] = {}
+        for name in list(runs):
+            work.prepare()
+            try:
+                outputs = {key: value.detach().cpu() for key, value in runs[name]().items()}
+            except Exception as error:
+                if name not in ("compile", "liger", "trl"):
+                    raise
+                lines = str(error).splitlines() or [""]
+                self._explain(f"{case.name}: {name} failed, {type(error).__name__}: {lines[0]}")
+                del runs[name]
+                continue
+            found[name] = errors(work, outputs, expected)
+        wrong = []
+        for name, slack in (("kernel", 1.0), ("eager", EAGER_SLACK)):
+            for output, error in found[name].items():
+                limit = work.tolerance[output]
+                if not error <= limit * slack:  # NaN is wrong too
+                    wrong.append(
+                        f"{name} {output} is off by {error:.1e}, limit {limit * slack:.1e}"
+                    )
+        if wrong:
+            self.num_failed += 1
+            print(f"  FAILED {case.name}: " + "; ".join(wrong))
+        return found
+
+    def _record(
+        self,
+        case: Case,
+        seconds: dict[str, float],
+        peaks: dict[str, int],
+        found: dict[str, dict[str, float]],
+    ) -> None:
+        kernel = seconds["kernel"]
+        ratios = {f"vs_{rival}": None for rival in RIVALS} | {
+            f"vs_{rival}": round(seconds[rival] / kernel, 2) for rival in RIVALS if rival in seconds
+        }
+        row = {
+            "kernel": case.kernel,
+            "variant": case.variant,
+            "shape": list(case.shape),
+            "dtype": case.dtype,
+            "threads": case.threads,
+            "vs_eager": ratios["vs_eager"],
+            "vs_compile": ratios["vs_compile"],
+            "vs_copy": round(kernel / seconds["copy"], 2),
+            "peak_bytes": peaks["kernel"],
+            "vs_liger": ratios["vs_liger"],
+            "vs_trl": ratios["vs_trl"],
+        }
+        self.rows.append(row)
+        self.details.append(
+            {
+                "case": case.name,
+                "num_rounds": case.num_rounds,
+                "median_ms": {name: round(value * 1e3, 4) for name, value in seconds.items()},
+                "peak_bytes": peaks,
+                "largest_errors": found,
+            }
+        )
+        columns = ("vs_eager", "vs_compile", "vs_liger", "vs_trl", "vs_copy")
+        figures = ", ".join(f"{name} {row[name]}" for name in columns if row[name] is not None)
+        print(
+            f"{case.name}: {kernel * 1e3:.3f} ms, {figures}, "
+            f"peak {peaks['kernel'] / 2**20:.2f} MiB (eager {peaks['eager'] / 2**20:.2f})",
+            flush=True,
+        )
 
 
-def fused(leaf: Tensor, batch: Batch, settings: dict) -> Tensor:
-    return policy_loss(leaf, *batch[1:], **settings).loss
+def choose_cases(only: str, quick: bool, device: torch.device) -> list[Case]:
+    cuda = device.type == "cuda"
+    cases = [case for module in MODULES for case in module.cases(quick, cuda)]
+    return [case for case in cases if only in case.name]
 
 
-def eager(leaf: Tensor, batch: Batch, settings: dict) -> Tensor:
-    """The usual [B, T] code, with the statistics that the fused op returns."""
-    shape = (batch.advantages.numel(), -1)
-    mask = batch.loss_mask.view(shape)
-    logratio = (leaf - batch.old_logprobs).view(shape).masked_fill(~mask, 0.0)
-    advantages, weights = batch.advantages[:, None], batch.seq_weight[:, None]
-    if settings["ratio"] == "sequence":
-        ratio = (logratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)).exp()
-        mask = torch.ones_like(ratio, dtype=torch.bool)
-    else:
-        ratio = logratio.exp()
-    free = ratio * advantages
-    bounded = ratio.clamp(1 - settings["clip_low"], 1 + settings["clip_high"]) * advantages
-    objective = torch.minimum(free, bounded).masked_fill(~mask, 0.0)
-    with torch.no_grad():
-        seen = ratio.masked_fill(~mask, 0.0)
-        _ = seen.sum(), mask.sum(), seen.max(), ((bounded < free) & mask).sum()
-    return -(weights * objective).sum()
-
-
-def run_once(function: Callable, batch: Batch, settings: dict) -> tuple[Tensor, Tensor, float]:
-    """Loss, gradient and seconds of one forward and backward."""
-    leaf = batch.logprobs.clone().requires_grad_()
-    start = time.perf_counter()
-    loss = function(leaf, batch, settings)
-    loss.backward()
-    elapsed = time.perf_counter() - start
-    assert leaf.grad is not None
-    return loss.detach(), leaf.grad, elapsed
-
-
-def agrees(batch: Batch, settings: dict) -> bool:
-    """Whether loss and gradient are within TOLERANCE of the oracle, relative to the largest."""
-    loss, grad, _ = run_once(fused, batch, settings)
-    leaf = batch.logprobs.double().requires_grad_()
-    expected = oracle.policy_loss(leaf, *batch[1:], **settings).loss
-    expected.backward()
-    assert leaf.grad is not None
-    loss_error = float((loss - expected.detach()).abs() / expected.detach().abs())
-    # A ratio within fp32 of a clip bound may land on its other side: a jump, not an error.
-    off = (grad - leaf.grad).abs() > TOLERANCE * leaf.grad.abs().max()
-    gap = (batch.logprobs.double() - batch.old_logprobs.double()).exp()
-    bounds = (1 - settings["clip_low"], 1 + settings["clip_high"])
-    at_bound = torch.stack([(gap - bound).abs() < 1e-6 for bound in bounds]).any(0)
-    if settings["ratio"] == "token":
-        off &= ~at_bound
-    return loss_error < TOLERANCE and not bool(off.any())
-
-
-def measure(variant: str, shape: tuple[int, int]) -> tuple[dict, bool]:
-    """One row of the result, and whether the fused op agrees with the oracle."""
-    settings = VARIANTS[variant]
-    batch = make_batch(*shape, variant)
-    passed = agrees(batch, settings)
-    seconds: dict[Callable, list[float]] = {fused: [], eager: []}
-    for round_ in range(-3, NUM_ROUNDS):  # the first three warm up
-        for function, taken in seconds.items():
-            elapsed = run_once(function, batch, settings)[2]
-            if round_ >= 0:
-                taken.append(elapsed)
-    medians = {function: statistics.median(taken) for function, taken in seconds.items()}
-    row = {
-        "kernel": "policy_loss",
-        "variant": variant,
-        "shape": list(shape),
-        "dtype": "float32",
-        "threads": 1,
-        "vs_eager": round(medians[eager] / medians[fused], 2),
-    }
-    verdict = "ok" if passed else "DISAGREES with the oracle"
-    print(
-        f"policy_loss {variant} {shape[0]}x{shape[1]}: fused {medians[fused] * 1e3:.3f} ms, "
-        f"eager / fused {row['vs_eager']:.2f}, {verdict}"
-    )
-    return row, passed
+def result_file(device: torch.device) -> Path:
+    if device.type == "cpu":
+        return RESULTS / "kernels_cpu.json"
+    name = torch.cuda.get_device_name(device).lower()
+    return RESULTS / f"kernels_cuda_{''.join(c if c.isalnum() else '_' for c in name)}.json"
 
 
 def main() -> int:
-    torch.set_num_threads(1)
-    rows, passes = [], []
-    for variant in VARIANTS:
-        for shape in SHAPES:
-            row, passed = measure(variant, shape)
-            rows.append(row)
-            passes.append(passed)
-    report = {
-        "versions": {
-            "mrl": mrl.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}",
-        "measured": f"forward and backward, medians of {NUM_ROUNDS} interleaved rounds",
-        "results": rows,
-    }
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"{sum(passes)} passed, {len(passes) - sum(passes)} failed")
-    return 0 if all(passes) else 1
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, no torch.compile")
+    parser.add_argument("--only", default="", help="cases whose printed name contains this")
+    parser.add_argument("--output", type=Path, help="result file; else a whole run has its own")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: got cuda, expected cpu: torch sees no GPU here")
+    device = torch.device(arguments.device)
+    cases = choose_cases(arguments.only, arguments.quick, device)
+    if not cases:
+        parser.error(f"--only: got {arguments.only!r}, expected a part of some case's name")
+    words = machine.describe(device)
+    print("\n".join(f"{name}: {value}" for name, value in words.items()))
+    bench = Bench(device, arguments.quick)
+    for case in cases:
+        bench.run(case)
+        gc.collect()  # one case's tensors at a time: logits are large
+    output = arguments.output
+    if output is None and not arguments.only and not arguments.quick:
+        output = result_file(device)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(bench.rows, indent=2) + "\n")
+        details = {**words, "not_measured": list(bench.reasons), "cases": bench.details}
+        beside = output.with_name(f"{output.stem}_machine.json")
+        beside.write_text(json.dumps(details, indent=2) + "\n")
+        print(f"written: {output} and {beside.name}")
+    print(f"{len(cases) - bench.num_failed} passed, {bench.num_failed} failed")
+    return 1 if bench.num_failed else 0
 
 
 if __name__ == "__main__":

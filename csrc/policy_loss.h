@@ -1,46 +1,122 @@
-// Clipped policy-gradient loss over packed sequences, with its gradient, in one pass on the CPU.
+// Policy-gradient loss over packed sequences, with its gradient and statistics, in one pass.
 //
-// N packed tokens, B sequences; sequence i is tokens [cu_seqlens[i], cu_seqlens[i + 1]).
+// N packed tokens, B sequences; sequence i is tokens [cu_seqlens[i], cu_seqlens[i + 1]), y_i its
+// loss tokens. The formulas stand in mrl/kernels/policy_loss.py.
+//
+// Numerics: fp32 elements; fp32 sums over blocks of a constant size that start at the sequence's
+// own first token; fp64 across blocks and sequences. So a sequence's gradient and statistics do not
+// depend on the threads, on the grid or on what else is packed. Masked tokens are selected away:
+// whatever stands there, NaN included, their gradient is 0 and they touch nothing else.
 #pragma once
 
 #include <cstdint>
 
 namespace mrl {
 
-enum class Ratio : int {
-  kToken = 0,     // r_t = exp(logp_t - old_t): PPO, GRPO
-  kSequence = 1,  // s = exp(mean_t(logp_t - old_t)): GSPO, arXiv 2507.18071 eq. 7
+constexpr int kPolicyBlock = 1024;  // tokens per fp32 partial sum: never a function of N or B
+
+enum class Ratio : int { kToken, kSequence };
+enum class Clip : int { kNone, kPpo, kCispo, kSapo };
+enum class Importance : int { kNone, kTis, kMis };
+enum class Level : int { kToken, kSequence };
+enum class Kl : int { kNone, kK1, kK2, kK3 };
+
+struct PolicyLossOptions {
+  Ratio ratio;
+  Clip clip;
+  double clip_low, clip_high;         // the ratio's range is [1 - clip_low, 1 + clip_high]
+  double dual_clip;                   // PPO, A < 0: largest ratio; inf for none
+  double tau_positive, tau_negative;  // SAPO
+  bool token_advantages;              // one A per token, else one per sequence
+  Importance importance;
+  Level importance_level;
+  double importance_low, importance_high;
+  Kl kl;
+  double kl_coef;
 };
 
 struct PolicyLossInput {
-  const float* logprobs;      // [N]
-  const float* old_logprobs;  // [N]
-  const uint8_t* loss_mask;   // [N], non-zero on tokens that count
-  const int32_t* cu_seqlens;  // [B + 1]
-  const float* advantages;    // [B]
-  const float* seq_weight;    // [B], carries the whole normaliser
-  int64_t num_tokens;         // N
-  int64_t num_sequences;      // B
-  Ratio ratio;
-  double clip_low;   // the ratio is clipped below at 1 - clip_low
-  double clip_high;  // and above at 1 + clip_high
+  PolicyLossOptions options;
+  const float* logprobs;          // [N]
+  const float* old_logprobs;      // [N]
+  const uint8_t* loss_mask;       // [N], non-zero on tokens that count
+  const int32_t* cu_seqlens;      // [B + 1]
+  const float* advantages;        // [B], or [N] with token_advantages
+  const float* seq_weight;        // [B], carries the whole normaliser
+  const float* rollout_logprobs;  // [N] or null
+  const float* ref_logprobs;      // [N] or null
+  const double* seq_logratio;     // [B, 2] or null: over all context-parallel ranks
+  const double* seq_importance;   // [B, 2] or null: the same of old - rollout
+  int64_t num_tokens, num_sequences;
 };
 
-struct PolicyLossStats {
-  double ratio_sum = 0;
-  double ratio_count = 0;  // sequences under kSequence, tokens under kToken
-  double ratio_max = 0;    // 0 where nothing counts: a ratio is never negative
-  double clip_count = 0;   // ratios whose clipped branch was taken: no gradient
+// Sums over a sequence's loss tokens on this rank; under Ratio::kSequence, `ratio_*` and `clip_*`
+// are divided by |y_i|, so that a whole sequence counts 1; likewise `weight_*` and
+// `truncated_count` under Level::kSequence.
+enum PolicyStat : int {
+  kLoss,
+  kKlLoss,  // the part of kLoss that is the KL penalty
+  kNumTokens,
+  kRatioSum,
+  kRatioCount,
+  kRatioMax,       // the largest; 0 where nothing counts
+  kClipHighCount,  // ratios above their bound
+  kClipLowCount,   // ratios below their bound
+  kK1Sum,          // old - logp: estimates KL(old || current)
+  kK3Sum,          // exp(d) - 1 - d with d = logp - old: the same
+  kRefKlSum,       // the chosen estimator of KL(current || ref)
+  kWeightSum,      // importance weights as applied
+  kWeightSquareSum,
+  kWeightCount,
+  kTruncatedCount,  // importance weights outside their range
+  kMismatchAbsSum,  // |old - rollout|
+  kMismatchAbsMax,  // the largest; 0 where nothing counts
+  kNumPolicyStats,
 };
 
-// Returns the loss, summed over sequences, and writes d loss / d logprobs to grad f32[N].
-//
-// Numerics: fp32 elements; fp32 sums over blocks of a constant size that start at the sequence's
-// own first token; fp64 across blocks and sequences. The sum over sequences does not see their
-// order. So neither the threads nor the packing change a bit. Masked tokens are selected away:
-// whatever stands there, NaN included, their gradient is 0 and they touch nothing else.
-//
+constexpr const char* kPolicyStatNames[kNumPolicyStats] = {"loss",
+                                                           "kl_loss",
+                                                           "num_tokens",
+                                                           "ratio_sum",
+                                                           "ratio_count",
+                                                           "ratio_max",
+                                                           "clip_high_count",
+                                                           "clip_low_count",
+                                                           "k1_sum",
+                                                           "k3_sum",
+                                                           "ref_kl_sum",
+                                                           "weight_sum",
+                                                           "weight_sq_sum",
+                                                           "weight_count",
+                                                           "truncated_count",
+                                                           "mismatch_abs_sum",
+                                                           "mismatch_abs_max"};
+
+struct PolicyLossOutput {
+  float* grad;        // [N]: d loss / d logprobs
+  double* loss;       // []
+  double* stats;      // [kNumPolicyStats]: over all sequences
+  double* seq_stats;  // [B, kNumPolicyStats]
+};
+
 // Throws std::invalid_argument when cu_seqlens does not partition [0, N).
-double PolicyLoss(const PolicyLossInput& in, int num_threads, float* grad, PolicyLossStats* stats);
+void PolicyLossCpu(const PolicyLossInput& in, const PolicyLossOutput& out, int num_threads);
+
+// At most two kernel launches and no wait. `workspace` holds PolicyLossWorkspaceBytes(N, B).
+void PolicyLossCuda(const PolicyLossInput& in, const PolicyLossOutput& out, void* workspace,
+                    uintptr_t stream);
+int64_t PolicyLossWorkspaceBytes(int64_t num_tokens, int64_t num_sequences);
+
+// sums f64[B, 2]: (sum over loss tokens of a - b, number of loss tokens) of each sequence.
+struct SeqLogratioInput {
+  const float* a;             // [N]
+  const float* b;             // [N]
+  const uint8_t* loss_mask;   // [N]
+  const int32_t* cu_seqlens;  // [B + 1]
+  int64_t num_tokens, num_sequences;
+};
+
+void SeqLogratioCpu(const SeqLogratioInput& in, double* sums, int num_threads);
+void SeqLogratioCuda(const SeqLogratioInput& in, double* sums, void* workspace, uintptr_t stream);
 
 }  // namespace mrl

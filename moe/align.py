@@ -7,23 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
-from mrl.types import NATIVE_ROUTE, MicroBatch, RoutingTrace
+from mrl.kernels.routes import native_routes, pack_routes, unpack_routes
+from mrl.types import MicroBatch, PackedRoutes, RoutingTrace
 
 
 def pack_traces(
     traces: Sequence[RoutingTrace | None], lengths: Sequence[int], num_tokens: int
-) -> tuple[Tensor, tuple[int, ...]]:
-    """Traces of sequences of `lengths` tokens -> (i16[N, L, K], layer numbers), in packing order.
+) -> PackedRoutes:
+    """Traces of sequences of `lengths` tokens, `num_tokens` in all, in packing order.
 
-    The last token of each sequence, padding, and sequences without a trace get NATIVE_ROUTE: zeros
-    would send them to expert 0 K times over, and a duplicate id silently loses an expert.
+    The last token of each sequence, padding, and sequences without a trace get the native route:
+    expert ids of 0 would send them to expert 0 K times over, and a duplicate id silently loses an
+    expert. Raises ValueError for traces that do not fit their lengths or each other.
     """
     first = next(trace for trace in traces if trace is not None)
     _, num_layers, topk = first.expert_ids.shape
-    packed = torch.full((num_tokens, num_layers, topk), NATIVE_ROUTE, dtype=torch.int16)
+    packed = native_routes(num_tokens, num_layers, first.num_experts, topk)
     start = 0
     for trace, length in zip(traces, lengths, strict=True):
         if trace is not None:
@@ -32,14 +33,24 @@ def pack_traces(
                     f"routing traces of different layers in one batch: {trace.layer_numbers} and "
                     f"{first.layer_numbers}"
                 )
+            kind, first_kind = _experts(trace), _experts(first)
+            if kind != first_kind:
+                raise ValueError(
+                    f"routing traces of different models in one batch: {kind} and {first_kind}"
+                )
             if len(trace.expert_ids) != length - 1:
                 raise ValueError(
                     f"routing trace: expected {length - 1} rows for {length} tokens (the last token "
                     f"has none), got {len(trace.expert_ids)}"
                 )
-            packed[start : start + length - 1] = trace.expert_ids.to(torch.int16)
+            rows = packed[start : start + length - 1]
+            pack_routes(trace.expert_ids, trace.num_experts, out=rows)
         start += length
-    return packed, first.layer_numbers
+    return PackedRoutes(packed, first.layer_numbers, first.num_experts, topk)
+
+
+def _experts(trace: RoutingTrace) -> str:
+    return f"{trace.expert_ids.shape[2]} of {trace.num_experts} experts"
 
 
 def row_slice(num_tokens: int, tp_rank: int, tp_size: int) -> slice:
@@ -52,13 +63,23 @@ def local_routes(
     batch: MicroBatch, owned_layers: Iterable[int], tp_rank: int, tp_size: int
 ) -> dict[int, Tensor]:
     """The routes of the layers that this chunk owns, for the rows that this rank sees: i64[n, K]."""
-    assert batch.expert_ids is not None
-    rows = batch.expert_ids[row_slice(batch.num_tokens, tp_rank, tp_size)]
-    place = {number: i for i, number in enumerate(batch.layer_numbers)}
-    missing = [number for number in owned_layers if number not in place]
+    routes = batch.routes
+    assert routes is not None
+    owned = tuple(owned_layers)
+    place = {number: i for i, number in enumerate(routes.layer_numbers)}
+    missing = [number for number in owned if number not in place]
     if missing:
         raise ValueError(
-            f"routes: the model has MoE layers {missing}, the traces only {batch.layer_numbers}; "
+            f"routes: the model has MoE layers {missing}, the traces only {routes.layer_numbers}; "
             "they come from another model"
         )
-    return {number: rows[:, place[number]].long() for number in owned_layers}
+    rows = row_slice(batch.num_tokens, tp_rank, tp_size)
+    ids = unpack_routes(
+        routes.packed,
+        num_experts=routes.num_experts,
+        topk=routes.topk,
+        layers=[place[number] for number in owned],
+        start=rows.start,
+        stop=rows.stop,
+    )
+    return dict(zip(owned, ids, strict=True))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 NATIVE_ROUTE = -1
-"""In `MicroBatch.expert_ids`: this row has no captured route, the router decides for itself."""
+"""As an expert id: this row has no captured route, the router decides for itself."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,22 @@ class SampleGroup:
 
 
 @dataclass(frozen=True)
+class PackedRoutes:
+    """The routes of N packed tokens, a few bits an id: `mrl.kernels.routes` packs and unpacks them.
+
+    Row t routes token t. The last token of a sequence and padding have no captured route.
+    """
+
+    packed: Tensor
+    """u8[N, L, row_bytes]."""
+    layer_numbers: tuple[int, ...]
+    """Megatron's 1-based number of each of the L layers."""
+    num_experts: int
+    topk: int
+    """K."""
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """B sequences packed end to end into N tokens.
 
@@ -144,10 +160,7 @@ class MicroBatch:
     """f32[B]."""
     seq_weight: Tensor
     """f32[B]: what one sequence counts in the loss; carries the whole global normaliser."""
-    expert_ids: Tensor | None = None
-    """i16[N, L, K]; rows of NATIVE_ROUTE route natively."""
-    layer_numbers: tuple[int, ...] = ()
-    """Megatron's 1-based number of each of the L layers in `expert_ids`."""
+    routes: PackedRoutes | None = None
     old_logprobs: Tensor | None = None
     """f32[N], on the last pipeline stage."""
     ref_logprobs: Tensor | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from moe.align import local_routes, row_slice
@@ -35,9 +36,9 @@ class PassOutput:
     """What one pass over the micro-batches of this rank gave, in their order."""
 
     logprobs: list[Tensor] = field(default_factory=list)
-    """f32[N] each; only on the last pipeline stage."""
+    """f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
     entropies: list[Tensor] = field(default_factory=list)
-    """f32[N] each; only on the last pipeline stage."""
+    """f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
     losses: list[LossOutput] = field(default_factory=list)
     """Detached; only on the last pipeline stage, and only with a loss."""
     native_routes: RecordedRoutes = field(default_factory=list)
@@ -54,6 +55,9 @@ class PipelineRunner:
         self.groups = groups
         self.temperature = temperature
         self.replays = {id(unwrap(c)): ReplayedChunk(unwrap(c), recompute) for c in chunks}
+        # The log-prob kernel reads bf16 itself; Megatron's fp32 copy would be its largest tensor.
+        half = get_model_config(chunks[0]).bf16
+        self._output_options = {"fp32_output": False} if half else {}
 
     def run(
         self,
@@ -80,6 +84,7 @@ class PipelineRunner:
                 batch.position_ids.unsqueeze(0),
                 None,
                 packed_seq_params=packed_sequences(batch.cu_seqlens, self._cp_group),
+                **self._output_options,
             )
             replayed.end_forward()
             counter.add(number, replayed, routes, self._expected_rows(batch))
@@ -113,10 +118,10 @@ class PipelineRunner:
     ) -> tuple[Tensor, Tensor, dict]:
         """Megatron's loss function of one micro-batch, called on the last stage in batch order."""
         logprobs, entropy = packed_logprobs(
-            logits.squeeze(0), batch.input_ids, batch.cu_seqlens, self.temperature, self.groups.tp
+            logits.squeeze(0), batch, self.temperature, self.groups.tp
         )
         output.logprobs.append(logprobs.detach())
-        output.entropies.append(entropy)
+        output.entropies.append(entropy.detach())
         num_tokens = torch.zeros((), dtype=torch.int, device=logprobs.device)  # Megatron's; unused
         if loss is None:
             return logprobs.sum(), num_tokens, {}
@@ -136,7 +141,7 @@ class PipelineRunner:
             return {n: replay[number][n] for n in chunk.layers}
         if not replay:
             return None
-        if batch.expert_ids is None:  # an empty micro-batch: padding only
+        if batch.routes is None:  # an empty micro-batch: padding only
             if bool(batch.loss_mask.any()):
                 raise ValueError("moe.routing_replay is r3, but the samples carry no routes")
             return None

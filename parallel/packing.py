@@ -11,12 +11,15 @@ import dataclasses
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from moe.align import pack_traces
-from mrl.types import MicroBatch, Sample
+from mrl.types import MicroBatch, PackedRoutes, Sample
+
+Record = TypeVar("Record", MicroBatch, PackedRoutes)
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,8 @@ def pack(samples: Sequence[WeightedSample], token_multiple: int) -> MicroBatch:
         lengths.append(padding)
     num_tokens = sum(lengths)
     traces = [s.sample.routing for s in samples] + ([None] if padding else [])
-    expert_ids, layer_numbers = None, ()
-    if any(trace is not None for trace in traces):
-        expert_ids, layer_numbers = pack_traces(traces, lengths, num_tokens)
+    has_routes = any(trace is not None for trace in traces)
+    routes = pack_traces(traces, lengths, num_tokens) if has_routes else None
 
     def per_token(name: str, dtype: torch.dtype) -> Tensor:
         parts = [getattr(s.sample, name).to(dtype) for s in samples]
@@ -92,16 +94,21 @@ def pack(samples: Sequence[WeightedSample], token_multiple: int) -> MicroBatch:
         rollout_logprobs=per_token("rollout_logprobs", torch.float32),
         advantages=per_sequence([s.advantage for s in samples]),
         seq_weight=per_sequence([s.seq_weight for s in samples]),
-        expert_ids=expert_ids,
-        layer_numbers=layer_numbers,
+        routes=routes,
     )
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The same micro-batch with every tensor on `device`."""
-    moved = {
-        f.name: value.to(device, non_blocking=True)
-        for f in dataclasses.fields(batch)
-        if isinstance(value := getattr(batch, f.name), Tensor)
-    }
-    return dataclasses.replace(batch, **moved)
+    """The same micro-batch with every tensor on `device`, those of its routes too."""
+    return _moved(batch, device)
+
+
+def _moved(record: Record, device: torch.device) -> Record:
+    moved: dict[str, Any] = {}
+    for f in dataclasses.fields(record):
+        value = getattr(record, f.name)
+        if isinstance(value, Tensor):
+            moved[f.name] = value.to(device, non_blocking=True)
+        elif isinstance(value, PackedRoutes):
+            moved[f.name] = _moved(value, device)
+    return dataclasses.replace(record, **moved)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mrl.config import AlgorithmConfig
-from mrl.kernels import RatioKind, policy_loss
+from mrl.kernels import Clip, RatioKind, policy_loss
 from mrl.types import LossOutput, Max, Mean, MicroBatch, Statistics
 
 
@@ -90,13 +90,14 @@ def clipped_loss(
         batch.advantages,
         batch.seq_weight,
         ratio=ratio,
-        clip_low=clip_low,
-        clip_high=clip_high,
+        clip=Clip("ppo", low=clip_low, high=clip_high),
     )
+    count = result.stat("ratio_count")
+    clipped = result.stat("clip_high_count") + result.stat("clip_low_count")
     stats: Statistics = {
-        "ratio/mean": Mean(result.ratio_sum, result.ratio_count),
-        "ratio/max": Max(result.ratio_max),
-        "ratio/clip_frac": Mean(result.clip_count, result.ratio_count),
+        "ratio/mean": Mean(result.stat("ratio_sum"), count),
+        "ratio/max": Max(result.stat("ratio_max")),
+        "ratio/clip_frac": Mean(clipped, count),
     }
     return LossOutput(result.loss, stats)
 

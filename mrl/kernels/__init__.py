@@ -12,6 +12,25 @@ except ImportError as error:
         f"mrl._C, the compiled kernels, cannot be imported: run `make setup` to build it ({error})"
     ) from None
 
-from mrl.kernels.policy_loss import PolicyLoss, RatioKind, policy_loss
+from mrl.kernels.packed_gae import packed_gae
+from mrl.kernels.policy_loss import POLICY_STATS, PolicyLoss, policy_loss
+from mrl.kernels.policy_options import Clip, ImportanceWeight, KlPenalty, RatioKind
+from mrl.kernels.routes import pack_routes, route_row_bytes, unpack_routes
+from mrl.kernels.seq_logratio import seq_logratio
+from mrl.kernels.vp_logprob import vp_logprob
 
-__all__ = ["PolicyLoss", "RatioKind", "policy_loss"]
+__all__ = [
+    "POLICY_STATS",
+    "Clip",
+    "ImportanceWeight",
+    "KlPenalty",
+    "PolicyLoss",
+    "RatioKind",
+    "pack_routes",
+    "packed_gae",
+    "policy_loss",
+    "route_row_bytes",
+    "seq_logratio",
+    "unpack_routes",
+    "vp_logprob",
+]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe.align import local_routes, pack_traces
 from mrl.types import NATIVE_ROUTE, Sample
-from parallel.packing import WeightedSample, pack, plan
+from parallel.packing import WeightedSample, pack, plan, to_device
 
 
 @given(
@@ -46,13 +50,63 @@ def test_pack_lays_samples_end_to_end_and_pads(samples: list[Sample]) -> None:
     assert not batch.loss_mask[total:].any()
     assert batch.advantages.tolist() == [0.0, 1.0, 2.0, 0.0]
     assert batch.seq_weight.tolist() == [0.5, 0.5, 0.5, 0.0]
-    assert batch.expert_ids is not None
-    native = (batch.expert_ids == NATIVE_ROUTE).all(-1).all(-1)
+    assert batch.routes is not None
+    numbers = batch.routes.layer_numbers
+    routes = local_routes(batch, numbers, 0, 1)
+    expert_ids = torch.stack([routes[number] for number in numbers], dim=1)
+    native = (expert_ids == NATIVE_ROUTE).all(-1).all(-1)
     assert native.nonzero().flatten().tolist() == [6, 37, *range(49, batch.num_tokens)]
-    traced = batch.expert_ids[7:37]
+    traced = expert_ids[7:37]
     routing = chosen[1].routing
     assert routing is not None
-    assert torch.equal(traced, routing.expert_ids.to(torch.int16))
+    assert torch.equal(traced, routing.expert_ids.long())
+
+
+def test_each_rank_gets_its_own_rows_and_layers(samples: list[Sample]) -> None:
+    batch = pack([WeightedSample(s, 1.0, 1.0) for s in samples[:3]], 4)
+    assert batch.routes is not None
+    numbers = batch.routes.layer_numbers
+    whole = local_routes(batch, numbers, 0, 1)
+    for wanted in (numbers, numbers[1:], numbers[::-1], numbers[:1], ()):
+        parts = [local_routes(batch, wanted, rank, 4) for rank in range(4)]
+        assert all(tuple(part) == tuple(wanted) for part in parts)
+        for number in wanted:
+            assert torch.equal(torch.cat([part[number] for part in parts]), whole[number])
+
+
+def test_routes_of_other_layers_are_refused(samples: list[Sample]) -> None:
+    batch = pack([WeightedSample(samples[0], 1.0, 1.0)], 1)
+    with pytest.raises(ValueError, match=r"the model has MoE layers \[77\], the traces only"):
+        local_routes(batch, [77], 0, 1)
+
+
+def test_traces_that_do_not_fit_are_refused(samples: list[Sample]) -> None:
+    first, second = samples[0].routing, samples[1].routing
+    assert first is not None
+    assert second is not None
+    length = len(samples[0].token_ids)
+    with pytest.raises(ValueError, match=f"expected {length} rows for {length + 1} tokens"):
+        pack_traces([first], [length + 1], length + 1)
+    lengths = [length, len(samples[1].token_ids)]
+    layers = tuple(number + 1 for number in second.layer_numbers)
+    for change, message in [
+        ({"layer_numbers": layers}, "traces of different layers in one batch"),
+        ({"num_experts": 99}, "traces of different models in one batch: 2 of 99 experts"),
+        ({"expert_ids": second.expert_ids[..., :1]}, "different models in one batch: 1 of 4"),
+    ]:
+        traces = [first, dataclasses.replace(second, **change)]
+        with pytest.raises(ValueError, match=message):
+            pack_traces(traces, lengths, sum(lengths))
+
+
+def test_every_tensor_of_a_batch_moves(samples: list[Sample]) -> None:
+    batch = pack([WeightedSample(s, 1.0, 1.0) for s in samples[:2]], 4)
+    moved = to_device(batch, torch.device("meta"))
+    assert moved.routes is not None
+    assert moved.routes.packed.device.type == "meta"
+    for name, value in vars(batch).items():
+        if isinstance(value, torch.Tensor):
+            assert getattr(moved, name).device.type == "meta"
 
 
 def test_no_samples_make_a_batch_of_padding() -> None:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
+from moe.align import local_routes
 from mrl.errors import InputError
-from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch
+from mrl.kernels.routes import pack_routes
+from mrl.types import NATIVE_ROUTE, LossOutput, MicroBatch, Sample, TrainBatch
 from parallel.checkpoint import latest_step, load_checkpoint, save_checkpoint
 from parallel.hf_config import HfModel
 from parallel.packing import WeightedSample, pack
@@ -51,21 +53,30 @@ def test_logprobs_equal_transformers(
             logits = model(ids.unsqueeze(0)).logits[0] / TEMPERATURE
         theirs = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
         mine = ours[start : start + len(ids)]
-        assert mine[0] == 0
-        assert (mine[1:] - theirs).abs().max() < 1e-5
+        wanted = sample.loss_mask[1:]
+        assert wanted.any()
+        assert (mine[1:] - theirs)[wanted].abs().max() < 1e-5
+        assert (mine[~sample.loss_mask] == 0).all()  # rows that lead to none are not computed
         start += len(ids)
 
 
 def replay_effects(model_path: Path, samples: list[Sample]) -> dict[str, Any]:
     policy = build(model_path, join_groups(model_path, {}))
-    batch = packed(samples)
+    # Every token but the first counts here, so that every log-prob can be seen.
+    seen = [dataclasses.replace(s, loss_mask=torch.arange(len(s.token_ids)) > 0) for s in samples]
+    batch = packed(seen)
     before = policy.logprobs([batch], True)
-    assert batch.expert_ids is not None
-    changed = batch.expert_ids.clone()
+    assert batch.routes is not None
+    numbers = batch.routes.layer_numbers
+    captured = local_routes(batch, numbers, 0, 1)
+    changed = torch.stack([captured[number] for number in numbers], dim=1)  # [N, L, K]
     # The second token of the first sample, in the first MoE layer: one expert for an unused one.
     row = changed[1, 0]
     row[0] = next(e for e in range(4) if e not in row.tolist())
-    after = policy.logprobs([dataclasses.replace(batch, expert_ids=changed)], True)
+    routes = dataclasses.replace(
+        batch.routes, packed=pack_routes(changed, batch.routes.num_experts)
+    )
+    after = policy.logprobs([dataclasses.replace(batch, routes=routes)], True)
     native = policy.logprobs([batch], False)
     record = native.native_routes
     recorded = policy.logprobs([batch], record)
@@ -74,12 +85,12 @@ def replay_effects(model_path: Path, samples: list[Sample]) -> dict[str, Any]:
         """The router's own output of the last R3 pass against the captured ids."""
         policy.logprobs([batch], True)
         replays = next(iter(policy.runner.replays.values())).layers
-        keep = (batch.expert_ids >= 0).all(-1).all(-1)
         answers = []
-        for i, number in enumerate(batch.layer_numbers):
+        for number, ids in captured.items():
+            keep = ids[:, 0] != NATIVE_ROUTE
             used = replays[number].routing_map[keep]
-            captured = torch.zeros_like(used).scatter(1, batch.expert_ids[keep, i].long(), True)
-            answers.append(torch.equal(used, captured))
+            wanted = torch.zeros_like(used).scatter(1, ids[keep], True)
+            answers.append(torch.equal(used, wanted))
         return answers
 
     return {

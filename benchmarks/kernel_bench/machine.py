@@ -1,0 +1,45 @@
+"""The machine and the versions behind a result, in words."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import mrl
+
+PACKAGES = ("torch", "triton", "liger-kernel", "trl", "transformers")
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """What a reader needs to judge the figures; packages that are not installed are named so."""
+    versions = [f"mrl {mrl.__version__}", f"Python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"{package} not installed")
+    return {
+        "machine": _gpu(device) if device.type == "cuda" else _cpu(),
+        "versions": ", ".join(versions),
+        "measured": "medians of interleaved rounds; forward and backward where there is a gradient",
+    }
+
+
+def _cpu() -> str:
+    model = platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].split(":", 1)[1].strip() if names else model
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{model}, {os.cpu_count()} cores, {capability}"
+
+
+def _gpu(device: torch.device) -> str:
+    properties = torch.cuda.get_device_properties(device)
+    size = properties.total_memory / 2**30
+    return f"{properties.name}, {size:.0f} GiB, CUDA {torch.version.cuda}"

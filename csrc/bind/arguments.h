@@ -1,0 +1,36 @@
+// Reading the keyword arguments of a kernel: addresses come in as integers, 0 for "not given". No
+// torch headers, so one binary serves every torch version. mrl/kernels/ checks shapes, types and
+// devices before it calls.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <utility>
+
+namespace mrl {
+
+// Raises KeyError on a name that was not passed.
+template <class T>
+T Value(const pybind11::kwargs& arguments, const char* name) {
+  return arguments[name].template cast<T>();
+}
+
+template <class T>
+T* Pointer(const pybind11::kwargs& arguments, const char* name) {
+  return reinterpret_cast<T*>(Value<uintptr_t>(arguments, name));
+}
+
+// Runs a kernel without the interpreter lock.
+template <class Function>
+void Run(Function&& function) {
+  const pybind11::gil_scoped_release released;
+  std::forward<Function>(function)();
+}
+
+void BindPackedGae(pybind11::module_& module);
+void BindPolicyLoss(pybind11::module_& module);
+void BindRoutes(pybind11::module_& module);
+void BindVpLogprob(pybind11::module_& module);
+
+}  // namespace mrl

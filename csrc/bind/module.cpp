@@ -1,0 +1,15 @@
+// The Python module mrl._C; use it through mrl.kernels.
+#include "bind/arguments.h"
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "mrl's compiled kernels; use them through mrl.kernels";
+#ifdef MRL_WITH_CUDA
+  module.attr("has_cuda") = true;
+#else
+  module.attr("has_cuda") = false;
+#endif
+  mrl::BindPackedGae(module);
+  mrl::BindPolicyLoss(module);
+  mrl::BindRoutes(module);
+  mrl::BindVpLogprob(module);
+}

@@ -1,0 +1,57 @@
+// What every .cu file starts with: the launch, its check, and warp reductions in a fixed order.
+//
+// MRL_CUDA_EMULATOR replaces the CUDA runtime by tests/kernels/emulator/, which runs the same
+// source on a CPU, thread by thread. For that, kernels use only: threadIdx.x, blockIdx.x,
+// blockDim.x, gridDim.x, __shared__ arrays of a constant size, __syncthreads, __shfl_*_sync with a
+// full mask,
+// __threadfence, atomicAdd on unsigned, and MRL_LAUNCH instead of <<<>>>.
+#pragma once
+
+#ifdef MRL_CUDA_EMULATOR
+#include "cuda_emulator.h"
+
+#define MRL_REQUIRE(condition, message)                     \
+  do {                                                      \
+    if (!(condition)) throw std::invalid_argument(message); \
+  } while (0)
+#else
+#include <cuda_runtime.h>
+
+#include <cassert>
+
+// A device-side assertion: prints the message and stops the context, as torch's own checks do.
+#define MRL_REQUIRE(condition, message) assert((condition) && message)
+
+#define MRL_LAUNCH(kernel, grid, block, stream, ...)                                           \
+  do {                                                                                         \
+    kernel<<<static_cast<unsigned>(grid), block, 0, reinterpret_cast<cudaStream_t>(stream)>>>( \
+        __VA_ARGS__);                                                                          \
+    mrl::CheckLaunch(#kernel);                                                                 \
+  } while (0)
+#endif
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace mrl {
+
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+inline void CheckLaunch(const char* kernel) {
+  const cudaError_t status = cudaGetLastError();
+  if (status != cudaSuccess) {
+    throw std::runtime_error(std::string(kernel) + ": " + cudaGetErrorString(status));
+  }
+}
+
+// Sum over the 32 lanes as a butterfly: every lane gets the same bits.
+template <class T>
+__device__ inline T WarpSum(T value) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(kFullWarp, value, offset);
+  }
+  return value;
+}
+
+}  // namespace mrl

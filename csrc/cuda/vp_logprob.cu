@@ -1,0 +1,222 @@
+// Forward: one warp a tile, so no barrier and no shared memory. Combine: one warp a row, one lane a
+// tile. Backward: elementwise. Bandwidth is the limit, so every logit is read once in each
+// direction and costs one exp2.
+#include <cmath>
+
+#include "cuda/launch.h"
+#include "cuda/logits.h"
+#include "vp_logprob.h"
+
+namespace mrl {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kUnroll = 4;  // vectors in flight per thread
+constexpr float kLog2e = 1.44269504088896341f;
+
+__device__ inline bool Counts(const uint8_t* mask, int64_t row) {
+  return mask == nullptr || mask[row] != 0;
+}
+
+// sum e and sum e (x - top), relative to top.
+struct TileSums {
+  float top, total, weighted;
+};
+
+// The same sums relative to a larger `top`.
+__device__ inline TileSums Rebase(const TileSums& sums, float top) {
+  if (sums.top == -INFINITY) return {top, 0, 0};  // nothing yet; 0 * inf would be NaN
+  const float shift = sums.top - top, scale = exp2f(shift * kLog2e);
+  return {top, sums.total * scale, (sums.weighted + sums.total * shift) * scale};
+}
+
+__device__ inline float LargerOrNanf(float a, float b) { return b > a || b != b ? b : a; }
+
+template <LogitType kType>
+__global__ void __launch_bounds__(kThreads) VpStatsKernel(VpStatsInput in, float* tiles) {
+  const VpLogits& shape = in.shape;
+  const int64_t num_tiles = shape.num_columns / in.tile;
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int64_t row = warp / num_tiles, tile = warp % num_tiles;
+  if (row >= shape.num_rows || !Counts(shape.mask, row)) return;  // whole warps
+  const auto* x = static_cast<const typename DeviceLogits<kType>::Element*>(in.logits) +
+                  row * shape.row_stride + tile * in.tile;
+  const bool aligned = IsAligned<kType>(x);
+  const int lane = threadIdx.x % 32;
+  const float scale = shape.inv_temperature;
+
+  // The column decides the lane: (column / 4) % 32, whatever the alignment.
+  constexpr int kStride = 32 * kVector;
+  TileSums sums{-INFINITY, 0, 0};
+  for (int64_t column = lane * kVector; column < in.tile; column += kUnroll * kStride) {
+    float values[kUnroll * kVector];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      ReadVector<kType>(x, column + k * kStride, in.tile, aligned, values + k * kVector);
+    }
+    float top = sums.top;
+#pragma unroll
+    for (int i = 0; i < kUnroll * kVector; ++i) {
+      values[i] *= scale;
+      top = LargerOrNanf(top, values[i]);
+    }
+    if (top == -INFINITY) continue;
+    if (top != sums.top) sums = Rebase(sums, top);
+#pragma unroll
+    for (int i = 0; i < kUnroll * kVector; ++i) {
+      const float y = values[i] - top, e = exp2f(y * kLog2e);
+      sums.total += e;
+      sums.weighted += e == 0 ? 0 : e * y;
+    }
+  }
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const TileSums other{__shfl_xor_sync(kFullWarp, sums.top, offset),
+                         __shfl_xor_sync(kFullWarp, sums.total, offset),
+                         __shfl_xor_sync(kFullWarp, sums.weighted, offset)};
+    const float top = LargerOrNanf(sums.top, other.top);
+    if (top == -INFINITY)
+      continue;  // the same in both lanes, and no barrier is skipped by one only
+    const TileSums a = Rebase(sums, top), b = Rebase(other, top);
+    sums = {top, a.total + b.total, a.weighted + b.weighted};
+  }
+  if (lane != 0) return;
+  float* fields = tiles + (row * num_tiles + tile) * kTileFields;
+  fields[0] = sums.top;
+  fields[1] = sums.total;
+  fields[2] = sums.weighted;
+  const int64_t label = shape.labels[row] - shape.vocab_start - tile * in.tile;
+  const bool here = label >= 0 && label < in.tile;
+  fields[3] = here ? DeviceLogits<kType>::Read(x[label]) * scale : 0;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    VpCombineKernel(VpCombineInput in, VpCombineOutput out) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (row >= in.num_rows) return;  // whole warps
+  const int lane = threadIdx.x % 32;
+  const int64_t num_tiles = in.num_ranks * in.tiles_per_rank;
+  const int64_t label_tile = in.labels[row] / in.tile;
+  if (!Counts(in.mask, row)) {
+    if (lane == 0) out.logprobs[row] = out.lse[row] = out.entropy[row] = 0;
+    return;
+  }
+  const auto fields = [&](int64_t k) {
+    return in.tiles + ((k / in.tiles_per_rank * in.num_rows + row) * in.tiles_per_rank +
+                       k % in.tiles_per_rank) *
+                          kTileFields;
+  };
+  double top = -INFINITY;
+  for (int64_t k = lane; k < num_tiles; k += 32) {
+    if (fields(k)[0] > top) top = fields(k)[0];
+  }
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const double other = __shfl_xor_sync(kFullWarp, top, offset);
+    if (other > top) top = other;
+  }
+  double total = 0, weighted = 0;
+  for (int64_t k = lane; k < num_tiles; k += 32) {
+    const float* tile = fields(k);
+    if (tile[1] == 0) continue;
+    const double shift = tile[0] - top, scale = exp(shift);
+    total += scale * tile[1];
+    weighted += scale * (tile[2] + shift * tile[1]);
+  }
+  total = WarpSum(total);
+  weighted = WarpSum(weighted);
+  if (lane != 0) return;
+  const bool known = in.labels[row] >= 0 && label_tile < num_tiles;
+  const double target = known ? fields(label_tile)[3] : NAN;
+  const double log_total = log(total), entropy = log_total - weighted / total;
+  const double logprob = (target - top) - log_total;
+  out.lse[row] = static_cast<float>(top + log_total);
+  // Beyond 0 by rounding only; NaN stays.
+  out.logprobs[row] = static_cast<float>(logprob > 0 ? 0 : logprob);
+  out.entropy[row] = static_cast<float>(entropy < 0 ? 0 : entropy);
+}
+
+template <LogitType kType>
+__global__ void __launch_bounds__(kThreads)
+    VpBackwardKernel(VpBackwardInput in, void* grad, int64_t grad_stride, int64_t parts) {
+  typedef typename DeviceLogits<kType>::Element Element;
+  const VpLogits& shape = in.shape;
+  const int64_t row = blockIdx.x / parts, part = blockIdx.x % parts;
+  const Element* x = static_cast<const Element*>(in.logits) + row * shape.row_stride;
+  Element* out = static_cast<Element*>(grad) + row * grad_stride;
+  const float g = in.grad_logprobs[row];
+  const float g_entropy = in.grad_entropy == nullptr ? 0.0f : in.grad_entropy[row];
+  const bool counts = Counts(shape.mask, row) && (g != 0 || g_entropy != 0);
+  const bool aligned = IsAligned<kType>(x) && IsAligned<kType>(out);
+  const float scale = shape.inv_temperature;
+  const float lse = counts ? in.lse[row] : 0, entropy = counts ? in.entropy[row] : 0;
+  const float offset = -scale * (g + g_entropy * entropy), slope = -scale * g_entropy;
+  const int64_t label = shape.labels[row] - shape.vocab_start;
+
+  const int64_t first = (part * kUnroll * kThreads + threadIdx.x) * kVector;
+  float values[kUnroll * kVector] = {};
+  if (counts) {
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const int64_t column = first + k * kThreads * kVector;
+      ReadVector<kType>(x, column, shape.num_columns, aligned, values + k * kVector);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float y = values[k * kVector + i] * scale - lse, p = exp2f(y * kLog2e);
+        const float rest = p == 0 ? 0 : p * (slope * y + offset);
+        values[k * kVector + i] = column + i == label ? rest + g * scale : rest;
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kUnroll; ++k) {
+    WriteVector<kType>(out, first + k * kThreads * kVector, shape.num_columns, aligned,
+                       values + k * kVector);
+  }
+}
+
+int64_t Blocks(int64_t items, int64_t per_block) { return (items + per_block - 1) / per_block; }
+
+template <LogitType kType>
+void LaunchStats(const VpStatsInput& in, float* tiles, uintptr_t stream) {
+  const int64_t warps = in.shape.num_rows * (in.shape.num_columns / in.tile);
+  MRL_LAUNCH(VpStatsKernel<kType>, Blocks(warps, kWarps), kThreads, stream, in, tiles);
+}
+
+template <LogitType kType>
+void LaunchBackward(const VpBackwardInput& in, void* grad, int64_t grad_stride, uintptr_t stream) {
+  const int64_t parts = Blocks(in.shape.num_columns, kThreads * kUnroll * kVector);
+  MRL_LAUNCH(VpBackwardKernel<kType>, in.shape.num_rows * parts, kThreads, stream, in, grad,
+             grad_stride, parts);
+}
+
+}  // namespace
+
+void VpLogprobStatsCuda(const VpStatsInput& in, float* tiles, uintptr_t stream) {
+  if (in.shape.num_rows == 0) return;
+  if (in.shape.type == LogitType::kFloat32) {
+    LaunchStats<LogitType::kFloat32>(in, tiles, stream);
+  } else if (in.shape.type == LogitType::kBfloat16) {
+    LaunchStats<LogitType::kBfloat16>(in, tiles, stream);
+  } else {
+    LaunchStats<LogitType::kFloat16>(in, tiles, stream);
+  }
+}
+
+void VpLogprobCombineCuda(const VpCombineInput& in, const VpCombineOutput& out, uintptr_t stream) {
+  if (in.num_rows == 0) return;
+  MRL_LAUNCH(VpCombineKernel, Blocks(in.num_rows, kWarps), kThreads, stream, in, out);
+}
+
+void VpLogprobBackwardCuda(const VpBackwardInput& in, void* grad, int64_t grad_stride,
+                           uintptr_t stream) {
+  if (in.shape.num_rows == 0) return;
+  if (in.shape.type == LogitType::kFloat32) {
+    LaunchBackward<LogitType::kFloat32>(in, grad, grad_stride, stream);
+  } else if (in.shape.type == LogitType::kBfloat16) {
+    LaunchBackward<LogitType::kBfloat16>(in, grad, grad_stride, stream);
+  } else {
+    LaunchBackward<LogitType::kFloat16>(in, grad, grad_stride, stream);
+  }
+}
+
+}  // namespace mrl

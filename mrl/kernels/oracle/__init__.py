@@ -1,0 +1,18 @@
+"""fp64 references of the ops in `mrl.kernels`: slow, plain and differentiable by autograd.
+
+Tests and benchmarks compare against these. They share no code with the ops.
+"""
+
+from mrl.kernels.oracle.packed_gae import packed_gae
+from mrl.kernels.oracle.policy_loss import policy_loss, seq_logratio
+from mrl.kernels.oracle.routes import pack_routes, unpack_routes
+from mrl.kernels.oracle.vp_logprob import vp_logprob
+
+__all__ = [
+    "pack_routes",
+    "packed_gae",
+    "policy_loss",
+    "seq_logratio",
+    "unpack_routes",
+    "vp_logprob",
+]

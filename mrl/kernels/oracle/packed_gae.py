@@ -1,0 +1,36 @@
+"""fp64 reference of `mrl::packed_gae`: the textbook loop, one loss token at a time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def packed_gae(
+    rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    gamma: float,
+    lam: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns f64[N], arXiv 1506.02438 eq. 16. Shapes as `mrl.kernels.packed_gae`.
+
+    Only loss tokens are ever read.
+    """
+    advantages = torch.zeros(rewards.numel(), dtype=torch.float64)
+    returns = torch.zeros_like(advantages)
+    for i, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        seq_lam = lam if isinstance(lam, float) else float(lam[i])
+        next_value = next_advantage = 0.0
+        for t in reversed(range(start, end)):
+            if loss_mask[t]:
+                value = values[t].item()
+                delta = rewards[t].item() + gamma * next_value - value
+                next_advantage = delta + gamma * seq_lam * next_advantage
+                next_value = value
+                advantages[t], returns[t] = next_advantage, next_advantage + value
+    return advantages, returns

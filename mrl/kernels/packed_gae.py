@@ -1,0 +1,125 @@
+"""Generalised advantage estimation over packed sequences, as the torch op `mrl::packed_gae`.
+
+Dimensions: N packed tokens, B packed sequences; sequence i is tokens
+[cu_seqlens[i], cu_seqlens[i+1]).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mrl.kernels import backend
+
+
+def packed_gae(
+    rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    gamma: float,
+    lam: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Advantages f32[N] and returns f32[N] = advantages + values; both 0 where masked.
+
+    Within a sequence, over its loss tokens only, from the last to the first, with A' and V' of the
+    next loss token (0 behind the last one), arXiv 1506.02438 eq. 16:
+        A_t = r_t + gamma V' - V_t + gamma lam A'
+    Masked tokens (prompt, tool output) are passed over: whatever stands there, NaN included, changes
+    no bit. fp64 inside, and the same bits for any threads, packing or split into micro-batches.
+
+    Args:
+        rewards, values: f32[N]; constants.
+        loss_mask: bool[N] or u8[N].
+        cu_seqlens: i32[B+1], from 0 to N, never decreasing.
+        gamma: in [0, 1].
+        lam: in [0, 1]; f32[B] for one a sequence, e.g. the length-adaptive lambda of VAPO
+            (arXiv 2504.05118).
+
+    Raises:
+        ValueError: names the argument, what was given and what was expected. On GPUs, bad values in
+            `cu_seqlens` and a `lam` tensor stop the kernel with a message instead.
+    """
+    seq_lam = lam if isinstance(lam, Tensor) else None
+    backend.check_constant(rewards=rewards, values=values, lam=seq_lam)
+    one_lam = 1.0 if isinstance(lam, Tensor) else float(lam)
+    return torch.ops.mrl.packed_gae(
+        rewards, values, loss_mask, cu_seqlens, seq_lam, float(gamma), one_lam
+    )
+
+
+def _check(
+    rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    seq_lam: Tensor | None,
+    gamma: float,
+    lam: float,
+) -> None:
+    n, b = backend.check_packed(rewards, loss_mask, cu_seqlens, "rewards")
+    legend, fp32 = f"N = {n} tokens, B = {b} sequences", (torch.float32,)
+    backend.check_tensor("values", values, (n,), fp32, rewards.device, legend)
+    if b == 0 and n != 0:  # no sequence would notice
+        raise ValueError(f"cu_seqlens: got no sequence for {n} tokens, expected at least one")
+    if seq_lam is not None:
+        backend.check_tensor("lam", seq_lam, (b,), fp32, rewards.device, legend)
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name}: got {value}, expected between 0 and 1")
+
+
+torch.library.define(
+    "mrl::packed_gae",
+    "(Tensor rewards, Tensor values, Tensor loss_mask, Tensor cu_seqlens, Tensor? seq_lam, "
+    "float gamma, float lam) -> (Tensor advantages, Tensor returns)",
+)
+
+
+@torch.library.impl("mrl::packed_gae", ("cpu", "cuda"))
+def _packed_gae(
+    rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    seq_lam: Tensor | None,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    _check(rewards, values, loss_mask, cu_seqlens, seq_lam, gamma, lam)
+    inputs = {
+        "rewards": rewards.contiguous(),
+        "values": values.contiguous(),
+        "loss_mask": loss_mask.contiguous(),
+        "cu_seqlens": cu_seqlens.contiguous(),
+        "seq_lam": None if seq_lam is None else seq_lam.contiguous(),
+    }
+    advantages = torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device)
+    returns = torch.empty_like(advantages)
+    backend.run(
+        "packed_gae",
+        rewards.device,
+        **inputs,
+        num_tokens=rewards.numel(),
+        num_sequences=cu_seqlens.numel() - 1,
+        gamma=gamma,
+        lam=lam,
+        advantages=advantages,
+        returns=returns,
+    )
+    return advantages, returns
+
+
+@torch.library.register_fake("mrl::packed_gae")
+def _packed_gae_fake(
+    rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    seq_lam: Tensor | None,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    _check(rewards, values, loss_mask, cu_seqlens, seq_lam, gamma, lam)
+    return rewards.new_empty(rewards.shape), rewards.new_empty(rewards.shape)
