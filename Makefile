@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -45,8 +45,16 @@ lint: setup  ## Check style, formatting and types
 	$(BIN)/pyright
 	$(if $(FORMATTED),$(BIN)/clang-format --dry-run -Werror $(FORMATTED),@echo "no kernel sources to format")
 
-bench: setup  ## Time the kernels and the whole loop; results in benchmarks/results/
-	@shopt -s nullglob; for file in benchmarks/bench_*.py; do $(BIN)/python "$$file"; done
+bench: $(VENV)/.bench  ## Kernels beside eager, torch.compile, Liger, TRL and a copy; about 15 minutes
+	$(BIN)/python benchmarks/bench_kernels.py $(BENCH_ARGS)
+
+# The peers to compare with, on top of the lock.
+$(VENV)/.bench: $(VENV)/.installed requirements/bench.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements/bench.txt
+	touch $@
+
+gpu-check:  ## On a GPU, offline, with the packages of PYTHON: build, GPU tests, kernel benchmark
+	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(BENCH_ARGS)
 
 clean:  ## Remove the environment and everything built (never runs/ or toy/)
 	rm -rf $(VENV) build *.egg-info mrl/_C*.so .pytest_cache .ruff_cache .hypothesis

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Everything about the kernels that needs a GPU, offline, in one go: bash benchmarks/gpu_check.sh
 # Builds the GPU kernels in place, runs the tests marked `gpu`, then the benchmark. PYTHON picks the
-# interpreter, .venv's by default. Exits non-zero if any of the three fails.
+# interpreter, which needs torch with CUDA, pybind11, setuptools, pytest and hypothesis, and nvcc beside
+# it. Exits non-zero if any of the three fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-.venv/bin/python}
+python=${PYTHON:-python3}
 export OMP_NUM_THREADS=1
 
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernel_bench import eager, peers
+from kernel_bench.case import NOT_COMPILED, Case, Outputs, Run, Work, compile_static
+from kernel_bench.eager import LossSettings, Padded
 from mrl.kernels import POLICY_STATS, Clip, ImportanceWeight, KlPenalty, oracle, policy_loss
-
-from . import eager, peers
-from .case import NOT_COMPILED, Case, Outputs, Run, Work, compile_static
-from .eager import LossSettings, Padded
 
 VARIANTS = {
     "grpo": LossSettings("token", "ppo", 0.2, 0.2),

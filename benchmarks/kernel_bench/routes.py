@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernel_bench import eager, peers
+from kernel_bench.case import NOT_COMPILED, Case, Outputs, Run, Work, compile_static
 from mrl.kernels import pack_routes, unpack_routes
-
-from . import eager, peers
-from .case import NOT_COMPILED, Case, Outputs, Run, Work, compile_static
 
 NUM_EXPERTS = 128
 BITS = (NUM_EXPERTS - 1).bit_length()

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
+from kernel_bench import eager, peers
+from kernel_bench.case import NOT_COMPILED, Case, Outputs, Run, Work, compile_static
 from mrl.kernels import oracle, vp_logprob
-
-from . import eager, peers
-from .case import NOT_COMPILED, Case, Outputs, Run, Work, compile_static
 
 NUM_CHECKED_ROWS = 64
 

@@ -23,8 +23,9 @@ def packed_gae(
     """
     advantages = torch.zeros(rewards.numel(), dtype=torch.float64)
     returns = torch.zeros_like(advantages)
+    lams = torch.as_tensor(lam, dtype=torch.float64).expand(len(cu_seqlens) - 1)
     for i, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        seq_lam = lam if isinstance(lam, float) else float(lam[i])
+        seq_lam = float(lams[i])
         next_value = next_advantage = 0.0
         for t in reversed(range(start, end)):
             if loss_mask[t]:
