@@ -212,4 +212,6 @@ def cases(quick: bool, cuda: bool) -> list[Case]:
         for variant in ("grpo", "gspo+tis+k3"):
             two = Case("policy_loss", variant, (256, 2048), "float32", build, 2, num_rounds=25)
             found.append(two)
+        # Four times as many tokens, among which the fixed cost of a torch call is lost.
+        found.append(Case("policy_loss", "gspo+tis+k3", (1024, 2048), "float32", build))
     return found
