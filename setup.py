@@ -57,6 +57,7 @@ class BuildKernels(build_ext):
     """Compiles C++ files side by side, and the .cu files with nvcc."""
 
     def build_extension(self, ext):
+        self.force = True  # objects from nvcc and MRL_CUDA are not among what setuptools compares
         cuda_sources = [source for source in ext.sources if source.endswith(".cu")]
         ext.sources = [source for source in ext.sources if not source.endswith(".cu")]
         jobs = os.cpu_count() or 1

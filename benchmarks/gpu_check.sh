@@ -11,6 +11,7 @@ export OMP_NUM_THREADS=1
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
   || { echo "error: $python sees no GPU: torch.cuda.is_available() is false" >&2; exit 2; }
 MRL_CUDA=1 "$python" setup.py --quiet build_ext --inplace
+"$python" -c 'import torch; from mrl import _C; assert _C.has_cuda, "built without CUDA"'
 failed=0
 "$python" -m pytest -q -m gpu tests || failed=1
 "$python" benchmarks/bench_kernels.py --device cuda "$@" || failed=1

@@ -1,5 +1,5 @@
 // exp(x) with what is lost by computing it first: exp(x) - 1 and exp(x) - 1 - x, for a scalar float
-// (CUDA) or sixteen lanes (CPU).
+// (CUDA) or all lanes of cpu/simd.h (CPU).
 //
 // No include guard: scalar.h or cpu/for_each_target.h includes this in a namespace of its own.
 

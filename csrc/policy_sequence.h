@@ -109,6 +109,7 @@ MRL_FN SequenceFactors MakeFactors(const PolicyLossOptions& o, const RatioBounds
   f.unit = seq_weight;
   if (o.ratio == Ratio::kSequence) {
     f.num_loss_tokens = logratio[1];
+    f.unit = 0;
     if (f.num_loss_tokens > 0) {
       f.ratio = exp(logratio[0] / f.num_loss_tokens);
       f.unit = static_cast<double>(seq_weight) / f.num_loss_tokens;

@@ -1,8 +1,9 @@
-// The loss of one token, for a scalar (CUDA, and the per-sequence numbers) or sixteen lanes (CPU).
+// The loss of one token, for a scalar (CUDA, and the per-sequence numbers) or all lanes of
+// cpu/simd.h (CPU).
 //
 // No include guard: scalar.h or cpu/for_each_target.h includes this in a namespace of its own.
 
-// bool for a scalar, lanes of -1 and 0 for sixteen.
+// bool for a scalar, lanes of -1 and 0 else.
 template <class F>
 using MaskOf = decltype(F() > F());
 

@@ -6,7 +6,8 @@
 // many ranks there are. Rows are independent of each other. Rows that are masked are never read.
 //
 // Numerics: x = logit / temperature; fp32 exponentials e = exp(x - shift) with a shift of the
-// tile's own, near its largest x; fp32 sums over at most 1,024 columns, fp64 beyond.
+// tile's own, near its largest x. Sums are fp32 within a tile on a GPU, over at most 1,024 columns
+// on a CPU; fp64 beyond.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,7 @@ struct VpStatsInput {
   int64_t tile;        // divides V_loc and vocab_start
 };
 
-// tiles f32[T, V_loc / tile, 4]; rows of masked tokens are left as they are.
+// tiles f32[T, V_loc / tile, 4]; 0 in masked rows.
 // Throws std::invalid_argument for a label outside of the vocabulary.
 void VpLogprobStatsCpu(const VpStatsInput& in, float* tiles, int num_threads);
 void VpLogprobStatsCuda(const VpStatsInput& in, float* tiles, uintptr_t stream);

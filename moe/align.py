@@ -13,10 +13,8 @@ from mrl.kernels.routes import native_routes, pack_routes, unpack_routes
 from mrl.types import MicroBatch, PackedRoutes, RoutingTrace
 
 
-def pack_traces(
-    traces: Sequence[RoutingTrace | None], lengths: Sequence[int], num_tokens: int
-) -> PackedRoutes:
-    """Traces of sequences of `lengths` tokens, `num_tokens` in all, in packing order.
+def pack_traces(traces: Sequence[RoutingTrace | None], lengths: Sequence[int]) -> PackedRoutes:
+    """Traces of sequences of `lengths` tokens, in packing order.
 
     The last token of each sequence, padding, and sequences without a trace get the native route:
     expert ids of 0 would send them to expert 0 K times over, and a duplicate id silently loses an
@@ -24,7 +22,7 @@ def pack_traces(
     """
     first = next(trace for trace in traces if trace is not None)
     _, num_layers, topk = first.expert_ids.shape
-    packed = native_routes(num_tokens, num_layers, first.num_experts, topk)
+    packed = native_routes(sum(lengths), num_layers, first.num_experts, topk)
     start = 0
     for trace, length in zip(traces, lengths, strict=True):
         if trace is not None:

@@ -22,9 +22,7 @@ def packed_logprobs(
     even read, and on the first token of a sequence. `temperature` is the sampling temperature, so
     that the numbers compare with the engine's.
     """
-    wanted = batch.loss_mask.clone()
-    starts = batch.cu_seqlens[:-1].long()
-    wanted[starts[starts < batch.num_tokens]] = False  # nothing in its own sequence predicts it
+    wanted = batch.loss_mask & (batch.position_ids > 0)  # nothing predicts a sequence's first token
     logprobs, entropy = vp_logprob(
         logits,
         batch.input_ids.roll(-1),

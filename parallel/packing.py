@@ -74,10 +74,9 @@ def pack(samples: Sequence[WeightedSample], token_multiple: int) -> MicroBatch:
     padding = -total % token_multiple + (0 if lengths else 1)
     if padding:
         lengths.append(padding)
-    num_tokens = sum(lengths)
     traces = [s.sample.routing for s in samples] + ([None] if padding else [])
     has_routes = any(trace is not None for trace in traces)
-    routes = pack_traces(traces, lengths, num_tokens) if has_routes else None
+    routes = pack_traces(traces, lengths) if has_routes else None
 
     def per_token(name: str, dtype: torch.dtype) -> Tensor:
         parts = [getattr(s.sample, name).to(dtype) for s in samples]

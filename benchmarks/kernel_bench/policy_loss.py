@@ -107,7 +107,7 @@ def public_options(batch: Batch, settings: LossSettings) -> dict[str, Any]:
     options: dict[str, Any] = {"ratio": settings.ratio, "clip": clip}
     if settings.truncate is not None:
         options["rollout_logprobs"] = batch.rollout
-        options["importance"] = ImportanceWeight("tis", low=0.0, high=settings.truncate)
+        options["importance"] = ImportanceWeight("tis", "token", 0.0, settings.truncate)
     if settings.kl_coef:
         options["ref_logprobs"] = batch.ref
         options["kl"] = KlPenalty("k3", coef=settings.kl_coef)

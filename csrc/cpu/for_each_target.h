@@ -1,7 +1,8 @@
 // Compiles the file named by MRL_BODY for AVX-512, for AVX2 with FMA and for the baseline, in the
 // namespaces wide, medium and narrow; MRL_DISPATCH calls the best one that this processor has.
 //
-// The environment variable MRL_CPU_TARGET (wide, medium, narrow) forces one, for tests.
+// The environment variable MRL_CPU_TARGET (wide, medium, narrow) forces one, for tests. (The
+// integer code of routes.cpp is left to the compiler's own choice.)
 #pragma once
 
 #include <cstdint>

@@ -26,6 +26,11 @@ struct PolicyBlock {
   const RatioBounds* bounds;
 };
 
+// d loss / d a token's part, where that is positive and where it is not, and / d its KL part.
+struct GradientFactors {
+  float positive, negative, kl;
+};
+
 // What a block adds up beyond the statistics. Under Ratio::kSequence `value` and `bad_value` are
 // sums of A w for A > 0 and A < 0, or `value` of w alone where all tokens share one A.
 template <class Real>
@@ -128,10 +133,6 @@ void SumSequence(const float* a, const float* b, const uint8_t* mask, int64_t le
   }
 }
 
-double CountTokens(const uint8_t* mask, int64_t length) {
-  return static_cast<double>(length - std::count(mask, mask + length, 0));
-}
-
 double NonZeroTimes(double a, double b) { return a == 0 || b == 0 ? 0.0 : a * b; }
 
 // What the sums of a sequence lack until its ratio and its weight are known.
@@ -142,7 +143,7 @@ void ApplyFactors(const PolicyLossOptions& o, const SequenceFactors& f, const Po
     if (!block.advantages) {  // one A: the sums are of w
       (a > 0 ? sums.good : sums.bad) = a == 0 ? 0.0 : sums.count;
       const double value = NonZeroTimes(a, sums.value);
-      sums.bad_value = a < 0 ? value : 0;
+      sums.bad_value = a > 0 ? 0 : value;  // NaN too
       sums.value = a > 0 ? value : 0;
     }
     sums.value = NonZeroTimes(sums.value, f.good.value) + NonZeroTimes(sums.bad_value, f.bad.value);
@@ -164,15 +165,9 @@ void RunSequence(const PolicyLossInput& in, const RatioBounds& bounds, int64_t i
                            (sequence_weight && !sequence_ratio);
   if (token_parts && static_cast<int64_t>(scratch.size()) < length) scratch.resize(length);
 
-  // The unit of a sequence ratio is known only with its length, which the first loop counts: the KL
-  // part is scaled with the rest then. So is everything that a sequence's weight multiplies.
-  double count = 0;
-  if (sequence_ratio) {
-    count = in.seq_logratio ? in.seq_logratio[2 * index + 1]
-                            : CountTokens(in.loss_mask + start, length);
-  }
-  const double weight = in.seq_weight[index];
-  const double unit = !sequence_ratio ? weight : count > 0 ? weight / count : 0.0;
+  // A sequence ratio's unit is known only with the length, which the first loop counts: until then
+  // the KL part is without it.
+  const double unit = sequence_ratio ? 1.0 : static_cast<double>(in.seq_weight[index]);
   PolicyBlock block{};
   block.logprobs = in.logprobs;
   block.old_logprobs = in.old_logprobs;
@@ -212,13 +207,15 @@ void RunSequence(const PolicyLossInput& in, const RatioBounds& bounds, int64_t i
       return static_cast<float>(-NonZeroTimes(NonZeroTimes(factors.unit, factors.weight), slope));
     };
     const double a = block.advantage;
-    float positive = factor(sequence_ratio ? factors.good.slope : 1.0);
-    float negative = factor(sequence_ratio ? factors.bad.slope : 1.0);
+    GradientFactors of_part;
+    of_part.positive = factor(sequence_ratio ? factors.good.slope : 1.0);
+    of_part.negative = factor(sequence_ratio ? factors.bad.slope : 1.0);
     if (sequence_ratio && !block.advantages) {  // one A, not in the parts, which are not negative
-      positive = factor(NonZeroTimes(a, a > 0 ? factors.good.slope : factors.bad.slope));
+      of_part.positive = factor(NonZeroTimes(a, a > 0 ? factors.good.slope : factors.bad.slope));
     }
+    of_part.kl = sequence_ratio ? static_cast<float>(factors.unit) : 1.0f;
     const auto finish = MRL_DISPATCH(FinishPolicyBlock);
-    ForEachBlock(block, length, [&](const PolicyBlock& part) { finish(part, positive, negative); });
+    ForEachBlock(block, length, [&](const PolicyBlock& part) { finish(part, of_part); });
   }
   FinishSequence(o, factors, sums, row);
 }
@@ -226,6 +223,7 @@ void RunSequence(const PolicyLossInput& in, const RatioBounds& bounds, int64_t i
 }  // namespace
 
 void PolicyLossCpu(const PolicyLossInput& in, const PolicyLossOutput& out, int num_threads) {
+  ChosenTarget();  // may throw, which it must not among the threads
   CheckSequences(in.cu_seqlens, in.num_sequences, in.num_tokens);
   const RatioBounds bounds = MakeBounds(in.options);
   const bool threads = UseThreads(num_threads, in.num_tokens);
@@ -253,6 +251,7 @@ void PolicyLossCpu(const PolicyLossInput& in, const PolicyLossOutput& out, int n
 }
 
 void SeqLogratioCpu(const SeqLogratioInput& in, double* sums, int num_threads) {
+  ChosenTarget();  // may throw, which it must not among the threads
   CheckSequences(in.cu_seqlens, in.num_sequences, in.num_tokens);
   const bool threads = UseThreads(num_threads, in.num_tokens);
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (threads)

@@ -30,6 +30,7 @@ MRL_FN void WeighTokens(const PolicyBlock& block, const PolicyLossOptions& o, La
   const Floats high(static_cast<float>(o.importance_high));
   for (int t = 0; t < block.size; t += kLanes) {
     FetchAhead(block.rollout_logprobs + t);
+    FetchAhead(block.mask + t);
     if (!AnyByte(block.mask + t)) continue;
     const Ints keep = LoadMask(block.mask + t);
     const Floats gap =
@@ -143,26 +144,28 @@ MRL_FN void SumTokens(const PolicyBlock& block, LaneSums& total) {
     Floats part = kTokenWeight ? Load(block.parts + t) : Floats(1.0f);
     if constexpr (kTokenAdvantage) {
       const Floats a = Load(block.advantages + t);
-      const Ints good = keep & (a > zero), bad = keep & (a < zero);
+      // NaN is among the bad ones: it must not be lost.
+      const Ints good = keep & (a > zero), bad = keep & (a != zero) & (good == Ints(0));
       good_count = good_count + good;
       bad_count = bad_count + bad;
       part = Select(good | bad, a * part, zero);
       Store(block.parts + t, part);
-      const Floats amount = kCispo ? part * logp : part;
+      const Floats amount = kCispo ? Select(part == zero, zero, part * logp) : part;
       value = value + Select(good, amount, zero);
       bad_value = bad_value + Select(bad, amount, zero);
     } else {
-      value = value + Select(keep, kCispo ? part * logp : part, zero);
+      const Ints counts = kCispo ? keep & (part != zero) : keep;
+      value = value + Select(counts, kCispo ? part * logp : part, zero);
     }
   }
   total.value = value, total.bad_value = bad_value, total.k1 = k1, total.k3 = k3;
   total.count = count, total.good = good_count, total.bad = bad_count;
 }
 
-// The gradient, once the factors of the sequence are known: those of a positive and a negative
-// part.
-inline void FinishPolicyBlock(const PolicyBlock& block, float positive, float negative) {
-  const Floats zero(0.0f), up(positive), down(negative);
+// The gradient, once the factors of the sequence are known: those of a positive and of any other
+// part, and of the KL penalty's. Selected where one is 0, so that 0 * inf cannot make a NaN.
+inline void FinishPolicyBlock(const PolicyBlock& block, const GradientFactors& factors) {
+  const Floats zero(0.0f), up(factors.positive), down(factors.negative), kl(factors.kl);
   for (int t = 0; t < block.size; t += kLanes) {
     if (!AnyByte(block.mask + t)) {
       Store(block.grad + t, zero);
@@ -172,10 +175,10 @@ inline void FinishPolicyBlock(const PolicyBlock& block, float positive, float ne
     Floats grad = up;
     if (block.parts) {
       const Floats part = Load(block.parts + t);
-      const Ints good = part > zero, none = part == zero;  // none: 0 * inf must not be NaN
-      grad = Select(none, zero, Select(good, up, down) * part);
+      const Floats factor = Select(part > zero, up, down);
+      grad = Select((part != zero) & (factor != zero), factor * part, zero);
     }
-    if (block.ref_logprobs) grad = grad + Load(block.grad + t);
+    if (block.ref_logprobs && factors.kl != 0) grad = grad + kl * Load(block.grad + t);
     Store(block.grad + t, Select(keep, grad, zero));
   }
 }

@@ -52,9 +52,12 @@ void VpLogprobStatsCpu(const VpStatsInput& in, float* tiles, int num_threads) {
   const int64_t num_tiles = shape.num_columns / in.tile;
 #pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads) if (num_threads > 1)
   for (int64_t row = 0; row < shape.num_rows; ++row) {
-    if (!Counts(shape.mask, row)) continue;
-    const char* x = At(in.logits, shape.type, row * shape.row_stride);
     float* fields = tiles + row * num_tiles * kTileFields;
+    if (!Counts(shape.mask, row)) {
+      std::fill_n(fields, num_tiles * kTileFields, 0.0f);
+      continue;
+    }
+    const char* x = At(in.logits, shape.type, row * shape.row_stride);
     for (int64_t k = 0; k < num_tiles; ++k) {
       reduce(shape.type, At(x, shape.type, k * in.tile), in.tile, shape.inv_temperature,
              fields + k * kTileFields);

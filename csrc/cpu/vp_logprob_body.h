@@ -44,10 +44,9 @@ struct Logits<LogitType::kBfloat16> {
   typedef uint16_t Element;
   static MRL_FN Floats Read(const uint16_t* from) { return AsFloats(LoadShorts(from) << 16); }
   static MRL_FN void Write(uint16_t* to, const Floats& x) {
-    // To nearest; one value in 65,536 is a tie, which goes away from 0. A NaN stays one: those that
-    // arithmetic on bf16 makes have no low bits to carry.
+    // To nearest; one value in 65,536 is a tie, which goes away from 0.
     const Ints bits = AsInts(x);
-    StoreShorts(to, (bits + 0x8000) >> 16);
+    StoreShorts(to, Select(x != x, Ints(0x7fc0), (bits + 0x8000) >> 16));
   }
 };
 
@@ -148,6 +147,8 @@ MRL_FN void ReduceTileOf(const typename Logits<kType>::Element* x, int64_t size,
     SumTile<kType>(x, size, scale, empty ? 0.0f : shift, sums);
     if (empty && sums[0] == sums[0]) sums[0] = sums[1] = 0;
   }
+  // The exponential of a NaN may lose it among its bits; the product with y does not.
+  if (sums[1] != sums[1]) sums[0] = sums[1];
   fields[0] = shift;
   fields[1] = static_cast<float>(sums[0]);
   fields[2] = static_cast<float>(sums[1]);

@@ -143,7 +143,7 @@ __device__ float RunToken(const PolicyLossInput& in, const RatioBounds& bounds,
       weight = scalar::ApplyRange(o.importance, raw, low, high);
       sums.weight += weight;
       sums.weight_square += weight * weight;
-      sums.truncated += raw > high || raw < low ? 1.0f : 0.0f;
+      sums.truncated += raw >= low && raw <= high ? 0.0f : 1.0f;
     }
   }
   if (o.kl != Kl::kNone) {
@@ -274,10 +274,12 @@ __global__ void __launch_bounds__(kThreads)
   ReduceCta(sums, work.blocks + blockIdx.x);
   __threadfence();  // before the ticket: the last CTA reads what the others wrote
   __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(work.ticket, 1u) == gridDim.x - 1;
+  if (threadIdx.x == 0) {
+    last = atomicAdd(work.ticket, 1u) == gridDim.x - 1;
+    __threadfence();  // after it: what the barrier lets the others read is what was written
+  }
   __syncthreads();
   if (!last) return;
-  __threadfence();
   FinishAll(in, out, work, bounds);
 }
 

@@ -39,7 +39,12 @@ __global__ void __launch_bounds__(kThreads) VpStatsKernel(VpStatsInput in, float
   const int64_t num_tiles = shape.num_columns / in.tile;
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int64_t row = warp / num_tiles, tile = warp % num_tiles;
-  if (row >= shape.num_rows || !Counts(shape.mask, row)) return;  // whole warps
+  if (row >= shape.num_rows) return;  // whole warps, here and below
+  float* fields = tiles + (row * num_tiles + tile) * kTileFields;
+  if (!Counts(shape.mask, row)) {
+    if (threadIdx.x % 32 < kTileFields) fields[threadIdx.x % 32] = 0;
+    return;
+  }
   const auto* x = static_cast<const typename DeviceLogits<kType>::Element*>(in.logits) +
                   row * shape.row_stride + tile * in.tile;
   const bool aligned = IsAligned<kType>(x);
@@ -81,7 +86,6 @@ __global__ void __launch_bounds__(kThreads) VpStatsKernel(VpStatsInput in, float
     sums = {top, a.total + b.total, a.weighted + b.weighted};
   }
   if (lane != 0) return;
-  float* fields = tiles + (row * num_tiles + tile) * kTileFields;
   fields[0] = sums.top;
   fields[1] = sums.total;
   fields[2] = sums.weighted;

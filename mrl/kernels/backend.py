@@ -85,6 +85,8 @@ def check_packed(
     mask_dtypes = (torch.bool, torch.uint8)
     check_tensor("loss_mask", loss_mask, (num_tokens,), mask_dtypes, device, legend)
     check_tensor("cu_seqlens", cu_seqlens, (num_sequences + 1,), (torch.int32,), device, legend)
+    if num_tokens and not num_sequences:
+        raise ValueError(f"cu_seqlens: got no sequence for {num_tokens} tokens, expected some")
     return num_tokens, num_sequences
 
 

@@ -89,8 +89,8 @@ def policy_loss(
             sequence level.
 
     Raises:
-        ValueError: names the argument, what was given and what was expected. On GPUs a `cu_seqlens`
-            with bad values makes every output NaN instead: reading them would wait for the device.
+        ValueError: names the argument, what was given and what was expected. On GPUs bad values in
+            `cu_seqlens` stop the kernel with an assertion: reading them here would wait for it.
     """
     check_choice("ratio", ratio, RATIOS)
     backend.check_constant(
@@ -103,6 +103,8 @@ def policy_loss(
         seq_importance=seq_importance,
     )
     _check_needs(importance, rollout_logprobs, kl, ref_logprobs)
+    weight_level = importance.level if importance else "token"
+    _check_shared(ratio, weight_level, seq_logratio, seq_importance)
     loss, grad, stats, seq_stats = torch.ops.mrl.policy_loss(
         logprobs.detach(),
         old_logprobs,
@@ -112,8 +114,8 @@ def policy_loss(
         seq_weight,
         rollout_logprobs,
         ref_logprobs if kl else None,
-        seq_logratio if ratio == "sequence" else None,
-        seq_importance if importance and importance.level == "sequence" else None,
+        seq_logratio,
+        seq_importance,
         encode_options(ratio, clip, token_advantages, importance, kl),
     )
     return PolicyLoss(torch.ops.mrl.attach_gradient(logprobs, loss, grad), stats, seq_stats)
@@ -131,6 +133,26 @@ def _check_needs(
         raise ValueError("ref_logprobs: got None, expected f32[N]: the KL penalty needs it")
     if ref_logprobs is not None and not kl:
         raise ValueError("ref_logprobs: got a tensor, but no kl that would use it")
+
+
+def _check_shared(
+    ratio: RatioKind,
+    weight_level: str,
+    seq_logratio: Tensor | None,
+    seq_importance: Tensor | None,
+) -> None:
+    """Sums over ranks are given for all that is per sequence, or for nothing: not for a part."""
+    given = {"seq_logratio": seq_logratio, "seq_importance": seq_importance}
+    levels = {"seq_logratio": ratio, "seq_importance": weight_level}
+    for name, tensor in given.items():
+        if tensor is not None and levels[name] != "sequence":
+            raise ValueError(
+                f"{name}: got a tensor, but nothing at sequence level that would use it"
+            )
+    wanted = [name for name, level in levels.items() if level == "sequence"]
+    missing = [name for name in wanted if given[name] is None]
+    if missing and len(missing) < len(wanted):
+        raise ValueError(f"{missing[0]}: got None beside the other one, expected f64[B, 2] too")
 
 
 def _check(

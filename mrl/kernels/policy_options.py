@@ -28,6 +28,7 @@ class Clip:
 
     kind: ClipKind = "ppo"
     low: float = 0.2
+    """Of `ppo` and `cispo`; the CISPO paper leaves this side open: 1."""
     high: float = 0.2
     dual: float | None = None
     tau_positive: float = 1.0
@@ -61,9 +62,11 @@ class ImportanceWeight:
     """
 
     kind: Literal["tis", "mis"]
-    level: Literal["token", "sequence"] = "token"
-    low: float = 0.0
-    high: float = 2.0
+    level: Literal["token", "sequence"]
+    low: float
+    """Usual: 0 for `tis`; 0.5 for `mis` per token, 0.999 per sequence."""
+    high: float
+    """Usual: 2 for `tis`; 5 for `mis` per token, 1.002 per sequence."""
 
     def __post_init__(self) -> None:
         check_choice("importance", self.kind, _IMPORTANCE[1:])
@@ -98,7 +101,7 @@ def encode_options(
     kl: KlPenalty | None,
 ) -> list[float]:
     """`PolicyLossOptions` of csrc/policy_loss.h in its order, kinds as their numbers there."""
-    weight = importance or ImportanceWeight("tis")
+    weight = importance or ImportanceWeight("tis", "token", 0.0, math.inf)
     return [
         RATIOS.index(ratio),
         _CLIPS.index(clip.kind),

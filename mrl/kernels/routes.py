@@ -73,8 +73,9 @@ def unpack_routes(
         layers: indices into L, in the order wanted: a pipeline stage's own.
         start, stop: 0 <= start <= stop <= N: a sequence-parallel rank's own rows.
 
-    Rows without a captured route are NATIVE_ROUTE K times. Raises ValueError for a bad shape, type or
-    index.
+    Rows without a captured route are NATIVE_ROUTE K times. The bytes are trusted to come from
+    `pack_routes` with the same experts; they are not checked again. Raises ValueError for a bad shape,
+    type or index.
     """
     return torch.ops.mrl.unpack_routes(packed, num_experts, topk, list(layers), start, stop)
 

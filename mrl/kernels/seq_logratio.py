@@ -26,7 +26,8 @@ def seq_logratio(
         cu_seqlens: i32[B+1], from 0 to N, never decreasing.
 
     Raises:
-        ValueError: names the argument, what was given and what was expected.
+        ValueError: names the argument, what was given and what was expected. On GPUs bad values in
+            `cu_seqlens` stop the kernel with an assertion.
     """
     return torch.ops.mrl.seq_logratio(
         logprobs.detach(), old_logprobs.detach(), loss_mask, cu_seqlens

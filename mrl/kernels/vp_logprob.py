@@ -46,7 +46,8 @@ def vp_logprob(
             gradient 0. None: every row counts.
         temperature: above 0; that of sampling, so that the numbers compare with the engine's.
         group: the tensor-parallel ranks. None: the logits are whole.
-        inplace_backward: write the gradient over the logits, which then must not be used elsewhere.
+        inplace_backward: write the gradient over the logits. Another backward that needs them
+            afterwards raises, as after any operation in place.
 
     Returns:
         (logprobs f32[T], entropy f32[T] in nats).
@@ -57,8 +58,13 @@ def vp_logprob(
     """
     size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
     _check(logits, labels, mask)
-    if not 0 < temperature < math.inf:
+    if not 1e-30 < temperature < 1e30:  # its inverse is an fp32 number
         raise ValueError(f"temperature: got {temperature}, expected above 0 and finite")
+    if inplace_backward and logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]:
+        raise ValueError(
+            f"logits: got strides {logits.stride()}, expected rows that do not overlap: "
+            "inplace_backward writes over them"
+        )
     columns = logits.shape[1]
     tile = tile_size(columns, size)
     tiles = torch.ops.mrl.vp_logprob_stats(
@@ -66,7 +72,7 @@ def vp_logprob(
     ).unsqueeze(0)
     if size > 1:
         gathered = tiles.new_empty((size, *tiles.shape[1:]))
-        dist.all_gather(list(gathered.unbind(0)), tiles[0], group=group)
+        dist.all_gather_into_tensor(gathered, tiles, group=group)
         tiles = gathered
     logprobs, _, entropy = torch.ops.mrl.vp_logprob_combine(
         logits, labels, mask, tiles, rank * columns, tile, temperature, inplace_backward
@@ -157,8 +163,6 @@ def _stats(
         )
     tiles = _stats_fake(logits, labels, mask, vocab_start, vocab_size, tile, temperature)
     shape = _shape_arguments(logits, labels, mask, vocab_start, vocab_size, temperature)
-    if mask is not None:
-        tiles.zero_()  # what is not written must not be read as garbage by anyone
     backend.run("vp_logprob_stats", logits.device, **shape, tile=tile, tiles=tiles)
     return tiles
 
@@ -185,8 +189,8 @@ def _combine_fake(
     shape = (ranks, logits.shape[0], logits.shape[1] // tile, _TILE_FIELDS)
     legend = "[ranks, T, tiles per rank, 4]"
     backend.check_tensor("tiles", tiles, shape, (torch.float32,), logits.device, legend)
-    logprobs, lse, entropy = tiles.new_empty((3, logits.shape[0])).unbind(0)
-    return logprobs.clone(), lse.clone(), entropy.clone()
+    rows = (logits.shape[0],)
+    return tiles.new_empty(rows), tiles.new_empty(rows), tiles.new_empty(rows)
 
 
 torch.library.register_fake("mrl::vp_logprob_combine")(_combine_fake)
@@ -292,12 +296,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(
     ctx: Any, grad_logprobs: Tensor | None, _: Any, grad_entropy: Tensor | None
 ) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "vp_logprob: got a backward with create_graph, but has no second gradient"
+        )
     logits, labels, mask, lse, entropy = ctx.saved_tensors
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(lse)
     arguments = (labels, mask, lse, entropy, grad_logprobs, grad_entropy)
     if ctx.inplace:
         torch.ops.mrl.vp_logprob_bwd_(logits, *arguments, ctx.vocab_start, ctx.temperature)
+        # Whoever else has saved the logits, and a second backward, must see that they are gone.
+        torch.autograd.graph.increment_version(logits)
         grad = logits
     else:
         grad = torch.ops.mrl.vp_logprob_bwd(logits, *arguments, ctx.vocab_start, ctx.temperature)

@@ -170,6 +170,34 @@ def test_nan_at_a_loss_token_reaches_the_loss(o) -> None:
     assert result.seq_stats[1].isfinite().all()
 
 
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("token_advantages", [False, True])
+def test_nan_advantage_reaches_the_loss(ratio, token_advantages) -> None:
+    case = make_case([40, 40], seed=4, keep=1.0, token_advantages=token_advantages)
+    case.advantages.fill_(1.0)
+    case.advantages[0] = torch.nan
+    result = run_op(case, Options(ratio))
+    assert result.loss.isnan()
+    assert result.grad[0].isnan()
+    assert result.grad[40:].isfinite().all()
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_nothing_times_infinity_is_nothing(ratio) -> None:
+    """An infinite weight under an advantage or a sequence weight of 0; logp = -inf that MIS masks."""
+    case = make_case([6], keep=1.0)
+    endless = replace(case, rollout_logprobs=case.old_logprobs - 199)
+    o = Options(ratio, Clip("ppo"), ImportanceWeight("tis", "token", 0.0, math.inf))
+    for zero in ("advantages", "seq_weight"):
+        result = run_op(replace(endless, **{zero: torch.zeros(1)}), o)
+        assert float(result.loss) == 0
+        assert bool((result.grad == 0).all())
+    masked = replace(case, rollout_logprobs=case.old_logprobs + 3)
+    masked.logprobs[2] = -torch.inf
+    o = Options(ratio, Clip("cispo"), ImportanceWeight("mis", "token", 0.5, 5.0))
+    assert float(run_op(masked, o).loss) == 0
+
+
 @pytest.mark.parametrize("o", FEW_OPTIONS, ids=str)
 def test_gradient_matches_finite_differences(o) -> None:
     """Of the oracle in fp64, with the factors that the papers detach held fixed."""
@@ -231,7 +259,9 @@ def test_clip_takes_the_pessimistic_branch(ratio, advantage, ratio_value, clips)
 def test_on_policy_everything_is_exactly_one_or_zero(ratio) -> None:
     case = make_case([0, 30, 2000], keep=1.0)
     case = replace(case, old_logprobs=case.logprobs, rollout_logprobs=case.logprobs)
-    result = run_op(case, Options(ratio, importance=ImportanceWeight("mis", low=1.0, high=1.0)))
+    result = run_op(
+        case, Options(ratio, importance=ImportanceWeight("mis", "token", low=1.0, high=1.0))
+    )
     stats = dict(zip(POLICY_STATS, result.stats.tolist(), strict=True))
     assert stats["ratio_sum"] / stats["ratio_count"] == stats["ratio_max"] == 1.0
     assert stats["weight_sum"] == stats["weight_count"] == stats["weight_sq_sum"] == 2030

@@ -132,10 +132,11 @@ def test_parts_of_sequences_on_two_ranks_add_up(o) -> None:
             seq_logratio(getattr(h, a), getattr(h, b), h.loss_mask, h.cu_seqlens) for _, h in halves
         )
 
-    shared = {
-        "seq_logratio": sums("logprobs", "old_logprobs"),
-        "seq_importance": sums("old_logprobs", "rollout_logprobs"),
-    }
+    shared = {}
+    if o.ratio == "sequence":
+        shared["seq_logratio"] = sums("logprobs", "old_logprobs")
+    if o.importance and o.importance.level == "sequence":
+        shared["seq_importance"] = sums("old_logprobs", "rollout_logprobs")
     grad = torch.zeros_like(whole.grad)
     loss, stats = torch.zeros((), dtype=torch.float64), torch.zeros_like(whole.stats)
     for keep, half in halves:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -80,6 +83,12 @@ def test_compiled_code_calls_the_op() -> None:
         ("ref_logprobs", None, "ref_logprobs: got None, expected f32[N]"),
         ("kl", None, "ref_logprobs: got a tensor, but no kl"),
         ("seq_logratio", torch.zeros(3, 2), "seq_logratio: got shape [3, 2], expected [2, 2]"),
+        (
+            "seq_importance",
+            torch.zeros(2, 2),
+            "seq_importance: got a tensor, but nothing at sequence",
+        ),
+        ("cu_seqlens", torch.tensor([0]).int(), "cu_seqlens: got no sequence for 10 tokens"),
         ("cu_seqlens", torch.tensor([0, 4, 10]), "cu_seqlens: got dtype torch.int64, expected"),
         ("cu_seqlens", torch.tensor([]).int(), "cu_seqlens: got shape [0], expected [B+1]"),
         ("cu_seqlens", torch.tensor([0, 11, 10]).int(), "cu_seqlens: got 10 after 11 at index 2"),
@@ -105,13 +114,16 @@ def test_bad_input_is_named(field, value, message) -> None:
         (lambda: Clip(dual=0.5), "clip.dual: got 0.5 with ppo"),
         (lambda: Clip("cispo", dual=3.0), "clip.dual: got 3.0 with cispo"),
         (lambda: Clip("sapo", tau_negative=0.0), "clip.tau_negative: got 0.0, expected above 0"),
-        (lambda: ImportanceWeight("tiss"), "importance: got 'tiss', expected one of tis, mis"),
         (
-            lambda: ImportanceWeight("tis", "batch"),
+            lambda: ImportanceWeight("tiss", "token", 0.0, 2.0),
+            "importance: got 'tiss', expected one of tis, mis",
+        ),
+        (
+            lambda: ImportanceWeight("tis", "batch", 0.0, 2.0),
             "importance.level: got 'batch', expected one of",
         ),
         (
-            lambda: ImportanceWeight("mis", low=2.0, high=1.0),
+            lambda: ImportanceWeight("mis", "token", low=2.0, high=1.0),
             "importance: got the range [2.0, 1.0]",
         ),
         (lambda: KlPenalty("k4", 0.1), "kl: got 'k4', expected one of k1, k2, k3"),
@@ -121,6 +133,38 @@ def test_bad_input_is_named(field, value, message) -> None:
 def test_bad_options_are_named(make, message) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
+
+
+def test_sums_over_ranks_are_given_for_everything_or_nothing() -> None:
+    case, o = make_case([4, 6]), FEW_OPTIONS[6]
+    assert (o.ratio, o.importance.level) == ("sequence", "sequence")
+    sums = torch.ones(2, 2, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"seq_importance: got None beside the other one"):
+        policy_loss(**case.arguments(o), seq_logratio=sums)
+    with pytest.raises(ValueError, match=r"seq_logratio: got None beside the other one"):
+        policy_loss(**case.arguments(o), seq_importance=sums)
+
+
+def test_tokens_need_a_sequence() -> None:
+    nothing = torch.tensor([0]).int()
+    with pytest.raises(ValueError, match="cu_seqlens: got no sequence for 5 tokens"):
+        seq_logratio(torch.zeros(5), torch.zeros(5), torch.ones(5).bool(), nothing)
+
+
+def test_an_unknown_instruction_set_is_an_error_and_no_crash() -> None:
+    code = (
+        "import torch; from mrl.kernels import seq_logratio; x = torch.zeros(4); "
+        "seq_logratio(x, x, x > -1, torch.tensor([0, 4]).int())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "MRL_CPU_TARGET": "bogus"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "ValueError: MRL_CPU_TARGET: got 'bogus'" in done.stderr
 
 
 def test_strided_inputs_are_read_right() -> None:

@@ -224,6 +224,40 @@ def test_inplace_backward_gives_the_same_bits(dtype) -> None:
     assert torch.equal(buffer.detach(), wanted)
 
 
+def test_inplace_backward_is_seen_by_whoever_needs_the_logits() -> None:
+    logits, labels = make_logits(6, 100, torch.float32)
+    leaf = logits.clone().requires_grad_()
+    buffer = leaf * 1
+    square = (buffer * buffer).sum()
+    logprobs, _ = vp_logprob(buffer, labels, inplace_backward=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (logprobs.sum() + square).backward()
+    logprobs, _ = vp_logprob(leaf * 1, labels, inplace_backward=True)
+    logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
+    with pytest.raises(ValueError, match="expected rows that do not overlap"):
+        vp_logprob(logits[:1].expand(6, 100), labels, inplace_backward=True)
+
+
+def test_no_second_gradient() -> None:
+    logits, labels = make_logits(3, 100, torch.float32)
+    leaf = logits.requires_grad_()
+    with pytest.raises(RuntimeError, match="no second gradient"):
+        torch.autograd.grad(vp_logprob(leaf, labels)[0].sum(), leaf, create_graph=True)
+
+
+@pytest.mark.parametrize("bits", [0x7FC00001, 0x7FC001FF, 0x7FFFFFFF, -1, -0x3FFE01])
+def test_any_nan_reaches_the_outputs(bits) -> None:
+    logits, labels = make_logits(2, 4096, torch.float32)
+    logits.view(torch.int32)[0, 500] = bits
+    assert logits[0, 500].isnan()
+    logprobs, entropy, grad = run(logits, labels)
+    assert logprobs[0].isnan()
+    assert entropy[0].isnan()
+    assert grad[0].isnan().any()
+
+
 def test_rows_without_gradient_are_zeros_and_not_read() -> None:
     logits, labels = make_logits(3, 100, torch.float32)
     leaf = logits.clone().requires_grad_()

@@ -86,7 +86,7 @@ def test_traces_that_do_not_fit_are_refused(samples: list[Sample]) -> None:
     assert second is not None
     length = len(samples[0].token_ids)
     with pytest.raises(ValueError, match=f"expected {length} rows for {length + 1} tokens"):
-        pack_traces([first], [length + 1], length + 1)
+        pack_traces([first], [length + 1])
     lengths = [length, len(samples[1].token_ids)]
     layers = tuple(number + 1 for number in second.layer_numbers)
     for change, message in [
@@ -96,7 +96,7 @@ def test_traces_that_do_not_fit_are_refused(samples: list[Sample]) -> None:
     ]:
         traces = [first, dataclasses.replace(second, **change)]
         with pytest.raises(ValueError, match=message):
-            pack_traces(traces, lengths, sum(lengths))
+            pack_traces(traces, lengths)
 
 
 def test_every_tensor_of_a_batch_moves(samples: list[Sample]) -> None:
