@@ -142,6 +142,8 @@ def _check_shared(
     seq_importance: Tensor | None,
 ) -> None:
     """Sums over ranks are given for all that is per sequence, or for nothing: not for a part."""
+    if seq_logratio is None and seq_importance is None:
+        return
     given = {"seq_logratio": seq_logratio, "seq_importance": seq_importance}
     levels = {"seq_logratio": ratio, "seq_importance": weight_level}
     for name, tensor in given.items():
