@@ -6,10 +6,11 @@ Dimensions: N packed tokens, B packed sequences; sequence i is tokens
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mrl import _C  # pyright: ignore[reportAttributeAccessIssue]
 from mrl.kernels import backend
@@ -118,7 +119,9 @@ def policy_loss(
         seq_importance,
         encode_options(ratio, clip, token_advantages, importance, kl),
     )
-    return PolicyLoss(torch.ops.mrl.attach_gradient(logprobs, loss, grad), stats, seq_stats)
+    if logprobs.requires_grad and torch.is_grad_enabled():
+        loss = cast(Tensor, _AttachGradient.apply(logprobs, loss, grad))
+    return PolicyLoss(loss, stats, seq_stats)
 
 
 def _check_needs(
@@ -251,35 +254,25 @@ def _fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _outputs(arguments[0], arguments[5])
 
 
-# Apart from the op above, whose many arguments torch's autograd wrapper would go through one by one.
-torch.library.define(
-    "mrl::attach_gradient", "(Tensor logprobs, Tensor loss, Tensor grad) -> Tensor"
-)
+class _AttachGradient(torch.autograd.Function):
+    """`loss` again, whose gradient by `logprobs` is `grad`.
 
+    Not `register_autograd`: what torch spends there on each call grows with the square of the op's
+    arguments, and on a CPU that was an eighth of the whole loss.
+    """
 
-def _attach(logprobs: Tensor, loss: Tensor, grad: Tensor) -> Tensor:
-    """`loss` again, whose gradient by `logprobs` is `grad`."""
-    return loss.clone()
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, loss: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return loss.clone()
 
-
-torch.library.impl("mrl::attach_gradient", ("cpu", "cuda"), _attach)
-torch.library.register_fake("mrl::attach_gradient", _attach)
-
-
-def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[2])
-
-
-def _scale_gradient(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
-    (grad,) = ctx.saved_tensors
-    # Mostly nobody scales the loss; on a CPU that can be seen, and a pass over memory saved. Not
-    # while torch traces: its stand-ins have no values.
-    plain = type(loss_grad) is Tensor and loss_grad.device.type == "cpu"
-    if not plain or torch.compiler.is_compiling() or float(loss_grad) != 1.0:
-        grad = grad * loss_grad.to(grad.dtype)
-    return grad, None, None
-
-
-torch.library.register_autograd(
-    "mrl::attach_gradient", _scale_gradient, setup_context=_save_gradient
-)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = ctx.saved_tensors
+        # Mostly nobody scales the loss; on a CPU that can be seen, and a pass over memory saved. Not
+        # while torch traces: its stand-ins have no values.
+        plain = type(loss_grad) is Tensor and loss_grad.device.type == "cpu"
+        if not plain or torch.compiler.is_compiling() or float(loss_grad) != 1.0:
+            grad = grad * loss_grad.to(grad.dtype)
+        return grad, None, None

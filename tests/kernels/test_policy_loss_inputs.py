@@ -33,10 +33,21 @@ def test_opcheck(o) -> None:
     torch.library.opcheck(torch.ops.mrl.policy_loss.default, op_arguments(case, o))
 
 
-def test_opcheck_attach_gradient() -> None:
-    leaf = torch.rand(23, requires_grad=True)
-    arguments = (leaf, torch.rand((), dtype=torch.float64), torch.rand(23))
-    torch.library.opcheck(torch.ops.mrl.attach_gradient.default, arguments)
+def test_no_second_gradient() -> None:
+    case, o = make_case([3, 20]), FEW_OPTIONS[4]
+    leaf = case.logprobs.clone().requires_grad_()
+    loss = policy_loss(**case.arguments(o) | {"logprobs": leaf}).loss
+    (grad,) = torch.autograd.grad(loss * leaf.sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_no_graph_where_no_gradient_is_wanted() -> None:
+    case, o = make_case([3, 20]), FEW_OPTIONS[4]
+    assert not policy_loss(**case.arguments(o)).loss.requires_grad
+    leaf = case.logprobs.clone().requires_grad_()
+    with torch.no_grad():
+        assert not policy_loss(**case.arguments(o) | {"logprobs": leaf}).loss.requires_grad
 
 
 def test_opcheck_seq_logratio() -> None:
