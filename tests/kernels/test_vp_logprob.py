@@ -49,8 +49,8 @@ def assert_matches(got, wanted, dtype, largest: float = 0.0) -> None:
     torch.testing.assert_close(got[0].double(), wanted[0], rtol=1e-6, atol=atol)
     torch.testing.assert_close(got[1].double(), wanted[1], rtol=1e-6, atol=atol)
     scale = float(wanted[2].abs().max()) if wanted[2].numel() else 0.0
-    # Where p is near 1, the label's gradient is what is left of g.
-    tolerance = GRAD_TOLERANCE[dtype] * scale + atol
+    # Where p is near 1, the label's gradient is what is left of g / temperature.
+    tolerance = GRAD_TOLERANCE[dtype] * scale + 20 * atol
     torch.testing.assert_close(got[2].double(), wanted[2], rtol=0, atol=tolerance)
 
 
