@@ -268,7 +268,9 @@ class _AttachGradient(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, loss_grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
         # Mostly nobody scales the loss; on a CPU that can be seen, and a pass over memory saved. Not
         # while torch traces: its stand-ins have no values.
