@@ -60,6 +60,8 @@ class OptimizerConfig(Branch):
     adam_eps: float = Field(default=1e-8, gt=0)
     clip_grad: float = Field(default=1.0, ge=0)
     """Global gradient norm; 0 turns clipping off."""
+    use_distributed_optimizer: bool = False
+    """Share the optimizer state (fp32 weights, moments) out over data-parallel ranks."""
 
 
 class RolloutConfig(Branch):
@@ -102,6 +104,17 @@ class AlgorithmConfig(Branch):
 class MoeConfig(Branch):
     routing_replay: Literal["off", "r2", "r3"] = "r3"
     """r3: replay the rollout's routes; r2: replay the trainer's own pre-update routes; off."""
+    token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to their experts. `allgather` pads all micro-batches to one length."""
+    load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
+    """Off under RL: a balancing loss pulls the router away from what the reward asks for."""
+    aux_loss_coeff: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss per token; needs a `load_balancing_type`."""
+    z_loss_coeff: float = Field(default=0.0, ge=0)
+    """Weight per token of the router z-loss (arXiv 2202.08906 eq. 5)."""
+    expert_bias_update_rate: float = Field(default=0.0, ge=0)
+    """Step of the aux-loss-free balancing bias (arXiv 2408.15664), for models whose router has one; 0
+    keeps the bias as it was loaded."""
 
     @field_validator("routing_replay", mode="before")
     @classmethod
@@ -128,6 +141,8 @@ class CheckpointConfig(Branch):
     """Steps between checkpoints, beside the last step; 0 saves only that."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints to keep."""
+    async_save: bool = True
+    """Write in the background while training goes on; the step only waits for the copy to the host."""
 
 
 class DebugConfig(Branch):

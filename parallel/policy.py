@@ -9,25 +9,21 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from mrl.config import ModelConfig, OptimizerConfig
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch, WeightBucket
+from parallel.export import export_buckets
 from parallel.forward import LossFunction, PassOutput, PipelineRunner, RecordedRoutes
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype, choose_implementation
 from parallel.model import build_chunks, build_config
 from parallel.offload import HostOffload
+from parallel.optimizer import build_optimizer
 from parallel.packing import to_device
 from parallel.reduce import merge
 from parallel.weights import WeightMap
-
-NO_CLIPPING = 1e30
-"""Megatron reports the gradient norm only where it clips."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class Policy:
         self.weights = WeightMap(model, groups, self.chunks)
         self.weights.load()
         self.runner = PipelineRunner(self.chunks, groups, temperature, recompute)
-        self.optimizer, self.scheduler = _build_optimizer(optimizer, self.chunks, dtype)
+        self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, dtype)
         settings.grad_scale_func = self.optimizer.scale_loss
         self.host = HostOffload()
 
@@ -104,7 +100,7 @@ class Policy:
 
     def export(self, version: int, max_bytes: int) -> Iterator[WeightBucket]:
         """The whole model under HF names; every rank must drain the iterator."""
-        return self.weights.export(version, max_bytes)
+        return export_buckets(self.weights, version, max_bytes)
 
     def offload_optimizer(self) -> None:
         """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""
@@ -145,45 +141,8 @@ class Policy:
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Forget moments and learning-rate schedule and start over with `config`."""
         dtype = get_model_config(self.chunks[0]).params_dtype
-        self.optimizer, self.scheduler = _build_optimizer(config, self.chunks, dtype)
+        self.optimizer, self.scheduler = build_optimizer(config, self.chunks, dtype)
         get_model_config(self.chunks[0]).grad_scale_func = self.optimizer.scale_loss
-
-
-def _build_optimizer(
-    config: OptimizerConfig, chunks: list[Any], dtype: torch.dtype
-) -> tuple[Any, OptimizerParamScheduler]:
-    half = dtype is torch.bfloat16
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=0.0,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            adam_eps=config.adam_eps,
-            clip_grad=config.clip_grad or NO_CLIPPING,
-            bf16=half,
-            params_dtype=dtype,
-            use_distributed_optimizer=False,
-        ),
-        chunks,
-    )
-    warmup = config.lr_warmup_steps
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=config.lr,
-        min_lr=0.0,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=warmup + 1,
-        lr_decay_style="constant",
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )
-    return optimizer, scheduler
 
 
 def with_old_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:
