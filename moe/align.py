@@ -1,6 +1,7 @@
 """Fit routing traces to what a rank's routers see: packed rows, sequence-parallel slices, own layers.
 
-N packed tokens, n rows of this rank (N / tp under sequence parallelism), L MoE layers, K experts.
+N packed tokens (under context parallelism: those of this rank), n rows of this rank (N / tp under
+sequence parallelism), L MoE layers, K experts.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from mrl.kernels.routes import native_routes, pack_routes, unpack_routes
-from mrl.types import MicroBatch, PackedRoutes, RoutingTrace
+from mrl.types import PackedRoutes, RoutingTrace
 
 
-def pack_traces(traces: Sequence[RoutingTrace | None], lengths: Sequence[int]) -> PackedRoutes:
+def pack_traces(
+    traces: Sequence[RoutingTrace | None],
+    lengths: Sequence[int],
+    padded_lengths: Sequence[int] | None = None,
+) -> PackedRoutes:
     """Traces of sequences of `lengths` tokens, in packing order.
+
+    `padded_lengths`: what each of them takes up; by default no more than its length.
 
     The last token of each sequence, padding, and sequences without a trace get the native route:
     expert ids of 0 would send them to expert 0 K times over, and a duplicate id silently loses an
@@ -22,9 +29,10 @@ def pack_traces(traces: Sequence[RoutingTrace | None], lengths: Sequence[int]) -
     """
     first = next(trace for trace in traces if trace is not None)
     _, num_layers, topk = first.expert_ids.shape
-    packed = native_routes(sum(lengths), num_layers, first.num_experts, topk)
+    rooms = lengths if padded_lengths is None else padded_lengths
+    packed = native_routes(sum(rooms), num_layers, first.num_experts, topk)
     start = 0
-    for trace, length in zip(traces, lengths, strict=True):
+    for trace, length, room in zip(traces, lengths, rooms, strict=True):
         if trace is not None:
             if trace.layer_numbers != first.layer_numbers:
                 raise ValueError(
@@ -43,7 +51,7 @@ def pack_traces(traces: Sequence[RoutingTrace | None], lengths: Sequence[int]) -
                 )
             rows = packed[start : start + length - 1]
             pack_routes(trace.expert_ids, trace.num_experts, out=rows)
-        start += length
+        start += room
     return PackedRoutes(packed, first.layer_numbers, first.num_experts, topk)
 
 
@@ -58,11 +66,9 @@ def row_slice(num_tokens: int, tp_rank: int, tp_size: int) -> slice:
 
 
 def local_routes(
-    batch: MicroBatch, owned_layers: Iterable[int], tp_rank: int, tp_size: int
+    routes: PackedRoutes, owned_layers: Iterable[int], tp_rank: int, tp_size: int
 ) -> dict[int, Tensor]:
     """The routes of the layers that this chunk owns, for the rows that this rank sees: i64[n, K]."""
-    routes = batch.routes
-    assert routes is not None
     owned = tuple(owned_layers)
     place = {number: i for i, number in enumerate(routes.layer_numbers)}
     missing = [number for number in owned if number not in place]
@@ -71,7 +77,7 @@ def local_routes(
             f"routes: the model has MoE layers {missing}, the traces only {routes.layer_numbers}; "
             "they come from another model"
         )
-    rows = row_slice(batch.num_tokens, tp_rank, tp_size)
+    rows = row_slice(len(routes.packed), tp_rank, tp_size)
     ids = unpack_routes(
         routes.packed,
         num_experts=routes.num_experts,

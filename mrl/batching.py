@@ -12,7 +12,7 @@ from mrl.config import AlgorithmConfig
 from mrl.errors import InputError
 from mrl.types import Sample, SampleGroup, TrainBatch
 from parallel.groups import Groups
-from parallel.packing import WeightedSample, pack, plan
+from parallel.packing import WeightedSample, pack, plan, round_up
 
 
 def set_advantages(
@@ -66,14 +66,21 @@ def make_train_batch(
         for sample, advantage, weight in zip(samples, advantages, weights.tolist(), strict=True)
     ]
     dims = groups.dims
+    lengths = [round_up(len(s.token_ids), dims.sequence_multiple) for s in samples]
     shares = plan(
-        [len(s.token_ids) for s in samples],
+        lengths,
         dims.dp,
         micro_batch_tokens,
         multiple_of=dims.pp if dims.vpp > 1 else 1,
     )
+    longest = max(sum(lengths[i] for i in members) for share in shares for members in share)
     micro_batches = [
-        pack([weighted[i] for i in members], dims.token_multiple)
+        pack(
+            [weighted[i] for i in members],
+            dims.token_multiple,
+            sequence_multiple=dims.sequence_multiple,
+            min_tokens=longest if dims.equal_micro_batches else 1,
+        )
         for members in shares[groups.dp_rank]
     ]
     return TrainBatch(micro_batches, total_tokens, total_samples)

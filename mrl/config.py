@@ -35,8 +35,16 @@ class ParallelConfig(Branch):
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=2)
     """Model chunks per pipeline rank (interleaved schedule)."""
     context_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of a micro-batch: `train.micro_batch_tokens` is for all of them."""
     expert_model_parallel_size: int = Field(default=1, ge=1)
     expert_tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share one expert; 1 gives every tensor-parallel rank whole experts."""
+    decoder_first_pipeline_num_layers: int | None = Field(default=None, ge=1)
+    """Layers of the first pipeline stage, where it should have fewer (or more) than the others."""
+    decoder_last_pipeline_num_layers: int | None = Field(default=None, ge=1)
+    """Layers of the last pipeline stage."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to their experts. `allgather` pads all micro-batches to one length."""
 
 
 class TrainConfig(Branch):
@@ -104,8 +112,6 @@ class AlgorithmConfig(Branch):
 class MoeConfig(Branch):
     routing_replay: Literal["off", "r2", "r3"] = "r3"
     """r3: replay the rollout's routes; r2: replay the trainer's own pre-update routes; off."""
-    token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts. `allgather` pads all micro-batches to one length."""
     load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
     """Off under RL: a balancing loss pulls the router away from what the reward asks for."""
     aux_loss_coeff: float = Field(default=0.0, ge=0)

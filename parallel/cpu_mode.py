@@ -12,9 +12,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 _active: list[TorchFunctionMode] = []
@@ -91,7 +95,7 @@ def _replace_torch_cuda() -> None:
 
 
 def _replace_megatron() -> None:
-    """Four names of megatron-core that have no CPU branch."""
+    """Names of megatron-core that have no CPU branch, or one that gloo cannot do."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
@@ -105,3 +109,38 @@ def _replace_megatron() -> None:
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     for module in (moe_utils, dispatcher):
         module.maybe_move_tensor_to_cpu = split_sizes_on_cpu  # returns the tensor itself on a CPU
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    for name, uneven in (
+        ("_gather_along_first_dim", _gather_uneven),
+        ("_reduce_scatter_along_first_dim", _reduce_scatter_uneven),
+    ):
+        setattr(mappings, name, _by_sizes(getattr(mappings, name), uneven))
+
+
+def _by_sizes(even: Callable[..., Tensor], uneven: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's own function for equal parts, ours where it is given their sizes."""
+
+    def either(
+        values: Tensor, group: ProcessGroup, sizes: list[int] | None = None, *args: Any, **kw: Any
+    ) -> Tensor:
+        if sizes is None:
+            return even(values, group, None, *args, **kw)
+        return uneven(values, group, sizes)
+
+    return either
+
+
+def _gather_uneven(values: Tensor, group: ProcessGroup, sizes: list[int]) -> Tensor:
+    """[sizes[rank], ...] of every rank -> [sum(sizes), ...]; gloo itself gathers equal parts only."""
+    padded = values.new_zeros(max(sizes), *values.shape[1:])
+    padded[: len(values)] = values
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatter_uneven(values: Tensor, group: ProcessGroup, sizes: list[int]) -> Tensor:
+    """[sum(sizes), ...] of every rank -> this rank's [sizes[rank], ...] of their sum."""
+    total = values.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total.split(sizes)[group.rank()].contiguous()

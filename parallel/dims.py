@@ -6,6 +6,7 @@ Attention and dense layers see world = tp x cp x dp x pp; expert layers see worl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mrl.config import ParallelConfig
 from mrl.errors import InputError
@@ -23,6 +24,10 @@ class ModelSizes:
     """0 when every layer is MoE."""
     num_experts: int
     """0 for a dense model."""
+    moe_ffn_size: int = 0
+    """Columns of one expert."""
+    shared_expert_ffn_size: int = 0
+    """Columns of the shared experts together; 0 where there are none."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,10 @@ class ParallelDims:
     cp: int
     ep: int
     etp: int
+    first_layers: int | None = None
+    """Layers of the first pipeline stage, where they are not the same on all."""
+    last_layers: int | None = None
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
 
     @classmethod
     def create(cls, config: ParallelConfig, world: int) -> ParallelDims:
@@ -48,6 +57,9 @@ class ParallelDims:
             cp=config.context_parallel_size,
             ep=config.expert_model_parallel_size,
             etp=config.expert_tensor_parallel_size,
+            first_layers=config.decoder_first_pipeline_num_layers,
+            last_layers=config.decoder_last_pipeline_num_layers,
+            dispatcher=config.moe_token_dispatcher_type,
         )
         dense, expert = dims.tp * dims.cp * dims.pp, dims.etp * dims.ep * dims.pp
         if world % dense:
@@ -66,11 +78,10 @@ class ParallelDims:
                 f"parallel.virtual_pipeline_model_parallel_size is {dims.vpp}, but "
                 "pipeline_model_parallel_size is 1: interleaving needs at least 2 stages"
             )
-        if dims.cp > 1 or dims.etp > 1:
-            name = "context_parallel_size" if dims.cp > 1 else "expert_tensor_parallel_size"
+        if (dims.first_layers or dims.last_layers) and dims.pp == 1:
             raise InputError(
-                f"parallel.{name} = {max(dims.cp, dims.etp)}: not supported yet, only 1; it is "
-                "refused because nothing has verified its gradients"
+                "parallel.decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers: set, "
+                "but pipeline_model_parallel_size is 1; leave them out"
             )
         return dims
 
@@ -84,24 +95,36 @@ class ParallelDims:
         return self.tp > 1
 
     @property
+    def sequence_multiple(self) -> int:
+        """A packed sequence is padded to a multiple of this many tokens: `parallel.context`."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
     def token_multiple(self) -> int:
         """A packed micro-batch is padded to a multiple of this many tokens."""
-        return self.tp
+        return self.sequence_multiple * self.tp
+
+    @property
+    def equal_micro_batches(self) -> bool:
+        """Megatron's allgather dispatcher and its fixed-size pipeline messages want one length."""
+        return self.dispatcher == "allgather"
 
     def check_model(self, sizes: ModelSizes) -> None:
         """Raise InputError, with the arithmetic, for every size that the model does not allow."""
-        stages = self.pp * self.vpp
         rules = [
             ("attention heads", sizes.num_attention_heads, "tensor", self.tp),
             ("query groups (key/value heads)", sizes.num_query_groups, "tensor", self.tp),
             ("vocabulary entries", sizes.vocab_size, "tensor", self.tp),
             ("dense FFN columns", sizes.dense_ffn_size, "tensor", self.tp),
             ("experts", sizes.num_experts, "expert", self.ep),
-            ("layers", sizes.num_layers, "pipeline x virtual", stages),
+            ("expert FFN columns", sizes.moe_ffn_size, "expert tensor", self.etp),
+            ("shared expert FFN columns", sizes.shared_expert_ffn_size, "tensor", self.tp),
+            *self._layer_rules(sizes.num_layers),
         ]
-        if self.ep > 1 and not sizes.num_experts:
+        if self.ep * self.etp > 1 and not sizes.num_experts:
+            name = "expert_model_parallel_size" if self.ep > 1 else "expert_tensor_parallel_size"
             raise InputError(
-                f"parallel.expert_model_parallel_size is {self.ep}, but the model has no experts"
+                f"parallel.{name} is {max(self.ep, self.etp)}, but the model has no experts"
             )
         wrong = [
             f"{count} {what} are not divisible by {size_name} parallel size {size} "
@@ -112,9 +135,35 @@ class ParallelDims:
         if wrong:
             raise InputError("parallel: " + "; ".join(wrong))
 
+    def _layer_rules(self, num_layers: int) -> list[tuple[str, int, str, int]]:
+        """Layers that the stages must share equally, after those that the recipe gives to the ends."""
+        ends = [n for n in (self.first_layers, self.last_layers) if n is not None]
+        if not ends:
+            return [("layers", num_layers, "pipeline x virtual", self.pp * self.vpp)]
+        rules = [("layers of an end stage", n, "virtual pipeline", self.vpp) for n in ends]
+        stages, left = self.pp - len(ends), num_layers - sum(ends)
+        if left < stages or (not stages and left):
+            raise InputError(
+                f"parallel: {sum(ends)} of {num_layers} layers are given to the first and last "
+                f"pipeline stages, which leaves {left} for the other {stages}; change "
+                "decoder_first_pipeline_num_layers or decoder_last_pipeline_num_layers"
+            )
+        return [
+            *rules,
+            ("layers left for the middle", left, "pipeline x virtual", stages * self.vpp),
+        ]
+
     def describe(self) -> str:
         """One line for the plan, e.g. `4 rank(s) = tensor 2 x pipeline 1 x data 2; expert 2`."""
-        text = f"{self.world} rank(s) = tensor {self.tp} x pipeline {self.pp} x data {self.dp}"
+        text = f"{self.world} rank(s) = tensor {self.tp}"
+        if self.cp > 1:
+            text += f" x context {self.cp}"
+        text += f" x pipeline {self.pp} x data {self.dp}"
         if self.vpp > 1:
             text += f", {self.vpp} virtual stages a rank"
-        return text + f"; expert {self.ep}" + ("; sequence parallel" if self.tp > 1 else "")
+        text += f"; expert {self.ep}"
+        if self.etp > 1:
+            text += f" x expert tensor {self.etp}"
+        if self.dispatcher != "alltoall":
+            text += f", {self.dispatcher}"
+        return text + ("; sequence parallel" if self.tp > 1 else "")

@@ -40,7 +40,8 @@ def _stage_tensors(weights: WeightMap) -> Iterator[tuple[str, Tensor]]:
     for entry in weights.entries:
         _, size = weights.tp_place(entry)
         local = entry.parameter.detach()
-        shards = _all_gather(local, groups.tp) if size > 1 else [local]
+        group = groups.tp if entry.expert < 0 else groups.etp
+        shards = _all_gather(local, group) if size > 1 else [local]
         full = join_shards(shards, entry.rule.split)
         if entry.expert < 0:
             yield from zip(entry.hf_names(), _split_hf(weights, entry, full), strict=True)

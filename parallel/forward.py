@@ -20,6 +20,7 @@ from moe.replay import ReplayedChunk, Routes
 from moe.statistics import RoutingCounter
 from mrl.types import LossOutput, MicroBatch, Statistics
 from parallel.attention import packed_sequences
+from parallel.context import ContextSlice, context_slice
 from parallel.groups import Groups
 from parallel.logprobs import packed_logprobs
 from parallel.model import unwrap
@@ -77,24 +78,25 @@ class PipelineRunner:
         def forward_step(numbered: Iterator[tuple[int, MicroBatch]], chunk: Any):
             number, batch = next(numbered)
             replayed = self.replays[id(unwrap(chunk))]
-            routes = self._routes(batch, replayed, replay, number)
+            context = context_slice(batch.cu_seqlens, self.groups.cp)
+            routes = self._routes(batch, context, replayed, replay, number)
             replayed.begin_forward(routes, with_grad=train)
             logits = chunk(
-                batch.input_ids.unsqueeze(0),
-                batch.position_ids.unsqueeze(0),
+                context.take(batch.input_ids).unsqueeze(0),
+                context.take(batch.position_ids).unsqueeze(0),
                 None,
-                packed_seq_params=packed_sequences(batch.cu_seqlens, self._cp_group),
+                packed_seq_params=packed_sequences(batch.cu_seqlens, context),
                 **self._output_options,
             )
             replayed.end_forward()
-            counter.add(number, replayed, routes, self._expected_rows(batch))
+            counter.add(number, replayed, routes, self._expected_rows(batch, context))
             if not train:
                 output.native_routes[number] |= {
                     n: layer.native_ids
                     for n, layer in replayed.layers.items()
                     if layer.native_ids is not None
                 }
-            return logits, lambda tensor: self._finish(tensor, batch, loss, output)
+            return logits, lambda tensor: self._finish(tensor, batch, context, loss, output)
 
         numbered = list(enumerate(batches))
         feeds = [iter(numbered) for _ in self.chunks]
@@ -114,11 +116,16 @@ class PipelineRunner:
         return output
 
     def _finish(
-        self, logits: Tensor, batch: MicroBatch, loss: LossFunction | None, output: PassOutput
+        self,
+        logits: Tensor,
+        batch: MicroBatch,
+        context: ContextSlice,
+        loss: LossFunction | None,
+        output: PassOutput,
     ) -> tuple[Tensor, Tensor, dict]:
         """Megatron's loss function of one micro-batch, called on the last stage in batch order."""
         logprobs, entropy = packed_logprobs(
-            logits.squeeze(0), batch, self.temperature, self.groups.tp
+            logits.squeeze(0), batch, self.temperature, self.groups.tp, context
         )
         output.logprobs.append(logprobs.detach())
         output.entropies.append(entropy.detach())
@@ -133,6 +140,7 @@ class PipelineRunner:
     def _routes(
         self,
         batch: MicroBatch,
+        context: ContextSlice,
         chunk: ReplayedChunk,
         replay: RecordedRoutes | bool,
         number: int,
@@ -145,21 +153,14 @@ class PipelineRunner:
             if bool(batch.loss_mask.any()):
                 raise ValueError("moe.routing_replay is r3, but the samples carry no routes")
             return None
-        return local_routes(batch, chunk.layers, self.groups.tp_rank, self.groups.dims.tp)
+        routes = context.take_routes(batch.routes)
+        return local_routes(routes, chunk.layers, self.groups.tp_rank, self.groups.dims.tp)
 
-    def _expected_rows(self, batch: MicroBatch) -> Tensor:
-        """bool[n]: rows of this rank that lead to a token of a sample: all but last and padding."""
-        expected = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.input_ids.device)
+    def _expected_rows(self, batch: MicroBatch, context: ContextSlice) -> Tensor:
+        """bool[n]: rows of this rank that lead to a loss token, a later one of the same sequence."""
+        so_far = batch.loss_mask.long().cumsum(0)
         ends = batch.cu_seqlens[1:].long() - 1
-        expected[ends] = False
-        loss_tokens = batch.loss_mask.long().cumsum(0)
-        per_sequence = loss_tokens[ends].diff(prepend=loss_tokens.new_zeros(1))
         lengths = batch.cu_seqlens.diff().long()
-        expected &= (per_sequence > 0).repeat_interleave(lengths, output_size=batch.num_tokens)
-        return expected[row_slice(batch.num_tokens, self.groups.tp_rank, self.groups.dims.tp)]
-
-    @property
-    def _cp_group(self) -> Any:
-        from megatron.core import parallel_state
-
-        return parallel_state.get_context_parallel_group()
+        by_the_end = so_far[ends].repeat_interleave(lengths, output_size=batch.num_tokens)
+        expected = context.take(so_far < by_the_end)
+        return expected[row_slice(len(expected), self.groups.tp_rank, self.groups.dims.tp)]

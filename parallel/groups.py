@@ -27,7 +27,10 @@ class Groups:
     tp: ProcessGroup
     pp: ProcessGroup
     dp: ProcessGroup
+    """Replicas that see other samples; context-parallel ranks see the same."""
+    cp: ProcessGroup
     ep: ProcessGroup
+    etp: ProcessGroup
 
     @property
     def tp_rank(self) -> int:
@@ -46,13 +49,21 @@ class Groups:
         return self.ep.rank()
 
     @property
+    def cp_rank(self) -> int:
+        return self.cp.rank()
+
+    @property
+    def etp_rank(self) -> int:
+        return self.etp.rank()
+
+    @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.dims.pp - 1
 
     @property
     def reports_loss(self) -> bool:
         """One rank of each data-parallel replica holds the losses: no number is counted twice."""
-        return self.is_last_stage and self.tp_rank == 0
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
 
 def world_size() -> int:
@@ -105,7 +116,9 @@ def init_groups(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Gro
         tp=state.get_tensor_model_parallel_group(),
         pp=state.get_pipeline_model_parallel_group(),
         dp=state.get_data_parallel_group(),
+        cp=state.get_context_parallel_group(),
         ep=state.get_expert_model_parallel_group(),
+        etp=state.get_expert_tensor_parallel_group(),
     )
 
 

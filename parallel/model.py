@@ -62,11 +62,13 @@ def build_config(
         "expert_model_parallel_size": dims.ep,
         "expert_tensor_parallel_size": dims.etp,
         "sequence_parallel": dims.sequence_parallel,
-        "variable_seq_lengths": True,
+        "num_layers_in_first_pipeline_stage": dims.first_layers,
+        "num_layers_in_last_pipeline_stage": dims.last_layers,
+        "variable_seq_lengths": not dims.equal_micro_batches,
         # Batched p2p is silently wrong in the interleaved schedule: use the overlapped form there.
         "overlap_p2p_comm": dims.vpp > 1,
         "batch_p2p_comm": dims.vpp == 1,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": dims.dispatcher,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32" if half else None,
         "moe_grouped_gemm": implementation == "transformer_engine",
@@ -102,7 +104,11 @@ def _block_spec(
 
 
 def build_chunks(
-    model: HfModel, groups: Groups, config: TransformerConfig, implementation: Implementation
+    model: HfModel,
+    groups: Groups,
+    config: TransformerConfig,
+    implementation: Implementation,
+    use_distributed_optimizer: bool,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks (one per virtual stage), on its device, with gradient buffers."""
     dims = groups.dims
@@ -131,7 +137,7 @@ def build_chunks(
         chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=False,
+        use_distributed_optimizer=use_distributed_optimizer,
         check_for_nan_in_grad=True,  # raises before the optimizer touches a weight
     )
     return [

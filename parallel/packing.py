@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -48,7 +49,7 @@ def plan(
         heapq.heappush(loads, (load + lengths[i], rank))
     bins = [_first_fit(share, lengths, token_budget) for share in shares]
     count = max(1, *(len(b) for b in bins))
-    count = -(-count // multiple_of) * multiple_of
+    count = round_up(count, multiple_of)
     return [b + [[] for _ in range(count - len(b))] for b in bins]
 
 
@@ -66,29 +67,46 @@ def _first_fit(share: list[int], lengths: Sequence[int], token_budget: int) -> l
     return bins
 
 
-def pack(samples: Sequence[WeightedSample], token_multiple: int) -> MicroBatch:
-    """Lay samples end to end; padding up to a multiple of `token_multiple` is one more sequence
-    without loss and with native routes. No samples give an empty micro-batch of padding."""
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def pack(
+    samples: Sequence[WeightedSample],
+    token_multiple: int = 1,
+    *,
+    sequence_multiple: int = 1,
+    min_tokens: int = 1,
+) -> MicroBatch:
+    """Lay samples end to end, each padded to a multiple of `sequence_multiple` tokens.
+
+    What is missing to a multiple of `token_multiple`, and to `min_tokens`, is one more sequence.
+    Padding has no loss and native routes. No samples give an empty micro-batch of padding.
+    """
     lengths = [len(s.sample.token_ids) for s in samples]
-    total = max(1, sum(lengths))
-    padding = -total % token_multiple + (0 if lengths else 1)
+    rooms = [round_up(n, sequence_multiple) for n in lengths]
+    total = round_up(max(min_tokens, sum(rooms)), math.lcm(token_multiple, sequence_multiple))
+    padding = total - sum(rooms)
     if padding:
         lengths.append(padding)
+        rooms.append(padding)
     traces = [s.sample.routing for s in samples] + ([None] if padding else [])
     has_routes = any(trace is not None for trace in traces)
-    routes = pack_traces(traces, lengths) if has_routes else None
+    routes = pack_traces(traces, lengths, rooms) if has_routes else None
 
     def per_token(name: str, dtype: torch.dtype) -> Tensor:
-        parts = [getattr(s.sample, name).to(dtype) for s in samples]
-        return torch.cat([*parts, torch.zeros(padding, dtype=dtype)])
+        values = torch.zeros(total, dtype=dtype)
+        for room, sample, length in zip(values.split(rooms), samples, lengths, strict=False):
+            room[:length] = getattr(sample.sample, name)
+        return values
 
     def per_sequence(values: list[float]) -> Tensor:
         return torch.tensor(values + [0.0] * bool(padding), dtype=torch.float32)
 
     return MicroBatch(
         input_ids=per_token("token_ids", torch.int64),
-        position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
+        position_ids=torch.cat([torch.arange(n) for n in rooms]),
+        cu_seqlens=torch.tensor([0, *rooms]).cumsum(0).int(),
         loss_mask=per_token("loss_mask", torch.bool),
         rollout_logprobs=per_token("rollout_logprobs", torch.float32),
         advantages=per_sequence([s.advantage for s in samples]),

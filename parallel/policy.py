@@ -58,7 +58,13 @@ class Policy:
         settings.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: (
             finalize_model_grads(chunks, None, **kw)
         )
-        self.chunks = build_chunks(model, groups, settings, self.implementation)
+        self.chunks = build_chunks(
+            model,
+            groups,
+            settings,
+            self.implementation,
+            use_distributed_optimizer=optimizer.use_distributed_optimizer,
+        )
         self.weights = WeightMap(model, groups, self.chunks)
         self.weights.load()
         self.runner = PipelineRunner(self.chunks, groups, temperature, recompute)

@@ -91,9 +91,11 @@ class WeightMap:
         return self.model.config["num_attention_heads"] // self.num_groups
 
     def tp_place(self, entry: Entry) -> tuple[int, int]:
-        """(rank, size) that share out this parameter; experts are whole (expert-tensor size 1)."""
-        if entry.expert >= 0 or entry.rule.split == "none":
+        """(rank, size) of the tensor-parallel group, or the experts' own, that shares it out."""
+        if entry.rule.split == "none":
             return 0, 1
+        if entry.expert >= 0:
+            return self.groups.etp_rank, self.groups.dims.etp
         return self.groups.tp_rank, self.groups.dims.tp
 
     @torch.no_grad()

@@ -37,6 +37,7 @@ def sizes(hf: HfConfig) -> ModelSizes:
         vocab_size=hf["vocab_size"],
         dense_ffn_size=hf["intermediate_size"] if has_dense else 0,
         num_experts=num_experts(hf),
+        moe_ffn_size=hf["moe_intermediate_size"],
     )
 
 

@@ -74,7 +74,7 @@ def make_sample(
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def samples() -> list[Sample]:
     """13 samples of uneven lengths: 2, 4 or 8 ranks cannot share them evenly."""
     generator = torch.Generator().manual_seed(1)

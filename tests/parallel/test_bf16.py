@@ -13,9 +13,7 @@ from mrl.types import Sample
 from parallel.checkpoint import load_checkpoint, save_checkpoint
 from parallel.hf_config import HfModel
 from parallel.policy import Policy
-from tests.parallel.test_layouts import (
-    LAYOUTS,
-    all_samples,
+from tests.parallel.layouts import (
     exported,
     join_groups,
     loss,
@@ -58,15 +56,21 @@ def exercise(
     }
 
 
-@pytest.mark.parametrize("name", ["TP2xEP2", "PP2xEP2"])
+@pytest.mark.parametrize(
+    ("world", "sizes"), [(2, {"tensor": 2, "expert": 2}), (4, {"pipeline": 2, "expert": 2})]
+)
 def test_bf16_matches_one_process_and_keeps_its_main_parameters(
-    name: str, model_path: Path, tmp_path: Path
+    world: int,
+    sizes: dict[str, int],
+    model_path: Path,
+    samples: list[Sample],
+    tmp_path: Path,
 ) -> None:
     outs = []
-    for world, sizes in ((1, {}), LAYOUTS[name]):
-        folder = tmp_path / str(world)
-        arguments = (model_path, sizes, all_samples(), folder / "ckpt")
-        outs.append(run_ranks(world, exercise, *arguments, folder=folder / "out")[0])
+    for ranks, layout in ((1, {}), (world, sizes)):
+        folder = tmp_path / str(ranks)
+        arguments = (model_path, layout, samples, folder / "ckpt")
+        outs.append(run_ranks(ranks, exercise, *arguments, folder=folder / "out")[0])
     reference, ours = outs
     for out in outs:
         assert out["dtypes"] == {"torch.bfloat16"}

@@ -15,6 +15,7 @@ MODEL = ModelSizes(
     vocab_size=128,
     dense_ffn_size=96,
     num_experts=8,
+    moe_ffn_size=16,
 )
 
 
@@ -39,8 +40,13 @@ def test_data_parallel_size_is_what_is_left() -> None:
     [
         (3, {"tp": 2}, r"3 ranks are not divisible by tensor 2 x context 1 x pipeline 1 = 2"),
         (4, {"pp": 2, "ep": 3}, r"4 ranks .* expert 3 x expert-tensor 1 x pipeline 2 = 6"),
-        (2, {"context_parallel_size": 2}, r"context_parallel_size = 2: not supported yet"),
-        (2, {"expert_tensor_parallel_size": 2}, r"expert_tensor_parallel_size = 2"),
+        (
+            2,
+            {"tp": 2, "context_parallel_size": 2},
+            r"2 ranks .* tensor 2 x context 2 x pipeline 1 = 4",
+        ),
+        (2, {"ep": 2, "expert_tensor_parallel_size": 2}, r"2 ranks .* expert-tensor 2 .* = 4"),
+        (2, {"decoder_last_pipeline_num_layers": 1}, r"pipeline_model_parallel_size is 1"),
         (1, {"virtual_pipeline_model_parallel_size": 2}, r"interleaving needs at least 2 stages"),
     ],
 )
@@ -54,6 +60,13 @@ def test_a_world_that_does_not_divide_is_refused(world: int, sizes: dict, messag
     [
         (8, {"tp": 8}, r"4 query groups .* tensor parallel size 8 \(4 = 0 x 8 \+ 4\)"),
         (4, {"pp": 4}, r"6 layers .* pipeline x virtual parallel size 4 \(6 = 1 x 4 \+ 2\)"),
+        (
+            4,
+            {"pp": 4, "decoder_first_pipeline_num_layers": 1},
+            r"5 layers left for the middle .* size 3 \(5 = 1 x 3 \+ 2\)",
+        ),
+        (2, {"pp": 2, "decoder_last_pipeline_num_layers": 6}, r"leaves 0 for the other 1"),
+        (3, {"expert_tensor_parallel_size": 3}, r"16 expert FFN columns .* size 3"),
         (3, {"ep": 3}, r"8 experts .* expert parallel size 3 \(8 = 2 x 3 \+ 2\)"),
     ],
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mrl.kernels import oracle
 from mrl.types import MicroBatch
+from parallel.context import ContextSlice
 from parallel.logprobs import packed_logprobs
 from tests.ranks import run_ranks
 
@@ -47,7 +48,9 @@ def on_rank(vocab: int) -> dict[str, Tensor]:
     result = {}
     for dtype in (torch.float32, torch.bfloat16):
         local = make_logits(vocab, dtype).chunk(size, dim=1)[rank].contiguous().requires_grad_()
-        logprobs, entropy = packed_logprobs(local * 1, make_batch(vocab), TEMPERATURE, group)
+        logprobs, entropy = packed_logprobs(
+            local * 1, make_batch(vocab), TEMPERATURE, group, ContextSlice(group, [])
+        )
         weights = torch.linspace(-1, 1, len(logprobs))
         (grad,) = torch.autograd.grad((weights * (logprobs + 0.1 * entropy)).sum(), local)
         result |= {f"{dtype} logprobs": logprobs.detach(), f"{dtype} entropy": entropy.detach()}

@@ -52,7 +52,7 @@ def test_pack_lays_samples_end_to_end_and_pads(samples: list[Sample]) -> None:
     assert batch.seq_weight.tolist() == [0.5, 0.5, 0.5, 0.0]
     assert batch.routes is not None
     numbers = batch.routes.layer_numbers
-    routes = local_routes(batch, numbers, 0, 1)
+    routes = local_routes(batch.routes, numbers, 0, 1)
     expert_ids = torch.stack([routes[number] for number in numbers], dim=1)
     native = (expert_ids == NATIVE_ROUTE).all(-1).all(-1)
     assert native.nonzero().flatten().tolist() == [6, 37, *range(49, batch.num_tokens)]
@@ -66,9 +66,9 @@ def test_each_rank_gets_its_own_rows_and_layers(samples: list[Sample]) -> None:
     batch = pack([WeightedSample(s, 1.0, 1.0) for s in samples[:3]], 4)
     assert batch.routes is not None
     numbers = batch.routes.layer_numbers
-    whole = local_routes(batch, numbers, 0, 1)
+    whole = local_routes(batch.routes, numbers, 0, 1)
     for wanted in (numbers, numbers[1:], numbers[::-1], numbers[:1], ()):
-        parts = [local_routes(batch, wanted, rank, 4) for rank in range(4)]
+        parts = [local_routes(batch.routes, wanted, rank, 4) for rank in range(4)]
         assert all(tuple(part) == tuple(wanted) for part in parts)
         for number in wanted:
             assert torch.equal(torch.cat([part[number] for part in parts]), whole[number])
@@ -77,7 +77,7 @@ def test_each_rank_gets_its_own_rows_and_layers(samples: list[Sample]) -> None:
 def test_routes_of_other_layers_are_refused(samples: list[Sample]) -> None:
     batch = pack([WeightedSample(samples[0], 1.0, 1.0)], 1)
     with pytest.raises(ValueError, match=r"the model has MoE layers \[77\], the traces only"):
-        local_routes(batch, [77], 0, 1)
+        local_routes(batch.routes, [77], 0, 1)
 
 
 def test_traces_that_do_not_fit_are_refused(samples: list[Sample]) -> None:

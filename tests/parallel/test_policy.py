@@ -20,10 +20,10 @@ from mrl.types import NATIVE_ROUTE, LossOutput, MicroBatch, Sample, TrainBatch
 from parallel.checkpoint import latest_step, load_checkpoint, save_checkpoint
 from parallel.hf_config import HfModel
 from parallel.packing import WeightedSample, pack
-from tests.parallel.test_layouts import build, exported, join_groups, loss
+from tests.parallel.layouts import build, exported, join_groups, loss
 from tests.ranks import run_ranks
 
-TEMPERATURE = 0.8  # of test_layouts.build
+TEMPERATURE = 0.8  # of layouts.build
 
 
 def packed(samples: list[Sample]) -> MicroBatch:
@@ -68,7 +68,7 @@ def replay_effects(model_path: Path, samples: list[Sample]) -> dict[str, Any]:
     before = policy.logprobs([batch], True)
     assert batch.routes is not None
     numbers = batch.routes.layer_numbers
-    captured = local_routes(batch, numbers, 0, 1)
+    captured = local_routes(batch.routes, numbers, 0, 1)
     changed = torch.stack([captured[number] for number in numbers], dim=1)  # [N, L, K]
     # The second token of the first sample, in the first MoE layer: one expert for an unused one.
     row = changed[1, 0]

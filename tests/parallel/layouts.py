@@ -1,0 +1,195 @@
+"""Layouts and what is asked of each: the same training steps as one process.
+
+`make layouts` runs all of them (benchmarks/layouts.py), `make test` a part (test_layouts.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms import gspo
+from mrl.batching import make_train_batch
+from mrl.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch
+from parallel.dims import ParallelDims
+from parallel.groups import Groups, init_groups, world_size
+from parallel.hf_config import HfModel
+from parallel.policy import Policy, with_old_logprobs
+from parallel.reduce import reduce_statistics
+
+CONFIG_KEYS = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "virtual_pipeline": "virtual_pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+    "first": "decoder_first_pipeline_num_layers",
+    "last": "decoder_last_pipeline_num_layers",
+    "dispatcher": "moe_token_dispatcher_type",
+}
+NUM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes by the keys of CONFIG_KEYS; what is left of `world` is data parallel."""
+
+    world: int
+    sizes: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    distributed_optimizer: bool = False
+    recompute: bool = True
+
+    @property
+    def name(self) -> str:
+        short = {"tensor": "TP", "context": "CP", "pipeline": "PP", "virtual_pipeline": "VPP",
+                 "expert": "EP", "expert_tensor": "ETP"}  # fmt: skip
+        used = {key: self.sizes.get(key, 1) for key in short}
+        parts = [f"{short[key]}{size}" for key, size in used.items() if size > 1]
+        dp = self.world // (used["tensor"] * used["context"] * used["pipeline"])
+        parts += [f"DP{dp}"] if dp > 1 or not parts else []
+        text = "x".join(parts)
+        if used["tensor"] > 1 and used["expert"] * used["expert_tensor"] == 1:
+            text += "xETP1"
+        if ends := [f"{n} {key}" for key in ("first", "last") if (n := self.sizes.get(key))]:
+            text += f" ({', '.join(ends)})"
+        if dispatcher := self.sizes.get("dispatcher"):
+            text += f" {dispatcher}"
+        if self.distributed_optimizer:
+            text += " distributed optimizer"
+        if not self.recompute:
+            text += " no recompute"
+        return text + (" bf16" if self.dtype == "bfloat16" else "")
+
+
+def parallel_config(sizes: dict[str, Any]) -> ParallelConfig:
+    return ParallelConfig(**{CONFIG_KEYS[key]: value for key, value in sizes.items()})
+
+
+def join_groups(model_path: Path, sizes: dict[str, Any]) -> Groups:
+    dims = ParallelDims.create(parallel_config(sizes), world_size())
+    dims.check_model(HfModel.read(model_path).sizes)
+    return init_groups(dims, seed=0)
+
+
+def build(
+    model_path: Path,
+    groups: Groups,
+    recompute: bool = False,
+    *,
+    dtype: Any = "float32",
+    distributed_optimizer: bool = False,
+) -> Policy:
+    return Policy(
+        HfModel.read(model_path),
+        groups,
+        ModelConfig(path=str(model_path), dtype=dtype),
+        # A larger epsilon than Adam's usual one: its first step would otherwise be the sign of the
+        # gradient, and rounding noise around 0 would come out as a full step.
+        OptimizerConfig(
+            lr=1e-3,
+            weight_decay=0.01,
+            clip_grad=0.05,
+            adam_eps=1e-6,
+            use_distributed_optimizer=distributed_optimizer,
+        ),
+        recompute=recompute,
+        temperature=0.8,
+    )
+
+
+def exported(policy: Policy) -> dict[str, Tensor]:
+    """The whole model under HF names, every name exactly once."""
+    pairs = [pair for bucket in policy.export(0, 4096) for pair in bucket.tensors]
+    assert len(dict(pairs)) == len(pairs)
+    return {name: tensor.clone() for name, tensor in pairs}
+
+
+def loss(logprobs: Tensor, batch: MicroBatch) -> LossOutput:
+    return gspo.loss(logprobs, batch, AlgorithmConfig(clip_low=0.5, clip_high=0.5))
+
+
+def ready_batch(policy: Policy, groups: Groups, samples: list[Sample]) -> tuple[TrainBatch, dict]:
+    """The batch with the log-probs before the update, and the statistics of that pass."""
+    advantages = [(-1.0) ** i * (1 + i / 10) for i in range(len(samples))]
+    batch = make_train_batch(samples, advantages, gspo, groups, micro_batch_tokens=64)
+    before = policy.logprobs(batch.micro_batches, True)
+    micro = with_old_logprobs(batch.micro_batches, before)
+    return TrainBatch(micro, batch.num_loss_tokens, batch.num_samples), dict(before.routing)
+
+
+def train(policy: Policy, groups: Groups, samples: list[Sample], steps: int) -> list[dict]:
+    batch, _ = ready_batch(policy, groups, samples)
+    results = []
+    for _ in range(steps):
+        out = policy.train_step(batch, loss, True)
+        results.append({**reduce_statistics(out.stats), "grad_norm": out.grad_norm})
+    return results
+
+
+def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dict[str, Any]:
+    """Runs on every rank; rank 0's answer counts: steps, weights before and after, routing."""
+    groups = join_groups(model_path, layout.sizes)
+    policy = build(
+        model_path,
+        groups,
+        layout.recompute,
+        dtype=layout.dtype,
+        distributed_optimizer=layout.distributed_optimizer,
+    )
+    loaded = exported(policy)
+    _, routing = ready_batch(policy, groups, samples)
+    return {
+        "loaded": loaded,
+        "routing": reduce_statistics(routing),
+        "steps": train(policy, groups, samples, NUM_STEPS),
+        "weights": exported(policy),
+    }
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Largest relative differences from one process over all steps."""
+
+    loss: float
+    grad_norm: float
+    weights: float
+    """Of a weight matrix, in the Frobenius norm, after the last step."""
+    replay_coverage: float
+    """Smallest of all steps: 1 when every row was routed as captured."""
+    loaded_bitwise: bool
+    """HF -> Megatron -> HF gives the bits of the folder."""
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, self.grad_norm, self.weights)
+
+
+def agreement(ours: dict[str, Any], one: dict[str, Any], hf: dict[str, Tensor]) -> Agreement:
+    def worst(key: str) -> float:
+        return max(
+            abs(a[key] - b[key]) / abs(b[key])
+            for a, b in zip(ours["steps"], one["steps"], strict=True)
+        )
+
+    loaded = ours["loaded"]
+    assert loaded.keys() == hf.keys()
+    return Agreement(
+        loss=worst("loss/policy"),
+        grad_norm=worst("grad_norm"),
+        weights=distance(ours["weights"], one["weights"]),
+        replay_coverage=min(step["routing/replay_coverage"] for step in ours["steps"]),
+        loaded_bitwise=all(torch.equal(v, hf[k].to(v.dtype)) for k, v in loaded.items()),
+    )
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Largest relative difference of a weight matrix."""
+    assert a.keys() == b.keys()
+    return max(float((a[k] - b[k]).norm() / b[k].norm()) for k in b)
