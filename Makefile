@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench gpu-check clean
+.PHONY: help setup demo test lint bench layouts gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -46,7 +46,10 @@ lint: setup  ## Check style, formatting and types
 	$(if $(FORMATTED),$(BIN)/clang-format --dry-run -Werror $(FORMATTED),@echo "no kernel sources to format")
 
 bench: $(VENV)/.bench  ## Kernels beside eager, torch.compile, Liger, TRL and a copy; about 15 minutes
-	$(BIN)/python benchmarks/bench_kernels.py $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.bench_kernels $(BENCH_ARGS)
+
+layouts: setup  ## Every parallel layout against one process; writes docs/layouts.md
+	$(BIN)/python -m benchmarks.layouts
 
 # The peers to compare with, on top of the lock.
 $(VENV)/.bench: $(VENV)/.installed requirements/bench.txt

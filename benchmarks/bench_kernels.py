@@ -1,4 +1,4 @@
-"""Fused kernels against what else there is, in one run: `python benchmarks/bench_kernels.py`.
+"""Fused kernels against what else there is, in one run: `python -m benchmarks.bench_kernels`.
 
 Every case first holds the kernel against its fp64 oracle, and eager too, so that both do the same
 work; a case that disagrees has failed. Then each round times the kernel, eager PyTorch,
@@ -29,9 +29,10 @@ import sys  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
-from kernel_bench import machine, policy_loss, routes, sequences, vp_logprob  # noqa: E402
-from kernel_bench.case import RIVALS, Case, Run, Work, errors  # noqa: E402
-from kernel_bench.timing import interleave, make_copy, peak_bytes  # noqa: E402
+
+from benchmarks.kernel_bench import machine, policy_loss, routes, sequences, vp_logprob  # noqa: E402
+from benchmarks.kernel_bench.case import RIVALS, Case, Run, Work, errors  # noqa: E402
+from benchmarks.kernel_bench.timing import interleave, make_copy, peak_bytes  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 MODULES = (policy_loss, vp_logprob, sequences, routes)
@@ -170,7 +171,8 @@ def main() -> int:
     cases = choose_cases(arguments.only, arguments.quick, device)
     if not cases:
         parser.error(f"--only: got {arguments.only!r}, expected a part of some case's name")
-    words = machine.describe(device)
+    measured = "medians of interleaved rounds; forward and backward where there is a gradient"
+    words = {**machine.describe(device), "measured": measured}
     print("\n".join(f"{name}: {value}" for name, value in words.items()))
     bench = Bench(device, arguments.quick)
     for case in cases:

@@ -14,5 +14,5 @@ MRL_CUDA=1 "$python" setup.py --quiet build_ext --inplace
 "$python" -c 'import torch; from mrl import _C; assert _C.has_cuda, "built without CUDA"'
 failed=0
 "$python" -m pytest -q -m gpu tests || failed=1
-"$python" benchmarks/bench_kernels.py --device cuda "$@" || failed=1
+"$python" -m benchmarks.bench_kernels --device cuda "$@" || failed=1
 exit "$failed"

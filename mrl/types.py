@@ -219,10 +219,17 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """A bounded number of bytes of weights under their Hugging Face names."""
+    """A bounded number of bytes of weights under their Hugging Face names.
+
+    Whoever makes buckets may use the memory again for the next one: copy what has to stay.
+    """
 
     tensors: list[tuple[str, Tensor]]
     version: int
+    flat: Tensor | None = None
+    """u8[num_bytes]: all tensors end to end, where they lie in memory like that already."""
+    is_last: bool = False
+    """No more buckets of this version come."""
 
     @property
     def num_bytes(self) -> int:

@@ -1,82 +1,172 @@
 """The whole model under HF names, from any layout, a bounded number of bytes at a time.
 
-Every rank holds its own shard, one full parameter and two buckets at most.
+Buckets are planned from shapes alone, before anything moves. All of them are laid into one buffer:
+each parameter is gathered over its expert- and tensor-parallel peers and its pieces are copied to
+where they belong, so a rank holds its shard, the buffer, and the peers' pieces of one parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mrl.types import WeightBucket
-from parallel.shards import join_shards, split
+from parallel.shards import split
 from parallel.weights import Entry, WeightMap
+
+HfTensor = tuple[str, torch.Size, torch.dtype]
+
+
+def num_bytes(tensor: HfTensor) -> int:
+    _, shape, dtype = tensor
+    return shape.numel() * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One parameter of this stage together with its expert-parallel peers: gathered in one go."""
+
+    entry: Entry
+    tensors: list[HfTensor]
+    """Peer after peer, in the order of the rule's HF names."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num_bytes(tensor) for tensor in self.tensors)
 
 
 @torch.no_grad()
 def export_buckets(weights: WeightMap, version: int, max_bytes: int) -> Iterator[WeightBucket]:
-    """Every HF tensor exactly once, in buckets of about `max_bytes`, on every rank.
+    """Every HF tensor exactly once, in buckets of up to `max_bytes`, on every rank.
 
-    A collective: every rank must drain the iterator. Stage after stage in pipeline order.
+    A parameter that is larger, counted with its expert-parallel peers, is a bucket of its own. A
+    bucket's tensors are overwritten when the next one is asked for. A collective: every rank must
+    drain the iterator. Stage after stage in pipeline order.
     """
     groups = weights.groups
+    plan = _plan(weights, max_bytes)
+    # One buffer for all: growing it would keep the old one alive in the hands of the consumer.
+    buffer = torch.empty(_largest(weights, plan), dtype=torch.uint8, device=groups.device)
     for stage in range(groups.dims.pp):
         mine = stage == groups.pp_rank
-        buckets = _buckets(_stage_tensors(weights), max_bytes) if mine else None
-        while True:
-            tensors = next(buckets, []) if buckets is not None else []
-            tensors = _broadcast(weights, tensors, stage)
-            if not tensors:
-                break
-            yield WeightBucket(tensors, version)
+        headers = _from_stage(
+            weights, [[t for u in bucket for t in u.tensors] for bucket in plan], stage
+        )
+        for number, header in enumerate(headers):
+            flat = buffer[: sum(num_bytes(tensor) for tensor in header)]
+            views = _views(flat, header)
+            if mine:
+                rest = iter(views)
+                for unit in plan[number]:
+                    _gather(weights, unit.entry, [next(rest) for _ in unit.tensors])
+            if groups.dims.pp > 1:
+                dist.broadcast(flat, dist.get_global_rank(groups.pp, stage), groups.pp)
+            tensors = [(name, view) for (name, _, _), view in zip(header, views, strict=True)]
+            is_last = stage == groups.dims.pp - 1 and number == len(headers) - 1
+            yield WeightBucket(tensors, version, flat=flat, is_last=is_last)
 
 
-def _stage_tensors(weights: WeightMap) -> Iterator[tuple[str, Tensor]]:
-    """This pipeline stage's parameters, gathered over tensor and expert parallel ranks."""
+def _largest(weights: WeightMap, plan: list[list[Unit]]) -> int:
+    """Bytes of the largest bucket of any pipeline stage."""
     groups = weights.groups
-    for entry in weights.entries:
-        _, size = weights.tp_place(entry)
-        local = entry.parameter.detach()
-        group = groups.tp if entry.expert < 0 else groups.etp
-        shards = _all_gather(local, group) if size > 1 else [local]
-        full = join_shards(shards, entry.rule.split)
-        if entry.expert < 0:
-            yield from zip(entry.hf_names(), _split_hf(weights, entry, full), strict=True)
-            continue
-        # Peers hold the same place in their own block of experts.
-        for peer, whole in enumerate(_all_gather(full, groups.ep)):
-            expert = entry.expert + (peer - groups.ep_rank) * weights.num_local_experts
-            yield from zip(entry.hf_names(expert), _split_hf(weights, entry, whole), strict=True)
+    largest = torch.tensor(max(sum(unit.num_bytes for unit in bucket) for bucket in plan))
+    largest = largest.to(groups.device)
+    if groups.dims.pp > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, groups.pp)
+    return int(largest)
 
 
-def _split_hf(weights: WeightMap, entry: Entry, full: Tensor) -> list[Tensor]:
-    return split(full, entry.rule.split, weights.num_groups, weights.heads_per_group)
+def _plan(weights: WeightMap, max_bytes: int) -> list[list[Unit]]:
+    """This stage's units in buckets of one dtype each."""
+    units = sorted((_unit(weights, e) for e in weights.entries), key=lambda u: str(u.tensors[0][2]))
+    buckets: list[list[Unit]] = []
+    size = 0
+    for unit in units:
+        fits = size + unit.num_bytes <= max_bytes
+        if not buckets or not fits or unit.tensors[0][2] != buckets[-1][0].tensors[0][2]:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(unit)
+        size += unit.num_bytes
+    return buckets
 
 
-def _broadcast(
-    weights: WeightMap, tensors: list[tuple[str, Tensor]], stage: int
-) -> list[tuple[str, Tensor]]:
-    """One bucket from a pipeline stage to all: names and shapes, then one flat tensor."""
+def _unit(weights: WeightMap, entry: Entry) -> Unit:
+    local = torch.empty(entry.parameter.shape, dtype=entry.parameter.dtype, device="meta")
+    _, size = weights.tp_place(entry)
+    shapes = []
+    for piece in _split_hf(weights, entry, local):
+        shape = list(piece.shape)
+        shape[entry.rule.shard_dim] *= size
+        shapes.append(torch.Size(shape))
+    return Unit(
+        entry,
+        [
+            (name, shape, local.dtype)
+            for expert in _experts(weights, entry)
+            for name, shape in zip(entry.hf_names(expert), shapes, strict=True)
+        ],
+    )
+
+
+def _experts(weights: WeightMap, entry: Entry) -> list[int]:
+    """The global expert of each expert-parallel peer: the same place in its own block of experts."""
+    if entry.expert < 0:
+        return [-1]
+    groups = weights.groups
+    return [
+        entry.expert + (peer - groups.ep_rank) * weights.num_local_experts
+        for peer in range(groups.dims.ep)
+    ]
+
+
+def _gather(weights: WeightMap, entry: Entry, views: list[Tensor]) -> None:
+    """Fill the HF tensors of one unit."""
+    groups, local = weights.groups, entry.parameter.detach()
+    is_expert = entry.expert >= 0
+    peers = _all_gather(local, groups.ep) if is_expert else [local]
+    _, size = weights.tp_place(entry)
+    rest = iter(views)
+    for peer in peers:
+        shards = _all_gather(peer, groups.etp if is_expert else groups.tp) if size > 1 else [peer]
+        mine = [next(rest) for _ in entry.rule.hf]
+        for rank, shard in enumerate(shards):
+            for view, piece in zip(mine, _split_hf(weights, entry, shard), strict=True):
+                dim = entry.rule.shard_dim
+                width = piece.shape[dim]
+                view.narrow(dim, rank * width, width).copy_(piece)
+
+
+def _split_hf(weights: WeightMap, entry: Entry, shard: Tensor) -> list[Tensor]:
+    """One tensor-parallel shard -> the same part of each of its HF tensors."""
+    _, size = weights.tp_place(entry)
+    return split(shard, entry.rule.split, weights.num_groups // size, weights.heads_per_group)
+
+
+def _views(flat: Tensor, header: list[HfTensor]) -> list[Tensor]:
+    views, start = [], 0
+    for tensor in header:
+        _, shape, dtype = tensor
+        end = start + num_bytes(tensor)
+        views.append(flat[start:end].view(dtype).view(shape))
+        start = end
+    return views
+
+
+def _from_stage(
+    weights: WeightMap, headers: list[list[HfTensor]], stage: int
+) -> list[list[HfTensor]]:
+    """What a pipeline stage is about to send, on every rank."""
     group = weights.groups.pp
     if group.size() == 1:
-        return tensors
-    source = dist.get_global_rank(group, stage)
-    header = [[(name, tuple(t.shape), t.dtype) for name, t in tensors]]
-    dist.broadcast_object_list(header, src=source, group=group)
-    if not header[0]:
-        return []
-    counts = [torch.Size(shape).numel() for _, shape, _ in header[0]]
-    dtype = header[0][0][2]
-    if tensors:
-        flat = torch.cat([t.reshape(-1) for _, t in tensors])
-    else:
-        flat = torch.empty(sum(counts), dtype=dtype, device=weights.groups.device)
-    dist.broadcast(flat, src=source, group=group)
-    parts = flat.split(counts)
-    return [(n, p.view(s)) for (n, s, _), p in zip(header[0], parts, strict=True)]
+        return headers
+    box = [headers]
+    dist.broadcast_object_list(box, dist.get_global_rank(group, stage), group)
+    return box[0]
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -85,20 +175,3 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts
-
-
-def _buckets(
-    tensors: Iterator[tuple[str, Tensor]], max_bytes: int
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive tensors of one dtype, up to `max_bytes` together (a larger one goes alone)."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if bucket and (size + num_bytes > max_bytes or tensor.dtype != bucket[0][1].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += num_bytes
-    if bucket:
-        yield bucket

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "bench_kernels.py"
+ROOT = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "benchmarks.bench_kernels", "--quick"]
 RATIOS = {"vs_eager", "vs_compile", "vs_copy", "vs_liger", "vs_trl"}
 KERNELS = {
     "policy_loss", "vp_logprob", "seq_logratio", "packed_gae", "pack_routes", "unpack_routes"
@@ -17,8 +19,10 @@ COLUMNS = {"kernel", "variant", "shape", "dtype", "threads", "peak_bytes"} | RAT
 
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), "--quick", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = [*COMMAND, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_every_kernel_in_short(tmp_path) -> None:
@@ -53,15 +57,24 @@ def test_a_kernel_that_disagrees_fails(tmp_path) -> None:
     # A copy of the benchmark in which eager's clip differs: the two then compute different losses.
     broken = tmp_path / "benchmarks"
     (broken / "kernel_bench").mkdir(parents=True)
-    for source in [SCRIPT, *SCRIPT.parent.glob("kernel_bench/*.py")]:
+    scripts = ROOT / "benchmarks"
+    for source in [scripts / "bench_kernels.py", *scripts.glob("kernel_bench/*.py")]:
         text = source.read_text()
         if source.name == "eager.py":
             changed = text.replace("1.0 + settings.high", "1.5 + settings.high")
             assert changed != text
             text = changed
-        (broken / source.relative_to(SCRIPT.parent)).write_text(text)
-    command = [sys.executable, str(broken / SCRIPT.name), "--quick", "--only", "policy_loss grpo"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        (broken / source.relative_to(scripts)).write_text(text)
+    command = [*COMMAND, "--only", "policy_loss grpo"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED policy_loss grpo" in done.stdout
     assert done.stdout.splitlines()[-1] == "0 passed, 1 failed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -14,10 +15,10 @@ import mrl
 PACKAGES = ("torch", "triton", "liger-kernel", "trl", "transformers")
 
 
-def describe(device: torch.device) -> dict[str, str]:
+def describe(device: torch.device, packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """What a reader needs to judge the figures; packages that are not installed are named so."""
     versions = [f"mrl {mrl.__version__}", f"Python {platform.python_version()}"]
-    for package in PACKAGES:
+    for package in packages:
         try:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
@@ -25,7 +26,6 @@ def describe(device: torch.device) -> dict[str, str]:
     return {
         "machine": _gpu(device) if device.type == "cuda" else _cpu(),
         "versions": ", ".join(versions),
-        "measured": "medians of interleaved rounds; forward and backward where there is a gradient",
     }
 
 

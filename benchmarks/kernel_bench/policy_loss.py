@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_bench import eager, peers
-from kernel_bench.case import NOT_COMPILED, Case, Outputs, Run, Work, compile_static
-from kernel_bench.eager import LossSettings, Padded
+from benchmarks.kernel_bench import eager, peers
+from benchmarks.kernel_bench.case import NOT_COMPILED, Case, Outputs, Run, Work, compile_static
+from benchmarks.kernel_bench.eager import LossSettings, Padded
 from mrl.kernels import POLICY_STATS, Clip, ImportanceWeight, KlPenalty, oracle, policy_loss
 
 VARIANTS = {

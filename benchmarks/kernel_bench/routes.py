@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernel_bench import eager, peers
-from kernel_bench.case import NOT_COMPILED, Case, Outputs, Run, Work, compile_static
+from benchmarks.kernel_bench import eager, peers
+from benchmarks.kernel_bench.case import NOT_COMPILED, Case, Outputs, Run, Work, compile_static
 from mrl.kernels import pack_routes, unpack_routes
 
 NUM_EXPERTS = 128

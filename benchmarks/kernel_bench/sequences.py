@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernel_bench import eager, peers
-from kernel_bench.case import NOT_COMPILED, Case, Outputs, Work, compile_static
+from benchmarks.kernel_bench import eager, peers
+from benchmarks.kernel_bench.case import NOT_COMPILED, Case, Outputs, Work, compile_static
 from mrl.kernels import oracle, packed_gae, seq_logratio
 
 GAMMA, LAM = 0.99, 0.95

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernel_bench.case import Run
+from benchmarks.kernel_bench.case import Run
 
 NUM_WARM_UPS = 1  # the check and the peak have run every candidate twice by then
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kernel_bench import eager, peers
-from kernel_bench.case import NOT_COMPILED, Case, Outputs, Run, Work, compile_static
+from benchmarks.kernel_bench import eager, peers
+from benchmarks.kernel_bench.case import NOT_COMPILED, Case, Outputs, Run, Work, compile_static
 from mrl.kernels import oracle, vp_logprob
 
 NUM_CHECKED_ROWS = 64

@@ -89,10 +89,10 @@ class RolloutEngine(Protocol):
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         """Load a whole model, bucket by bucket, and drop the prefix cache.
 
-        Needs WEIGHTS awake. Names are Hugging Face's. Raises ValueError where a bucket carries
-        another version, or a weight is missing, unknown, repeated or of another shape, and
-        RuntimeError where the engine refuses a bucket. After an error the weights are a mixture:
-        generate() is refused until an update succeeds.
+        Needs WEIGHTS awake. Names are Hugging Face's; the last bucket says so (`is_last`). Raises
+        ValueError where a bucket carries another version, or a weight is missing, unknown, repeated or
+        of another shape, and RuntimeError where the engine refuses a bucket. After an error the weights
+        are a mixture: generate() is refused until an update succeeds.
         """
         ...
 

@@ -174,19 +174,20 @@ class Engine:
         self._manifest.begin()
         if self._has_update_session:
             self._server.post("/begin_weight_update", {"selector": "all"})
-        pending: WeightBucket | None = None
+        complete = False
         for bucket in buckets:
             if bucket.version != version:
                 raise ValueError(
                     f"update_weights: got a bucket of version {bucket.version}, expected {version}"
                 )
             self._manifest.check(bucket)
-            if pending is not None:
-                self._push(pending, is_last=False)
-            pending = bucket
+            if bucket.is_last:
+                self._manifest.check_complete()
+            complete = bucket.is_last
+            self._push(bucket)
         self._manifest.check_complete()
-        assert pending is not None
-        self._push(pending, is_last=True)
+        if not complete:
+            raise ValueError("update_weights: the buckets ended without one that says is_last")
         if self._has_update_session:
             self._server.post("/end_weight_update", {})
         self._version = version
@@ -256,16 +257,16 @@ class Engine:
                     f"tokens exceed the context of {self._context_len}"
                 )
 
-    def _push(self, bucket: WeightBucket, *, is_last: bool) -> None:
+    def _push(self, bucket: WeightBucket) -> None:
         flat, places = flatten_bucket(bucket)
         body: dict[str, Any] = {
             "serialized_named_tensors": serialize_bucket(
                 flat, places, self._config.tensor_parallel_size
             ),
             "load_format": "flattened_bucket",
-            "flush_cache": is_last,
+            "flush_cache": bucket.is_last,
         }
-        if is_last:
+        if bucket.is_last:
             body["weight_version"] = str(bucket.version)
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()

@@ -30,6 +30,11 @@ class Rule:
     hf: tuple[str, ...]
     split: Split = "none"
 
+    @property
+    def shard_dim(self) -> int:
+        """The dimension of its HF tensors that tensor-parallel ranks share out."""
+        return 1 if self.split == "columns" else 0
+
 
 HfConfig = dict[str, Any]
 """A parsed config.json."""

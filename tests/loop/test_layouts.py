@@ -43,8 +43,9 @@ def one_step(overrides: list[str]) -> dict[str, Any]:
         folder.open(recipe)
     trainer = Trainer(plan, groups, folder)
     metrics = trainer.run_step()
-    weights = [pair for bucket in trainer.policy.export(1, 1 << 16) for pair in bucket.tensors]
-    return {"metrics": metrics, "weights": {name: tensor.clone() for name, tensor in weights}}
+    buckets = trainer.policy.export(1, 1 << 16)
+    weights = {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors}
+    return {"metrics": metrics, "weights": weights}
 
 
 def run(

@@ -48,9 +48,9 @@ def train_sync_generate(overrides: list[str]) -> dict[str, Any]:
         )
     finally:
         collector.close()
-    weights = [pair for b in trainer.policy.export(9, 1 << 20) for pair in b.tensors]
+    buckets = trainer.policy.export(9, 1 << 20)
     return {
-        "weights": {name: tensor.clone() for name, tensor in weights},
+        "weights": {name: tensor.clone() for b in buckets for name, tensor in b.tensors},
         "versions": [g.samples[0].weight_versions[-1].version for g in groups],
         "prompts": [g.prompt.token_ids for g in groups],
         "greedy": [g.samples[0].response_ids for g in groups],

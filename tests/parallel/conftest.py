@@ -74,9 +74,13 @@ def make_sample(
     )
 
 
-@pytest.fixture(scope="session")
-def samples() -> list[Sample]:
+def make_samples() -> list[Sample]:
     """13 samples of uneven lengths: 2, 4 or 8 ranks cannot share them evenly."""
     generator = torch.Generator().manual_seed(1)
     lengths = [7, 31, 12, 40, 9, 22, 17, 5, 28, 33, 6, 14, 19]
     return [make_sample(generator, n, prompt_len=3) for n in lengths]
+
+
+@pytest.fixture(scope="session")
+def samples() -> list[Sample]:
+    return make_samples()

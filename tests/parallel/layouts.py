@@ -106,9 +106,10 @@ def build(
 
 def exported(policy: Policy) -> dict[str, Tensor]:
     """The whole model under HF names, every name exactly once."""
-    pairs = [pair for bucket in policy.export(0, 4096) for pair in bucket.tensors]
+    buckets = policy.export(0, 4096)
+    pairs = [(name, tensor.clone()) for bucket in buckets for name, tensor in bucket.tensors]
     assert len(dict(pairs)) == len(pairs)
-    return {name: tensor.clone() for name, tensor in pairs}
+    return dict(pairs)
 
 
 def loss(logprobs: Tensor, batch: MicroBatch) -> LossOutput:

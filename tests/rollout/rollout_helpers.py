@@ -44,7 +44,8 @@ def make_buckets(
     weights: list[tuple[str, torch.Tensor]], version: int, *, size: int = 40
 ) -> Iterator[WeightBucket]:
     for start in range(0, len(weights), size):
-        yield WeightBucket(weights[start : start + size], version)
+        is_last = start + size >= len(weights)
+        yield WeightBucket(weights[start : start + size], version, is_last=is_last)
 
 
 @functools.cache

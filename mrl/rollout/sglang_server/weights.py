@@ -43,6 +43,8 @@ def flatten_bucket(bucket: WeightBucket) -> tuple[Tensor, list[SimpleNamespace]]
             )
         )
         start += num_bytes
+    if bucket.flat is not None:
+        return bucket.flat, places
     parts = [tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket.tensors]
     return torch.cat(parts), places
 

@@ -1,0 +1,176 @@
+"""Every parallel layout against one process: `make layouts`.
+
+Three optimizer steps each, with captured routes replayed (R3) and activations recomputed, on up to 8
+gloo ranks of a CPU with the real Megatron-core. Writes benchmarks/results/layouts.json and, from it,
+docs/layouts.md. Layouts that are refused are tried too: the reason in the table is the error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.kernel_bench.machine import describe
+from mrl.errors import InputError
+from parallel.dims import ParallelDims
+from parallel.hf_config import HfModel
+from tests.parallel.conftest import make_samples, write_model
+from tests.parallel.layouts import Agreement, Layout, agreement, parallel_config, train_layout
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "layouts.json"
+DOCUMENT = ROOT / "docs" / "layouts.md"
+TEMPLATE = ROOT / "benchmarks" / "layouts.md.in"
+
+TP2, PP2, CP2, EP2 = {"tensor": 2}, {"pipeline": 2}, {"context": 2}, {"expert": 2}
+VPP2, ETP2 = {"pipeline": 2, "virtual_pipeline": 2}, {"tensor": 2, "expert_tensor": 2}
+ALLGATHER = {"dispatcher": "allgather"}
+
+FLOAT32 = [
+    Layout(2), Layout(4), Layout(8),
+    Layout(2, TP2), Layout(4, TP2),
+    Layout(2, PP2), Layout(4, {"pipeline": 4}),
+    Layout(2, PP2 | {"first": 1}), Layout(3, {"pipeline": 3, "first": 1, "last": 1}),
+    Layout(2, VPP2), Layout(4, VPP2),
+    Layout(2, EP2), Layout(4, {"expert": 4}), Layout(8, EP2),
+    Layout(2, ETP2), Layout(4, ETP2 | EP2), Layout(8, ETP2 | EP2),
+    Layout(2, CP2), Layout(4, {"context": 4}), Layout(8, {"context": 8}), Layout(4, CP2),
+    Layout(2, EP2 | ALLGATHER), Layout(2, ETP2 | ALLGATHER), Layout(4, TP2 | EP2 | ALLGATHER),
+    Layout(4, PP2 | EP2 | ALLGATHER), Layout(4, CP2 | EP2 | ALLGATHER),
+    Layout(2, TP2 | EP2), Layout(8, TP2 | {"expert": 4}), Layout(4, TP2 | PP2),
+    Layout(4, TP2 | VPP2), Layout(4, PP2 | EP2), Layout(8, PP2 | {"expert": 4}),
+    Layout(4, VPP2 | EP2),
+    Layout(2, CP2 | EP2), Layout(4, CP2 | {"expert": 4}), Layout(4, TP2 | CP2),
+    Layout(8, TP2 | {"context": 4}), Layout(4, PP2 | CP2), Layout(4, VPP2 | CP2),
+    Layout(4, TP2 | PP2 | EP2), Layout(8, TP2 | PP2 | EP2), Layout(8, TP2 | PP2 | CP2),
+    Layout(8, TP2 | VPP2 | CP2 | EP2), Layout(8, ETP2 | PP2 | EP2),
+    Layout(8, PP2 | CP2 | {"expert": 4}),
+    Layout(2, distributed_optimizer=True), Layout(8, distributed_optimizer=True),
+    Layout(4, EP2, distributed_optimizer=True), Layout(4, TP2 | EP2, distributed_optimizer=True),
+    Layout(4, VPP2, distributed_optimizer=True),
+    Layout(8, TP2 | CP2 | EP2, distributed_optimizer=True),
+    Layout(8, TP2 | PP2 | EP2, distributed_optimizer=True),
+    Layout(2, TP2 | EP2, recompute=False), Layout(2, VPP2, recompute=False),
+    Layout(2, CP2, recompute=False),
+]  # fmt: skip
+BFLOAT16 = [
+    dataclasses.replace(layout, dtype="bfloat16")
+    for layout in (
+        Layout(2), Layout(2, TP2), Layout(2, PP2), Layout(2, VPP2), Layout(2, EP2), Layout(2, ETP2),
+        Layout(2, CP2), Layout(2, EP2 | ALLGATHER), Layout(2, distributed_optimizer=True),
+        Layout(8, TP2 | PP2 | EP2, distributed_optimizer=True),
+    )
+]  # fmt: skip
+REFUSED = [
+    (3, TP2), (4, {"tensor": 4}), (3, {"expert": 3}), (4, EP2 | {"pipeline": 4, "context": 3}),
+    (3, {"pipeline": 3}), (2, {"virtual_pipeline": 2}),
+    (4, {"pipeline": 4, "first": 2}), (2, {"last": 1}), (3, {"expert_tensor": 3}),
+]  # fmt: skip
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    layout: str
+    ranks: int
+    dtype: str
+    result: Agreement
+
+    @property
+    def passed(self) -> bool:
+        found = self.result
+        exact = found.loaded_bitwise and found.replay_coverage == 1.0
+        return exact and found.worst < TOLERANCE[self.dtype]
+
+
+def measure() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = write_model(folder / "model")
+        hf, samples = load_file(model / "model.safetensors"), make_samples()
+        rows = []
+        for dtype, layouts in (("float32", FLOAT32), ("bfloat16", BFLOAT16)):
+            one = run_ranks(
+                1, train_layout, model, Layout(1, dtype=dtype), samples, folder=folder / "out"
+            )[0]
+            for layout in layouts:
+                ours = run_ranks(
+                    layout.world, train_layout, model, layout, samples, folder=folder / "out"
+                )[0]
+                row = Row(layout.name, layout.world, dtype, agreement(ours, one, hf))
+                print(f"{'ok  ' if row.passed else 'FAIL'} {_line(row)}", flush=True)
+                rows.append(row)
+        refused = [refusal(model, world, sizes) for world, sizes in REFUSED]
+    passed = sum(row.passed for row in rows)
+    packages = ("torch", "megatron-core")
+    return {
+        **describe(torch.device("cpu"), packages),
+        "tolerance": TOLERANCE,
+        "passed": passed,
+        "failed": len(rows) - passed,
+        "layouts": [dataclasses.asdict(row) for row in rows],
+        "refused": refused,
+    }
+
+
+def refusal(model: Path, world: int, sizes: dict[str, Any]) -> dict[str, Any]:
+    """A layout that must not start, and what mrl says."""
+    try:
+        ParallelDims.create(parallel_config(sizes), world).check_model(HfModel.read(model).sizes)
+    except InputError as error:
+        asked = ", ".join(f"{key} {value}" for key, value in sizes.items())
+        return {"asked": f"{asked} on {world} ranks", "reason": str(error)}
+    raise AssertionError(f"{sizes} on {world} ranks was not refused")
+
+
+def _line(row: Row) -> str:
+    found = row.result
+    return (
+        f"| {row.layout} | {row.ranks} | {found.loss:.1e} | {found.grad_norm:.1e} "
+        f"| {found.weights:.1e} | {found.replay_coverage:.1f} |"
+    )
+
+
+def document(result: dict[str, Any]) -> str:
+    """docs/layouts.md, from the JSON alone."""
+    rows = [Row(**{**row, "result": Agreement(**row["result"])}) for row in result["layouts"]]
+    head = (
+        "| layout | ranks | loss | gradient norm | weights | coverage |\n|---|---|---|---|---|---|"
+    )
+
+    def table(dtype: str) -> str:
+        return "\n".join([head, *(_line(row) for row in rows if row.dtype == dtype)])
+
+    refused = "\n".join(f"| {r['asked']} | {r['reason']} |" for r in result["refused"])
+    return TEMPLATE.read_text().format(
+        passed=result["passed"],
+        failed=result["failed"],
+        machine=result["machine"],
+        versions=result["versions"],
+        float32=table("float32"),
+        bfloat16=table("bfloat16"),
+        refused=refused,
+        float32_tolerance=result["tolerance"]["float32"],
+        bfloat16_tolerance=result["tolerance"]["bfloat16"],
+    )
+
+
+def main() -> None:
+    result = measure()
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    DOCUMENT.write_text(document(result))
+    print(f"{result['passed']} passed, {result['failed']} failed")
+    sys.exit(result["failed"] > 0)
+
+
+if __name__ == "__main__":
+    main()
