@@ -7,8 +7,8 @@ copy of the whole model. The consumer keeps hold of a bucket until it has the ne
 client does.
 
 Bound: two buckets, where a bucket is at least as large as the largest parameter (gloo copies what it
-gathers twice more inside, so on a CPU four times as large). On a CPU the engine's HTTP payload comes on top, in Python bytes on the rank that
-leads the engine: 2.3 buckets; GPUs send handles instead.
+gathers twice more inside, so on a CPU four times as large). On a CPU the engine's HTTP payload comes
+on top, in Python bytes on the rank that leads the engine: 2.3 buckets; GPUs send handles instead.
 """
 
 from __future__ import annotations
