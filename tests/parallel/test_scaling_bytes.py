@@ -71,16 +71,19 @@ def measure(path: Path, sizes: dict[str, int], dtype: str, recompute: bool) -> d
 
 
 def held_bytes(chunks: list[Any], optimizer: Any) -> dict[str, int]:
-    parameters = {id(p): p for chunk in chunks for p in chunk.parameters()}
+    """Bytes of a rank's weights, gradient buffers and of what the optimizer adds to them."""
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
     buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+    weights = {p.untyped_storage().data_ptr() for p in parameters}
     state = {}
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for group in part.optimizer.param_groups:
-            state |= {id(p): p for p in group["params"] if id(p) not in parameters}
+        inner = [p for group in part.optimizer.param_groups for p in group["params"]]
         for values in part.optimizer.state.values():
-            state |= {id(t): t for t in values.values() if torch.is_tensor(t) and t.numel() > 1}
+            inner += [t for t in values.values() if torch.is_tensor(t) and t.numel() > 1]
+        # An fp32 main weight may be a view of the weight itself.
+        state |= {id(t): t for t in inner if t.untyped_storage().data_ptr() not in weights}
     return {
-        "weights": total(parameters.values()),
+        "weights": total(parameters),
         "gradients": total(b.grad_data for b in buffers),
         "optimizer": total(state.values()),
     }
