@@ -16,7 +16,7 @@ from mrl.run_folder import RunFolder
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `mrl` and `python -m mrl`."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     try:
         args.run(args)
     except InputError as error:
@@ -31,6 +31,17 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("mrl: interrupted; start again to go on from the last checkpoint", file=sys.stderr)
         sys.exit(130)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """As argparse does, and `key=value` may also come after options."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

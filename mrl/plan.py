@@ -18,9 +18,7 @@ from parallel.scaling.workload import Workload, recipe_workload
 DEFAULT_PROMPT_LEN = 512
 
 
-def show_plan(
-    recipe: Recipe, gpus: int | None, gpu: str | None, prompt_len: int | None
-) -> None:
+def show_plan(recipe: Recipe, gpus: int | None, gpu: str | None, prompt_len: int | None) -> None:
     """Print the plan; the last line says whether it fits. Raises InputError.
 
     A folder with weights is checked as before a start; of one with only config.json, the sizes are.

@@ -56,19 +56,22 @@ def _megatron(version: str | None) -> str:
         return "warning: training needs it; install the locked requirements"
     numbers = _numbers(version)
     if numbers < (0, 16, 1):
-        return "warning: older than 0.16.1; routing replay and process group arguments may be missing"
+        return (
+            "warning: older than 0.16.1; routing replay and process group arguments may be missing"
+        )
     if numbers < (0, 17):
         return (
             "tested; batched p2p is silently wrong with virtual stages, so they use overlapped p2p; "
             "ETP with alltoall, CPU optimizer offload: broken there, not used"
         )
-    if numbers < (0, 20):
+    if numbers == (0, 19, 2):
         return (
-            "warning: not in this repository's test lock; every name that mrl uses was compared with "
-            "0.19.2's source: GroupedMLP and moe_use_legacy_grouped_gemm are gone (not used), "
-            "submodules are built by call"
+            "not in the lock; the layout, bf16 and policy tests passed once with its source; needs "
+            "Python 3.12; GroupedMLP and moe_use_legacy_grouped_gemm are gone and were not used"
         )
-    return "warning: newer than any version that was looked at; run the layout tests first"
+    if numbers < (0, 19, 2):
+        return "warning: untested; 0.16.1 and 0.19.2, on either side of it, passed the layout tests"
+    return "warning: newer than any version that was tried; run the layout tests first"
 
 
 def _torch(version: str | None) -> str:

@@ -105,7 +105,9 @@ def sync_table(shape: ModelShape, dims: ParallelDims, work: Workload) -> Table:
                 (f"{v.name} x{v.group}", kind, size(v.update))
                 for v in sync_volumes(shape, dims, work, stage)
             ]
-    return Table("Bytes that one rank receives per weight sync", ("traffic", "stage", "received"), rows)
+    return Table(
+        "Bytes that one rank receives per weight sync", ("traffic", "stage", "received"), rows
+    )
 
 
 def _row(volume: Volume, kind: str, work: Workload) -> tuple[str, ...]:
@@ -115,16 +117,16 @@ def _row(volume: Volume, kind: str, work: Workload) -> tuple[str, ...]:
 
 
 def cost_table(cost: StepCost, work: Workload) -> Table:
-    rows = [
-        (name, duration(s), f"{100 * s / cost.total:.0f}%") for name, s in cost.seconds.items()
-    ]
+    rows = [(name, duration(s), f"{100 * s / cost.total:.0f}%") for name, s in cost.seconds.items()]
     rows.append(("one step", duration(cost.total), "100%"))
     rate = work.num_tokens / cost.total
     rows.append(("tokens", f"{work.num_tokens} of {work.num_sequences} sequences",
                  f"{rate:.4g}/s"))  # fmt: skip
     rows.append(("pipeline bubble", f"{100 * cost.bubble:.3g}% of the busy time", ""))
     rows.append(("decode batch", f"{cost.decode_batch} sequences an engine", ""))
-    return Table("One step, ESTIMATED (no overlap; not measured on GPUs)", ("part", "value", "share"), rows)
+    return Table(
+        "One step, ESTIMATED (no overlap; not measured on GPUs)", ("part", "value", "share"), rows
+    )
 
 
 def worst(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Phase:
@@ -209,4 +211,3 @@ def _changes(
         if allowed:
             options.append((key, dims, dataclasses.replace(work, **changes)))
     return options
-

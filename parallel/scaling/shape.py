@@ -12,6 +12,8 @@ from typing import Any, Literal
 from mrl.errors import InputError
 
 HfConfig = Mapping[str, Any]
+POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads")  # fmt: skip
 Sharing = Literal["whole", "tensor", "expert"]
 """Over which ranks of a pipeline stage a parameter is shared out: none, the tensor-parallel, or the
 expert (and expert-tensor) parallel ones."""
@@ -170,9 +172,22 @@ def read_shape(hf: HfConfig) -> ModelShape:
             "qwen3 and qwen3_moe; add its sizes to parallel/scaling/shape.py"
         )
     try:
+        _check_numbers(hf)
         return _shape(hf, kind)
     except KeyError as error:
         raise InputError(f"config.json of a {kind} lacks the key {error}; add it") from None
+
+
+def _check_numbers(hf: HfConfig) -> None:
+    """Raise InputError for a size that is not a number of things."""
+    for key, value in hf.items():
+        sized = key.endswith(("_size", "_heads", "_layers", "_experts", "_dim", "_rank"))
+        least = 1 if key in POSITIVE else 0
+        lists = key.endswith("only_layers")
+        if not sized or lists or (value is None and not least):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise InputError(f"config.json: {key} is {value!r}, expected a whole number >= {least}")
 
 
 def _shape(hf: HfConfig, kind: str) -> ModelShape:
@@ -204,7 +219,9 @@ def _shape(hf: HfConfig, kind: str) -> ModelShape:
         shared = hf.get("shared_expert_intermediate_size", 0) if kind == "qwen2_moe" else 0
         experts |= {
             "moe_layers": tuple(n for n in range(layers) if n not in dense and not (n + 1) % step),
-            "num_experts": hf["num_local_experts"] if "num_local_experts" in hf else hf["num_experts"],
+            "num_experts": hf["num_local_experts"]
+            if "num_local_experts" in hf
+            else hf["num_experts"],
             "topk": hf["num_experts_per_tok"],
             "moe_ffn": hf["moe_intermediate_size"],
             "shared_ffn": shared,

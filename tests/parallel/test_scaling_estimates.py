@@ -107,7 +107,11 @@ def distributed_optimizer(path: Path, sizes: dict[str, int], dtype: str) -> dict
 
 @pytest.mark.parametrize(
     ("world", "sizes", "dtype"),
-    [(2, {}, "bfloat16"), (2, {"expert": 2}, "bfloat16"), (4, {"tensor": 2, "expert": 2}, "float32")],
+    [
+        (2, {}, "bfloat16"),
+        (2, {"expert": 2}, "bfloat16"),
+        (4, {"tensor": 2, "expert": 2}, "float32"),
+    ],
 )
 def test_the_distributed_optimizer_shares_its_state_out(
     world: int, sizes: dict[str, int], dtype: str, model_path: Path, tmp_path: Path

@@ -25,7 +25,8 @@ def test_the_installed_versions_are_read() -> None:
     [
         ("0.15.3", "warning: older than 0.16.1"),
         ("0.16.1", "tested"),
-        ("0.19.2", "0.19.2"),
+        ("0.17.0", "warning: untested"),
+        ("0.19.2", "passed once"),
         ("0.20.0", "warning: newer"),
         ("1.0", "warning: newer"),
     ],
