@@ -31,7 +31,7 @@ def show_plan(recipe: Recipe, gpus: int | None, gpu: str | None, prompt_len: int
     shape = read_shape(read_config(folder))
     dims = ParallelDims.create(recipe.parallel, world)
     dims.check_model(model_sizes(shape))
-    work = plan_workload(recipe, world, prompt_len)
+    work = plan_workload(recipe, shape, world, prompt_len)
     if has_weights(folder):
         from mrl.preflight import check
 
@@ -44,7 +44,9 @@ def show_plan(recipe: Recipe, gpus: int | None, gpu: str | None, prompt_len: int
     print(f"\n{verdict(shape, dims, work, hardware)}")
 
 
-def plan_workload(recipe: Recipe, world: int, prompt_len: int | None) -> Workload:
+def plan_workload(
+    recipe: Recipe, shape: ModelShape, world: int, prompt_len: int | None
+) -> Workload:
     """The recipe's work with prompts of `prompt_len` tokens. Raises InputError where it cannot be."""
     asked = DEFAULT_PROMPT_LEN if prompt_len is None else prompt_len
     limit = recipe.rollout.context_len
@@ -52,11 +54,13 @@ def plan_workload(recipe: Recipe, world: int, prompt_len: int | None) -> Workloa
         asked = max(1, min(asked, limit - recipe.rollout.max_response_len))
     if asked < 1:
         raise InputError(f"--prompt-len: got {asked}, expected at least 1")
-    if world % recipe.rollout.tensor_parallel_size:
-        raise InputError(
-            f"rollout.tensor_parallel_size: {world} GPUs are not divisible by "
-            f"{recipe.rollout.tensor_parallel_size}; change it or --gpus"
-        )
+    tp = recipe.rollout.tensor_parallel_size
+    for count, what in ((world, "GPUs"), (shape.kv_heads, "key/value heads")):
+        if count % tp:
+            raise InputError(
+                f"rollout.tensor_parallel_size: {count} {what} are not divisible by {tp} "
+                f"({count} = {count // tp} x {tp} + {count % tp}); change it"
+            )
     return recipe_workload(recipe, asked)
 
 

@@ -7,7 +7,7 @@ import platform
 import re
 from collections.abc import Callable
 
-TESTED = {"megatron-core": "0.16.1", "torch": "2.13", "sglang": "0.5"}
+TESTED_TORCH = "2.13"
 """What the tests of this repository ran with; others get a plain warning."""
 
 
@@ -79,7 +79,7 @@ def _torch(version: str | None) -> str:
         return "warning: nothing runs without it"
     if _numbers(version) < (2, 11):
         return "warning: older than 2.11, which the kernels' op registration needs"
-    if not version.startswith(TESTED["torch"]):
+    if not version.startswith(TESTED_TORCH):
         return f"warning: tests ran with {TESTED['torch']}"
     return "tested" + (", CPU build: no GPU is used" if "+cpu" in version else "")
 

@@ -70,6 +70,7 @@ def test_a_whole_model_is_checked_as_before_a_start(
         (["--plan", "--prompt-len", "0"], "--prompt-len: got 0"),
         (["--plan", "parallel.tensor_model_parallel_size=2"], "1 ranks are not divisible by"),
         (["--plan", "--gpus", "3", "rollout.tensor_parallel_size=2"], "3 GPUs are not divisible"),
+        (["--plan", "--gpus", "8", "rollout.tensor_parallel_size=8"], "4 key/value heads are not"),
         (
             ["--plan", "--gpus", "5", "parallel.pipeline_model_parallel_size=5"],
             "48 layers are not divisible by pipeline",

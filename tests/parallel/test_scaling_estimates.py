@@ -75,7 +75,8 @@ def test_activations_are_near_those_of_a_real_forward(dtype: str, tmp_path: Path
     work = dataclasses.replace(WORK, weight_bytes=4 if dtype == "float32" else 2)
     predicted = sum(memory.layer_activation_bytes(shape, n, 64, work) for n in range(4))
     print(f"{dtype}: measured {measured}, predicted {predicted}: {measured / predicted:.3f}")
-    assert 0.5 < measured / predicted < 3
+    # The formula is for fused layers; these are unfused, on a CPU.
+    assert 1.4 < measured / predicted < 2.4
 
 
 def distributed_optimizer(path: Path, sizes: dict[str, int], dtype: str) -> dict[str, Any]:
