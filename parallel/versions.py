@@ -80,7 +80,7 @@ def _torch(version: str | None) -> str:
     if _numbers(version) < (2, 11):
         return "warning: older than 2.11, which the kernels' op registration needs"
     if not version.startswith(TESTED_TORCH):
-        return f"warning: tests ran with {TESTED['torch']}"
+        return f"warning: tests ran with {TESTED_TORCH}"
     return "tested" + (", CPU build: no GPU is used" if "+cpu" in version else "")
 
 

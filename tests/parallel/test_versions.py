@@ -44,3 +44,6 @@ def test_missing_and_odd_packages() -> None:
         assert found[name][0] == "(not installed)"
         assert found[name][1].startswith("warning")
     assert "0.16.1 is the last for 3.11" in rows(python="3.11.9")["python"][1]
+    assert rows(torch="2.12.1")["torch"][1] == "warning: tests ran with 2.13"
+    assert rows(torch="2.9.0")["torch"][1].startswith("warning: older than 2.11")
+    assert rows(sglang="0.5.20", apex="0.1")["apex"][1] == "fused Adam on GPUs"
