@@ -16,7 +16,7 @@ from mrl.run_folder import RunFolder
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `mrl` and `python -m mrl`."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     try:
         args.run(args)
     except InputError as error:
@@ -31,6 +31,17 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("mrl: interrupted; start again to go on from the last checkpoint", file=sys.stderr)
         sys.exit(130)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """As argparse does, and `key=value` may also come after options."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,7 +64,22 @@ def _parser() -> argparse.ArgumentParser:
             "overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-6"
         )
         command.set_defaults(run=run)
+        if run is _check:
+            _add_plan_options(command)
     return parser
+
+
+def _add_plan_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--plan",
+        action="store_true",
+        help="memory, traffic and estimated time of a step; config.json of the model is enough",
+    )
+    command.add_argument("--gpus", type=int, help="ranks of the plan; by default this start's")
+    command.add_argument("--gpu", help="h100 (default) or h200")
+    command.add_argument(
+        "--prompt-len", type=int, help="tokens of a prompt in the plan; by default 512"
+    )
 
 
 def _toy_model(args: argparse.Namespace) -> None:
@@ -66,11 +92,21 @@ def _toy_model(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace) -> None:
     recipe = load_recipe(args.recipe, args.overrides)
     from mrl import console
+    from parallel.versions import version_rows
+
+    console.table("Versions", ("package", "version", "what it implies"), version_rows())
+    if args.plan:
+        from mrl.plan import show_plan
+
+        show_plan(recipe, args.gpus, args.gpu, args.prompt_len)
+        return
+    for name in ("gpus", "gpu", "prompt_len"):
+        if getattr(args, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} is for the plan; add --plan")
     from mrl.preflight import check
     from parallel.groups import world_size
 
-    plan = check(recipe, world_size())
-    console.plan(plan.rows())
+    console.plan(check(recipe, world_size()).rows())
     print("ok")
 
 

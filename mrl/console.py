@@ -41,6 +41,25 @@ def plan(rows: list[tuple[str, str]], *, console: Console | None = None) -> None
     (console or _console()).print(table)
 
 
+def table(
+    title: str,
+    header: tuple[str, ...],
+    rows: list[tuple[str, ...]],
+    *,
+    console: Console | None = None,
+) -> None:
+    """A titled table; the last column folds, the others keep their lines."""
+    console = console or _console()
+    _line(console, f"\n{title}", style="bold")
+    shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for number, name in enumerate(header):
+        last = number == len(header) - 1
+        shown.add_column(escape(name), no_wrap=not last, overflow="fold")
+    for row in rows:
+        shown.add_row(*(Text(escape(cell)) for cell in row))
+    console.print(shown)
+
+
 def step_line(
     metrics: Mapping[str, float], *, num_steps: int | None = None, console: Console | None = None
 ) -> None:

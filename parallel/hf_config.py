@@ -12,6 +12,30 @@ from parallel.architectures.base import Architecture, HfConfig
 from parallel.dims import ModelSizes
 
 
+def read_config(folder: Path) -> HfConfig:
+    """config.json of a model folder, with or without weights. Raises InputError."""
+    if not folder.is_dir():
+        raise InputError(
+            f"model.path: no folder {folder}; give a Hugging Face checkpoint, or make a toy one "
+            f"with `mrl toy-model {folder}`"
+        )
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except OSError:
+        raise InputError(f"model.path: {folder} has no config.json") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"model.path: {file} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"model.path: {file}: expected an object, got {type(config).__name__}")
+    return config
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model folder is more than its config.json."""
+    return any(folder.glob("*.safetensors"))
+
+
 @dataclass(frozen=True)
 class HfModel:
     """A checked model folder."""
@@ -24,26 +48,15 @@ class HfModel:
     def read(cls, path: str | Path) -> HfModel:
         """Raises InputError for a missing folder, file or key, or an unsupported architecture."""
         folder = Path(path)
-        if not folder.is_dir():
-            raise InputError(
-                f"model.path: no folder {folder}; give a Hugging Face checkpoint, or make a toy one "
-                f"with `mrl toy-model {folder}`"
-            )
-        file = folder / "config.json"
-        try:
-            config = json.loads(file.read_text())
-        except OSError:
-            raise InputError(f"model.path: {folder} has no config.json") from None
-        except json.JSONDecodeError as error:
-            raise InputError(f"model.path: {file} is not valid JSON: {error}") from None
-        if not list(folder.glob("*.safetensors")):
+        config = read_config(folder)
+        if not has_weights(folder):
             raise InputError(f"model.path: {folder} has no *.safetensors weights")
         model = cls(folder, config, load_architecture(config.get("model_type", "")))
         try:
             _ = model.sizes, model.context_len, model.rotary_base
             model.architecture.transformer_config(config)
         except KeyError as error:
-            raise InputError(f"model.path: {file} lacks the key {error}") from None
+            raise InputError(f"model.path: {folder}/config.json lacks the key {error}") from None
         return model
 
     @property

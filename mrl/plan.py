@@ -1,0 +1,77 @@
+"""`mrl check --plan`: what a recipe costs on GPUs, from formulas, before there are any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mrl import console
+from mrl.config import Recipe
+from mrl.errors import InputError
+from parallel.dims import ModelSizes, ParallelDims
+from parallel.groups import world_size
+from parallel.hf_config import has_weights, read_config
+from parallel.scaling.cost import find_hardware
+from parallel.scaling.report import tables, verdict
+from parallel.scaling.shape import ModelShape, read_shape
+from parallel.scaling.workload import Workload, recipe_workload
+
+DEFAULT_PROMPT_LEN = 512
+
+
+def show_plan(recipe: Recipe, gpus: int | None, gpu: str | None, prompt_len: int | None) -> None:
+    """Print the plan; the last line says whether it fits. Raises InputError.
+
+    A folder with weights is checked as before a start; of one with only config.json, the sizes are.
+    """
+    world = world_size() if gpus is None else gpus
+    if world < 1:
+        raise InputError(f"--gpus: got {world}, expected at least 1")
+    hardware = find_hardware(gpu or "h100")
+    folder = Path(recipe.model.path)
+    shape = read_shape(read_config(folder))
+    dims = ParallelDims.create(recipe.parallel, world)
+    dims.check_model(model_sizes(shape))
+    work = plan_workload(recipe, shape, world, prompt_len)
+    if has_weights(folder):
+        from mrl.preflight import check
+
+        console.plan(check(recipe, world).rows())
+    else:
+        console.plan([("model", f"{folder}: config.json only, so nothing but sizes was checked"),
+                      ("layout", dims.describe())])  # fmt: skip
+    for table in tables(shape, dims, work, hardware):
+        console.table(table.title, table.header, table.rows)
+    print(f"\n{verdict(shape, dims, work, hardware)}")
+
+
+def plan_workload(
+    recipe: Recipe, shape: ModelShape, world: int, prompt_len: int | None
+) -> Workload:
+    """The recipe's work with prompts of `prompt_len` tokens. Raises InputError where it cannot be."""
+    asked = DEFAULT_PROMPT_LEN if prompt_len is None else prompt_len
+    limit = recipe.rollout.context_len
+    if prompt_len is None and limit:
+        asked = max(1, min(asked, limit - recipe.rollout.max_response_len))
+    if asked < 1:
+        raise InputError(f"--prompt-len: got {asked}, expected at least 1")
+    tp = recipe.rollout.tensor_parallel_size
+    for count, what in ((world, "GPUs"), (shape.kv_heads, "key/value heads")):
+        if count % tp:
+            raise InputError(
+                f"rollout.tensor_parallel_size: {count} {what} are not divisible by {tp} "
+                f"({count} = {count // tp} x {tp} + {count % tp}); change it"
+            )
+    return recipe_workload(recipe, asked)
+
+
+def model_sizes(shape: ModelShape) -> ModelSizes:
+    """What a layout has to divide."""
+    has_dense = len(shape.moe_layers) < shape.num_layers
+    return ModelSizes(
+        num_layers=shape.num_layers,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        vocab_size=shape.vocab,
+        dense_ffn_size=shape.dense_ffn if has_dense else 0,
+        num_experts=shape.num_experts,
+    )

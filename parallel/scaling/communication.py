@@ -1,0 +1,196 @@
+"""Bytes that one rank sends per optimizer step, by collective, as the code at hand calls them.
+
+Rings: gathering or scattering a tensor of T bytes over g ranks sends T (g-1)/g from each, an all-reduce
+twice that. An all-to-all of T bytes sends T (g-1)/g, where routing is balanced.
+
+Dimensions: N packed tokens of a micro-batch, n = N / (tp x cp) rows of a rank, H hidden, K experts per
+token, m micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from parallel.dims import ParallelDims
+from parallel.scaling.shape import ModelShape
+from parallel.scaling.stages import Stage, expert_data_parallel
+from parallel.scaling.workload import Workload
+
+VOCAB_TILES = 32
+"""`mrl.kernels.vp_logprob.NUM_TILES`, of the whole vocabulary."""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """One kind of traffic of one rank."""
+
+    name: str
+    group: int
+    """Ranks that take part."""
+    span: int
+    """Consecutive ranks that the group stretches over: above a node's, it leaves the node."""
+    forward: float
+    """Bytes sent per optimizer step in one forward pass over its micro-batches."""
+    backward: float = 0.0
+    """Bytes sent in the backward pass, without recompute's forward."""
+    recomputed: float = 0.0
+    """Bytes of `forward` that full recompute sends again."""
+    update: float = 0.0
+    """Bytes sent once, around the update."""
+
+    def step(self, recompute: bool) -> float:
+        """Of one optimizer step."""
+        return self.forward + self.backward + recompute * self.recomputed + self.update
+
+
+def ring(size: int, num_bytes: float) -> float:
+    """Bytes that each of `size` ranks sends to gather, or to reduce and scatter, `num_bytes`."""
+    return num_bytes * (size - 1) / size
+
+
+def volumes(shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage) -> list[Volume]:
+    """Everything that one rank of `stage` sends in one optimizer step; groups of one rank left out."""
+    found = [
+        tensor_parallel(shape, dims, work, stage),
+        logprob_statistics(shape, dims, work, stage),
+        *expert_parallel(shape, dims, work, stage),
+        context_parallel(shape, dims, work, stage),
+        pipeline(shape, dims, work, stage),
+        *data_parallel(dims, work, stage),
+        tied_embedding(shape, dims, stage),
+    ]
+    return [volume for volume in found if volume.group > 1 and volume.step(True)]
+
+
+def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage) -> Volume:
+    """Sequence parallelism (arXiv 2205.05198, section 4.2.2), as megatron-core's linear layers do it.
+
+    An attention, dense MLP or shared expert gathers [N, H] before and scatters it after. Its backward
+    gathers the output's gradient, gathers the input again (for the weight's gradient) and scatters the
+    input's. Routed experts take the scattered rows as they are. The embedding scatters and gathers
+    back; the head gathers, then gathers and scatters. Latent attention gathers its compressed vectors
+    in place of H. Gradients of parameters that every rank holds are all-reduced in fp32.
+    """
+    hidden, mla = shape.hidden, shape.mla
+    inputs = (mla.q_rank or hidden) + mla.kv_rank if mla else hidden
+    rotary = mla.rope_dim if mla else 0
+    attention = len(stage.layers)
+    mlps = sum(1 for n in stage.layers if n not in shape.moe_layers or shape.shared_ffn)
+    forward = attention * (inputs + rotary + hidden) + mlps * 2 * hidden
+    backward = attention * (2 * inputs + rotary + hidden) + mlps * 3 * hidden
+    ends = (stage.has_embedding + stage.has_output) * hidden
+    ends_back = (stage.has_embedding + 2 * stage.has_output) * hidden
+    tokens = work.num_micro_batches(dims) * work.packed_tokens(dims) // dims.cp
+    unit = ring(dims.tp, tokens * work.weight_bytes)
+    return Volume(
+        "tensor parallel",
+        dims.tp,
+        dims.tp,
+        forward=unit * (forward + ends),
+        backward=unit * (backward + ends_back),
+        recomputed=unit * forward,
+        update=2 * ring(dims.tp, 4 * stage.whole),
+    )
+
+
+def logprob_statistics(
+    shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage
+) -> Volume:
+    """`mrl.kernels.vp_logprob` gathers 4 fp32 per token and tile; gcd(V, 32) tiles. No backward."""
+    tokens = work.num_micro_batches(dims) * work.packed_tokens(dims) // dims.cp
+    total = tokens * math.gcd(shape.vocab, VOCAB_TILES) * 16 * stage.has_output
+    return Volume("log-prob statistics", dims.tp, dims.tp, forward=ring(dims.tp, total))
+
+
+def expert_parallel(
+    shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage
+) -> list[Volume]:
+    """Tokens to their experts and back, in each MoE layer (megatron-core's `token_dispatcher.py`).
+
+    alltoall: every row goes out K times, [n K, H] and its fp32 probability [n K], and comes back as
+    [n K, H]; the same in the backward. With expert-tensor parallelism the arrived rows are gathered
+    over it and scattered after. Token counts of 8 E bytes a rank are left out.
+    allgather: the rows of all etp x ep ranks are gathered, with fp32 probabilities and a map of one
+    byte per expert, and the outputs are scattered back.
+    """
+    rows = work.packed_tokens(dims) // (dims.tp * dims.cp)
+    layers = sum(1 for n in stage.layers if n in shape.moe_layers)
+    calls = work.num_micro_batches(dims) * layers
+    vector, span = shape.hidden * work.weight_bytes, dims.etp * dims.ep
+    if work.dispatcher == "allgather":
+        both = 2 * ring(span, span * rows * vector)
+        probs = ring(span, span * rows * shape.num_experts * 4)
+        routed = ring(span, span * rows * shape.num_experts)
+        sent = calls * (both + probs + routed)
+        back = calls * (both + probs)
+        return [Volume("expert parallel", span, span, sent, back, sent)]
+    rows *= shape.topk
+    once = calls * ring(dims.ep, rows * (2 * vector + 4))
+    inner = calls * ring(dims.etp, dims.etp * rows * (2 * vector + 4))
+    return [
+        Volume("expert parallel", dims.ep, span, once, once, once),
+        Volume("expert tensor parallel", dims.etp, dims.etp, inner, inner, inner),
+    ]
+
+
+def context_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage) -> Volume:
+    """Keys and values of the whole micro-batch are gathered; their gradients are scattered."""
+    tokens = work.num_micro_batches(dims) * work.packed_tokens(dims)
+    total = tokens * shape.kv_width // dims.tp * work.weight_bytes * len(stage.layers)
+    sent = ring(dims.cp, total)
+    return Volume("context parallel", dims.cp, dims.tp * dims.cp, sent, sent, sent)
+
+
+def pipeline(shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage) -> Volume:
+    """[n, H] per micro-batch and chunk to the next stage, its gradient to the one before."""
+    rows = work.packed_tokens(dims) // (dims.tp * dims.cp)
+    one = work.num_micro_batches(dims) * rows * shape.hidden * work.weight_bytes
+    return Volume(
+        "pipeline",
+        dims.pp,
+        dims.world,
+        forward=one * (dims.vpp - stage.has_output),
+        backward=one * (dims.vpp - stage.has_embedding),
+    )
+
+
+def data_parallel(dims: ParallelDims, work: Workload, stage: Stage) -> list[Volume]:
+    """fp32 gradients all-reduced over the copies; with the distributed optimizer they are scattered,
+    and the new weights gathered in the weights' own format."""
+    found = []
+    for name, count, copies in (
+        ("data parallel", stage.dense, dims.dp * dims.cp),
+        ("expert data parallel", stage.expert, expert_data_parallel(dims)),
+    ):
+        bytes_each = 4 + work.weight_bytes if work.distributed_optimizer else 8
+        sent = ring(copies, bytes_each * count)
+        found.append(Volume(name, copies, dims.world // dims.pp, 0.0, update=sent))
+    return found
+
+
+def tied_embedding(shape: ModelShape, dims: ParallelDims, stage: Stage) -> Volume:
+    """First and last stage add up the gradients of the matrix that both hold, in fp32."""
+    both = shape.tied and dims.pp > 1 and (stage.has_embedding or stage.has_output)
+    sent = 2 * ring(2, 4 * shape.vocab * shape.hidden / dims.tp) if both else 0.0
+    return Volume("tied embedding", 2 if both else 1, dims.world, 0.0, update=sent)
+
+
+def sync_volumes(
+    shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage
+) -> list[Volume]:
+    """The export before a rollout: every rank receives the whole model (`parallel.export`).
+
+    Gathered over the tensor and the expert ranks of each stage, then broadcast from stage to stage.
+    """
+    b = work.weight_bytes
+    tensor = sum(p.num for p in stage.parts if p.sharing == "tensor")
+    expert = sum(p.num for p in stage.parts if p.sharing == "expert")
+    others = shape.num_parameters * (dims.pp - 1) / dims.pp
+    rows = [
+        Volume("gather over tensor parallel", dims.tp, dims.tp, 0.0, update=ring(dims.tp, b * tensor)),
+        Volume("gather over expert parallel", dims.ep, dims.etp * dims.ep, 0.0,
+               update=ring(dims.ep, b * expert)),
+        Volume("broadcast over pipeline", dims.pp, dims.world, 0.0, update=b * others),
+    ]  # fmt: skip
+    return [row for row in rows if row.group > 1]

@@ -1,0 +1,234 @@
+"""Seconds of one step: an ESTIMATE from operations, bytes and stated efficiencies.
+
+Nothing here has been measured on GPUs. No overlap of communication and computation is assumed, and
+every sequence is taken as long as its limit, so that the parts can be read beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mrl.errors import InputError
+from parallel.dims import ParallelDims
+from parallel.scaling.communication import Volume, ring, sync_volumes, volumes
+from parallel.scaling.memory import (
+    engine_weight_bytes,
+    gradient_bytes,
+    kv_bytes_per_token,
+    kv_capacity_tokens,
+    optimizer_bytes,
+    weight_bytes,
+)
+from parallel.scaling.shape import ModelShape, Part
+from parallel.scaling.stages import Stage, stages
+from parallel.scaling.workload import Workload
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One GPU and its links, from the maker's data sheets; bytes and FLOPs per second."""
+
+    name: str
+    memory_bytes: int
+    """What a process finds, a little below the name's figure."""
+    flops: float
+    """bfloat16, dense."""
+    hbm: float
+    nvlink: float
+    """One direction, inside a node."""
+    network: float
+    """One direction, of one GPU's share between nodes."""
+    host: float
+    """One direction, to host memory (PCIe 5.0 x16)."""
+    gpus_per_node: int = 8
+
+
+HARDWARE = {
+    "h100": Hardware("H100 80 GB", 79 << 30, 989e12, 3.35e12, 450e9, 50e9, 64e9),
+    "h200": Hardware("H200 141 GB", 139 << 30, 989e12, 4.8e12, 450e9, 50e9, 64e9),
+}
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Share of the data sheet that real code reaches: assumptions, to be replaced by measurements."""
+
+    flops: float = 0.35
+    """Of the bf16 peak: grouped products of small experts reach less than dense ones."""
+    hbm: float = 0.6
+    links: float = 0.7
+    host: float = 0.7
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds by part of one step, and what they come from."""
+
+    seconds: dict[str, float]
+    flops: float
+    """Of all ranks in one step, rollout included."""
+    bubble: float
+    """Idle share of the pipeline, on top of its busy time."""
+    decode_batch: int
+    """Sequences that one engine decodes at a time."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def find_hardware(name: str) -> Hardware:
+    """Raises InputError that lists what there is."""
+    if name not in HARDWARE:
+        raise InputError(f"--gpu: got {name!r}, expected {' or '.join(HARDWARE)}")
+    return HARDWARE[name]
+
+
+def forward_flops(shape: ModelShape, parts: Iterable[Part], layers: int, context: float) -> float:
+    """Of one token: 2 per parameter that it passes (arXiv 2001.08361, table 1), and the attention's
+    scores and sums over `context` earlier tokens, 2 x (query width + value width) each."""
+    matrices = sum(p.num_active for p in parts if p.name not in ("embedding", "norms"))
+    return 2 * matrices + 2 * layers * context * (shape.query_width + shape.value_width)
+
+
+def model_flops(shape: ModelShape, context: float) -> float:
+    """Of one token in one forward pass; a tied head multiplies like any other."""
+    tied = 2 * shape.vocab * shape.hidden * shape.tied
+    return forward_flops(shape, shape.parts(), shape.num_layers, context) + tied
+
+
+def stage_flops(shape: ModelShape, stage: Stage, context: float) -> float:
+    """The same, of the layers of one pipeline rank."""
+    tied = 2 * shape.vocab * shape.hidden * (shape.tied and stage.has_output)
+    return forward_flops(shape, stage.parts, len(stage.layers), context) + tied
+
+
+def pipeline_bubble(dims: ParallelDims, num_micro_batches: int) -> float:
+    """(pp - 1) / (vpp m) of the busy time (arXiv 2104.04473, section 2.2.2)."""
+    return (dims.pp - 1) / (dims.vpp * num_micro_batches)
+
+
+def distinct_experts(num_experts: int, topk: int, tokens: float) -> float:
+    """Expected number of experts that `tokens` tokens touch in a layer: E (1 - (1 - K / E)^tokens),
+    each token's K being a uniform draw."""
+    return num_experts * (1 - (1 - topk / num_experts) ** tokens) if num_experts else 0.0
+
+
+def decode_bytes(shape: ModelShape, work: Workload, batch: float, context: float) -> float:
+    """Read by one engine rank for one token of each of `batch` sequences: weights, then the cache."""
+    counts = shape.count()
+    dense = shape.num_parameters - counts.get("experts", 0)
+    dense -= 0 if shape.tied else counts["embedding"]
+    expert = 3 * shape.hidden * shape.moe_ffn
+    touched = distinct_experts(shape.num_experts, shape.topk, batch) * len(shape.moe_layers)
+    weights = work.weight_bytes * (dense + touched * expert) / work.engine_tp
+    return weights + batch * context * kv_bytes_per_token(shape, work)
+
+
+def rollout_seconds(
+    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware, share: Efficiency
+) -> tuple[dict[str, float], int]:
+    """Prefill (compute bound, one a prompt) and decode (HBM bound), and the decode batch."""
+    engines = max(1, dims.world // work.engine_tp)
+    sequences = -(-work.num_sequences // engines)
+    room = kv_capacity_tokens(shape, work, gpu.memory_bytes) // work.sequence_len
+    batch = max(1, min(sequences, room))
+    rounds = -(-sequences // batch)
+    context = work.prompt_len + work.response_len / 2
+    read = decode_bytes(shape, work, batch, context) / (gpu.hbm * share.hbm)
+    # Two all-reduces of a layer's vectors over the engine's ranks; their latency is left out.
+    vectors = 2 * shape.num_layers * batch * shape.hidden * work.weight_bytes
+    link = gpu.nvlink if work.engine_tp <= gpu.gpus_per_node else gpu.network
+    reduce = 2 * ring(work.engine_tp, vectors) / (link * share.links)
+    decode = rounds * work.response_len * (read + reduce)
+    tokens = work.prompts * work.prompt_len
+    prefill = tokens * model_flops(shape, work.prompt_len / 2)
+    return {
+        "prefill": prefill / (dims.world * gpu.flops * share.flops),
+        "decode": decode,
+    }, batch
+
+
+def link_seconds(found: list[Volume], gpu: Hardware, share: Efficiency, part: str) -> float:
+    """Seconds of the `part` (`forward`, `step` or `step+recompute`) of every volume, one by one."""
+    seconds = 0.0
+    for volume in found:
+        link = gpu.nvlink if volume.span <= gpu.gpus_per_node else gpu.network
+        sent = volume.forward if part == "forward" else volume.step(part == "step+recompute")
+        seconds += sent / (link * share.links)
+    return seconds
+
+
+def step_cost(
+    shape: ModelShape,
+    dims: ParallelDims,
+    work: Workload,
+    gpu: Hardware,
+    share: Efficiency | None = None,
+) -> StepCost:
+    """One step of the whole loop; pipelines go at the pace of their slowest stage."""
+    share = share or Efficiency()
+    held = stages(shape, dims)
+    context = work.sequence_len / 2
+    micro = work.num_micro_batches(dims)
+    bubble = pipeline_bubble(dims, micro)
+    tokens = micro * work.packed_tokens(dims) * work.optimizer_steps
+    slowest = max(stage_flops(shape, stage, context) for stage in held)
+    one_pass = tokens * slowest / (dims.tp * dims.cp) / (gpu.flops * share.flops)
+    passes = 3 + work.recompute
+    # Per stage everything that it sends; the slowest stage counts.
+    sent = [volumes(shape, dims, work, stage) for stage in held]
+    part = "step+recompute" if work.recompute else "step"
+    forward = max(link_seconds(found, gpu, share, "forward") for found in sent)
+    train = max(link_seconds(found, gpu, share, part) for found in sent)
+    steps = work.optimizer_steps
+    rollout, batch = rollout_seconds(shape, dims, work, gpu, share)
+    seconds = {
+        **sync_seconds(shape, dims, work, gpu, share, held),
+        **rollout,
+        "old log-probs": one_pass * (1 + bubble) + steps * forward,
+    }
+    if work.reference:
+        seconds["reference log-probs"] = seconds["old log-probs"]
+    seconds |= {
+        "train compute": passes * one_pass,
+        "train bubble": passes * one_pass * bubble,
+        "train communication": steps * train,
+        "update": steps * update_seconds(dims, work, gpu, share, held),
+    }
+    used = (passes + 1 + work.reference) * work.num_tokens * model_flops(shape, context)
+    prefill = work.prompts * work.prompt_len * model_flops(shape, work.prompt_len / 2)
+    decode = work.num_sequences * work.response_len * model_flops(shape, context)
+    return StepCost(seconds, used + prefill + decode, bubble, batch)
+
+
+def update_seconds(
+    dims: ParallelDims, work: Workload, gpu: Hardware, share: Efficiency, held: list[Stage]
+) -> float:
+    """Adam reads and writes its state, reads gradients and writes weights: HBM bound."""
+    moved = max(
+        2 * optimizer_bytes(stage, dims, work) + gradient_bytes(stage) + weight_bytes(stage, work)
+        for stage in held
+    )
+    return moved / (gpu.hbm * share.hbm)
+
+
+def sync_seconds(
+    shape: ModelShape,
+    dims: ParallelDims,
+    work: Workload,
+    gpu: Hardware,
+    share: Efficiency,
+    held: list[Stage],
+) -> dict[str, float]:
+    """Gathers and broadcasts of the export, the engine's copy, and the trainer's way to the host."""
+    gathered = max(
+        link_seconds(sync_volumes(shape, dims, work, stage), gpu, share, "step") for stage in held
+    )
+    loaded = 2 * engine_weight_bytes(shape, work) / (gpu.hbm * share.hbm)
+    away = max(weight_bytes(s, work) + optimizer_bytes(s, dims, work) for s in held)
+    return {
+        "offload and onload": 2 * away / (gpu.host * share.host),
+        "weight sync": gathered + loaded,
+    }

@@ -1,0 +1,213 @@
+"""The plan as tables: for the terminal (`mrl check --plan`) and for docs/scaling.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from parallel.dims import ParallelDims
+from parallel.scaling.communication import Volume, sync_volumes, volumes
+from parallel.scaling.cost import Hardware, StepCost, model_flops, step_cost
+from parallel.scaling.memory import Phase, kv_capacity_tokens, phases
+from parallel.scaling.shape import ModelShape
+from parallel.scaling.stages import stages
+from parallel.scaling.workload import Workload
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def markdown(self) -> str:
+        lines = [self.header, tuple("---" for _ in self.header), *self.rows]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"**{self.title}**\n\n{text}"
+
+
+def size(num_bytes: float) -> str:
+    """Decimal units, three figures: `1.23 GB`."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(num_bytes) >= scale:
+            return f"{num_bytes / scale:.3g} {unit}" if abs(num_bytes) < 999.5 * scale else (
+                f"{num_bytes / scale:.0f} {unit}"
+            )  # fmt: skip
+    return f"{num_bytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """`1.2 s`, `34 ms`."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def tables(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> list[Table]:
+    """Model, memory by phase and kind of rank, traffic, step cost."""
+    found = [
+        model_table(shape, work),
+        memory_table(shape, dims, work, gpu),
+        communication_table(shape, dims, work),
+        sync_table(shape, dims, work),
+        cost_table(step_cost(shape, dims, work, gpu), work),
+    ]
+    return [table for table in found if table.rows]
+
+
+def model_table(shape: ModelShape, work: Workload) -> Table:
+    rows = [(name, f"{num / 1e9:.4g} B") for name, num in shape.count().items() if num]
+    rows.append(("all parameters", f"{shape.num_parameters / 1e9:.4g} B"))
+    rows.append(("active per token", f"{shape.num_active / 1e9:.4g} B"))
+    flops = model_flops(shape, work.sequence_len / 2) / 1e9
+    rows.append(("forward, per token", f"{flops:.4g} GFLOP"))
+    return Table("Model", ("what", "how much"), rows)
+
+
+def kinds_of_ranks(shape: ModelShape, dims: ParallelDims) -> dict[int, str]:
+    """One stage for each kind of pipeline rank: first, last, and the largest between them."""
+    held = stages(shape, dims)
+    if len(held) == 1:
+        return {0: "all"}
+    kinds = {0: "first", len(held) - 1: "last"}
+    if middle := held[1:-1]:
+        kinds[max(middle, key=lambda stage: stage.num_local).index] = "middle"
+    return dict(sorted(kinds.items()))
+
+
+def memory_table(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Table:
+    kinds = kinds_of_ranks(shape, dims)
+    rows = []
+    for phase in phases(shape, dims, work, gpu.memory_bytes):
+        if phase.stage in kinds:
+            parts = ", ".join(f"{name} {size(n)}" for name, n in phase.device.items() if n)
+            fits = "" if phase.device_bytes <= gpu.memory_bytes else " (too much)"
+            rows.append((phase.name, kinds[phase.stage], size(phase.device_bytes) + fits,
+                         size(phase.host_bytes), parts))  # fmt: skip
+    title = f"Memory of one rank by phase and pipeline stage ({gpu.name}: {size(gpu.memory_bytes)})"
+    return Table(title, ("phase", "stage", "GPU", "host", "on the GPU"), rows)
+
+
+def communication_table(shape: ModelShape, dims: ParallelDims, work: Workload) -> Table:
+    rows = []
+    for stage in stages(shape, dims):
+        kind = kinds_of_ranks(shape, dims).get(stage.index)
+        if kind is not None:
+            rows += [_row(v, kind, work) for v in volumes(shape, dims, work, stage)]
+    header = ("traffic", "stage", "forward", "backward", "recompute", "update")
+    return Table("Bytes that one rank sends per optimizer step", header, rows)
+
+
+def sync_table(shape: ModelShape, dims: ParallelDims, work: Workload) -> Table:
+    rows = []
+    for stage in stages(shape, dims):
+        kind = kinds_of_ranks(shape, dims).get(stage.index)
+        if kind is not None:
+            rows += [
+                (f"{v.name} x{v.group}", kind, size(v.update))
+                for v in sync_volumes(shape, dims, work, stage)
+            ]
+    return Table(
+        "Bytes that one rank receives per weight sync", ("traffic", "stage", "received"), rows
+    )
+
+
+def _row(volume: Volume, kind: str, work: Workload) -> tuple[str, ...]:
+    again = volume.recomputed if work.recompute else 0.0
+    parts = (volume.forward, volume.backward, again, volume.update)
+    return (f"{volume.name} x{volume.group}", kind, *(size(p) if p else "" for p in parts))
+
+
+def cost_table(cost: StepCost, work: Workload) -> Table:
+    rows = [(name, duration(s), f"{100 * s / cost.total:.0f}%") for name, s in cost.seconds.items()]
+    rows.append(("one step", duration(cost.total), "100%"))
+    rate = work.num_tokens / cost.total
+    rows.append(("tokens", f"{work.num_tokens} of {work.num_sequences} sequences",
+                 f"{rate:.4g}/s"))  # fmt: skip
+    rows.append(("pipeline bubble", f"{100 * cost.bubble:.3g}% of the busy time", ""))
+    rows.append(("decode batch", f"{cost.decode_batch} sequences an engine", ""))
+    return Table(
+        "One step, ESTIMATED (no overlap; not measured on GPUs)", ("part", "value", "share"), rows
+    )
+
+
+def worst(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Phase:
+    """The phase and stage that needs most of its GPU."""
+    return max(phases(shape, dims, work, gpu.memory_bytes), key=lambda phase: phase.device_bytes)
+
+
+def verdict(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
+    """One line: whether it fits, and where not, by how much and what would help most."""
+    peak = worst(shape, dims, work, gpu)
+    place = f"{peak.name} on pipeline stage {peak.stage}"
+    spare = gpu.memory_bytes - peak.device_bytes
+    if spare >= 0:
+        tokens = kv_capacity_tokens(shape, work, gpu.memory_bytes)
+        return (
+            f"fits: the peak is {place} with {size(peak.device_bytes)}, {size(spare)} below the "
+            f"{gpu.name}; KV cache of {tokens} tokens an engine"
+        )
+    return (
+        f"does not fit: {place} needs {size(peak.device_bytes)}, {size(-spare)} more than the "
+        f"{gpu.name} has; {_advice(shape, dims, work, gpu, peak)}"
+    )
+
+
+def _advice(
+    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware, peak: Phase
+) -> str:
+    """The one change of a setting that lowers the peak most."""
+    answers = [
+        (worst(shape, d, w, gpu).device_bytes, text) for text, d, w in _changes(shape, dims, work)
+    ]
+    if not answers or min(answers)[0] >= peak.device_bytes:
+        return "no single setting lowers it: use more GPUs"
+    best, text = min(answers)
+    rest = best - gpu.memory_bytes
+    after = "then it fits" if rest <= 0 else f"then {size(rest)} are still missing"
+    return f"what helps most is {text} (saves {size(peak.device_bytes - best)}; {after})"
+
+
+def _changes(
+    shape: ModelShape, dims: ParallelDims, work: Workload
+) -> list[tuple[str, ParallelDims, Workload]]:
+    """Every setting made one notch leaner, where the model and the world allow it."""
+    options: list[tuple[str, ParallelDims, Workload]] = []
+
+    def layout(key: str, **sizes: int) -> None:
+        changed = dataclasses.replace(dims, **sizes)
+        dense, expert = changed.tp * changed.cp * changed.pp, changed.ep * changed.etp * changed.pp
+        (value,) = sizes.values()
+        if not (dims.world % dense or dims.world % expert):
+            options.append((f"parallel.{key}={value}", changed, work))
+
+    if shape.heads % (2 * dims.tp) == 0 and shape.kv_heads % (2 * dims.tp) == 0:
+        layout("tensor_model_parallel_size", tp=2 * dims.tp)
+    if shape.num_experts and shape.num_experts % (2 * dims.ep) == 0:
+        layout("expert_model_parallel_size", ep=2 * dims.ep)
+    if shape.num_layers % (2 * dims.pp * dims.vpp) == 0:
+        layout("pipeline_model_parallel_size", pp=2 * dims.pp)
+    for key, changes, allowed in (
+        ("train.recompute=true", {"recompute": True}, not work.recompute),
+        (
+            "optimizer.use_distributed_optimizer=true",
+            {"distributed_optimizer": True},
+            not work.distributed_optimizer,
+        ),
+        (
+            f"train.micro_batch_tokens={work.micro_batch_tokens // 2}",
+            {"micro_batch_tokens": work.micro_batch_tokens // 2},
+            work.micro_batch_tokens >= 2 * work.sequence_len,
+        ),
+        (
+            f"rollout.tensor_parallel_size={2 * work.engine_tp}",
+            {"engine_tp": 2 * work.engine_tp},
+            dims.world % (2 * work.engine_tp) == 0 and shape.kv_heads % (2 * work.engine_tp) == 0,
+        ),
+        (
+            f"rollout.weight_bucket_mb={(work.bucket_bytes >> 20) // 2}",
+            {"bucket_bytes": work.bucket_bytes // 2},
+            work.bucket_bytes >= 2 << 20,
+        ),
+    ):
+        if allowed:
+            options.append((key, dims, dataclasses.replace(work, **changes)))
+    return options

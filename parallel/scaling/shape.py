@@ -1,0 +1,245 @@
+"""The numbers of a model that its cost depends on, and its parameters by part.
+
+Dimensions: H hidden, V vocabulary, E experts, K experts per token, h heads, g key/value heads, d head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mrl.errors import InputError
+
+HfConfig = Mapping[str, Any]
+POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads")  # fmt: skip
+Sharing = Literal["whole", "tensor", "expert"]
+"""Over which ranks of a pipeline stage a parameter is shared out: none, the tensor-parallel, or the
+expert (and expert-tensor) parallel ones."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters of one kind in one layer, embedding or output."""
+
+    name: str
+    """`embedding`, `output`, `attention`, `router`, `experts`, `shared`, `dense` or `norms`."""
+    num: int
+    """In the whole model."""
+    sharing: Sharing
+    num_active: int
+    """That one token passes through."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    q_rank: int
+    """0: queries are projected at once."""
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder-only transformer with SwiGLU and RMSNorm, each layer dense or MoE."""
+
+    num_layers: int
+    hidden: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dense_ffn: int
+    moe_layers: tuple[int, ...]
+    """0-based."""
+    num_experts: int
+    topk: int
+    moe_ffn: int
+    shared_ffn: int
+    """Columns of all shared experts together; 0 without."""
+    tied: bool
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    shared_gate: bool = False
+    """Qwen2-MoE scales its shared expert by a sigmoid gate [H -> 1]."""
+    mla: LatentAttention | None = None
+
+    @property
+    def query_width(self) -> int:
+        """Elements of all heads' queries (and keys, once expanded) of a token."""
+        per_head = self.mla.nope_dim + self.mla.rope_dim if self.mla else self.head_dim
+        return self.heads * per_head
+
+    @property
+    def value_width(self) -> int:
+        """Elements of the attention's output of a token."""
+        return self.heads * (self.mla.value_dim if self.mla else self.head_dim)
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of a token's keys and values in training: latent attention expands them."""
+        if self.mla:
+            return self.query_width + self.value_width
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def kv_cache_width(self) -> int:
+        """Elements that an engine caches per token and layer; latent attention's is not shared out."""
+        return self.mla.kv_rank + self.mla.rope_dim if self.mla else self.kv_width
+
+    def embedding(self) -> Part:
+        """One token reads one row: it multiplies nothing."""
+        return Part("embedding", self.vocab * self.hidden, "tensor", self.vocab * self.hidden)
+
+    def output(self) -> Part:
+        """The head's matrix, which a tied model shares with the embedding."""
+        num = self.vocab * self.hidden
+        return Part("output", 0 if self.tied else num, "tensor", num)
+
+    def final_norm(self) -> Part:
+        return Part("norms", self.hidden, "whole", self.hidden)
+
+    def layer(self, number: int) -> list[Part]:
+        """The parameters of 0-based layer `number`."""
+        norms = 2 * self.hidden
+        parts = [_all("norms", norms, "whole"), *self._attention()]
+        if number not in self.moe_layers:
+            return [*parts, _all("dense", 3 * self.hidden * self.dense_ffn, "tensor")]
+        expert = 3 * self.hidden * self.moe_ffn
+        parts.append(_all("router", self.hidden * self.num_experts, "whole"))
+        parts.append(Part("experts", self.num_experts * expert, "expert", self.topk * expert))
+        if self.shared_ffn:
+            parts.append(_all("shared", 3 * self.hidden * self.shared_ffn, "tensor"))
+        if self.shared_gate:
+            parts.append(_all("shared", self.hidden, "whole"))
+        return parts
+
+    def _attention(self) -> list[Part]:
+        if self.mla is None:
+            width = self.query_width + self.kv_width
+            matrices = self.hidden * (width + self.value_width) + self.qkv_bias * width
+            norms = 2 * self.head_dim * self.qk_norm
+            return [_all("attention", matrices, "tensor"), _all("norms", norms, "whole")]
+        m = self.mla
+        up = m.kv_rank * self.heads * (m.nope_dim + m.value_dim) + self.value_width * self.hidden
+        up += (m.q_rank or self.hidden) * self.query_width
+        down = self.hidden * (m.q_rank + m.kv_rank + m.rope_dim)
+        # Megatron duplicates the down projections on the tensor-parallel ranks.
+        return [
+            _all("attention", up, "tensor"),
+            _all("attention", down, "whole"),
+            _all("norms", m.q_rank + m.kv_rank, "whole"),
+        ]
+
+    def parts(self) -> list[Part]:
+        """Every parameter of the model once."""
+        layers = [part for number in range(self.num_layers) for part in self.layer(number)]
+        return [self.embedding(), *layers, self.final_norm(), self.output()]
+
+    def count(self) -> dict[str, int]:
+        """Parameters by the name of their part."""
+        totals: dict[str, int] = {}
+        for part in self.parts():
+            totals[part.name] = totals.get(part.name, 0) + part.num
+        return totals
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(part.num for part in self.parts())
+
+    @property
+    def num_active(self) -> int:
+        """As model cards count: with the embedding and the head (a tied matrix counts once)."""
+        own = sum(p.num_active for p in self.parts())
+        return own - self.tied * self.vocab * self.hidden
+
+
+def _all(name: str, num: int, sharing: Sharing) -> Part:
+    return Part(name, num, sharing, num)
+
+
+def read_shape(hf: HfConfig) -> ModelShape:
+    """A Hugging Face config.json -> its shape. Raises InputError for an unknown type or a lost key."""
+    kind = hf.get("model_type")
+    if kind not in ("qwen3_moe", "qwen3", "qwen2_moe", "mixtral", "deepseek_v3"):
+        raise InputError(
+            f"config.json has model_type {kind!r}; the plan knows deepseek_v3, mixtral, qwen2_moe, "
+            "qwen3 and qwen3_moe; add its sizes to parallel/scaling/shape.py"
+        )
+    try:
+        _check_numbers(hf)
+        return _shape(hf, kind)
+    except KeyError as error:
+        raise InputError(f"config.json of a {kind} lacks the key {error}; add it") from None
+
+
+def _check_numbers(hf: HfConfig) -> None:
+    """Raise InputError for a size that is not a number of things."""
+    for key, value in hf.items():
+        sized = key.endswith(("_size", "_heads", "_layers", "_experts", "_dim", "_rank"))
+        least = 1 if key in POSITIVE else 0
+        lists = key.endswith("only_layers")
+        if not sized or lists or (value is None and not least):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise InputError(f"config.json: {key} is {value!r}, expected a whole number >= {least}")
+
+
+def _shape(hf: HfConfig, kind: str) -> ModelShape:
+    layers, hidden, heads = (
+        hf[k] for k in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    shape: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden": hidden,
+        "vocab": hf["vocab_size"],
+        "heads": heads,
+        "kv_heads": hf["num_key_value_heads"],
+        "head_dim": hf.get("head_dim") or hidden // heads,
+        "dense_ffn": hf["intermediate_size"],
+        "tied": bool(hf.get("tie_word_embeddings")),
+        "qk_norm": kind.startswith("qwen3"),
+        "qkv_bias": kind == "qwen2_moe" and bool(hf.get("qkv_bias", True)),
+    }
+    experts = {"moe_layers": (), "num_experts": 0, "topk": 0, "moe_ffn": 0, "shared_ffn": 0}
+    if kind == "mixtral":
+        experts |= {
+            "moe_layers": tuple(range(layers)),
+            "num_experts": hf["num_local_experts"],
+            "topk": hf["num_experts_per_tok"],
+            "moe_ffn": hf["intermediate_size"],
+        }
+    elif kind.endswith("_moe"):
+        dense, step = set(hf.get("mlp_only_layers") or ()), hf.get("decoder_sparse_step", 1)
+        shared = hf.get("shared_expert_intermediate_size", 0) if kind == "qwen2_moe" else 0
+        experts |= {
+            "moe_layers": tuple(n for n in range(layers) if n not in dense and not (n + 1) % step),
+            "num_experts": hf["num_local_experts"]
+            if "num_local_experts" in hf
+            else hf["num_experts"],
+            "topk": hf["num_experts_per_tok"],
+            "moe_ffn": hf["moe_intermediate_size"],
+            "shared_ffn": shared,
+            "shared_gate": shared > 0,
+        }
+    elif kind == "deepseek_v3":
+        experts |= {
+            "moe_layers": tuple(range(hf["first_k_dense_replace"], layers)),
+            "num_experts": hf["n_routed_experts"],
+            "topk": hf["num_experts_per_tok"],
+            "moe_ffn": hf["moe_intermediate_size"],
+            "shared_ffn": hf["n_shared_experts"] * hf["moe_intermediate_size"],
+            "mla": LatentAttention(
+                q_rank=hf.get("q_lora_rank") or 0,
+                kv_rank=hf["kv_lora_rank"],
+                nope_dim=hf["qk_nope_head_dim"],
+                rope_dim=hf["qk_rope_head_dim"],
+                value_dim=hf["v_head_dim"],
+            ),
+        }
+    return ModelShape(**shape, **experts)

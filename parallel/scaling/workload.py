@@ -1,0 +1,78 @@
+"""What runs on the layout: the numbers of a recipe that its cost depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrl.config import Recipe
+from parallel.dims import ParallelDims
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step: `prompts` x `samples` sequences, trained on in `optimizer_steps` parts."""
+
+    prompts: int
+    samples: int
+    prompt_len: int
+    """Tokens; an assumption, as prompts differ."""
+    response_len: int
+    """Tokens; the recipe's limit, so every figure is that of the longest responses."""
+    optimizer_steps: int = 1
+    micro_batch_tokens: int = 4096
+    recompute: bool = False
+    distributed_optimizer: bool = False
+    weight_bytes: int = 2
+    """Bytes of a weight and of an activation: 2 for bfloat16, 4 for float32."""
+    replay: bool = True
+    dispatcher: str = "alltoall"
+    reference: bool = False
+    """A reference model: a second copy of the weights on the host, one more forward pass."""
+    engine_tp: int = 1
+    engine_share: float = 0.6
+    """Share of the device's memory for the engine's weights and KV cache (mem_fraction_static)."""
+    bucket_bytes: int = 256 << 20
+
+    @property
+    def sequence_len(self) -> int:
+        return self.prompt_len + self.response_len
+
+    @property
+    def num_sequences(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def num_tokens(self) -> int:
+        """Of one step, over all ranks."""
+        return self.num_sequences * self.sequence_len
+
+    def packed_tokens(self, dims: ParallelDims) -> int:
+        """N of one micro-batch: whole sequences up to the budget, padded for the layout."""
+        per_pack = max(1, self.micro_batch_tokens // self.sequence_len)
+        return -(-per_pack * self.sequence_len // dims.token_multiple) * dims.token_multiple
+
+    def num_micro_batches(self, dims: ParallelDims) -> int:
+        """Of one optimizer step on one data-parallel rank (`parallel.packing.plan`)."""
+        share = -(-self.num_sequences // (self.optimizer_steps * dims.dp))
+        count = -(-share // max(1, self.micro_batch_tokens // self.sequence_len))
+        return -(-count // dims.pp) * dims.pp if dims.vpp > 1 else count
+
+
+def recipe_workload(recipe: Recipe, prompt_len: int) -> Workload:
+    """`auto` means bfloat16: the plan is for GPUs."""
+    return Workload(
+        prompts=recipe.rollout.prompts_per_step,
+        samples=recipe.rollout.samples_per_prompt,
+        prompt_len=prompt_len,
+        response_len=recipe.rollout.max_response_len,
+        optimizer_steps=recipe.train.num_steps_per_rollout,
+        micro_batch_tokens=recipe.train.micro_batch_tokens,
+        recompute=recipe.train.recompute,
+        distributed_optimizer=recipe.optimizer.use_distributed_optimizer,
+        weight_bytes=4 if recipe.model.dtype == "float32" else 2,
+        replay=recipe.moe.routing_replay != "off",
+        dispatcher=recipe.moe.token_dispatcher_type,
+        engine_tp=recipe.rollout.tensor_parallel_size,
+        engine_share=recipe.rollout.mem_fraction_static,
+        bucket_bytes=recipe.rollout.weight_bucket_mb << 20,
+    )
