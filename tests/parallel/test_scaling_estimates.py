@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 
 from mrl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from parallel.attention import packed_sequences
+from parallel.context import context_slice
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.model import unwrap
@@ -53,7 +54,7 @@ def kept_by_a_forward(path: Path, num_tokens: int, dtype: str) -> int:
     batch = pack([WeightedSample(make_sample(generator, num_tokens, 3), 1.0, 1.0)], 1)
     chunk: Any = policy.chunks[0]
     kept = KeptBytes(chunk.parameters())
-    group = policy.runner._cp_group
+    group = policy.groups.cp
     for replay in policy.runner.replays.values():
         replay.begin_forward(None, with_grad=False)
     with kept.hooks:
@@ -61,7 +62,9 @@ def kept_by_a_forward(path: Path, num_tokens: int, dtype: str) -> int:
             batch.input_ids.unsqueeze(0),
             batch.position_ids.unsqueeze(0),
             None,
-            packed_seq_params=packed_sequences(batch.cu_seqlens, group),
+            packed_seq_params=packed_sequences(
+                batch.cu_seqlens, context_slice(batch.cu_seqlens, group)
+            ),
         )
     return kept.total
 
