@@ -6,7 +6,7 @@ of `scaled_dot_product_attention`: a few large calls in place of one a sequence,
 padding. Right padding needs no mask, because causal queries never look at later keys.
 
 Dimensions: N packed tokens, b sequences of a bucket, s its longest length, h heads, g query groups,
-d head size.
+d head size of queries and keys, e of values (the same but in latent attention).
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def _bucket(spans: list[tuple[int, int]], device: torch.device) -> Bucket:
 
 
 class PackedAttention(torch.nn.Module):
-    """`core_attention` of a Megatron layer: query [N, h, d], key and value [N, g, d] -> [N, h*d]."""
+    """`core_attention` of a Megatron layer: query [N, h, d], key [N, g, d], value [N, g, e] -> [N, h*e].
+
+    `softmax_scale` defaults to 1 / sqrt(d).
+    """
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class PackedAttention(torch.nn.Module):
             raise ValueError(
                 f"PackedAttention takes packed [N, h, d] batches, got query {tuple(query.shape)}"
             )
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], value.shape[2])
         for bucket in packed_seq_params.buckets:
             q, k, v = (x[bucket.gather].transpose(1, 2) for x in (query, key, value))
             attended = F.scaled_dot_product_attention(

@@ -23,6 +23,10 @@ class ModelSizes:
     """0 when every layer is MoE."""
     num_experts: int
     """0 for a dense model."""
+    moe_ffn_size: int = 0
+    """Of one expert; 0 for a dense model."""
+    shared_expert_ffn_size: int = 0
+    """Of all shared experts of a layer together; 0 where there are none."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from mrl.errors import InputError
 from parallel.architectures import load_architecture
 from parallel.architectures.base import Architecture, HfConfig
+from parallel.architectures.common import rope_settings
 from parallel.dims import ModelSizes
 
 
@@ -56,6 +57,11 @@ class HfModel:
         return self.architecture.moe_layer_numbers(self.config)
 
     @property
+    def notes(self) -> list[str]:
+        """What of the checkpoint is left out, for the plan."""
+        return self.architecture.notes(self.config)
+
+    @property
     def context_len(self) -> int:
         """Tokens that the model was made for."""
         return self.config["max_position_embeddings"]
@@ -63,7 +69,7 @@ class HfModel:
     @property
     def rotary_base(self) -> float:
         """RoPE theta, in the place where transformers 5 or 4 keeps it."""
-        return float((self.config.get("rope_parameters") or self.config)["rope_theta"])
+        return rope_settings(self.config)["rope_theta"]
 
     @property
     def tied_embeddings(self) -> bool:

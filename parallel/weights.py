@@ -7,7 +7,7 @@ is `parallel.export`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from parallel.shards import join, take_shard
 
 TRANSFORMER_ENGINE_NAMES = (
     (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
+    (r"linear_(q|kv)_up_proj\.layer_norm_weight$", r"\1_layernorm.weight"),
     (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
     (r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.local_experts.\2.\1.weight"),
 )
@@ -33,7 +34,8 @@ TRANSFORMER_ENGINE_NAMES = (
 class Entry:
     """One parameter of this rank, and what it is in the whole model."""
 
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
+    """A buffer where `rule.is_buffer`."""
     rule: Rule
     layer: int
     expert: int
@@ -51,13 +53,13 @@ class WeightMap:
         self.model = model
         self.groups = groups
         config = model.config
-        self.num_groups = config["num_key_value_heads"]
+        self.num_groups = model.sizes.num_query_groups
         self.num_local_experts = model.sizes.num_experts // groups.dims.ep
         patterns = [(_pattern(rule.megatron), rule) for rule in model.architecture.rules(config)]
         self.entries = [
             self._entry(patterns, unwrap(chunk), name, parameter)
             for chunk in chunks
-            for name, parameter in unwrap(chunk).named_parameters()
+            for name, parameter in _tensors(unwrap(chunk), patterns)
             if not (model.tied_embeddings and name == "output_layer.weight")
         ]
         self._tied_outputs = [
@@ -88,7 +90,7 @@ class WeightMap:
 
     @property
     def heads_per_group(self) -> int:
-        return self.model.config["num_attention_heads"] // self.num_groups
+        return self.model.sizes.num_attention_heads // self.num_groups
 
     def tp_place(self, entry: Entry) -> tuple[int, int]:
         """(rank, size) that share out this parameter; experts are whole (expert-tensor size 1)."""
@@ -115,6 +117,17 @@ class WeightMap:
             for output in self._tied_outputs:
                 rows = tensors["model.embed_tokens.weight"]
                 output.copy_(take_shard(rows, "rows", self.groups.tp_rank, self.groups.dims.tp))
+
+
+def _tensors(
+    chunk: torch.nn.Module, patterns: list[tuple[re.Pattern[str], Rule]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters, and the buffers that the table names."""
+    yield from chunk.named_parameters()
+    buffers = [pattern for pattern, rule in patterns if rule.is_buffer]
+    for name, buffer in chunk.named_buffers():
+        if any(pattern.fullmatch(name) for pattern in buffers):
+            yield name, buffer
 
 
 def _pattern(megatron: str) -> re.Pattern[str]:

@@ -29,6 +29,8 @@ class Rule:
     megatron: str
     hf: tuple[str, ...]
     split: Split = "none"
+    is_buffer: bool = False
+    """Megatron keeps it as a buffer: no gradient, no optimizer state, fp32 whatever the model's dtype."""
 
 
 HfConfig = dict[str, Any]
@@ -46,3 +48,5 @@ class Architecture:
     rules: Callable[[HfConfig], list[Rule]]
     moe_layer_numbers: Callable[[HfConfig], tuple[int, ...]]
     """Megatron's 1-based numbers of the MoE layers."""
+    notes: Callable[[HfConfig], list[str]] = lambda hf: []
+    """What of the checkpoint is left out, one line each, for the plan."""
