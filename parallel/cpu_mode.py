@@ -91,13 +91,18 @@ def _replace_torch_cuda() -> None:
 
 
 def _replace_megatron() -> None:
-    """Four names of megatron-core that have no CPU branch."""
+    """Five names of megatron-core that have no CPU branch."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # left undefined without TransformerEngine
+
+    # 0.16.1 tests its layers against TransformerEngine's classes here even where there are none.
+    engine: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
+    latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    latent.HAVE_TE = engine.HAVE_TE
 
     def split_sizes_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
+
+from mrl.errors import InputError
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -36,9 +39,17 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's MLA with whole down projections; needs sequence parallelism when TP > 1."""
+    """Megatron's MLA with whole down projections; needs sequence parallelism when TP > 1.
+
+    Raises InputError on a GPU with a megatron-core that has MLA only with TransformerEngine (0.16).
+    """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        if multi_latent_attention.HAVE_TE and not isinstance(multi_latent_attention.TELinear, type):
+            raise InputError(
+                "model.transformer_impl: this megatron-core has no latent attention (MLA) without "
+                "transformer-engine; install it, or megatron-core 0.19 or newer"
+            )
         super().__init__(config, *args, **kwargs)
         hidden, rope = config.hidden_size, config.qk_pos_emb_head_dim
         if config.q_lora_rank is not None:
