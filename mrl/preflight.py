@@ -52,7 +52,9 @@ class Plan:
         samples = rollout.prompts_per_step * rollout.samples_per_prompt
         layers = f"{model.sizes.num_layers} layers"
         if model.moe_layer_numbers:
-            layers = f"{model.sizes.num_experts} experts in {len(model.moe_layer_numbers)} of {layers}"
+            layers = (
+                f"{model.sizes.num_experts} experts in {len(model.moe_layer_numbers)} of {layers}"
+            )
         else:
             layers = f"dense, {layers}"
         parts = [f"{model.path}: {model.architecture.model_type}", layers, *model.notes]

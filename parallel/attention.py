@@ -70,9 +70,9 @@ def _bucket(spans: list[tuple[int, int]], device: torch.device) -> Bucket:
 
 
 class PackedAttention(torch.nn.Module):
-    """`core_attention` of a Megatron layer: query [N, h, d], key [N, g, d], value [N, g, e] -> [N, h*e].
+    """`core_attention` of a Megatron layer.
 
-    `softmax_scale` defaults to 1 / sqrt(d).
+    Query [N, h, d], key [N, g, d], value [N, g, e] -> [N, h*e]; `softmax_scale` or 1 / sqrt(d).
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class HfModel:
     @property
     def notes(self) -> list[str]:
         """What of the checkpoint is left out, for the plan."""
-        return self.architecture.notes(self.config)
+        return list(self.architecture.unread(self.config).values())
 
     @property
     def context_len(self) -> int:

@@ -27,6 +27,10 @@ class HfTensors:
         self._where.clear()
         self._files.clear()
 
+    @property
+    def names(self) -> set[str]:
+        return set(self._where)
+
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._where:
             raise InputError(

@@ -30,6 +30,13 @@ TRANSFORMER_ENGINE_NAMES = (
 """TransformerEngine's fused layers keep the same tensors under other names."""
 
 
+def canonical_name(name: str) -> str:
+    """A Megatron parameter's name as the rule tables have it, whatever the implementation."""
+    for engine_name, local_name in TRANSFORMER_ENGINE_NAMES:
+        name = re.sub(engine_name, local_name, name)
+    return name
+
+
 @dataclass(frozen=True)
 class Entry:
     """One parameter of this rank, and what it is in the whole model."""
@@ -72,9 +79,7 @@ class WeightMap:
     def _entry(
         self, patterns: list[tuple[re.Pattern[str], Rule]], chunk: Any, name: str, parameter: Any
     ) -> Entry:
-        canonical = name
-        for te_name, local_name in TRANSFORMER_ENGINE_NAMES:
-            canonical = re.sub(te_name, local_name, canonical)
+        canonical = canonical_name(name)
         for pattern, rule in patterns:
             if found := pattern.fullmatch(canonical):
                 place = {k: int(v) for k, v in found.groupdict().items()}
@@ -100,8 +105,12 @@ class WeightMap:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Read this rank's shards from the model folder. Raises InputError on a name or shape."""
+        """Read this rank's shards from the model folder.
+
+        Raises InputError on a missing name, one that no rule has, or a wrong shape.
+        """
         with HfTensors(self.model) as tensors:
+            check_names(self.model, tensors.names)
             for entry in self.entries:
                 rank, size = self.tp_place(entry)
                 full = join(
@@ -117,6 +126,27 @@ class WeightMap:
             for output in self._tied_outputs:
                 rows = tensors["model.embed_tokens.weight"]
                 output.copy_(take_shard(rows, "rows", self.groups.tp_rank, self.groups.dims.tp))
+
+
+def check_names(model: HfModel, names: set[str]) -> None:
+    """Raise InputError for a weight in the folder that the model would silently not have."""
+    config, sizes = model.config, model.sizes
+    known = {"lm_head.weight"} if model.tied_embeddings else set()
+    for name in (name for rule in model.architecture.rules(config) for name in rule.hf):
+        layers = range(sizes.num_layers if "{layer}" in name else 1)
+        experts = range(sizes.num_experts if "{expert}" in name else 1)
+        known |= {name.format(layer=n, expert=e) for n in layers for e in experts}
+    left_out = tuple(model.architecture.unread(config))
+    unknown = sorted(
+        name
+        for name in names - known
+        if not name.startswith(left_out) and not name.endswith("rotary_emb.inv_freq")
+    )
+    if unknown:
+        raise InputError(
+            f"{model.path}: {len(unknown)} weight(s) that a {config['model_type']} model with this "
+            f"config.json does not have, e.g. {unknown[0]!r}; correct config.json or remove them"
+        )
 
 
 def _tensors(

@@ -11,7 +11,9 @@ from parallel.architectures.base import Architecture
 
 def architectures() -> dict[str, Architecture]:
     """Every architecture of this folder by model_type: its modules that have an `ARCHITECTURE`."""
-    modules = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__))
+    modules = (
+        importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
+    )
     found = [m.ARCHITECTURE for m in modules if hasattr(m, "ARCHITECTURE")]
     return {architecture.model_type: architecture for architecture in found}
 

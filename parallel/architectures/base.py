@@ -30,7 +30,7 @@ class Rule:
     hf: tuple[str, ...]
     split: Split = "none"
     is_buffer: bool = False
-    """Megatron keeps it as a buffer: no gradient, no optimizer state, fp32 whatever the model's dtype."""
+    """Megatron keeps it as a buffer: no gradient, no optimizer state, always fp32."""
 
 
 HfConfig = dict[str, Any]
@@ -48,5 +48,5 @@ class Architecture:
     rules: Callable[[HfConfig], list[Rule]]
     moe_layer_numbers: Callable[[HfConfig], tuple[int, ...]]
     """Megatron's 1-based numbers of the MoE layers."""
-    notes: Callable[[HfConfig], list[str]] = lambda hf: []
-    """What of the checkpoint is left out, one line each, for the plan."""
+    unread: Callable[[HfConfig], dict[str, str]] = lambda hf: {}
+    """What of a checkpoint is left out on purpose: prefix of the HF names -> a line for the plan."""

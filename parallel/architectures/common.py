@@ -88,6 +88,10 @@ def head_dim(hf: HfConfig) -> int:
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
+def query_groups(hf: HfConfig) -> int:
+    return hf.get("num_key_value_heads") or hf["num_attention_heads"]
+
+
 def decoder_config(hf: HfConfig, moe_layers: tuple[int, ...]) -> dict[str, Any]:
     """Megatron's settings of the decoder around its attention and experts."""
     return {
@@ -102,7 +106,7 @@ def decoder_config(hf: HfConfig, moe_layers: tuple[int, ...]) -> dict[str, Any]:
 
 def grouped_query_config(hf: HfConfig) -> dict[str, Any]:
     """Megatron's settings of grouped-query attention."""
-    return {"num_query_groups": hf["num_key_value_heads"], "kv_channels": head_dim(hf)}
+    return {"num_query_groups": query_groups(hf), "kv_channels": head_dim(hf)}
 
 
 def sparse_layers(hf: HfConfig, num_experts: int) -> tuple[int, ...]:

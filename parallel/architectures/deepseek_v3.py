@@ -42,11 +42,13 @@ def sizes(hf: HfConfig) -> ModelSizes:
     )
 
 
-def notes(hf: HfConfig) -> list[str]:
-    count = hf.get("num_nextn_predict_layers") or 0
-    if not count:
-        return []
-    return [f"{count} multi-token-prediction layer(s): neither read, trained nor exported"]
+def unread(hf: HfConfig) -> dict[str, str]:
+    """The layers of multi-token prediction stand behind the others."""
+    count, first = hf.get("num_nextn_predict_layers") or 0, hf["num_hidden_layers"]
+    return {
+        f"model.layers.{first + n}.": "a multi-token-prediction layer is neither trained nor exported"
+        for n in range(count)
+    }
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def _limits_groups(hf: HfConfig) -> bool:
 
 
 def _refuse_other_layers(hf: HfConfig) -> None:
-    eps, heads, kv_heads = hf["rms_norm_eps"], hf["num_attention_heads"], hf["num_key_value_heads"]
+    eps, heads, kv_heads = hf["rms_norm_eps"], hf["num_attention_heads"], common.query_groups(hf)
     common.refuse(
         hf,
         (
@@ -232,5 +234,5 @@ ARCHITECTURE = Architecture(
     transformer_config=transformer_config,
     rules=rules,
     moe_layer_numbers=moe_layer_numbers,
-    notes=notes,
+    unread=unread,
 )

@@ -20,7 +20,7 @@ def sizes(hf: HfConfig) -> ModelSizes:
     return ModelSizes(
         num_layers=hf["num_hidden_layers"],
         num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf["num_key_value_heads"],
+        num_query_groups=common.query_groups(hf),
         vocab_size=hf["vocab_size"],
         dense_ffn_size=0,
         num_experts=hf["num_local_experts"],

@@ -20,7 +20,7 @@ def sizes(hf: HfConfig) -> ModelSizes:
     return ModelSizes(
         num_layers=hf["num_hidden_layers"],
         num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf["num_key_value_heads"],
+        num_query_groups=common.query_groups(hf),
         vocab_size=hf["vocab_size"],
         dense_ffn_size=hf["intermediate_size"],
         num_experts=0,
@@ -32,6 +32,7 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
     return {
         **common.decoder_config(hf, ()),
         **common.grouped_query_config(hf),
+        "kv_channels": hf["head_dim"],  # transformers has a fixed default, not hidden / heads
         "qk_layernorm": True,
     }
 

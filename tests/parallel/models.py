@@ -114,7 +114,7 @@ def _reference(folder: Path) -> Any:
     return auto.from_pretrained(folder, dtype=torch.float32)
 
 
-def tiny_samples(folder: Path, lengths: Sequence[int] = (7, 31, 12, 40, 9), seed: int = 1) -> list:
+def tiny_samples(folder: Path, lengths: Sequence[int] = (7, 31, 12, 40, 14), seed: int = 1) -> list:
     """Samples for the model in `folder`: random tokens, prompts of 3, and, for a model with experts,
     random routes for its MoE layers that hardly ever agree with its own."""
     model = HfModel.read(folder)
