@@ -22,6 +22,7 @@ from mrl.types import Prompt
 from parallel.checkpoint import check_layout, latest_step
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
+from parallel.hf_tensors import HfTensors, check_names
 from parallel.implementation import choose_dtype, choose_implementation
 
 
@@ -84,6 +85,8 @@ def check(recipe: Recipe, world: int) -> Plan:
     folder = RunFolder(recipe.output_dir)
     model = HfModel.read(recipe.model.path)
     dims.check_model(model.sizes)
+    with HfTensors(model) as tensors:
+        check_names(model, tensors.names)
     choose_implementation(recipe.model.transformer_impl)
     _check_moe(recipe, model)
     _check_rollout(recipe, dims, model)

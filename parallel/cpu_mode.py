@@ -91,7 +91,7 @@ def _replace_torch_cuda() -> None:
 
 
 def _replace_megatron() -> None:
-    """Five names of megatron-core that have no CPU branch."""
+    """Names of megatron-core that have no CPU branch, or one that gloo cannot do."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)

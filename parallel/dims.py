@@ -24,9 +24,9 @@ class ModelSizes:
     num_experts: int
     """0 for a dense model."""
     moe_ffn_size: int = 0
-    """Of one expert; 0 for a dense model."""
+    """Columns of one expert."""
     shared_expert_ffn_size: int = 0
-    """Of all shared experts of a layer together; 0 where there are none."""
+    """Columns of the shared experts together; 0 where there are none."""
 
 
 @dataclass(frozen=True)

@@ -38,3 +38,24 @@ class HfTensors:
                 "folder does not match its config.json"
             )
         return self._where[name].get_tensor(name)
+
+
+def check_names(model: HfModel, names: set[str]) -> None:
+    """Raise InputError for a weight in the folder that the model would silently not have."""
+    config, sizes = model.config, model.sizes
+    known = {"lm_head.weight"} if model.tied_embeddings else set()
+    for name in (name for rule in model.architecture.rules(config) for name in rule.hf):
+        layers = range(sizes.num_layers if "{layer}" in name else 1)
+        experts = range(sizes.num_experts if "{expert}" in name else 1)
+        known |= {name.format(layer=n, expert=e) for n in layers for e in experts}
+    left_out = tuple(model.architecture.unread(config))
+    unknown = sorted(
+        name
+        for name in names - known
+        if not name.startswith(left_out) and not name.endswith("rotary_emb.inv_freq")
+    )
+    if unknown:
+        raise InputError(
+            f"{model.path}: {len(unknown)} weight(s) that a {config['model_type']} model with this "
+            f"config.json does not have, e.g. {unknown[0]!r}; correct config.json or remove them"
+        )

@@ -11,8 +11,8 @@ import pytest
 from mrl.errors import InputError
 from parallel.architectures import architectures, load_architecture
 from parallel.hf_config import HfModel
-from parallel.hf_tensors import HfTensors
-from parallel.weights import canonical_name, check_names
+from parallel.hf_tensors import HfTensors, check_names
+from parallel.weights import canonical_name
 from tests.parallel.models import SETTINGS, YARN, write_tiny
 
 OLD_ROPE = {"rope_parameters": None, "rope_theta": 10000.0}
