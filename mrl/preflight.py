@@ -51,18 +51,10 @@ class Plan:
         recipe, model, rollout = self.recipe, self.model, self.recipe.rollout
         implementation, why = choose_implementation(recipe.model.transformer_impl)
         samples = rollout.prompts_per_step * rollout.samples_per_prompt
-        layers = f"{model.sizes.num_layers} layers"
-        if model.moe_layer_numbers:
-            layers = (
-                f"{model.sizes.num_experts} experts in {len(model.moe_layer_numbers)} of {layers}"
-            )
-        else:
-            layers = f"dense, {layers}"
-        parts = [f"{model.path}: {model.architecture.model_type}", layers, *model.notes]
         resumed = "" if self.resume_step is None else f" (continues after step {self.resume_step})"
         source = recipe.debug.load_rollouts
         return [
-            ("model", ", ".join(parts)),
+            ("model", f"{model.path}: {model.describe()}"),
             ("layout", self.dims.describe()),
             ("trainer", f"megatron-core {_version('megatron-core')}, {implementation} layers "
              f"({why}), {choose_dtype(recipe.model.dtype)}".replace("torch.", "")),

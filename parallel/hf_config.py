@@ -56,10 +56,14 @@ class HfModel:
         """Megatron's 1-based numbers of the MoE layers."""
         return self.architecture.moe_layer_numbers(self.config)
 
-    @property
-    def notes(self) -> list[str]:
-        """What of the checkpoint is left out, for the plan."""
-        return list(self.architecture.unread(self.config).values())
+    def describe(self) -> str:
+        """One line for the plan, with what of the checkpoint is left out on purpose."""
+        layers, moe_layers = f"{self.sizes.num_layers} layers", len(self.moe_layer_numbers)
+        experts = (
+            f"{self.sizes.num_experts} experts in {moe_layers} of " if moe_layers else "dense, "
+        )
+        left_out = self.architecture.unread(self.config).values()
+        return ", ".join([self.architecture.model_type, experts + layers, *left_out])
 
     @property
     def context_len(self) -> int:

@@ -118,6 +118,13 @@ def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
     assert sizes["deepseek_v3"].num_query_groups == 4
 
 
+def test_the_plan_names_the_model(folders: dict[str, Path]) -> None:
+    lines = {name: HfModel.read(folder).describe() for name, folder in folders.items()}
+    assert lines["qwen3"] == "qwen3, dense, 4 layers"
+    assert lines["qwen2_moe"] == "qwen2_moe, 4 experts in 2 of 4 layers"
+    assert lines["deepseek_v3"] == "deepseek_v3, 8 experts in 3 of 4 layers"
+
+
 def test_weights_that_the_model_would_not_have_are_refused(folders: dict[str, Path]) -> None:
     model = HfModel.read(folders["deepseek_v3"])
     with HfTensors(model) as tensors:
@@ -137,9 +144,11 @@ def test_layers_of_multi_token_prediction_are_left_out_and_said_so(
     folders: dict[str, Path],
 ) -> None:
     model = HfModel.read(folders["deepseek_v3"])
-    assert model.notes == []
     model.config["num_nextn_predict_layers"] = 1
-    assert model.notes == ["a multi-token-prediction layer is neither trained nor exported"]
+    assert model.describe() == (
+        "deepseek_v3, 8 experts in 3 of 4 layers, a multi-token-prediction layer is neither trained "
+        "nor exported"
+    )
     check_names(model, {"model.layers.4.eh_proj.weight"})
     with pytest.raises(InputError, match=r"model\.layers\.5"):
         check_names(model, {"model.layers.5.eh_proj.weight"})
