@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moe.align import local_routes
 from mrl.algorithms import gspo
 from mrl.batching import make_train_batch
 from mrl.config import ModelConfig, OptimizerConfig
-from mrl.kernels.routes import pack_routes
+from mrl.kernels.routes import pack_routes, unpack_routes
 from mrl.types import Sample, TrainBatch
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
@@ -179,8 +178,16 @@ def replay_effects(path: Path, samples: list[Sample]) -> dict[str, Any]:
     batch = packed(samples)
     assert batch.routes is not None
     numbers, experts = batch.routes.layer_numbers, batch.routes.num_experts
-    captured = local_routes(batch, numbers, 0, 1)
-    changed = torch.stack([captured[number] for number in numbers], dim=1)  # [N, L, K]
+    ids = unpack_routes(
+        batch.routes.packed,
+        num_experts=experts,
+        topk=batch.routes.topk,
+        layers=range(len(numbers)),
+        start=0,
+        stop=batch.num_tokens,
+    )
+    captured = dict(zip(numbers, ids.clone(), strict=True))
+    changed = ids.transpose(0, 1).contiguous()  # [N, L, K]
     row = changed[1, 0]  # the second token of the first sample, in the first MoE layer
     row[0] = next(e for e in range(experts) if e not in row.tolist())
     routes = dataclasses.replace(batch.routes, packed=pack_routes(changed, experts))
