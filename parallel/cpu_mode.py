@@ -21,7 +21,7 @@ _active: list[TorchFunctionMode] = []
 
 
 class CpuInPlaceOfCuda(TorchFunctionMode):
-    """Sends tensors that ask for CUDA to the CPU."""
+    """Sends tensors that ask for CUDA, or for memory pinned for it, to the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -32,6 +32,8 @@ class CpuInPlaceOfCuda(TorchFunctionMode):
             device = kwargs.get("device")
             if device is not None and torch.device(device).type == "cuda":
                 kwargs = {**kwargs, "device": "cpu"}
+            if kwargs.get("pin_memory"):  # memory for copies to a GPU; torch refuses it without one
+                kwargs = {**kwargs, "pin_memory": False}
         elif func is torch.Tensor.type and len(args) == 1:
             # Megatron sorts gradients by type string and knows the torch.cuda.* names only.
             return func(*args).replace("torch.", "torch.cuda.")
