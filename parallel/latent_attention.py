@@ -55,3 +55,8 @@ class LatentAttention(MLASelfAttention):
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = ReplicatedLinear(hidden, config.q_lora_rank, config)
         self.linear_kv_down_proj = ReplicatedLinear(hidden, config.kv_lora_rank + rope, config)
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Of megatron-core 0.19: build the norms of the layer spec, and none without a q latent."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+        return {name: getattr(submodules, name) for name in (*names, "q_layernorm", "kv_layernorm")}
