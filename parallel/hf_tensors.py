@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from safetensors import safe_open
 from torch import Tensor
 
@@ -14,10 +17,7 @@ class HfTensors:
 
     def __init__(self, model: HfModel) -> None:
         self.path = model.path
-        self._files = [
-            safe_open(str(file), framework="pt")
-            for file in sorted(model.path.glob("*.safetensors"))
-        ]
+        self._files = [safe_open(str(file), framework="pt") for file in _weight_files(model.path)]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
 
     def __enter__(self) -> HfTensors:
@@ -38,6 +38,21 @@ class HfTensors:
                 "folder does not match its config.json"
             )
         return self._where[name].get_tensor(name)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files of the index; a folder may hold the same weights in another format beside them."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    files = [
+        folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    ]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise InputError(
+            f"{folder}: {index.name} lists {missing[0]}, which is not there; download it again"
+        )
+    return files
 
 
 def check_names(model: HfModel, names: set[str]) -> None:

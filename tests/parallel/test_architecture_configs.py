@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mrl.errors import InputError
 from parallel.architectures import architectures, load_architecture
@@ -138,6 +141,22 @@ def test_weights_that_the_model_would_not_have_are_refused(folders: dict[str, Pa
     ):
         with pytest.raises(InputError, match="1 weight"):
             check_names(model, names | {extra})
+
+
+def test_only_the_files_of_the_index_are_read(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders["mixtral"], folder)
+    model = HfModel.read(folder)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, folder / "consolidated.safetensors")
+    with HfTensors(model) as tensors, pytest.raises(InputError, match=r"layers\.0\.attention"):
+        check_names(model, tensors.names)
+    index = {"weight_map": {"lm_head.weight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with HfTensors(model) as tensors:
+        check_names(model, tensors.names)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"lists model\.safetensors, which is not there"):
+        HfTensors(model)
 
 
 def test_layers_of_multi_token_prediction_are_left_out_and_said_so(
