@@ -22,6 +22,7 @@ from mrl.types import Prompt
 from parallel.checkpoint import check_layout, latest_step
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
+from parallel.hf_tensors import HfTensors, check_names
 from parallel.implementation import choose_dtype, choose_implementation
 
 
@@ -50,12 +51,10 @@ class Plan:
         recipe, model, rollout = self.recipe, self.model, self.recipe.rollout
         implementation, why = choose_implementation(recipe.model.transformer_impl)
         samples = rollout.prompts_per_step * rollout.samples_per_prompt
-        experts = f"{model.sizes.num_experts} experts in {len(model.moe_layer_numbers)} of"
         resumed = "" if self.resume_step is None else f" (continues after step {self.resume_step})"
         source = recipe.debug.load_rollouts
         return [
-            ("model", f"{model.path}: {model.architecture.model_type}, {experts} "
-             f"{model.sizes.num_layers} layers"),
+            ("model", f"{model.path}: {model.describe()}"),
             ("layout", self.dims.describe()),
             ("trainer", f"megatron-core {_version('megatron-core')}, {implementation} layers "
              f"({why}), {choose_dtype(recipe.model.dtype)}".replace("torch.", "")),
@@ -78,6 +77,8 @@ def check(recipe: Recipe, world: int) -> Plan:
     folder = RunFolder(recipe.output_dir)
     model = HfModel.read(recipe.model.path)
     dims.check_model(model.sizes)
+    with HfTensors(model) as tensors:
+        check_names(model, tensors.names)
     choose_implementation(recipe.model.transformer_impl)
     _check_moe(recipe, model)
     _check_rollout(recipe, dims, model)

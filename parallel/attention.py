@@ -10,7 +10,7 @@ blocks of each sequence (`parallel.context`), and a mask says which keys come be
 
 Dimensions: N packed tokens, n of them on this rank (n = N without context parallelism), b blocks of a
 bucket, s its longest block, k its most keys, h heads, g query groups, d and e head sizes of keys and
-values.
+values (the same but in latent attention).
 """
 
 from __future__ import annotations
@@ -91,8 +91,10 @@ def _bucket(blocks: list[Block], places: Tensor | None, device: torch.device) ->
 
 
 class PackedAttention(torch.nn.Module):
-    """`core_attention` of a Megatron layer: query [n, h, d], key [n, g, d], value [n, g, e] ->
-    [n, h*e]."""
+    """`core_attention` of a Megatron layer.
+
+    Query [n, h, d], key [n, g, d], value [n, g, e] -> [n, h*e]; `softmax_scale` or 1 / sqrt(d).
+    """
 
     def __init__(
         self,

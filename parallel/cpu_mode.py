@@ -25,7 +25,7 @@ _active: list[TorchFunctionMode] = []
 
 
 class CpuInPlaceOfCuda(TorchFunctionMode):
-    """Sends tensors that ask for CUDA to the CPU."""
+    """Sends tensors that ask for CUDA, or for memory pinned for it, to the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -36,6 +36,8 @@ class CpuInPlaceOfCuda(TorchFunctionMode):
             device = kwargs.get("device")
             if device is not None and torch.device(device).type == "cuda":
                 kwargs = {**kwargs, "device": "cpu"}
+            if kwargs.get("pin_memory"):  # memory for copies to a GPU; torch refuses it without one
+                kwargs = {**kwargs, "pin_memory": False}
         elif func is torch.Tensor.type and len(args) == 1:
             # Megatron sorts gradients by type string and knows the torch.cuda.* names only.
             return func(*args).replace("torch.", "torch.cuda.")
@@ -102,6 +104,11 @@ def _replace_megatron() -> None:
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # left undefined without TransformerEngine
+
+    # 0.16.1 tests its layers against TransformerEngine's classes here even where there are none.
+    engine: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
+    latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    latent.HAVE_TE = engine.HAVE_TE
 
     def split_sizes_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -9,6 +9,7 @@ from pathlib import Path
 from mrl.errors import InputError
 from parallel.architectures import load_architecture
 from parallel.architectures.base import Architecture, HfConfig
+from parallel.architectures.common import rope_settings
 from parallel.dims import ModelSizes
 
 
@@ -68,6 +69,15 @@ class HfModel:
         """Megatron's 1-based numbers of the MoE layers."""
         return self.architecture.moe_layer_numbers(self.config)
 
+    def describe(self) -> str:
+        """One line for the plan, with what of the checkpoint is left out on purpose."""
+        layers, moe_layers = f"{self.sizes.num_layers} layers", len(self.moe_layer_numbers)
+        experts = (
+            f"{self.sizes.num_experts} experts in {moe_layers} of " if moe_layers else "dense, "
+        )
+        left_out = self.architecture.unread(self.config).values()
+        return ", ".join([self.architecture.model_type, experts + layers, *left_out])
+
     @property
     def context_len(self) -> int:
         """Tokens that the model was made for."""
@@ -76,7 +86,7 @@ class HfModel:
     @property
     def rotary_base(self) -> float:
         """RoPE theta, in the place where transformers 5 or 4 keeps it."""
-        return float((self.config.get("rope_parameters") or self.config)["rope_theta"])
+        return rope_settings(self.config)["rope_theta"]
 
     @property
     def tied_embeddings(self) -> bool:

@@ -11,12 +11,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from parallel.attention import PackedAttention
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.implementation import Implementation
+from parallel.latent_attention import LatentAttention
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
@@ -70,8 +71,9 @@ def build_config(
         "batch_p2p_comm": dims.vpp == 1,
         "moe_token_dispatcher_type": dims.dispatcher,
         "moe_router_load_balancing_type": "none",
+        "moe_router_bias_update_rate": 0.0,  # keep e_score_correction_bias as it was loaded
         "moe_router_dtype": "fp32" if half else None,
-        "moe_grouped_gemm": implementation == "transformer_engine",
+        "moe_grouped_gemm": implementation == "transformer_engine" and model.sizes.num_experts > 0,
         # Losses are sums that carry their own normaliser: Megatron must not divide by anything.
         "calculate_per_token_loss": True,
     }
@@ -81,7 +83,9 @@ def build_config(
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    return TransformerConfig(**settings, **model.architecture.transformer_config(model.config))
+    settings |= model.architecture.transformer_config(model.config)
+    latent = settings.get("multi_latent_attention")
+    return (MLATransformerConfig if latent else TransformerConfig)(**settings)
 
 
 def _block_spec(
@@ -97,8 +101,12 @@ def _block_spec(
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelRMSNorm
         attention = parts.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
         attention.core_attention = PackedAttention
+        if config.multi_latent_attention:
+            parts.self_attention.module = LatentAttention
+            attention.q_layernorm = attention.kv_layernorm = SequenceParallelRMSNorm
+        elif config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
     spec.layer_norm = SequenceParallelRMSNorm
     return spec
 
@@ -134,7 +142,7 @@ def build_chunks(
                 # differently from the dense layers; unflagged, their gradients are silently wrong.
                 setattr(parameter, "allreduce", False)  # noqa: B010
         chunk = chunk.to(groups.device)
-        chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
+        chunks.append(_half(config, chunk) if config.bf16 else chunk)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=use_distributed_optimizer,
@@ -144,6 +152,16 @@ def build_chunks(
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
+
+
+def _half(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
+    """bf16 but for the routers' biases and counts: a rounded bias chooses other experts."""
+    half = Float16Module(config, chunk)
+    for module in chunk.modules():
+        for name in ("expert_bias", "local_tokens_per_expert"):
+            if torch.is_tensor(buffer := getattr(module, name, None)):
+                buffer.data = buffer.float()
+    return half
 
 
 def unwrap(chunk: Any) -> GPTModel:

@@ -15,7 +15,7 @@ from parallel.architectures.base import Split
 def join(parts: list[Tensor], kind: Split, num_groups: int) -> Tensor:
     """HF tensors of one parameter -> the whole Megatron tensor."""
     if kind == "qkv":
-        grouped = [p.reshape(num_groups, -1, p.shape[-1]) for p in parts]
+        grouped = [p.unflatten(0, (num_groups, -1)) for p in parts]
         return torch.cat(grouped, dim=1).flatten(0, 1)
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
@@ -26,9 +26,9 @@ def split(full: Tensor, kind: Split, num_groups: int, heads_per_group: int) -> l
         return list(full.chunk(2))
     if kind != "qkv":
         return [full]
-    grouped = full.reshape(num_groups, heads_per_group + 2, -1, full.shape[-1])
+    grouped = full.unflatten(0, (num_groups, heads_per_group + 2, -1))
     parts = grouped.split([heads_per_group, 1, 1], dim=1)
-    return [p.reshape(-1, full.shape[-1]).contiguous() for p in parts]
+    return [p.flatten(0, 2).contiguous() for p in parts]
 
 
 def take_shard(full: Tensor, kind: Split, rank: int, size: int) -> Tensor:

@@ -7,7 +7,7 @@ is `parallel.export`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,23 +17,32 @@ from mrl.errors import InputError
 from parallel.architectures.base import Rule
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
-from parallel.hf_tensors import HfTensors
+from parallel.hf_tensors import HfTensors, check_names
 from parallel.model import unwrap
 from parallel.shards import join, take_shard
 
 TRANSFORMER_ENGINE_NAMES = (
     (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
+    (r"linear_(q|kv)_up_proj\.layer_norm_weight$", r"\1_layernorm.weight"),
     (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
     (r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.local_experts.\2.\1.weight"),
 )
 """TransformerEngine's fused layers keep the same tensors under other names."""
 
 
+def canonical_name(name: str) -> str:
+    """A Megatron parameter's name as the rule tables have it, whatever the implementation."""
+    for engine_name, local_name in TRANSFORMER_ENGINE_NAMES:
+        name = re.sub(engine_name, local_name, name)
+    return name
+
+
 @dataclass(frozen=True)
 class Entry:
     """One parameter of this rank, and what it is in the whole model."""
 
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
+    """A buffer where `rule.is_buffer`."""
     rule: Rule
     layer: int
     expert: int
@@ -51,13 +60,13 @@ class WeightMap:
         self.model = model
         self.groups = groups
         config = model.config
-        self.num_groups = config["num_key_value_heads"]
+        self.num_groups = model.sizes.num_query_groups
         self.num_local_experts = model.sizes.num_experts // groups.dims.ep
         patterns = [(_pattern(rule.megatron), rule) for rule in model.architecture.rules(config)]
         self.entries = [
             self._entry(patterns, unwrap(chunk), name, parameter)
             for chunk in chunks
-            for name, parameter in unwrap(chunk).named_parameters()
+            for name, parameter in _tensors(unwrap(chunk), patterns)
             if not (model.tied_embeddings and name == "output_layer.weight")
         ]
         self._tied_outputs = [
@@ -70,9 +79,7 @@ class WeightMap:
     def _entry(
         self, patterns: list[tuple[re.Pattern[str], Rule]], chunk: Any, name: str, parameter: Any
     ) -> Entry:
-        canonical = name
-        for te_name, local_name in TRANSFORMER_ENGINE_NAMES:
-            canonical = re.sub(te_name, local_name, canonical)
+        canonical = canonical_name(name)
         for pattern, rule in patterns:
             if found := pattern.fullmatch(canonical):
                 place = {k: int(v) for k, v in found.groupdict().items()}
@@ -88,7 +95,7 @@ class WeightMap:
 
     @property
     def heads_per_group(self) -> int:
-        return self.model.config["num_attention_heads"] // self.num_groups
+        return self.model.sizes.num_attention_heads // self.num_groups
 
     def tp_place(self, entry: Entry) -> tuple[int, int]:
         """(rank, size) of the tensor-parallel group, or the experts' own, that shares it out."""
@@ -100,8 +107,12 @@ class WeightMap:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Read this rank's shards from the model folder. Raises InputError on a name or shape."""
+        """Read this rank's shards from the model folder.
+
+        Raises InputError on a missing name, one that no rule has, or a wrong shape.
+        """
         with HfTensors(self.model) as tensors:
+            check_names(self.model, tensors.names)
             for entry in self.entries:
                 rank, size = self.tp_place(entry)
                 full = join(
@@ -117,6 +128,17 @@ class WeightMap:
             for output in self._tied_outputs:
                 rows = tensors["model.embed_tokens.weight"]
                 output.copy_(take_shard(rows, "rows", self.groups.tp_rank, self.groups.dims.tp))
+
+
+def _tensors(
+    chunk: torch.nn.Module, patterns: list[tuple[re.Pattern[str], Rule]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters, and the buffers that the table names."""
+    yield from chunk.named_parameters()
+    buffers = [pattern for pattern, rule in patterns if rule.is_buffer]
+    for name, buffer in chunk.named_buffers():
+        if any(pattern.fullmatch(name) for pattern in buffers):
+            yield name, buffer
 
 
 def _pattern(megatron: str) -> re.Pattern[str]:

@@ -29,6 +29,8 @@ class Rule:
     megatron: str
     hf: tuple[str, ...]
     split: Split = "none"
+    is_buffer: bool = False
+    """Megatron keeps it as a buffer: no gradient, no optimizer state, always fp32."""
 
     @property
     def shard_dim(self) -> int:
@@ -51,3 +53,5 @@ class Architecture:
     rules: Callable[[HfConfig], list[Rule]]
     moe_layer_numbers: Callable[[HfConfig], tuple[int, ...]]
     """Megatron's 1-based numbers of the MoE layers."""
+    unread: Callable[[HfConfig], dict[str, str]] = lambda hf: {}
+    """What of a checkpoint is left out on purpose: prefix of the HF names -> a line for the plan."""

@@ -1,0 +1,164 @@
+"""What the architectures share: settings, rows of the rule table, and refusals of config.json.
+
+Everything that transformers would compute and Megatron would not, or not in the same way, is refused
+here or in the architecture's own file: a difference that nobody sees is the worst outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mrl.errors import InputError
+from parallel.architectures.base import HfConfig, Rule
+
+LAYER, HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
+ATTENTION, HF_ATTENTION = f"{LAYER}.self_attention", f"{HF_LAYER}.self_attn"
+EXPERT = f"{LAYER}.mlp.experts.local_experts.{{expert}}"
+SHARED_EXPERT = f"{LAYER}.mlp.shared_experts"
+
+
+def rope_settings(hf: HfConfig) -> dict[str, Any]:
+    """RoPE from where transformers 5 (`rope_parameters`) or 4 (`rope_scaling`, `rope_theta`) keeps it.
+
+    Always has `rope_type` and `rope_theta`. Raises KeyError without a theta.
+    """
+    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope["rope_theta"] if "rope_theta" in rope else hf["rope_theta"]
+    return {**rope, "rope_type": kind, "rope_theta": float(theta)}
+
+
+def refuse(hf: HfConfig, findings: Iterable[tuple[Any, str]]) -> None:
+    """Raise InputError with the text of the first finding whose condition holds."""
+    for wrong, text in findings:
+        if wrong:
+            raise InputError(f"config.json of this {hf['model_type']} model: {text}")
+
+
+def refuse_unsupported(hf: HfConfig, rope_types: tuple[str, ...] = ("default",)) -> None:
+    """The refusals that hold for every architecture."""
+    rope = rope_settings(hf)
+    kind, act = rope["rope_type"], hf.get("hidden_act", "silu")
+    dropout = hf.get("attention_dropout")
+    refuse(
+        hf,
+        (
+            (
+                hf.get("quantization_config"),
+                "quantization_config: quantised weights cannot be trained; convert the checkpoint "
+                "to bf16 first",
+            ),
+            (hf.get("attention_bias"), "attention_bias is not supported; use a model without it"),
+            (
+                hf.get("use_sliding_window")
+                or any(kind != "full_attention" for kind in hf.get("layer_types") or ()),
+                "sliding-window attention (use_sliding_window, layer_types) is not supported, only "
+                "full attention",
+            ),
+            (
+                kind not in rope_types,
+                f"RoPE type {kind!r} is not supported, only {' and '.join(rope_types)}",
+            ),
+            (
+                rope.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0,
+                "partial_rotary_factor is not supported, only 1.0",
+            ),
+            (act != "silu", f"hidden_act {act!r} is not supported, only 'silu'"),
+            (dropout, f"attention_dropout {dropout} is not supported; set it to 0.0"),
+        ),
+    )
+
+
+def refuse_unlike_softmax_routing(hf: HfConfig, renormalised: bool) -> None:
+    """Megatron refuses the one-expert gate whose weight is 1 whatever the router says."""
+    refuse(
+        hf,
+        (
+            (
+                renormalised and hf["num_experts_per_tok"] == 1,
+                "one expert per token with renormalised weights gives the router no gradient; "
+                "set norm_topk_prob to false or num_experts_per_tok to 2 or more",
+            ),
+        ),
+    )
+
+
+def head_dim(hf: HfConfig) -> int:
+    return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+
+
+def query_groups(hf: HfConfig) -> int:
+    return hf.get("num_key_value_heads") or hf["num_attention_heads"]
+
+
+def decoder_config(hf: HfConfig, moe_layers: tuple[int, ...]) -> dict[str, Any]:
+    """Megatron's settings of the decoder around its attention and experts."""
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": hf["num_attention_heads"],
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "moe_layer_freq": [int(n + 1 in moe_layers) for n in range(hf["num_hidden_layers"])],
+    }
+
+
+def grouped_query_config(hf: HfConfig) -> dict[str, Any]:
+    """Megatron's settings of grouped-query attention."""
+    return {"num_query_groups": query_groups(hf), "kv_channels": head_dim(hf)}
+
+
+def sparse_layers(hf: HfConfig, num_experts: int) -> tuple[int, ...]:
+    """Qwen's MoE layers: dense where `mlp_only_layers` says so or `decoder_sparse_step` skips it."""
+    dense = set(hf.get("mlp_only_layers") or ())
+    step = hf.get("decoder_sparse_step", 1)
+    return tuple(
+        layer + 1
+        for layer in range(hf["num_hidden_layers"])
+        if layer not in dense and num_experts > 0 and (layer + 1) % step == 0
+    )
+
+
+def decoder_rules(hf: HfConfig) -> list[Rule]:
+    """Embedding, norms around the layers' two halves, and the output layer unless it is tied."""
+    table = [
+        Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "rows"),
+        Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
+        Rule(f"{LAYER}.input_layernorm.weight", (f"{HF_LAYER}.input_layernorm.weight",)),
+        Rule(f"{LAYER}.pre_mlp_layernorm.weight", (f"{HF_LAYER}.post_attention_layernorm.weight",)),
+    ]
+    if not hf.get("tie_word_embeddings"):
+        table.append(Rule("output_layer.weight", ("lm_head.weight",), "rows"))
+    return table
+
+
+def grouped_query_rules(*, norms: bool = False, bias: bool = False) -> list[Rule]:
+    """Grouped-query attention, with query and key norms or with biases of query, key and value."""
+
+    def qkv(kind: str) -> tuple[str, ...]:
+        return tuple(f"{HF_ATTENTION}.{x}_proj.{kind}" for x in "qkv")
+
+    table = [
+        Rule(f"{ATTENTION}.linear_qkv.weight", qkv("weight"), "qkv"),
+        Rule(f"{ATTENTION}.linear_proj.weight", (f"{HF_ATTENTION}.o_proj.weight",), "columns"),
+    ]
+    if bias:
+        table.append(Rule(f"{ATTENTION}.linear_qkv.bias", qkv("bias"), "qkv"))
+    if norms:
+        table += [
+            Rule(f"{ATTENTION}.{x}_layernorm.weight", (f"{HF_ATTENTION}.{x}_norm.weight",))
+            for x in "qk"
+        ]
+    return table
+
+
+def mlp_rules(
+    megatron: str, hf: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> list[Rule]:
+    """A SwiGLU block: dense, expert or shared expert. `names`: its gate, up and down projection."""
+    gate, up, down = (f"{hf}.{name}.weight" for name in names)
+    return [
+        Rule(f"{megatron}.linear_fc1.weight", (gate, up), "gated"),
+        Rule(f"{megatron}.linear_fc2.weight", (down,), "columns"),
+    ]

@@ -1,0 +1,76 @@
+"""Mixtral: GQA, RoPE, every layer a mixture of SwiGLU experts with renormalised softmax routing.
+
+Source: `MixtralForCausalLM` of transformers and "Mixtral of Experts" (arXiv 2401.04088).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallel.architectures import common
+from parallel.architectures.base import Architecture, HfConfig, Rule
+from parallel.dims import ModelSizes
+
+
+def moe_layer_numbers(hf: HfConfig) -> tuple[int, ...]:
+    return tuple(range(1, hf["num_hidden_layers"] + 1))
+
+
+def sizes(hf: HfConfig) -> ModelSizes:
+    return ModelSizes(
+        num_layers=hf["num_hidden_layers"],
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=common.query_groups(hf),
+        vocab_size=hf["vocab_size"],
+        dense_ffn_size=0,
+        num_experts=hf["num_local_experts"],
+        moe_ffn_size=hf["intermediate_size"],
+    )
+
+
+def transformer_config(hf: HfConfig) -> dict[str, Any]:
+    window, context, jitter = (
+        hf.get("sliding_window"),
+        hf["max_position_embeddings"],
+        hf.get("router_jitter_noise"),
+    )
+    common.refuse_unsupported(hf)
+    common.refuse_unlike_softmax_routing(hf, renormalised=True)
+    common.refuse(
+        hf,
+        (
+            (
+                window and window < context,
+                f"sliding_window {window} is shorter than max_position_embeddings {context}, and "
+                "only full attention is supported; set it to null if the model was trained without",
+            ),
+            (jitter, f"router_jitter_noise {jitter} is not supported; set it to 0.0"),
+        ),
+    )
+    return {
+        **common.decoder_config(hf, moe_layer_numbers(hf)),
+        **common.grouped_query_config(hf),
+        "num_moe_experts": hf["num_local_experts"],
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_ffn_hidden_size": hf["intermediate_size"],
+        "moe_router_pre_softmax": False,  # softmax over the chosen: the same as renormalising
+    }
+
+
+def rules(hf: HfConfig) -> list[Rule]:
+    hf_moe = f"{common.HF_LAYER}.block_sparse_moe"
+    return [
+        *common.decoder_rules(hf),
+        *common.grouped_query_rules(),
+        Rule(f"{common.LAYER}.mlp.router.weight", (f"{hf_moe}.gate.weight",)),
+        *common.mlp_rules(common.EXPERT, f"{hf_moe}.experts.{{expert}}", ("w1", "w3", "w2")),
+    ]
+
+
+ARCHITECTURE = Architecture(
+    model_type="mixtral",
+    sizes=sizes,
+    transformer_config=transformer_config,
+    rules=rules,
+    moe_layer_numbers=moe_layer_numbers,
+)

@@ -1,0 +1,195 @@
+"""What each architecture makes of a config.json, and what it refuses. No process is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mrl.errors import InputError
+from parallel.architectures import architectures, load_architecture
+from parallel.hf_config import HfModel
+from parallel.hf_tensors import HfTensors, check_names
+from parallel.weights import canonical_name
+from tests.parallel.models import SETTINGS, YARN, write_tiny
+
+OLD_ROPE = {"rope_parameters": None, "rope_theta": 10000.0}
+EVERY: list[tuple[dict[str, Any], str]] = [
+    ({"quantization_config": {"quant_method": "fp8"}}, "convert the checkpoint to bf16"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"use_sliding_window": True}, "sliding-window"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+    ({**OLD_ROPE, "rope_scaling": {"type": "linear", "factor": 2.0}}, "RoPE type 'linear'"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+]
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    *((name, changes, text) for name in SETTINGS for changes, text in EVERY),
+    ("qwen3", {"rope_parameters": YARN}, "only default"),
+    ("qwen3_moe", {"num_experts_per_tok": 1}, "no gradient"),
+    ("qwen2_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "no gradient"),
+    ("mixtral", {"num_experts_per_tok": 1}, "no gradient"),
+    ("mixtral", {"sliding_window": 64}, "sliding_window 64 is shorter"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "one epsilon"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "must equal num_attention_heads 4"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+    ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts"),
+    ("deepseek_v3", {"first_k_dense_replace": 4}, "no MoE layer"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy'"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "normalises exactly when"),
+    ("deepseek_v3", {"num_experts_per_tok": 1}, "normalises exactly when"),
+    ("deepseek_v3", {"routed_scaling_factor": 0}, "routed_scaling_factor"),
+    ("deepseek_v3", {"n_group": 3}, "n_group 3"),
+    ("deepseek_v3", {"num_experts_per_tok": 4}, "4 // 1 = 4 experts, the model by its best 2"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": None}}, "both or none"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "attention_factor": 1.0}}, "attention_factor"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "truncate": False}}, "truncate"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "factor": None}}, "needs its factor"),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("configs")
+    return {name: write_tiny(name, root / name) for name in SETTINGS}
+
+
+def settings_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    config = {**json.loads((folder / "config.json").read_text()), **changes}
+    return load_architecture(config["model_type"]).transformer_config(config)
+
+
+def test_every_architecture_of_the_folder_is_in_these_tests() -> None:
+    assert architectures().keys() == SETTINGS.keys()
+
+
+@pytest.mark.parametrize(("model_type", "changes", "text"), REFUSED)
+def test_what_megatron_would_compute_otherwise_is_refused(
+    model_type: str, changes: dict[str, Any], text: str, folders: dict[str, Path]
+) -> None:
+    with pytest.raises(InputError) as error:
+        settings_of(folders[model_type], **changes)
+    message = str(error.value)
+    assert text in message
+    assert model_type in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("model_type", SETTINGS)
+def test_configs_of_transformers_4_mean_the_same(model_type: str, folders: dict[str, Path]) -> None:
+    """There, theta stands beside rope_scaling, whose kind is called `type`."""
+    new = json.loads((folders[model_type] / "config.json").read_text())["rope_parameters"]
+    yarn = {k: v for k, v in new.items() if k not in ("rope_theta", "rope_type")}
+    old = {
+        "rope_parameters": None,
+        "rope_theta": new["rope_theta"],
+        "rope_scaling": {"type": "yarn", **yarn} if yarn else None,
+    }
+    assert settings_of(folders[model_type], **old) == settings_of(folders[model_type])
+
+
+def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
+    sizes = {name: HfModel.read(folder).sizes for name, folder in folders.items()}
+    numbers = {
+        name: (s.dense_ffn_size, s.num_experts, s.moe_ffn_size, s.shared_expert_ffn_size)
+        for name, s in sizes.items()
+    }
+    assert numbers == {
+        "qwen3": (48, 0, 0, 0),
+        "qwen3_moe": (48, 4, 16, 0),
+        "qwen2_moe": (48, 4, 16, 24),
+        "mixtral": (0, 4, 48, 0),
+        "deepseek_v3": (48, 8, 16, 32),
+    }
+    layers = {name: HfModel.read(folder).moe_layer_numbers for name, folder in folders.items()}
+    assert layers == {
+        "qwen3": (),
+        "qwen3_moe": (1, 3, 4),
+        "qwen2_moe": (2, 4),
+        "mixtral": (1, 2, 3, 4),
+        "deepseek_v3": (2, 3, 4),
+    }
+    assert sizes["deepseek_v3"].num_query_groups == 4
+
+
+def test_the_plan_names_the_model(folders: dict[str, Path]) -> None:
+    lines = {name: HfModel.read(folder).describe() for name, folder in folders.items()}
+    assert lines["qwen3"] == "qwen3, dense, 4 layers"
+    assert lines["qwen2_moe"] == "qwen2_moe, 4 experts in 2 of 4 layers"
+    assert lines["deepseek_v3"] == "deepseek_v3, 8 experts in 3 of 4 layers"
+
+
+def test_weights_that_the_model_would_not_have_are_refused(folders: dict[str, Path]) -> None:
+    model = HfModel.read(folders["deepseek_v3"])
+    with HfTensors(model) as tensors:
+        names = tensors.names
+    check_names(model, names | {"model.layers.0.self_attn.rotary_emb.inv_freq"})
+    for extra in (
+        "model.layers.1.mlp.experts.0.up_proj.weight_scale_inv",
+        "model.layers.1.mlp.experts.8.up_proj.weight",
+        "model.layers.4.eh_proj.weight",
+        "model.layers.4.input_layernorm.weight",
+    ):
+        with pytest.raises(InputError, match="1 weight"):
+            check_names(model, names | {extra})
+
+
+def test_only_the_files_of_the_index_are_read(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders["mixtral"], folder)
+    model = HfModel.read(folder)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, folder / "consolidated.safetensors")
+    with HfTensors(model) as tensors, pytest.raises(InputError, match=r"layers\.0\.attention"):
+        check_names(model, tensors.names)
+    index = {"weight_map": {"lm_head.weight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with HfTensors(model) as tensors:
+        check_names(model, tensors.names)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"lists model\.safetensors, which is not there"):
+        HfTensors(model)
+
+
+def test_layers_of_multi_token_prediction_are_left_out_and_said_so(
+    folders: dict[str, Path],
+) -> None:
+    model = HfModel.read(folders["deepseek_v3"])
+    model.config["num_nextn_predict_layers"] = 1
+    assert model.describe() == (
+        "deepseek_v3, 8 experts in 3 of 4 layers, a multi-token-prediction layer is neither trained "
+        "nor exported"
+    )
+    check_names(model, {"model.layers.4.eh_proj.weight"})
+    with pytest.raises(InputError, match=r"model\.layers\.5"):
+        check_names(model, {"model.layers.5.eh_proj.weight"})
+
+
+@pytest.mark.parametrize(
+    ("engine", "local"),
+    [
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        (
+            "self_attention.linear_q_up_proj.layer_norm_weight",
+            "self_attention.q_layernorm.weight",
+        ),
+        (
+            "self_attention.linear_kv_up_proj.layer_norm_weight",
+            "self_attention.kv_layernorm.weight",
+        ),
+        ("mlp.experts.linear_fc1.weight3", "mlp.experts.local_experts.3.linear_fc1.weight"),
+        ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight"),
+    ],
+)
+def test_names_of_transformer_engine(engine: str, local: str) -> None:
+    """Read from Megatron's source; nothing here has TransformerEngine."""
+    assert canonical_name(f"decoder.layers.2.{engine}") == f"decoder.layers.2.{local}"
