@@ -32,7 +32,7 @@ from tests.parallel.models import (
     tiny_samples,
     write_tiny,
 )
-from tests.parallel.test_layouts import build, distance, exported, join_groups, loss
+from tests.parallel.layouts import build, distance, exported, join_groups, loss
 from tests.ranks import run_ranks
 
 TEMPERATURE = 0.8  # of test_layouts.build

@@ -24,7 +24,7 @@ from parallel.scaling.stages import stages
 from parallel.scaling.workload import Workload
 from tests.parallel.conftest import make_sample
 from tests.parallel.counted import SentBytes
-from tests.parallel.test_layouts import join_groups, loss
+from tests.parallel.layouts import join_groups, loss
 from tests.ranks import run_ranks
 
 WORK = Workload(

@@ -29,7 +29,7 @@ from parallel.scaling.stages import split_layers, stages
 from parallel.scaling.workload import Workload
 from tests.parallel.conftest import make_sample, write_model
 from tests.parallel.counted import KeptBytes
-from tests.parallel.test_layouts import join_groups
+from tests.parallel.layouts import join_groups
 from tests.parallel.test_scaling_bytes import held_bytes
 from tests.ranks import run_ranks
 
