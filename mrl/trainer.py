@@ -26,6 +26,7 @@ from mrl.warm_start import warm_start
 from parallel.checkpoint import load_checkpoint, save_checkpoint
 from parallel.forward import PassOutput, RecordedRoutes
 from parallel.groups import Groups
+from parallel.ledger import memory_statistics
 from parallel.policy import Policy, with_old_logprobs
 from parallel.reduce import merge, reduce_statistics
 
@@ -96,11 +97,14 @@ class Trainer:
         """One step; returns its metrics, the same on every rank but for the times."""
         start, clock, recipe = time.perf_counter(), Clock(), self.plan.recipe
         groups = self.collector.collect(self.step, self.policy, clock)
+        memory = memory_statistics("rollout", self.policy.ledger.where())
         set_advantages(groups, self.plan.algorithm, recipe.algorithm)
         self._write_rollouts(groups)  # first: a batch that breaks the update must be on file
         metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
         if not recipe.debug.rollout_only:
             metrics |= self._learn(groups, clock)
+            memory |= memory_statistics("train", self.policy.ledger.where())
+        metrics |= reduce_statistics(memory)
         metrics["weight_version"] = groups[0].samples[0].weight_versions[-1].version
         metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         metrics["time/step_s"] = time.perf_counter() - start

@@ -18,8 +18,8 @@ from parallel.forward import LossFunction, PassOutput, PipelineRunner, RecordedR
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype, choose_implementation
+from parallel.ledger import Ledger, gradient_tensors, optimizer_tensors, parameter_tensors
 from parallel.model import build_chunks, build_config
-from parallel.offload import HostOffload
 from parallel.optimizer import build_optimizer
 from parallel.packing import to_device
 from parallel.reduce import merge
@@ -58,16 +58,22 @@ class Policy:
         settings.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: (
             finalize_model_grads(chunks, None, **kw)
         )
-        self.chunks = build_chunks(model, groups, settings, self.implementation)
+        self.chunks = build_chunks(
+            model, groups, settings, self.implementation, optimizer.use_distributed_optimizer
+        )
         self.weights = WeightMap(model, groups, self.chunks)
         self.weights.load()
         self.runner = PipelineRunner(self.chunks, groups, temperature, recompute)
         self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, dtype)
         settings.grad_scale_func = self.optimizer.scale_loss
-        self.host = HostOffload()
+        self.ledger = Ledger(groups.device)
+        self.ledger.own("parameters", lambda: parameter_tensors(self.chunks))
+        self.ledger.own("gradients", lambda: gradient_tensors(self.chunks), disposable=True)
+        self.ledger.own("optimizer", lambda: optimizer_tensors(self.optimizer))
 
     def logprobs(self, batches: Sequence[MicroBatch], replay: RecordedRoutes | bool) -> PassOutput:
         """Log-probs and entropies under the present weights, without gradients."""
+        self.ledger.require_on_device("parameters")
         for chunk in self.chunks:
             chunk.eval()
         return self.runner.run([to_device(b, self.groups.device) for b in batches], None, replay)
@@ -79,6 +85,7 @@ class Policy:
 
         Raises RuntimeError, with the weights untouched, when a gradient is not finite.
         """
+        self.ledger.require_on_device("parameters", "gradients", "optimizer")
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -100,21 +107,28 @@ class Policy:
 
     def export(self, version: int, max_bytes: int) -> Iterator[WeightBucket]:
         """The whole model under HF names; every rank must drain the iterator."""
+        self.ledger.require_on_device("parameters")
         return export_buckets(self.weights, version, max_bytes)
 
     def offload_optimizer(self) -> None:
         """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""
-        if self.groups.device.type != "cpu":
-            self.host.offload_optimizer(self.chunks, self.optimizer)
+        if self.groups.device.type == "cpu":
+            return
+        if self.ledger.place("optimizer") == "device":
+            self.ledger.to_host("optimizer")
+        if self.ledger.place("gradients") == "device":
+            self.ledger.free("gradients")
 
     def offload_parameters(self) -> None:
         """Make room for the engine's KV cache, once the weights are sent."""
-        if self.groups.device.type != "cpu":
-            self.host.offload_parameters(self.chunks)
+        if self.groups.device.type != "cpu" and self.ledger.place("parameters") == "device":
+            self.ledger.to_host("parameters")
 
     def onload(self) -> None:
-        """Take the memory back after the engine went to sleep."""
-        self.host.onload()
+        """Take the memory back after the engine went to sleep; what never left stays."""
+        for kind in ("parameters", "gradients", "optimizer"):
+            if self.ledger.place(kind) != "device":
+                self.ledger.to_device(kind)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's weights, optimizer and learning-rate schedule."""
@@ -140,6 +154,7 @@ class Policy:
 
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Forget moments and learning-rate schedule and start over with `config`."""
+        self.ledger.require_on_device("optimizer")
         dtype = get_model_config(self.chunks[0]).params_dtype
         self.optimizer, self.scheduler = build_optimizer(config, self.chunks, dtype)
         get_model_config(self.chunks[0]).grad_scale_func = self.optimizer.scale_loss
