@@ -6,7 +6,9 @@ N packed tokens, n rows of this rank (N / tp under sequence parallelism), L MoE 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mrl.kernels.routes import native_routes, pack_routes, unpack_routes
@@ -55,6 +57,29 @@ def row_slice(num_tokens: int, tp_rank: int, tp_size: int) -> slice:
     """The packed rows that a router sees on this tensor-parallel rank (sequence parallelism)."""
     rows = num_tokens // tp_size
     return slice(tp_rank * rows, (tp_rank + 1) * rows)
+
+
+@dataclass(frozen=True)
+class RouterRows:
+    """What the rows of a router are: of this rank, n of them; S sequences in the whole micro-batch."""
+
+    counted: Tensor
+    """bool[n]: rows of a sequence with a loss token; padding and masked samples are not."""
+    segments: Tensor
+    """i64[n]: the row's sequence."""
+    num_segments: int
+    """S."""
+
+
+def router_rows(batch: MicroBatch, rows: slice) -> RouterRows:
+    """The part `rows` of a micro-batch as a router sees it."""
+    lengths = batch.cu_seqlens.diff().long()
+    ends = batch.cu_seqlens[1:].long() - 1
+    loss_tokens = batch.loss_mask.long().cumsum(0)[ends]
+    counted = loss_tokens.diff(prepend=loss_tokens.new_zeros(1)) > 0
+    numbers = torch.arange(lengths.numel(), device=lengths.device)
+    segments = numbers.repeat_interleave(lengths, output_size=batch.num_tokens)
+    return RouterRows(counted[segments][rows], segments[rows], lengths.numel())
 
 
 def local_routes(

@@ -11,7 +11,7 @@ import torch
 
 from mrl.algorithms import load_algorithm
 from mrl.algorithms.base import Algorithm
-from mrl.config import Recipe
+from mrl.config import MoeConfig, Recipe
 from mrl.data import Demonstration, read_demonstrations, read_prompts
 from mrl.errors import InputError
 from mrl.rewards import resolve_reward
@@ -155,6 +155,38 @@ def _check_moe(recipe: Recipe, model: HfModel) -> None:
         raise InputError(
             f"moe.routing_replay is {recipe.moe.routing_replay}, but {model.path} has no MoE layers; "
             "set it to off"
+        )
+    _check_balancing(recipe.moe, model)
+
+
+def _check_balancing(moe: MoeConfig, model: HfModel) -> None:
+    kind, coeff = moe.load_balancing_type, moe.aux_loss_coeff
+    if coeff and kind == "none":
+        raise InputError(
+            f"moe.aux_loss_coeff is {coeff}, but moe.load_balancing_type is none; choose a type, or "
+            "set the coefficient to 0"
+        )
+    if not coeff and kind != "none":
+        raise InputError(
+            f"moe.load_balancing_type is {kind}, but moe.aux_loss_coeff is 0; give it a weight, or set "
+            "the type to none"
+        )
+    wanted = {
+        "aux_loss_coeff": coeff,
+        "z_loss_coeff": moe.z_loss_coeff,
+        "expert_bias_update_rate": moe.expert_bias_update_rate,
+    }
+    for name, value in wanted.items():
+        if value and not model.moe_layer_numbers:
+            raise InputError(
+                f"moe.{name} is {value}, but {model.path} has no MoE layers; set it to 0"
+            )
+    settings = model.architecture.transformer_config(model.config)
+    if moe.expert_bias_update_rate and not settings.get("moe_router_enable_expert_bias"):
+        raise InputError(
+            f"moe.expert_bias_update_rate is {moe.expert_bias_update_rate}, but the routers of "
+            f"{model.architecture.model_type} have no expert bias; set it to 0, or balance with "
+            "moe.load_balancing_type"
         )
 
 

@@ -53,6 +53,7 @@ class Trainer:
                 recipe.optimizer,
                 recompute=recipe.train.recompute,
                 temperature=recipe.rollout.temperature,
+                moe=recipe.moe,
             )
         self.collector = make_collector(self.plan, self.groups, self.folder)
 

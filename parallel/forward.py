@@ -15,11 +15,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from moe.align import local_routes, row_slice
+from moe.align import RouterRows, local_routes, router_rows, row_slice
 from moe.replay import ReplayedChunk, Routes
 from moe.statistics import RoutingCounter
 from mrl.types import LossOutput, MicroBatch, Statistics
 from parallel.attention import packed_sequences
+from parallel.balancing import RouterLosses
 from parallel.groups import Groups
 from parallel.logprobs import packed_logprobs
 from parallel.model import unwrap
@@ -49,11 +50,17 @@ class PipelineRunner:
     """The forward (and backward) of this rank's chunks."""
 
     def __init__(
-        self, chunks: list[Any], groups: Groups, temperature: float, recompute: bool
+        self,
+        chunks: list[Any],
+        groups: Groups,
+        temperature: float,
+        recompute: bool,
+        router_losses: RouterLosses,
     ) -> None:
         self.chunks = chunks
         self.groups = groups
         self.temperature = temperature
+        self.router_losses = router_losses
         self.replays = {id(unwrap(c)): ReplayedChunk(unwrap(c), recompute) for c in chunks}
         # The log-prob kernel reads bf16 itself; Megatron's fp32 copy would be its largest tensor.
         half = get_model_config(chunks[0]).bf16
@@ -78,7 +85,10 @@ class PipelineRunner:
             number, batch = next(numbered)
             replayed = self.replays[id(unwrap(chunk))]
             routes = self._routes(batch, replayed, replay, number)
+            rows = self._rows(batch)
             replayed.begin_forward(routes, with_grad=train)
+            if train:
+                self.router_losses.begin_forward(unwrap(chunk), rows)
             logits = chunk(
                 batch.input_ids.unsqueeze(0),
                 batch.position_ids.unsqueeze(0),
@@ -87,7 +97,7 @@ class PipelineRunner:
                 **self._output_options,
             )
             replayed.end_forward()
-            counter.add(number, replayed, routes, self._expected_rows(batch))
+            counter.add(number, replayed, routes, self._expected_rows(batch, rows), rows.counted)
             if not train:
                 output.native_routes[number] |= {
                     n: layer.native_ids
@@ -110,7 +120,9 @@ class PipelineRunner:
             )
         for replayed in self.replays.values():
             replayed.check_drained()
-        output.routing = counter.statistics(self.groups.pp)
+        output.routing = counter.statistics(self.groups.pp) | self._loads(counter)
+        if train:
+            output.routing |= self.router_losses.end_step()
         return output
 
     def _finish(
@@ -147,16 +159,25 @@ class PipelineRunner:
             return None
         return local_routes(batch, chunk.layers, self.groups.tp_rank, self.groups.dims.tp)
 
-    def _expected_rows(self, batch: MicroBatch) -> Tensor:
+    def _rows(self, batch: MicroBatch) -> RouterRows:
+        return router_rows(
+            batch, row_slice(batch.num_tokens, self.groups.tp_rank, self.groups.dims.tp)
+        )
+
+    def _expected_rows(self, batch: MicroBatch, rows: RouterRows) -> Tensor:
         """bool[n]: rows of this rank that lead to a token of a sample: all but last and padding."""
-        expected = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.input_ids.device)
-        ends = batch.cu_seqlens[1:].long() - 1
-        expected[ends] = False
-        loss_tokens = batch.loss_mask.long().cumsum(0)
-        per_sequence = loss_tokens[ends].diff(prepend=loss_tokens.new_zeros(1))
-        lengths = batch.cu_seqlens.diff().long()
-        expected &= (per_sequence > 0).repeat_interleave(lengths, output_size=batch.num_tokens)
-        return expected[row_slice(batch.num_tokens, self.groups.tp_rank, self.groups.dims.tp)]
+        is_last = torch.zeros(batch.num_tokens, dtype=torch.bool, device=batch.input_ids.device)
+        is_last[batch.cu_seqlens[1:].long() - 1] = True
+        own = row_slice(batch.num_tokens, self.groups.tp_rank, self.groups.dims.tp)
+        return rows.counted & ~is_last[own]
+
+    def _loads(self, counter: RoutingCounter) -> Statistics:
+        config = get_model_config(self.chunks[0])
+        frequency = config.moe_layer_freq
+        if isinstance(frequency, int):
+            frequency = [int(n % frequency == 0) for n in range(config.num_layers)]
+        numbers = [n + 1 for n, is_moe in enumerate(frequency) if is_moe]
+        return counter.load_statistics(numbers, config.num_moe_experts or 0, self.groups.device)
 
     @property
     def _cp_group(self) -> Any:

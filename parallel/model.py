@@ -40,6 +40,7 @@ def build_config(
     dtype: torch.dtype,
     implementation: Implementation,
     recompute: bool,
+    expert_bias_update_rate: float,
 ) -> TransformerConfig:
     dims = groups.dims
     half = dtype is torch.bfloat16
@@ -67,7 +68,8 @@ def build_config(
         "overlap_p2p_comm": dims.vpp > 1,
         "batch_p2p_comm": dims.vpp == 1,
         "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "none",
+        "moe_router_load_balancing_type": "none",  # parallel.balancing adds what the recipe asks for
+        "moe_router_bias_update_rate": expert_bias_update_rate,
         "moe_router_dtype": "fp32" if half else None,
         "moe_grouped_gemm": implementation == "transformer_engine",
         # Losses are sums that carry their own normaliser: Megatron must not divide by anything.

@@ -11,15 +11,17 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_model_config
 
-from mrl.config import ModelConfig, OptimizerConfig
+from moe.align import router_rows
+from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch, WeightBucket
+from parallel.balancing import RouterLosses
 from parallel.export import export_buckets
 from parallel.forward import LossFunction, PassOutput, PipelineRunner, RecordedRoutes
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype, choose_implementation
 from parallel.ledger import Ledger, gradient_tensors, optimizer_tensors, parameter_tensors
-from parallel.model import build_chunks, build_config
+from parallel.model import build_chunks, build_config, unwrap
 from parallel.optimizer import build_optimizer
 from parallel.packing import to_device
 from parallel.reduce import merge
@@ -49,11 +51,14 @@ class Policy:
         *,
         recompute: bool,
         temperature: float,
+        moe: MoeConfig = MoeConfig(),  # noqa: B008
     ) -> None:
         self.groups = groups
         self.implementation, _ = choose_implementation(config.transformer_impl)
         dtype = choose_dtype(config.dtype)
-        settings = build_config(model, groups, dtype, self.implementation, recompute)
+        settings = build_config(
+            model, groups, dtype, self.implementation, recompute, moe.expert_bias_update_rate
+        )
         # The loss carries its own normaliser; Megatron would divide by the number of tokens.
         settings.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: (
             finalize_model_grads(chunks, None, **kw)
@@ -63,7 +68,10 @@ class Policy:
         )
         self.weights = WeightMap(model, groups, self.chunks)
         self.weights.load()
-        self.runner = PipelineRunner(self.chunks, groups, temperature, recompute)
+        self.router_losses = RouterLosses(moe, map(unwrap, self.chunks))
+        self.runner = PipelineRunner(
+            self.chunks, groups, temperature, recompute, self.router_losses
+        )
         self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, dtype)
         settings.grad_scale_func = self.optimizer.scale_loss
         self.ledger = Ledger(groups.device)
@@ -91,6 +99,8 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         batches = [to_device(b, self.groups.device) for b in batch.micro_batches]
+        counted = [router_rows(b, slice(None)).counted.sum() for b in batches]
+        self.router_losses.begin_step(torch.stack(counted).sum(), self.groups.dp)
         output = self.runner.run(batches, loss, replay)
         lr = float(self.optimizer.param_groups[0]["lr"])
         ok, grad_norm, _ = self.optimizer.step()

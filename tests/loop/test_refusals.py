@@ -33,6 +33,18 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "reward file": (["reward=nowhere.py:f"], ["nowhere.py"]),
     "engine": (["rollout.engine=sglnag"], ["sglnag", "sglang"]),
     "replay": (["moe.routing_replay=r4"], ["moe.routing_replay", "'r4'"]),
+    "balancing without a type": (
+        ["moe.aux_loss_coeff=1e-3"],
+        ["moe.aux_loss_coeff is 0.001", "load_balancing_type is none", "choose a type"],
+    ),
+    "balancing without a weight": (
+        ["moe.load_balancing_type=aux_loss"],
+        ["load_balancing_type is aux_loss", "aux_loss_coeff is 0", "give it a weight"],
+    ),
+    "no expert bias": (
+        ["moe.expert_bias_update_rate=1e-3"],
+        ["expert_bias_update_rate is 0.001", "qwen3_moe have no expert bias", "set it to 0"],
+    ),
     "context": (["rollout.max_response_len=512"], ["leaves no room for a prompt", "512"]),
     "response length": (["rollout.min_response_len=3"], ["expected 0 or max_response_len 12"]),
     "saved rollouts": (["debug.load_rollouts=/nowhere"], ["debug.load_rollouts", "/nowhere"]),
