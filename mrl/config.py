@@ -97,6 +97,13 @@ class AlgorithmConfig(Branch):
     """Ratio is clipped below at 1 - clip_low; by default the algorithm's published value."""
     clip_high: float | None = Field(default=None, gt=0)
     """Ratio is clipped above at 1 + clip_high; by default the algorithm's published value."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of KL(policy || reference) in the loss; 0 keeps no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of one sample (Schulman 2020); k3 is never negative and has little variance."""
+    reference_path: str | None = None
+    """Folder of the frozen reference, of the model's architecture and sizes; by default model.path, as
+    it was before any warm start or resume."""
     advantage_eps: float = Field(default=1e-4, gt=0)
     """Added to the group's standard deviation: a nearly equal group must not explode."""
 

@@ -27,7 +27,7 @@ from parallel.checkpoint import load_checkpoint, save_checkpoint
 from parallel.forward import PassOutput, RecordedRoutes
 from parallel.groups import Groups
 from parallel.ledger import memory_statistics
-from parallel.policy import Policy, with_old_logprobs
+from parallel.policy import Policy, with_old_logprobs, with_ref_logprobs
 from parallel.reduce import merge, reduce_statistics
 
 
@@ -53,6 +53,7 @@ class Trainer:
                 recipe.optimizer,
                 recompute=recipe.train.recompute,
                 temperature=recipe.rollout.temperature,
+                reference=self.plan.reference,
                 moe=recipe.moe,
             )
         self.collector = make_collector(self.plan, self.groups, self.folder)
@@ -113,7 +114,7 @@ class Trainer:
         return metrics | _memory(self.groups.device)
 
     def _learn(self, groups: list[SampleGroup], clock: Clock) -> dict[str, float]:
-        """Old log-probs, then one optimizer step per mini-batch."""
+        """Old (and reference) log-probs, then one optimizer step per mini-batch."""
         recipe, algorithm = self.plan.recipe, self.plan.algorithm
         self.policy.onload()
         batches = [
@@ -126,6 +127,9 @@ class Trainer:
         if recipe.moe.routing_replay == "r2":
             replay = old.native_routes
         flat = with_old_logprobs(flat, old)
+        if recipe.algorithm.kl_coef:
+            with clock.part("ref_logprob"), self.policy.reference():
+                flat = with_ref_logprobs(flat, self.policy.logprobs(flat, replay))
 
         def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
             return algorithm.loss(logprobs, batch, recipe.algorithm)

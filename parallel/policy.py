@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from parallel.model import build_chunks, build_config, unwrap
 from parallel.optimizer import build_optimizer
 from parallel.packing import to_device
 from parallel.reduce import merge
+from parallel.reference import ReferenceWeights
 from parallel.weights import WeightMap
 
 
@@ -51,6 +53,7 @@ class Policy:
         *,
         recompute: bool,
         temperature: float,
+        reference: HfModel | None = None,
         moe: MoeConfig = MoeConfig(),  # noqa: B008
     ) -> None:
         self.groups = groups
@@ -67,6 +70,11 @@ class Policy:
             model, groups, settings, self.implementation, optimizer.use_distributed_optimizer
         )
         self.weights = WeightMap(model, groups, self.chunks)
+        self._reference: ReferenceWeights | None = None
+        if reference is not None:
+            # Before the optimizer, which takes its fp32 copies from the weights that train.
+            WeightMap(reference, groups, self.chunks).load()
+            self._reference = ReferenceWeights(lambda: parameter_tensors(self.chunks))
         self.weights.load()
         self.router_losses = RouterLosses(moe, map(unwrap, self.chunks))
         self.runner = PipelineRunner(
@@ -78,6 +86,8 @@ class Policy:
         self.ledger.own("parameters", lambda: parameter_tensors(self.chunks))
         self.ledger.own("gradients", lambda: gradient_tensors(self.chunks), disposable=True)
         self.ledger.own("optimizer", lambda: optimizer_tensors(self.optimizer))
+        if self._reference is not None:
+            self.ledger.own("reference", self._reference.host_tensors, on_host=True)
 
     def logprobs(self, batches: Sequence[MicroBatch], replay: RecordedRoutes | bool) -> PassOutput:
         """Log-probs and entropies under the present weights, without gradients."""
@@ -85,6 +95,18 @@ class Policy:
         for chunk in self.chunks:
             chunk.eval()
         return self.runner.run([to_device(b, self.groups.device) for b in batches], None, replay)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """The frozen reference in the place of the policy; afterwards the policy, bit for bit.
+
+        Raises RuntimeError where the policy was made without one.
+        """
+        self.ledger.require_on_device("parameters")
+        if self._reference is None:
+            raise RuntimeError("this policy was made without a reference model")
+        with self._reference.swapped_in():
+            yield
 
     def train_step(
         self, batch: TrainBatch, loss: LossFunction, replay: RecordedRoutes | bool
@@ -172,9 +194,18 @@ class Policy:
 
 def with_old_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:
     """The micro-batches with what the trainer computed before the update (last stage only)."""
+    return _with_field("old_logprobs", batches, output)
+
+
+def with_ref_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:
+    """The micro-batches with what the frozen reference gives them (last stage only)."""
+    return _with_field("ref_logprobs", batches, output)
+
+
+def _with_field(name: str, batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:
     if not output.logprobs:
         return list(batches)
     return [
-        dataclasses.replace(batch, old_logprobs=logprobs)
+        dataclasses.replace(batch, **{name: logprobs})
         for batch, logprobs in zip(batches, output.logprobs, strict=True)
     ]
