@@ -22,11 +22,10 @@ from mrl.types import LossOutput, MicroBatch, Statistics
 from parallel.attention import packed_sequences
 from parallel.balancing import RouterLosses
 from parallel.groups import Groups
-from parallel.logprobs import packed_logprobs
 from parallel.model import unwrap
 
 LossFunction = Callable[[Tensor, MicroBatch], LossOutput]
-"""(logprobs f32[N] with gradient, micro-batch) -> undivided loss sum and statistics."""
+"""(what the head gives, f32[N] with gradient, and micro-batch) -> undivided loss sum and statistics."""
 
 RecordedRoutes = list[dict[int, Tensor]]
 """R2: what this rank's routers chose in an earlier pass, by micro-batch and layer number."""
@@ -40,10 +39,17 @@ class PassOutput:
     """f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
     entropies: list[Tensor] = field(default_factory=list)
     """f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
+    values: list[Tensor] = field(default_factory=list)
+    """A critic's, f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
     losses: list[LossOutput] = field(default_factory=list)
     """Detached; only on the last pipeline stage, and only with a loss."""
     native_routes: RecordedRoutes = field(default_factory=list)
     routing: Statistics = field(default_factory=dict)
+
+
+Head = Callable[[Tensor, MicroBatch, PassOutput], Tensor]
+"""(output of the last layer [1, N, width], micro-batch, where to note it detached) -> what the loss
+is a function of: log-probs of a policy, values of a critic, f32[N] with gradient."""
 
 
 class PipelineRunner:
@@ -53,13 +59,13 @@ class PipelineRunner:
         self,
         chunks: list[Any],
         groups: Groups,
-        temperature: float,
+        head: Head,
         recompute: bool,
         router_losses: RouterLosses,
     ) -> None:
         self.chunks = chunks
         self.groups = groups
-        self.temperature = temperature
+        self.head = head
         self.router_losses = router_losses
         self.replays = {id(unwrap(c)): ReplayedChunk(unwrap(c), recompute) for c in chunks}
         # The log-prob kernel reads bf16 itself; Megatron's fp32 copy would be its largest tensor.
@@ -129,15 +135,11 @@ class PipelineRunner:
         self, logits: Tensor, batch: MicroBatch, loss: LossFunction | None, output: PassOutput
     ) -> tuple[Tensor, Tensor, dict]:
         """Megatron's loss function of one micro-batch, called on the last stage in batch order."""
-        logprobs, entropy = packed_logprobs(
-            logits.squeeze(0), batch, self.temperature, self.groups.tp
-        )
-        output.logprobs.append(logprobs.detach())
-        output.entropies.append(entropy.detach())
-        num_tokens = torch.zeros((), dtype=torch.int, device=logprobs.device)  # Megatron's; unused
+        scored = self.head(logits, batch, output)
+        num_tokens = torch.zeros((), dtype=torch.int, device=scored.device)  # Megatron's; unused
         if loss is None:
-            return logprobs.sum(), num_tokens, {}
-        result = loss(logprobs, batch)
+            return scored.sum(), num_tokens, {}
+        result = loss(scored, batch)
         # Megatron scales the tensor that it gets in place.
         output.losses.append(LossOutput(result.loss_sum.detach().clone(), result.stats))
         return result.loss_sum, num_tokens, {}

@@ -5,11 +5,14 @@ N packed tokens, B packed sequences, V_loc this tensor-parallel rank's slice of 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mrl.kernels import vp_logprob
 from mrl.types import MicroBatch
+from parallel.forward import PassOutput
 
 
 def packed_logprobs(
@@ -33,3 +36,18 @@ def packed_logprobs(
     )
     # The last row predicts nothing and is 0, so what rolls around to the front is too.
     return logprobs.roll(1), entropy.roll(1)
+
+
+@dataclass(frozen=True)
+class LogprobHead:
+    """What the output of a language model is: log-probs at the sampling temperature, and entropy."""
+
+    temperature: float
+    tp: ProcessGroup
+
+    def __call__(self, logits: Tensor, batch: MicroBatch, output: PassOutput) -> Tensor:
+        """logits [1, N, V_loc] -> logprobs f32[N] with gradient; both go into `output`, detached."""
+        logprobs, entropy = packed_logprobs(logits.squeeze(0), batch, self.temperature, self.tp)
+        output.logprobs.append(logprobs.detach())
+        output.entropies.append(entropy.detach())
+        return logprobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
             hidden_size, eps=eps, dtype=config.params_dtype, device=torch.get_default_device()
         )
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+
+OutputLayer = Callable[[TransformerConfig], torch.nn.Module]
 
 
 def build_config(
@@ -109,8 +113,12 @@ def build_chunks(
     config: TransformerConfig,
     implementation: Implementation,
     distributed_optimizer: bool,
+    output_layer: OutputLayer | None = None,
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks (one per virtual stage), on its device, with gradient buffers."""
+    """This rank's model chunks (one per virtual stage), on its device, with gradient buffers.
+
+    `output_layer` makes what takes the place of the vocabulary's projection in the last chunk.
+    """
     dims = groups.dims
     chunks = []
     for virtual in range(dims.vpp):
@@ -127,6 +135,8 @@ def build_chunks(
             post_process=groups.is_last_stage and virtual == dims.vpp - 1,
             vp_stage=vp_stage,
         )
+        if output_layer is not None and chunk.post_process:
+            chunk.output_layer = output_layer(config)
         chunk.model_type = ModelType.encoder_or_decoder
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
