@@ -27,6 +27,9 @@ class HfTensors:
         self._where.clear()
         self._files.clear()
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._where:
             raise InputError(
