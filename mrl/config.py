@@ -114,11 +114,15 @@ class MoeConfig(Branch):
     token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens travel to their experts. `allgather` pads all micro-batches to one length."""
     load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
-    """Off under RL: a balancing loss pulls the router away from what the reward asks for."""
+    """Off under RL: a balancing loss pulls the router away from what the reward asks for. The load is
+    evened out over each micro-batch (`aux_loss`, which so depends on how samples are packed), each
+    sequence (`seq_aux_loss`, which does not) or all ranks and what the step has seen so far
+    (`global_aux_loss`). Choices are those that the router would make now, also under replay."""
     aux_loss_coeff: float = Field(default=0.0, ge=0)
-    """Weight of the load-balancing loss per token; needs a `load_balancing_type`."""
+    """Weight of the load-balancing loss, a mean over the tokens of the step (padding and samples
+    without a loss excluded), summed over layers; needs a `load_balancing_type`."""
     z_loss_coeff: float = Field(default=0.0, ge=0)
-    """Weight per token of the router z-loss (arXiv 2202.08906 eq. 5)."""
+    """Weight of the router z-loss (arXiv 2202.08906 eq. 5), the same kind of mean."""
     expert_bias_update_rate: float = Field(default=0.0, ge=0)
     """Step of the aux-loss-free balancing bias (arXiv 2408.15664), for models whose router has one; 0
     keeps the bias as it was loaded."""

@@ -118,7 +118,8 @@ class Ledger:
         for storage, num_bytes, host in owner.away:
             storage.resize_(num_bytes)
             if host is None:
-                storage.fill_(0)
+                freed: Any = storage  # torch's stubs lack fill_
+                freed.fill_(0)
             else:
                 storage.copy_(host.untyped_storage(), non_blocking=self._pinned)
                 # A later copy into this buffer is queued behind this one on the same stream.

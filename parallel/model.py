@@ -136,7 +136,7 @@ def build_chunks(
             vp_stage=vp_stage,
         )
         if output_layer is not None and chunk.post_process:
-            chunk.output_layer = output_layer(config)
+            setattr(chunk, "output_layer", output_layer(config))  # noqa: B010
         chunk.model_type = ModelType.encoder_or_decoder
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:

@@ -250,10 +250,10 @@ def with_bias(model_path: Path) -> HfModel:
 
 
 def biases(policy: Policy) -> dict[int, Tensor]:
+    layers: list[Any] = [x for chunk in policy.chunks for x in unwrap(chunk).decoder.layers]
     return {
         layer.layer_number: layer.mlp.router.expert_bias
-        for chunk in map(unwrap, policy.chunks)
-        for layer in chunk.decoder.layers
+        for layer in layers
         if hasattr(layer.mlp, "router")
     }
 

@@ -37,7 +37,8 @@ def build(model_path: Path, groups: Groups, dtype: str, distributed: bool) -> Po
 
 
 def accumulator(parameter: Tensor) -> Any:
-    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+    view: Any = parameter.expand_as(parameter)
+    return view.grad_fn.next_functions[0][0]
 
 
 def reachable_bytes(policy: Policy) -> int:

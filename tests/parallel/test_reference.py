@@ -161,7 +161,7 @@ def test_the_penalty_reaches_the_gradient(model_path: Path, tmp_path: Path) -> N
 def half_precision(model_path: Path, other: Path, samples: list[Sample]) -> dict[str, Any]:
     """bf16 with sharded fp32 main parameters: swapping in another model changes no bit of training."""
     groups = join_groups(model_path, {})
-    weights = []
+    weights, found = [], []
     for swaps in (False, True):
         policy = build(model_path, groups, other if swaps else None, "bfloat16", True)
         batch = ready(policy, groups, samples, 1.0)
