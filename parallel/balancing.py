@@ -42,6 +42,8 @@ def router_scores(logits: Tensor, score_function: str) -> Tensor:
     """Each expert's share of a token, over all experts: f32[n, E] -> f32[n, E]."""
     if score_function == "softmax":
         return logits.softmax(-1)
+    if score_function != "sigmoid":
+        raise ValueError(f"balancing: no scores for a router of kind {score_function!r}")
     scores = logits.sigmoid()
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 

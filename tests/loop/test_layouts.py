@@ -126,4 +126,5 @@ def test_kl_penalty_and_balancing_in_the_loop(toy: Toy, recorded: Path, tmp_path
         assert 1.0 <= metrics["moe/load_max/layer_01"] <= metrics["moe/load_max"] <= 8.0
         assert metrics["memory/train/reference_host_bytes"] > 0
         sizes = [metrics[f"memory/train/{k}_device_bytes"] for k in ("parameters", "optimizer")]
+        assert metrics["memory/rollout/parameters_device_bytes"] == sizes[0]  # one memory
         assert sizes[1] == pytest.approx(2 * sizes[0], rel=0.01)  # two fp32 moments
