@@ -7,11 +7,13 @@ sequence parallelism), L MoE layers, K experts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mrl.kernels.routes import native_routes, pack_routes, unpack_routes
-from mrl.types import PackedRoutes, RoutingTrace
+from mrl.types import MicroBatch, PackedRoutes, RoutingTrace
 
 
 def pack_traces(
@@ -63,6 +65,32 @@ def row_slice(num_tokens: int, tp_rank: int, tp_size: int) -> slice:
     """The packed rows that a router sees on this tensor-parallel rank (sequence parallelism)."""
     rows = num_tokens // tp_size
     return slice(tp_rank * rows, (tp_rank + 1) * rows)
+
+
+@dataclass(frozen=True)
+class RouterRows:
+    """What the rows of a router are: of this rank, n of them; S sequences in the whole micro-batch."""
+
+    counted: Tensor
+    """bool[n]: tokens of samples, up to their last loss token; neither padding nor masked samples."""
+    leading: Tensor
+    """bool[n]: those of them that a later loss token depends on: their routes must be captured."""
+    segments: Tensor
+    """i64[n]: the row's sequence."""
+    num_segments: int
+    """S."""
+
+
+def router_rows(batch: MicroBatch, rows: slice | Tensor) -> RouterRows:
+    """The packed tokens `rows` (a slice, or i64[n]) of a micro-batch as a router sees them."""
+    lengths = batch.cu_seqlens.diff().long()
+    so_far = batch.loss_mask.long().cumsum(0)
+    by_the_end = so_far[batch.cu_seqlens[1:].long() - 1]
+    numbers = torch.arange(lengths.numel(), device=lengths.device)
+    segments = numbers.repeat_interleave(lengths, output_size=batch.num_tokens)[rows]
+    left = by_the_end[segments] - so_far[rows]
+    leading = left > 0
+    return RouterRows(leading | batch.loss_mask[rows], leading, segments, lengths.numel())
 
 
 def local_routes(

@@ -6,6 +6,8 @@ this rank, K experts per token, E experts.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe.align import RouterRows
 from moe.replay import ReplayedChunk, Routes
-from mrl.types import NATIVE_ROUTE, Mean, Statistics
+from mrl.types import NATIVE_ROUTE, Max, Mean, Statistics
 
 
 @dataclass
@@ -29,11 +32,22 @@ class RoutingCounter:
     _token_differs: dict[int, Tensor] = field(default_factory=dict)
     """By micro-batch: bool[n], true where any layer of this rank differs."""
     _num_tokens: dict[int, Tensor] = field(default_factory=dict)
+    _loads: dict[int, Tensor] = field(default_factory=dict)
+    """By layer number: i64[E], tokens that went to each expert."""
 
     def add(
-        self, batch_number: int, chunk: ReplayedChunk, routes: Routes | None, expected: Tensor
+        self,
+        batch_number: int,
+        chunk: ReplayedChunk,
+        routes: Routes | None,
+        rows: RouterRows,
     ) -> None:
-        """Count one micro-batch after its forward. `expected` bool[n]: rows that must be replayed."""
+        """Count one micro-batch after its forward."""
+        expected = rows.leading
+        for number, layer in chunk.layers.items():
+            assert layer.routing_map is not None
+            load = (layer.routing_map & rows.counted.unsqueeze(-1)).sum(0)
+            self._loads[number] = self._loads[number] + load if number in self._loads else load
         if routes is None:
             return
         # A stage without MoE layers still takes part in the reduction over the pipeline.
@@ -74,6 +88,44 @@ class RoutingCounter:
                 sum(self._num_tokens.values()) if first_stage else 0,
             ),
         }
+
+    def load_statistics(
+        self, layer_numbers: Sequence[int], num_experts: int, device: torch.device
+    ) -> Statistics:
+        """How even the experts' load was in the pass, the same on every rank: a collective over all.
+
+        By MoE layer (Megatron's 1-based number): `moe/load_max` is the fullest expert's share times E
+        (1 is even, E is collapsed), `moe/load_entropy` the entropy of the shares over log E, and
+        `moe/dead_experts` those without a single token. `moe/load_max` alone is the worst layer,
+        `moe/dead_experts` alone the sum. The routes are those that were used: under replay the
+        rollout's. Loads are summed over all ranks first: a mean of local ratios is another number.
+        """
+        if not layer_numbers:
+            return {}
+        empty = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        loads = torch.stack([self._loads.get(number, empty) for number in layer_numbers])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(loads)
+        return load_ratios(dict(zip(layer_numbers, loads, strict=True)))
+
+
+def load_ratios(loads: Mapping[int, Tensor]) -> Statistics:
+    """Loads i64[E] of the whole model by layer number -> the statistics of `load_statistics`."""
+    counts = torch.stack(list(loads.values())).double()  # [L, E]
+    num_experts = counts.shape[-1]
+    shares = counts / counts.sum(-1, keepdim=True)
+    fullest = shares.max(-1).values * num_experts
+    entropy = -torch.special.xlogy(shares, shares).sum(-1) / max(math.log(num_experts), 1e-9)
+    dead = (counts == 0).sum(-1).double()
+    stats: Statistics = {
+        "moe/load_max": Max(fullest.max()),
+        "moe/dead_experts": Max(dead.sum()),
+    }
+    for i, number in enumerate(loads):
+        stats[f"moe/load_max/layer_{number:02d}"] = Max(fullest[i])
+        stats[f"moe/load_entropy/layer_{number:02d}"] = Max(entropy[i])
+        stats[f"moe/dead_experts/layer_{number:02d}"] = Max(dead[i])
+    return stats
 
 
 def _share(part: Tensor | int, whole: Tensor | int) -> Mean:

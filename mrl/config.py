@@ -105,6 +105,13 @@ class AlgorithmConfig(Branch):
     """Ratio is clipped below at 1 - clip_low; by default the algorithm's published value."""
     clip_high: float | None = Field(default=None, gt=0)
     """Ratio is clipped above at 1 + clip_high; by default the algorithm's published value."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of KL(policy || reference) in the loss; 0 keeps no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of one sample (Schulman 2020); k3 is never negative and has little variance."""
+    reference_path: str | None = None
+    """Folder of the frozen reference, of the model's architecture and sizes; by default model.path, as
+    it was before any warm start or resume."""
     advantage_eps: float = Field(default=1e-4, gt=0)
     """Added to the group's standard deviation: a nearly equal group must not explode."""
 
@@ -113,11 +120,15 @@ class MoeConfig(Branch):
     routing_replay: Literal["off", "r2", "r3"] = "r3"
     """r3: replay the rollout's routes; r2: replay the trainer's own pre-update routes; off."""
     load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
-    """Off under RL: a balancing loss pulls the router away from what the reward asks for."""
+    """Off under RL: a balancing loss pulls the router away from what the reward asks for. The load is
+    evened out over each micro-batch (`aux_loss`, which so depends on how samples are packed), each
+    sequence (`seq_aux_loss`, which does not) or all ranks and what the step has seen so far
+    (`global_aux_loss`). Choices are those that the router would make now, also under replay."""
     aux_loss_coeff: float = Field(default=0.0, ge=0)
-    """Weight of the load-balancing loss per token; needs a `load_balancing_type`."""
+    """Weight of the load-balancing loss, a mean over the tokens of the step (padding and samples
+    without a loss excluded), summed over layers; needs a `load_balancing_type`."""
     z_loss_coeff: float = Field(default=0.0, ge=0)
-    """Weight per token of the router z-loss (arXiv 2202.08906 eq. 5)."""
+    """Weight of the router z-loss (arXiv 2202.08906 eq. 5), the same kind of mean."""
     expert_bias_update_rate: float = Field(default=0.0, ge=0)
     """Step of the aux-loss-free balancing bias (arXiv 2408.15664), for models whose router has one; 0
     keeps the bias as it was loaded."""

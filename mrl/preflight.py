@@ -11,7 +11,7 @@ import torch
 
 from mrl.algorithms import load_algorithm
 from mrl.algorithms.base import Algorithm
-from mrl.config import Recipe
+from mrl.config import AlgorithmConfig, MoeConfig, Recipe
 from mrl.data import Demonstration, read_demonstrations, read_prompts
 from mrl.errors import InputError
 from mrl.rewards import resolve_reward
@@ -33,6 +33,8 @@ class Plan:
     recipe: Recipe
     dims: ParallelDims
     model: HfModel
+    reference: HfModel | None
+    """Of the KL penalty; None where there is none."""
     algorithm: Algorithm
     tokenizer: Any
     prompts: list[Prompt]
@@ -81,6 +83,7 @@ def check(recipe: Recipe, world: int) -> Plan:
         check_names(model, tensors.names)
     choose_implementation(recipe.model.transformer_impl)
     _check_moe(recipe, model)
+    reference = _read_reference(recipe.algorithm, model)
     _check_rollout(recipe, dims, model)
     context_len = _context_len(recipe, model)
     algorithm = load_algorithm(recipe.algorithm.name)
@@ -105,7 +108,16 @@ def check(recipe: Recipe, world: int) -> Plan:
         check_layout(folder.checkpoints, resume_step, dims)
     _check_saved_rollouts(recipe, resume_step or 0)
     return Plan(
-        recipe, dims, model, algorithm, tokenizer, prompts, demonstrations, context_len, resume_step
+        recipe,
+        dims,
+        model,
+        reference,
+        algorithm,
+        tokenizer,
+        prompts,
+        demonstrations,
+        context_len,
+        resume_step,
     )
 
 
@@ -157,6 +169,78 @@ def _check_moe(recipe: Recipe, model: HfModel) -> None:
             f"moe.routing_replay is {recipe.moe.routing_replay}, but {model.path} has no MoE layers; "
             "set it to off"
         )
+    _check_balancing(recipe.moe, model)
+
+
+def _check_balancing(moe: MoeConfig, model: HfModel) -> None:
+    kind, coeff = moe.load_balancing_type, moe.aux_loss_coeff
+    if coeff and kind == "none":
+        raise InputError(
+            f"moe.aux_loss_coeff is {coeff}, but moe.load_balancing_type is none; choose a type, or "
+            "set the coefficient to 0"
+        )
+    if not coeff and kind != "none":
+        raise InputError(
+            f"moe.load_balancing_type is {kind}, but moe.aux_loss_coeff is 0; give it a weight, or set "
+            "the type to none"
+        )
+    wanted = {
+        "aux_loss_coeff": coeff,
+        "z_loss_coeff": moe.z_loss_coeff,
+        "expert_bias_update_rate": moe.expert_bias_update_rate,
+    }
+    for name, value in wanted.items():
+        if value and not model.moe_layer_numbers:
+            raise InputError(
+                f"moe.{name} is {value}, but {model.path} has no MoE layers; set it to 0"
+            )
+    settings = model.architecture.transformer_config(model.config)
+    if moe.expert_bias_update_rate and not settings.get("moe_router_enable_expert_bias"):
+        raise InputError(
+            f"moe.expert_bias_update_rate is {moe.expert_bias_update_rate}, but the routers of "
+            f"{model.architecture.model_type} have no expert bias; set it to 0, or balance with "
+            "moe.load_balancing_type"
+        )
+
+
+def _read_reference(algorithm: AlgorithmConfig, model: HfModel) -> HfModel | None:
+    path = algorithm.reference_path
+    if not algorithm.kl_coef:
+        if path is not None:
+            raise InputError(
+                f"algorithm.reference_path is {path}, but algorithm.kl_coef is 0; give it a weight, or "
+                "leave the reference out"
+            )
+        return None
+    if path is None:
+        return model
+    try:
+        reference = HfModel.read(path)
+    except InputError as error:
+        raise InputError(str(error).replace("model.path", "algorithm.reference_path")) from None
+    ours, theirs = (_shape(m) for m in (model, reference))
+    if ours != theirs:
+        differ = ", ".join(
+            f"{key} {theirs.get(key)} there, {ours.get(key)} here"
+            for key in sorted(ours.keys() | theirs.keys())
+            if ours.get(key) != theirs.get(key)
+        )
+        raise InputError(
+            f"algorithm.reference_path {path}: {differ}; give a model of the architecture and sizes of "
+            f"{model.path}"
+        )
+    return reference
+
+
+def _shape(model: HfModel) -> dict[str, Any]:
+    """What two models must have in common to take each other's place."""
+    return {
+        "model_type": model.architecture.model_type,
+        "vocab_size": model.sizes.vocab_size,
+        "rope_theta": model.rotary_base,
+        "tie_word_embeddings": model.tied_embeddings,
+        **model.architecture.transformer_config(model.config),
+    }
 
 
 def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:

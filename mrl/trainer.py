@@ -26,7 +26,8 @@ from mrl.warm_start import warm_start
 from parallel.checkpoint import load_checkpoint, save_checkpoint
 from parallel.forward import PassOutput, RecordedRoutes
 from parallel.groups import Groups
-from parallel.policy import Policy, with_old_logprobs
+from parallel.ledger import memory_statistics
+from parallel.policy import Policy, with_old_logprobs, with_ref_logprobs
 from parallel.reduce import merge, reduce_statistics
 
 
@@ -52,6 +53,8 @@ class Trainer:
                 recipe.optimizer,
                 recompute=recipe.train.recompute,
                 temperature=recipe.rollout.temperature,
+                reference=self.plan.reference,
+                moe=recipe.moe,
             )
         self.collector = make_collector(self.plan, self.groups, self.folder)
 
@@ -96,11 +99,14 @@ class Trainer:
         """One step; returns its metrics, the same on every rank but for the times."""
         start, clock, recipe = time.perf_counter(), Clock(), self.plan.recipe
         groups = self.collector.collect(self.step, self.policy, clock)
+        memory = memory_statistics("rollout", self.policy.ledger.where())
         set_advantages(groups, self.plan.algorithm, recipe.algorithm)
         self._write_rollouts(groups)  # first: a batch that breaks the update must be on file
         metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
         if not recipe.debug.rollout_only:
             metrics |= self._learn(groups, clock)
+            memory |= memory_statistics("train", self.policy.ledger.where())
+        metrics |= reduce_statistics(memory)
         metrics["weight_version"] = groups[0].samples[0].weight_versions[-1].version
         metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         metrics["time/step_s"] = time.perf_counter() - start
@@ -108,7 +114,7 @@ class Trainer:
         return metrics | _memory(self.groups.device)
 
     def _learn(self, groups: list[SampleGroup], clock: Clock) -> dict[str, float]:
-        """Old log-probs, then one optimizer step per mini-batch."""
+        """Old (and reference) log-probs, then one optimizer step per mini-batch."""
         recipe, algorithm = self.plan.recipe, self.plan.algorithm
         self.policy.onload()
         batches = [
@@ -121,6 +127,9 @@ class Trainer:
         if recipe.moe.routing_replay == "r2":
             replay = old.native_routes
         flat = with_old_logprobs(flat, old)
+        if recipe.algorithm.kl_coef:
+            with clock.part("ref_logprob"), self.policy.reference():
+                flat = with_ref_logprobs(flat, self.policy.logprobs(flat, replay))
 
         def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
             return algorithm.loss(logprobs, batch, recipe.algorithm)

@@ -15,18 +15,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from moe.align import local_routes, row_slice
+from moe.align import RouterRows, local_routes, router_rows, row_slice
 from moe.replay import ReplayedChunk, Routes
 from moe.statistics import RoutingCounter
 from mrl.types import LossOutput, MicroBatch, Statistics
 from parallel.attention import packed_sequences
+from parallel.balancing import RouterLosses
 from parallel.context import ContextSlice, context_slice
 from parallel.groups import Groups
-from parallel.logprobs import packed_logprobs
 from parallel.model import unwrap
 
 LossFunction = Callable[[Tensor, MicroBatch], LossOutput]
-"""(logprobs f32[N] with gradient, micro-batch) -> undivided loss sum and statistics."""
+"""(what the head gives, f32[N] with gradient, and micro-batch) -> undivided loss sum and statistics."""
 
 RecordedRoutes = list[dict[int, Tensor]]
 """R2: what this rank's routers chose in an earlier pass, by micro-batch and layer number."""
@@ -40,21 +40,35 @@ class PassOutput:
     """f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
     entropies: list[Tensor] = field(default_factory=list)
     """f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
+    values: list[Tensor] = field(default_factory=list)
+    """A critic's, f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
     losses: list[LossOutput] = field(default_factory=list)
     """Detached; only on the last pipeline stage, and only with a loss."""
     native_routes: RecordedRoutes = field(default_factory=list)
     routing: Statistics = field(default_factory=dict)
 
 
+Head = Callable[[Tensor, MicroBatch, ContextSlice, PassOutput], Tensor]
+"""(output of the last layer [1, n, width], micro-batch, which of its tokens are this rank's, where to
+note the result detached) -> what the loss is a function of: log-probs of a policy, values of a critic,
+f32[N] with gradient."""
+
+
 class PipelineRunner:
     """The forward (and backward) of this rank's chunks."""
 
     def __init__(
-        self, chunks: list[Any], groups: Groups, temperature: float, recompute: bool
+        self,
+        chunks: list[Any],
+        groups: Groups,
+        head: Head,
+        recompute: bool,
+        router_losses: RouterLosses,
     ) -> None:
         self.chunks = chunks
         self.groups = groups
-        self.temperature = temperature
+        self.head = head
+        self.router_losses = router_losses
         self.replays = {id(unwrap(c)): ReplayedChunk(unwrap(c), recompute) for c in chunks}
         # The log-prob kernel reads bf16 itself; Megatron's fp32 copy would be its largest tensor.
         half = get_model_config(chunks[0]).bf16
@@ -80,7 +94,10 @@ class PipelineRunner:
             replayed = self.replays[id(unwrap(chunk))]
             context = context_slice(batch.cu_seqlens, self.groups.cp)
             routes = self._routes(batch, context, replayed, replay, number)
+            rows = self._rows(batch, context)
             replayed.begin_forward(routes, with_grad=train)
+            if train:
+                self.router_losses.begin_forward(unwrap(chunk), rows)
             logits = chunk(
                 context.take(batch.input_ids).unsqueeze(0),
                 context.take(batch.position_ids).unsqueeze(0),
@@ -89,7 +106,7 @@ class PipelineRunner:
                 **self._output_options,
             )
             replayed.end_forward()
-            counter.add(number, replayed, routes, self._expected_rows(batch, context))
+            counter.add(number, replayed, routes, rows)
             if not train:
                 output.native_routes[number] |= {
                     n: layer.native_ids
@@ -112,7 +129,9 @@ class PipelineRunner:
             )
         for replayed in self.replays.values():
             replayed.check_drained()
-        output.routing = counter.statistics(self.groups.pp)
+        output.routing = counter.statistics(self.groups.pp) | self._loads(counter)
+        if train:
+            output.routing |= self.router_losses.end_step()
         return output
 
     def _finish(
@@ -124,15 +143,11 @@ class PipelineRunner:
         output: PassOutput,
     ) -> tuple[Tensor, Tensor, dict]:
         """Megatron's loss function of one micro-batch, called on the last stage in batch order."""
-        logprobs, entropy = packed_logprobs(
-            logits.squeeze(0), batch, self.temperature, self.groups.tp, context
-        )
-        output.logprobs.append(logprobs.detach())
-        output.entropies.append(entropy.detach())
-        num_tokens = torch.zeros((), dtype=torch.int, device=logprobs.device)  # Megatron's; unused
+        scored = self.head(logits, batch, context, output)
+        num_tokens = torch.zeros((), dtype=torch.int, device=scored.device)  # Megatron's; unused
         if loss is None:
-            return logprobs.sum(), num_tokens, {}
-        result = loss(logprobs, batch)
+            return scored.sum(), num_tokens, {}
+        result = loss(scored, batch)
         # Megatron scales the tensor that it gets in place.
         output.losses.append(LossOutput(result.loss_sum.detach().clone(), result.stats))
         return result.loss_sum, num_tokens, {}
@@ -156,11 +171,16 @@ class PipelineRunner:
         routes = context.take_routes(batch.routes)
         return local_routes(routes, chunk.layers, self.groups.tp_rank, self.groups.dims.tp)
 
-    def _expected_rows(self, batch: MicroBatch, context: ContextSlice) -> Tensor:
-        """bool[n]: rows of this rank that lead to a loss token, a later one of the same sequence."""
-        so_far = batch.loss_mask.long().cumsum(0)
-        ends = batch.cu_seqlens[1:].long() - 1
-        lengths = batch.cu_seqlens.diff().long()
-        by_the_end = so_far[ends].repeat_interleave(lengths, output_size=batch.num_tokens)
-        expected = context.take(so_far < by_the_end)
-        return expected[row_slice(len(expected), self.groups.tp_rank, self.groups.dims.tp)]
+    def _rows(self, batch: MicroBatch, context: ContextSlice) -> RouterRows:
+        """The rows that this rank's routers see."""
+        num_rows = batch.num_tokens // self.groups.dims.cp
+        own = row_slice(num_rows, self.groups.tp_rank, self.groups.dims.tp)
+        return router_rows(batch, own if context.index is None else context.index[own])
+
+    def _loads(self, counter: RoutingCounter) -> Statistics:
+        config = get_model_config(self.chunks[0])
+        frequency = config.moe_layer_freq
+        if isinstance(frequency, int):
+            frequency = [int(n % frequency == 0) for n in range(config.num_layers)]
+        numbers = [n + 1 for n, is_moe in enumerate(frequency) if is_moe]
+        return counter.load_statistics(numbers, config.num_moe_experts or 0, self.groups.device)

@@ -31,6 +31,9 @@ class HfTensors:
     def names(self) -> set[str]:
         return set(self._where)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._where:
             raise InputError(

@@ -6,6 +6,8 @@ vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -13,6 +15,7 @@ from torch.distributed import ProcessGroup
 from mrl.kernels import vp_logprob
 from mrl.types import MicroBatch
 from parallel.context import ContextSlice
+from parallel.forward import PassOutput
 
 
 def packed_logprobs(
@@ -43,3 +46,22 @@ def packed_logprobs(
         logprobs, entropy = context.gather(torch.stack([logprobs, entropy], dim=1)).unbind(1)
     # The last row predicts nothing and is 0, so what rolls around to the front is too.
     return logprobs.roll(1), entropy.roll(1)
+
+
+@dataclass(frozen=True)
+class LogprobHead:
+    """What the output of a language model is: log-probs at the sampling temperature, and entropy."""
+
+    temperature: float
+    tp: ProcessGroup
+
+    def __call__(
+        self, logits: Tensor, batch: MicroBatch, context: ContextSlice, output: PassOutput
+    ) -> Tensor:
+        """logits [1, n, V_loc] -> logprobs f32[N] with gradient; both go into `output`, detached."""
+        logprobs, entropy = packed_logprobs(
+            logits.squeeze(0), batch, self.temperature, self.tp, context
+        )
+        output.logprobs.append(logprobs.detach())
+        output.entropies.append(entropy.detach())
+        return logprobs

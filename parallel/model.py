@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,12 +36,16 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
 
+OutputLayer = Callable[[TransformerConfig], torch.nn.Module]
+
+
 def build_config(
     model: HfModel,
     groups: Groups,
     dtype: torch.dtype,
     implementation: Implementation,
     recompute: bool,
+    expert_bias_update_rate: float,
 ) -> TransformerConfig:
     dims = groups.dims
     half = dtype is torch.bfloat16
@@ -70,8 +75,8 @@ def build_config(
         "overlap_p2p_comm": dims.vpp > 1,
         "batch_p2p_comm": dims.vpp == 1,
         "moe_token_dispatcher_type": dims.dispatcher,
-        "moe_router_load_balancing_type": "none",
-        "moe_router_bias_update_rate": 0.0,  # keep e_score_correction_bias as it was loaded
+        "moe_router_load_balancing_type": "none",  # parallel.balancing adds what the recipe asks for
+        "moe_router_bias_update_rate": expert_bias_update_rate,  # 0 keeps the bias as it was loaded
         "moe_router_dtype": "fp32" if half else None,
         "moe_grouped_gemm": implementation == "transformer_engine" and model.sizes.num_experts > 0,
         # Losses are sums that carry their own normaliser: Megatron must not divide by anything.
@@ -117,8 +122,12 @@ def build_chunks(
     config: TransformerConfig,
     implementation: Implementation,
     use_distributed_optimizer: bool,
+    output_layer: OutputLayer | None = None,
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks (one per virtual stage), on its device, with gradient buffers."""
+    """This rank's model chunks (one per virtual stage), on its device, with gradient buffers.
+
+    `output_layer` makes what takes the place of the vocabulary's projection in the last chunk.
+    """
     dims = groups.dims
     chunks = []
     for virtual in range(dims.vpp):
@@ -135,6 +144,8 @@ def build_chunks(
             post_process=groups.is_last_stage and virtual == dims.vpp - 1,
             vp_stage=vp_stage,
         )
+        if output_layer is not None and chunk.post_process:
+            setattr(chunk, "output_layer", output_layer(config))  # noqa: B010
         chunk.model_type = ModelType.encoder_or_decoder
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:

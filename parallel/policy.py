@@ -1,28 +1,24 @@
-"""The policy that trains: model chunks, optimizer and schedules of this rank behind plain values."""
+"""The policy that trains: model, optimizer and schedules of this rank behind plain values."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.utils import get_model_config
-
-from mrl.config import ModelConfig, OptimizerConfig
+from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch, WeightBucket
 from parallel.export import export_buckets
-from parallel.forward import LossFunction, PassOutput, PipelineRunner, RecordedRoutes
+from parallel.forward import LossFunction, PassOutput, RecordedRoutes
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
-from parallel.implementation import choose_dtype, choose_implementation
-from parallel.model import build_chunks, build_config
-from parallel.offload import HostOffload
-from parallel.optimizer import build_optimizer
-from parallel.packing import to_device
+from parallel.ledger import Ledger, parameter_tensors
+from parallel.logprobs import LogprobHead
 from parallel.reduce import merge
+from parallel.reference import ReferenceWeights
+from parallel.trained_model import TrainedModel
 from parallel.weights import WeightMap
 
 
@@ -49,34 +45,63 @@ class Policy:
         *,
         recompute: bool,
         temperature: float,
+        reference: HfModel | None = None,
+        moe: MoeConfig = MoeConfig(),  # noqa: B008
     ) -> None:
         self.groups = groups
-        self.implementation, _ = choose_implementation(config.transformer_impl)
-        dtype = choose_dtype(config.dtype)
-        settings = build_config(model, groups, dtype, self.implementation, recompute)
-        # The loss carries its own normaliser; Megatron would divide by the number of tokens.
-        settings.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: (
-            finalize_model_grads(chunks, None, **kw)
-        )
-        self.chunks = build_chunks(
+        self.ledger = Ledger(groups.device)
+        self.trained = TrainedModel(
             model,
             groups,
-            settings,
-            self.implementation,
-            use_distributed_optimizer=optimizer.use_distributed_optimizer,
+            config,
+            LogprobHead(temperature, groups.tp),
+            recompute=recompute,
+            distributed_optimizer=optimizer.use_distributed_optimizer,
+            moe=moe,
+            ledger=self.ledger,
         )
-        self.weights = WeightMap(model, groups, self.chunks)
+        self._reference: ReferenceWeights | None = None
+        if reference is not None:
+            WeightMap(reference, groups, self.chunks).load()
+            self._reference = ReferenceWeights(lambda: parameter_tensors(self.chunks))
+            self.ledger.own("reference", self._reference.host_tensors, on_host=True)
         self.weights.load()
-        self.runner = PipelineRunner(self.chunks, groups, temperature, recompute)
-        self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, dtype)
-        settings.grad_scale_func = self.optimizer.scale_loss
-        self.host = HostOffload()
+        self.trained.make_optimizer(optimizer)
+        self.runner = self.trained.runner
+        self.reset_optimizer = self.trained.make_optimizer
+        self.offload_optimizer = self.trained.offload_optimizer
+        self.offload_parameters = self.trained.offload_parameters
+        self.onload = self.trained.onload
+        self.state_dict = self.trained.state_dict
+        self.load_state_dict = self.trained.load_state_dict
+
+    @property
+    def chunks(self) -> list[Any]:
+        return self.trained.chunks
+
+    @property
+    def weights(self) -> WeightMap:
+        return self.trained.weights
+
+    @property
+    def optimizer(self) -> Any:
+        return self.trained.optimizer
 
     def logprobs(self, batches: Sequence[MicroBatch], replay: RecordedRoutes | bool) -> PassOutput:
         """Log-probs and entropies under the present weights, without gradients."""
-        for chunk in self.chunks:
-            chunk.eval()
-        return self.runner.run([to_device(b, self.groups.device) for b in batches], None, replay)
+        return self.trained.evaluate(batches, replay)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """The frozen reference in the place of the policy; afterwards the policy, bit for bit.
+
+        Raises RuntimeError where the policy was made without one.
+        """
+        self.ledger.require_on_device("parameters")
+        if self._reference is None:
+            raise RuntimeError("this policy was made without a reference model")
+        with self._reference.swapped_in():
+            yield
 
     def train_step(
         self, batch: TrainBatch, loss: LossFunction, replay: RecordedRoutes | bool
@@ -85,18 +110,8 @@ class Policy:
 
         Raises RuntimeError, with the weights untouched, when a gradient is not finite.
         """
-        for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        batches = [to_device(b, self.groups.device) for b in batch.micro_batches]
-        output = self.runner.run(batches, loss, replay)
-        lr = float(self.optimizer.param_groups[0]["lr"])
-        ok, grad_norm, _ = self.optimizer.step()
-        if not ok:
-            raise RuntimeError("the optimizer refused the step: a gradient is not finite")
-        self.scheduler.step(1)
-        return StepOutput(float(grad_norm), lr, self._step_statistics(output))
+        step = self.trained.train_step(batch.micro_batches, loss, replay)
+        return StepOutput(step.grad_norm, step.lr, self._step_statistics(step.output))
 
     def _step_statistics(self, output: PassOutput) -> Statistics:
         if not self.groups.reports_loss:
@@ -106,56 +121,24 @@ class Policy:
 
     def export(self, version: int, max_bytes: int) -> Iterator[WeightBucket]:
         """The whole model under HF names; every rank must drain the iterator."""
+        self.ledger.require_on_device("parameters")
         return export_buckets(self.weights, version, max_bytes)
-
-    def offload_optimizer(self) -> None:
-        """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""
-        if self.groups.device.type != "cpu":
-            self.host.offload_optimizer(self.chunks, self.optimizer)
-
-    def offload_parameters(self) -> None:
-        """Make room for the engine's KV cache, once the weights are sent."""
-        if self.groups.device.type != "cpu":
-            self.host.offload_parameters(self.chunks)
-
-    def onload(self) -> None:
-        """Take the memory back after the engine went to sleep."""
-        self.host.onload()
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's weights, optimizer and learning-rate schedule."""
-        return {
-            "model": [
-                {name: p.detach() for name, p in chunk.named_parameters()} for chunk in self.chunks
-            ],
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`, for the same layout."""
-        for chunk, saved in zip(self.chunks, state["model"], strict=True):
-            own = dict(chunk.named_parameters())
-            if own.keys() != saved.keys():
-                raise ValueError(f"checkpoint: parameters differ: {own.keys() ^ saved.keys()}")
-            for name, parameter in own.items():
-                parameter.copy_(saved[name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-
-    def reset_optimizer(self, config: OptimizerConfig) -> None:
-        """Forget moments and learning-rate schedule and start over with `config`."""
-        dtype = get_model_config(self.chunks[0]).params_dtype
-        self.optimizer, self.scheduler = build_optimizer(config, self.chunks, dtype)
-        get_model_config(self.chunks[0]).grad_scale_func = self.optimizer.scale_loss
 
 
 def with_old_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:
     """The micro-batches with what the trainer computed before the update (last stage only)."""
+    return _with_field("old_logprobs", batches, output)
+
+
+def with_ref_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:
+    """The micro-batches with what the frozen reference gives them (last stage only)."""
+    return _with_field("ref_logprobs", batches, output)
+
+
+def _with_field(name: str, batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:
     if not output.logprobs:
         return list(batches)
     return [
-        dataclasses.replace(batch, old_logprobs=logprobs)
+        dataclasses.replace(batch, **{name: logprobs})
         for batch, logprobs in zip(batches, output.logprobs, strict=True)
     ]

@@ -7,7 +7,7 @@ is `parallel.export`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,14 +106,17 @@ class WeightMap:
         return self.groups.tp_rank, self.groups.dims.tp
 
     @torch.no_grad()
-    def load(self) -> None:
+    def load(self, may_lack: Collection[str] = ()) -> None:
         """Read this rank's shards from the model folder.
 
-        Raises InputError on a missing name, one that no rule has, or a wrong shape.
+        Parameters under the HF names `may_lack` stay as they are where the folder has none. Raises
+        InputError on a missing name, one that no rule has, or a wrong shape.
         """
         with HfTensors(self.model) as tensors:
             check_names(self.model, tensors.names)
             for entry in self.entries:
+                if any(name in may_lack and name not in tensors for name in entry.hf_names()):
+                    continue
                 rank, size = self.tp_place(entry)
                 full = join(
                     [tensors[n] for n in entry.hf_names()], entry.rule.split, self.num_groups

@@ -15,13 +15,15 @@ from mrl.errors import InputError
 
 __all__ = ["Algorithm", "list_algorithms", "load_algorithm"]
 
+_PARTS = ("__init__", "base", "value_loss")
+"""Files of this folder that are no algorithms."""
 _FUNCTIONS = ("advantages", "sequence_weights", "loss")
 
 
 def list_algorithms() -> list[str]:
     """Names of this folder's algorithms, sorted."""
     files = (path.stem for path in Path(__file__).parent.glob("*.py"))
-    return sorted(name for name in files if name not in ("__init__", "base"))
+    return sorted(name for name in files if name not in _PARTS)
 
 
 def load_algorithm(name: str) -> Algorithm:

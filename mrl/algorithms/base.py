@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mrl.config import AlgorithmConfig
-from mrl.kernels import Clip, RatioKind, policy_loss
+from mrl.kernels import Clip, KlPenalty, RatioKind, policy_loss
 from mrl.types import LossOutput, Max, Mean, MicroBatch, Statistics
 
 
@@ -70,12 +70,24 @@ def weight_where_loss(num_loss_tokens: Tensor, denominator: Tensor | int) -> Ten
     return torch.where(num_loss_tokens > 0, weights, 0.0).float()
 
 
+def kl_penalty(config: AlgorithmConfig) -> KlPenalty | None:
+    """What the recipe adds against the frozen reference; None where it adds nothing."""
+    return KlPenalty(config.kl_estimator, config.kl_coef) if config.kl_coef else None
+
+
 def clipped_loss(
-    logprobs: Tensor, batch: MicroBatch, *, ratio: RatioKind, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    batch: MicroBatch,
+    *,
+    ratio: RatioKind,
+    clip_low: float,
+    clip_high: float,
+    kl: KlPenalty | None = None,
 ) -> LossOutput:
     """`mrl.kernels.policy_loss` of a micro-batch against its `old_logprobs`, with statistics.
 
-    Raises ValueError where `old_logprobs` is None.
+    `kl` is against its `ref_logprobs`, weighted as the rest of the loss. `kl/ref` is the mean of its
+    estimator over loss tokens. Raises ValueError where log-probs that are needed are None.
     """
     if batch.old_logprobs is None:
         raise ValueError(
@@ -91,6 +103,8 @@ def clipped_loss(
         batch.seq_weight,
         ratio=ratio,
         clip=Clip("ppo", low=clip_low, high=clip_high),
+        ref_logprobs=batch.ref_logprobs if kl else None,
+        kl=kl,
     )
     count = result.stat("ratio_count")
     clipped = result.stat("clip_high_count") + result.stat("clip_low_count")
@@ -99,6 +113,8 @@ def clipped_loss(
         "ratio/max": Max(result.stat("ratio_max")),
         "ratio/clip_frac": Mean(clipped, count),
     }
+    if kl:
+        stats["kl/ref"] = Mean(result.stat("ref_kl_sum"), count)
     return LossOutput(result.loss, stats)
 
 

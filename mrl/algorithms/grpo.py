@@ -1,10 +1,16 @@
-"""GRPO (arXiv 2402.03300), without its KL term: one importance ratio per token."""
+"""GRPO (arXiv 2402.03300): one importance ratio per token. Its KL term is off by default."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from mrl.algorithms.base import clipped_loss, either, group_advantages, weight_where_loss
+from mrl.algorithms.base import (
+    clipped_loss,
+    either,
+    group_advantages,
+    kl_penalty,
+    weight_where_loss,
+)
 from mrl.config import AlgorithmConfig
 from mrl.types import LossOutput, MicroBatch
 
@@ -22,11 +28,12 @@ def sequence_weights(
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Eq. 3 with beta = 0, negated and weighted. Raises ValueError without `old_logprobs`."""
+    """Eq. 3 with beta = kl_coef, negated and weighted. Raises ValueError without `old_logprobs`."""
     return clipped_loss(
         logprobs,
         batch,
         ratio="token",
         clip_low=either(config.clip_low, CLIP_LOW),
         clip_high=either(config.clip_high, CLIP_HIGH),
+        kl=kl_penalty(config),
     )

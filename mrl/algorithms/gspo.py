@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mrl.algorithms.base import clipped_loss, either, group_advantages, weight_where_loss
+from mrl.algorithms.base import (
+    clipped_loss,
+    either,
+    group_advantages,
+    kl_penalty,
+    weight_where_loss,
+)
 from mrl.config import AlgorithmConfig
 from mrl.types import LossOutput, MicroBatch
 
@@ -33,4 +39,5 @@ def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOu
         ratio="sequence",
         clip_low=either(config.clip_low, CLIP_LOW),
         clip_high=either(config.clip_high, CLIP_HIGH),
+        kl=kl_penalty(config),
     )

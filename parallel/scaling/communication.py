@@ -118,7 +118,7 @@ def expert_parallel(
     layers = sum(1 for n in stage.layers if n in shape.moe_layers)
     calls = work.num_micro_batches(dims) * layers
     vector, span = shape.hidden * work.weight_bytes, dims.etp * dims.ep
-    if work.dispatcher == "allgather":
+    if dims.dispatcher == "allgather":
         both = 2 * ring(span, span * rows * vector)
         probs = ring(span, span * rows * shape.num_experts * 4)
         routed = ring(span, span * rows * shape.num_experts)

@@ -25,7 +25,6 @@ class Workload:
     weight_bytes: int = 2
     """Bytes of a weight and of an activation: 2 for bfloat16, 4 for float32."""
     replay: bool = True
-    dispatcher: str = "alltoall"
     reference: bool = False
     """A reference model: a second copy of the weights on the host, one more forward pass."""
     engine_tp: int = 1
@@ -71,7 +70,7 @@ def recipe_workload(recipe: Recipe, prompt_len: int) -> Workload:
         distributed_optimizer=recipe.optimizer.use_distributed_optimizer,
         weight_bytes=4 if recipe.model.dtype == "float32" else 2,
         replay=recipe.moe.routing_replay != "off",
-        dispatcher=recipe.moe.token_dispatcher_type,
+        reference=recipe.algorithm.kl_coef > 0,
         engine_tp=recipe.rollout.tensor_parallel_size,
         engine_share=recipe.rollout.mem_fraction_static,
         bucket_bytes=recipe.rollout.weight_bucket_mb << 20,

@@ -94,3 +94,38 @@ def test_layout(
     assert ours["weights"].keys() == reference["weights"].keys()
     for key, weight in reference["weights"].items():
         assert float((ours["weights"][key] - weight).norm() / weight.norm()) < 1e-5, key
+
+
+def two_steps(overrides: list[str]) -> list[dict[str, float]]:
+    from mrl.trainer import Trainer
+
+    recipe = load_recipe(TOY_RECIPE, overrides)
+    plan = check(recipe, world_size())
+    folder = RunFolder(recipe.output_dir)
+    groups = init_groups(plan.dims, recipe.seed)
+    folder.open(recipe)
+    trainer = Trainer(plan, groups, folder)
+    return [trainer.run_step() for _ in range(2)]
+
+
+def test_kl_penalty_and_balancing_in_the_loop(toy: Toy, recorded: Path, tmp_path: Path) -> None:
+    saved = (f"debug.load_rollouts={recorded / 'rollouts'}", "train.num_steps=4")
+    on = (
+        "algorithm.kl_coef=0.1",
+        "moe.z_loss_coeff=1e-3",
+        "moe.aux_loss_coeff=1e-3",
+        "moe.load_balancing_type=seq_aux_loss",
+    )
+    overrides = toy.overrides(tmp_path / "run", *saved, *OPTIMIZER, *on)
+    first, second = run_ranks(1, two_steps, overrides, folder=tmp_path / "out")[0]
+    assert first["kl/ref"] == 0.0
+    assert second["kl/ref"] > 0.0
+    for metrics in (first, second):
+        assert metrics["time/ref_logprob_s"] > 0
+        assert metrics["moe/z_loss"] > 0
+        assert metrics["moe/aux_loss"] >= 1.0
+        assert 1.0 <= metrics["moe/load_max/layer_01"] <= metrics["moe/load_max"] <= 8.0
+        assert metrics["memory/train/reference_host_bytes"] > 0
+        sizes = [metrics[f"memory/train/{k}_device_bytes"] for k in ("parameters", "optimizer")]
+        assert metrics["memory/rollout/parameters_device_bytes"] == sizes[0]  # one memory
+        assert sizes[1] == pytest.approx(2 * sizes[0], rel=0.01)  # two fp32 moments

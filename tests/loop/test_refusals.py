@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl.cli import main
+from mrl.toy_model import write_toy_model
 from tests.loop.conftest import TOY_RECIPE, Toy
 
 CASES: dict[str, tuple[list[str], list[str]]] = {
@@ -33,6 +34,26 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "reward file": (["reward=nowhere.py:f"], ["nowhere.py"]),
     "engine": (["rollout.engine=sglnag"], ["sglnag", "sglang"]),
     "replay": (["moe.routing_replay=r4"], ["moe.routing_replay", "'r4'"]),
+    "balancing without a type": (
+        ["moe.aux_loss_coeff=1e-3"],
+        ["moe.aux_loss_coeff is 0.001", "load_balancing_type is none", "choose a type"],
+    ),
+    "balancing without a weight": (
+        ["moe.load_balancing_type=aux_loss"],
+        ["load_balancing_type is aux_loss", "aux_loss_coeff is 0", "give it a weight"],
+    ),
+    "no expert bias": (
+        ["moe.expert_bias_update_rate=1e-3"],
+        ["expert_bias_update_rate is 0.001", "qwen3_moe have no expert bias", "set it to 0"],
+    ),
+    "no reference": (
+        ["algorithm.kl_coef=0.1", "algorithm.reference_path=/nowhere"],
+        ["algorithm.reference_path: no folder /nowhere"],
+    ),
+    "reference without a weight": (
+        ["algorithm.reference_path=/nowhere"],
+        ["algorithm.reference_path is /nowhere", "kl_coef is 0"],
+    ),
     "context": (["rollout.max_response_len=512"], ["leaves no room for a prompt", "512"]),
     "response length": (["rollout.min_response_len=3"], ["expected 0 or max_response_len 12"]),
     "saved rollouts": (["debug.load_rollouts=/nowhere"], ["debug.load_rollouts", "/nowhere"]),
@@ -70,6 +91,16 @@ def test_refused(
     for text in expected:
         assert text in line
     assert not output.exists()
+
+
+def test_a_reference_of_another_size(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    write_toy_model(other, num_experts=4)
+    changes = ("algorithm.kl_coef=0.1", f"algorithm.reference_path={other}")
+    line = refused(capsys, ["check", str(TOY_RECIPE), *toy.overrides(tmp_path / "run", *changes)])
+    assert "num_moe_experts 4 there, 8 here" in line
 
 
 @pytest.mark.parametrize("name", ["check", "train"])

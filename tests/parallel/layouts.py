@@ -34,6 +34,21 @@ CONFIG_KEYS = {
     "dispatcher": "moe_token_dispatcher_type",
 }
 NUM_STEPS = 3
+TOLERANCE = 1e-5
+"""Relative, for float32."""
+
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "DP2": (2, {}),
+    "EP2": (2, {"expert": 2}),
+    "TP2": (2, {"tensor": 2}),
+    "PP2": (2, {"pipeline": 2}),
+    "CP2": (2, {"context": 2}),
+    "TP2xEP2": (2, {"tensor": 2, "expert": 2}),
+    "TP2xCP2": (4, {"tensor": 2, "context": 2}),
+    "PP2xEP2": (4, {"pipeline": 2, "expert": 2}),
+    "TP2xPP2xEP2": (8, {"tensor": 2, "pipeline": 2, "expert": 2}),
+}
+"""Ranks and sizes that tests of single features choose from."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from parallel.model import unwrap
 from parallel.packing import WeightedSample, pack
 from parallel.policy import Policy, with_old_logprobs
 from parallel.reduce import reduce_statistics
+from tests.parallel.layouts import build, distance, exported, join_groups, loss
 from tests.parallel.models import (
     COMMON,
     SETTINGS,
@@ -32,7 +33,6 @@ from tests.parallel.models import (
     tiny_samples,
     write_tiny,
 )
-from tests.parallel.layouts import build, distance, exported, join_groups, loss
 from tests.ranks import run_ranks
 
 TEMPERATURE = 0.8  # of test_layouts.build

@@ -41,8 +41,9 @@ def exercise(
     batch, _ = ready_batch(policy, groups, samples)
     norms = [policy.train_step(batch, loss, True).grad_norm for _ in range(2)]
     save_checkpoint(checkpoints, 2, policy.state_dict(), {}, groups, keep=1)
-    policy.host.offload_optimizer(policy.chunks, policy.optimizer)
-    policy.host.offload_parameters(policy.chunks)
+    policy.ledger.free("gradients")
+    policy.ledger.to_host("optimizer")
+    policy.ledger.to_host("parameters")
     policy.onload()
     resumed = build()
     resumed.load_state_dict(load_checkpoint(checkpoints, 2, groups)[0])

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from mrl.types import Sample
 from parallel.checkpoint import load_checkpoint, save_checkpoint
 from tests.parallel.layouts import (
+    TOLERANCE,
     Layout,
     agreement,
     build,
@@ -33,7 +34,6 @@ LAYOUTS = [
     Layout(4, {"pipeline": 2, "context": 2, "expert": 2, "dispatcher": "allgather"}),
     Layout(8, {"tensor": 2, "pipeline": 2, "expert": 2}, distributed_optimizer=True),
 ]
-TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")

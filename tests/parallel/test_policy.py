@@ -20,7 +20,7 @@ from mrl.types import NATIVE_ROUTE, LossOutput, MicroBatch, Sample, TrainBatch
 from parallel.checkpoint import latest_step, load_checkpoint, save_checkpoint
 from parallel.hf_config import HfModel
 from parallel.packing import WeightedSample, pack
-from tests.parallel.layouts import build, exported, join_groups, loss
+from tests.parallel.layouts import build, exported, join_groups
 from tests.ranks import run_ranks
 
 TEMPERATURE = 0.8  # of layouts.build
@@ -149,46 +149,6 @@ def test_damaged_and_foreign_checkpoints_are_refused(model_path: Path, tmp_path:
     assert "is missing" in missing
     assert "'tp': 2" in layout
     assert "same parallel sizes" in layout
-
-
-def accumulator(parameter: Tensor) -> Any:
-    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-
-
-def offloads_between_steps(model_path: Path, samples: list[Sample]) -> dict[str, Any]:
-    """Three steps of two equal policies; one moves everything to the host and back in between."""
-    groups = join_groups(model_path, {})
-    batch = packed(samples)
-    weights = []
-    for moves in (False, True):
-        policy = build(model_path, groups)
-        for _ in range(3):
-            old = policy.logprobs([batch], True)
-            ready = dataclasses.replace(batch, old_logprobs=old.logprobs[0])
-            policy.train_step(TrainBatch([ready], 1, 1), loss, True)
-            if moves:
-                chunk = policy.chunks[0]
-                hooks = [accumulator(p) for p in chunk.parameters()]
-                policy.host.offload_optimizer(policy.chunks, policy.optimizer)
-                kept = [*chunk.buffers, *chunk.expert_parallel_buffers]
-                assert kept
-                assert not any(b.grad_data.untyped_storage().nbytes() for b in kept)
-                for _ in range(2):  # the second time, nothing is left to move
-                    policy.host.offload_parameters(policy.chunks)
-                assert not any(p.untyped_storage().nbytes() for p in chunk.parameters())
-                policy.onload()
-                # Another accumulator would be one without Megatron's gradient hook.
-                assert all(
-                    a is accumulator(p) for a, p in zip(hooks, chunk.parameters(), strict=True)
-                )
-        weights.append(exported(policy))
-    return {"same": all(torch.equal(weights[0][k], v) for k, v in weights[1].items())}
-
-
-def test_nothing_is_lost_on_the_way_to_the_host_and_back(
-    model_path: Path, samples: list[Sample], tmp_path: Path
-) -> None:
-    assert one_rank(tmp_path, offloads_between_steps, model_path, samples)["same"]
 
 
 def survives_a_bad_step(model_path: Path, samples: list[Sample]) -> dict[str, Any]:

@@ -1,0 +1,185 @@
+"""What keeps a router's load even while it trains: balancing losses, z-loss, the expert bias.
+
+All of it is off by default under RL: a balancing loss pulls the router away from what the reward asks
+for, and under routing replay it pulls at choices that did not happen.
+
+Megatron's own losses are not used. With losses that are sums (as mrl's are) it counts a token by its
+rank's share of tokens, which in 0.16.1 is wrong by the tensor-parallel size, takes padding for tokens,
+and takes a packed micro-batch for one sequence. Here a forward hook on each router adds them instead,
+so that every layout and every split into micro-batches has the gradient that one process has.
+
+n rows of this rank's router, E experts, K experts per token, S segments; T tokens of the whole step, of
+all data-parallel ranks: those of sequences with a loss token, so neither padding nor masked samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe.align import RouterRows
+from mrl.config import MoeConfig
+from mrl.types import Mean, Statistics
+
+
+def z_loss_sum(logits: Tensor, counted: Tensor) -> Tensor:
+    """Sum over tokens of logsumexp(logits)^2 (arXiv 2202.08906 eq. 5, which takes the mean).
+
+    logits f32[n, E], counted bool[n] -> f32[].
+    """
+    return torch.where(counted, logits.logsumexp(-1).square(), 0.0).sum()
+
+
+def router_scores(logits: Tensor, score_function: str) -> Tensor:
+    """Each expert's share of a token, over all experts: f32[n, E] -> f32[n, E]."""
+    if score_function == "softmax":
+        return logits.softmax(-1)
+    if score_function != "sigmoid":
+        raise ValueError(f"balancing: no scores for a router of kind {score_function!r}")
+    scores = logits.sigmoid()
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def choice_counts(scores: Tensor, rows: RouterRows, topk: int) -> Tensor:
+    """How many tokens of each segment have an expert among their K best: f32[S, E]."""
+    chosen = torch.zeros_like(scores).scatter_(1, scores.topk(topk, dim=-1).indices, 1.0)
+    chosen = torch.where(rows.counted.unsqueeze(-1), chosen, 0.0)
+    return chosen.new_zeros(rows.num_segments, scores.shape[-1]).index_add_(
+        0, rows.segments, chosen
+    )
+
+
+def balance_loss_sum(scores: Tensor, rows: RouterRows, counts: Tensor) -> Tensor:
+    """Sum over tokens of E sum_e f_e p_e (arXiv 2101.03961 eq. 4 to 6, times the tokens): f32[].
+
+    scores f32[n, E] are p; f is a segment's share of choices, counts f32[S, E] over its sum, constant.
+    Perfect balance gives 1 a token.
+    """
+    share = counts / counts.sum(-1, keepdim=True).clamp(min=1.0)
+    per_token = scores.shape[-1] * (share[rows.segments] * scores).sum(-1)
+    return torch.where(rows.counted, per_token, 0.0).sum()
+
+
+@dataclass
+class _Router:
+    module: Any
+    rows: deque[RouterRows]
+    """Of the micro-batches whose forward with gradients is still to come. With recompute that is the
+    recompute, and routers run those in the order of the forwards too."""
+    global_counts: Tensor | None = None
+
+
+class RouterLosses:
+    """The hooks of one model's routers. With nothing switched on in the recipe it does nothing."""
+
+    def __init__(self, config: MoeConfig, chunks: Iterable[Any]) -> None:
+        self.config = config
+        self.is_on = bool(config.aux_loss_coeff or config.z_loss_coeff)
+        self._watches = self.is_on or config.expert_bias_update_rate > 0
+        self._step_tokens: Tensor | None = None
+        self._aux: Tensor | int = 0
+        self._z: Tensor | int = 0
+        self._num_rows: Tensor | int = 0
+        self._routers: dict[int, list[_Router]] = {}
+        for chunk in chunks if self._watches else ():
+            layers = (layer.mlp for layer in chunk.decoder.layers)
+            routers = [_Router(m.router, deque()) for m in layers if hasattr(m, "router")]
+            self._routers[id(chunk)] = routers
+            for router in routers:
+                router.module.register_forward_hook(self._hook(router))
+
+    def begin_step(self, num_tokens: Tensor, dp: ProcessGroup) -> None:
+        """Before the passes of a step; `num_tokens` []: what this data-parallel rank counts of T."""
+        if not self._watches:
+            return
+        self._step_tokens = num_tokens.float()
+        dist.all_reduce(self._step_tokens, group=dp)
+        self._aux, self._z, self._num_rows = 0, 0, 0
+        for router in self._all_routers():
+            router.rows.clear()  # of a step that failed
+            router.global_counts = None
+
+    def begin_forward(self, chunk: Any, rows: RouterRows) -> None:
+        """The rows that the routers of `chunk` see in the next forward with gradients."""
+        for router in self._routers.get(id(chunk), ()):
+            router.rows.append(rows)
+
+    def end_step(self) -> Statistics:
+        """This rank's share of the losses, before their coefficients: means over tokens and layers."""
+        if any(router.rows for router in self._all_routers()):
+            raise RuntimeError("a router did not run, or recompute, every micro-batch of the step")
+        stats: Statistics = {}
+        count = torch.as_tensor(self._num_rows).double()
+        if self.config.aux_loss_coeff:
+            stats["moe/aux_loss"] = Mean(torch.as_tensor(self._aux).double(), count)
+        if self.config.z_loss_coeff:
+            stats["moe/z_loss"] = Mean(torch.as_tensor(self._z).double(), count)
+        return stats
+
+    def _all_routers(self) -> list[_Router]:
+        return [router for routers in self._routers.values() for router in routers]
+
+    def _hook(self, router: _Router) -> Any:
+        def after_forward(module: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> Any:
+            # Under recompute the first forward has no gradients, and only the second one counts.
+            if not torch.is_grad_enabled():
+                return None
+            probs, routing_map = output
+            rows = router.rows.popleft()
+            if self.config.expert_bias_update_rate:
+                # Megatron counted all rows for the update of the bias.
+                ignored = routing_map & ~rows.counted.unsqueeze(-1)
+                module.local_tokens_per_expert -= ignored.sum(0)
+            if not self.is_on:
+                return None
+            loss = self._loss(router, inputs[0], rows)
+            return MoEAuxLossAutoScaler.apply(probs, loss), routing_map
+
+        return after_forward
+
+    def _loss(self, router: _Router, hidden: Tensor, rows: RouterRows) -> Tensor:
+        """This rank's part of (aux_coeff * aux + z_coeff * z) / T of one layer and micro-batch.
+
+        The router's logits are computed once more: they are not among its outputs.
+        """
+        assert self._step_tokens is not None
+        module, config = router.module, self.config
+        logits = module.gating(hidden).flatten(0, -2).float()
+        total = logits.new_zeros(())
+        if config.z_loss_coeff:
+            z = z_loss_sum(logits, rows.counted)
+            self._z = self._z + z.detach()
+            total = total + config.z_loss_coeff * z
+        if config.aux_loss_coeff:
+            aux = self._balance(router, router_scores(logits, module.score_function), rows)
+            self._aux = self._aux + aux.detach()
+            total = total + config.aux_loss_coeff * aux
+        self._num_rows = self._num_rows + rows.counted.sum()
+        return total / self._step_tokens.clamp(min=1.0)
+
+    def _balance(self, router: _Router, scores: Tensor, rows: RouterRows) -> Tensor:
+        """Choices are counted over a sequence, a micro-batch, or all that the step has seen so far."""
+        kind = self.config.load_balancing_type
+        if kind != "seq_aux_loss":
+            rows = dataclasses.replace(
+                rows, segments=torch.zeros_like(rows.segments), num_segments=1
+            )
+        with torch.no_grad():
+            counts = choice_counts(scores, rows, router.module.topk)
+            everyone = kind == "global_aux_loss"
+            group = router.module.tp_dp_cp_group if everyone else router.module.tp_cp_group
+            if group.size() > 1:
+                dist.all_reduce(counts, group=group)
+            if everyone:
+                known = router.global_counts
+                router.global_counts = counts = counts if known is None else known + counts
+        return balance_loss_sum(scores, rows, counts)

@@ -1,0 +1,229 @@
+"""Where every byte of the trainer is: on the device, on the host, or nowhere, by kind of tensor.
+
+The trainer and the rollout engine share the devices, so what the trainer does not need leaves:
+gradients and optimizer state before the weight sync, parameters after it.
+
+Bytes belong to storages, not to tensors: Megatron's DDP keeps all gradients as views of one buffer,
+its distributed optimizer all parameters too, and for fp32 models the optimizer's main parameters are
+views of that same buffer. Each storage has one owner, the first kind that names it, and moves with
+that kind only.
+
+Storages are emptied and filled in place. Assigning to `parameter.data` would move the bytes too, but
+across devices it also replaces the parameter's gradient accumulator, on which Megatron's DDP hangs its
+hooks: training would go on with gradients of zero, silently.
+
+Host buffers are kept and used again, by size: pinning memory takes longer than the copy into it. They
+stay allocated while their contents are on the device; `host_buffer_bytes` counts them all.
+
+The copies to and from pinned memory have not run on a GPU yet; that nothing is lost or unhooked is
+tested on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from mrl.types import Max, Statistics
+
+Place = Literal["device", "host", "freed"]
+
+
+class Bytes(NamedTuple):
+    """How many bytes of one kind are where, on this rank."""
+
+    device: int
+    host: int
+    freed: int
+    """Given back without a copy: their contents are nothing until they return, as zeros."""
+
+
+@dataclass
+class _Owner:
+    tensors: Callable[[], Iterable[Tensor]]
+    """Asked each time: Adam makes its moments in the first step."""
+    disposable: bool
+    stays_on_host: bool
+    place: Place = "device"
+    away: list[tuple[UntypedStorage, int, Tensor | None]] = field(default_factory=list)
+    """Emptied storages: (storage, bytes, host copy or None where freed)."""
+
+
+class Ledger:
+    """The storages of one rank by kind. A kind is moved as a whole."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device.type
+        self._pinned = device.type == "cuda"
+        self._owners: dict[str, _Owner] = {}
+        self._spare: dict[int, list[Tensor]] = {}
+        self._host_buffer_bytes = 0
+
+    def own(
+        self,
+        kind: str,
+        tensors: Callable[[], Iterable[Tensor]],
+        *,
+        disposable: bool = False,
+        on_host: bool = False,
+    ) -> None:
+        """Enter a kind. Storages that an earlier kind names stay with that one.
+
+        `disposable`: the contents are nothing between steps, so the kind may be freed. `on_host`: the
+        tensors live on the host for good and never move.
+        """
+        assert kind not in self._owners, f"the ledger has {kind!r} already"
+        place: Place = "host" if on_host else "device"
+        self._owners[kind] = _Owner(tensors, disposable, on_host, place)
+
+    def place(self, kind: str) -> Place:
+        return self._owners[kind].place
+
+    def require_on_device(self, *kinds: str) -> None:
+        """Raise RuntimeError where one of `kinds` is away: its tensors have no bytes now."""
+        away = {kind: self.place(kind) for kind in kinds if self.place(kind) != "device"}
+        if away:
+            raise RuntimeError(f"memory ledger: expected {kinds} on the device, got {away}")
+
+    def to_host(self, kind: str) -> None:
+        """Copy a kind to the host and give its device memory back. Raises RuntimeError otherwise."""
+        owner = self._expect(kind, "to_host", ("device",))
+        storages = self._on_device()[kind]
+        for storage in storages:
+            host = self._host_buffer(storage.nbytes())
+            host.untyped_storage().copy_(storage, non_blocking=self._pinned)
+            owner.away.append((storage, storage.nbytes(), host))
+        self._empty(storages)
+        owner.place = "host"
+
+    def free(self, kind: str) -> None:
+        """Give back the memory of a disposable kind without a copy; raises RuntimeError for others."""
+        owner = self._expect(kind, "free", ("device",))
+        if not owner.disposable:
+            raise RuntimeError(
+                f"memory ledger: free({kind!r}) would lose its contents; use to_host"
+            )
+        storages = self._on_device()[kind]
+        owner.away += [(storage, storage.nbytes(), None) for storage in storages]
+        self._empty(storages)
+        owner.place = "freed"
+
+    def to_device(self, kind: str) -> None:
+        """Bring a kind back: the bytes that left, zeros if freed. Raises RuntimeError otherwise."""
+        owner = self._expect(kind, "to_device", ("host", "freed"))
+        for storage, num_bytes, host in owner.away:
+            storage.resize_(num_bytes)
+            if host is None:
+                freed: Any = storage  # torch's stubs lack fill_
+                freed.fill_(0)
+            else:
+                storage.copy_(host.untyped_storage(), non_blocking=self._pinned)
+                # A later copy into this buffer is queued behind this one on the same stream.
+                self._spare.setdefault(num_bytes, []).append(host)
+        owner.away.clear()
+        owner.place = "device"
+
+    def where(self) -> dict[str, Bytes]:
+        """Every byte of this rank by kind; nothing is counted twice."""
+        counts = {}
+        for kind, storages in self._storages().items():
+            owner = self._owners[kind]
+            moves = [self._device_bytes(storage) for storage in storages]
+            here = 0 if owner.stays_on_host else sum(moves)
+            away = [(num_bytes, copy is not None) for _, num_bytes, copy in owner.away]
+            copied = sum(num_bytes for num_bytes, has_copy in away if has_copy)
+            stays = sum(storage.nbytes() for storage in storages) - here
+            freed = sum(num_bytes for num_bytes, has_copy in away if not has_copy)
+            counts[kind] = Bytes(here, stays + copied, freed)
+        return counts
+
+    @property
+    def host_buffer_bytes(self) -> int:
+        """Host memory that the ledger holds to move things into, in use or not."""
+        return self._host_buffer_bytes
+
+    def _expect(self, kind: str, move: str, places: tuple[Place, ...]) -> _Owner:
+        owner = self._owners[kind]
+        if owner.stays_on_host:
+            raise RuntimeError(f"memory ledger: {move}({kind!r}): it stays on the host")
+        if owner.place not in places:
+            raise RuntimeError(
+                f"memory ledger: {move}({kind!r}): its state is {owner.place}, expected "
+                f"{' or '.join(places)}"
+            )
+        return owner
+
+    def _storages(self) -> dict[str, list[UntypedStorage]]:
+        """By kind, the storages that hold bytes now; each with the first kind that names it."""
+        taken = {s._cdata for owner in self._owners.values() for s, _, _ in owner.away}
+        found: dict[str, list[UntypedStorage]] = {}
+        for kind, owner in self._owners.items():
+            mine = found[kind] = []
+            for tensor in owner.tensors():
+                storage = tensor.untyped_storage()
+                if storage._cdata not in taken and storage.nbytes():
+                    taken.add(storage._cdata)
+                    mine.append(storage)
+        return found
+
+    def _device_bytes(self, storage: UntypedStorage) -> int:
+        return storage.nbytes() if storage.device.type == self._device else 0
+
+    def _on_device(self) -> dict[str, list[UntypedStorage]]:
+        """Without what stays on the CPU of a GPU machine, such as Adam's step counts."""
+        return {
+            kind: [s for s in storages if self._device_bytes(s)]
+            for kind, storages in self._storages().items()
+        }
+
+    def _host_buffer(self, num_bytes: int) -> Tensor:
+        spare = self._spare.get(num_bytes)
+        if spare:
+            return spare.pop()
+        self._host_buffer_bytes += num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def _empty(self, storages: list[UntypedStorage]) -> None:
+        if self._pinned:
+            torch.cuda.synchronize()  # the copies have to be done before their source goes
+        for storage in storages:
+            storage.resize_(0)
+        if self._pinned:
+            torch.cuda.empty_cache()
+
+
+def gradient_tensors(chunks: list[Any]) -> Iterator[Tensor]:
+    """The buffers that Megatron's DDP reduces gradients in."""
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield buffer.grad_data
+
+
+def parameter_tensors(chunks: list[Any]) -> Iterator[Tensor]:
+    """Weights and registered buffers (expert biases) of the chunks."""
+    for chunk in chunks:
+        yield from chunk.parameters()
+        yield from chunk.module.buffers()  # DDP's own `buffers` are its gradient buffers
+
+
+def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """Main parameters and moments; for an fp32 model the main parameters are the weights themselves."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        for group in inner.param_groups:
+            yield from group["params"]
+        for state in inner.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value))
+
+
+def memory_statistics(phase: str, where: Mapping[str, Bytes]) -> Statistics:
+    """`memory/PHASE/KIND_device_bytes` and `_host_bytes`: the largest over the ranks."""
+    return {
+        f"memory/{phase}/{kind}_{place}_bytes": Max(torch.tensor(float(getattr(count, place))))
+        for kind, count in where.items()
+        for place in ("device", "host")
+    }

@@ -1,0 +1,167 @@
+"""A Megatron model that trains: chunks, weights, optimizer, learning-rate schedule, ledger entries.
+
+What the policy and the critic have in common. It knows nothing of what the model's output means: that
+is the head of its runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+
+from moe.align import router_rows
+from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
+from mrl.types import MicroBatch
+from parallel.balancing import RouterLosses
+from parallel.forward import Head, LossFunction, PassOutput, PipelineRunner, RecordedRoutes
+from parallel.groups import Groups
+from parallel.hf_config import HfModel
+from parallel.implementation import choose_dtype, choose_implementation
+from parallel.ledger import Ledger, gradient_tensors, optimizer_tensors, parameter_tensors
+from parallel.model import OutputLayer, build_chunks, build_config, unwrap
+from parallel.optimizer import build_optimizer
+from parallel.packing import to_device
+from parallel.weights import WeightMap
+
+KINDS = ("parameters", "gradients", "optimizer")
+
+
+class Step(NamedTuple):
+    """What one optimizer step gave."""
+
+    output: PassOutput
+    grad_norm: float
+    lr: float
+
+
+class TrainedModel:
+    """Load weights through `weights`, then call `make_optimizer`: it may copy them.
+
+    Every method but the moves is a collective: call it on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: HfModel,
+        groups: Groups,
+        config: ModelConfig,
+        head: Head,
+        *,
+        recompute: bool,
+        distributed_optimizer: bool,
+        moe: MoeConfig,
+        ledger: Ledger,
+        prefix: str = "",
+        output_layer: OutputLayer | None = None,
+    ) -> None:
+        """`prefix`: of its kinds in the ledger. `output_layer`: in the place of the vocabulary's."""
+        self.groups, self.ledger, self._prefix = groups, ledger, prefix
+        implementation, _ = choose_implementation(config.transformer_impl)
+        self._dtype = choose_dtype(config.dtype)
+        self._settings = build_config(
+            model, groups, self._dtype, implementation, recompute, moe.expert_bias_update_rate
+        )
+        # The loss carries its own normaliser; Megatron would divide by the number of tokens.
+        self._settings.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: (
+            finalize_model_grads(chunks, None, **kw)
+        )
+        self.chunks = build_chunks(
+            model, groups, self._settings, implementation, distributed_optimizer, output_layer
+        )
+        self.weights = WeightMap(model, groups, self.chunks)
+        self.router_losses = RouterLosses(moe, map(unwrap, self.chunks))
+        self.runner = PipelineRunner(self.chunks, groups, head, recompute, self.router_losses)
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        ledger.own(prefix + "parameters", lambda: parameter_tensors(self.chunks))
+        ledger.own(prefix + "gradients", lambda: gradient_tensors(self.chunks), disposable=True)
+        ledger.own(prefix + "optimizer", self._optimizer_tensors)
+
+    def make_optimizer(self, config: OptimizerConfig) -> None:
+        """A fresh optimizer and schedule of the present weights; earlier moments are forgotten."""
+        self.require(*KINDS)
+        self.optimizer, self.scheduler = build_optimizer(config, self.chunks, self._dtype)
+        self._settings.grad_scale_func = self.optimizer.scale_loss
+
+    def _optimizer_tensors(self) -> Iterable[torch.Tensor]:
+        return () if self.optimizer is None else optimizer_tensors(self.optimizer)
+
+    def require(self, *kinds: str) -> None:
+        """Raise RuntimeError where one of its `kinds` is not on the device."""
+        self.ledger.require_on_device(*(self._prefix + kind for kind in kinds))
+
+    def evaluate(self, batches: Sequence[MicroBatch], replay: RecordedRoutes | bool) -> PassOutput:
+        """All micro-batches forward under the present weights, without gradients."""
+        self.require("parameters")
+        for chunk in self.chunks:
+            chunk.eval()
+        return self.runner.run([to_device(b, self.groups.device) for b in batches], None, replay)
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss: LossFunction, replay: RecordedRoutes | bool
+    ) -> Step:
+        """Gradients of all micro-batches, then one optimizer step.
+
+        Raises RuntimeError, with the weights untouched, when a gradient is not finite.
+        """
+        self.require(*KINDS)
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        batches = [to_device(b, self.groups.device) for b in micro_batches]
+        counted = [router_rows(b, slice(None)).counted.sum() for b in batches]
+        self.router_losses.begin_step(torch.stack(counted).sum(), self.groups.dp)
+        output = self.runner.run(batches, loss, replay)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        ok, grad_norm, _ = self.optimizer.step()
+        if not ok:
+            raise RuntimeError("the optimizer refused the step: a gradient is not finite")
+        self.scheduler.step(1)
+        return Step(output, float(grad_norm), lr)
+
+    def offload_optimizer(self) -> None:
+        """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""
+        if self.groups.device.type == "cpu":
+            return
+        if self.ledger.place(self._prefix + "optimizer") == "device":
+            self.ledger.to_host(self._prefix + "optimizer")
+        if self.ledger.place(self._prefix + "gradients") == "device":
+            self.ledger.free(self._prefix + "gradients")
+
+    def offload_parameters(self) -> None:
+        """Make room for the engine's KV cache, once the weights are sent."""
+        kind = self._prefix + "parameters"
+        if self.groups.device.type != "cpu" and self.ledger.place(kind) == "device":
+            self.ledger.to_host(kind)
+
+    def onload(self) -> None:
+        """Take the memory back after the engine went to sleep; what never left stays."""
+        for kind in (self._prefix + kind for kind in KINDS):
+            if self.ledger.place(kind) != "device":
+                self.ledger.to_device(kind)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's weights, optimizer and learning-rate schedule."""
+        return {
+            "model": [
+                {name: p.detach() for name, p in chunk.named_parameters()} for chunk in self.chunks
+            ],
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`, for the same layout."""
+        for chunk, saved in zip(self.chunks, state["model"], strict=True):
+            own = dict(chunk.named_parameters())
+            if own.keys() != saved.keys():
+                raise ValueError(f"checkpoint: parameters differ: {own.keys() ^ saved.keys()}")
+            for name, parameter in own.items():
+                parameter.copy_(saved[name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
