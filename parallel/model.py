@@ -102,7 +102,11 @@ def _block_spec(
 
 
 def build_chunks(
-    model: HfModel, groups: Groups, config: TransformerConfig, implementation: Implementation
+    model: HfModel,
+    groups: Groups,
+    config: TransformerConfig,
+    implementation: Implementation,
+    use_distributed_optimizer: bool = False,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks (one per virtual stage), on its device, with gradient buffers."""
     dims = groups.dims
@@ -131,7 +135,7 @@ def build_chunks(
         chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=False,
+        use_distributed_optimizer=use_distributed_optimizer,
         check_for_nan_in_grad=True,  # raises before the optimizer touches a weight
     )
     return [

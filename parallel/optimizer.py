@@ -31,7 +31,7 @@ def build_optimizer(
             clip_grad=config.clip_grad or NO_CLIPPING,
             bf16=half,
             params_dtype=dtype,
-            use_distributed_optimizer=False,
+            use_distributed_optimizer=config.use_distributed_optimizer,
         ),
         chunks,
     )

@@ -58,7 +58,9 @@ class Policy:
         settings.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: (
             finalize_model_grads(chunks, None, **kw)
         )
-        self.chunks = build_chunks(model, groups, settings, self.implementation)
+        self.chunks = build_chunks(
+            model, groups, settings, self.implementation, optimizer.use_distributed_optimizer
+        )
         self.weights = WeightMap(model, groups, self.chunks)
         self.weights.load()
         self.runner = PipelineRunner(self.chunks, groups, temperature, recompute)
@@ -115,28 +117,6 @@ class Policy:
     def onload(self) -> None:
         """Take the memory back after the engine went to sleep."""
         self.host.onload()
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's weights, optimizer and learning-rate schedule."""
-        return {
-            "model": [
-                {name: p.detach() for name, p in chunk.named_parameters()} for chunk in self.chunks
-            ],
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`, for the same layout."""
-        for chunk, saved in zip(self.chunks, state["model"], strict=True):
-            own = dict(chunk.named_parameters())
-            if own.keys() != saved.keys():
-                raise ValueError(f"checkpoint: parameters differ: {own.keys() ^ saved.keys()}")
-            for name, parameter in own.items():
-                parameter.copy_(saved[name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
 
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Forget moments and learning-rate schedule and start over with `config`."""

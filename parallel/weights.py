@@ -87,6 +87,17 @@ class WeightMap:
         )
 
     @property
+    def tied_entries(self) -> list[Entry]:
+        """The last pipeline stage's own copy of the embedding, where it has one."""
+        rules = self.model.architecture.rules(self.model.config)
+        return [
+            Entry(output, rule, -1, -1)
+            for output in self._tied_outputs
+            for rule in rules
+            if rule.megatron == "embedding.word_embeddings.weight"
+        ]
+
+    @property
     def heads_per_group(self) -> int:
         return self.model.config["num_attention_heads"] // self.num_groups
 

@@ -19,7 +19,7 @@ from mrl.algorithms import gspo
 from mrl.batching import make_train_batch
 from mrl.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch
-from parallel.checkpoint import load_checkpoint, save_checkpoint
+from parallel.checkpoint import Checkpoints
 from parallel.dims import ParallelDims
 from parallel.groups import Groups, init_groups, world_size
 from parallel.hf_config import HfModel
@@ -100,15 +100,15 @@ def exercise(
         result["routing"] = reduce_statistics(routing)
         result[f"steps/{recompute}"] = train(policy, groups, samples, 2)
         result[f"weights/{recompute}"] = exported(policy)
-    save_checkpoint(checkpoints, 2, policy.state_dict(), {"step": 2}, groups, keep=1)
+    store = Checkpoints(checkpoints, groups, keep=1)
+    store.save(2, policy, {"step": 2})
     policy.train_step(batch, loss, True)
     result["uninterrupted"] = exported(policy)
     resumed = build(model_path, groups)
-    state, own = load_checkpoint(checkpoints, 2, groups)
-    resumed.load_state_dict(state)
+    loaded = store.load(2, resumed)
     resumed.train_step(batch, loss, True)
     result["resumed"] = exported(resumed)
-    result["step"] = own["step"]
+    result["step"] = loaded.trainer["step"]
     return result
 
 
