@@ -190,8 +190,10 @@ def publish(root: Path, step: int, keep: int) -> Path:
     write_durably(root / LATEST, f"{step}\n")
     # Later ones belong to a run that was set back; hidden ones to saves that were cut short.
     upto = [f for f in root.glob("iter_*") if f.name <= final.name]
-    for old in [*sorted(upto)[:-keep], *root.glob(".iter_*")]:
-        shutil.rmtree(old, ignore_errors=True)
+    for old in sorted(upto)[:-keep]:
+        old.rename(root / f".{old.name}.removed")  # never half a checkpoint under a good name
+    for hidden in root.glob(".iter_*"):
+        shutil.rmtree(hidden, ignore_errors=True)
     return final
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import is_main_replica
@@ -131,7 +132,7 @@ def _write(
     """Write this rank's file and digest it. What happened goes into `report`, never up the stack."""
     try:
         if os.getpid() != parent:
-            _die_with(parent)
+            _settle_in_child(parent)
         results = writer.write_data(plan, planner).wait()
         names = sorted({result.storage_data.relative_path for result in results})
         files = {name: tuple(record(report.parent / name)) for name in names}
@@ -141,8 +142,9 @@ def _write(
     report.write_text(json.dumps(content))
 
 
-def _die_with(parent: int) -> None:
+def _settle_in_child(parent: int) -> None:
     """A killed trainer leaves nobody behind who writes where the next one does."""
+    torch.set_num_threads(1)  # the parent's OpenMP threads did not come along
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before prctl
         os._exit(1)

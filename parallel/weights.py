@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mrl.errors import InputError
-from parallel.architectures.base import Rule
+from parallel.architectures.base import Rule, rule_pattern
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors
@@ -53,7 +53,7 @@ class WeightMap:
         config = model.config
         self.num_groups = config["num_key_value_heads"]
         self.num_local_experts = model.sizes.num_experts // groups.dims.ep
-        patterns = [(_pattern(rule.megatron), rule) for rule in model.architecture.rules(config)]
+        patterns = [(rule_pattern(rule), rule) for rule in model.architecture.rules(config)]
         self.entries = [
             self._entry(patterns, unwrap(chunk), name, parameter)
             for chunk in chunks
@@ -126,10 +126,3 @@ class WeightMap:
             for output in self._tied_outputs:
                 rows = tensors["model.embed_tokens.weight"]
                 output.copy_(take_shard(rows, "rows", self.groups.tp_rank, self.groups.dims.tp))
-
-
-def _pattern(megatron: str) -> re.Pattern[str]:
-    escaped = re.escape(megatron)
-    for field in ("layer", "expert"):
-        escaped = escaped.replace(re.escape("{" + field + "}"), rf"(?P<{field}>\d+)")
-    return re.compile(escaped)
