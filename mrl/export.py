@@ -57,9 +57,7 @@ def _notes(run: Path) -> dict[str, str]:
         "learning rate": str(recipe.optimizer.lr),
         "reward": Path(recipe.reward).name,
         "prompts": Path(recipe.data.path).name,
-        "samples a step": str(
-            recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
-        ),
+        "samples a step": str(recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt),
         "longest response": f"{recipe.rollout.max_response_len} tokens",
         "seed": str(recipe.seed),
     }

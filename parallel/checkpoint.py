@@ -95,7 +95,9 @@ class Checkpoints:
 
         def publish() -> None:
             files = writer.collect()
-            self._on_first_rank(partial, lambda: _publish(self.root, step, self.keep, content, files))
+            self._on_first_rank(
+                partial, lambda: _publish(self.root, step, self.keep, content, files)
+            )
 
         request.add_finalize_fn(publish)
         if self.async_save:

@@ -89,7 +89,9 @@ def hf_tensors(saved: SavedTensors, model: HfModel) -> Iterator[tuple[str, Tenso
     Raises ValueError where a weight of the checkpoint has no rule.
     """
     rules = [(rule_pattern(rule), rule) for rule in model.architecture.rules(model.config)]
-    places = [_place(key.removeprefix("model."), rules) for key in saved if key.startswith("model.")]
+    places = [
+        _place(key.removeprefix("model."), rules) for key in saved if key.startswith("model.")
+    ]
     num_groups = model.config["num_key_value_heads"]
     heads_per_group = model.config["num_attention_heads"] // num_groups
     for layer, expert, name, rule in sorted(places, key=lambda place: place[:3]):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_model_config
 

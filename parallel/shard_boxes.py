@@ -82,6 +82,4 @@ def _cut(shape: Shape, corner: Shape, base: int, low: int, high: int) -> Iterato
         for part in _cut(shape[1:], corner[1:], base + number * row, begin, end):
             yield Box(part.start, (1, *part.shape), (corner[0] + number, *part.offset))
     if first < last:
-        yield Box(
-            base + first * row, (last - first, *shape[1:]), (corner[0] + first, *corner[1:])
-        )
+        yield Box(base + first * row, (last - first, *shape[1:]), (corner[0] + first, *corner[1:]))

@@ -41,7 +41,9 @@ def state_shards(
     state = optimizer_shards(optimizer)
     both = [(e, 0) for e in weights.entries] + [(e, 1) for e in weights.tied_entries]
     return [
-        shard for entry, copy in both for shard in _entry_shards(weights, entry, copy, state, key_of)
+        shard
+        for entry, copy in both
+        for shard in _entry_shards(weights, entry, copy, state, key_of)
     ]
 
 
