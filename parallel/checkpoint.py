@@ -1,9 +1,9 @@
 """Checkpoints that any layout can load: written beside, checked, renamed; resumed bit for bit.
 
-`checkpoints/iter_0000010/` is a Megatron `torch_dist` checkpoint (`.metadata`, `__R_0.distcp`, `common.pt`,
-`metadata.json`) with a manifest (`parallel.manifest`). It holds whole tensors by name in rectangles
-(`parallel.sharded_state`), one set of random states a rank, and in the manifest the trainer's own state.
-The folder appears under its name only when it is whole.
+`checkpoints/iter_0000010/` is a Megatron `torch_dist` checkpoint (`.metadata`, `__R_0.distcp`,
+`common.pt`, `metadata.json`) with a manifest (`parallel.manifest`). It holds whole tensors by name in
+rectangles (`parallel.sharded_state`), one set of random states a rank, and in the manifest the
+trainer's own state. The folder appears under its name only when it is whole.
 """
 
 from __future__ import annotations
@@ -138,26 +138,25 @@ class Checkpoints:
 
     def _load(self, folder: Path, policy: Policy) -> Loaded:
         content = manifest.read_manifest(folder)
-        same_layout = content["layout"] == dataclasses.asdict(self.groups.dims)
-        saved, reason = None, _other_model(content, policy)
+        same_layout = all(content[key] == value for key, value in self._layout().items())
+        check_pickles(folder)
+        saved = FileSystemReader(folder).read_metadata()
+        reason = _other_model(content, policy)
+        shards = []
         if reason is None:
-            check_pickles(folder)
-            saved = FileSystemReader(folder).read_metadata()
             shards = state_shards(policy.weights, policy.optimizer, saved_key(saved))
-            reason = misfit(shards, saved)
-        if reason := self._first(reason):
+        if reason := self._first(reason or misfit(shards, saved)):
             raise InputError(
                 f"checkpoint {folder} is of another model: {reason}; give the model.path that it was "
                 "trained from, or another output_dir"
             )
-        assert saved is not None
         random = None
         if same_layout:
             size = tuple(saved.state_dict_metadata[self._random_key].size)  # pyright: ignore[reportAttributeAccessIssue]
             random = self._random_shard(torch.empty(size, dtype=torch.uint8))
             shards.append(random)
         wanted: dict[str, Any] = {str(number): shard for number, shard in enumerate(shards)}
-        common = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
+        common: Any = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
         set_step(policy.optimizer, common["adam_step"])
         policy.scheduler.num_steps = 0  # loading adds to it
         policy.scheduler.load_state_dict(common["scheduler"])
@@ -167,6 +166,12 @@ class Checkpoints:
         else:
             reseed(common["seed"], content["step"])
         return Loaded(content["step"], content["trainer"], same_layout)
+
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "layout": dataclasses.asdict(self.groups.dims),
+            "device": self.groups.device.type,
+        }
 
     @property
     def _random_key(self) -> str:
@@ -182,7 +187,7 @@ class Checkpoints:
         dtype = get_model_config(policy.chunks[0]).params_dtype
         return {
             "step": step,
-            "layout": dataclasses.asdict(self.groups.dims),
+            **self._layout(),
             "versions": {
                 "mrl": __version__,
                 "torch": torch.__version__,

@@ -46,8 +46,8 @@ def export_checkpoint(
 ) -> Exported:
     """Write a whole, undamaged checkpoint `folder` as a model folder `target`.
 
-    `base`: the model folder that has the tokenizer; by default the one that was trained. `notes`: rows of
-    the model card. `target` appears under its name only when it is whole.
+    `base`: the model folder that has the tokenizer; by default the one that was trained. `notes`: rows
+    of the model card. `target` appears under its name only when it is whole.
 
     Raises InputError where `target` is not empty or `base` is not there.
     """
@@ -128,6 +128,6 @@ def model_card(name: str, base: str, content: dict[str, Any], notes: dict[str, s
     return (
         f"---\nbase_model: {json.dumps(base)}\nlibrary_name: transformers\n"
         "tags:\n- mixture-of-experts\n- reinforcement-learning\n- mrl\n---\n\n"
-        f"# {name}\n\n{base}, trained with mrl (reinforcement learning on Megatron-core and SGLang).\n\n"
+        f"# {name}\n\n{base}, trained with mrl: reinforcement learning on Megatron-core and SGLang.\n\n"
         "| | |\n|---|---|\n" + "".join(f"| {key} | {value} |\n" for key, value in rows.items())
     )

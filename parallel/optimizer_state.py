@@ -1,8 +1,8 @@
 """Adam's state by parameter, whichever of Megatron's optimizers holds it.
 
-Megatron keeps the state in three shapes: beside the parameter itself (FP32Optimizer), beside an fp32 main
-parameter (Float16OptimizerWithFloat16Params), or only for a range of the flattened shard that this
-data-parallel rank owns (DistributedOptimizer). Here they are one: a range, and tensors over it.
+Megatron keeps the state in three shapes: beside the parameter itself (FP32Optimizer), beside an fp32
+main parameter (Float16OptimizerWithFloat16Params), or only for a range of the flattened shard that
+this data-parallel rank owns (DistributedOptimizer). Here they are one: a range, and tensors over it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a pickle would import, found without running it.
 
-torch's `.metadata` is a pickle, and unpickling runs whatever the file names. A checkpoint may come from
-anywhere and its digests prove only that it is whole, so that every pickle in it is read opcode by opcode
-first, and refused unless all it names are the plain records of torch's checkpoint format.
+torch's `.metadata` is a pickle, and unpickling runs whatever the file names. A checkpoint may come
+from anywhere and its digests prove only that it is whole, so that every pickle in it is read opcode by
+opcode first, and refused unless all it names are the plain records of torch's checkpoint format.
 """
 
 from __future__ import annotations

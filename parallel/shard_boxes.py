@@ -1,8 +1,8 @@
 """Where a rank's piece of a parameter lies in the whole tensor: arithmetic on shapes, no torch.
 
-A tensor-parallel rank holds a shard (`parallel.shards.take_shard`), and a distributed optimizer holds a
-range of that shard's elements in row-major order. Both are a few rectangles, each one consecutive in the
-flattened shard; a checkpoint stores rectangles, so that any other layout can cut them differently.
+A tensor-parallel rank holds a shard (`parallel.shards.take_shard`), and a distributed optimizer holds
+a range of that shard's elements in row-major order. Both are a few rectangles, each one consecutive in
+the flattened shard; a checkpoint stores rectangles, so that any other layout can cut them differently.
 """
 
 from __future__ import annotations

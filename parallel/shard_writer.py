@@ -1,9 +1,10 @@
 """Rectangles into files, at once or in a background process, in torch's and Megatron's own format.
 
-The planning, the files and `.metadata` are torch's (torch.distributed.checkpoint), the background process
-is Megatron's (AsyncRequest, AsyncCallsQueue), and Megatron's `dist_checkpointing.load` reads the result.
-Megatron's own writer is not used: it hands its results over through a manager process that outlives a
-killed trainer, and its planning leaves the other ranks waiting when the first one finds a fault.
+The planning, the files and `.metadata` are torch's (torch.distributed.checkpoint), the background
+process is Megatron's (AsyncRequest, AsyncCallsQueue), Megatron's `dist_checkpointing.load` reads the
+result. Megatron's own writer is not used: it hands its results over through a manager process that
+outlives a killed trainer, and its planning leaves the other ranks waiting when the first one finds a
+fault.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checkpoints of four layouts, each loaded at four others: the same bits, and the same next step.
 
-Every loaded policy is saved again at its own layout: both checkpoints must hold the same tensors, weights
-and moments, bit for bit.
+Every loaded policy is saved again at its own layout: both checkpoints must hold the same tensors,
+weights and moments, bit for bit.
 """
 
 from __future__ import annotations

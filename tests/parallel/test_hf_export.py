@@ -1,4 +1,4 @@
-"""Checkpoint -> Hugging Face folder: the policy's bits from any layout, and transformers' own logits."""
+"""Checkpoint -> Hugging Face folder: the policy's bits from any layout, transformers' own logits."""
 
 from __future__ import annotations
 

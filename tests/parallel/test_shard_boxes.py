@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from hypothesis import given, settings
@@ -38,7 +39,7 @@ def test_boxes_tile_the_whole_tensor(case: tuple) -> None:
     for rank in range(size):
         flat = take_shard(full, kind, rank, size).reshape(-1)
         assert flat.numel() == math.prod(shape)
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             parts = boxes(kind, shape, rank, size, start, stop)
             num_blocks = 2 if kind == "gated" else 1
             assert len(parts) <= num_blocks * (2 * len(shape) - 1)
