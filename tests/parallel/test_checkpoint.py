@@ -24,7 +24,8 @@ from parallel.checkpoint import Checkpoints
 from parallel.manifest import candidates, damage, folder_name, latest_step, newest_good
 from parallel.pickle_scan import check_pickles, imported
 from parallel.saved_tensors import SavedTensors
-from parallel.shard_writer import check_coverage
+from parallel.shard_writer import ShardWriter, check_coverage
+from parallel.sharded_state import state_shards
 from tests.parallel.conftest import write_model
 from tests.parallel.test_checkpoint_layouts import build
 from tests.parallel.test_layouts import all_samples, join_groups, loss, ready_batch
@@ -190,6 +191,10 @@ def trains_on(model_path: Path, samples: list[Sample], root: Path) -> dict[str, 
     policy = build(model_path, groups, distributed=True)
     batch, _ = ready_batch(policy, groups, samples)
     policy.train_step(batch, loss, True)
+    shards = state_shards(policy.weights, policy.optimizer)
+    planner = ShardWriter(root / "copy", groups.rank, 2).request(shards, copy=True).async_fn_args[1]
+    copies = [s._sh_ten.data for group in planner.state_dict.values() for s in group._local_shards]
+    apart = {t.data_ptr() for t in copies}.isdisjoint(s.data.data_ptr() for s in shards)
     Checkpoints(root / "sync", groups, keep=2).save(1, policy, {})
     store = Checkpoints(root / "async", groups, keep=2, async_save=True)
     store.save(1, policy, {})
@@ -204,12 +209,14 @@ def trains_on(model_path: Path, samples: list[Sample], root: Path) -> dict[str, 
         torch.distributed.barrier()
     moved = build(model_path, groups, distributed=True)
     store.load_newest(moved)
-    return {"named": [named, first_named, second_named]}
+    return {"named": [named, first_named, second_named], "apart": apart, "num": len(copies)}
 
 
 def test_training_goes_on_while_a_save_is_in_flight(model_path: Path, tmp_path: Path) -> None:
     out = run_ranks(2, trains_on, model_path, all_samples(), tmp_path, folder=tmp_path / "o")[0]
     assert out["named"] == [False, True, False]
+    assert out["apart"]
+    assert out["num"] > 100
     one, two = (SavedTensors(tmp_path / kind / folder_name(1)) for kind in ("sync", "async"))
     assert sorted(one) == sorted(two)
     for key in one:

@@ -187,6 +187,14 @@ def test_bf16_with_its_main_parameters(model_path: Path, tmp_path: Path) -> None
     assert all(torch.equal(two["saved"][key], tensor) for key, tensor in one["saved"].items())
     assert_same_tensors(tmp_path / "ep", {torch.float32, torch.bfloat16})
 
+    # Taken up in fp32, the weights are the main parameters; back in bf16, the bf16 weights.
+    (full,) = load_at((1, {}, False), [tmp_path / "ep"], model_path, tmp_path / "full")
+    saved, name = SavedTensors(tmp_path / "ep" / folder_name(STEP)), "model.embed_tokens.weight"
+    assert torch.equal(full["saved"][name], saved["main.embedding.word_embeddings.weight"])
+    (half,) = load_at(layout, [tmp_path / "ep" / "again"], model_path, tmp_path / "2", "bfloat16")
+    assert all(torch.equal(half["saved"][key], tensor) for key, tensor in one["saved"].items())
+    assert distance(half["after"]["weights"], two["after"]["weights"]) == 0
+
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("distributed", [False, True])
