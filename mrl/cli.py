@@ -54,6 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     toy.add_argument("--seed", type=int, default=0)
     toy.set_defaults(run=_toy_model)
 
+    export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
+    export.add_argument("source", type=Path, metavar="RUN_OR_CKPT", help="output_dir, or an iter_*")
+    export.add_argument("folder", type=Path, metavar="DIR", help="new folder")
+    export.add_argument("--model", type=Path, metavar="PATH", help="base model with the tokenizer")
+    export.add_argument("--max-shard-size-mb", type=int, default=2048, metavar="MB")
+    export.set_defaults(run=_export)
+
     for name, text, run in (
         ("check", "validate a recipe and print the plan", _check),
         ("train", "train; starts again where an interrupted run stopped", _train),
@@ -87,6 +94,12 @@ def _toy_model(args: argparse.Namespace) -> None:
 
     write_toy_model(args.folder, seed=args.seed)
     print(f"wrote a toy Qwen3-MoE to {args.folder}")
+
+
+def _export(args: argparse.Namespace) -> None:
+    from mrl.export import export
+
+    export(args.source, args.folder, args.model, args.max_shard_size_mb)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from mrl import console
 from mrl.algorithms import load_algorithm
 from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig, MoeConfig, Recipe
@@ -19,11 +21,11 @@ from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
 from mrl.run_folder import RunFolder, saved_step
 from mrl.types import Prompt
-from parallel.checkpoint import check_layout, latest_step
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, check_names
 from parallel.implementation import choose_dtype, choose_implementation
+from parallel.manifest import candidates, damage, newest_good, step_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Plan:
     """Of the warm start; empty without one."""
     context_len: int
     resume_step: int | None
-    """The checkpoint that the run continues from."""
+    """The checkpoint that the run continues from, unless a file of it turns out to be damaged."""
 
     @property
     def num_engines(self) -> int:
@@ -103,9 +105,7 @@ def check(recipe: Recipe, world: int) -> Plan:
         check_columns(prompt)
     demonstrations = _demonstrations(recipe, tokenizer, context_len)
     folder.check(recipe)
-    resume_step = latest_step(folder.checkpoints)
-    if resume_step is not None:
-        check_layout(folder.checkpoints, resume_step, dims)
+    resume_step = _resume_step(folder)
     _check_saved_rollouts(recipe, resume_step or 0)
     return Plan(
         recipe,
@@ -119,6 +119,17 @@ def check(recipe: Recipe, world: int) -> Plan:
         context_len,
         resume_step,
     )
+
+
+def _resume_step(folder: RunFolder) -> int | None:
+    """The newest checkpoint that is all there; the ranks share the hashing later, when they load it."""
+    is_main = os.environ.get("RANK", "0") == "0"
+    found = newest_good(
+        candidates(folder.checkpoints),
+        partial(damage, digests=False),
+        console.warning if is_main else lambda text: None,
+    )
+    return None if found is None else step_of(found)
 
 
 def _demonstrations(recipe: Recipe, tokenizer: Any, context_len: int) -> list[Demonstration]:

@@ -21,7 +21,15 @@ from mrl.config import Recipe, dump_recipe, load_recipe
 from mrl.errors import InputError
 from mrl.types import SampleGroup
 
-MAY_CHANGE = ("output_dir", "train.num_steps", "checkpoint", "debug.save_rollouts")
+MAY_CHANGE = (
+    "output_dir",
+    "train.num_steps",
+    "checkpoint",
+    "debug.save_rollouts",
+    "parallel",
+    "rollout.tensor_parallel_size",
+    "optimizer.use_distributed_optimizer",
+)
 """Keys that a restart may change and still continue the same run."""
 
 

@@ -23,7 +23,7 @@ from mrl.rollout.saved import save_groups
 from mrl.run_folder import RunFolder, saved_step
 from mrl.types import LossOutput, Max, MicroBatch, SampleGroup, TrainBatch
 from mrl.warm_start import warm_start
-from parallel.checkpoint import load_checkpoint, save_checkpoint
+from parallel.checkpoint import Checkpoints
 from parallel.forward import PassOutput, RecordedRoutes
 from parallel.groups import Groups
 from parallel.ledger import memory_statistics
@@ -57,6 +57,13 @@ class Trainer:
                 moe=recipe.moe,
             )
         self.collector = make_collector(self.plan, self.groups, self.folder)
+        self.checkpoints = Checkpoints(
+            self.folder.checkpoints,
+            self.groups,
+            keep=recipe.checkpoint.keep,
+            async_save=recipe.checkpoint.async_save,
+            warn=console.warning if self.is_main else lambda text: None,
+        )
 
     def train(self) -> None:
         """Run all steps that are left. Whatever happens, no engine is left running.
@@ -74,19 +81,18 @@ class Trainer:
                 if self.is_main:
                     self.folder.add_metrics(metrics)
                     console.step_line(metrics, num_steps=recipe.train.num_steps)
+                self.checkpoints.poll()
                 self._save_if_due()
+            self.checkpoints.finish()
         finally:
             self.collector.close()
 
     def _restore_or_warm_start(self) -> None:
         recipe = self.plan.recipe
         if self.plan.resume_step is not None:
-            state, own = load_checkpoint(
-                self.folder.checkpoints, self.plan.resume_step, self.groups
-            )
-            self.policy.load_state_dict(state)
-            self.collector.load_state_dict(own["collector"])
-            self.step = own["step"]
+            loaded = self.checkpoints.load_newest(self.policy)
+            self.collector.load_state_dict(loaded.trainer["collector"])
+            self.step = loaded.step
         elif recipe.warm_start is not None:
             text = f"warm start, {recipe.warm_start.num_steps} supervised steps"
             with self._progress(text):
@@ -195,6 +201,7 @@ class Trainer:
         if due and not recipe.debug.rollout_only:
             self._save()
         if told:
+            self.checkpoints.finish()
             raise SystemExit(f"mrl: SIGUSR1: saved step {self.step}; start again to go on")
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -206,14 +213,8 @@ class Trainer:
         return reduce_statistics({"told": told})["told"] > 0
 
     def _save(self) -> None:
-        save_checkpoint(
-            self.folder.checkpoints,
-            self.step,
-            self.policy.state_dict(),
-            {"step": self.step, "collector": self.collector.state_dict()},
-            self.groups,
-            self.plan.recipe.checkpoint.keep,
-        )
+        own = {"collector": self.collector.state_dict()}
+        self.checkpoints.save(self.step, self.policy, own)
 
 
 def _memory(device: torch.device) -> dict[str, float]:

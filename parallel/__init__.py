@@ -11,6 +11,7 @@ KNOWN_WARNINGS = (
     ".*Transformer Engine and Apex are not installed.*",
     ".*full scope is deprecated.*",
     ".*is deprecated. Please use `torch.distributed.*",
+    "`load_state_dict` is deprecated and will be removed in future versions",
     ".*`sequence_parallel` is set to `True`, but tensor model parallel size is 1.*",
 )
 """Megatron's, about things that mrl has decided: they would repeat on every rank."""

@@ -1,183 +1,261 @@
-"""Checkpoints of the same layout: written beside, checked, renamed; resumed bit for bit.
+"""Checkpoints that any layout can load: written beside, checked, renamed; resumed bit for bit.
 
-`checkpoints/iter_0000010/` holds `rank_00000.pt` of every rank (weights, optimizer, schedule, random
-states) and `manifest.json` (layout, versions, the trainer's own state, SHA-256 of every file). The
-folder appears under its name only when it is whole; `latest_checkpointed_iteration.txt` names it.
+`checkpoints/iter_0000010/` is a Megatron `torch_dist` checkpoint (`.metadata`, `__R_0.distcp`,
+`common.pt`, `metadata.json`) with a manifest (`parallel.manifest`). It holds whole tensors by name in
+rectangles (`parallel.sharded_state`), one set of random states a rank, and in the manifest the
+trainer's own state. The folder appears under its name only when it is whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import os
-import random
+import importlib.metadata
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.utils import get_model_config
+from torch.distributed.checkpoint import FileSystemReader
 
-from mrl.errors import InputError
-from parallel.dims import ParallelDims
+from mrl import __version__
+from mrl.errors import InputError, RunFailed
+from parallel import manifest
 from parallel.groups import Groups
-
-LATEST = "latest_checkpointed_iteration.txt"
-MANIFEST = "manifest.json"
-FORMAT = 1
-
-
-def folder_name(step: int) -> str:
-    return f"iter_{step:07d}"
+from parallel.optimizer_state import get_step, set_step
+from parallel.pickle_scan import check_pickles
+from parallel.random_state import pack_random_state, reseed, restore_random_state
+from parallel.shard_writer import ShardWriter
+from parallel.sharded_state import misfit, saved_key, state_shards
+from parallel.trained_model import TrainedModel
 
 
-def save_checkpoint(
-    root: Path, step: int, state: dict[str, Any], trainer: dict[str, Any], groups: Groups, keep: int
-) -> Path:
-    """Write this rank's `state` and, once, the JSON-able `trainer` state. A collective.
+class Owner(Protocol):
+    """A policy or a critic."""
 
-    Atomic: a crash at any moment leaves the previous checkpoint untouched and named by LATEST. The
-    newest `keep` checkpoints stay.
+    trained: TrainedModel
+
+
+CONFIG_FILE = "metadata.json"
+COMMON_FILE = "common.pt"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint gave back beside the policy's own state."""
+
+    step: int
+    trainer: dict[str, Any]
+    """What was given to `save`."""
+    same_layout: bool
+    """The random states are then those of the moment of saving; else they were seeded anew."""
+
+
+class Checkpoints:
+    """The checkpoints of a run. Every method is a collective: call it on all ranks.
+
+    With `async_save` a save only copies to the host; `poll` at every step boundary gives the finished
+    one its name, and one that could not be written raises RunFailed there, on all ranks.
     """
-    final = root / folder_name(step)
-    partial = root / f".{final.name}.partial"
-    if groups.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    file = partial / f"rank_{groups.rank:05d}.pt"
-    with file.open("wb") as stream:
-        torch.save({**state, "random": _random_state(groups)}, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    digests: list = [None] * groups.dims.world
-    dist.all_gather_object(digests, (file.name, _sha256(file)))
-    if groups.rank == 0:
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "layout": dataclasses.asdict(groups.dims),
-            "torch": torch.__version__,
-            "trainer": trainer,
-            "sha256": dict(digests),
+
+    def __init__(
+        self,
+        root: Path,
+        groups: Groups,
+        *,
+        keep: int,
+        async_save: bool = False,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.root = root
+        self.groups = groups
+        self.keep = keep
+        self.async_save = async_save
+        self.warn = warn
+        self._queue = AsyncCallsQueue()
+
+    def save(self, step: int, owner: Owner, trainer: dict[str, Any]) -> Path:
+        """Save the owner's model and the JSON-able `trainer` state; returns the folder-to-be.
+
+        A crash at any moment leaves the previous checkpoint untouched and named by LATEST. Waits for a
+        save that is still in flight. Raises RunFailed when a rank cannot write.
+        """
+        self.finish()
+        model = owner.trained
+        groups, partial = self.groups, manifest.partial_folder(self.root, step)
+        common = {
+            "adam_step": get_step(model.optimizer),
+            "scheduler": model.scheduler.state_dict(),
+            "seed": torch.initial_seed(),
         }
-        _write_durably(partial / MANIFEST, json.dumps(manifest, indent=1))
-        replaced = root / f".{final.name}.replaced"
-        shutil.rmtree(replaced, ignore_errors=True)
-        if final.exists():  # of a run that was set back
-            final.rename(replaced)
-        partial.rename(final)
-        _write_durably(root / LATEST, f"{step}\n")
-        shutil.rmtree(replaced, ignore_errors=True)
-        _prune(root, step, keep)
-    dist.barrier()
-    return final
+        self._on_first_rank(partial, lambda: _start_folder(partial, common))
+        shards = [*state_shards(model.weights, model.optimizer), self._random_shard()]
+        writer = ShardWriter(partial, groups.rank, groups.dims.world)
+        request = writer.request(shards, copy=self.async_save)
+        content = self._content(step, model, trainer)
+
+        def publish() -> None:
+            files = writer.collect()
+            self._on_first_rank(
+                partial, lambda: _publish(self.root, step, self.keep, content, files)
+            )
+
+        request.add_finalize_fn(publish)
+        if self.async_save:
+            self._queue.schedule_async_request(request)
+        else:
+            request.execute_sync()
+        return self.root / manifest.folder_name(step)
+
+    def poll(self) -> None:
+        """Give a save that is done on every rank its name; does not wait."""
+        self._queue.maybe_finalize_async_calls(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for the save in flight, if any."""
+        self._queue.maybe_finalize_async_calls(blocking=True)
+
+    def load_newest(self, owner: Owner) -> Loaded:
+        """Load the newest checkpoint that is whole; every damaged one on the way is reported.
+
+        Raises InputError when there is none, or it is of another model.
+        """
+        listed = [manifest.candidates(self.root) if self.groups.rank == 0 else None]
+        dist.broadcast_object_list(listed)
+        folder = manifest.newest_good(listed[0] or [], self._find_damage, self.warn)
+        if folder is None:
+            raise InputError(f"{self.root}: there is no checkpoint; start without one")
+        return self._load(folder, owner.trained)
+
+    def load(self, step: int, owner: Owner) -> Loaded:
+        """Load one checkpoint. Raises InputError when it is damaged or of another model."""
+        folder = self.root / manifest.folder_name(step)
+        if reason := self._find_damage(folder):
+            raise InputError(
+                f"checkpoint {folder.name} is damaged: {reason}; put an older step into "
+                f"{self.root / manifest.LATEST}"
+            )
+        return self._load(folder, owner.trained)
+
+    def _load(self, folder: Path, model: TrainedModel) -> Loaded:
+        content = manifest.read_manifest(folder)
+        same_layout = all(content[key] == value for key, value in self._layout().items())
+        check_pickles(folder)
+        saved = FileSystemReader(folder).read_metadata()
+        reason = _other_model(content, model)
+        shards = []
+        if reason is None:
+            shards = state_shards(model.weights, model.optimizer, saved_key(saved))
+        if reason := self._first(reason or misfit(shards, saved)):
+            raise InputError(
+                f"checkpoint {folder} is of another model: {reason}; give the model.path that it was "
+                "trained from, or another output_dir"
+            )
+        random = None
+        if same_layout:
+            size = tuple(saved.state_dict_metadata[self._random_key].size)  # pyright: ignore[reportAttributeAccessIssue]
+            random = self._random_shard(torch.empty(size, dtype=torch.uint8))
+            shards.append(random)
+        wanted: dict[str, Any] = {str(number): shard for number, shard in enumerate(shards)}
+        common: Any = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
+        set_step(model.optimizer, common["adam_step"])
+        model.scheduler.num_steps = 0  # loading adds to it
+        model.scheduler.load_state_dict(common["scheduler"])
+        if random is not None:
+            assert random.data is not None
+            restore_random_state(random.data, self.groups.device)
+        else:
+            reseed(common["seed"], content["step"])
+        return Loaded(content["step"], content["trainer"], same_layout)
+
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "layout": dataclasses.asdict(self.groups.dims),
+            "device": self.groups.device.type,
+        }
+
+    @property
+    def _random_key(self) -> str:
+        return f"random.rank_{self.groups.rank:05d}"
+
+    def _random_shard(self, data: torch.Tensor | None = None) -> ShardedTensor:
+        packed = pack_random_state(self.groups.device) if data is None else data
+        shape = tuple(packed.shape)
+        return ShardedTensor(self._random_key, packed, packed.dtype, shape, shape, (0,), None)
+
+    def _content(self, step: int, trained: TrainedModel, trainer: dict[str, Any]) -> dict[str, Any]:
+        model = trained.weights.model
+        dtype = get_model_config(trained.chunks[0]).params_dtype
+        return {
+            "step": step,
+            **self._layout(),
+            "versions": {
+                "mrl": __version__,
+                "torch": torch.__version__,
+                "megatron-core": importlib.metadata.version("megatron-core"),
+            },
+            "dtype": str(dtype).removeprefix("torch."),
+            "model": {"path": str(model.path), "config": model.config},
+            "trainer": trainer,
+        }
+
+    def _find_damage(self, folder: Path) -> str | None:
+        """As `manifest.damage`; the ranks share the hashing and agree on the verdict."""
+        rank, world = self.groups.rank, self.groups.dims.world
+        try:
+            reason, refusal = manifest.damage(folder, rank=rank, world=world), None
+        except InputError as error:
+            reason, refusal = None, str(error)
+        if refusal := self._first(refusal):
+            raise InputError(refusal)
+        return self._first(reason)
+
+    def _first(self, reason: str | None) -> str | None:
+        """The reason of the lowest rank that has one, on every rank."""
+        reasons: list[str | None] = [None] * self.groups.dims.world
+        dist.all_gather_object(reasons, reason)
+        return next((each for each in reasons if each is not None), None)
+
+    def _on_first_rank(self, partial: Path, work: Callable[[], None]) -> None:
+        """Raise RunFailed on every rank when the file work of the first one fails."""
+        reason = None
+        if self.groups.rank == 0:
+            try:
+                work()
+            except OSError as error:
+                reason = str(error)
+        if reason := self._first(reason):
+            raise RunFailed(f"checkpoint {partial}: {reason}; the one before it is untouched")
 
 
-def latest_step(root: Path) -> int | None:
-    """The step of the newest checkpoint, or None where there is none yet."""
-    file = root / LATEST
-    if not file.exists():
-        return None
-    text = file.read_text().strip()
-    if not text.isdigit():
-        raise InputError(f"{file}: expected a step number, got {text!r}")
-    return int(text)
+def _other_model(content: dict[str, Any], model: TrainedModel) -> str | None:
+    ours, theirs = model.weights.model, content["model"]["config"]
+    if theirs["model_type"] != ours.architecture.model_type:
+        return f"model_type {theirs['model_type']} there, {ours.architecture.model_type} here"
+    ours_sizes, sizes = ours.sizes, ours.architecture.sizes(theirs)
+    if sizes != ours_sizes:
+        return f"{sizes} there, {ours_sizes} here"
+    return None
 
 
-def read_manifest(root: Path, step: int) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises InputError when it is missing or damaged."""
-    file = root / folder_name(step) / MANIFEST
-    try:
-        return json.loads(file.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise InputError(f"checkpoint {file}: {error}") from None
+def _start_folder(partial: Path, common: dict[str, Any]) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    torch.save(common, partial / COMMON_FILE)
 
 
-def check_layout(root: Path, step: int, dims: ParallelDims) -> None:
-    """Raise InputError where a checkpoint was written by another layout."""
-    written, ours = read_manifest(root, step)["layout"], dataclasses.asdict(dims)
-    if written != ours:
-        raise InputError(
-            f"checkpoint {root / folder_name(step)} was written by the layout {written}, this run "
-            f"has {ours}; start it with the same parallel sizes, or with another output_dir"
-        )
-
-
-def load_checkpoint(root: Path, step: int, groups: Groups) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(this rank's state, trainer state) of a checkpoint; also restores the random states.
-
-    Raises InputError for another layout, a missing or a damaged file.
-    """
-    manifest = read_manifest(root, step)
-    folder = root / folder_name(step)
-    check_layout(root, step, groups.dims)
-    file = folder / f"rank_{groups.rank:05d}.pt"
-    if not file.exists():
-        raise InputError(f"checkpoint {folder}: {file.name} is missing")
-    if _sha256(file) != manifest["sha256"][file.name]:
-        raise InputError(
-            f"checkpoint {file} is damaged (SHA-256 differs); put an older step into {root / LATEST}"
-        )
-    state = torch.load(file, map_location="cpu", weights_only=True)
-    _restore_random_state(state.pop("random"), groups)
-    return state, manifest["trainer"]
-
-
-def _random_state(groups: Groups) -> dict[str, Any]:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    tracker: Any = get_cuda_rng_tracker()
-    version, words, gauss = random.getstate()
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": json.dumps(numpy_state, default=lambda array: array.tolist()),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if groups.device.type == "cuda" else None,
-        "tracker": tracker.get_states(),
-    }
-
-
-def _restore_random_state(state: dict[str, Any], groups: Groups) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    numpy_state = json.loads(state["numpy"])
-    numpy_state["state"]["key"] = np.array(numpy_state["state"]["key"], dtype=np.uint32)
-    np.random.set_state(numpy_state)
-    torch.set_rng_state(state["torch"].cpu())
-    if groups.device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"].cpu())
-    tracker: Any = get_cuda_rng_tracker()
-    tracker.set_states({k: v.cpu() for k, v in state["tracker"].items()})
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _write_durably(file: Path, text: str) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    with partial.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _prune(root: Path, step: int, keep: int) -> None:
-    """Remove all but the newest `keep` up to `step`; later ones belong to a run that was set back."""
-    upto = sorted(f for f in root.glob("iter_*") if f.name <= folder_name(step))
-    for folder in upto[:-keep]:
-        shutil.rmtree(folder)
+def _publish(
+    root: Path, step: int, keep: int, content: dict[str, Any], files: dict[str, manifest.FileRecord]
+) -> None:
+    partial = manifest.partial_folder(root, step)
+    save_config(CheckpointingConfig("torch_dist"), str(partial))
+    small = {n: manifest.record(partial / n) for n in (COMMON_FILE, CONFIG_FILE, ".metadata")}
+    manifest.write_manifest(partial, content, files | small)
+    manifest.publish(root, step, keep)

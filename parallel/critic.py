@@ -123,8 +123,6 @@ class Critic:
         self.offload_optimizer = self.trained.offload_optimizer
         self.offload_parameters = self.trained.offload_parameters
         self.onload = self.trained.onload
-        self.state_dict = self.trained.state_dict
-        self.load_state_dict = self.trained.load_state_dict
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """f32[N] a micro-batch on the last pipeline stage, none on the others; no gradients."""

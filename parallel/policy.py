@@ -72,8 +72,6 @@ class Policy:
         self.offload_optimizer = self.trained.offload_optimizer
         self.offload_parameters = self.trained.offload_parameters
         self.onload = self.trained.onload
-        self.state_dict = self.trained.state_dict
-        self.load_state_dict = self.trained.load_state_dict
 
     @property
     def chunks(self) -> list[Any]:

@@ -143,25 +143,3 @@ class TrainedModel:
         for kind in (self._prefix + kind for kind in KINDS):
             if self.ledger.place(kind) != "device":
                 self.ledger.to_device(kind)
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's weights, optimizer and learning-rate schedule."""
-        return {
-            "model": [
-                {name: p.detach() for name, p in chunk.named_parameters()} for chunk in self.chunks
-            ],
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`, for the same layout."""
-        for chunk, saved in zip(self.chunks, state["model"], strict=True):
-            own = dict(chunk.named_parameters())
-            if own.keys() != saved.keys():
-                raise ValueError(f"checkpoint: parameters differ: {own.keys() ^ saved.keys()}")
-            for name, parameter in own.items():
-                parameter.copy_(saved[name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])

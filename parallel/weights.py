@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mrl.errors import InputError
-from parallel.architectures.base import Rule
+from parallel.architectures.base import Rule, rule_pattern
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, check_names
@@ -62,7 +62,7 @@ class WeightMap:
         config = model.config
         self.num_groups = model.sizes.num_query_groups
         self.num_local_experts = model.sizes.num_experts // groups.dims.ep
-        patterns = [(_pattern(rule.megatron), rule) for rule in model.architecture.rules(config)]
+        patterns = [(rule_pattern(rule), rule) for rule in model.architecture.rules(config)]
         self.entries = [
             self._entry(patterns, unwrap(chunk), name, parameter)
             for chunk in chunks
@@ -92,6 +92,17 @@ class WeightMap:
         raise ValueError(
             f"{self.model.architecture.model_type} has no rule for Megatron parameter {name}"
         )
+
+    @property
+    def tied_entries(self) -> list[Entry]:
+        """The last pipeline stage's own copy of the embedding, where it has one."""
+        rules = self.model.architecture.rules(self.model.config)
+        return [
+            Entry(output, rule, -1, -1)
+            for output in self._tied_outputs
+            for rule in rules
+            if rule.megatron == "embedding.word_embeddings.weight"
+        ]
 
     @property
     def heads_per_group(self) -> int:
@@ -142,10 +153,3 @@ def _tensors(
     for name, buffer in chunk.named_buffers():
         if any(pattern.fullmatch(name) for pattern in buffers):
             yield name, buffer
-
-
-def _pattern(megatron: str) -> re.Pattern[str]:
-    escaped = re.escape(megatron)
-    for field in ("layer", "expert"):
-        escaped = escaped.replace(re.escape("{" + field + "}"), rf"(?P<{field}>\d+)")
-    return re.compile(escaped)

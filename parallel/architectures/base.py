@@ -6,6 +6,7 @@ The table serves both directions, HF -> Megatron and Megatron -> HF, at any TP/P
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -55,3 +56,11 @@ class Architecture:
     """Megatron's 1-based numbers of the MoE layers."""
     unread: Callable[[HfConfig], dict[str, str]] = lambda hf: {}
     """What of a checkpoint is left out on purpose: prefix of the HF names -> a line for the plan."""
+
+
+def rule_pattern(rule: Rule) -> re.Pattern[str]:
+    """Matches the Megatron names of a rule, with the groups `layer` and `expert` where it has them."""
+    escaped = re.escape(rule.megatron)
+    for field in ("layer", "expert"):
+        escaped = escaped.replace(re.escape("{" + field + "}"), rf"(?P<{field}>\d+)")
+    return re.compile(escaped)

@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from mrl.config import load_recipe
+from parallel.saved_tensors import SavedTensors
 from tests.loop.conftest import REPOSITORY, Toy, environment
 
 KEYS = """
@@ -99,9 +100,9 @@ def test_rewards_on_file_are_the_rewards_in_the_metrics(recorded: Path) -> None:
 
 
 def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    file = folder / f"checkpoints/iter_{step:07d}/rank_00000.pt"
-    state = torch.load(file, weights_only=True)
-    return state["model"][0]
+    """Everything but the random states: weights and moments."""
+    tensors = SavedTensors(folder / f"checkpoints/iter_{step:07d}")
+    return {key: tensors[key] for key in tensors if not key.startswith("random.")}
 
 
 @pytest.mark.timeout(400)

@@ -10,7 +10,7 @@ import torch
 
 from mrl.config import ModelConfig, OptimizerConfig
 from mrl.types import Sample
-from parallel.checkpoint import load_checkpoint, save_checkpoint
+from parallel.checkpoint import Checkpoints
 from parallel.hf_config import HfModel
 from parallel.policy import Policy
 from tests.parallel.layouts import (
@@ -40,13 +40,14 @@ def exercise(
     policy = build()
     batch, _ = ready_batch(policy, groups, samples)
     norms = [policy.train_step(batch, loss, True).grad_norm for _ in range(2)]
-    save_checkpoint(checkpoints, 2, policy.state_dict(), {}, groups, keep=1)
+    store = Checkpoints(checkpoints, groups, keep=1)
+    store.save(2, policy, {})
     policy.ledger.free("gradients")
     policy.ledger.to_host("optimizer")
     policy.ledger.to_host("parameters")
     policy.onload()
     resumed = build()
-    resumed.load_state_dict(load_checkpoint(checkpoints, 2, groups)[0])
+    store.load(2, resumed)
     for each in (policy, resumed):
         each.train_step(batch, loss, True)
     ours, theirs = exported(policy), exported(resumed)

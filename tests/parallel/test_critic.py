@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from mrl.algorithms.value_loss import value_loss
 from mrl.batching import make_train_batch
 from mrl.config import ModelConfig, OptimizerConfig
 from mrl.types import LossOutput, MicroBatch, Sample
+from parallel.checkpoint import Checkpoints
 from parallel.critic import VALUE_HEAD, Critic
 from parallel.export import export_buckets
 from parallel.groups import Groups
@@ -61,7 +61,11 @@ def loss(values: Tensor, batch: MicroBatch) -> LossOutput:
 
 
 def exercise(
-    model_path: Path, sizes: dict[str, int], samples: list[Sample], num_steps: int
+    model_path: Path,
+    sizes: dict[str, int],
+    samples: list[Sample],
+    num_steps: int,
+    checkpoints: Path,
 ) -> dict[str, Any]:
     groups = join_groups(model_path, sizes)
     result: dict[str, Any] = {}
@@ -77,9 +81,10 @@ def exercise(
             steps.append({**reduce_statistics(out.stats), "grad_norm": out.grad_norm})
         result[f"steps/{recompute}"] = steps
         result[f"weights/{recompute}"] = exported(critic)
-    state = copy.deepcopy(critic.state_dict())  # as from a file: torch would share the moments
+    store = Checkpoints(checkpoints, groups, keep=1)
+    store.save(num_steps, critic, {})
     other = build(model_path, groups, Ledger(groups.device))
-    other.load_state_dict(state)
+    store.load(num_steps, other)
     for each in (critic, other):
         each.train_step(batch, loss)
     ours, theirs = exported(critic), exported(other)
@@ -104,7 +109,7 @@ def exercise(
 @pytest.fixture(scope="module")
 def one_process(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("critic")
-    return run_ranks(1, exercise, model_path, {}, make_samples(), 2, folder=folder)[0]
+    return run_ranks(1, exercise, model_path, {}, make_samples(), 2, folder / "c", folder=folder)[0]
 
 
 def test_values_are_a_linear_map_of_the_last_hidden_states(
@@ -133,7 +138,9 @@ def test_layout_matches_one_process(
     layout: str, model_path: Path, one_process: dict[str, Any], tmp_path: Path
 ) -> None:
     world, sizes = LAYOUTS[layout]
-    outs = run_ranks(world, exercise, model_path, sizes, make_samples(), 2, folder=tmp_path)
+    outs = run_ranks(
+        world, exercise, model_path, sizes, make_samples(), 2, tmp_path / "c", folder=tmp_path
+    )
     ours, last = outs[0], outs[-1]
     assert torch.equal(ours["start"], one_process["start"])
     if "expert" not in sizes:  # all samples are on every rank, in some order of packing
@@ -150,7 +157,9 @@ def test_layout_matches_one_process(
 
 
 def test_the_head_learns_its_target(model_path: Path, tmp_path: Path) -> None:
-    out = run_ranks(1, exercise, model_path, {}, make_samples(), 25, folder=tmp_path)[0]
+    out = run_ranks(
+        1, exercise, model_path, {}, make_samples(), 25, tmp_path / "c", folder=tmp_path
+    )[0]
     errors = [step["value/squared_error"] for step in out["steps/False"]]
     assert errors[-1] < 0.5 * errors[0]
     assert not torch.equal(out["weights/False"][VALUE_HEAD], out["start"])

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from mrl.types import Sample
-from parallel.checkpoint import load_checkpoint, save_checkpoint
+from parallel.checkpoint import Checkpoints
 from tests.parallel.layouts import (
     TOLERANCE,
     Layout,
@@ -68,14 +68,14 @@ def resumes(model_path: Path, samples: list[Sample], checkpoints: Path) -> dict[
     steps = [policy.train_step(batch, loss, True) for _ in range(2)]
     result: dict[str, Any] = {"ratio": [float(s.stats["ratio/max"].value) for s in steps]}
     result["saved"] = exported(policy)
-    save_checkpoint(checkpoints, 2, policy.state_dict(), {"step": 2}, groups, keep=1)
+    store = Checkpoints(checkpoints, groups, keep=1)
+    store.save(2, policy, {"step": 2})
     policy.train_step(batch, loss, True)
     result["uninterrupted"] = exported(policy)
     resumed = build(model_path, groups)
-    state, own = load_checkpoint(checkpoints, 2, groups)
-    resumed.load_state_dict(state)
+    loaded = store.load(2, resumed)
     resumed.train_step(batch, loss, True)
-    return {**result, "resumed": exported(resumed), "step": own["step"]}
+    return {**result, "resumed": exported(resumed), "step": loaded.trainer["step"]}
 
 
 def test_one_process_trains_and_resumes(

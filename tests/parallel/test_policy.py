@@ -1,4 +1,4 @@
-"""One process: parity with transformers, what replay does, refusals of checkpoints and folders."""
+"""One process: parity with transformers, what replay does, refusals of folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from moe.align import local_routes
 from mrl.errors import InputError
 from mrl.kernels.routes import pack_routes
 from mrl.types import NATIVE_ROUTE, LossOutput, MicroBatch, Sample, TrainBatch
-from parallel.checkpoint import latest_step, load_checkpoint, save_checkpoint
 from parallel.hf_config import HfModel
 from parallel.packing import WeightedSample, pack
 from tests.parallel.layouts import build, exported, join_groups
@@ -116,41 +115,6 @@ def test_one_captured_id_changes_what_follows_and_nothing_else(
     assert torch.equal(out["recorded"], out["native"])  # R2: its own routes change nothing
 
 
-def refused_checkpoints(model_path: Path, root: Path) -> list[str]:
-    groups = join_groups(model_path, {})
-    policy = build(model_path, groups)
-    folder = save_checkpoint(root, 1, policy.state_dict(), {"step": 1}, groups, keep=1)
-    messages = []
-    for damage in ("flip", "missing", "layout"):
-        copy = root.parent / damage
-        shutil.copytree(root, copy)
-        file = copy / folder.name / "rank_00000.pt"
-        if damage == "flip":
-            data = bytearray(file.read_bytes())
-            data[len(data) // 2] ^= 1
-            file.write_bytes(data)
-        elif damage == "missing":
-            file.unlink()
-        else:
-            manifest = copy / folder.name / "manifest.json"
-            content = json.loads(manifest.read_text())
-            content["layout"]["tp"] = 2
-            manifest.write_text(json.dumps(content))
-        try:
-            load_checkpoint(copy, 1, groups)
-        except InputError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_damaged_and_foreign_checkpoints_are_refused(model_path: Path, tmp_path: Path) -> None:
-    flip, missing, layout = one_rank(tmp_path, refused_checkpoints, model_path, tmp_path / "c")
-    assert "is damaged" in flip
-    assert "is missing" in missing
-    assert "'tp': 2" in layout
-    assert "same parallel sizes" in layout
-
-
 def survives_a_bad_step(model_path: Path, samples: list[Sample]) -> dict[str, Any]:
     policy = build(model_path, join_groups(model_path, {}))
     before = exported(policy)
@@ -187,23 +151,6 @@ def test_a_folder_that_is_not_a_model_is_refused(model_path: Path, tmp_path: Pat
     shutil.copy(model_path / "model.safetensors", empty)
     with pytest.raises(InputError, match=r"'llama'; supported: deepseek_v3, .*qwen3_moe"):
         HfModel.read(empty)
-
-
-def prunes(model_path: Path, root: Path) -> list[str]:
-    groups = join_groups(model_path, {})
-    policy = build(model_path, groups)
-    for step in (10, 40, 60, 12, 14):  # set back to 10 by hand, then on from there
-        save_checkpoint(root, step, policy.state_dict(), {}, groups, keep=2)
-    return sorted(f.name for f in root.iterdir())
-
-
-def test_old_checkpoints_are_pruned_and_the_newest_written_stays(
-    model_path: Path, tmp_path: Path
-) -> None:
-    names = one_rank(tmp_path, prunes, model_path, tmp_path / "c")
-    assert names[:2] == ["iter_0000012", "iter_0000014"]
-    assert latest_step(tmp_path / "c") == 14
-    assert not [name for name in names if name.startswith(".")]
 
 
 def load_other_shape(model_path: Path) -> str:

@@ -14,6 +14,7 @@ from mrl.algorithms import grpo
 from mrl.batching import make_train_batch
 from mrl.config import AlgorithmConfig, ModelConfig, OptimizerConfig
 from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch
+from parallel.checkpoint import Checkpoints
 from parallel.forward import LossFunction
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
@@ -79,7 +80,9 @@ def fails_under_the_reference(policy: Policy) -> None:
         raise KeyError("of the caller")
 
 
-def exercise(model_path: Path, sizes: dict[str, int], samples: list[Sample]) -> dict[str, Any]:
+def exercise(
+    model_path: Path, sizes: dict[str, int], samples: list[Sample], checkpoints: Path
+) -> dict[str, Any]:
     groups = join_groups(model_path, sizes)
     policy = build(model_path, groups, model_path)
     batch = ready(policy, groups, samples, 1.0)
@@ -100,7 +103,10 @@ def exercise(model_path: Path, sizes: dict[str, int], samples: list[Sample]) -> 
     assert same(exported(policy), before)
 
     resumed = build(model_path, groups, model_path)
-    resumed.load_state_dict(policy.state_dict())
+    store = Checkpoints(checkpoints, groups, keep=1)
+    store.save(3, policy, {})
+    store.load(3, resumed)
+    assert same(exported(resumed), before)
     again = reference_logprobs(resumed, batch)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     where = policy.ledger.where()
@@ -112,7 +118,7 @@ def exercise(model_path: Path, sizes: dict[str, int], samples: list[Sample]) -> 
 @pytest.fixture(scope="module")
 def one_process(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("reference")
-    return run_ranks(1, exercise, model_path, {}, make_samples(), folder=folder)[0]
+    return run_ranks(1, exercise, model_path, {}, make_samples(), folder / "c", folder=folder)[0]
 
 
 def test_the_reference_is_the_start_and_stays_it(one_process: dict[str, Any]) -> None:
@@ -125,7 +131,8 @@ def test_tp2_pp2_gives_the_numbers_of_one_process(
     model_path: Path, one_process: dict[str, Any], tmp_path: Path
 ) -> None:
     sizes = {"tensor": 2, "pipeline": 2}
-    outs = run_ranks(4, exercise, model_path, sizes, make_samples(), folder=tmp_path)
+    arguments = (model_path, sizes, make_samples(), tmp_path / "c")
+    outs = run_ranks(4, exercise, *arguments, folder=tmp_path)
     for mine, theirs in zip(outs[0]["steps"], one_process["steps"], strict=True):
         for key in ("kl/ref", "grad_norm", "loss/policy"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4), key

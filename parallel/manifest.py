@@ -1,0 +1,215 @@
+"""Which checkpoints there are, which of them are whole, and how one gets its name. No Megatron.
+
+A checkpoint folder `iter_0000010/` has a `manifest.json` with size and SHA-256 of every other file, and
+`manifest.json.sha256` for the manifest itself; that file carries its own digest, so that whichever file
+is damaged can be named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mrl.errors import InputError
+
+LATEST = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+DIGEST = "manifest.json.sha256"
+FORMAT = 2
+
+
+class FileRecord(NamedTuple):
+    num_bytes: int
+    sha256: str
+
+
+class Damaged(Exception):
+    """Says which file of a checkpoint is damaged, and how."""
+
+
+def folder_name(step: int) -> str:
+    return f"iter_{step:07d}"
+
+
+def record(file: Path) -> FileRecord:
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return FileRecord(file.stat().st_size, digest)
+
+
+def write_manifest(folder: Path, content: dict[str, Any], files: dict[str, FileRecord]) -> None:
+    listed = {n: {"bytes": r.num_bytes, "sha256": r.sha256} for n, r in sorted(files.items())}
+    write_durably(
+        folder / MANIFEST, json.dumps({"format": FORMAT, **content, "files": listed}, indent=1)
+    )
+    write_durably(folder / DIGEST, _digest_text(record(folder / MANIFEST).sha256))
+
+
+def _digest_text(digest: str) -> str:
+    """`sha256sum -c` reads it, and passes over the second line."""
+    line = f"{digest}  {MANIFEST}\n"
+    return f"{line}# sha256 of this line: {hashlib.sha256(line.encode()).hexdigest()}\n"
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, checked against its digest.
+
+    Raises Damaged, or InputError for a checkpoint of a format that this version does not read.
+    """
+    manifest, digest = folder / MANIFEST, folder / DIGEST
+    try:
+        data = manifest.read_bytes()
+    except OSError as error:
+        raise Damaged(f"{manifest}: {error.strerror}") from None
+    try:
+        text = digest.read_bytes().decode(errors="replace")
+    except OSError as error:
+        _refuse_other_format(folder, data)
+        raise Damaged(f"{digest}: {error.strerror}") from None
+    if text != _digest_text(text[:64]):
+        raise Damaged(f"{digest} does not match its own digest")
+    if hashlib.sha256(data).hexdigest() != text[:64]:
+        raise Damaged(f"{manifest} does not match its SHA-256 in {DIGEST}")
+    _refuse_other_format(folder, data)
+    return json.loads(data)
+
+
+def _refuse_other_format(folder: Path, data: bytes) -> None:
+    try:
+        found = json.loads(data)["format"]
+    except (ValueError, KeyError, TypeError):
+        return
+    if found != FORMAT:
+        raise InputError(
+            f"checkpoint {folder} has format {found}, this version of mrl reads format {FORMAT}; go on "
+            "with the version that wrote it, or start in another output_dir"
+        )
+
+
+def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raise Damaged where a file is missing or has another size. Cheap: reads no content."""
+    for name, listed in manifest["files"].items():
+        file = folder / name
+        if not file.is_file():
+            raise Damaged(f"{file} is missing")
+        if file.stat().st_size != listed["bytes"]:
+            raise Damaged(
+                f"{file} has {file.stat().st_size} bytes, {MANIFEST} says {listed['bytes']}"
+            )
+
+
+def check_digests(folder: Path, manifest: dict[str, Any], rank: int = 0, world: int = 1) -> None:
+    """Raise Damaged where a file of this rank's share differs from its SHA-256."""
+    by_size = sorted(manifest["files"].items(), key=lambda item: (-item[1]["bytes"], item[0]))
+    for name, listed in by_size[rank::world]:
+        if record(folder / name).sha256 != listed["sha256"]:
+            raise Damaged(f"{folder / name} does not match its SHA-256 in {MANIFEST}")
+
+
+def damage(folder: Path, *, digests: bool = True, rank: int = 0, world: int = 1) -> str | None:
+    """What is wrong with a checkpoint, naming the file; None when it is whole.
+
+    `digests` False leaves out the contents of the large files.
+    """
+    try:
+        manifest = read_manifest(folder)
+        check_sizes(folder, manifest)
+        if digests:
+            check_digests(folder, manifest, rank, world)
+    except Damaged as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    return None
+
+
+def candidates(root: Path) -> list[Path]:
+    """The checkpoint that LATEST names and all older ones, newest first; all, where it names none."""
+    steps = [f.name.removeprefix("iter_") for f in root.glob("iter_*") if f.is_dir()]
+    found = {int(step) for step in steps if step.isdigit()}
+    latest = latest_step(root)
+    if latest is not None:
+        found = {step for step in found if step <= latest} | {latest}
+    return [root / folder_name(step) for step in sorted(found, reverse=True)]
+
+
+def latest_step(root: Path) -> int | None:
+    """The step that LATEST names, or None where there is no such file or no number in it."""
+    try:
+        text = (root / LATEST).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def newest_good(
+    folders: list[Path], find_damage: Callable[[Path], str | None], warn: Callable[[str], None]
+) -> Path | None:
+    """The first folder without damage; None when there are none at all.
+
+    Every damaged one is reported. Raises InputError when all are damaged.
+    """
+    reasons = []
+    for folder in folders:
+        reason = find_damage(folder)
+        if reason is None:
+            return folder
+        reasons.append(reason)
+        warn(f"checkpoint {folder.name} is damaged and left out: {reason}")
+    if not folders:
+        return None
+    raise InputError(
+        f"{folders[0].parent}: none of {len(folders)} checkpoint(s) is whole ({'; '.join(reasons)}); "
+        "bring one back from a copy, or start in another output_dir"
+    )
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("iter_"))
+
+
+def partial_folder(root: Path, step: int) -> Path:
+    """Where a checkpoint is written before it is whole."""
+    return root / f".{folder_name(step)}.partial"
+
+
+def publish(root: Path, step: int, keep: int) -> Path:
+    """Give a whole checkpoint its name, point LATEST to it, remove all but the newest `keep`."""
+    final, partial = root / folder_name(step), partial_folder(root, step)
+    replaced = root / f".{final.name}.replaced"
+    _sync_folder(partial)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():  # of a run that was set back
+        final.rename(replaced)
+    partial.rename(final)
+    write_durably(root / LATEST, f"{step}\n")
+    # Later ones belong to a run that was set back; hidden ones to saves that were cut short.
+    upto = [f for f in root.glob("iter_*") if f.name <= final.name]
+    for old in sorted(upto)[:-keep]:
+        old.rename(root / f".{old.name}.removed")  # never half a checkpoint under a good name
+    for hidden in root.glob(".iter_*"):
+        shutil.rmtree(hidden, ignore_errors=True)
+    return final
+
+
+def write_durably(file: Path, text: str) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    with partial.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)
+    _sync_folder(file.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,164 @@
+"""Rectangles into files, at once or in a background process, in torch's and Megatron's own format.
+
+The planning, the files and `.metadata` are torch's (torch.distributed.checkpoint), the background
+process is Megatron's (AsyncRequest, AsyncCallsQueue), Megatron's `dist_checkpointing.load` reads the
+result. Megatron's own writer is not used: it hands its results over through a manager process that
+outlives a killed trainer, and its planning leaves the other ranks waiting when the first one finds a
+fault.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import signal
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.checkpointable import (
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
+)
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mrl.errors import RunFailed
+from parallel.manifest import FileRecord, record
+
+PR_SET_PDEATHSIG = 1
+
+
+class ShardWriter:
+    """One save: plan and copy, write (maybe elsewhere), collect. Every method is a collective."""
+
+    def __init__(self, folder: Path, rank: int, world: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        self.world = world
+        # No copying ahead: that would use a CUDA stream, which a forked process cannot.
+        self._writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
+        self._metadata: Metadata | None = None
+        self._report = folder / f"written_{rank:05d}.json"
+
+    def request(self, shards: list[ShardedTensor], *, copy: bool) -> AsyncRequest:
+        """Plan what every rank writes, and give back the writing as something to run or to start.
+
+        `copy`: to memory that later training steps do not touch. Raises ValueError on every rank
+        unless each element of each tensor is written exactly once.
+        """
+        written = [shard for shard in shards if is_main_replica(shard.replica_id)]
+        if copy:
+            written = [replace(s, data=s.data.to("cpu", copy=True)) for s in written]  # pyright: ignore[reportOptionalMemberAccess]
+        by_key: dict[str, list[Any]] = defaultdict(list)
+        for shard in written:
+            by_key[shard.key].append(CheckpointableShardedTensor.from_sh_ten(shard))
+        state = {key: LocalShardsContainer(group) for key, group in by_key.items()}
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(state, is_coordinator=self.rank == 0)
+        self._writer.set_up_storage_writer(self.rank == 0)
+        plan = self._global_plan(planner, planner.create_local_plan())
+        plan = planner.finish_plan(plan)
+        arguments = (self._writer, planner, plan, self._report, os.getpid())
+        return AsyncRequest(_write, arguments, [])
+
+    def _global_plan(self, planner: DefaultSavePlanner, mine: SavePlan) -> SavePlan:
+        plans: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(mine, plans)
+        answers: list[Any] | None = None
+        if plans is not None:
+            try:
+                ready, self._metadata = planner.create_global_plan(plans)
+                check_coverage(self._metadata)
+                answers = list(self._writer.prepare_global_plan(ready))
+            except Exception as error:  # the others wait for an answer
+                answers = [str(error)] * self.world
+        answer: list[Any] = [None]
+        dist.scatter_object_list(answer, answers)
+        if isinstance(answer[0], str):
+            raise ValueError(f"checkpoint: the ranks' shares do not fit together: {answer[0]}")
+        return answer[0]
+
+    def collect(self) -> dict[str, FileRecord]:
+        """After the writing: write `.metadata`; every file with size and digest, on rank 0.
+
+        Raises RunFailed on every rank when one of them has not written its share.
+        """
+        reports: list[Any] = [None] * self.world
+        dist.all_gather_object(reports, self._read_report())
+        for rank, report in enumerate(reports):
+            if "error" in report:
+                raise RunFailed(f"checkpoint {self.folder}: rank {rank}: {report['error']}")
+        if self.rank > 0:
+            return {}
+        assert self._metadata is not None
+        results = [[_result(item) for item in report["items"]] for report in reports]
+        self._writer.finish(self._metadata, results)
+        return {n: FileRecord(*r) for report in reports for n, r in report["files"].items()}
+
+    def _read_report(self) -> dict[str, Any]:
+        try:
+            report = json.loads(self._report.read_text())
+            self._report.unlink()
+        except (OSError, ValueError) as error:
+            return {"error": f"the process that writes ended without a report ({error})"}
+        return report
+
+
+def check_coverage(metadata: Metadata) -> None:
+    """torch has checked that no rectangles overlap; here, that their volumes are those of the tensors.
+
+    Raises ValueError.
+    """
+    for key, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)
+        volume = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+        if volume != math.prod(tensor.size):
+            raise ValueError(f"{volume} of {math.prod(tensor.size)} elements of {key} are written")
+
+
+def _write(
+    writer: FileSystemWriter, planner: DefaultSavePlanner, plan: SavePlan, report: Path, parent: int
+) -> None:
+    """Write this rank's file and digest it. What happened goes into `report`, never up the stack."""
+    try:
+        if os.getpid() != parent:
+            _settle_in_child(parent)
+        results = writer.write_data(plan, planner).wait()
+        names = sorted({result.storage_data.relative_path for result in results})
+        files = {name: tuple(record(report.parent / name)) for name in names}
+        content: dict[str, Any] = {"items": [_item(r) for r in results], "files": files}
+    except Exception as error:
+        content = {"error": f"{type(error).__name__}: {error}"}
+    report.write_text(json.dumps(content))
+
+
+def _settle_in_child(parent: int) -> None:
+    """A killed trainer leaves nobody behind who writes where the next one does."""
+    torch.set_num_threads(1)  # the parent's OpenMP threads did not come along
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before prctl
+        os._exit(1)
+
+
+def _item(result: WriteResult) -> list[Any]:
+    place: _StorageInfo = result.storage_data
+    index = result.index
+    offset = None if index.offset is None else list(index.offset)
+    size = result.size_in_bytes
+    return [index.fqn, offset, size, place.relative_path, place.offset, place.length]
+
+
+def _result(item: list[Any]) -> WriteResult:
+    name, offset, size, file, start, length = item
+    return WriteResult(MetadataIndex(name, offset), size, _StorageInfo(file, start, length))
