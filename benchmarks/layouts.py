@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from safetensors.torch import load_file
 
 from benchmarks.kernel_bench.machine import describe
 from mrl.errors import InputError
+from mrl.types import Sample
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from tests.parallel.conftest import make_samples, write_model
 from tests.parallel.layouts import Agreement, Layout, agreement, parallel_config, train_layout
+from tests.parallel.models import tiny_samples, write_tiny
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,6 +72,17 @@ BFLOAT16 = [
         Layout(8, TP2 | PP2 | EP2, distributed_optimizer=True),
     )
 ]  # fmt: skip
+ARCHITECTURES = {
+    "qwen3": [Layout(4, TP2 | PP2), Layout(4, TP2 | CP2), Layout(4, VPP2, distributed_optimizer=True)],
+    **dict.fromkeys(
+        ("qwen2_moe", "mixtral", "deepseek_v3"),
+        [
+            Layout(8, TP2 | PP2 | EP2),
+            Layout(4, TP2 | CP2 | EP2, distributed_optimizer=True),
+            Layout(4, ETP2 | EP2), Layout(4, VPP2 | CP2), Layout(4, CP2 | EP2 | ALLGATHER),
+        ],
+    ),
+}  # fmt: skip
 REFUSED = [
     (3, TP2), (4, {"tensor": 4}), (3, {"expert": 3}), (4, EP2 | {"pipeline": 4, "context": 3}),
     (3, {"pipeline": 3}), (2, {"virtual_pipeline": 2}),
@@ -80,6 +94,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 @dataclasses.dataclass(frozen=True)
 class Row:
+    model: str
     layout: str
     ranks: int
     dtype: str
@@ -95,31 +110,36 @@ class Row:
 def measure() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        model = write_model(folder / "model")
-        hf, samples = load_file(model / "model.safetensors"), make_samples()
-        rows = []
-        for dtype, layouts in (("float32", FLOAT32), ("bfloat16", BFLOAT16)):
-            one = run_ranks(
-                1, train_layout, model, Layout(1, dtype=dtype), samples, folder=folder / "out"
-            )[0]
-            for layout in layouts:
-                ours = run_ranks(
-                    layout.world, train_layout, model, layout, samples, folder=folder / "out"
-                )[0]
-                row = Row(layout.name, layout.world, dtype, agreement(ours, one, hf))
-                print(f"{'ok  ' if row.passed else 'FAIL'} {_line(row)}", flush=True)
-                rows.append(row)
+        model, samples = write_model(folder / "qwen3_moe"), make_samples()
+        rows = [*compare(model, samples, FLOAT32), *compare(model, samples, BFLOAT16)]
+        for model_type, layouts in ARCHITECTURES.items():
+            tiny = write_tiny(model_type, folder / model_type)
+            rows += compare(tiny, tiny_samples(tiny), layouts)
         refused = [refusal(model, world, sizes) for world, sizes in REFUSED]
     passed = sum(row.passed for row in rows)
-    packages = ("torch", "megatron-core")
     return {
-        **describe(torch.device("cpu"), packages),
+        **describe(torch.device("cpu"), ("torch", "megatron-core")),
         "tolerance": TOLERANCE,
         "passed": passed,
         "failed": len(rows) - passed,
         "layouts": [dataclasses.asdict(row) for row in rows],
         "refused": refused,
     }
+
+
+def compare(model: Path, samples: list[Sample], layouts: list[Layout]) -> Iterator[Row]:
+    """Each layout against one process of the same number format."""
+    hf, dtype = load_file(model / "model.safetensors"), layouts[0].dtype
+
+    def run(layout: Layout) -> dict[str, Any]:
+        out = model.parent / "out"
+        return run_ranks(layout.world, train_layout, model, layout, samples, folder=out)[0]
+
+    one = run(Layout(1, dtype=dtype))
+    for layout in layouts:
+        row = Row(model.name, layout.name, layout.world, dtype, agreement(run(layout), one, hf))
+        print(f"{'ok  ' if row.passed else 'FAIL'} {model.name} {_line(row)}", flush=True)
+        yield row
 
 
 def refusal(model: Path, world: int, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +168,10 @@ def document(result: dict[str, Any]) -> str:
     )
 
     def table(dtype: str) -> str:
-        return "\n".join([head, *(_line(row) for row in rows if row.dtype == dtype)])
+        chosen = (row for row in rows if (row.model, row.dtype) == ("qwen3_moe", dtype))
+        return "\n".join([head, *map(_line, chosen)])
+
+    others = (f"| {row.model} {_line(row)}" for row in rows if row.model != "qwen3_moe")
 
     refused = "\n".join(f"| {r['asked']} | {r['reason']} |" for r in result["refused"])
     return TEMPLATE.read_text().format(
@@ -158,6 +181,7 @@ def document(result: dict[str, Any]) -> str:
         versions=result["versions"],
         float32=table("float32"),
         bfloat16=table("bfloat16"),
+        architectures="\n".join([f"| model {head}".replace("\n", "\n|---"), *others]),
         refused=refused,
         float32_tolerance=result["tolerance"]["float32"],
         bfloat16_tolerance=result["tolerance"]["bfloat16"],

@@ -45,6 +45,7 @@ class PassOutput:
     losses: list[LossOutput] = field(default_factory=list)
     """Detached; only on the last pipeline stage, and only with a loss."""
     native_routes: RecordedRoutes = field(default_factory=list)
+    """Of a pass without gradients in which the routers decided for themselves; empty otherwise."""
     routing: Statistics = field(default_factory=dict)
 
 
@@ -107,7 +108,7 @@ class PipelineRunner:
             )
             replayed.end_forward()
             counter.add(number, replayed, routes, rows)
-            if not train:
+            if not train and replay is False:
                 output.native_routes[number] |= {
                     n: layer.native_ids
                     for n, layer in replayed.layers.items()

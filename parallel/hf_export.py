@@ -92,8 +92,8 @@ def hf_tensors(saved: SavedTensors, model: HfModel) -> Iterator[tuple[str, Tenso
     places = [
         _place(key.removeprefix("model."), rules) for key in saved if key.startswith("model.")
     ]
-    num_groups = model.config["num_key_value_heads"]
-    heads_per_group = model.config["num_attention_heads"] // num_groups
+    num_groups = model.sizes.num_query_groups
+    heads_per_group = model.sizes.num_attention_heads // num_groups
     for layer, expert, name, rule in sorted(places, key=lambda place: place[:3]):
         parts = split(saved[f"model.{name}"], rule.split, num_groups, heads_per_group)
         names = [hf.format(layer=layer, expert=expert) for hf in rule.hf]
