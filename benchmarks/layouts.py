@@ -72,17 +72,13 @@ BFLOAT16 = [
         Layout(8, TP2 | PP2 | EP2, distributed_optimizer=True),
     )
 ]  # fmt: skip
-ARCHITECTURES = {
-    "qwen3": [Layout(4, TP2 | PP2), Layout(4, TP2 | CP2), Layout(4, VPP2, distributed_optimizer=True)],
-    **dict.fromkeys(
-        ("qwen2_moe", "mixtral", "deepseek_v3"),
-        [
-            Layout(8, TP2 | PP2 | EP2),
-            Layout(4, TP2 | CP2 | EP2, distributed_optimizer=True),
-            Layout(4, ETP2 | EP2), Layout(4, VPP2 | CP2), Layout(4, CP2 | EP2 | ALLGATHER),
-        ],
-    ),
-}  # fmt: skip
+SPARSE = [
+    Layout(8, TP2 | PP2 | EP2),
+    Layout(4, TP2 | CP2 | EP2, distributed_optimizer=True),
+    Layout(4, ETP2 | EP2), Layout(4, VPP2 | CP2), Layout(4, CP2 | EP2 | ALLGATHER),
+]  # fmt: skip
+DENSE = [Layout(4, TP2 | PP2), Layout(4, TP2 | CP2), Layout(4, VPP2, distributed_optimizer=True)]
+ARCHITECTURES = {"qwen3": DENSE, "qwen2_moe": SPARSE, "mixtral": SPARSE, "deepseek_v3": SPARSE}
 REFUSED = [
     (3, TP2), (4, {"tensor": 4}), (3, {"expert": 3}), (4, EP2 | {"pipeline": 4, "context": 3}),
     (3, {"pipeline": 3}), (2, {"virtual_pipeline": 2}),

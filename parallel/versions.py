@@ -61,8 +61,8 @@ def _megatron(version: str | None) -> str:
         )
     if numbers < (0, 17):
         return (
-            "tested; batched p2p is silently wrong with virtual stages, so they use overlapped p2p; "
-            "ETP with alltoall, CPU optimizer offload: broken there, not used"
+            "tested; wrong there and replaced by mrl: batched p2p with virtual stages, latent "
+            "attention and balancing losses with tensor parallelism, its optimizer offload"
         )
     if numbers == (0, 19, 2):
         return (

@@ -70,8 +70,6 @@ class Layout:
         dp = self.world // (used["tensor"] * used["context"] * used["pipeline"])
         parts += [f"DP{dp}"] if dp > 1 or not parts else []
         text = "x".join(parts)
-        if used["tensor"] > 1 and used["expert"] * used["expert_tensor"] == 1:
-            text += "xETP1"
         if ends := [f"{n} {key}" for key in ("first", "last") if (n := self.sizes.get(key))]:
             text += f" ({', '.join(ends)})"
         if dispatcher := self.sizes.get("dispatcher"):
@@ -128,7 +126,7 @@ def exported(policy: Policy) -> dict[str, Tensor]:
 
 
 def loss(logprobs: Tensor, batch: MicroBatch) -> LossOutput:
-    return gspo.loss(logprobs, batch, AlgorithmConfig(clip_low=0.5, clip_high=0.5))
+    return gspo.loss(logprobs, batch, AlgorithmConfig(clip_low=0.9, clip_high=10.0))
 
 
 def replays(samples: list[Sample]) -> bool:
