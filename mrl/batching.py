@@ -46,6 +46,38 @@ def split_evenly(groups: Sequence[SampleGroup], parts: int) -> list[list[SampleG
     return [list(groups[i * size : (i + 1) * size]) for i in range(parts)]
 
 
+def make_train_batches(
+    parts: Sequence[tuple[Sequence[Sample], Sequence[float]]],
+    algorithm: Algorithm,
+    groups: Groups,
+    micro_batch_tokens: int,
+) -> list[TrainBatch]:
+    """`make_train_batch` of each mini-batch (samples, advantages) of a step.
+
+    Micro-batches may run in one pass whatever mini-batch they belong to, so where they have to be of
+    one length, they all are.
+    """
+    dims = groups.dims
+    plans = [_plan(samples, groups, micro_batch_tokens) for samples, _ in parts]
+    longest = max(
+        sum(round_up(len(samples[i].token_ids), dims.sequence_multiple) for i in members)
+        for (samples, _), shares in zip(parts, plans, strict=True)
+        for share in shares
+        for members in share
+    )
+    return [
+        _pack_share(
+            samples,
+            advantages,
+            algorithm,
+            groups,
+            shares[groups.dp_rank],
+            min_tokens=longest if dims.equal_micro_batches else 1,
+        )
+        for (samples, advantages), shares in zip(parts, plans, strict=True)
+    ]
+
+
 def make_train_batch(
     samples: Sequence[Sample],
     advantages: Sequence[float],
@@ -57,6 +89,29 @@ def make_train_batch(
 
     Every rank computes the same plan, so the normalisers are global before anything is split.
     """
+    return make_train_batches([(samples, advantages)], algorithm, groups, micro_batch_tokens)[0]
+
+
+def _plan(
+    samples: Sequence[Sample], groups: Groups, micro_batch_tokens: int
+) -> list[list[list[int]]]:
+    dims = groups.dims
+    return plan(
+        [round_up(len(s.token_ids), dims.sequence_multiple) for s in samples],
+        dims.dp,
+        micro_batch_tokens,
+        multiple_of=dims.pp if dims.vpp > 1 else 1,
+    )
+
+
+def _pack_share(
+    samples: Sequence[Sample],
+    advantages: Sequence[float],
+    algorithm: Algorithm,
+    groups: Groups,
+    share: list[list[int]],
+    min_tokens: int,
+) -> TrainBatch:
     num_loss_tokens = torch.stack([s.loss_mask.sum() for s in samples])
     total_tokens = int(num_loss_tokens.sum())
     total_samples = int((num_loss_tokens > 0).sum())
@@ -65,22 +120,13 @@ def make_train_batch(
         WeightedSample(sample, advantage, weight)
         for sample, advantage, weight in zip(samples, advantages, weights.tolist(), strict=True)
     ]
-    dims = groups.dims
-    lengths = [round_up(len(s.token_ids), dims.sequence_multiple) for s in samples]
-    shares = plan(
-        lengths,
-        dims.dp,
-        micro_batch_tokens,
-        multiple_of=dims.pp if dims.vpp > 1 else 1,
-    )
-    longest = max(sum(lengths[i] for i in members) for share in shares for members in share)
     micro_batches = [
         pack(
             [weighted[i] for i in members],
-            dims.token_multiple,
-            sequence_multiple=dims.sequence_multiple,
-            min_tokens=longest if dims.equal_micro_batches else 1,
+            groups.dims.token_multiple,
+            sequence_multiple=groups.dims.sequence_multiple,
+            min_tokens=min_tokens,
         )
-        for members in shares[groups.dp_rank]
+        for members in share
     ]
     return TrainBatch(micro_batches, total_tokens, total_samples)

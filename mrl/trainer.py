@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from mrl import console
-from mrl.batching import make_train_batch, set_advantages, split_evenly
+from mrl.batching import make_train_batches, set_advantages, split_evenly
 from mrl.collect import Clock, completions, make_collector
 from mrl.metrics import mismatch_statistics, rollout_metrics
 from mrl.preflight import Plan
 from mrl.rollout.saved import save_groups
 from mrl.run_folder import RunFolder, saved_step
-from mrl.types import LossOutput, Max, MicroBatch, SampleGroup, TrainBatch
+from mrl.types import LossOutput, Max, MicroBatch, Sample, SampleGroup, TrainBatch
 from mrl.warm_start import warm_start
 from parallel.checkpoint import Checkpoints
 from parallel.forward import PassOutput, RecordedRoutes
@@ -123,9 +123,12 @@ class Trainer:
         """Old (and reference) log-probs, then one optimizer step per mini-batch."""
         recipe, algorithm = self.plan.recipe, self.plan.algorithm
         self.policy.onload()
-        batches = [
-            self._batch(part) for part in split_evenly(groups, recipe.train.num_steps_per_rollout)
-        ]
+        batches = make_train_batches(
+            [_samples(part) for part in split_evenly(groups, recipe.train.num_steps_per_rollout)],
+            algorithm,
+            self.groups,
+            recipe.train.micro_batch_tokens,
+        )
         flat = [micro for batch in batches for micro in batch.micro_batches]
         replay: RecordedRoutes | bool = recipe.moe.routing_replay == "r3"
         with clock.part("logprob"):
@@ -150,17 +153,6 @@ class Trainer:
                 ready = TrainBatch(flat[share], batch.num_loss_tokens, batch.num_samples)
                 steps.append(self.policy.train_step(ready, loss, routes))
         return self._learning_metrics(flat, old, steps)
-
-    def _batch(self, groups: list[SampleGroup]) -> TrainBatch:
-        samples = [sample for group in groups for sample in group.samples]
-        advantages = [a for g in groups if g.advantages is not None for a in g.advantages.tolist()]
-        return make_train_batch(
-            samples,
-            advantages,
-            self.plan.algorithm,
-            self.groups,
-            self.plan.recipe.train.micro_batch_tokens,
-        )
 
     def _learning_metrics(
         self, flat: list[MicroBatch], old: PassOutput, steps: list[Any]
@@ -215,6 +207,12 @@ class Trainer:
     def _save(self) -> None:
         own = {"collector": self.collector.state_dict()}
         self.checkpoints.save(self.step, self.policy, own)
+
+
+def _samples(groups: list[SampleGroup]) -> tuple[list[Sample], list[float]]:
+    """Samples and their advantages."""
+    advantages = [a for g in groups if g.advantages is not None for a in g.advantages.tolist()]
+    return [sample for group in groups for sample in group.samples], advantages
 
 
 def _memory(device: torch.device) -> dict[str, float]:

@@ -142,7 +142,9 @@ class ParallelDims:
             return [("layers", num_layers, "pipeline x virtual", self.pp * self.vpp)]
         rules = [("layers of an end stage", n, "virtual pipeline", self.vpp) for n in ends]
         stages, left = self.pp - len(ends), num_layers - sum(ends)
-        if left < stages or (not stages and left):
+        if not stages and not left:
+            return rules
+        if left < stages or not stages:
             raise InputError(
                 f"parallel: {sum(ends)} of {num_layers} layers are given to the first and last "
                 f"pipeline stages, which leaves {left} for the other {stages}; change "

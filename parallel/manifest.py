@@ -130,12 +130,19 @@ def damage(folder: Path, *, digests: bool = True, rank: int = 0, world: int = 1)
 
 def candidates(root: Path) -> list[Path]:
     """The checkpoint that LATEST names and all older ones, newest first; all, where it names none."""
-    steps = [f.name.removeprefix("iter_") for f in root.glob("iter_*") if f.is_dir()]
-    found = {int(step) for step in steps if step.isdigit()}
+    found = set(_steps(root))
     latest = latest_step(root)
     if latest is not None:
         found = {step for step in found if step <= latest} | {latest}
     return [root / folder_name(step) for step in sorted(found, reverse=True)]
+
+
+def _steps(root: Path) -> list[int]:
+    """Of the checkpoints in `root`, in order; a folder of another name is the user's own."""
+    names = [f.name for f in root.glob("iter_*") if f.is_dir()]
+    numbers = [name.removeprefix("iter_") for name in names]
+    steps = [int(number) for number in numbers if number.isascii() and number.isdigit()]
+    return sorted(step for step in steps if folder_name(step) in names)
 
 
 def latest_step(root: Path) -> int | None:
@@ -189,11 +196,12 @@ def publish(root: Path, step: int, keep: int) -> Path:
     partial.rename(final)
     write_durably(root / LATEST, f"{step}\n")
     # Later ones belong to a run that was set back; hidden ones to saves that were cut short.
-    upto = [f for f in root.glob("iter_*") if f.name <= final.name]
-    for old in sorted(upto)[:-keep]:
-        old.rename(root / f".{old.name}.removed")  # never half a checkpoint under a good name
+    upto = [number for number in _steps(root) if number <= step]
+    for old in (folder_name(number) for number in upto[:-keep]):
+        (root / old).rename(root / f".{old}.removed")  # never half a checkpoint under a good name
     for hidden in root.glob(".iter_*"):
-        shutil.rmtree(hidden, ignore_errors=True)
+        if hidden.suffix in (".partial", ".replaced", ".removed"):
+            shutil.rmtree(hidden, ignore_errors=True)
     return final
 
 

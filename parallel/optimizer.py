@@ -31,7 +31,8 @@ def build_optimizer(
             clip_grad=config.clip_grad or NO_CLIPPING,
             bf16=half,
             params_dtype=dtype,
-            use_distributed_optimizer=config.use_distributed_optimizer,
+            # As the gradients are reduced, whatever `config` says: it may be another's (warm start).
+            use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
         ),
         chunks,
     )

@@ -171,6 +171,7 @@ def prunes(model_path: Path, root: Path) -> list[str]:
     groups = join_groups(model_path, {})
     policy, store = build(model_path, groups), Checkpoints(root, groups, keep=2)
     (root / ".iter_0000099.partial").mkdir(parents=True)  # a save that was cut short
+    (root / "iter_0000010.best").mkdir()  # the user's own
     for step in (10, 40, 60, 12, 14):  # set back to 10 by hand, then on from there
         store.save(step, policy, {})
     return sorted(f.name for f in root.iterdir())
@@ -180,7 +181,7 @@ def test_old_checkpoints_are_pruned_and_the_newest_written_stays(
     model_path: Path, tmp_path: Path
 ) -> None:
     names = run_ranks(1, prunes, model_path, tmp_path / "c", folder=tmp_path / "out")[0]
-    assert names[:2] == ["iter_0000012", "iter_0000014"]
+    assert names[:3] == ["iter_0000010.best", "iter_0000012", "iter_0000014"]
     assert latest_step(tmp_path / "c") == 14
     assert not [name for name in names if name.startswith(".")]
 

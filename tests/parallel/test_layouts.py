@@ -9,6 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mrl.algorithms import gspo
+from mrl.batching import make_train_batches
+from mrl.config import OptimizerConfig
 from mrl.types import Sample
 from parallel.checkpoint import Checkpoints
 from tests.parallel.layouts import (
@@ -93,3 +96,39 @@ def test_one_process_trains_and_resumes(
     assert out["ratio"][0] == 1.0
     assert distance(out["uninterrupted"], out["saved"]) > 1e-6
     assert all(torch.equal(out["resumed"][k], v) for k, v in out["uninterrupted"].items())
+
+
+def resets(model_path: Path, samples: list[Sample], distributed: bool) -> dict[str, Any]:
+    """A step with a fresh optimizer of another configuration, as after a warm start."""
+    groups = join_groups(model_path, {})
+    policy = build(model_path, groups, distributed_optimizer=distributed)
+    policy.reset_optimizer(OptimizerConfig(lr=1e-3, adam_eps=1e-6))
+    batch, _ = ready_batch(policy, groups, samples)
+    policy.train_step(batch, loss, True)
+    return exported(policy)
+
+
+def test_a_fresh_optimizer_is_of_the_same_kind(
+    model_path: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    (one,) = run_ranks(1, resets, model_path, samples, False, folder=tmp_path / "1")
+    for rank in run_ranks(2, resets, model_path, samples, True, folder=tmp_path / "2"):
+        assert distance(rank, one) < TOLERANCE
+
+
+def passes_over_two_mini_batches(model_path: Path, samples: list[Sample]) -> list[int]:
+    sizes = {"pipeline": 2, "expert": 2, "dispatcher": "allgather"}
+    groups = join_groups(model_path, sizes)
+    policy = build(model_path, groups)
+    parts = [(part, [0.0] * len(part)) for part in (samples[:3], samples[3:])]
+    batches = make_train_batches(parts, gspo, groups, 64)
+    micro = [batch for each in batches for batch in each.micro_batches]
+    policy.logprobs(micro, True)
+    return [batch.num_tokens for batch in micro]
+
+
+def test_mini_batches_of_one_pass_have_one_length(
+    model_path: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    found = run_ranks(4, passes_over_two_mini_batches, model_path, samples, folder=tmp_path)
+    assert len({n for rank in found for n in rank}) == 1
