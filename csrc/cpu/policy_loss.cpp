@@ -161,8 +161,8 @@ void RunSequence(const PolicyLossInput& in, const RatioBounds& bounds, int64_t i
   const bool sequence_ratio = o.ratio == Ratio::kSequence;
   const bool weighted = o.importance != Importance::kNone;
   const bool sequence_weight = weighted && o.importance_level == Level::kSequence;
-  const bool token_parts = (weighted && !sequence_weight) || in.options.token_advantages ||
-                           (sequence_weight && !sequence_ratio);
+  const bool token_parts =
+      (weighted && !sequence_weight) || o.token_advantages || (sequence_weight && !sequence_ratio);
   if (token_parts && static_cast<int64_t>(scratch.size()) < length) scratch.resize(length);
 
   // A sequence ratio's unit is known only with the length, which the first loop counts: until then
@@ -175,8 +175,8 @@ void RunSequence(const PolicyLossInput& in, const RatioBounds& bounds, int64_t i
   block.ref_logprobs = o.kl == Kl::kNone ? nullptr : in.ref_logprobs;
   block.mask = in.loss_mask;
   block.grad = grad;
-  block.advantages = in.options.token_advantages ? in.advantages : nullptr;
-  block.advantage = in.options.token_advantages ? 0.0f : in.advantages[index];
+  block.advantages = o.token_advantages ? in.advantages : nullptr;
+  block.advantage = o.token_advantages ? 0.0f : in.advantages[index];
   block.policy_scale = static_cast<float>(-unit);
   block.kl_scale = static_cast<float>(unit * o.kl_coef);
   block.has_unit = unit != 0;

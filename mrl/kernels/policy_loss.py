@@ -257,8 +257,8 @@ def _fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 class _AttachGradient(torch.autograd.Function):
     """`loss` again, whose gradient by `logprobs` is `grad`.
 
-    Not `register_autograd`: what torch spends there on each call grows with the square of the op's
-    arguments, and on a CPU that was an eighth of the whole loss.
+    Not `register_autograd`: what torch spends there on each call grows with the number of the op's
+    arguments, and this op has many.
     """
 
     @staticmethod

@@ -172,13 +172,14 @@ def test_instruction_sets_agree(tmp_path) -> None:
             text=True,
             check=False,
         )
-        if done.returncode and "one that this processor has" in done.stderr:
-            pytest.skip(f"this processor has no {target} vectors")
+        if target != "narrow" and "one that this processor has" in done.stderr:
+            continue
         assert done.returncode == 0, done.stderr
         results[target] = torch.load(path, weights_only=True)
-    for medium, wide, narrow in zip(
-        *(results[t] for t in ("medium", "wide", "narrow")), strict=True
-    ):
-        for a, b, c in zip(medium, wide, narrow, strict=True):
-            assert torch.equal(a, b)
-            torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-7)
+    narrow = results.pop("narrow")
+    first = next(iter(results.values()), narrow)
+    for target, found in results.items():
+        for ours, theirs, plain in zip(found, first, narrow, strict=True):
+            for a, b, c in zip(ours, theirs, plain, strict=True):
+                assert torch.equal(a, b), target
+                torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-7)
