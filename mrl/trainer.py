@@ -168,10 +168,17 @@ class Trainer:
         metrics["loss/policy"] /= len(steps)
         return {
             **metrics,
-            "loss/total": metrics["loss/policy"],
+            "loss/total": metrics["loss/policy"] + self._router_loss(metrics),
             "grad_norm": math.fsum(step.grad_norm for step in steps) / len(steps),
             "lr": steps[-1].lr,
         }
+
+    def _router_loss(self, metrics: dict[str, float]) -> float:
+        """What the balancing losses of all MoE layers add to the loss."""
+        moe = self.plan.recipe.moe
+        aux = moe.aux_loss_coeff * metrics.get("moe/aux_loss", 0.0)
+        z = moe.z_loss_coeff * metrics.get("moe/z_loss", 0.0)
+        return (aux + z) * len(self.plan.model.moe_layer_numbers)
 
     def _progress(self, text: str) -> AbstractContextManager[None]:
         return console.progress(text) if self.is_main else nullcontext()

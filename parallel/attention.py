@@ -50,21 +50,24 @@ class PackedSequences(PackedSeqParams):
     context: ContextSlice | None = None
 
 
-def packed_sequences(cu_seqlens: Tensor, context: ContextSlice) -> PackedSequences:
-    """`cu_seqlens` i32[B+1] on any device -> parameters for one micro-batch, on that device."""
+def packed_sequences(
+    cu_seqlens: Tensor, context: ContextSlice, device: torch.device
+) -> PackedSequences:
+    """`cu_seqlens` i32[B+1] on the CPU -> parameters for one micro-batch on `device`."""
     by_size: dict[tuple[int, int], list[Block]] = {}
     for block in context.blocks:
         size = (block.num_tokens - 1).bit_length()
         by_size.setdefault((size, block.offset // block.num_tokens), []).append(block)
     longest = int(cu_seqlens.diff().max())
+    bounds = cu_seqlens.to(device)
     return PackedSequences(
         qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         cp_group=context.group,
-        buckets=[_bucket(by_size[k], context.places, cu_seqlens.device) for k in sorted(by_size)],
+        buckets=[_bucket(by_size[k], context.places, device) for k in sorted(by_size)],
         context=context,
     )
 

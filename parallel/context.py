@@ -81,15 +81,17 @@ class ContextSlice:
         return gather_from_sequence_parallel_region(values, group=self.group)
 
 
-def context_slice(cu_seqlens: Tensor, group: ProcessGroup) -> ContextSlice:
-    """`cu_seqlens` i32[B+1]; under context parallelism every length is a multiple of 2 cp."""
+def context_slice(cu_seqlens: Tensor, group: ProcessGroup, device: torch.device) -> ContextSlice:
+    """`cu_seqlens` i32[B+1] on the CPU, where reading it waits for nothing -> tensors on `device`.
+
+    Under context parallelism every length is a multiple of 2 cp.
+    """
     bounds = cu_seqlens.tolist()
     if group.size() == 1:
         return ContextSlice(group, [Block(a, b - a, a, 0) for a, b in pairwise(bounds) if b > a])
     slices = [blocks_of_rank(bounds, rank, group.size()) for rank in range(group.size())]
     indices = [torch.cat([block.packed for block in blocks]) for blocks in slices]
     places = torch.cat(indices).argsort()
-    device = cu_seqlens.device
     rank = group.rank()
     return ContextSlice(group, slices[rank], indices[rank].to(device), places.to(device))
 

@@ -24,6 +24,7 @@ from parallel.balancing import RouterLosses
 from parallel.context import ContextSlice, context_slice
 from parallel.groups import Groups
 from parallel.model import unwrap
+from parallel.packing import to_device
 
 LossFunction = Callable[[Tensor, MicroBatch], LossOutput]
 """(what the head gives, f32[N] with gradient, and micro-batch) -> undivided loss sum and statistics."""
@@ -91,9 +92,10 @@ class PipelineRunner:
         train = loss is not None
 
         def forward_step(numbered: Iterator[tuple[int, MicroBatch]], chunk: Any):
-            number, batch = next(numbered)
+            number, on_cpu = next(numbered)
+            batch = to_device(on_cpu, self.groups.device)
             replayed = self.replays[id(unwrap(chunk))]
-            context = context_slice(batch.cu_seqlens, self.groups.cp)
+            context = context_slice(on_cpu.cu_seqlens, self.groups.cp, self.groups.device)
             routes = self._routes(batch, context, replayed, replay, number)
             rows = self._rows(batch, context)
             replayed.begin_forward(routes, with_grad=train)
@@ -103,7 +105,7 @@ class PipelineRunner:
                 context.take(batch.input_ids).unsqueeze(0),
                 context.take(batch.position_ids).unsqueeze(0),
                 None,
-                packed_seq_params=packed_sequences(batch.cu_seqlens, context),
+                packed_seq_params=packed_sequences(on_cpu.cu_seqlens, context, self.groups.device),
                 **self._output_options,
             )
             replayed.end_forward()

@@ -23,7 +23,6 @@ from parallel.implementation import choose_dtype, choose_implementation
 from parallel.ledger import Ledger, gradient_tensors, optimizer_tensors, parameter_tensors
 from parallel.model import OutputLayer, build_chunks, build_config, unwrap
 from parallel.optimizer import build_optimizer
-from parallel.packing import to_device
 from parallel.weights import WeightMap
 
 KINDS = ("parameters", "gradients", "optimizer")
@@ -98,7 +97,7 @@ class TrainedModel:
         self.require("parameters")
         for chunk in self.chunks:
             chunk.eval()
-        return self.runner.run([to_device(b, self.groups.device) for b in batches], None, replay)
+        return self.runner.run(batches, None, replay)
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: LossFunction, replay: RecordedRoutes | bool
@@ -112,10 +111,10 @@ class TrainedModel:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        batches = [to_device(b, self.groups.device) for b in micro_batches]
-        counted = [router_rows(b, slice(None)).counted.sum() for b in batches]
-        self.router_losses.begin_step(torch.stack(counted).sum(), self.groups.dp)
-        output = self.runner.run(batches, loss, replay)
+        counted = sum(int(router_rows(b, slice(None)).counted.sum()) for b in micro_batches)
+        num_tokens = torch.tensor(counted, device=self.groups.device)
+        self.router_losses.begin_step(num_tokens, self.groups.dp)
+        output = self.runner.run(micro_batches, loss, replay)
         lr = float(self.optimizer.param_groups[0]["lr"])
         ok, grad_norm, _ = self.optimizer.step()
         if not ok:

@@ -63,7 +63,9 @@ def kept_by_a_forward(path: Path, num_tokens: int, dtype: str) -> int:
             batch.position_ids.unsqueeze(0),
             None,
             packed_seq_params=packed_sequences(
-                batch.cu_seqlens, context_slice(batch.cu_seqlens, group)
+                batch.cu_seqlens,
+                context_slice(batch.cu_seqlens, group, torch.device("cpu")),
+                torch.device("cpu"),
             ),
         )
     return kept.total
