@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.errors import InputError
-from mrl.plan import model_sizes
 from parallel.dims import ParallelDims
 from parallel.scaling.cost import HARDWARE, Efficiency, Hardware
 from parallel.scaling.memory import RUNTIME_BYTES
@@ -100,7 +99,7 @@ def _section(case: Case) -> str:
 
 def _checked(shape: ModelShape, dims: ParallelDims) -> str:
     try:
-        dims.check_model(model_sizes(shape))
+        dims.check_model(shape.sizes)
     except InputError as error:
         return f"refused today ({error}); the table gives the last stage the short rest"
     return "accepted"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.scaling.communication import Volume, sync_volumes, volumes
 from parallel.scaling.cost import Hardware, StepCost, model_flops, step_cost
@@ -172,19 +173,15 @@ def _changes(
     """Every setting made one notch leaner, where the model and the world allow it."""
     options: list[tuple[str, ParallelDims, Workload]] = []
 
-    def layout(key: str, **sizes: int) -> None:
-        changed = dataclasses.replace(dims, **sizes)
-        dense, expert = changed.tp * changed.cp * changed.pp, changed.ep * changed.etp * changed.pp
-        (value,) = sizes.values()
-        if not (dims.world % dense or dims.world % expert):
-            options.append((f"parallel.{key}={value}", changed, work))
-
-    if shape.heads % (2 * dims.tp) == 0 and shape.kv_heads % (2 * dims.tp) == 0:
-        layout("tensor_model_parallel_size", tp=2 * dims.tp)
-    if shape.num_experts and shape.num_experts % (2 * dims.ep) == 0:
-        layout("expert_model_parallel_size", ep=2 * dims.ep)
-    if shape.num_layers % (2 * dims.pp * dims.vpp) == 0:
-        layout("pipeline_model_parallel_size", pp=2 * dims.pp)
+    for key, changed in (
+        ("tensor_model_parallel_size", {"tp": 2 * dims.tp}),
+        ("expert_model_parallel_size", {"ep": 2 * dims.ep}),
+        ("pipeline_model_parallel_size", {"pp": 2 * dims.pp}),
+    ):
+        leaner = dataclasses.replace(dims, **changed)
+        if _runs(shape, leaner):
+            (value,) = changed.values()
+            options.append((f"parallel.{key}={value}", leaner, work))
     for key, changes, allowed in (
         ("train.recompute=true", {"recompute": True}, not work.recompute),
         (
@@ -211,3 +208,13 @@ def _changes(
         if allowed:
             options.append((key, dims, dataclasses.replace(work, **changes)))
     return options
+
+
+def _runs(shape: ModelShape, dims: ParallelDims) -> bool:
+    """Whether the world and the model divide into the layout."""
+    dense, expert = dims.tp * dims.cp * dims.pp, dims.ep * dims.etp * dims.pp
+    try:
+        dims.check_model(shape.sizes)
+    except InputError:
+        return False
+    return not (dims.world % dense or dims.world % expert)

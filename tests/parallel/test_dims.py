@@ -75,6 +75,13 @@ def test_a_model_that_does_not_divide_is_refused(world: int, sizes: dict, messag
         dims(world, **sizes).check_model(MODEL)
 
 
+def test_two_stages_can_both_be_given_their_layers() -> None:
+    ends = {"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 4}
+    dims(2, pp=2, **ends).check_model(MODEL)
+    with pytest.raises(InputError, match="leaves 1 for the other 0"):
+        dims(2, pp=2, **(ends | {"decoder_last_pipeline_num_layers": 3})).check_model(MODEL)
+
+
 def test_every_wrong_size_is_named_at_once() -> None:
     with pytest.raises(InputError, match=r"layers.*") as caught:
         dims(32, tp=8, pp=4).check_model(MODEL)
