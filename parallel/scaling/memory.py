@@ -201,14 +201,15 @@ def _stage_phases(
     buckets = export_bytes(shape, dims, work)
     forward = {**trainer, "activations": layer, **logits, **routes, **runtime}
     train = {**forward, "activations": activation_bytes(shape, stage, dims, work)}
-    left = {"optimizer": optimizer, **reference}
+    # Pinned once and kept (`parallel.ledger`): the host gives nothing back while they are on the GPU.
+    host = {"weights": weights, "optimizer": optimizer, **reference}
     index = stage.index
     result = [
         Phase("sync", index, {"weights": weights, "engine weights": engine, "buckets": buckets,
-                              **runtime}, left),
+                              **runtime}, host),
         Phase("rollout", index, {"engine weights": engine, "KV cache": max(kv, needed), **runtime},
-              {"weights": weights, **left}),
-        Phase("log-probs", index, forward, reference),
-        Phase("train", index, train, reference),
+              host),
+        Phase("log-probs", index, forward, host),
+        Phase("train", index, train, host),
     ]  # fmt: skip
     return result

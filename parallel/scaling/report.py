@@ -37,6 +37,14 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def count(num: float) -> str:
+    """Three or four figures: `30.53 B`, `8.192 k`."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if num >= scale:
+            return f"{num / scale:.4g} {unit}"
+    return f"{num:.4g}"
+
+
 def duration(seconds: float) -> str:
     """`1.2 s`, `34 ms`."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
@@ -55,12 +63,12 @@ def tables(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware)
 
 
 def model_table(shape: ModelShape, work: Workload) -> Table:
-    rows = [(name, f"{num / 1e9:.4g} B") for name, num in shape.count().items() if num]
-    rows.append(("all parameters", f"{shape.num_parameters / 1e9:.4g} B"))
-    rows.append(("active per token", f"{shape.num_active / 1e9:.4g} B"))
-    flops = model_flops(shape, work.sequence_len / 2) / 1e9
-    rows.append(("forward, per token", f"{flops:.4g} GFLOP"))
-    return Table("Model", ("what", "how much"), rows)
+    rows = [(name, count(num)) for name, num in shape.count().items() if num]
+    rows.append(("all parameters", count(shape.num_parameters)))
+    rows.append(("active per token", count(shape.num_active)))
+    flops = model_flops(shape, work.sequence_len / 2)
+    rows.append(("forward FLOPs per token", count(flops)))
+    return Table("Parameters (B: billions)", ("what", "how many"), rows)
 
 
 def kinds_of_ranks(shape: ModelShape, dims: ParallelDims) -> dict[int, str]:
@@ -126,7 +134,9 @@ def cost_table(cost: StepCost, work: Workload) -> Table:
     rows.append(("pipeline bubble", f"{100 * cost.bubble:.3g}% of the busy time", ""))
     rows.append(("decode batch", f"{cost.decode_batch} sequences an engine", ""))
     return Table(
-        "One step, ESTIMATED (no overlap; not measured on GPUs)", ("part", "value", "share"), rows
+        "One step, ESTIMATED from FLOPs and bytes (no latencies, no overlap; not measured on GPUs)",
+        ("part", "value", "share"),
+        rows,
     )
 
 
@@ -136,12 +146,24 @@ def worst(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) 
 
 
 def verdict(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
-    """One line: whether it fits, and where not, by how much and what would help most."""
+    """One line: whether it runs and fits, and where not, by how much and what would help most."""
+    fit = _fit(shape, dims, work, gpu)
+    if work.engine_tp <= gpu.gpus_per_node:
+        return fit
+    return (
+        f"cannot run: engines of {work.engine_tp} GPUs (rollout.tensor_parallel_size), but an engine "
+        f"stays on one node, taken to have {gpu.gpus_per_node}; apart from that it {fit}"
+    )
+
+
+def _fit(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
     peak = worst(shape, dims, work, gpu)
-    place = f"{peak.name} on pipeline stage {peak.stage}"
+    place = peak.name + (f" on pipeline stage {peak.stage}" if dims.pp > 1 else "")
     spare = gpu.memory_bytes - peak.device_bytes
     if spare >= 0:
-        tokens = kv_capacity_tokens(shape, work, gpu.memory_bytes)
+        tokens = count(kv_capacity_tokens(shape, work, gpu.memory_bytes))
+        if peak.name == "rollout":
+            place += f" (the engine takes rollout.mem_fraction_static {work.engine_share:g})"
         return (
             f"fits: the peak is {place} with {size(peak.device_bytes)}, {size(spare)} below the "
             f"{gpu.name}; KV cache of {tokens} tokens an engine"
@@ -157,7 +179,8 @@ def _advice(
 ) -> str:
     """The one change of a setting that lowers the peak most."""
     answers = [
-        (worst(shape, d, w, gpu).device_bytes, text) for text, d, w in _changes(shape, dims, work)
+        (worst(shape, d, w, gpu).device_bytes, text)
+        for text, d, w in _changes(shape, dims, work, gpu)
     ]
     if not answers or min(answers)[0] >= peak.device_bytes:
         return "no single setting lowers it: use more GPUs"
@@ -168,7 +191,7 @@ def _advice(
 
 
 def _changes(
-    shape: ModelShape, dims: ParallelDims, work: Workload
+    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
 ) -> list[tuple[str, ParallelDims, Workload]]:
     """Every setting made one notch leaner, where the model and the world allow it."""
     options: list[tuple[str, ParallelDims, Workload]] = []
@@ -197,7 +220,8 @@ def _changes(
         (
             f"rollout.tensor_parallel_size={2 * work.engine_tp}",
             {"engine_tp": 2 * work.engine_tp},
-            dims.world % (2 * work.engine_tp) == 0 and shape.kv_heads % (2 * work.engine_tp) == 0,
+            min(dims.world, gpu.gpus_per_node) % (2 * work.engine_tp) == 0
+            and shape.kv_heads % (2 * work.engine_tp) == 0,
         ),
         (
             f"rollout.weight_bucket_mb={(work.bucket_bytes >> 20) // 2}",

@@ -61,7 +61,8 @@ def split_layers(num_layers: int, dims: ParallelDims) -> list[list[range]]:
     given = {stage: count for stage, count in given.items() if count is not None}
     left = num_layers - sum(given.values())
     counts = [given[p] if p in given else left // (dims.pp - len(given)) for p in range(dims.pp)]
-    assert sum(counts) == num_layers and not any(n % dims.vpp for n in counts), "check_model first"
+    assert sum(counts) == num_layers, "check_model comes first"
+    assert not any(count % dims.vpp for count in counts), "check_model comes first"
     split: list[list[range]] = [[] for _ in counts]
     start = 0
     for _ in range(dims.vpp):

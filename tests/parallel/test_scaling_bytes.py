@@ -1,4 +1,4 @@
-"""The plan's byte formulas against real Policies: tensors that stay, and what a step and a sync send."""
+"""The plan's byte formulas against real Policies: what stays, and what a step and a sync send."""
 
 from __future__ import annotations
 
@@ -72,11 +72,12 @@ def measure(path: Path, layout: Layout) -> dict[str, Any]:
     )
     samples = tiny_samples(path, [LENGTH] * 8)
     batch = make_train_batch(samples, [1.0, -1.0] * 4, gspo, groups, BUDGET)
+    replay = batch.micro_batches[0].routes is not None
     with SentBytes() as before:
-        old = policy.logprobs(batch.micro_batches, True)
+        old = policy.logprobs(batch.micro_batches, replay)
     micro = with_old_logprobs(batch.micro_batches, old)
     with SentBytes() as train:
-        policy.train_step(TrainBatch(micro, batch.num_loss_tokens, 8), loss, True)
+        policy.train_step(TrainBatch(micro, batch.num_loss_tokens, 8), loss, replay)
     with SentBytes() as sync:  # buckets of one byte: every parameter is one of its own
         buckets = [
             b.flat.untyped_storage().nbytes() for b in policy.export(1, 1) if b.flat is not None

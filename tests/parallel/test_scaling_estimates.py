@@ -144,10 +144,12 @@ def test_the_verdict_names_phase_bytes_and_the_best_setting() -> None:
                     micro_batch_tokens=9216, distributed_optimizer=True, engine_tp=4)  # fmt: skip
     gpu = cost.HARDWARE["h100"]
     text = verdict(shape, dims, work, gpu)
-    assert text.startswith("does not fit: train on pipeline stage 0 needs ")
+    assert text.startswith("does not fit: train needs ")
     assert "train.recompute=true" in text
     lean = dataclasses.replace(work, recompute=True)
     assert verdict(shape, dims, lean, gpu).startswith("fits: the peak is train")
+    wide = dataclasses.replace(lean, engine_tp=16)
+    assert verdict(shape, dims, wide, gpu).startswith("cannot run: engines of 16 GPUs")
     # The sharing of the optimizer moves the peak by what it saves of dense moments and weights.
     (stage,) = stages(shape, dims)
     whole = dataclasses.replace(lean, distributed_optimizer=False)
