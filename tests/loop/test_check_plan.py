@@ -55,6 +55,7 @@ def test_a_whole_model_is_checked_as_before_a_start(
     assert "expert parallel x2" in out
     assert "routing replay r3" in out
     assert "config.json only" not in out
+    assert "Below: 4 x H100 80 GB, weights in float32, prompts of 64 tokens" in out
     line = refused(capsys, ["check", str(TOY_RECIPE), *arguments, "reward=first_chr", "--plan",
                             "--gpus", "4"])  # fmt: skip
     assert "did you mean 'first_char'" in line
