@@ -7,10 +7,10 @@ from pathlib import Path
 from mrl import console
 from mrl.config import Recipe
 from mrl.errors import InputError
-from parallel.dims import ModelSizes, ParallelDims
+from parallel.dims import ParallelDims
 from parallel.groups import world_size
 from parallel.hf_config import has_weights, read_config
-from parallel.scaling.cost import find_hardware
+from parallel.scaling.cost import Hardware, find_hardware
 from parallel.scaling.report import tables, verdict
 from parallel.scaling.shape import ModelShape, read_shape
 from parallel.scaling.workload import Workload, recipe_workload
@@ -30,7 +30,7 @@ def show_plan(recipe: Recipe, gpus: int | None, gpu: str | None, prompt_len: int
     folder = Path(recipe.model.path)
     shape = read_shape(read_config(folder))
     dims = ParallelDims.create(recipe.parallel, world)
-    dims.check_model(model_sizes(shape))
+    dims.check_model(shape.sizes)
     work = plan_workload(recipe, shape, world, prompt_len)
     if has_weights(folder):
         from mrl.preflight import check
@@ -39,9 +39,19 @@ def show_plan(recipe: Recipe, gpus: int | None, gpu: str | None, prompt_len: int
     else:
         console.plan([("model", f"{folder}: config.json only, so nothing but sizes was checked"),
                       ("layout", dims.describe())])  # fmt: skip
+    print(f"\n{assumptions(dims, work, hardware)}")
     for table in tables(shape, dims, work, hardware):
         console.table(table.title, table.header, table.rows)
     print(f"\n{verdict(shape, dims, work, hardware)}")
+
+
+def assumptions(dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
+    """What the tables are about; the lines above them are about this machine."""
+    dtype = "bfloat16" if work.weight_bytes == 2 else "float32"
+    return (
+        f"Below: {dims.world} x {gpu.name}, weights in {dtype}, prompts of {work.prompt_len} tokens "
+        f"(an assumption: --prompt-len), every response as long as allowed, {work.response_len}."
+    )
 
 
 def plan_workload(
@@ -62,16 +72,3 @@ def plan_workload(
                 f"({count} = {count // tp} x {tp} + {count % tp}); change it"
             )
     return recipe_workload(recipe, asked)
-
-
-def model_sizes(shape: ModelShape) -> ModelSizes:
-    """What a layout has to divide."""
-    has_dense = len(shape.moe_layers) < shape.num_layers
-    return ModelSizes(
-        num_layers=shape.num_layers,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        vocab_size=shape.vocab,
-        dense_ffn_size=shape.dense_ffn if has_dense else 0,
-        num_experts=shape.num_experts,
-    )

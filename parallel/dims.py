@@ -150,10 +150,11 @@ class ParallelDims:
                 f"pipeline stages, which leaves {left} for the other {stages}; change "
                 "decoder_first_pipeline_num_layers or decoder_last_pipeline_num_layers"
             )
-        return [
-            *rules,
-            ("layers left for the middle", left, "pipeline x virtual", stages * self.vpp),
-        ]
+        if stages:
+            rules.append(
+                ("layers left for the middle", left, "pipeline x virtual", stages * self.vpp)
+            )
+        return rules
 
     def describe(self) -> str:
         """One line for the plan, e.g. `4 rank(s) = tensor 2 x pipeline 1 x data 2; expert 2`."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from parallel.dims import ParallelDims
 from parallel.scaling.shape import ModelShape
-from parallel.scaling.stages import Stage, expert_data_parallel
+from parallel.scaling.stages import Stage, expert_data_parallel, router_bias_bytes
 from parallel.scaling.workload import Workload
 
 VOCAB_TILES = 32
@@ -55,9 +55,9 @@ def volumes(shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage)
         tensor_parallel(shape, dims, work, stage),
         logprob_statistics(shape, dims, work, stage),
         *expert_parallel(shape, dims, work, stage),
-        context_parallel(shape, dims, work, stage),
+        *context_parallel(shape, dims, work, stage),
         pipeline(shape, dims, work, stage),
-        *data_parallel(dims, work, stage),
+        *data_parallel(shape, dims, work, stage),
         tied_embedding(shape, dims, stage),
     ]
     return [volume for volume in found if volume.group > 1 and volume.step(True)]
@@ -110,16 +110,17 @@ def expert_parallel(
 
     alltoall: every row goes out K times, [n K, H] and its fp32 probability [n K], and comes back as
     [n K, H]; the same in the backward. With expert-tensor parallelism the arrived rows are gathered
-    over it and scattered after. Token counts of 8 E bytes a rank are left out.
+    over it and scattered after, in the probabilities' fp32. Token counts of 8 E bytes a rank are left
+    out.
     allgather: the rows of all etp x ep ranks are gathered, with fp32 probabilities and a map of one
-    byte per expert, and the outputs are scattered back.
+    byte per expert, and the outputs are scattered back in the probabilities' fp32.
     """
     rows = work.packed_tokens(dims) // (dims.tp * dims.cp)
     layers = sum(1 for n in stage.layers if n in shape.moe_layers)
     calls = work.num_micro_batches(dims) * layers
     vector, span = shape.hidden * work.weight_bytes, dims.etp * dims.ep
     if dims.dispatcher == "allgather":
-        both = 2 * ring(span, span * rows * vector)
+        both = ring(span, span * rows * (vector + 4 * shape.hidden))
         probs = ring(span, span * rows * shape.num_experts * 4)
         routed = ring(span, span * rows * shape.num_experts)
         sent = calls * (both + probs + routed)
@@ -127,19 +128,28 @@ def expert_parallel(
         return [Volume("expert parallel", span, span, sent, back, sent)]
     rows *= shape.topk
     once = calls * ring(dims.ep, rows * (2 * vector + 4))
-    inner = calls * ring(dims.etp, dims.etp * rows * (2 * vector + 4))
+    inner = calls * ring(dims.etp, dims.etp * rows * (vector + 4 * shape.hidden + 4))
     return [
         Volume("expert parallel", dims.ep, span, once, once, once),
         Volume("expert tensor parallel", dims.etp, dims.etp, inner, inner, inner),
     ]
 
 
-def context_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage) -> Volume:
-    """Keys and values of the whole micro-batch are gathered; their gradients are scattered."""
+def context_parallel(
+    shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage
+) -> list[Volume]:
+    """Keys and values of the whole micro-batch are gathered; their gradients are scattered.
+
+    The head gathers log-probs and entropies, f32[N, 2]; every rank keeps its own gradients.
+    """
     tokens = work.num_micro_batches(dims) * work.packed_tokens(dims)
     total = tokens * shape.kv_width // dims.tp * work.weight_bytes * len(stage.layers)
-    sent = ring(dims.cp, total)
-    return Volume("context parallel", dims.cp, dims.tp * dims.cp, sent, sent, sent)
+    sent, span = ring(dims.cp, total), dims.tp * dims.cp
+    head = ring(dims.cp, tokens * 8 * stage.has_output)
+    return [
+        Volume("context parallel", dims.cp, span, sent, sent, sent),
+        Volume("log-probs of all tokens", dims.cp, span, head),
+    ]
 
 
 def pipeline(shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage) -> Volume:
@@ -155,18 +165,28 @@ def pipeline(shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage
     )
 
 
-def data_parallel(dims: ParallelDims, work: Workload, stage: Stage) -> list[Volume]:
-    """fp32 gradients all-reduced over the copies; with the distributed optimizer they are scattered,
-    and the new weights gathered in the weights' own format."""
-    found = []
-    for name, count, copies in (
-        ("data parallel", stage.dense, dims.dp * dims.cp),
-        ("expert data parallel", stage.expert, expert_data_parallel(dims)),
-    ):
-        bytes_each = 4 + work.weight_bytes if work.distributed_optimizer else 8
-        sent = ring(copies, bytes_each * count)
-        found.append(Volume(name, copies, dims.world // dims.pp, 0.0, update=sent))
-    return found
+def data_parallel(
+    shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage
+) -> list[Volume]:
+    """fp32 gradients all-reduced over the copies.
+
+    With the distributed optimizer they are scattered, and the new weights gathered in their own
+    format: by each of Megatron's chained optimizers, one of the dense and one of the expert
+    parameters, and by each of them all weights. So a rank with experts gathers twice.
+
+    Balanced routers add up how many tokens each expert got, in fp32 over all ranks of the stage.
+    """
+    gathers = 1 + (stage.expert > 0)
+    bytes_each = 4 + gathers * work.weight_bytes if work.distributed_optimizer else 8
+    replicas = dims.world // dims.pp
+    return [
+        Volume(name, copies, replicas, 0.0, update=ring(copies, num_bytes))
+        for name, copies, num_bytes in (
+            ("data parallel", dims.dp * dims.cp, bytes_each * stage.dense),
+            ("expert data parallel", expert_data_parallel(dims), bytes_each * stage.expert),
+            ("expert counts", replicas, 2 * router_bias_bytes(shape, stage.layers)),
+        )
+    ]
 
 
 def tied_embedding(shape: ModelShape, dims: ParallelDims, stage: Stage) -> Volume:
@@ -181,16 +201,20 @@ def sync_volumes(
 ) -> list[Volume]:
     """The export before a rollout: every rank receives the whole model (`parallel.export`).
 
-    Gathered over the tensor and the expert ranks of each stage, then broadcast from stage to stage.
+    The ranks of a stage gather its parameters: an expert over the expert ranks, then each peer's over
+    the expert-tensor ranks. Then stage after stage broadcasts to the others.
     """
     b = work.weight_bytes
-    tensor = sum(p.num for p in stage.parts if p.sharing == "tensor")
-    expert = sum(p.num for p in stage.parts if p.sharing == "expert")
-    others = shape.num_parameters * (dims.pp - 1) / dims.pp
+    tensor = b * sum(part.num for part in stage.exported if part.sharing == "tensor")
+    expert = b * sum(part.num for part in stage.exported if part.sharing == "expert")
+    own = sum(part.num for part in stage.exported)
+    biases = router_bias_bytes(shape, shape.moe_layers) - router_bias_bytes(shape, stage.layers)
+    others = b * (shape.num_parameters - own) + biases
+    span = dims.etp * dims.ep
     rows = [
-        Volume("gather over tensor parallel", dims.tp, dims.tp, 0.0, update=ring(dims.tp, b * tensor)),
-        Volume("gather over expert parallel", dims.ep, dims.etp * dims.ep, 0.0,
-               update=ring(dims.ep, b * expert)),
-        Volume("broadcast over pipeline", dims.pp, dims.world, 0.0, update=b * others),
-    ]  # fmt: skip
-    return [row for row in rows if row.group > 1]
+        ("gather over tensor parallel", dims.tp, dims.tp, ring(dims.tp, tensor)),
+        ("gather over expert parallel", dims.ep, span, ring(dims.ep, expert / dims.etp)),
+        ("gather over expert tensor parallel", dims.etp, dims.etp, ring(dims.etp, expert)),
+        ("broadcast over pipeline", dims.pp, dims.world, others),
+    ]
+    return [Volume(name, n, span, 0.0, update=sent) for name, n, span, sent in rows if n > 1]

@@ -195,7 +195,7 @@ def step_cost(
         "train compute": passes * one_pass,
         "train bubble": passes * one_pass * bubble,
         "train communication": steps * train,
-        "update": steps * update_seconds(dims, work, gpu, share, held),
+        "update": steps * update_seconds(shape, dims, work, gpu, share, held),
     }
     used = (passes + 1 + work.reference) * work.num_tokens * model_flops(shape, context)
     prefill = work.prompts * work.prompt_len * model_flops(shape, work.prompt_len / 2)
@@ -204,11 +204,18 @@ def step_cost(
 
 
 def update_seconds(
-    dims: ParallelDims, work: Workload, gpu: Hardware, share: Efficiency, held: list[Stage]
+    shape: ModelShape,
+    dims: ParallelDims,
+    work: Workload,
+    gpu: Hardware,
+    share: Efficiency,
+    held: list[Stage],
 ) -> float:
     """Adam reads and writes its state, reads gradients and writes weights: HBM bound."""
     moved = max(
-        2 * optimizer_bytes(stage, dims, work) + gradient_bytes(stage) + weight_bytes(stage, work)
+        2 * optimizer_bytes(stage, dims, work)
+        + gradient_bytes(stage)
+        + weight_bytes(shape, stage, work)
         for stage in held
     )
     return moved / (gpu.hbm * share.hbm)
@@ -227,7 +234,7 @@ def sync_seconds(
         link_seconds(sync_volumes(shape, dims, work, stage), gpu, share, "step") for stage in held
     )
     loaded = 2 * engine_weight_bytes(shape, work) / (gpu.hbm * share.hbm)
-    away = max(weight_bytes(s, work) + optimizer_bytes(s, dims, work) for s in held)
+    away = max(weight_bytes(shape, s, work) + optimizer_bytes(s, dims, work) for s in held)
     return {
         "offload and onload": 2 * away / (gpu.host * share.host),
         "weight sync": gathered + loaded,

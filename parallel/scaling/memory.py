@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from parallel.dims import ParallelDims
 from parallel.scaling.shape import ModelShape
-from parallel.scaling.stages import Stage, expert_data_parallel, stages
+from parallel.scaling.stages import Stage, expert_data_parallel, router_bias_bytes, stages
 from parallel.scaling.workload import Workload
 
 RUNTIME_BYTES = 3 << 30
@@ -36,9 +36,12 @@ class Phase:
         return sum(self.host.values())
 
 
-def weight_bytes(stage: Stage, work: Workload) -> int:
-    """b per parameter."""
-    return work.weight_bytes * stage.num_local
+def weight_bytes(shape: ModelShape, stage: Stage, work: Workload) -> int:
+    """b per parameter, and the buffers beside them: a balanced router's fp32 bias and count per expert,
+    latent attention's rotary tables."""
+    biases, mla = 2 * router_bias_bytes(shape, stage.layers), shape.mla
+    table = 2 * mla.rotary_positions * mla.rope_dim * len(stage.layers) if mla else 0
+    return work.weight_bytes * (stage.num_local + table) + biases
 
 
 def gradient_bytes(stage: Stage) -> int:
@@ -120,19 +123,20 @@ def logits_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
 
 
 def routes_bytes(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:
-    """Expert ids on the device in one step: of one optimizer step packed, of all steps as int64.
+    """Expert ids on the device in one step, all of its micro-batches together.
 
-    Packed: ceil(K log2(E) / 8) bytes per token and MoE layer of the whole model. The pass before the
-    update keeps what its own routers chose, 8 bytes an id, for this rank's rows and layers.
+    r3, those that the engine captured: ceil(K log2(E) / 8) bytes per token and MoE layer of the whole
+    model. r2, those that the pass before the update recorded: 8 bytes an id, for this rank's rows and
+    layers, of every optimizer step.
     """
-    if not (work.replay and shape.moe_layers):
+    if work.routing_replay == "off" or not shape.moe_layers:
         return 0
     tokens = work.packed_tokens(dims) * work.num_micro_batches(dims)
+    if work.routing_replay == "r2":
+        own = len(set(stage.layers) & set(shape.moe_layers))
+        return 8 * tokens // (dims.tp * dims.cp) * own * shape.topk * work.optimizer_steps
     bits = max(1, (shape.num_experts - 1 + (shape.topk == 1)).bit_length())
-    packed = tokens * len(shape.moe_layers) * -(-shape.topk * bits // 8)
-    own = len(set(stage.layers) & set(shape.moe_layers))
-    native = 8 * tokens // (dims.tp * dims.cp) * own * shape.topk * work.optimizer_steps
-    return packed + native
+    return tokens * len(shape.moe_layers) * -(-shape.topk * bits // 8)
 
 
 def engine_weight_bytes(shape: ModelShape, work: Workload) -> int:
@@ -152,10 +156,23 @@ def kv_capacity_tokens(shape: ModelShape, work: Workload, device_bytes: int) -> 
     return room // kv_bytes_per_token(shape, work)
 
 
-def gathered_bytes(stage: Stage, work: Workload) -> int:
-    """The largest parameter put together while it is exported: one expert's or the embedding."""
-    largest = max(p.num for p in stage.parts if p.sharing != "expert")
-    return work.weight_bytes * largest
+def largest_export(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
+    """The largest parameter that is exported in one piece: an expert's [gate; up] goes with those of
+    its expert-parallel peers, everything else alone."""
+    expert = dims.ep * 2 * shape.hidden * shape.moe_ffn
+    has_dense = len(shape.moe_layers) < shape.num_layers
+    dense = 2 * shape.hidden * max(shape.dense_ffn * has_dense, shape.shared_ffn)
+    return work.weight_bytes * max(
+        shape.vocab * shape.hidden, expert, dense, *shape.attention_sizes
+    )
+
+
+def export_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
+    """What the export adds: one buffer of the recipe's size, or as large as the largest parameter that
+    does not fit into it, and the peers' pieces of that one parameter."""
+    largest = largest_export(shape, dims, work)
+    buffer = max(min(work.bucket_bytes, work.weight_bytes * shape.num_parameters), largest)
+    return buffer + largest * (dims.tp * dims.ep * dims.etp > 1)
 
 
 def phases(shape: ModelShape, dims: ParallelDims, work: Workload, device_bytes: int) -> list[Phase]:
@@ -170,7 +187,7 @@ def phases(shape: ModelShape, dims: ParallelDims, work: Workload, device_bytes: 
 def _stage_phases(
     shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload, device_bytes: int
 ) -> list[Phase]:
-    weights, runtime = weight_bytes(stage, work), {"runtime": RUNTIME_BYTES}
+    weights, runtime = weight_bytes(shape, stage, work), {"runtime": RUNTIME_BYTES}
     optimizer = optimizer_bytes(stage, dims, work)
     reference = {"reference": weights} if work.reference else {}
     engine = engine_weight_bytes(shape, work)
@@ -181,17 +198,18 @@ def _stage_phases(
     layer = max(layer_activation_bytes(shape, n, rows, work) for n in stage.layers)
     logits = {"logits": logits_bytes(shape, dims, work)} if stage.has_output else {}
     routes = {"routes": routes_bytes(shape, stage, dims, work)}
-    buckets = 2 * work.bucket_bytes + gathered_bytes(stage, work)
+    buckets = export_bytes(shape, dims, work)
     forward = {**trainer, "activations": layer, **logits, **routes, **runtime}
     train = {**forward, "activations": activation_bytes(shape, stage, dims, work)}
-    left = {"optimizer": optimizer, **reference}
+    # Pinned once and kept (`parallel.ledger`): the host gives nothing back while they are on the GPU.
+    host = {"weights": weights, "optimizer": optimizer, **reference}
     index = stage.index
     result = [
         Phase("sync", index, {"weights": weights, "engine weights": engine, "buckets": buckets,
-                              **runtime}, left),
+                              **runtime}, host),
         Phase("rollout", index, {"engine weights": engine, "KV cache": max(kv, needed), **runtime},
-              {"weights": weights, **left}),
-        Phase("log-probs", index, forward, reference),
-        Phase("train", index, train, reference),
+              host),
+        Phase("log-probs", index, forward, host),
+        Phase("train", index, train, host),
     ]  # fmt: skip
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.scaling.communication import Volume, sync_volumes, volumes
 from parallel.scaling.cost import Hardware, StepCost, model_flops, step_cost
@@ -36,6 +37,14 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def count(num: float) -> str:
+    """Three or four figures: `30.53 B`, `8.192 k`."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if num >= scale:
+            return f"{num / scale:.4g} {unit}"
+    return f"{num:.4g}"
+
+
 def duration(seconds: float) -> str:
     """`1.2 s`, `34 ms`."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
@@ -54,12 +63,12 @@ def tables(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware)
 
 
 def model_table(shape: ModelShape, work: Workload) -> Table:
-    rows = [(name, f"{num / 1e9:.4g} B") for name, num in shape.count().items() if num]
-    rows.append(("all parameters", f"{shape.num_parameters / 1e9:.4g} B"))
-    rows.append(("active per token", f"{shape.num_active / 1e9:.4g} B"))
-    flops = model_flops(shape, work.sequence_len / 2) / 1e9
-    rows.append(("forward, per token", f"{flops:.4g} GFLOP"))
-    return Table("Model", ("what", "how much"), rows)
+    rows = [(name, count(num)) for name, num in shape.count().items() if num]
+    rows.append(("all parameters", count(shape.num_parameters)))
+    rows.append(("active per token", count(shape.num_active)))
+    flops = model_flops(shape, work.sequence_len / 2)
+    rows.append(("forward FLOPs per token", count(flops)))
+    return Table("Parameters (B: billions)", ("what", "how many"), rows)
 
 
 def kinds_of_ranks(shape: ModelShape, dims: ParallelDims) -> dict[int, str]:
@@ -125,7 +134,9 @@ def cost_table(cost: StepCost, work: Workload) -> Table:
     rows.append(("pipeline bubble", f"{100 * cost.bubble:.3g}% of the busy time", ""))
     rows.append(("decode batch", f"{cost.decode_batch} sequences an engine", ""))
     return Table(
-        "One step, ESTIMATED (no overlap; not measured on GPUs)", ("part", "value", "share"), rows
+        "One step, ESTIMATED from FLOPs and bytes (no latencies, no overlap; not measured on GPUs)",
+        ("part", "value", "share"),
+        rows,
     )
 
 
@@ -135,12 +146,24 @@ def worst(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) 
 
 
 def verdict(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
-    """One line: whether it fits, and where not, by how much and what would help most."""
+    """One line: whether it runs and fits, and where not, by how much and what would help most."""
+    fit = _fit(shape, dims, work, gpu)
+    if work.engine_tp <= gpu.gpus_per_node:
+        return fit
+    return (
+        f"cannot run: engines of {work.engine_tp} GPUs (rollout.tensor_parallel_size), but an engine "
+        f"stays on one node, taken to have {gpu.gpus_per_node}; apart from that it {fit}"
+    )
+
+
+def _fit(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
     peak = worst(shape, dims, work, gpu)
-    place = f"{peak.name} on pipeline stage {peak.stage}"
+    place = peak.name + (f" on pipeline stage {peak.stage}" if dims.pp > 1 else "")
     spare = gpu.memory_bytes - peak.device_bytes
     if spare >= 0:
-        tokens = kv_capacity_tokens(shape, work, gpu.memory_bytes)
+        tokens = count(kv_capacity_tokens(shape, work, gpu.memory_bytes))
+        if peak.name == "rollout":
+            place += f" (the engine takes rollout.mem_fraction_static {work.engine_share:g})"
         return (
             f"fits: the peak is {place} with {size(peak.device_bytes)}, {size(spare)} below the "
             f"{gpu.name}; KV cache of {tokens} tokens an engine"
@@ -156,7 +179,8 @@ def _advice(
 ) -> str:
     """The one change of a setting that lowers the peak most."""
     answers = [
-        (worst(shape, d, w, gpu).device_bytes, text) for text, d, w in _changes(shape, dims, work)
+        (worst(shape, d, w, gpu).device_bytes, text)
+        for text, d, w in _changes(shape, dims, work, gpu)
     ]
     if not answers or min(answers)[0] >= peak.device_bytes:
         return "no single setting lowers it: use more GPUs"
@@ -167,24 +191,20 @@ def _advice(
 
 
 def _changes(
-    shape: ModelShape, dims: ParallelDims, work: Workload
+    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
 ) -> list[tuple[str, ParallelDims, Workload]]:
     """Every setting made one notch leaner, where the model and the world allow it."""
     options: list[tuple[str, ParallelDims, Workload]] = []
 
-    def layout(key: str, **sizes: int) -> None:
-        changed = dataclasses.replace(dims, **sizes)
-        dense, expert = changed.tp * changed.cp * changed.pp, changed.ep * changed.etp * changed.pp
-        (value,) = sizes.values()
-        if not (dims.world % dense or dims.world % expert):
-            options.append((f"parallel.{key}={value}", changed, work))
-
-    if shape.heads % (2 * dims.tp) == 0 and shape.kv_heads % (2 * dims.tp) == 0:
-        layout("tensor_model_parallel_size", tp=2 * dims.tp)
-    if shape.num_experts and shape.num_experts % (2 * dims.ep) == 0:
-        layout("expert_model_parallel_size", ep=2 * dims.ep)
-    if shape.num_layers % (2 * dims.pp * dims.vpp) == 0:
-        layout("pipeline_model_parallel_size", pp=2 * dims.pp)
+    for key, changed in (
+        ("tensor_model_parallel_size", {"tp": 2 * dims.tp}),
+        ("expert_model_parallel_size", {"ep": 2 * dims.ep}),
+        ("pipeline_model_parallel_size", {"pp": 2 * dims.pp}),
+    ):
+        leaner = dataclasses.replace(dims, **changed)
+        if _runs(shape, leaner):
+            (value,) = changed.values()
+            options.append((f"parallel.{key}={value}", leaner, work))
     for key, changes, allowed in (
         ("train.recompute=true", {"recompute": True}, not work.recompute),
         (
@@ -200,7 +220,8 @@ def _changes(
         (
             f"rollout.tensor_parallel_size={2 * work.engine_tp}",
             {"engine_tp": 2 * work.engine_tp},
-            dims.world % (2 * work.engine_tp) == 0 and shape.kv_heads % (2 * work.engine_tp) == 0,
+            min(dims.world, gpu.gpus_per_node) % (2 * work.engine_tp) == 0
+            and shape.kv_heads % (2 * work.engine_tp) == 0,
         ),
         (
             f"rollout.weight_bucket_mb={(work.bucket_bytes >> 20) // 2}",
@@ -211,3 +232,13 @@ def _changes(
         if allowed:
             options.append((key, dims, dataclasses.replace(work, **changes)))
     return options
+
+
+def _runs(shape: ModelShape, dims: ParallelDims) -> bool:
+    """Whether the world and the model divide into the layout."""
+    dense, expert = dims.tp * dims.cp * dims.pp, dims.ep * dims.etp * dims.pp
+    try:
+        dims.check_model(shape.sizes)
+    except InputError:
+        return False
+    return not (dims.world % dense or dims.world % expert)

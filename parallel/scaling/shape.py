@@ -5,13 +5,14 @@ Dimensions: H hidden, V vocabulary, E experts, K experts per token, h heads, g k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mrl.errors import InputError
+from parallel.architectures import load_architecture
+from parallel.architectures.base import HfConfig
+from parallel.dims import ModelSizes
 
-HfConfig = Mapping[str, Any]
 POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads")  # fmt: skip
 Sharing = Literal["whole", "tensor", "expert"]
@@ -42,12 +43,16 @@ class LatentAttention:
     nope_dim: int
     rope_dim: int
     value_dim: int
+    rotary_positions: int = 0
+    """YaRN keeps a table of cosines and one of sines of so many positions in every layer."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """A decoder-only transformer with SwiGLU and RMSNorm, each layer dense or MoE."""
 
+    sizes: ModelSizes
+    """What a layout has to divide."""
     num_layers: int
     hidden: int
     vocab: int
@@ -67,6 +72,8 @@ class ModelShape:
     qkv_bias: bool = False
     shared_gate: bool = False
     """Qwen2-MoE scales its shared expert by a sigmoid gate [H -> 1]."""
+    expert_bias: bool = False
+    """The router's choice is balanced by a bias, which is a buffer and no parameter."""
     mla: LatentAttention | None = None
 
     @property
@@ -91,6 +98,16 @@ class ModelShape:
     def kv_cache_width(self) -> int:
         """Elements that an engine caches per token and layer; latent attention's is not shared out."""
         return self.mla.kv_rank + self.mla.rope_dim if self.mla else self.kv_width
+
+    @property
+    def attention_sizes(self) -> tuple[int, ...]:
+        """Elements of its larger matrices: queries' (with grouped keys and values), keys', output."""
+        out = self.hidden * self.value_width
+        if self.mla is None:
+            return self.hidden * (self.query_width + self.kv_width), out
+        expanded = self.heads * (self.mla.nope_dim + self.mla.value_dim)
+        queries = (self.mla.q_rank or self.hidden) * self.query_width
+        return queries, self.mla.kv_rank * expanded, out
 
     def embedding(self) -> Part:
         """One token reads one row: it multiplies nothing."""
@@ -164,17 +181,16 @@ def _all(name: str, num: int, sharing: Sharing) -> Part:
 
 
 def read_shape(hf: HfConfig) -> ModelShape:
-    """A Hugging Face config.json -> its shape. Raises InputError for an unknown type or a lost key."""
-    kind = hf.get("model_type")
-    if kind not in ("qwen3_moe", "qwen3", "qwen2_moe", "mixtral", "deepseek_v3"):
-        raise InputError(
-            f"config.json has model_type {kind!r}; the plan knows deepseek_v3, mixtral, qwen2_moe, "
-            "qwen3 and qwen3_moe; add its sizes to parallel/scaling/shape.py"
-        )
+    """A Hugging Face config.json -> its shape, through the settings that the trainer would use.
+
+    Raises InputError for whatever the trainer refuses, and for a lost key or a size that is none.
+    """
+    architecture = load_architecture(hf.get("model_type", ""))
     try:
         _check_numbers(hf)
-        return _shape(hf, kind)
+        return _shape(hf, architecture.transformer_config(hf), architecture.sizes(hf))
     except KeyError as error:
+        kind = architecture.model_type
         raise InputError(f"config.json of a {kind} lacks the key {error}; add it") from None
 
 
@@ -190,56 +206,36 @@ def _check_numbers(hf: HfConfig) -> None:
             raise InputError(f"config.json: {key} is {value!r}, expected a whole number >= {least}")
 
 
-def _shape(hf: HfConfig, kind: str) -> ModelShape:
-    layers, hidden, heads = (
-        hf[k] for k in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+def _shape(hf: HfConfig, settings: dict[str, Any], sizes: ModelSizes) -> ModelShape:
+    """`settings`: those of Megatron's TransformerConfig."""
+    latent = None
+    if settings.get("multi_latent_attention"):
+        latent = LatentAttention(
+            q_rank=settings["q_lora_rank"] or 0,
+            kv_rank=settings["kv_lora_rank"],
+            nope_dim=settings["qk_head_dim"],
+            rope_dim=settings["qk_pos_emb_head_dim"],
+            value_dim=settings["v_head_dim"],
+            rotary_positions=settings.get("original_max_position_embeddings", 0),
+        )
+    return ModelShape(
+        sizes=sizes,
+        num_layers=sizes.num_layers,
+        hidden=settings["hidden_size"],
+        vocab=sizes.vocab_size,
+        heads=sizes.num_attention_heads,
+        kv_heads=sizes.num_query_groups,
+        head_dim=settings["kv_channels"],
+        dense_ffn=settings["ffn_hidden_size"],
+        moe_layers=tuple(n for n, moe in enumerate(settings["moe_layer_freq"]) if moe),
+        num_experts=sizes.num_experts,
+        topk=settings.get("moe_router_topk", 0),
+        moe_ffn=sizes.moe_ffn_size,
+        shared_ffn=sizes.shared_expert_ffn_size,
+        tied=bool(hf.get("tie_word_embeddings")),
+        qk_norm=settings.get("qk_layernorm", False),
+        qkv_bias=settings.get("add_qkv_bias", False),
+        shared_gate=settings.get("moe_shared_expert_gate", False),
+        expert_bias=settings.get("moe_router_enable_expert_bias", False),
+        mla=latent,
     )
-    shape: dict[str, Any] = {
-        "num_layers": layers,
-        "hidden": hidden,
-        "vocab": hf["vocab_size"],
-        "heads": heads,
-        "kv_heads": hf["num_key_value_heads"],
-        "head_dim": hf.get("head_dim") or hidden // heads,
-        "dense_ffn": hf["intermediate_size"],
-        "tied": bool(hf.get("tie_word_embeddings")),
-        "qk_norm": kind.startswith("qwen3"),
-        "qkv_bias": kind == "qwen2_moe" and bool(hf.get("qkv_bias", True)),
-    }
-    experts = {"moe_layers": (), "num_experts": 0, "topk": 0, "moe_ffn": 0, "shared_ffn": 0}
-    if kind == "mixtral":
-        experts |= {
-            "moe_layers": tuple(range(layers)),
-            "num_experts": hf["num_local_experts"],
-            "topk": hf["num_experts_per_tok"],
-            "moe_ffn": hf["intermediate_size"],
-        }
-    elif kind.endswith("_moe"):
-        dense, step = set(hf.get("mlp_only_layers") or ()), hf.get("decoder_sparse_step", 1)
-        shared = hf.get("shared_expert_intermediate_size", 0) if kind == "qwen2_moe" else 0
-        experts |= {
-            "moe_layers": tuple(n for n in range(layers) if n not in dense and not (n + 1) % step),
-            "num_experts": hf["num_local_experts"]
-            if "num_local_experts" in hf
-            else hf["num_experts"],
-            "topk": hf["num_experts_per_tok"],
-            "moe_ffn": hf["moe_intermediate_size"],
-            "shared_ffn": shared,
-            "shared_gate": shared > 0,
-        }
-    elif kind == "deepseek_v3":
-        experts |= {
-            "moe_layers": tuple(range(hf["first_k_dense_replace"], layers)),
-            "num_experts": hf["n_routed_experts"],
-            "topk": hf["num_experts_per_tok"],
-            "moe_ffn": hf["moe_intermediate_size"],
-            "shared_ffn": hf["n_shared_experts"] * hf["moe_intermediate_size"],
-            "mla": LatentAttention(
-                q_rank=hf.get("q_lora_rank") or 0,
-                kv_rank=hf["kv_lora_rank"],
-                nope_dim=hf["qk_nope_head_dim"],
-                rope_dim=hf["qk_rope_head_dim"],
-                value_dim=hf["v_head_dim"],
-            ),
-        }
-    return ModelShape(**shape, **experts)

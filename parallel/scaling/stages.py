@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.scaling.shape import ModelShape, Part
 
@@ -20,6 +20,8 @@ class Stage:
     """Layers of its largest chunk."""
     parts: tuple[Part, ...]
     """Whole parameters, before tensor and expert parallelism share them out."""
+    exported: tuple[Part, ...]
+    """Without the last stage's copy of a tied embedding."""
     has_embedding: bool
     has_output: bool
     dense: int
@@ -45,29 +47,34 @@ def local_count(part: Part, dims: ParallelDims) -> int:
     return -(-part.num // ways)
 
 
-def split_layers(num_layers: int, pp: int, vpp: int) -> list[list[range]]:
-    """0-based layers by [pipeline rank][chunk]; chunk c of rank p is Megatron's number c x pp + p.
+def router_bias_bytes(shape: ModelShape, layers: Iterable[int]) -> int:
+    """The routers' balancing biases among `layers`: fp32 buffers that are exported with the weights."""
+    return 4 * shape.num_experts * shape.expert_bias * len(set(layers) & set(shape.moe_layers))
 
-    Where the layers do not divide, the last rank gets the short rest (Megatron's
-    num_layers_in_last_pipeline_stage). Raises InputError where no rest is left.
+
+def split_layers(num_layers: int, dims: ParallelDims) -> list[list[range]]:
+    """0-based layers by [pipeline rank][chunk] of a layout that `dims.check_model` accepts.
+
+    Layers are dealt chunk by chunk, in each from the first rank to the last, as Megatron does.
     """
-    if num_layers % (pp * vpp) == 0:
-        size = num_layers // (pp * vpp)
-        starts = [[(c * pp + p) * size for c in range(vpp)] for p in range(pp)]
-        return [[range(s, s + size) for s in chunks] for chunks in starts]
-    size = -(-num_layers // pp)
-    if vpp > 1 or size * (pp - 1) >= num_layers:
-        raise InputError(
-            f"parallel: {num_layers} layers do not divide into {pp} pipeline ranks x {vpp} chunks "
-            f"({num_layers} = {num_layers // (pp * vpp)} x {pp * vpp} + {num_layers % (pp * vpp)}); "
-            "choose sizes that divide them"
-        )
-    return [[range(p * size, min((p + 1) * size, num_layers))] for p in range(pp)]
+    given = {0: dims.first_layers, dims.pp - 1: dims.last_layers}
+    given = {stage: count for stage, count in given.items() if count is not None}
+    left = num_layers - sum(given.values())
+    counts = [given[p] if p in given else left // (dims.pp - len(given)) for p in range(dims.pp)]
+    assert sum(counts) == num_layers, "check_model comes first"
+    assert not any(count % dims.vpp for count in counts), "check_model comes first"
+    split: list[list[range]] = [[] for _ in counts]
+    start = 0
+    for _ in range(dims.vpp):
+        for chunks, count in zip(split, counts, strict=True):
+            chunks.append(range(start, start + count // dims.vpp))
+            start = chunks[-1].stop
+    return split
 
 
 def stages(shape: ModelShape, dims: ParallelDims) -> list[Stage]:
     """Every pipeline rank of the layout, in order."""
-    split = split_layers(shape.num_layers, dims.pp, dims.vpp)
+    split = split_layers(shape.num_layers, dims)
     return [_stage(shape, dims, p, chunks) for p, chunks in enumerate(split)]
 
 
@@ -78,15 +85,17 @@ def _stage(shape: ModelShape, dims: ParallelDims, index: int, chunks: list[range
     if first:
         parts.append(shape.embedding())
     if last:
-        # Behind another stage, a tied head is a copy of the embedding.
         parts += [shape.final_norm(), shape.output()]
-        parts += [shape.embedding()] if shape.tied and not first else []
+    exported = tuple(parts)
+    if last and shape.tied and not first:
+        parts.append(shape.embedding())  # a tied head behind another stage
     shares = [(part, local_count(part, dims)) for part in parts]
     return Stage(
         index=index,
         layers=layers,
         chunk_layers=max(map(len, chunks)),
         parts=tuple(parts),
+        exported=exported,
         has_embedding=first,
         has_output=last,
         dense=sum(n for part, n in shares if part.sharing != "expert"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mrl.config import Recipe
 from parallel.dims import ParallelDims
@@ -24,7 +25,7 @@ class Workload:
     distributed_optimizer: bool = False
     weight_bytes: int = 2
     """Bytes of a weight and of an activation: 2 for bfloat16, 4 for float32."""
-    replay: bool = True
+    routing_replay: Literal["off", "r2", "r3"] = "r3"
     reference: bool = False
     """A reference model: a second copy of the weights on the host, one more forward pass."""
     engine_tp: int = 1
@@ -47,14 +48,23 @@ class Workload:
 
     def packed_tokens(self, dims: ParallelDims) -> int:
         """N of one micro-batch: whole sequences up to the budget, padded for the layout."""
-        per_pack = max(1, self.micro_batch_tokens // self.sequence_len)
-        return -(-per_pack * self.sequence_len // dims.token_multiple) * dims.token_multiple
+        each = round_up(self.sequence_len, dims.sequence_multiple)
+        return round_up(self.sequences_per_pack(dims) * each, dims.token_multiple)
+
+    def sequences_per_pack(self, dims: ParallelDims) -> int:
+        """Of one micro-batch; each is padded to whole chunks for context parallelism."""
+        each = round_up(self.sequence_len, dims.sequence_multiple)
+        return max(1, self.micro_batch_tokens // each)
 
     def num_micro_batches(self, dims: ParallelDims) -> int:
         """Of one optimizer step on one data-parallel rank (`parallel.packing.plan`)."""
         share = -(-self.num_sequences // (self.optimizer_steps * dims.dp))
-        count = -(-share // max(1, self.micro_batch_tokens // self.sequence_len))
-        return -(-count // dims.pp) * dims.pp if dims.vpp > 1 else count
+        count = -(-share // self.sequences_per_pack(dims))
+        return round_up(count, dims.pp) if dims.vpp > 1 else count
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def recipe_workload(recipe: Recipe, prompt_len: int) -> Workload:
@@ -69,7 +79,7 @@ def recipe_workload(recipe: Recipe, prompt_len: int) -> Workload:
         recompute=recipe.train.recompute,
         distributed_optimizer=recipe.optimizer.use_distributed_optimizer,
         weight_bytes=4 if recipe.model.dtype == "float32" else 2,
-        replay=recipe.moe.routing_replay != "off",
+        routing_replay=recipe.moe.routing_replay,
         reference=recipe.algorithm.kl_coef > 0,
         engine_tp=recipe.rollout.tensor_parallel_size,
         engine_share=recipe.rollout.mem_fraction_static,

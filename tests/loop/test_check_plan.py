@@ -39,7 +39,7 @@ def test_config_alone_is_enough(qwen: Path, capsys: pytest.CaptureFixture[str]) 
                  "ESTIMATED", "megatron-core", "recompute  update"):  # fmt: skip
         assert text in out
     last = out.strip().splitlines()[-1]
-    assert last.startswith("does not fit: train on pipeline stage 0 needs 91.3 GB, 6.45 GB more")
+    assert last.startswith("does not fit: train needs 90.4 GB, 5.55 GB more")
     assert "what helps most is train.recompute=true" in last
     out = planned(capsys, model, *LAYOUT, "train.recompute=true", "--plan", "--gpus=8")
     assert out.strip().splitlines()[-1].startswith("fits: ")
@@ -55,6 +55,7 @@ def test_a_whole_model_is_checked_as_before_a_start(
     assert "expert parallel x2" in out
     assert "routing replay r3" in out
     assert "config.json only" not in out
+    assert "Below: 4 x H100 80 GB, weights in float32, prompts of 64 tokens" in out
     line = refused(capsys, ["check", str(TOY_RECIPE), *arguments, "reward=first_chr", "--plan",
                             "--gpus", "4"])  # fmt: skip
     assert "did you mean 'first_char'" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,25 +29,49 @@ class SentBytes(TorchDispatchMode):
 
 def _sent(name: str, args: tuple) -> float:
     group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
-    if group is None or name in ("recv_", "barrier"):
-        return 0.0
+    if group is None or name in ("recv_", "barrier") or _locals("broadcast_object_list"):
+        return 0.0  # what is pickled are names and shapes
     size = ProcessGroup.unbox(group).size()
     ring = (size - 1) / size
+    # gloo has no uneven gather and scatter: what parallel.cpu_mode sends instead is padded, or an
+    # all-reduce. Counted is what it stands for, and what NCCL sends: the rows that there are.
+    for stand_in in ("_gather_uneven", "_reduce_scatter_uneven"):
+        if found := _locals(stand_in):
+            row = found["values"][:1].numel() if len(found["values"]) else 0
+            width = row or args[1][0][:1].numel()
+            return ring * sum(found["sizes"]) * width * found["values"].element_size()
     if name in ("_allgather_base_", "_reduce_scatter_base_"):
         return ring * max(num_bytes([args[0]]), num_bytes([args[1]]))
+    if name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"):
+        return ring * max(num_bytes(args[0]), num_bytes(args[1]))
+    if name == "allgather_":
+        return ring * sum(num_bytes(parts) for parts in args[0])
     if name in ("alltoall_base_",):
         return ring * num_bytes([args[1]])
     if name.startswith("allreduce"):
         return 2 * ring * num_bytes(args[0])
     if name == "send":
         return num_bytes(args[0])
+    if name == "broadcast_":  # counted where it arrives
+        is_root = ProcessGroup.unbox(group).rank() == args[2]
+        return 0.0 if is_root else sum(t.numel() * t.element_size() for t in args[0])
     raise AssertionError(f"no rule for the collective {name}")
 
 
+def _locals(function: str) -> dict[str, Any] | None:
+    """The variables of the nearest caller of that name; None where nobody of that name calls."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals
+
+
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of floating-point vectors: token counts, shapes, losses and norms are not counted."""
-    floats = [t for t in tensors if t.is_floating_point() and t.numel() > 1]
-    return sum(t.numel() * t.element_size() for t in floats)
+    """Of floating-point vectors and masks: token counts, shapes, losses and norms are not counted."""
+    kept = [
+        t for t in tensors if t.numel() > 1 and (t.is_floating_point() or t.dtype is torch.bool)
+    ]
+    return sum(t.numel() * t.element_size() for t in kept)
 
 
 class KeptBytes:

@@ -1,4 +1,4 @@
-"""Activations within a stated range, the distributed optimizer within its padding, and arithmetic."""
+"""Activations within a stated range, Megatron's own layers of each stage, and arithmetic."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.utils import get_model_config
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from mrl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from mrl.config import ModelConfig, OptimizerConfig
 from parallel.attention import packed_sequences
 from parallel.context import context_slice
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
-from parallel.model import unwrap
 from parallel.packing import WeightedSample, pack
 from parallel.policy import Policy
 from parallel.scaling import cost, memory
@@ -30,7 +28,6 @@ from parallel.scaling.workload import Workload
 from tests.parallel.conftest import make_sample, write_model
 from tests.parallel.counted import KeptBytes
 from tests.parallel.layouts import join_groups
-from tests.parallel.test_scaling_bytes import held_bytes
 from tests.ranks import run_ranks
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
@@ -84,81 +81,57 @@ def test_activations_are_near_those_of_a_real_forward(dtype: str, tmp_path: Path
     assert 1.4 < measured / predicted < 2.4
 
 
-def distributed_optimizer(path: Path, sizes: dict[str, int], dtype: str) -> dict[str, Any]:
-    """Megatron's own, on this rank's chunks: what it holds after a step."""
-    policy = policy_of(path, sizes, dtype)
-    config = get_model_config(policy.chunks[0])
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    chunks = [DistributedDataParallel(config, ddp, c.module) for c in policy.chunks]
-    settings = MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=1e-3,
-        bf16=dtype == "bfloat16",
-        params_dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
-        use_distributed_optimizer=True,
-    )
-    optimizer = get_megatron_optimizer(settings, chunks)
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-        chunk.start_grad_sync()
-        chunk.finish_grad_sync()
-    optimizer.step()
-    buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
-    return {
-        **held_bytes(chunks, optimizer),
-        "parameters": len(list(unwrap(chunks[0]).parameters())),
-        "buckets": sum(len(b.buckets) for b in buffers),
-    }
-
-
-@pytest.mark.parametrize(
-    ("world", "sizes", "dtype"),
-    [
-        (2, {}, "bfloat16"),
-        (2, {"expert": 2}, "bfloat16"),
-        (4, {"tensor": 2, "expert": 2}, "float32"),
-    ],
-)
-def test_the_distributed_optimizer_shares_its_state_out(
-    world: int, sizes: dict[str, int], dtype: str, model_path: Path, tmp_path: Path
-) -> None:
-    ranks = run_ranks(world, distributed_optimizer, model_path, sizes, dtype, folder=tmp_path)
-    shape = read_shape(json.loads((model_path / "config.json").read_text()))
-    config = ParallelConfig(**{f"{name}_model_parallel_size": n for name, n in sizes.items()})
-    dims = ParallelDims.create(config, world)
-    work = dataclasses.replace(
-        WORK, distributed_optimizer=True, weight_bytes=4 if dtype == "float32" else 2
-    )
-    (stage,) = stages(shape, dims)
-    predicted = memory.optimizer_bytes(stage, dims, work)
-    whole = memory.optimizer_bytes(
-        stage, dims, dataclasses.replace(work, distributed_optimizer=False)
-    )
-    for rank in ranks:
-        bound = memory.padding_bound(rank["parameters"], rank["buckets"], dims.dp)
-        extra = rank["gradients"] - memory.gradient_bytes(stage)
-        assert 0 <= extra <= bound
-        # Up to 3 fp32 numbers an element: shares are cut from the padded buffer.
-        assert abs(rank["optimizer"] - predicted) <= 3 * bound
-        print(f"{sizes} {dtype}: optimizer {rank['optimizer']}, predicted {predicted}, "
-              f"unshared {whole}; padding of gradients {extra} <= {bound}")  # fmt: skip
-    assert sum(rank["optimizer"] for rank in ranks) == world * predicted
-    assert predicted < 0.9 * whole
-
-
 def shape_of(name: str) -> ModelShape:
     return read_shape(json.loads((MODELS / f"{name}.json").read_text()))
 
 
-def test_layers_and_micro_batches_of_stages() -> None:
-    assert split_layers(4, 2, 2) == [[range(0, 1), range(2, 3)], [range(1, 2), range(3, 4)]]
-    assert [len(chunks[0]) for chunks in split_layers(61, 8, 1)] == [8] * 7 + [5]
+@pytest.mark.parametrize(
+    ("num_layers", "sizes"),
+    [
+        (8, {"pp": 2}),
+        (61, {"pp": 8, "last_layers": 5}),
+        (12, {"pp": 3, "vpp": 2, "first_layers": 2, "last_layers": 6}),
+        (4, {"pp": 2, "first_layers": 1, "last_layers": 3}),
+    ],
+)
+def test_layers_of_stages_are_those_that_megatron_builds(num_layers: int, sizes: dict) -> None:
+    dims = ParallelDims(**{"world": 8, "tp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1, **sizes})
+    config = TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_dtype=torch.float32,
+        pipeline_model_parallel_size=dims.pp,
+        virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=dims.first_layers,
+        num_layers_in_last_pipeline_stage=dims.last_layers,
+    )
+    for rank, chunks in enumerate(split_layers(num_layers, dims)):
+        for chunk, layers in enumerate(chunks):
+            place = {"vp_stage": chunk if dims.vpp > 1 else None, "pp_rank": rank}
+            assert layers.start == get_transformer_layer_offset(config, **place)
+            assert len(layers) == get_num_layers_to_build(config, **place)
+
+
+def test_micro_batches_of_stages() -> None:
     dims = ParallelDims(world=4, tp=1, pp=4, vpp=1, cp=1, ep=1, etp=1)
     assert [memory.in_flight(stage, dims, 16) for stage in range(4)] == [4, 3, 2, 1]
     assert memory.in_flight(0, dims, 2) == 2
     twice = dataclasses.replace(dims, vpp=2)
     assert [memory.in_flight(stage, twice, 16) for stage in range(4)] == [11, 9, 7, 5]
     assert cost.pipeline_bubble(twice, 8) == 3 / 16
+
+
+def test_the_exports_buffer_holds_a_bucket_or_the_largest_parameter() -> None:
+    shape = shape_of("qwen3_30b_a3b")
+    embedding, peers = 2 * 151936 * 2048, 8 * 2 * 2 * 2048 * 768
+    dims = ParallelDims(world=8, tp=4, pp=1, vpp=1, cp=1, ep=8, etp=1)
+    assert peers < embedding == memory.largest_export(shape, dims, WORK)
+    assert memory.export_bytes(shape, dims, WORK) == 2 * embedding
+    larger = dataclasses.replace(WORK, bucket_bytes=1 << 30)
+    assert memory.export_bytes(shape, dims, larger) == (1 << 30) + embedding
+    alone = ParallelDims(world=1, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1)
+    assert memory.export_bytes(shape, alone, larger) == 1 << 30
 
 
 def test_flops_and_experts_by_hand() -> None:
@@ -185,10 +158,12 @@ def test_the_verdict_names_phase_bytes_and_the_best_setting() -> None:
                     micro_batch_tokens=9216, distributed_optimizer=True, engine_tp=4)  # fmt: skip
     gpu = cost.HARDWARE["h100"]
     text = verdict(shape, dims, work, gpu)
-    assert text.startswith("does not fit: train on pipeline stage 0 needs ")
+    assert text.startswith("does not fit: train needs ")
     assert "train.recompute=true" in text
     lean = dataclasses.replace(work, recompute=True)
     assert verdict(shape, dims, lean, gpu).startswith("fits: the peak is train")
+    wide = dataclasses.replace(lean, engine_tp=16)
+    assert verdict(shape, dims, wide, gpu).startswith("cannot run: engines of 16 GPUs")
     # The sharing of the optimizer moves the peak by what it saves of dense moments and weights.
     (stage,) = stages(shape, dims)
     whole = dataclasses.replace(lean, distributed_optimizer=False)
