@@ -12,7 +12,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 def test_a_rank_holds_its_shard_and_two_buckets() -> None:
     command = [sys.executable, "-m", "benchmarks.export_memory", "TP2xPP2xEP2"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     row = json.loads(done.stdout.splitlines()[0])
     assert row["largest_shard_mb"] < row["model_mb"] / 3
