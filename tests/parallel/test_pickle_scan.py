@@ -33,9 +33,9 @@ def entries(file: Path) -> list[tuple[str, bytes]]:
         return [(name, archive.read(name)) for name in archive.namelist()]
 
 
-def archive(content: list[tuple[str, bytes]]) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as out:
+def archive(content: list[tuple[str, bytes]], before: bytes = b"") -> bytes:
+    stream = io.BytesIO(before)
+    with zipfile.ZipFile(stream, "a") as out:
         for name, data in content:
             out.writestr(name, data)
     return stream.getvalue()
@@ -69,6 +69,11 @@ def in_front(good: bytes, honest: list[tuple[str, bytes]], planted: bytes) -> by
     return planted + good
 
 
+def in_front_with_places(good: bytes, honest: list[tuple[str, bytes]], planted: bytes) -> bytes:
+    """As above, and the archive says where it is in the file, so that torch's reader finds it, too."""
+    return archive(honest, planted)
+
+
 def two_directories(good: bytes, honest: list[tuple[str, bytes]], planted: bytes) -> bytes:
     """torch takes the directory of an archive from where the last record says that it is, Python from
     right before that record."""
@@ -78,7 +83,10 @@ def two_directories(good: bytes, honest: list[tuple[str, bytes]], planted: bytes
     return whole[:-10] + struct.pack("<LL", size, place) + whole[-2:]
 
 
-FORGERIES = [other_case, both_cases, twice, two_roots, torchscript, in_front, two_directories]
+FORGERIES = [
+    other_case, both_cases, twice, two_roots, torchscript, in_front, in_front_with_places,
+    two_directories,
+]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
