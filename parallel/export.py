@@ -50,6 +50,10 @@ def export_buckets(weights: WeightMap, version: int, max_bytes: int) -> Iterator
     groups = weights.groups
     plan = _plan(weights, max_bytes)
     # One buffer for all: growing it would keep the old one alive in the hands of the consumer.
+    # On GPUs each handle of it (one a bucket and engine rank) wraps its pointer once more, with a
+    # reference count that starts at 1 and a CUDA event, or past 1000 of these a synchronized stream.
+    # All go together when the buffer does. A handle that no engine opens keeps the whole buffer until
+    # this process ends (torch/csrc/StorageSharing.cpp, THPStorage_shareCuda; CudaIPCTypes.cpp).
     buffer = torch.empty(_largest(weights, plan), dtype=torch.uint8, device=groups.device)
     for stage in range(groups.dims.pp):
         mine = stage == groups.pp_rank

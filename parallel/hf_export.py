@@ -7,18 +7,21 @@ file and one parameter.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from mrl import __version__
-from mrl.errors import InputError
+from mrl.errors import InputError, RunFailed
 from parallel.architectures import load_architecture
 from parallel.architectures.base import Rule, rule_pattern
 from parallel.hf_config import HfModel
@@ -26,6 +29,7 @@ from parallel.hf_writer import write_safetensors
 from parallel.manifest import read_manifest, step_of
 from parallel.saved_tensors import SavedTensors
 from parallel.shards import split
+from parallel.weight_shapes import weight_shapes
 
 COPIED = (
     "tokenizer*", "chat_template*", "vocab.*", "merges.txt", "special_tokens_map.json",
@@ -49,7 +53,9 @@ def export_checkpoint(
     `base`: the model folder that has the tokenizer; by default the one that was trained. `notes`: rows
     of the model card. `target` appears under its name only when it is whole.
 
-    Raises InputError where `target` is not empty or `base` is not there.
+    Raises InputError where `target` is not a new or an empty folder or cannot be made, where `base` is
+    not there, or where the checkpoint is not that of a language model, but of a critic; RunFailed where
+    a file cannot be written.
     """
     content = read_manifest(folder)
     source = base or Path(content["model"]["path"])
@@ -58,29 +64,68 @@ def export_checkpoint(
             f"no model folder {source}, from which the tokenizer is copied; give the base model's "
             "folder with --model PATH"
         )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(f"{target} is not an empty folder; give a new one")
     config = dict(content["model"]["config"])
     model = HfModel(source, config, load_architecture(config["model_type"]))
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        tensors = hf_tensors(SavedTensors(folder), model)
-        where = write_safetensors(partial, tensors, max_bytes)
+    saved = SavedTensors(folder)
+    check_weights(folder, saved, model)
+    with _new_folder(target) as partial:
+        where = write_safetensors(partial, hf_tensors(saved, model), max_bytes)
         _write_config(partial, config, content["dtype"])
         for pattern in COPIED:
             for file in source.glob(pattern):
                 if file.is_file():
                     shutil.copyfile(file, partial / file.name)
-        card = model_card(target.name, source.resolve().name, content, notes)
+        name = Path(os.path.abspath(target)).name
+        card = model_card(name, source.resolve().name, content, notes)
         (partial / "README.md").write_text(card)
-        if target.exists():
-            target.rmdir()
+    return Exported(step_of(folder), len(set(where.values())), len(where))
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A hidden folder beside `target` to write into; it gets that name at the end of the block.
+
+    Raises InputError where that could not be; RunFailed where writing fails, and then nothing is left.
+    """
+    target = Path(os.path.abspath(target))  # `.` and `..` are no names to give
+    partial = target.parent / f".{target.name}.partial"
+    try:
+        if os.path.lexists(target):
+            if target.is_symlink() or not target.is_dir() or any(target.iterdir()):
+                raise InputError(f"{target} is not an empty folder; give a new one")
+            if target == Path.cwd():
+                raise InputError(f"{target} is the folder that you are in; give a new one")
+            target.rmdir()  # now, and not after hours of writing: a mount point cannot be replaced
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(
+            f"{target} cannot be made: {error.strerror}; give another folder"
+        ) from None
+    try:
+        yield partial
         partial.rename(target)
+    except (OSError, SafetensorError) as error:
+        raise RunFailed(f"the export to {target} failed: {error}; nothing is left of it") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Exported(step_of(folder), len(set(where.values())), len(where))
+
+
+def check_weights(folder: Path, saved: SavedTensors, model: HfModel) -> None:
+    """Raise InputError unless the weights are those of the config's language model, name by name."""
+    shapes = weight_shapes(model)
+    found = {key.removeprefix("model.") for key in saved if key.startswith("model.")}
+    faults = [f"{name} is missing" for name in shapes if name not in found]
+    faults += [f"{name} is not among the model's" for name in found if name not in shapes]
+    for name in shapes.keys() & found:
+        if (shape := saved.shape(f"model.{name}")) != shapes[name]:
+            faults.append(f"{name} is {shape}, the model's {shapes[name]}")
+    if faults:
+        raise InputError(
+            f"checkpoint {folder} does not hold the weights of a {model.config['model_type']} "
+            f"language model ({len(faults)} differ, e.g. {min(faults)}); a critic has no Hugging "
+            "Face form: give a checkpoint of the policy"
+        )
 
 
 def hf_tensors(saved: SavedTensors, model: HfModel) -> Iterator[tuple[str, Tensor]]:

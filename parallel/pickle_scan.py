@@ -8,9 +8,11 @@ opcode first, and refused unless all it names are the plain records of torch's c
 from __future__ import annotations
 
 import pickletools
-import zipfile
+import re
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mrl.errors import InputError
 
@@ -28,6 +30,11 @@ ALLOWED = frozenset(
         "pathlib.PosixPath",
     }
 )  # fmt: skip
+ARCHIVE_START = b"PK\x03\x04"
+ENTRIES = re.compile(
+    r"data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id"
+)
+"""What torch.save writes into an archive, below its one folder. Of these only data.pkl is a pickle."""
 IMPORTS_BY_NAME = ("GLOBAL", "INST")
 IMPORTS_UNSEEN = ("EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID")
 NEUTRAL = ("PROTO", "FRAME")
@@ -37,14 +44,11 @@ TEXT = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE")
 def check_pickles(folder: Path) -> None:
     """Raise InputError where a pickle of a checkpoint would import anything outside the list."""
     try:
-        with zipfile.ZipFile(folder / "common.pt") as archive:
-            pickles = {
-                f"common.pt/{name}": archive.read(name)
-                for name in archive.namelist()
-                if name.endswith(".pkl")
-            }
-        pickles[".metadata"] = (folder / ".metadata").read_bytes()
-    except (OSError, zipfile.BadZipFile) as error:
+        pickles = {
+            ".metadata": (folder / ".metadata").read_bytes(),
+            "common.pt/data.pkl": archived_pickle(folder / "common.pt"),
+        }
+    except (OSError, ValueError) as error:
         raise InputError(f"checkpoint {folder}: {error}") from None
     for name, data in pickles.items():
         try:
@@ -56,6 +60,32 @@ def check_pickles(folder: Path) -> None:
                 f"checkpoint {folder}/{name} would run {', '.join(foreign)} when it is read, which "
                 "no checkpoint of mrl does; do not use it, and find out who wrote it"
             )
+
+
+def archived_pickle(file: Path) -> bytes:
+    """The one pickle that torch.load would unpickle of a file that torch.save has written.
+
+    Read by torch's own reader: it takes a name in any case for data.pkl, and other readers may find
+    another directory in the same bytes. Raises ValueError for a file that is not such an archive, or
+    has an entry too many or twice.
+    """
+    with file.open("rb") as stream:
+        start = stream.read(len(ARCHIVE_START))
+    if start != ARCHIVE_START:  # torch.load would unpickle the file from its first byte on
+        raise ValueError(f"{file.name} is not an archive of torch.save")
+    try:
+        archive = torch._C.PyTorchFileReader(str(file))
+        entries = archive.get_all_records()
+        foreign = [name for name in entries if not ENTRIES.fullmatch(name)]
+        if foreign or len(set(entries)) < len(entries):
+            raise ValueError(
+                f"{file.name} has {foreign[0]!r} in it, which torch.save does not write; do not use it"
+                if foreign
+                else f"{file.name} has an entry twice, as torch.save never writes it; do not use it"
+            )
+        return archive.get_record("data.pkl")
+    except RuntimeError as error:
+        raise ValueError(f"{file.name}: {str(error).splitlines()[0]}") from None
 
 
 def imported(data: bytes) -> list[str]:

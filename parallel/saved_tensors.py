@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,14 +16,23 @@ from parallel.pickle_scan import check_pickles
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads `.metadata` once; of a large model it is as long as a book."""
+    """Reads `.metadata` once; of a large model it is as long as a book.
+
+    torch plans a load over all keys that it is shown, so that it is shown only the wanted one: reading
+    n tensors one by one would take n^2 steps.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.metadata = super().read_metadata()
+        self._shown = self.metadata
+
+    def show(self, key: str) -> None:
+        entry = self.metadata.state_dict_metadata[key]
+        self._shown = replace(self.metadata, state_dict_metadata={key: entry})
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        return self.metadata
+        return self._shown
 
 
 class SavedTensors:
@@ -43,13 +53,13 @@ class SavedTensors:
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
-    def num_bytes(self, key: str) -> int:
-        entry = self._tensors[key]
-        return entry.size.numel() * entry.properties.dtype.itemsize
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._tensors[key].size)
 
     def __getitem__(self, key: str) -> Tensor:
         entry = self._tensors[key]
         state: dict[str, Tensor] = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        self._reader.show(key)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(state, storage_reader=self._reader, no_dist=True)

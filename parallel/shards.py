@@ -1,7 +1,7 @@
-"""How one parameter is put together and shared out: pure functions on tensors, both directions.
+"""How one parameter is put together and shared out: pure functions on tensors.
 
-HF tensors <-> the whole Megatron tensor (`join`, `split`) <-> its tensor-parallel shards (`take_shard`,
-`join_shards`). The kinds are those of `parallel.architectures.base.Split`.
+HF tensors <-> the whole Megatron tensor (`join`, `split`) -> one of its tensor-parallel shards
+(`take_shard`). The kinds are those of `parallel.architectures.base.Split`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,3 @@ def take_shard(full: Tensor, kind: Split, rank: int, size: int) -> Tensor:
     if kind == "gated":
         return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
     return full.chunk(size, dim=1 if kind == "columns" else 0)[rank]
-
-
-def join_shards(shards: list[Tensor], kind: Split) -> Tensor:
-    """All tensor-parallel shards, in rank order -> the whole tensor: the inverse of `take_shard`."""
-    if len(shards) == 1:
-        return shards[0]
-    if kind == "gated":
-        halves = [shard.chunk(2) for shard in shards]
-        return torch.cat([h[0] for h in halves] + [h[1] for h in halves])
-    return torch.cat(shards, dim=1 if kind == "columns" else 0)

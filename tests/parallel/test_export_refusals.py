@@ -1,0 +1,153 @@
+"""`mrl export`: folders that cannot be written, disks that run full, weights of another kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrl.cli import main
+from mrl.errors import InputError
+from parallel.architectures.base import Rule
+from parallel.checkpoint import Checkpoints
+from parallel.hf_config import HfModel
+from parallel.hf_export import check_weights
+from parallel.ledger import Ledger
+from parallel.saved_tensors import SavedTensors
+from parallel.weight_shapes import weight_shapes
+from tests.parallel.layouts import join_groups
+from tests.parallel.test_checkpoint_layouts import build
+from tests.parallel.test_critic import build as build_critic
+from tests.ranks import run_ranks
+
+DISK_BYTES = 30_000
+"""Room for some of the tensors."""
+
+
+def save(model_path: Path, root: Path, is_critic: bool) -> None:
+    groups = join_groups(model_path, {})
+    store = Checkpoints(root, groups, keep=1)
+    if is_critic:
+        store.save(3, build_critic(model_path, groups, Ledger(torch.device("cpu"))), {})
+    else:
+        store.save(3, build(model_path, groups), {})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("policy") / "checkpoints"
+    run_ranks(1, save, model_path, root, False, folder=root.parent)
+    return root / "iter_0000003"
+
+
+def refusal(source: Path, target: Path | str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["export", str(source), str(target)])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mrl: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_a_folder_that_cannot_be_made_is_refused_in_one_line(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "empty")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    for target in (".", "..", "/", "file", "nowhere", "linked"):
+        error = refusal(checkpoint, target, capsys)
+        assert f"{os.path.abspath(target)} is not an empty folder" in error
+    assert "Not a directory" in refusal(checkpoint, "file/below", capsys)
+    assert "name too long" in refusal(checkpoint, "x" * 300, capsys)
+    assert "/proc/new cannot be made: " in refusal(checkpoint, "/proc/new", capsys)  # root, too
+    monkeypatch.chdir(tmp_path / "empty")
+    assert "the folder that you are in" in refusal(checkpoint, ".", capsys)
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "empty").is_dir()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_the_right_to_write(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o500)
+    assert "Permission denied" in refusal(checkpoint, tmp_path / "new", capsys)
+
+
+def test_an_empty_folder_is_filled(checkpoint: Path, tmp_path: Path) -> None:
+    target = tmp_path / "empty"
+    target.mkdir()
+    main(["export", str(checkpoint), str(target)])
+    assert (target / "model-00001-of-00001.safetensors").is_file()
+
+
+def test_a_disk_that_runs_full_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for it; the system reports both where it writes."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, DISK_BYTES))
+
+    target = tmp_path / "new"
+    done = subprocess.run(
+        [sys.executable, "-m", "mrl", "export", str(checkpoint), str(target)],
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"mrl: the export to {target} failed: ")
+    assert "File too large" in last
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_is_not_exported_as_a_language_model(
+    tied: bool, model_path: Path, tied_model_path: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    root, base = tmp_path / "critic", tied_model_path if tied else model_path
+    run_ranks(1, save, base, root, True, folder=tmp_path / "out")
+    error = refusal(root / "iter_0000003", tmp_path / "new", capsys)
+    found = "output_layer.weight is (1, 32), the model's (64, 32)"
+    assert f"qwen3_moe language model (1 differ, e.g. {found})" in error
+    assert "a checkpoint of the policy" in error
+    assert not (tmp_path / "new").exists()
+
+
+def test_weights_of_another_config_are_refused(checkpoint: Path, model_path: Path) -> None:
+    saved, model = SavedTensors(checkpoint), HfModel.read(model_path)
+    check_weights(checkpoint, saved, model)
+    changes = {"num_hidden_layers": 5, "num_experts": 3, "vocab_size": 65, "head_dim": 8}
+    for (key, value), fault in zip(
+        changes.items(), ("missing", "not among", r"\(65, 32\)", r"the model's \(8,\)"), strict=True
+    ):
+        config = {k: v for k, v in model.config.items() if k != "num_local_experts"}
+        other = HfModel(model.path, {**config, "num_experts": 4, key: value}, model.architecture)
+        with pytest.raises(InputError, match=fault):
+            check_weights(checkpoint, saved, other)
+
+
+def test_a_weight_without_a_shape_is_the_codes_fault(model_path: Path) -> None:
+
+    model = HfModel.read(model_path)
+    rules = [*model.architecture.rules(model.config), Rule("decoder.new.weight", ("new.weight",))]
+    architecture = dataclasses.replace(model.architecture, rules=lambda hf: rules)
+    with pytest.raises(ValueError, match=r"no shape for the weight decoder\.new"):
+        weight_shapes(dataclasses.replace(model, architecture=architecture))
