@@ -73,7 +73,7 @@ class Engine:
         if not (Path(model.path) / "config.json").is_file():
             raise InputError(f"model.path {model.path}: no config.json there; give a folder of one")
         hf_config = AutoConfig.from_pretrained(model.path)
-        refuse_unfaithful(hf_config)
+        refuse_unfaithful(hf_config, on_gpu=bool(gpu_ids), return_routes=return_routes)
         self._manifest = Manifest(Path(model.path), hf_config)
         self._config = config
         self._shape = route_shape(hf_config) if return_routes else None

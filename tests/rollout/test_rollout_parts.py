@@ -21,7 +21,7 @@ from mrl.errors import InputError
 from mrl.rollout import load_engine
 from mrl.rollout.base import SamplingParams, sample_seed
 from mrl.rollout.sglang import Engine
-from mrl.rollout.sglang_server.decode import RouteShape, decode_sample, route_shape
+from mrl.rollout.sglang_server.decode import RouteShape, decode_sample, refuse_unfaithful, route_shape
 from mrl.toy_model import build_tokenizer, write_toy_model
 
 ROUTES = {"num_hidden_layers": 3, "moe_layer_numbers": (2, 3), "topk": 2, "weight_version": 4}
@@ -77,6 +77,16 @@ def test_route_shape_of_architectures():
     assert route_shape(config) == RouteShape(3, (2, 3), 16, 4)
     with pytest.raises(InputError, match="routing_replay=off"):
         route_shape(SimpleNamespace(num_hidden_layers=2, model_type="llama"))
+
+
+def test_architectures_that_sglang_runs_in_part():
+    mixtral, qwen = SimpleNamespace(model_type="mixtral"), SimpleNamespace(model_type="qwen2_moe")
+    with pytest.raises(InputError, match=r"cannot record its routes; expected .*=r2 or off"):
+        refuse_unfaithful(mixtral, on_gpu=True, return_routes=True)
+    refuse_unfaithful(mixtral, on_gpu=False, return_routes=False)
+    with pytest.raises(InputError, match="shared expert on GPUs only"):
+        refuse_unfaithful(qwen, on_gpu=False, return_routes=False)
+    refuse_unfaithful(qwen, on_gpu=True, return_routes=True)
 
 
 def make_answer(**changed):

@@ -48,12 +48,20 @@ def route_shape(config: Any) -> RouteShape:
     return RouteShape(config.num_hidden_layers, layer_numbers, num_experts, topk)
 
 
-def refuse_unfaithful(config: Any) -> None:
-    """Raise InputError for a model that SGLang would run as another one.
+def refuse_unfaithful(config: Any, *, on_gpu: bool, return_routes: bool) -> None:
+    """Raise InputError for a model that SGLang would run as another one, or not at all.
 
-    Its Qwen MoE models make every layer sparse, whatever config.json says: the experts of a dense
-    layer keep their random initialisation, and nothing is logged (seen in 0.5.20).
+    Seen in 0.5.20: its Qwen MoE models make every layer sparse, whatever config.json says (the
+    experts of a dense layer keep their random initialisation, and nothing is logged); its Mixtral
+    does not tell the recorder of routes which layer it is; its Qwen2-MoE adds the shared expert
+    with a Triton kernel.
     """
+    if config.model_type == "mixtral" and return_routes:
+        raise InputError(
+            "model 'mixtral': SGLang cannot record its routes; expected moe.routing_replay=r2 or off"
+        )
+    if config.model_type == "qwen2_moe" and not on_gpu:
+        raise InputError("model 'qwen2_moe': SGLang runs its shared expert on GPUs only; use one")
     dense = list(getattr(config, "mlp_only_layers", None) or [])
     sparse_step = getattr(config, "decoder_sparse_step", None) or 1
     if config.model_type in ("qwen2_moe", "qwen3_moe") and (dense or sparse_step != 1):
