@@ -21,7 +21,12 @@ from mrl.errors import InputError
 from mrl.rollout import load_engine
 from mrl.rollout.base import SamplingParams, sample_seed
 from mrl.rollout.sglang import Engine
-from mrl.rollout.sglang_server.decode import RouteShape, decode_sample, refuse_unfaithful, route_shape
+from mrl.rollout.sglang_server.decode import (
+    RouteShape,
+    decode_sample,
+    refuse_unfaithful,
+    route_shape,
+)
 from mrl.toy_model import build_tokenizer, write_toy_model
 
 ROUTES = {"num_hidden_layers": 3, "moe_layer_numbers": (2, 3), "topk": 2, "weight_version": 4}
