@@ -45,6 +45,17 @@ class Owner(Protocol):
 
 CONFIG_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
+RESCUE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save in flight."""
+
+    step: int
+    content: dict[str, Any]
+    """Of the manifest."""
+    writer: ShardWriter
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class Loaded:
 
 
 class Checkpoints:
-    """The checkpoints of a run. Every method is a collective: call it on all ranks.
+    """The checkpoints of a run. Every method but `rescue` is a collective: call it on all ranks.
 
     With `async_save` a save only copies to the host; `poll` at every step boundary gives the finished
     one its name, and one that could not be written raises RunFailed there, on all ranks.
@@ -80,6 +91,7 @@ class Checkpoints:
         self.async_save = async_save
         self.warn = warn
         self._queue = AsyncCallsQueue()
+        self._in_flight: Save | None = None
 
     def save(self, step: int, owner: Owner, trainer: dict[str, Any]) -> Path:
         """Save the owner's model and the JSON-able `trainer` state; returns the folder-to-be.
@@ -99,15 +111,8 @@ class Checkpoints:
         shards = [*state_shards(model.weights, model.optimizer), self._random_shard()]
         writer = ShardWriter(partial, groups.rank, groups.dims.world)
         request = writer.request(shards, copy=self.async_save)
-        content = self._content(step, model, trainer)
-
-        def publish() -> None:
-            files = writer.collect()
-            self._on_first_rank(
-                partial, lambda: _publish(self.root, step, self.keep, content, files)
-            )
-
-        request.add_finalize_fn(publish)
+        self._in_flight = Save(step, self._content(step, model, trainer), writer)
+        request.add_finalize_fn(self._name_in_flight)
         if self.async_save:
             self._queue.schedule_async_request(request)
         else:
@@ -121,6 +126,36 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for the save in flight, if any."""
         self._queue.maybe_finalize_async_calls(blocking=True)
+
+    def rescue(self, wait_s: float = RESCUE_S) -> None:
+        """After a failure: name the save in flight if every rank has written its share.
+
+        No collective, for ranks may be gone; waits up to `wait_s` for them. What is not whole then is
+        reported and stays without a name. Raises nothing for it: another error is on its way.
+        """
+        save, self._in_flight = self._in_flight, None
+        if save is None:
+            return
+        self._queue = AsyncCallsQueue()
+        name = manifest.folder_name(save.step)
+        try:
+            save.writer.wait(wait_s)  # on every rank: the process that writes dies with its trainer
+            if self.groups.rank == 0:
+                _publish(self.root, self.keep, save)
+            self.warn(f"checkpoint {name} was in flight when the run stopped; it is whole")
+        except Exception as error:
+            self.warn(f"checkpoint {name} was in flight when the run stopped, and is lost: {error}")
+
+    def _name_in_flight(self) -> None:
+        save = self._in_flight
+        assert save is not None
+        try:
+            save.writer.collect()
+            self._on_first_rank(save.writer.folder, lambda: _publish(self.root, self.keep, save))
+        except RunFailed:
+            self._in_flight = None  # nothing that could be rescued
+            raise
+        self._in_flight = None
 
     def load_newest(self, owner: Owner) -> Loaded:
         """Load the newest checkpoint that is whole; every damaged one on the way is reported.
@@ -224,13 +259,13 @@ class Checkpoints:
         return next((each for each in reasons if each is not None), None)
 
     def _on_first_rank(self, partial: Path, work: Callable[[], None]) -> None:
-        """Raise RunFailed on every rank when the file work of the first one fails."""
+        """Raise RunFailed on every rank when the file work of the first one fails, in whatever way."""
         reason = None
         if self.groups.rank == 0:
             try:
                 work()
-            except OSError as error:
-                reason = str(error)
+            except Exception as error:  # torch.save on a full disk: RuntimeError
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if reason := self._first(reason):
             raise RunFailed(f"checkpoint {partial}: {reason}; the one before it is untouched")
 
@@ -251,11 +286,11 @@ def _start_folder(partial: Path, common: dict[str, Any]) -> None:
     torch.save(common, partial / COMMON_FILE)
 
 
-def _publish(
-    root: Path, step: int, keep: int, content: dict[str, Any], files: dict[str, manifest.FileRecord]
-) -> None:
-    partial = manifest.partial_folder(root, step)
+def _publish(root: Path, keep: int, save: Save) -> None:
+    partial, files = save.writer.folder, save.writer.finish()
     save_config(CheckpointingConfig("torch_dist"), str(partial))
-    small = {n: manifest.record(partial / n) for n in (COMMON_FILE, CONFIG_FILE, ".metadata")}
-    manifest.write_manifest(partial, content, files | small)
-    manifest.publish(root, step, keep)
+    for name in (COMMON_FILE, CONFIG_FILE, ".metadata"):
+        manifest.sync(partial / name)
+        files[name] = manifest.record(partial / name)
+    manifest.write_manifest(partial, save.content, files)
+    manifest.publish(root, save.step, keep)

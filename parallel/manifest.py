@@ -189,7 +189,7 @@ def publish(root: Path, step: int, keep: int) -> Path:
     """Give a whole checkpoint its name, point LATEST to it, remove all but the newest `keep`."""
     final, partial = root / folder_name(step), partial_folder(root, step)
     replaced = root / f".{final.name}.replaced"
-    _sync_folder(partial)
+    sync(partial)
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():  # of a run that was set back
         final.rename(replaced)
@@ -212,11 +212,12 @@ def write_durably(file: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     partial.replace(file)
-    _sync_folder(file.parent)
+    sync(file.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
