@@ -24,16 +24,18 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.utils import get_model_config
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from mrl import __version__
 from mrl.errors import InputError, RunFailed
 from parallel import manifest
 from parallel.groups import Groups
+from parallel.hf_config import HfModel
 from parallel.optimizer_state import get_step, set_step
 from parallel.pickle_scan import check_pickles
 from parallel.random_state import pack_random_state, reseed, restore_random_state
 from parallel.shard_writer import ShardWriter
-from parallel.sharded_state import misfit, saved_key, state_shards
+from parallel.sharded_state import misfit, parameter_names, saved_key, state_shards
 from parallel.trained_model import TrainedModel
 
 
@@ -188,7 +190,8 @@ class Checkpoints:
         shards = []
         if reason is None:
             shards = state_shards(model.weights, model.optimizer, saved_key(saved))
-        if reason := self._first(reason or misfit(shards, saved)):
+        unused = self._unused(shards, saved)
+        if reason := self._first(reason or misfit(shards, saved) or unused):
             raise InputError(
                 f"checkpoint {folder} is of another model: {reason}; give the model.path that it was "
                 "trained from, or another output_dir"
@@ -209,6 +212,15 @@ class Checkpoints:
         else:
             reseed(common["seed"], content["step"])
         return Loaded(content["step"], content["trainer"], same_layout)
+
+    def _unused(self, shards: list[ShardedTensor], saved: Metadata) -> str | None:
+        """A parameter of the checkpoint that no rank has, in words."""
+        names = parameter_names(saved)
+        ours = {shard.key.partition(".")[2] for shard in shards}
+        used = torch.tensor([name in ours for name in names], dtype=torch.uint8)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        left = [name for name, flag in zip(names, used.tolist(), strict=True) if not flag]
+        return f"this model has no {left[0]}" if left else None
 
     def _layout(self) -> dict[str, Any]:
         return {
@@ -271,13 +283,25 @@ class Checkpoints:
 
 
 def _other_model(content: dict[str, Any], model: TrainedModel) -> str | None:
-    ours, theirs = model.weights.model, content["model"]["config"]
-    if theirs["model_type"] != ours.architecture.model_type:
-        return f"model_type {theirs['model_type']} there, {ours.architecture.model_type} here"
-    ours_sizes, sizes = ours.sizes, ours.architecture.sizes(theirs)
-    if sizes != ours_sizes:
-        return f"{sizes} there, {ours_sizes} here"
+    """The first setting in which the saved model is not ours, in words. Equal sizes are not enough:
+    under another RoPE theta or routing the same tensors are another function."""
+    ours, config = model.weights.model, content["model"]["config"]
+    if config["model_type"] != ours.architecture.model_type:
+        return f"model_type {config['model_type']} there, {ours.architecture.model_type} here"
+    there, here = (_settings(m) for m in (dataclasses.replace(ours, config=config), ours))
+    for key in here | there:
+        if here.get(key) != there.get(key):
+            return f"{key} {there.get(key)} there, {here.get(key)} here"
     return None
+
+
+def _settings(model: HfModel) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(model.sizes),
+        "rope_theta": model.rotary_base,
+        "tie_word_embeddings": model.tied_embeddings,
+        **model.architecture.transformer_config(model.config),
+    }
 
 
 def _start_folder(partial: Path, common: dict[str, Any]) -> None:
