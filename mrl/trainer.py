@@ -62,6 +62,7 @@ class Trainer:
             self.groups,
             keep=recipe.checkpoint.keep,
             async_save=recipe.checkpoint.async_save,
+            seed=recipe.seed,
             warn=console.warning if self.is_main else lambda text: None,
         )
 

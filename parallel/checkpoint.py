@@ -85,12 +85,16 @@ class Checkpoints:
         *,
         keep: int,
         async_save: bool = False,
+        seed: int = 0,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """`seed`: the recipe's, from which other layouts draw their random states; a checkpoint that is
+        loaded brings its own."""
         self.root = root
         self.groups = groups
         self.keep = keep
         self.async_save = async_save
+        self.seed = seed
         self.warn = warn
         self._queue = AsyncCallsQueue()
         self._in_flight: Save | None = None
@@ -107,7 +111,7 @@ class Checkpoints:
         common = {
             "adam_step": get_step(model.optimizer),
             "scheduler": model.scheduler.state_dict(),
-            "seed": torch.initial_seed(),
+            "seed": self.seed,
         }
         self._on_first_rank(partial, lambda: _start_folder(partial, common))
         shards = [*state_shards(model.weights, model.optimizer), self._random_shard()]
@@ -160,16 +164,28 @@ class Checkpoints:
         self._in_flight = None
 
     def load_newest(self, owner: Owner) -> Loaded:
-        """Load the newest checkpoint that is whole; every damaged one on the way is reported.
+        """Load the newest checkpoint that is whole; every damaged one on the way is reported and
+        renamed, so that it neither counts in `keep` nor is found again.
 
         Raises InputError when there is none, or it is of another model.
         """
         listed = [manifest.candidates(self.root) if self.groups.rank == 0 else None]
         dist.broadcast_object_list(listed)
-        folder = manifest.newest_good(listed[0] or [], self._find_damage, self.warn)
+        folders = listed[0] or []
+        folder = manifest.newest_good(folders, self._find_damage, self.warn)
         if folder is None:
             raise InputError(f"{self.root}: there is no checkpoint; start without one")
-        return self._load(folder, owner.trained)
+        loaded = self._load(folder, owner.trained)
+        if damaged := folders[: folders.index(folder)]:
+            self._on_first_rank(folder, lambda: self._set_aside(damaged, loaded.step))
+        return loaded
+
+    def _set_aside(self, damaged: list[Path], step: int) -> None:
+        for folder in damaged:
+            if folder.is_dir():
+                aside = manifest.set_aside(folder)
+                self.warn(f"checkpoint {folder.name} is kept as {aside.name}; remove it at will")
+        manifest.point_to(self.root, step)
 
     def load(self, step: int, owner: Owner) -> Loaded:
         """Load one checkpoint. Raises InputError when it is damaged or of another model."""
@@ -206,11 +222,12 @@ class Checkpoints:
         set_step(model.optimizer, common["adam_step"])
         model.scheduler.num_steps = 0  # loading adds to it
         model.scheduler.load_state_dict(common["scheduler"])
+        self.seed = common["seed"]
         if random is not None:
             assert random.data is not None
             restore_random_state(random.data, self.groups.device)
         else:
-            reseed(common["seed"], content["step"])
+            reseed(self.seed, content["step"])
         return Loaded(content["step"], content["trainer"], same_layout)
 
     def _unused(self, shards: list[ShardedTensor], saved: Metadata) -> str | None:

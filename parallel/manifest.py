@@ -8,6 +8,7 @@ is damaged can be named.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -194,7 +195,7 @@ def publish(root: Path, step: int, keep: int) -> Path:
     if final.exists():  # of a run that was set back
         final.rename(replaced)
     partial.rename(final)
-    write_durably(root / LATEST, f"{step}\n")
+    point_to(root, step)
     # Later ones belong to a run that was set back; hidden ones to saves that were cut short.
     upto = [number for number in _steps(root) if number <= step]
     for old in (folder_name(number) for number in upto[:-keep]):
@@ -203,6 +204,18 @@ def publish(root: Path, step: int, keep: int) -> Path:
         if hidden.suffix in (".partial", ".replaced", ".removed"):
             shutil.rmtree(hidden, ignore_errors=True)
     return final
+
+
+def point_to(root: Path, step: int) -> None:
+    """Make LATEST name this step: a start goes on from there."""
+    write_durably(root / LATEST, f"{step}\n")
+
+
+def set_aside(folder: Path) -> Path:
+    """Give a damaged checkpoint a name that is no checkpoint's, `iter_0000010.damaged`; returns it."""
+    names = (f"{folder.name}.damaged{'' if n == 1 else f'.{n}'}" for n in itertools.count(1))
+    aside = next(path for name in names if not (path := folder.with_name(name)).exists())
+    return folder.rename(aside)
 
 
 def write_durably(file: Path, text: str) -> None:

@@ -181,3 +181,35 @@ def test_a_full_disk_stops_every_rank_and_leaves_none_waiting(
     assert "File too large" in one["metadata"]
     assert "rank 1" in one["share"]
     assert latest_step(tmp_path / "c") is None
+
+
+def falls_back(model_path: Path, root: Path) -> dict[str, Any]:
+    """Step 20 is damaged, so the run goes on from 10; twice, with a save in between."""
+    groups = join_groups(model_path, {})
+    policy, said = build(model_path, groups), []
+    store = Checkpoints(root, groups, keep=2, warn=said.append)
+    steps = []
+    store.save(10, policy, {})
+    for then in (13, 14):
+        store.save(20, policy, {})
+        if groups.rank == 0:
+            data = root / folder_name(20) / "__1_0.distcp"
+            data.write_bytes(data.read_bytes()[:-1])
+        dist.barrier()
+        steps += [store.load_newest(policy).step, latest_step(root), store.load_newest(policy).step]
+        store.save(then, policy, {})
+    return {"steps": steps, "said": said, "left": sorted(f.name for f in root.glob("iter_*"))}
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_pushes_no_good_one_out(
+    model_path: Path, tmp_path: Path
+) -> None:
+    outs = run_ranks(2, falls_back, model_path, tmp_path / "c", folder=tmp_path / "out")
+    for out in outs:
+        assert out["steps"] == [10, 10, 10, 13, 13, 13]
+    aside = [f"{folder_name(20)}.damaged{end}" for end in ("", ".2")]
+    assert outs[0]["left"] == [folder_name(13), folder_name(14), *aside]
+    assert damage(tmp_path / "c" / folder_name(13)) is None
+    assert "__1_0.distcp has" in outs[0]["said"][0]
+    assert f"{folder_name(20)} is kept as {aside[0]}" in outs[0]["said"][1]
+    assert len(outs[0]["said"]) == 4
