@@ -197,6 +197,11 @@ class Trainer:
         due = last or told or (every and self.step % every == 0)
         if due and not recipe.debug.rollout_only:
             self._save()
+        if told and recipe.debug.rollout_only:
+            raise SystemExit(
+                f"mrl: SIGUSR1: stopped after step {self.step}; debug.rollout_only saves no "
+                "checkpoint, another start begins anew"
+            )
         if told:
             self.checkpoints.finish()
             raise SystemExit(f"mrl: SIGUSR1: saved step {self.step}; start again to go on")
