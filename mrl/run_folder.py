@@ -2,7 +2,8 @@
 
 OUTPUT_DIR/config.yaml            the resolved recipe
 OUTPUT_DIR/metrics.jsonl          one object a step
-OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts)
+OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts);
+                                  dropped_0/: of steps that a restart did again
 OUTPUT_DIR/checkpoints/           iter_0000010/, latest_checkpointed_iteration.txt
 OUTPUT_DIR/logs/                  the engines' logs
 """
@@ -10,6 +11,7 @@ OUTPUT_DIR/logs/                  the engines' logs
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -83,13 +85,28 @@ class RunFolder:
         dump_recipe(recipe, self.config)
 
     def rewind(self, step: int) -> None:
-        """Drop the metrics of steps that a resumed run will do again."""
+        """Make room for steps that a resumed run will do again, from `step` on.
+
+        Their metrics are dropped. Their rollouts are moved to `rollouts/dropped_0/`, or the next free
+        number: `debug.load_rollouts` would otherwise find steps of two histories side by side.
+        """
+        self._drop_rollouts(step)
         if not self.metrics.exists():
             return
         kept = [r for r in self.read_metrics() if r["step"] < step]
         partial = self.metrics.with_suffix(".partial")
         partial.write_text("".join(_line(row) for row in kept))
         partial.replace(self.metrics)
+
+    def _drop_rollouts(self, step: int) -> None:
+        dropped = [f for f in self.rollouts.glob("step_*") if _step_of_rollouts(f) >= step]
+        if not dropped:
+            return
+        aside = (self.rollouts / f"dropped_{n}" for n in itertools.count())
+        folder = next(path for path in aside if not path.exists())
+        folder.mkdir()
+        for file in dropped:
+            file.rename(folder / file.name)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl; a line cut short by a crash is left out."""
@@ -140,6 +157,12 @@ class RunFolder:
 def saved_step(rollouts: str | Path, step: int) -> Path:
     """The file with all tensors of a step, in the `rollouts` folder of a run."""
     return Path(rollouts) / f"step_{step:06d}.safetensors"
+
+
+def _step_of_rollouts(file: Path) -> int:
+    """Of `step_000012.jsonl` and the like; -1 for another name."""
+    number = file.name.removeprefix("step_").partition(".")[0]
+    return int(number) if number.isascii() and number.isdigit() else -1
 
 
 def _may_change(key: str) -> bool:

@@ -62,6 +62,7 @@ class Trainer:
             self.groups,
             keep=recipe.checkpoint.keep,
             async_save=recipe.checkpoint.async_save,
+            seed=recipe.seed,
             warn=console.warning if self.is_main else lambda text: None,
         )
 
@@ -84,6 +85,9 @@ class Trainer:
                 self.checkpoints.poll()
                 self._save_if_due()
             self.checkpoints.finish()
+        except BaseException:
+            self.checkpoints.rescue()
+            raise
         finally:
             self.collector.close()
 
@@ -109,6 +113,7 @@ class Trainer:
         set_advantages(groups, self.plan.algorithm, recipe.algorithm)
         self._write_rollouts(groups)  # first: a batch that breaks the update must be on file
         metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
+        self.checkpoints.poll()  # a step that fails must not cost the one before
         if not recipe.debug.rollout_only:
             metrics |= self._learn(groups, clock)
             memory |= memory_statistics("train", self.policy.ledger.where())
@@ -199,6 +204,11 @@ class Trainer:
         due = last or told or (every and self.step % every == 0)
         if due and not recipe.debug.rollout_only:
             self._save()
+        if told and recipe.debug.rollout_only:
+            raise SystemExit(
+                f"mrl: SIGUSR1: stopped after step {self.step}; debug.rollout_only saves no "
+                "checkpoint, another start begins anew"
+            )
         if told:
             self.checkpoints.finish()
             raise SystemExit(f"mrl: SIGUSR1: saved step {self.step}; start again to go on")

@@ -24,16 +24,18 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.utils import get_model_config
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from mrl import __version__
 from mrl.errors import InputError, RunFailed
 from parallel import manifest
 from parallel.groups import Groups
+from parallel.hf_config import HfModel
 from parallel.optimizer_state import get_step, set_step
 from parallel.pickle_scan import check_pickles
 from parallel.random_state import pack_random_state, reseed, restore_random_state
 from parallel.shard_writer import ShardWriter
-from parallel.sharded_state import misfit, saved_key, state_shards
+from parallel.sharded_state import misfit, parameter_names, saved_key, state_shards
 from parallel.trained_model import TrainedModel
 
 
@@ -45,6 +47,17 @@ class Owner(Protocol):
 
 CONFIG_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
+RESCUE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save in flight."""
+
+    step: int
+    content: dict[str, Any]
+    """Of the manifest."""
+    writer: ShardWriter
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class Loaded:
 
 
 class Checkpoints:
-    """The checkpoints of a run. Every method is a collective: call it on all ranks.
+    """The checkpoints of a run. Every method but `rescue` is a collective: call it on all ranks.
 
     With `async_save` a save only copies to the host; `poll` at every step boundary gives the finished
     one its name, and one that could not be written raises RunFailed there, on all ranks.
@@ -72,14 +85,19 @@ class Checkpoints:
         *,
         keep: int,
         async_save: bool = False,
+        seed: int = 0,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """`seed`: the recipe's, from which other layouts draw their random states; a checkpoint that is
+        loaded brings its own."""
         self.root = root
         self.groups = groups
         self.keep = keep
         self.async_save = async_save
+        self.seed = seed
         self.warn = warn
         self._queue = AsyncCallsQueue()
+        self._in_flight: Save | None = None
 
     def save(self, step: int, owner: Owner, trainer: dict[str, Any]) -> Path:
         """Save the owner's model and the JSON-able `trainer` state; returns the folder-to-be.
@@ -93,21 +111,14 @@ class Checkpoints:
         common = {
             "adam_step": get_step(model.optimizer),
             "scheduler": model.scheduler.state_dict(),
-            "seed": torch.initial_seed(),
+            "seed": self.seed,
         }
         self._on_first_rank(partial, lambda: _start_folder(partial, common))
         shards = [*state_shards(model.weights, model.optimizer), self._random_shard()]
         writer = ShardWriter(partial, groups.rank, groups.dims.world)
         request = writer.request(shards, copy=self.async_save)
-        content = self._content(step, model, trainer)
-
-        def publish() -> None:
-            files = writer.collect()
-            self._on_first_rank(
-                partial, lambda: _publish(self.root, step, self.keep, content, files)
-            )
-
-        request.add_finalize_fn(publish)
+        self._in_flight = Save(step, self._content(step, model, trainer), writer)
+        request.add_finalize_fn(self._name_in_flight)
         if self.async_save:
             self._queue.schedule_async_request(request)
         else:
@@ -122,17 +133,59 @@ class Checkpoints:
         """Wait for the save in flight, if any."""
         self._queue.maybe_finalize_async_calls(blocking=True)
 
+    def rescue(self, wait_s: float = RESCUE_S) -> None:
+        """After a failure: name the save in flight if every rank has written its share.
+
+        No collective, for ranks may be gone; waits up to `wait_s` for them. What is not whole then is
+        reported and stays without a name. Raises nothing for it: another error is on its way.
+        """
+        save, self._in_flight = self._in_flight, None
+        if save is None:
+            return
+        self._queue = AsyncCallsQueue()
+        name = manifest.folder_name(save.step)
+        try:
+            save.writer.wait(wait_s)  # on every rank: the process that writes dies with its trainer
+            if self.groups.rank == 0:
+                _publish(self.root, self.keep, save)
+            self.warn(f"checkpoint {name} was in flight when the run stopped; it is whole")
+        except Exception as error:
+            self.warn(f"checkpoint {name} was in flight when the run stopped, and is lost: {error}")
+
+    def _name_in_flight(self) -> None:
+        save = self._in_flight
+        assert save is not None
+        try:
+            save.writer.collect()
+            self._on_first_rank(save.writer.folder, lambda: _publish(self.root, self.keep, save))
+        except RunFailed:
+            self._in_flight = None  # nothing that could be rescued
+            raise
+        self._in_flight = None
+
     def load_newest(self, owner: Owner) -> Loaded:
-        """Load the newest checkpoint that is whole; every damaged one on the way is reported.
+        """Load the newest checkpoint that is whole; every damaged one on the way is reported and
+        renamed, so that it neither counts in `keep` nor is found again.
 
         Raises InputError when there is none, or it is of another model.
         """
         listed = [manifest.candidates(self.root) if self.groups.rank == 0 else None]
         dist.broadcast_object_list(listed)
-        folder = manifest.newest_good(listed[0] or [], self._find_damage, self.warn)
+        folders = listed[0] or []
+        folder = manifest.newest_good(folders, self._find_damage, self.warn)
         if folder is None:
             raise InputError(f"{self.root}: there is no checkpoint; start without one")
-        return self._load(folder, owner.trained)
+        loaded = self._load(folder, owner.trained)
+        if damaged := folders[: folders.index(folder)]:
+            self._on_first_rank(folder, lambda: self._set_aside(damaged, loaded.step))
+        return loaded
+
+    def _set_aside(self, damaged: list[Path], step: int) -> None:
+        for folder in damaged:
+            if folder.is_dir():
+                aside = manifest.set_aside(folder)
+                self.warn(f"checkpoint {folder.name} is kept as {aside.name}; remove it at will")
+        manifest.point_to(self.root, step)
 
     def load(self, step: int, owner: Owner) -> Loaded:
         """Load one checkpoint. Raises InputError when it is damaged or of another model."""
@@ -153,7 +206,8 @@ class Checkpoints:
         shards = []
         if reason is None:
             shards = state_shards(model.weights, model.optimizer, saved_key(saved))
-        if reason := self._first(reason or misfit(shards, saved)):
+        unused = self._unused(shards, saved)
+        if reason := self._first(reason or misfit(shards, saved) or unused):
             raise InputError(
                 f"checkpoint {folder} is of another model: {reason}; give the model.path that it was "
                 "trained from, or another output_dir"
@@ -168,12 +222,22 @@ class Checkpoints:
         set_step(model.optimizer, common["adam_step"])
         model.scheduler.num_steps = 0  # loading adds to it
         model.scheduler.load_state_dict(common["scheduler"])
+        self.seed = common["seed"]
         if random is not None:
             assert random.data is not None
             restore_random_state(random.data, self.groups.device)
         else:
-            reseed(common["seed"], content["step"])
+            reseed(self.seed, content["step"])
         return Loaded(content["step"], content["trainer"], same_layout)
+
+    def _unused(self, shards: list[ShardedTensor], saved: Metadata) -> str | None:
+        """A parameter of the checkpoint that no rank has, in words."""
+        names = parameter_names(saved)
+        ours = {shard.key.partition(".")[2] for shard in shards}
+        used = torch.tensor([name in ours for name in names], dtype=torch.uint8)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        left = [name for name, flag in zip(names, used.tolist(), strict=True) if not flag]
+        return f"this model has no {left[0]}" if left else None
 
     def _layout(self) -> dict[str, Any]:
         return {
@@ -224,25 +288,37 @@ class Checkpoints:
         return next((each for each in reasons if each is not None), None)
 
     def _on_first_rank(self, partial: Path, work: Callable[[], None]) -> None:
-        """Raise RunFailed on every rank when the file work of the first one fails."""
+        """Raise RunFailed on every rank when the file work of the first one fails, in whatever way."""
         reason = None
         if self.groups.rank == 0:
             try:
                 work()
-            except OSError as error:
-                reason = str(error)
+            except Exception as error:  # torch.save on a full disk: RuntimeError
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if reason := self._first(reason):
             raise RunFailed(f"checkpoint {partial}: {reason}; the one before it is untouched")
 
 
 def _other_model(content: dict[str, Any], model: TrainedModel) -> str | None:
-    ours, theirs = model.weights.model, content["model"]["config"]
-    if theirs["model_type"] != ours.architecture.model_type:
-        return f"model_type {theirs['model_type']} there, {ours.architecture.model_type} here"
-    ours_sizes, sizes = ours.sizes, ours.architecture.sizes(theirs)
-    if sizes != ours_sizes:
-        return f"{sizes} there, {ours_sizes} here"
+    """The first setting in which the saved model is not ours, in words. Equal sizes are not enough:
+    under another RoPE theta or routing the same tensors are another function."""
+    ours, config = model.weights.model, content["model"]["config"]
+    if config["model_type"] != ours.architecture.model_type:
+        return f"model_type {config['model_type']} there, {ours.architecture.model_type} here"
+    there, here = (_settings(m) for m in (dataclasses.replace(ours, config=config), ours))
+    for key in here | there:
+        if here.get(key) != there.get(key):
+            return f"{key} {there.get(key)} there, {here.get(key)} here"
     return None
+
+
+def _settings(model: HfModel) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(model.sizes),
+        "rope_theta": model.rotary_base,
+        "tie_word_embeddings": model.tied_embeddings,
+        **model.architecture.transformer_config(model.config),
+    }
 
 
 def _start_folder(partial: Path, common: dict[str, Any]) -> None:
@@ -251,11 +327,11 @@ def _start_folder(partial: Path, common: dict[str, Any]) -> None:
     torch.save(common, partial / COMMON_FILE)
 
 
-def _publish(
-    root: Path, step: int, keep: int, content: dict[str, Any], files: dict[str, manifest.FileRecord]
-) -> None:
-    partial = manifest.partial_folder(root, step)
+def _publish(root: Path, keep: int, save: Save) -> None:
+    partial, files = save.writer.folder, save.writer.finish()
     save_config(CheckpointingConfig("torch_dist"), str(partial))
-    small = {n: manifest.record(partial / n) for n in (COMMON_FILE, CONFIG_FILE, ".metadata")}
-    manifest.write_manifest(partial, content, files | small)
-    manifest.publish(root, step, keep)
+    for name in (COMMON_FILE, CONFIG_FILE, ".metadata"):
+        manifest.sync(partial / name)
+        files[name] = manifest.record(partial / name)
+    manifest.write_manifest(partial, save.content, files)
+    manifest.publish(root, save.step, keep)

@@ -8,6 +8,7 @@ is damaged can be named.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -189,12 +190,12 @@ def publish(root: Path, step: int, keep: int) -> Path:
     """Give a whole checkpoint its name, point LATEST to it, remove all but the newest `keep`."""
     final, partial = root / folder_name(step), partial_folder(root, step)
     replaced = root / f".{final.name}.replaced"
-    _sync_folder(partial)
+    sync(partial)
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():  # of a run that was set back
         final.rename(replaced)
     partial.rename(final)
-    write_durably(root / LATEST, f"{step}\n")
+    point_to(root, step)
     # Later ones belong to a run that was set back; hidden ones to saves that were cut short.
     upto = [number for number in _steps(root) if number <= step]
     for old in (folder_name(number) for number in upto[:-keep]):
@@ -205,6 +206,18 @@ def publish(root: Path, step: int, keep: int) -> Path:
     return final
 
 
+def point_to(root: Path, step: int) -> None:
+    """Make LATEST name this step: a start goes on from there."""
+    write_durably(root / LATEST, f"{step}\n")
+
+
+def set_aside(folder: Path) -> Path:
+    """Give a damaged checkpoint a name that is no checkpoint's, `iter_0000010.damaged`; returns it."""
+    names = (f"{folder.name}.damaged{'' if n == 1 else f'.{n}'}" for n in itertools.count(1))
+    aside = next(path for name in names if not (path := folder.with_name(name)).exists())
+    return folder.rename(aside)
+
+
 def write_durably(file: Path, text: str) -> None:
     partial = file.with_name(f".{file.name}.partial")
     with partial.open("w") as stream:
@@ -212,11 +225,12 @@ def write_durably(file: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     partial.replace(file)
-    _sync_folder(file.parent)
+    sync(file.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

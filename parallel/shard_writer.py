@@ -14,6 +14,7 @@ import json
 import math
 import os
 import signal
+import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -37,10 +38,16 @@ from mrl.errors import RunFailed
 from parallel.manifest import FileRecord, record
 
 PR_SET_PDEATHSIG = 1
+POLL_S = 0.05
+Report = dict[str, Any]
+"""What a rank has written: `items` and `files`, or `error`."""
 
 
 class ShardWriter:
-    """One save: plan and copy, write (maybe elsewhere), collect. Every method is a collective."""
+    """One save: plan and copy, write (maybe elsewhere), collect, finish.
+
+    `request` and `collect` are collectives.
+    """
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         self.folder = folder
@@ -49,7 +56,7 @@ class ShardWriter:
         # No copying ahead: that would use a CUDA stream, which a forked process cannot.
         self._writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
         self._metadata: Metadata | None = None
-        self._report = folder / f"written_{rank:05d}.json"
+        self._reports: list[Report] | None = None
 
     def request(self, shards: list[ShardedTensor], *, copy: bool) -> AsyncRequest:
         """Plan what every rank writes, and give back the writing as something to run or to start.
@@ -69,7 +76,7 @@ class ShardWriter:
         self._writer.set_up_storage_writer(self.rank == 0)
         plan = self._global_plan(planner, planner.create_local_plan())
         plan = planner.finish_plan(plan)
-        arguments = (self._writer, planner, plan, self._report, os.getpid())
+        arguments = (self._writer, planner, plan, self._report_file(self.rank), os.getpid())
         return AsyncRequest(_write, arguments, [])
 
     def _global_plan(self, planner: DefaultSavePlanner, mine: SavePlan) -> SavePlan:
@@ -89,30 +96,53 @@ class ShardWriter:
             raise ValueError(f"checkpoint: the ranks' shares do not fit together: {answer[0]}")
         return answer[0]
 
-    def collect(self) -> dict[str, FileRecord]:
-        """After the writing: write `.metadata`; every file with size and digest, on rank 0.
-
-        Raises RunFailed on every rank when one of them has not written its share.
-        """
+    def collect(self) -> None:
+        """After the writing: raise RunFailed on every rank when one has not written its share."""
         reports: list[Any] = [None] * self.world
-        dist.all_gather_object(reports, self._read_report())
+        ours = self._read_report(self.rank)
+        missing = {"error": "the process that writes ended without a report"}
+        dist.all_gather_object(reports, ours or missing)
+        self._accept(reports)
+
+    def wait(self, timeout_s: float) -> None:
+        """`collect` for when ranks may be gone: rank 0 reads the reports of all, the others their own.
+
+        Raises RunFailed when a rank has not written its share, or not within `timeout_s`.
+        """
+        if self._reports is not None:
+            return
+        ranks = range(self.world) if self.rank == 0 else (self.rank,)
+        deadline = time.monotonic() + timeout_s
+        while missing := [rank for rank in ranks if self._read_report(rank) is None]:
+            if time.monotonic() > deadline:
+                raise RunFailed(f"rank {missing[0]} has not written its share in {timeout_s:g} s")
+            time.sleep(POLL_S)
+        self._accept([self._read_report(rank) or {} for rank in ranks])
+
+    def finish(self) -> dict[str, FileRecord]:
+        """On rank 0, after `collect` or `wait`: write `.metadata`; every file with size and digest."""
+        assert self._metadata is not None
+        assert self._reports is not None
+        results = [[_result(item) for item in report["items"]] for report in self._reports]
+        self._writer.finish(self._metadata, results)
+        for rank in range(self.world):
+            self._report_file(rank).unlink(missing_ok=True)
+        return {n: FileRecord(*r) for report in self._reports for n, r in report["files"].items()}
+
+    def _accept(self, reports: list[Report]) -> None:
         for rank, report in enumerate(reports):
             if "error" in report:
                 raise RunFailed(f"checkpoint {self.folder}: rank {rank}: {report['error']}")
-        if self.rank > 0:
-            return {}
-        assert self._metadata is not None
-        results = [[_result(item) for item in report["items"]] for report in reports]
-        self._writer.finish(self._metadata, results)
-        return {n: FileRecord(*r) for report in reports for n, r in report["files"].items()}
+        self._reports = reports
 
-    def _read_report(self) -> dict[str, Any]:
+    def _report_file(self, rank: int) -> Path:
+        return self.folder / f"written_{rank:05d}.json"
+
+    def _read_report(self, rank: int) -> Report | None:
         try:
-            report = json.loads(self._report.read_text())
-            self._report.unlink()
-        except (OSError, ValueError) as error:
-            return {"error": f"the process that writes ended without a report ({error})"}
-        return report
+            return json.loads(self._report_file(rank).read_text())
+        except (OSError, ValueError):
+            return None
 
 
 def check_coverage(metadata: Metadata) -> None:
@@ -137,15 +167,23 @@ def _write(
         results = writer.write_data(plan, planner).wait()
         names = sorted({result.storage_data.relative_path for result in results})
         files = {name: tuple(record(report.parent / name)) for name in names}
-        content: dict[str, Any] = {"items": [_item(r) for r in results], "files": files}
+        content: Report = {"items": [_item(r) for r in results], "files": files}
     except Exception as error:
         content = {"error": f"{type(error).__name__}: {error}"}
-    report.write_text(json.dumps(content))
+    partial = report.with_suffix(".partial")
+    try:
+        partial.write_text(json.dumps(content))
+        partial.replace(report)  # at once: another process may be waiting for it
+    except OSError:
+        partial.unlink(missing_ok=True)  # a missing report says as much
 
 
 def _settle_in_child(parent: int) -> None:
     """A killed trainer leaves nobody behind who writes where the next one does."""
     torch.set_num_threads(1)  # the parent's OpenMP threads did not come along
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to all; the trainer names what is done
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before prctl
         os._exit(1)

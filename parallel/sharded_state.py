@@ -105,6 +105,12 @@ def saved_key(saved: Metadata) -> KeyOf:
     return key
 
 
+def parameter_names(saved: Metadata) -> list[str]:
+    """Of the whole model in a checkpoint, in order."""
+    kinds = (key.partition(".") for key in saved.state_dict_metadata)
+    return sorted(name for kind, _, name in kinds if kind == "model")
+
+
 def misfit(shards: list[ShardedTensor], saved: Metadata) -> str | None:
     """What keeps these tensors from being read from a checkpoint, in words."""
     for shard in shards:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from mrl.cli import train
 from mrl.config import load_recipe
+from mrl.errors import InputError
+from mrl.run_folder import RunFolder, saved_step
 from parallel.groups import world_size
+from parallel.manifest import damage, latest_step
 from parallel.saved_tensors import SavedTensors
-from tests.loop.conftest import TOY_RECIPE, Toy
+from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy, environment
 from tests.loop.test_run import metrics
 from tests.ranks import run_ranks
 
@@ -45,6 +52,9 @@ def test_a_damaged_checkpoint_is_left_out_and_the_layout_may_change(
     shown = " ".join(capfd.readouterr().out.split())
     assert "iter_0000002 is damaged and left out" in shown
     assert "__0_0.distcp does not match its SHA-256" in shown
+    assert "iter_0000002 is kept as iter_0000002.damaged" in shown
+    dropped = run / "rollouts/dropped_0"
+    assert [f.name for f in dropped.iterdir()] == ["step_000001.jsonl"]
 
     assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3]
     assert (
@@ -55,3 +65,74 @@ def test_a_damaged_checkpoint_is_left_out_and_the_layout_may_change(
     for key in theirs:
         if key.startswith("model."):
             assert float((ours[key] - theirs[key]).norm() / theirs[key].norm()) < 1e-4, key
+
+
+def trained_until_it_fails(overrides: list[str]) -> str:
+    try:
+        trained(overrides)
+    except InputError as error:
+        return str(error)
+    return "done"
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_that_fails_does_not_cost_the_save_in_flight(
+    world: int, toy: Toy, recorded: Path, tmp_path: Path
+) -> None:
+    rollouts = Path(shutil.copytree(recorded / "rollouts", tmp_path / "rollouts"))
+    saved_step(rollouts, 2).write_bytes(b"not what was saved")
+    more = (f"debug.load_rollouts={rollouts}", "train.num_steps=4", "checkpoint.save_every=1")
+    overrides = toy.overrides(tmp_path / "run", *more)
+    args = (world, trained_until_it_fails, overrides)
+    for message in run_ranks(*args, folder=tmp_path / "out"):
+        assert "step_000002.safetensors: not a safetensors blob" in message
+    checkpoints = tmp_path / "run/checkpoints"
+    assert latest_step(checkpoints) == 2
+    assert damage(checkpoints / "iter_0000002") is None
+
+
+def test_rollouts_of_steps_that_are_done_again_are_moved_aside(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.rollouts.mkdir()
+    ends = (".jsonl", ".safetensors", ".safetensors.part")
+    for history in range(2):
+        for step in range(history, 4):
+            for end in ends:
+                (folder.rollouts / f"step_{step:06d}{end}").write_text(f"history {history}")
+        (folder.rollouts / "step_by_step.txt").write_text("the user's own")
+        folder.add_metrics({"step": 0})
+        folder.rewind(2)
+    kept = {f"step_{step:06d}{end}" for step in range(2) for end in ends}
+    moved = {f"step_{step:06d}{end}" for step in range(2, 4) for end in ends}
+    found = {f.name for f in folder.rollouts.iterdir()}
+    assert found == {*kept, "step_by_step.txt", "dropped_0", "dropped_1"}
+    for history in range(2):
+        dropped = folder.rollouts / f"dropped_{history}"
+        assert {f.name for f in dropped.iterdir()} == moved
+        assert {f.read_text() for f in dropped.iterdir()} == {f"history {history}"}
+
+
+@pytest.mark.timeout(400)
+def test_sigusr1_without_training_does_not_speak_of_a_checkpoint(toy: Toy, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    process = subprocess.Popen(
+        toy.command(output, "train.num_steps=500", "debug.rollout_only=true"),
+        cwd=REPOSITORY,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 180
+    while not (output / "metrics.jsonl").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    done = len(metrics(output))
+    assert f"stopped after step {done}; debug.rollout_only saves no checkpoint" in errors
+    assert "saved step" not in errors
+    assert not list((output / "checkpoints").iterdir())

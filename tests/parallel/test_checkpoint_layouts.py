@@ -19,6 +19,7 @@ from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.manifest import folder_name
 from parallel.policy import Policy
+from parallel.random_state import STRIDE
 from parallel.reduce import reduce_statistics
 from parallel.saved_tensors import SavedTensors
 from tests.parallel.conftest import make_samples
@@ -211,3 +212,33 @@ def test_a_tied_output_layer_on_a_stage_of_its_own(
     assert distance(two["after"]["weights"], one["after"]["weights"]) < 1e-6
     (back,) = load_at(layout, [tmp_path / "pp" / "again"], tied_model_path, tmp_path / "back")
     assert distance(back["after"]["weights"], one["after"]["weights"]) < 1e-6
+
+
+def hop(model_path: Path, sizes: dict[str, int], seed: int, root: Path, step: int) -> list[Any]:
+    """Load the step before, if there is one, and save this one -> [seed on disk, a draw]."""
+    groups = join_groups(model_path, sizes)
+    policy, store = build(model_path, groups), Checkpoints(root, groups, keep=9, seed=seed)
+    draw = None
+    if step:
+        store.load(step - 1, policy)
+        draw = torch.rand(1).item()
+    store.save(step, policy, {})
+    common = torch.load(root / folder_name(step) / "common.pt", weights_only=True)
+    return [common["seed"], draw]
+
+
+@pytest.mark.timeout(300)
+def test_the_seed_is_the_first_one_after_every_change_of_layout(
+    model_path: Path, tmp_path: Path
+) -> None:
+    root, seeds, draws = tmp_path / "c", [], []
+    layouts = [(1, {}), (2, {"tensor": 2}), (2, {"expert": 2}), (2, {"expert": 2})]
+    for step, (world, sizes) in enumerate(layouts):
+        args = (model_path, sizes, 7 if step == 0 else 99, root, step)
+        seed, draw = run_ranks(world, hop, *args, folder=tmp_path / str(step))[0]
+        seeds.append(seed)
+        draws.append(draw)
+    assert seeds == [7, 7, 7, 7]
+    for step in (1, 2):
+        expected = torch.rand(1, generator=torch.Generator().manual_seed(7 + STRIDE * (step - 1)))
+        assert draws[step] == expected.item()
