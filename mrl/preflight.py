@@ -229,29 +229,12 @@ def _read_reference(algorithm: AlgorithmConfig, model: HfModel) -> HfModel | Non
         reference = HfModel.read(path)
     except InputError as error:
         raise InputError(str(error).replace("model.path", "algorithm.reference_path")) from None
-    ours, theirs = (_shape(m) for m in (model, reference))
-    if ours != theirs:
-        differ = ", ".join(
-            f"{key} {theirs.get(key)} there, {ours.get(key)} here"
-            for key in sorted(ours.keys() | theirs.keys())
-            if ours.get(key) != theirs.get(key)
-        )
+    if differences := model.differences(reference):
         raise InputError(
-            f"algorithm.reference_path {path}: {differ}; give a model of the architecture and sizes of "
-            f"{model.path}"
+            f"algorithm.reference_path {path}: {', '.join(differences)}; give a model of the "
+            f"architecture and sizes of {model.path}"
         )
     return reference
-
-
-def _shape(model: HfModel) -> dict[str, Any]:
-    """What two models must have in common to take each other's place."""
-    return {
-        "model_type": model.architecture.model_type,
-        "vocab_size": model.sizes.vocab_size,
-        "rope_theta": model.rotary_base,
-        "tie_word_embeddings": model.tied_embeddings,
-        **model.architecture.transformer_config(model.config),
-    }
 
 
 def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:

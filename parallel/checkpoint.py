@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.utils import get_model_config
 from torch.distributed.checkpoint import FileSystemReader
@@ -30,8 +29,8 @@ from mrl import __version__
 from mrl.errors import InputError, RunFailed
 from parallel import manifest
 from parallel.groups import Groups
-from parallel.hf_config import HfModel
 from parallel.optimizer_state import get_step, set_step
+from parallel.pending_save import COMMON_FILE, PendingSave
 from parallel.pickle_scan import check_pickles
 from parallel.random_state import pack_random_state, reseed, restore_random_state
 from parallel.shard_writer import ShardWriter
@@ -45,19 +44,7 @@ class Owner(Protocol):
     trained: TrainedModel
 
 
-CONFIG_FILE = "metadata.json"
-COMMON_FILE = "common.pt"
 RESCUE_S = 60.0
-
-
-@dataclass(frozen=True)
-class Save:
-    """A save in flight."""
-
-    step: int
-    content: dict[str, Any]
-    """Of the manifest."""
-    writer: ShardWriter
 
 
 @dataclass(frozen=True)
@@ -74,8 +61,8 @@ class Loaded:
 class Checkpoints:
     """The checkpoints of a run. Every method but `rescue` is a collective: call it on all ranks.
 
-    With `async_save` a save only copies to the host; `poll` at every step boundary gives the finished
-    one its name, and one that could not be written raises RunFailed there, on all ranks.
+    With `async_save` a save only copies to the host. It gets its name once all is written; one that
+    could not be written raises RunFailed on all ranks in the next `poll`.
     """
 
     def __init__(
@@ -97,7 +84,7 @@ class Checkpoints:
         self.seed = seed
         self.warn = warn
         self._queue = AsyncCallsQueue()
-        self._in_flight: Save | None = None
+        self._in_flight: PendingSave | None = None
 
     def save(self, step: int, owner: Owner, trainer: dict[str, Any]) -> Path:
         """Save the owner's model and the JSON-able `trainer` state; returns the folder-to-be.
@@ -117,16 +104,19 @@ class Checkpoints:
         shards = [*state_shards(model.weights, model.optimizer), self._random_shard()]
         writer = ShardWriter(partial, groups.rank, groups.dims.world)
         request = writer.request(shards, copy=self.async_save)
-        self._in_flight = Save(step, self._content(step, model, trainer), writer)
+        content = self._content(step, model, trainer)
+        self._in_flight = PendingSave(self.root, step, self.keep, content, writer)
         request.add_finalize_fn(self._name_in_flight)
         if self.async_save:
             self._queue.schedule_async_request(request)
+            if groups.rank == 0:
+                self._in_flight.watch()
         else:
             request.execute_sync()
         return self.root / manifest.folder_name(step)
 
     def poll(self) -> None:
-        """Give a save that is done on every rank its name; does not wait."""
+        """See to a save that is done on every rank; does not wait."""
         self._queue.maybe_finalize_async_calls(blocking=False)
 
     def finish(self) -> None:
@@ -144,24 +134,24 @@ class Checkpoints:
             return
         self._queue = AsyncCallsQueue()
         name = manifest.folder_name(save.step)
+        if save.stop_watching():
+            return
         try:
             save.writer.wait(wait_s)  # on every rank: the process that writes dies with its trainer
             if self.groups.rank == 0:
-                _publish(self.root, self.keep, save)
+                save.publish()
             self.warn(f"checkpoint {name} was in flight when the run stopped; it is whole")
         except Exception as error:
             self.warn(f"checkpoint {name} was in flight when the run stopped, and is lost: {error}")
 
     def _name_in_flight(self) -> None:
-        save = self._in_flight
+        save, self._in_flight = self._in_flight, None
         assert save is not None
-        try:
+        published = [save.stop_watching()]
+        dist.broadcast_object_list(published)
+        if not published[0]:
             save.writer.collect()
-            self._on_first_rank(save.writer.folder, lambda: _publish(self.root, self.keep, save))
-        except RunFailed:
-            self._in_flight = None  # nothing that could be rescued
-            raise
-        self._in_flight = None
+            self._on_first_rank(save.writer.folder, save.publish)
 
     def load_newest(self, owner: Owner) -> Loaded:
         """Load the newest checkpoint that is whole; every damaged one on the way is reported and
@@ -300,38 +290,14 @@ class Checkpoints:
 
 
 def _other_model(content: dict[str, Any], model: TrainedModel) -> str | None:
-    """The first setting in which the saved model is not ours, in words. Equal sizes are not enough:
-    under another RoPE theta or routing the same tensors are another function."""
+    """In what the saved model is not ours, in words."""
     ours, config = model.weights.model, content["model"]["config"]
-    if config["model_type"] != ours.architecture.model_type:
+    if config["model_type"] != ours.architecture.model_type:  # its settings cannot be compared
         return f"model_type {config['model_type']} there, {ours.architecture.model_type} here"
-    there, here = (_settings(m) for m in (dataclasses.replace(ours, config=config), ours))
-    for key in here | there:
-        if here.get(key) != there.get(key):
-            return f"{key} {there.get(key)} there, {here.get(key)} here"
-    return None
-
-
-def _settings(model: HfModel) -> dict[str, Any]:
-    return {
-        **dataclasses.asdict(model.sizes),
-        "rope_theta": model.rotary_base,
-        "tie_word_embeddings": model.tied_embeddings,
-        **model.architecture.transformer_config(model.config),
-    }
+    return ", ".join(ours.differences(dataclasses.replace(ours, config=config))) or None
 
 
 def _start_folder(partial: Path, common: dict[str, Any]) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     torch.save(common, partial / COMMON_FILE)
-
-
-def _publish(root: Path, keep: int, save: Save) -> None:
-    partial, files = save.writer.folder, save.writer.finish()
-    save_config(CheckpointingConfig("torch_dist"), str(partial))
-    for name in (COMMON_FILE, CONFIG_FILE, ".metadata"):
-        manifest.sync(partial / name)
-        files[name] = manifest.record(partial / name)
-    manifest.write_manifest(partial, save.content, files)
-    manifest.publish(root, save.step, keep)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mrl.errors import InputError
 from parallel.architectures import load_architecture
@@ -68,6 +70,28 @@ class HfModel:
     def moe_layer_numbers(self) -> tuple[int, ...]:
         """Megatron's 1-based numbers of the MoE layers."""
         return self.architecture.moe_layer_numbers(self.config)
+
+    def differences(self, other: HfModel) -> list[str]:
+        """In what the two are not the same function of their weights, in words: `other` is "there".
+
+        Equal sizes are not enough: under another RoPE theta or routing the same tensors give other
+        log-probs.
+        """
+        here, there = self._settings(), other._settings()
+        return [
+            f"{key} {there.get(key)} there, {here.get(key)} here"
+            for key in here | there
+            if here.get(key) != there.get(key)
+        ]
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "model_type": self.architecture.model_type,
+            **dataclasses.asdict(self.sizes),
+            "rope_theta": self.rotary_base,
+            "tie_word_embeddings": self.tied_embeddings,
+            **self.architecture.transformer_config(self.config),
+        }
 
     def describe(self) -> str:
         """One line for the plan, with what of the checkpoint is left out on purpose."""

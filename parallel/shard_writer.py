@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,20 @@ class ShardWriter:
             return
         ranks = range(self.world) if self.rank == 0 else (self.rank,)
         deadline = time.monotonic() + timeout_s
-        while missing := [rank for rank in ranks if self._read_report(rank) is None]:
+        while missing := self._without_report(ranks):
+            if not self.folder.exists():  # rank 0 has given it its name
+                return
             if time.monotonic() > deadline:
                 raise RunFailed(f"rank {missing[0]} has not written its share in {timeout_s:g} s")
             time.sleep(POLL_S)
         self._accept([self._read_report(rank) or {} for rank in ranks])
+
+    def all_have_reported(self) -> bool:
+        """On rank 0: whether `wait` would return, or raise, at once."""
+        return not self._without_report(range(self.world))
+
+    def _without_report(self, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if self._read_report(rank) is None]
 
     def finish(self) -> dict[str, FileRecord]:
         """On rank 0, after `collect` or `wait`: write `.metadata`; every file with size and digest."""
@@ -181,9 +191,7 @@ def _write(
 def _settle_in_child(parent: int) -> None:
     """A killed trainer leaves nobody behind who writes where the next one does."""
     torch.set_num_threads(1)  # the parent's OpenMP threads did not come along
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C goes to all; the trainer names what is done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; this is to be finished
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before prctl
         os._exit(1)
