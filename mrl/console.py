@@ -6,6 +6,7 @@ Model output is untrusted: it is escaped before it reaches the terminal.
 from __future__ import annotations
 
 import math
+import sys
 import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ COLUMNS = (
 """(metric key, heading, number format) of a step line."""
 PLOT_HEIGHT = 8
 MAX_SAMPLE_CHARS = 400
+LOG_WIDTH = 1000
 
 
 def plan(rows: list[tuple[str, str]], *, console: Console | None = None) -> None:
@@ -200,4 +202,6 @@ def _line(console: Console, text: str, style: str = "") -> None:
 
 def _console() -> Console:
     # Not kept: sys.stdout may be another one by the next call (tests, redirection).
-    return Console(highlight=False, markup=False)
+    # A log file or a pipe keeps every line whole: a path in two pieces cannot be searched for.
+    width = None if sys.stdout.isatty() else LOG_WIDTH
+    return Console(width=width, highlight=False, markup=False)

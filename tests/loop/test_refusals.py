@@ -144,11 +144,19 @@ def test_a_reward_that_does_not_import(
 def test_check_prints_the_plan(
     toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["check", str(TOY_RECIPE), *toy.overrides(tmp_path / "run")])
+    run = tmp_path / ("a_long_name_" * 10)
+    main(["check", str(TOY_RECIPE), *toy.overrides(run)])
     out = capsys.readouterr().out
-    for text in ("megatron-core 0.16.1", "sglang 0.5.20", "8 experts", "routing replay r3", "ok"):
+    for text in (
+        str(run),
+        "megatron-core 0.16.1",
+        "sglang 0.5.20",
+        "8 experts",
+        "routing replay r3",
+        "ok",
+    ):
         assert text in out
-    assert not (tmp_path / "run").exists()
+    assert not run.exists()
 
 
 def test_a_recipe_that_is_not_there_or_not_yaml(
