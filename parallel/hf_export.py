@@ -29,7 +29,6 @@ from parallel.hf_writer import write_safetensors
 from parallel.manifest import read_manifest, step_of
 from parallel.saved_tensors import SavedTensors
 from parallel.shards import split
-from parallel.weight_shapes import weight_shapes
 
 COPIED = (
     "tokenizer*", "chat_template*", "vocab.*", "merges.txt", "special_tokens_map.json",
@@ -54,8 +53,7 @@ def export_checkpoint(
     of the model card. `target` appears under its name only when it is whole.
 
     Raises InputError where `target` is not a new or an empty folder or cannot be made, where `base` is
-    not there, or where the checkpoint is not that of a language model, but of a critic; RunFailed where
-    a file cannot be written.
+    not there, or where the checkpoint is a critic's; RunFailed where a file cannot be written.
     """
     content = read_manifest(folder)
     source = base or Path(content["model"]["path"])
@@ -67,7 +65,7 @@ def export_checkpoint(
     config = dict(content["model"]["config"])
     model = HfModel(source, config, load_architecture(config["model_type"]))
     saved = SavedTensors(folder)
-    check_weights(folder, saved, model)
+    refuse_critic(folder, saved, model)
     with _new_folder(target) as partial:
         where = write_safetensors(partial, hf_tensors(saved, model), max_bytes)
         _write_config(partial, config, content["dtype"])
@@ -111,20 +109,13 @@ def _new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def check_weights(folder: Path, saved: SavedTensors, model: HfModel) -> None:
-    """Raise InputError unless the weights are those of the config's language model, name by name."""
-    shapes = weight_shapes(model)
-    found = {key.removeprefix("model.") for key in saved if key.startswith("model.")}
-    faults = [f"{name} is missing" for name in shapes if name not in found]
-    faults += [f"{name} is not among the model's" for name in found if name not in shapes]
-    for name in shapes.keys() & found:
-        if (shape := saved.shape(f"model.{name}")) != shapes[name]:
-            faults.append(f"{name} is {shape}, the model's {shapes[name]}")
-    if faults:
+def refuse_critic(folder: Path, saved: SavedTensors, model: HfModel) -> None:
+    """Raise InputError where the head is not a vocabulary's: it differs from a policy in that only."""
+    head, vocab_size = "model.output_layer.weight", model.sizes.vocab_size
+    if head in saved and saved.shape(head)[0] != vocab_size:
         raise InputError(
-            f"checkpoint {folder} does not hold the weights of a {model.config['model_type']} "
-            f"language model ({len(faults)} differ, e.g. {min(faults)}); a critic has no Hugging "
-            "Face form: give a checkpoint of the policy"
+            f"checkpoint {folder} is a critic's: its head has {saved.shape(head)[0]} row(s), not the "
+            f"{vocab_size} of the vocabulary; it has no Hugging Face form, give one of the policy"
         )
 
 
