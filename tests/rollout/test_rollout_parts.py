@@ -89,9 +89,12 @@ def test_architectures_that_sglang_runs_in_part():
     with pytest.raises(InputError, match=r"cannot record its routes; expected .*=r2 or off"):
         refuse_unfaithful(mixtral, on_gpu=True, return_routes=True)
     refuse_unfaithful(mixtral, on_gpu=False, return_routes=False)
-    with pytest.raises(InputError, match="shared expert on GPUs only"):
+    with pytest.raises(InputError, match="shared expert does not run"):
         refuse_unfaithful(qwen, on_gpu=False, return_routes=False)
     refuse_unfaithful(qwen, on_gpu=True, return_routes=True)
+    deepseek = SimpleNamespace(model_type="deepseek_v3")
+    with pytest.raises(InputError, match="latent attention is wrong"):
+        refuse_unfaithful(deepseek, on_gpu=False, return_routes=True)
 
 
 def make_answer(**changed):

@@ -54,14 +54,21 @@ def refuse_unfaithful(config: Any, *, on_gpu: bool, return_routes: bool) -> None
     Seen in 0.5.20: its Qwen MoE models make every layer sparse, whatever config.json says (the
     experts of a dense layer keep their random initialisation, and nothing is logged); its Mixtral
     does not tell the recorder of routes which layer it is; its Qwen2-MoE adds the shared expert
-    with a Triton kernel.
+    with a Triton kernel; its attention for CPUs takes the cached latents of DeepSeek's prompts for
+    values.
     """
     if config.model_type == "mixtral" and return_routes:
         raise InputError(
             "model 'mixtral': SGLang cannot record its routes; expected moe.routing_replay=r2 or off"
         )
-    if config.model_type == "qwen2_moe" and not on_gpu:
-        raise InputError("model 'qwen2_moe': SGLang runs its shared expert on GPUs only; use one")
+    not_on_a_cpu = {
+        "qwen2_moe": "SGLang's shared expert does not run on a CPU",
+        "deepseek_v3": "SGLang's latent attention is wrong on a CPU",
+    }
+    if config.model_type in not_on_a_cpu and not on_gpu:
+        raise InputError(
+            f"model {config.model_type!r}: {not_on_a_cpu[config.model_type]}; roll it out on GPUs"
+        )
     dense = list(getattr(config, "mlp_only_layers", None) or [])
     sparse_step = getattr(config, "decoder_sparse_step", None) or 1
     if config.model_type in ("qwen2_moe", "qwen3_moe") and (dense or sparse_step != 1):
