@@ -45,7 +45,7 @@ lint: setup  ## Check style, formatting and types
 	$(BIN)/pyright
 	$(if $(FORMATTED),$(BIN)/clang-format --dry-run -Werror $(FORMATTED),@echo "no kernel sources to format")
 
-bench: $(VENV)/.bench  ## Kernels beside eager, torch.compile, Liger, TRL and a copy; about 15 minutes
+bench: $(VENV)/.bench  ## Kernels beside eager, torch.compile, Liger, TRL and a copy; 6 to 15 minutes
 	$(BIN)/python -m benchmarks.bench_kernels $(BENCH_ARGS)
 
 layouts: setup  ## Every parallel layout against one process; writes docs/layouts.md

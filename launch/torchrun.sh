@@ -23,6 +23,10 @@ if [[ $num_gpus -eq 0 ]]; then
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 fi
 nproc="${NPROC:-$((num_gpus > 0 ? num_gpus : 1))}"
+if [[ ! $nproc =~ ^[1-9][0-9]*$ ]]; then
+  echo "mrl: NPROC: got '$nproc', expected a number of processes above 0" >&2
+  exit 2
+fi
 
 # Bad input ends here, with one line and code 2; under torchrun every rank would report it.
 WORLD_SIZE=$nproc python -m mrl check "$@" > /dev/null

@@ -6,11 +6,13 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from mrl import __version__
 from mrl.config import Recipe, load_recipe
 from mrl.console import escape
 from mrl.errors import InputError, RunFailed
+from mrl.processes import die_with_parent
 from mrl.run_folder import RunFolder
 
 
@@ -29,13 +31,15 @@ def main(argv: list[str] | None = None) -> None:
         print(f"mrl: {escape(str(error))}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("mrl: interrupted; start again to go on from the last checkpoint", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"mrl: interrupted; {args.after_interrupt}", file=sys.stderr)
         sys.exit(130)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     """As argparse does, and `key=value` may also come after options."""
     parser = _parser()
+    parser.set_defaults(after_interrupt="nothing is left half done")
     args, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -44,8 +48,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+class _Parser(argparse.ArgumentParser):
+    """Bad input is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"mrl: {message}; see {self.prog} --help", file=sys.stderr)
+        sys.exit(2)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mrl", description="MoE reinforcement learning")
+    parser = _Parser(prog="mrl", description="MoE reinforcement learning")
     parser.add_argument("--version", action="version", version=f"mrl {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -71,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
             "overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-6"
         )
         command.set_defaults(run=run)
+        if run is _train:
+            command.set_defaults(after_interrupt="start again to go on from the last checkpoint")
         if run is _check:
             _add_plan_options(command)
     return parser
@@ -124,6 +138,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a killed torchrun would leave its ranks training
+        die_with_parent(os.getppid())
     recipe = load_recipe(args.recipe, args.overrides)
     from parallel.groups import destroy_groups, world_size
 
@@ -145,7 +161,10 @@ def train(recipe: Recipe, world: int) -> None:
         console.plan(plan.rows())
     if plan.resume_step is not None and plan.resume_step >= recipe.train.num_steps:
         if is_main:
-            print(f"{folder.root} is done: {plan.resume_step} of {recipe.train.num_steps} steps")
+            print(
+                f"{folder.root} is done: {plan.resume_step} of {recipe.train.num_steps} steps, by the "
+                "sizes of the files (mrl export reads every byte)"
+            )
         return
     prepare()
     from mrl.trainer import Trainer

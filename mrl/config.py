@@ -16,7 +16,9 @@ from mrl.errors import InputError
 
 
 class Branch(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class ModelConfig(Branch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from mrl import console
@@ -28,10 +29,12 @@ def show_plan(recipe: Recipe, gpus: int | None, gpu: str | None, prompt_len: int
         raise InputError(f"--gpus: got {world}, expected at least 1")
     hardware = find_hardware(gpu or "h100")
     folder = Path(recipe.model.path)
-    shape = read_shape(read_config(folder))
+    config = read_config(folder)
+    shape = read_shape(config)
     dims = ParallelDims.create(recipe.parallel, world)
     dims.check_model(shape.sizes)
-    work = plan_workload(recipe, shape, world, prompt_len)
+    context_len = recipe.rollout.context_len or config.get("max_position_embeddings")
+    work = plan_workload(recipe, shape, world, prompt_len, context_len)
     if has_weights(folder):
         from mrl.preflight import check
 
@@ -55,15 +58,18 @@ def assumptions(dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
 
 
 def plan_workload(
-    recipe: Recipe, shape: ModelShape, world: int, prompt_len: int | None
+    recipe: Recipe, shape: ModelShape, world: int, prompt_len: int | None, context_len: int | None
 ) -> Workload:
     """The recipe's work with prompts of `prompt_len` tokens. Raises InputError where it cannot be."""
-    asked = DEFAULT_PROMPT_LEN if prompt_len is None else prompt_len
-    limit = recipe.rollout.context_len
-    if prompt_len is None and limit:
-        asked = max(1, min(asked, limit - recipe.rollout.max_response_len))
+    room = (context_len or math.inf) - recipe.rollout.max_response_len
+    asked = int(min(DEFAULT_PROMPT_LEN, max(room, 1))) if prompt_len is None else prompt_len
     if asked < 1:
         raise InputError(f"--prompt-len: got {asked}, expected at least 1")
+    if asked > room:
+        raise InputError(
+            f"--prompt-len: {asked} tokens and rollout.max_response_len "
+            f"{recipe.rollout.max_response_len} are more than the context of {context_len}; lower one"
+        )
     tp = recipe.rollout.tensor_parallel_size
     for count, what in ((world, "GPUs"), (shape.kv_heads, "key/value heads")):
         if count % tp:

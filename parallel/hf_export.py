@@ -162,7 +162,7 @@ def model_card(name: str, base: str, content: dict[str, Any], notes: dict[str, s
         "exported with mrl": __version__,
     }
     return (
-        f"---\nbase_model: {json.dumps(base)}\nlibrary_name: transformers\n"
+        "---\nlibrary_name: transformers\n"
         "tags:\n- mixture-of-experts\n- reinforcement-learning\n- mrl\n---\n\n"
         f"# {name}\n\n{base}, trained with mrl: reinforcement learning on Megatron-core and SGLang.\n\n"
         "| | |\n|---|---|\n" + "".join(f"| {key} | {value} |\n" for key, value in rows.items())

@@ -21,6 +21,7 @@ def write_safetensors(
     what a checkpoint gives (`parallel.hf_export`) or the buckets of a live `Policy.export`. Raises
     ValueError when a name comes twice or none comes at all.
     """
+    readable = folder.stat().st_mode & 0o666
     groups: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     seen: set[str] = set()
@@ -28,7 +29,9 @@ def write_safetensors(
 
     def flush() -> None:
         groups.append(list(pending))
-        save_file(pending, folder / _unfinished(len(groups)), metadata={"format": "pt"})
+        file = folder / _unfinished(len(groups))
+        save_file(pending, file, metadata={"format": "pt"})
+        file.chmod(readable)  # safetensors gives the owner alone the right to read
         pending.clear()
 
     for name, tensor in tensors:

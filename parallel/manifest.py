@@ -168,7 +168,8 @@ def newest_good(
         if reason is None:
             return folder
         reasons.append(reason)
-        warn(f"checkpoint {folder.name} is damaged and left out: {reason}")
+        state = "is damaged" if folder.is_dir() else f"is not there, though {LATEST} names it"
+        warn(f"checkpoint {folder.name} {state}, and left out: {reason}")
     if not folders:
         return None
     raise InputError(

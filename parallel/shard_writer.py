@@ -9,7 +9,6 @@ fault.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -36,9 +35,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mrl.errors import RunFailed
+from mrl.processes import die_with_parent
 from parallel.manifest import FileRecord, record
 
-PR_SET_PDEATHSIG = 1
 POLL_S = 0.05
 Report = dict[str, Any]
 """What a rank has written: `items` and `files`, or `error`."""
@@ -192,9 +191,7 @@ def _settle_in_child(parent: int) -> None:
     """A killed trainer leaves nobody behind who writes where the next one does."""
     torch.set_num_threads(1)  # the parent's OpenMP threads did not come along
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; this is to be finished
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before prctl
-        os._exit(1)
+    die_with_parent(parent)
 
 
 def _item(result: WriteResult) -> list[Any]:

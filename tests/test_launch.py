@@ -201,3 +201,37 @@ def test_the_lock_is_exact_and_covers_the_project():
               *project["build-system"]["requires"]]  # fmt: skip
     wanted = {re.split(r"[<>=\[ ]", need)[0].lower() for need in needed}
     assert wanted <= set(names)
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "NOT_UNDER_TORCHRUN"])
+def test_a_rank_does_not_outlive_torchrun(variable, tmp_path):
+    """The rank waits for its recipe, a pipe; what started it is killed."""
+    recipe = tmp_path / "recipe.yaml"
+    os.mkfifo(recipe)
+    start = (
+        "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True);"
+        "time.sleep(60)"
+    )
+    command = [sys.executable, "-c", start, sys.executable, "-m", "mrl", "train", str(recipe)]
+    env = {**os.environ, variable: "1", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as launcher:
+        rank = int(launcher.stdout.readline())
+        pipe = os.open(recipe, os.O_WRONLY)  # waits for the rank, and then the rank for us
+        launcher.kill()
+    time.sleep(0.5)
+    stat = Path(f"/proc/{rank}/stat")
+    is_alive = stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    os.close(pipe)
+    assert is_alive == (variable == "NOT_UNDER_TORCHRUN")
+
+
+@pytest.mark.parametrize("number", ["0", "abc", "-1"])
+def test_nproc_is_a_number_above_zero(number):
+    env = {**os.environ, "NPROC": number}
+    done = subprocess.run(
+        [TORCHRUN, "recipe"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"mrl: NPROC: got '{number}', expected a number of processes above 0"
+    ]

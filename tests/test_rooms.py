@@ -11,11 +11,12 @@ SOURCES = sorted(p for room in ("mrl", "moe", "parallel", "benchmarks", "launch"
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_LINES = 350
 
-BASE = {"mrl", "mrl.types", "mrl.config", "mrl.errors"}
+BASE = {"mrl", "mrl.types", "mrl.config", "mrl.errors", "mrl.processes"}
 """Everyone may import these; `mrl` itself holds the version only."""
 ROOMS = {
     "mrl.types": set(),
     "mrl.errors": set(),
+    "mrl.processes": set(),
     "mrl.config": set(),
     "mrl.kernels": {"mrl._C"},
     "mrl.algorithms": {"mrl.kernels"},

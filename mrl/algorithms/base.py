@@ -114,7 +114,7 @@ def clipped_loss(
         "ratio/clip_frac": Mean(clipped, count),
     }
     if kl:
-        stats["kl/ref"] = Mean(result.stat("ref_kl_sum"), count)
+        stats["kl/ref"] = Mean(result.stat("ref_kl_sum"), batch.loss_mask.count_nonzero())
     return LossOutput(result.loss, stats)
 
 

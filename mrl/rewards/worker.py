@@ -7,19 +7,16 @@ First line out: `{"ready": true}` or `{"input_error": text}`. Then per request
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import json
 import math
 import os
-import signal
 import sys
 from typing import Any, BinaryIO
 
 from mrl.errors import InputError
+from mrl.processes import die_with_parent
 from mrl.rewards.base import RewardFunction, resolve_reward
-
-PR_SET_PDEATHSIG = 1
 
 
 class BrokenReward(ValueError):
@@ -84,9 +81,7 @@ def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:
 def main() -> None:
     spec, parent_pid = sys.argv[1], int(sys.argv[2])
     # Die with the trainer even when it is killed -9 while the reward function hangs.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before prctl
-        return
+    die_with_parent(parent_pid)
     # Keep the pipes for the protocol: what the reward prints goes to stderr, it reads nothing.
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)

@@ -189,7 +189,8 @@ def _stage_phases(
 ) -> list[Phase]:
     weights, runtime = weight_bytes(shape, stage, work), {"runtime": RUNTIME_BYTES}
     optimizer = optimizer_bytes(stage, dims, work)
-    reference = {"reference": weights} if work.reference else {}
+    # And room for the policy's while they are away (`parallel.reference`).
+    reference = {"reference": 2 * weights} if work.reference else {}
     engine = engine_weight_bytes(shape, work)
     kv = max(0, int(device_bytes * work.engine_share) - engine)
     needed = kv_bytes_per_token(shape, work) * work.sequence_len

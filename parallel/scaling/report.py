@@ -9,7 +9,7 @@ from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.scaling.communication import Volume, sync_volumes, volumes
 from parallel.scaling.cost import Hardware, StepCost, model_flops, step_cost
-from parallel.scaling.memory import Phase, kv_capacity_tokens, phases
+from parallel.scaling.memory import Phase, engine_weight_bytes, kv_capacity_tokens, phases
 from parallel.scaling.shape import ModelShape
 from parallel.scaling.stages import stages
 from parallel.scaling.workload import Workload
@@ -148,6 +148,16 @@ def worst(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) 
 def verdict(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
     """One line: whether it runs and fits, and where not, by how much and what would help most."""
     fit = _fit(shape, dims, work, gpu)
+    tokens = kv_capacity_tokens(shape, work, gpu.memory_bytes)
+    if tokens < work.prompt_len + work.response_len:
+        share = size(int(work.engine_share * gpu.memory_bytes))
+        weights = size(engine_weight_bytes(shape, work))
+        return (
+            f"cannot run: rollout.mem_fraction_static {work.engine_share:g} gives an engine {share} a "
+            f"GPU, its weights need {weights}, and what is left holds no sequence of "
+            f"{work.prompt_len + work.response_len} tokens; raise it, or "
+            f"rollout.tensor_parallel_size; apart from that it {fit.partition(';')[0]}"
+        )
     if work.engine_tp <= gpu.gpus_per_node:
         return fit
     return (

@@ -27,7 +27,7 @@ class Workload:
     """Bytes of a weight and of an activation: 2 for bfloat16, 4 for float32."""
     routing_replay: Literal["off", "r2", "r3"] = "r3"
     reference: bool = False
-    """A reference model: a second copy of the weights on the host, one more forward pass."""
+    """A reference model: two more copies of the weights on the host, one more forward pass."""
     engine_tp: int = 1
     engine_share: float = 0.6
     """Share of the device's memory for the engine's weights and KV cache (mem_fraction_static)."""

@@ -145,6 +145,18 @@ def test_clip_range_and_statistics(name, low, high, configured) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_GRADIENT)
+def test_kl_to_the_reference_is_the_mean_over_loss_tokens(name) -> None:
+    sequences = make_sequences()
+    logprobs, batch = pack(sequences, torch.ones(len(LENGTHS)))
+    reference = logprobs.detach() - 0.5
+    batch = MicroBatch(**{**vars(batch), "ref_logprobs": reference})
+    config = AlgorithmConfig(kl_coef=0.1, kl_estimator="k1")
+    kl = load_algorithm(name).loss(logprobs, batch, config).stats["kl/ref"]
+    assert int(kl.count) == sum(int(s["mask"].sum()) for s in sequences)
+    assert float(kl.total / kl.count) == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", POLICY_GRADIENT)
 def test_old_logprobs_are_required(name) -> None:
     logprobs, batch = pack(make_sequences(), torch.ones(len(LENGTHS)))
     bare = MicroBatch(**{**vars(batch), "old_logprobs": None})

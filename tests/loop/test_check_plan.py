@@ -69,6 +69,8 @@ def test_a_whole_model_is_checked_as_before_a_start(
         (["--plan", "--gpu", "a100"], "--gpu: got 'a100', expected h100 or h200"),
         (["--plan", "--gpus", "0"], "--gpus: got 0, expected at least 1"),
         (["--plan", "--prompt-len", "0"], "--prompt-len: got 0"),
+        (["--plan", "--prompt-len", "40941"], "more than the context of 40960"),
+        (["--plan", "--gpus", "abc"], "--gpus: invalid int value: 'abc'; see mrl check --help"),
         (["--plan", "parallel.tensor_model_parallel_size=2"], "1 ranks are not divisible by"),
         (["--plan", "--gpus", "3", "rollout.tensor_parallel_size=2"], "3 GPUs are not divisible"),
         (["--plan", "--gpus", "8", "rollout.tensor_parallel_size=8"], "4 key/value heads are not"),

@@ -122,8 +122,9 @@ def test_transformers_reads_the_trained_policy(
         [{"role": "user", "content": "hi"}], tokenize=False
     )
     card = (target / "README.md").read_text()
-    assert card.startswith('---\nbase_model: "toy-base"\n')
+    assert card.startswith("---\nlibrary_name: transformers\n")
     assert "| training step | 2 |" in card
+    assert len({file.stat().st_mode for file in target.iterdir()}) == 1  # as readable as the card
     assert str(tmp_path) not in card
     assert not list(tmp_path.glob(".*"))
 

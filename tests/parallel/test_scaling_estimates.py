@@ -164,6 +164,10 @@ def test_the_verdict_names_phase_bytes_and_the_best_setting() -> None:
     assert verdict(shape, dims, lean, gpu).startswith("fits: the peak is train")
     wide = dataclasses.replace(lean, engine_tp=16)
     assert verdict(shape, dims, wide, gpu).startswith("cannot run: engines of 16 GPUs")
+    full = dataclasses.replace(lean, engine_tp=1)
+    text = verdict(shape, dims, full, gpu)
+    assert text.startswith("cannot run: rollout.mem_fraction_static 0.6 gives an engine 50.9 GB")
+    assert "its weights need 61.1 GB" in text
     # The sharing of the optimizer moves the peak by what it saves of dense moments and weights.
     (stage,) = stages(shape, dims)
     whole = dataclasses.replace(lean, distributed_optimizer=False)
