@@ -50,7 +50,7 @@ def test_a_damaged_checkpoint_is_left_out_and_the_layout_may_change(
     layout = ("parallel.expert_model_parallel_size=2", "optimizer.use_distributed_optimizer=true")
     go("run", 2, 4, *layout)
     shown = " ".join(capfd.readouterr().out.split())
-    assert "iter_0000002 is damaged and left out" in shown
+    assert "iter_0000002 is damaged, and left out" in shown
     assert "__0_0.distcp does not match its SHA-256" in shown
     assert "iter_0000002 is kept as iter_0000002.damaged" in shown
     dropped = run / "rollouts/dropped_0"
