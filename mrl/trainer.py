@@ -113,7 +113,6 @@ class Trainer:
         set_advantages(groups, self.plan.algorithm, recipe.algorithm)
         self._write_rollouts(groups)  # first: a batch that breaks the update must be on file
         metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
-        self.checkpoints.poll()  # a step that fails must not cost the one before
         if not recipe.debug.rollout_only:
             metrics |= self._learn(groups, clock)
             memory |= memory_statistics("train", self.policy.ledger.where())

@@ -30,7 +30,7 @@ from mrl.errors import InputError, RunFailed
 from parallel import manifest
 from parallel.groups import Groups
 from parallel.optimizer_state import get_step, set_step
-from parallel.pending_save import COMMON_FILE, PendingSave
+from parallel.pending_save import COMMON_FILE, PendingSave, describe
 from parallel.pickle_scan import check_pickles
 from parallel.random_state import pack_random_state, reseed, restore_random_state
 from parallel.shard_writer import ShardWriter
@@ -134,9 +134,12 @@ class Checkpoints:
             return
         self._queue = AsyncCallsQueue()
         name = manifest.folder_name(save.step)
-        if save.stop_watching():
+        save.stop_watching()
+        if save.is_published:
             return
         try:
+            if save.failure:
+                raise RunFailed(save.failure)
             save.writer.wait(wait_s)  # on every rank: the process that writes dies with its trainer
             if self.groups.rank == 0:
                 save.publish()
@@ -147,9 +150,13 @@ class Checkpoints:
     def _name_in_flight(self) -> None:
         save, self._in_flight = self._in_flight, None
         assert save is not None
-        published = [save.stop_watching()]
-        dist.broadcast_object_list(published)
-        if not published[0]:
+        save.stop_watching()
+        outcome = [save.is_published, save.failure]
+        dist.broadcast_object_list(outcome)  # of rank 0, which has the thread
+        is_published, failure = outcome
+        if failure:
+            raise _failed(save.writer.folder, failure)
+        if not is_published:
             save.writer.collect()
             self._on_first_rank(save.writer.folder, save.publish)
 
@@ -284,9 +291,13 @@ class Checkpoints:
             try:
                 work()
             except Exception as error:  # torch.save on a full disk: RuntimeError
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                reason = describe(error)
         if reason := self._first(reason):
-            raise RunFailed(f"checkpoint {partial}: {reason}; the one before it is untouched")
+            raise _failed(partial, reason)
+
+
+def _failed(partial: Path, reason: str) -> RunFailed:
+    return RunFailed(f"checkpoint {partial}: {reason}; the one before it is untouched")
 
 
 def _other_model(content: dict[str, Any], model: TrainedModel) -> str | None:

@@ -18,7 +18,7 @@ COMMON_FILE = "common.pt"
 
 @dataclass
 class PendingSave:
-    """On rank 0 a thread gives it its name; what goes wrong is left for the collective `finish`."""
+    """On rank 0 a thread gives it its name, or keeps what went wrong for the next collective."""
 
     root: Path
     step: int
@@ -27,6 +27,8 @@ class PendingSave:
     """Of the manifest."""
     writer: ShardWriter
     is_published: bool = False
+    failure: str | None = None
+    """Why the thread could not give it its name."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _watcher: threading.Thread | None = None
 
@@ -36,18 +38,16 @@ class PendingSave:
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
-    def stop_watching(self) -> bool:
-        """Whether the save has its name by now."""
+    def stop_watching(self) -> None:
+        """After this `is_published` and `failure` are final, or neither is set and the reports are
+        where they were."""
         self._stop.set()
         if self._watcher is not None:
             self._watcher.join()
             self._watcher = None
-        return self.is_published
 
     def publish(self) -> None:
-        """On rank 0, when the writer has the reports of all ranks. Does nothing the second time."""
-        if self.is_published:
-            return
+        """On rank 0, when the writer has the reports of all ranks."""
         partial, files = self.writer.folder, self.writer.finish()
         save_config(CheckpointingConfig("torch_dist"), str(partial))
         for name in (COMMON_FILE, CONFIG_FILE, ".metadata"):
@@ -64,5 +64,10 @@ class PendingSave:
         try:
             self.writer.wait(0.0)
             self.publish()
-        except Exception:  # finish() meets the same, and reports it on all ranks
-            return
+        except Exception as error:  # nobody would see it here
+            self.failure = describe(error)
+
+
+def describe(error: Exception) -> str:
+    """In one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

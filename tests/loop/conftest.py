@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +53,25 @@ class Toy:
             check=False,
             env=environment(),
         )
+
+    def told_to_leave(self, output: Path, *more: str, env: dict[str, str]) -> tuple[int, str]:
+        """Start, send SIGUSR1 after the first step -> exit code and stderr."""
+        process = subprocess.Popen(
+            self.command(output, *more),
+            cwd=REPOSITORY,
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        deadline = time.monotonic() + 180
+        while not (output / "metrics.jsonl").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        _, errors = process.communicate(timeout=60)
+        return process.returncode, errors
 
 
 def environment(**more: str) -> dict[str, str]:

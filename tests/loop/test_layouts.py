@@ -124,6 +124,8 @@ def test_kl_penalty_and_balancing_in_the_loop(toy: Toy, recorded: Path, tmp_path
         assert metrics["time/ref_logprob_s"] > 0
         assert metrics["moe/z_loss"] > 0
         assert metrics["moe/aux_loss"] >= 1.0
+        router = 4 * 1e-3 * (metrics["moe/aux_loss"] + metrics["moe/z_loss"])  # of 4 MoE layers
+        assert metrics["loss/total"] - metrics["loss/policy"] == pytest.approx(router)
         assert 1.0 <= metrics["moe/load_max/layer_01"] <= metrics["moe/load_max"] <= 8.0
         assert metrics["memory/train/reference_host_bytes"] > 0
         sizes = [metrics[f"memory/train/{k}_device_bytes"] for k in ("parameters", "optimizer")]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -18,8 +15,9 @@ from mrl.run_folder import RunFolder, saved_step
 from parallel.groups import world_size
 from parallel.manifest import damage, latest_step
 from parallel.saved_tensors import SavedTensors
-from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy, environment
+from tests.loop.conftest import TOY_RECIPE, Toy, environment
 from tests.loop.test_run import metrics
+from tests.parallel.test_checkpoint_failures import slow_disk
 from tests.ranks import run_ranks
 
 
@@ -69,7 +67,8 @@ def test_a_damaged_checkpoint_is_left_out_and_the_layout_may_change(
 
 def trained_until_it_fails(overrides: list[str]) -> str:
     try:
-        trained(overrides)
+        with slow_disk():
+            trained(overrides)
     except InputError as error:
         return str(error)
     return "done"
@@ -116,22 +115,9 @@ def test_rollouts_of_steps_that_are_done_again_are_moved_aside(tmp_path: Path) -
 @pytest.mark.timeout(400)
 def test_sigusr1_without_training_does_not_speak_of_a_checkpoint(toy: Toy, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    process = subprocess.Popen(
-        toy.command(output, "train.num_steps=500", "debug.rollout_only=true"),
-        cwd=REPOSITORY,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 180
-    while not (output / "metrics.jsonl").exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGUSR1)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
+    more = ("train.num_steps=500", "debug.rollout_only=true")
+    code, errors = toy.told_to_leave(output, *more, env=environment())
+    assert code == 1
     done = len(metrics(output))
     assert f"stopped after step {done}; debug.rollout_only saves no checkpoint" in errors
     assert "saved step" not in errors

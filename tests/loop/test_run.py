@@ -161,23 +161,10 @@ def test_a_finished_run_says_so_and_a_changed_recipe_is_refused(toy: Toy, record
 def test_sigusr1_saves_the_step_and_leaves(toy: Toy, tmp_path: Path) -> None:
     """SLURM's warning before the time limit: no step is lost."""
     output = tmp_path / "run"
-    process = subprocess.Popen(
-        toy.command(output, "train.num_steps=500"),
-        cwd=REPOSITORY,
-        env=environment(MRL_TEST_RUN=str(output)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 180
-    while not (output / "metrics.jsonl").exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGUSR1)
-    _, errors = process.communicate(timeout=60)
+    env = environment(MRL_TEST_RUN=str(output))
+    code, errors = toy.told_to_leave(output, "train.num_steps=500", env=env)
     done = len(metrics(output))
-    assert process.returncode == 1
+    assert code == 1
     assert f"saved step {done}; start again" in errors
     assert (output / "checkpoints/latest_checkpointed_iteration.txt").read_text() == f"{done}\n"
     assert processes_of(output) == []

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 
 from mrl.errors import RunFailed
 from parallel.checkpoint import Checkpoints
@@ -30,6 +31,22 @@ def wait_for(file: Path) -> None:
     while not file.exists():
         assert time.monotonic() < deadline, file
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def slow_disk(seconds: float = 1.0) -> Iterator[None]:
+    """Every write of a share takes that much longer."""
+    real = FileSystemWriter.write_data
+
+    def write_data(self: Any, *args: Any) -> Any:
+        time.sleep(seconds)
+        return real(self, *args)
+
+    FileSystemWriter.write_data = write_data
+    try:
+        yield
+    finally:
+        FileSystemWriter.write_data = real
 
 
 @contextlib.contextmanager
@@ -80,6 +97,31 @@ def test_a_save_that_is_whole_gets_its_name_without_the_other_ranks(
     lost, failed = out["said"]
     assert "lost: rank 1 has not written its share in 0.3 s" in lost
     assert "rank 1: OSError: [Errno 27] File too large" in failed
+
+
+def fails_at_the_end(model_path: Path, root: Path) -> str:
+    """A folder stands where the first rank is about to write, in the background, its last files."""
+    groups = join_groups(model_path, {})
+    store = Checkpoints(root, groups, keep=2, async_save=True)
+    with slow_disk():
+        store.save(1, build(model_path, groups), {})
+    if groups.rank == 0:
+        (root / f".{folder_name(1)}.partial/metadata.json").mkdir()
+    try:
+        store.finish()
+    except RunFailed as error:
+        return str(error)
+    return "saved"
+
+
+def test_what_goes_wrong_in_the_background_is_said_on_every_rank(
+    model_path: Path, tmp_path: Path
+) -> None:
+    args = (model_path, tmp_path / "c")
+    one, two = run_ranks(2, fails_at_the_end, *args, folder=tmp_path / "out")
+    assert one == two
+    assert "IsADirectoryError" in one
+    assert "the one before it is untouched" in one
 
 
 def interrupted(model_path: Path, root: Path) -> list[bool]:
