@@ -99,19 +99,24 @@ def test_a_save_that_is_whole_gets_its_name_without_the_other_ranks(
     assert "rank 1: OSError: [Errno 27] File too large" in failed
 
 
-def fails_at_the_end(model_path: Path, root: Path) -> str:
+def fails_at_the_end(model_path: Path, root: Path) -> list[str]:
     """A folder stands where the first rank is about to write, in the background, its last files."""
     groups = join_groups(model_path, {})
-    store = Checkpoints(root, groups, keep=2, async_save=True)
-    with slow_disk():
-        store.save(1, build(model_path, groups), {})
-    if groups.rank == 0:
-        (root / f".{folder_name(1)}.partial/metadata.json").mkdir()
-    try:
-        store.finish()
-    except RunFailed as error:
-        return str(error)
-    return "saved"
+    policy, said = build(model_path, groups), []
+    for end in ("finish", "rescue"):
+        store = Checkpoints(root / end, groups, keep=2, async_save=True, warn=said.append)
+        with slow_disk():
+            store.save(1, policy, {})
+        partial = root / end / f".{folder_name(1)}.partial"
+        if groups.rank == 0:
+            (partial / "metadata.json").mkdir()
+        wait_for(partial / ".metadata")
+        time.sleep(0.3)
+        try:
+            store.finish() if end == "finish" else store.rescue(0.3)
+        except RunFailed as error:
+            said.append(str(error))
+    return said
 
 
 def test_what_goes_wrong_in_the_background_is_said_on_every_rank(
@@ -119,9 +124,10 @@ def test_what_goes_wrong_in_the_background_is_said_on_every_rank(
 ) -> None:
     args = (model_path, tmp_path / "c")
     one, two = run_ranks(2, fails_at_the_end, *args, folder=tmp_path / "out")
-    assert one == two
-    assert "IsADirectoryError" in one
-    assert "the one before it is untouched" in one
+    assert one[0] == two[0]
+    assert "IsADirectoryError" in one[0]
+    assert "the one before it is untouched" in one[0]
+    assert "is lost: IsADirectoryError" in one[1]
 
 
 def interrupted(model_path: Path, root: Path) -> list[bool]:
