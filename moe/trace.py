@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mrl.errors import InputError
-from mrl.types import RoutingTrace
+from mrl.types import RoutingTrace, VersionSpan
 
 
 def decode_routes(
@@ -26,8 +26,9 @@ def decode_routes(
     moe_layer_numbers: Sequence[int],
     num_experts: int,
     topk: int,
-    weight_version: int,
+    row_versions: Sequence[VersionSpan],
     num_cached_rows: int,
+    num_recomputed_rows: int = 0,
 ) -> RoutingTrace:
     """Drop the dense layers and narrow to u8[T-1, L, K], or u16 above 256 experts.
 
@@ -70,6 +71,7 @@ def decode_routes(
         expert_ids=torch.from_numpy(ids.astype(narrow)),
         layer_numbers=tuple(moe_layer_numbers),
         num_experts=num_experts,
-        weight_version=weight_version,
+        row_versions=tuple(row_versions),
         num_cached_rows=num_cached_rows,
+        num_recomputed_rows=num_recomputed_rows,
     )

@@ -2,27 +2,44 @@
 
 One engine's life:
 
-    start() -> wake(WEIGHTS) -> update_weights() -> wake(KV_CACHE, CUDA_GRAPH) -> generate()
+    start() -> wake(WEIGHTS) -> update_weights() -> wake(KV_CACHE, CUDA_GRAPH) -> score(), generate()
             -> sleep(level) -> wake(WEIGHTS) -> ... -> stop()
 
 After start() everything is resident and the weights are the checkpoint's. An engine that is asked
-for something its state does not allow raises RuntimeError that names the state.
+for something its state does not allow raises RuntimeError that names the state. One whose process
+died or hangs raises EngineLost, whatever it was asked; start() then brings up another.
+
+An engine generates token sequences. What is asked for and in which order, groups and long tails are
+the business of mrl/rollout/scheduling.py.
+
+Dimensions: P tokens of a request, C tokens of its completion.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from mrl.types import Prompt, SampleGroup, WeightBucket
+from torch import Tensor
+
+from mrl.types import RoutingTrace, VersionSpan, WeightBucket
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
 CUDA_GRAPH = "cuda_graph"
 MEMORY_TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
 """What an engine holds on the device and can give back, in the order in which it wakes."""
+
+PauseMode = Literal["in_place", "retract"]
+
+
+class EngineLost(RuntimeError):
+    """The engine's process died, hangs, or failed again and again: its requests and weights are gone.
+
+    The message says what happened, with the log's last lines. start() brings up another engine.
+    """
 
 
 @dataclass(frozen=True)
@@ -51,10 +68,43 @@ class SamplingParams:
             raise ValueError(f"top_p: expected above 0 and at most 1, got {self.top_p}")
 
 
+@dataclass(frozen=True)
+class Request:
+    """Tokens to be continued: a prompt, or a prompt with what was generated so far."""
+
+    request_id: str
+    """Unique among the requests in flight."""
+    token_ids: Tensor
+    """i64[P]."""
+    seed: int
+    """A completion's token at position p is a function of (weights, tokens before p, seed, p)."""
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine made of a request; positions count from the request's first token."""
+
+    request_id: str
+    output_ids: Tensor
+    """i64[C]; an aborted completion holds what there was, maybe nothing."""
+    logprobs: Tensor
+    """f32[C]: the engine's, at the sampling temperature."""
+    finish_reason: Literal["stop", "length", "abort"]
+    weight_versions: tuple[VersionSpan, ...]
+    """Cover [P, P + C) in order."""
+    routing: RoutingTrace | None
+    """Of all P + C - 1 routed tokens; None where routes are off, or nothing was generated."""
+    num_retractions: int = 0
+    """Times that the engine took the request back for want of memory and computed it anew."""
+
+
 class RolloutEngine(Protocol):
     """A file of mrl/rollout/ offers one as `Engine`, or as a function `build_engine`.
 
-    The constructor's keywords are those of `mrl.rollout.sglang.Engine`. All methods block.
+    The constructor's keywords are those of `mrl.rollout.sglang.Engine`. All methods block, and all
+    may raise EngineLost. abort(), pause() and resume() may be called from another thread, or between
+    two completions of generate(); nothing else may.
     """
 
     def start(self) -> None:
@@ -62,6 +112,7 @@ class RolloutEngine(Protocol):
 
         Raises InputError for what the user can mend in the recipe, RuntimeError with the log's last
         lines and its path where the engine dies or is not ready in time, and where it runs already.
+        After EngineLost it first clears away what is left of the lost one.
         """
         ...
 
@@ -91,27 +142,45 @@ class RolloutEngine(Protocol):
 
         Needs WEIGHTS awake. Names are Hugging Face's; the last bucket says so (`is_last`). Raises
         ValueError where a bucket carries another version, or a weight is missing, unknown, repeated or
-        of another shape, and RuntimeError where the engine refuses a bucket. After an error the weights
-        are a mixture: generate() is refused until an update succeeds.
+        of another shape, and RuntimeError where the engine refuses a bucket, or holds other weights
+        in the end than were sent. After an error the weights are a mixture: generate() is refused until
+        an update succeeds.
         """
         ...
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples_per_prompt: int,
-        sampling: SamplingParams,
-        seed: int,
-        first_group_id: int = 0,
-    ) -> list[SampleGroup]:
-        """One group a prompt, in order; group i has group_id `first_group_id + i`.
+    def score(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """Log-probs f32[T] of sequences i64[T] under the present weights, at temperature 1; 0 first.
 
-        A sample's tokens are drawn with `sample_seed(seed, prompt_id, index)`. Rewards are left
-        None. Needs every tag awake. Raises ValueError for a prompt that is empty or too long for
-        the context, RuntimeError where the engine dies, answers with other weights than were last
-        pushed, or with a length that does not fit, and TimeoutError past the request time limit.
+        Needs every tag awake; leaves nothing in the prefix cache.
         """
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Completions in the order in which they finish, each exactly once.
+
+        Needs every tag awake. All requests reach the engine at once and in order, so that on a CPU
+        the completions are the same bits whenever the same requests are made. Leaving the iterator
+        early aborts what is left. Raises ValueError, before anything is sent, for a request that is
+        empty, has another's id, or is too long for the context; RuntimeError where the engine answers
+        with other weights than it should have, or with a length that does not fit; EngineLost where it
+        dies, makes no progress for `rollout.stall_timeout_s`, or a request is refused again and again.
+        What was yielded before an error is good.
+        """
+        ...
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests of generate(), or all: they come back with finish_reason `abort`."""
+        ...
+
+    def pause(self, mode: PauseMode = "in_place") -> None:
+        """Stop generating in mid-flight, so that update_weights() may follow.
+
+        `in_place` keeps the KV cache of running requests, `retract` computes it anew on resume().
+        """
+        ...
+
+    def resume(self) -> None:
+        """Go on with what pause() stopped."""
         ...
 
     def stop(self) -> None:

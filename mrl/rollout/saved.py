@@ -20,7 +20,7 @@ from torch import Tensor
 from mrl.errors import InputError
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 
-FORMAT = "mrl-rollouts-1"
+FORMAT = "mrl-rollouts-2"
 
 
 def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
@@ -127,16 +127,25 @@ def _sample_record(sample: Sample) -> dict[str, Any]:
         "group_id": sample.group_id,
         "num_tokens": sample.token_ids.numel(),
         "prompt_len": sample.prompt_len,
-        "weight_versions": [[s.version, s.start, s.end] for s in sample.weight_versions],
+        "weight_versions": _span_records(sample.weight_versions),
         "finish_reason": sample.finish_reason,
         "routing": trace
         and {
             "num_rows": trace.expert_ids.shape[0],
             "num_experts": trace.num_experts,
-            "weight_version": trace.weight_version,
+            "row_versions": _span_records(trace.row_versions),
             "num_cached_rows": trace.num_cached_rows,
+            "num_recomputed_rows": trace.num_recomputed_rows,
         },
     }
+
+
+def _span_records(spans: Iterable[VersionSpan]) -> list[list[int]]:
+    return [[span.version, span.start, span.end] for span in spans]
+
+
+def _read_spans(record: Iterable[Sequence[int]]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(*span) for span in record)
 
 
 def _read_group(
@@ -170,14 +179,15 @@ def _read_sample(
         prompt_len=record["prompt_len"],
         loss_mask=take["loss_mask"](num_tokens),
         rollout_logprobs=take["rollout_logprobs"](num_tokens),
-        weight_versions=tuple(VersionSpan(*span) for span in record["weight_versions"]),
+        weight_versions=_read_spans(record["weight_versions"]),
         finish_reason=record["finish_reason"],
         routing=routing
         and RoutingTrace(
             expert_ids=take["expert_ids"](routing["num_rows"]),
             layer_numbers=layer_numbers,
             num_experts=routing["num_experts"],
-            weight_version=routing["weight_version"],
+            row_versions=_read_spans(routing["row_versions"]),
             num_cached_rows=routing["num_cached_rows"],
+            num_recomputed_rows=routing["num_recomputed_rows"],
         ),
     )

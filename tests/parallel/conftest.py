@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from mrl.types import RoutingTrace, Sample
+from mrl.types import RoutingTrace, Sample, VersionSpan
 
 VOCAB, EXPERTS, TOPK = 64, 4, 2
 MOE_LAYERS = (1, 3, 4)
@@ -68,9 +68,15 @@ def make_sample(
         prompt_len=prompt_len,
         loss_mask=torch.arange(length) >= prompt_len,
         rollout_logprobs=-torch.rand(length, generator=generator),
-        weight_versions=(),
+        weight_versions=(VersionSpan(0, prompt_len, length),),
         finish_reason="length",
-        routing=RoutingTrace(weights.topk(TOPK).indices.to(torch.uint8), MOE_LAYERS, EXPERTS, 0, 0),
+        routing=RoutingTrace(
+            weights.topk(TOPK).indices.to(torch.uint8),
+            MOE_LAYERS,
+            EXPERTS,
+            row_versions=(VersionSpan(0, 0, length - 1),),
+            num_cached_rows=0,
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mrl.types import RoutingTrace, Sample
+from mrl.types import RoutingTrace, Sample, VersionSpan
 from parallel.hf_config import HfModel
 
 VOCAB = 64
@@ -128,14 +128,15 @@ def _sample(model: HfModel, generator: torch.Generator, length: int) -> Sample:
     if numbers:
         topk = model.config["num_experts_per_tok"]
         order = torch.rand(length - 1, len(numbers), experts, generator=generator)
-        routing = RoutingTrace(order.topk(topk).indices.to(torch.uint8), numbers, experts, 0, 0)
+        ids = order.topk(topk).indices.to(torch.uint8)
+        routing = RoutingTrace(ids, numbers, experts, (VersionSpan(0, 0, length - 1),), 0)
     return Sample(
         group_id=0,
         token_ids=torch.randint(0, VOCAB, (length,), generator=generator),
         prompt_len=3,
         loss_mask=torch.arange(length) >= 3,
         rollout_logprobs=-torch.rand(length, generator=generator),
-        weight_versions=(),
+        weight_versions=(VersionSpan(0, 3, length),),
         finish_reason="length",
         routing=routing,
     )

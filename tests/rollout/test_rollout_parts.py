@@ -28,8 +28,14 @@ from mrl.rollout.sglang_server.decode import (
     route_shape,
 )
 from mrl.toy_model import build_tokenizer, write_toy_model
+from mrl.types import VersionSpan
 
-ROUTES = {"num_hidden_layers": 3, "moe_layer_numbers": (2, 3), "topk": 2, "weight_version": 4}
+ROUTES = {
+    "num_hidden_layers": 3,
+    "moe_layer_numbers": (2, 3),
+    "topk": 2,
+    "row_versions": [VersionSpan(3, 0, 2), VersionSpan(4, 2, 5)],
+}
 
 
 def encode(ids: np.ndarray) -> str:
@@ -44,7 +50,8 @@ def test_routes_drop_dense_layers_and_narrow(num_experts, dtype):
     )
     assert trace.expert_ids.dtype == dtype
     assert trace.expert_ids.tolist() == [[[3, 255], [1, 0]]] * 5
-    assert (trace.layer_numbers, trace.weight_version, trace.num_cached_rows) == ((2, 3), 4, 2)
+    assert (trace.layer_numbers, trace.num_cached_rows) == ((2, 3), 2)
+    assert trace.row_versions == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 5))
 
 
 def test_routes_that_do_not_fit():

@@ -20,7 +20,7 @@ def make_sample(group_id: int, num_tokens: int, *, wide: bool = False, routed: b
         .to(torch.uint16 if wide else torch.uint8),
         layer_numbers=(1, 3, 4),
         num_experts=300 if wide else 8,
-        weight_version=7,
+        row_versions=(VersionSpan(7, 0, 1), VersionSpan(8, 1, num_tokens - 1)),
         num_cached_rows=1,
     )
     return Sample(
@@ -89,7 +89,7 @@ def test_foreign_and_damaged_files(tmp_path):
         (b"", "not a safetensors blob"),
         (b"\x80\x04pickle", "not a safetensors blob"),
         (encode_groups(make_groups(wide=False))[:-1], "not a safetensors blob"),
-        (save({"a": torch.zeros(1)}), "format is None, expected 'mrl-rollouts-1'"),
+        (save({"a": torch.zeros(1)}), "format is None, expected 'mrl-rollouts-2'"),
     ):
         path.write_bytes(data)
         with pytest.raises(InputError, match=message):

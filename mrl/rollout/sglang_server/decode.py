@@ -169,7 +169,7 @@ def _decode_routing(
             moe_layer_numbers=shape.moe_layer_numbers,
             num_experts=shape.num_experts,
             topk=shape.topk,
-            weight_version=version,
+            row_versions=[VersionSpan(version, 0, num_tokens - 1)],
             num_cached_rows=meta["cached_tokens"],
         )
     except ValueError as error:
