@@ -6,6 +6,7 @@ Unknown keys fail with a suggestion. Rooms receive their own branch, never the w
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,6 +107,12 @@ class RolloutConfig(Branch):
     a step that waits for all, once so many have gathered."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     request_timeout_s: float = Field(default=1800.0, gt=0)
+
+    @property
+    def num_started(self) -> int:
+        """Prompts that a step with over-sampling starts."""
+        # Less a trifle: 10 x 1.1 is a little more than 11.
+        return math.ceil(self.prompts_per_step * self.over_sampling - 1e-9)
 
 
 class AlgorithmConfig(Branch):

@@ -111,10 +111,10 @@ def clipped_loss(
     """`mrl.kernels.policy_loss` of a micro-batch against its `old_logprobs`, with statistics.
 
     `kl` is against its `ref_logprobs`, weighted as the rest of the loss. `kl/ref` is the mean of its
-    estimator over loss tokens. `importance` is of `old_logprobs` against `rollout_logprobs`, so each token
-    is corrected for the weights that sampled it, whichever these were: `importance/mean` of the weights
-    as applied, `importance/clip_frac` of those that lay outside their range. Raises ValueError where
-    log-probs that are needed are None.
+    estimator over loss tokens. `importance` is of `old_logprobs` against `rollout_logprobs`, so each
+    token is corrected for the weights that sampled it, whichever these were; `importance/mean` is of
+    the weights as applied, `importance/clip_frac` the share that lay outside their range.
+    Raises ValueError where log-probs that are needed are None.
     """
     if batch.old_logprobs is None:
         raise ValueError(
