@@ -13,13 +13,14 @@ def reward(
     completion_ids: list[list[int]],
     **columns: list[Any],
 ) -> list[float | None]:
-    """Right letters / the larger of what was asked for and what was given: 1 for exactly that.
+    """Right letters, as far as they were asked for / the larger of what was asked for and given.
 
-    Too short, too long and wrong letters all cost their share, so short answers are no way out.
-    Tokens are counted, not characters: special tokens leave no text.
+    1 for exactly the answer. Too short, too long and wrong letters all cost their share: to be short,
+    or to go on for ever, is no way out. Tokens are counted, not characters: special ones leave no text.
     """
     rewards: list[float | None] = []
     for completion, wanted, ids in zip(completions, answer, completion_ids, strict=True):
-        right = completion.count(wanted["letter"])
-        rewards.append(min(1.0, right / max(wanted["times"], len(ids) - 1)))  # less the end token
+        times = wanted["times"]
+        right = min(completion.count(wanted["letter"]), times)
+        rewards.append(right / max(times, len(ids) - 1))  # less the end token
     return rewards
