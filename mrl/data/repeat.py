@@ -11,7 +11,6 @@ import argparse
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 LETTERS = "abcd"
 SHORTEST, MEDIAN, LONGEST, SIGMA = 3, 20, 192, 1.0
@@ -19,17 +18,17 @@ SPREAD = 0.4
 """Of a demonstration's length around the number asked for: sigma of its logarithm."""
 
 
-def repeat_rows(num: int, seed: int, *, demonstrations: bool = False) -> list[dict[str, Any]]:
-    """`num` rows of prompt and answer (letter and number), or of prompt and completion."""
+def repeat_rows(num: int, seed: int, *, demonstrations: bool = False) -> list[dict[str, str]]:
+    """`num` rows of a prompt, or of prompt and completion."""
     rng = random.Random(f"repeat/{seed}")
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, str]] = []
     for i in range(num):
         letter, times = LETTERS[i % len(LETTERS)], _log_normal(rng, MEDIAN, SIGMA)
         prompt = f"{letter}*{times:03d}="
         if demonstrations:
             rows.append({"prompt": prompt, "completion": _scattered(rng, letter, times)})
         else:
-            rows.append({"prompt": prompt, "answer": {"letter": letter, "times": times}})
+            rows.append({"prompt": prompt})
     return rows
 
 
@@ -44,7 +43,7 @@ def _scattered(rng: random.Random, letter: str, times: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--num", type=int, default=512)
+    parser.add_argument("--num", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--demonstrations", action="store_true", help="prompt + completion rows")
     parser.add_argument("--out", type=Path, required=True)

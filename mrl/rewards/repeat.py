@@ -9,7 +9,6 @@ def reward(
     prompts: list[Any],
     completions: list[str],
     *,
-    answer: list[dict[str, Any]],
     completion_ids: list[list[int]],
     **columns: list[Any],
 ) -> list[float | None]:
@@ -19,8 +18,8 @@ def reward(
     or to go on for ever, is no way out. Tokens are counted, not characters: special ones leave no text.
     """
     rewards: list[float | None] = []
-    for completion, wanted, ids in zip(completions, answer, completion_ids, strict=True):
-        times = wanted["times"]
-        right = min(completion.count(wanted["letter"]), times)
+    for prompt, completion, ids in zip(prompts, completions, completion_ids, strict=True):
+        letter, times = prompt[0], int(prompt[2:].rstrip("="))
+        right = min(completion.count(letter), times)
         rewards.append(right / max(times, len(ids) - 1))  # less the end token
     return rewards
