@@ -1,9 +1,9 @@
 """What long-tail controls save and what they cost: `python -m benchmarks.long_tail [NUM_STEPS]`.
 
-launch/recipes/long_tail.yaml, with half as many prompts a step, trained four times from one warm start:
-waiting for all (`plain`), and with 1.5 times the prompts started, the rest dropped, resumed or deferred.
-Real Megatron, one real SGLang that the runs use in turn, one step each in an order that rotates, so that
-a busy machine is busy for all. Every step trains on the same number of samples in all four.
+launch/recipes/long_tail.yaml, with half as many prompts a step, trained four times from one warm
+start: waiting for all (`plain`), and with 1.5 times the prompts started, the rest dropped, resumed or
+deferred. Real Megatron, and one real SGLang that the runs use in turn, one step each in an order that
+rotates, so that a busy machine is busy for all. A step trains on as many samples in each of them.
 
 For each run: the rollout time of a step (median) and of all (ratio to plain's); the tokens of an answer
 that was trained on; the reward in training, mean of the last ten steps, which is of the prompts that

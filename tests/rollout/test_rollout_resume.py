@@ -43,7 +43,7 @@ def moved(oracle, tmp_path_factory) -> tuple[Qwen3MoeForCausalLM, Path]:
     with torch.no_grad():
         for weights in model.parameters():
             noise = torch.randn(weights.shape, generator=generator)
-            weights += 0.1 * weights.std().nan_to_num(0.0) * noise
+            weights.add_(0.1 * weights.std().nan_to_num(0.0) * noise)
     return model, tmp_path_factory.mktemp("moved")
 
 
