@@ -97,7 +97,7 @@ def recipe_of(name: str, scratch: Path, num_steps: int) -> Recipe:
 
 def start_runs(scratch: Path, num_steps: int) -> tuple[dict[str, Run], Groups]:
     """All runs at the same weights: the first one's checkpoint after the warm start."""
-    write_toy_model(scratch / "model")
+    write_toy_model(scratch / "model", num_layers=2)
     prepare()
     runs: dict[str, Run] = {}
     groups: Groups | None = None

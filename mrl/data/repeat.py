@@ -1,8 +1,8 @@
 """A task whose answers have a long tail of lengths: `python -m mrl.data.repeat --out FILE`.
 
-`b*034=` asks for 34 times the letter b. The numbers are log-normal: half are below 20, one in twenty
-is above 100. Demonstrations show the form and no skill: their lengths scatter around the number, and
-half of their letters are wrong.
+`b*034=` asks for 34 times the letter b. The numbers are log-normal: half are below 12, one in twenty
+is above 60. Demonstrations show the form and no skill: their lengths scatter around the number, and
+more than half of their letters are wrong.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import random
 from pathlib import Path
 
 LETTERS = "abcd"
-SHORTEST, MEDIAN, LONGEST, SIGMA = 3, 20, 192, 1.0
+SHORTEST, MEDIAN, LONGEST, SIGMA = 3, 12, 128, 1.0
 SPREAD = 0.4
 """Of a demonstration's length around the number asked for: sigma of its logarithm."""
+RIGHT = 0.25
+"""Share of a demonstration's letters that are right; the rest are drawn."""
 
 
 def repeat_rows(num: int, seed: int, *, demonstrations: bool = False) -> list[dict[str, str]]:
@@ -38,7 +40,7 @@ def _log_normal(rng: random.Random, median: float, sigma: float) -> int:
 
 def _scattered(rng: random.Random, letter: str, times: int) -> str:
     length = _log_normal(rng, times, SPREAD)
-    return "".join(letter if rng.random() < 0.5 else rng.choice(LETTERS) for _ in range(length))
+    return "".join(letter if rng.random() < RIGHT else rng.choice(LETTERS) for _ in range(length))
 
 
 def main() -> None:

@@ -12,14 +12,15 @@ def reward(
     completion_ids: list[list[int]],
     **columns: list[Any],
 ) -> list[float | None]:
-    """Right letters, as far as they were asked for / the larger of what was asked for and given.
+    """Share of right letters, in full for a length within a factor of two of what was asked for.
 
-    1 for exactly the answer. Too short, too long and wrong letters all cost their share: to be short,
-    or to go on for ever, is no way out. Tokens are counted, not characters: special ones leave no text.
+    Beyond that it falls as the factor grows: to be short, or to go on for ever, is no way out. Tokens
+    are counted, not characters: special ones leave no text.
     """
     rewards: list[float | None] = []
     for prompt, completion, ids in zip(prompts, completions, completion_ids, strict=True):
         letter, times = prompt[0], int(prompt[2:].rstrip("="))
-        right = min(completion.count(letter), times)
-        rewards.append(right / max(times, len(ids) - 1))  # less the end token
+        length = max(1, len(ids) - 1)  # less the end token
+        closeness = min(length, times) / max(length, times)
+        rewards.append(completion.count(letter) / length * min(1.0, 2 * closeness))
     return rewards

@@ -20,10 +20,10 @@ def test_first_char_counts_tokens():
 
 
 def test_repeat_wants_the_letter_as_often_as_asked():
-    completions = ["bbb", "bb", "bbbbbb", "bab", "", "b" * 300]
-    lengths = [4, 3, 7, 4, 1, 301]  # with the end token
-    got = repeat(["b*003="] * 6, completions, completion_ids=[[1] * n for n in lengths])
-    assert got == [1.0, 2 / 3, 0.5, 2 / 3, 0.0, 0.01]
+    completions = ["bbbb", "bb", "b" * 8, "b", "b" * 16, "baab", "", "b" * 800]
+    ids = [[1] * (len(text) + 1) for text in completions]  # with the end token
+    got = repeat(["b*004="] * 8, completions, completion_ids=ids)
+    assert got == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.0, 0.01]
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "basic_arithmetic", "letter_counting", "countdown"])

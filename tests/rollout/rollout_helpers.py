@@ -22,7 +22,7 @@ def make_prompts(num: int, *, seed: int = 0, num_tokens: int = 20) -> list[Promp
 
 
 def make_engine(folder: Path, log_path: Path, **config: object) -> Engine:
-    settings = {"max_response_len": 32, "start_timeout_s": 120.0, **config}
+    settings = {"max_response_len": 32, "start_timeout_s": 300.0, **config}
     engine = load_engine("sglang")(
         model=ModelConfig(path=str(folder)),
         config=RolloutConfig.model_validate(settings),
