@@ -41,16 +41,17 @@ class Round:
         self,
         groups: Sequence[SampleGroup],
         sampling: SamplingParams,
-        seeds: Sequence[int],
+        seed: int | Sequence[int],
         num_wanted: int | None = None,
     ) -> None:
-        """Sample k of group i is drawn with `sample_seed(seeds[i], prompt_id, k)`, whatever happens.
+        """Sample k of a group is drawn with `sample_seed(seed, prompt_id, k)`, whatever happens.
 
-        It is over when `num_wanted` groups are whole, by default all: what is left is given up then,
+        `seed` is for all groups, or one for each. The round is over when `num_wanted` groups are whole, by default all: what is left is given up then,
         and stays in `unfinished`. `sampling` is for whole samples; of one that has C tokens already,
         C less are asked for.
         """
         self._groups = {group.samples[0].group_id: group for group in groups}
+        seeds = [seed] * len(groups) if isinstance(seed, int) else seed
         self._seeds = dict(zip(self._groups, seeds, strict=True))
         self._sampling = sampling
         self._num_left = len(groups) if num_wanted is None else num_wanted
