@@ -47,8 +47,8 @@ class Round:
         """Sample k of a group is drawn with `sample_seed(seed, prompt_id, k)`, whatever happens.
 
         `seed` is for all groups, or one for each. The round is over when `num_wanted` groups are whole,
-        by default all: what is left is given up then, and stays in `unfinished`. `sampling` is for whole
-        samples; of one that has C tokens already, C less are asked for.
+        by default all: what is left is given up then, and stays in `unfinished`. `sampling` is for
+        whole samples; of one that has C tokens already, C less are asked for.
         """
         self._groups = {group.samples[0].group_id: group for group in groups}
         seeds = [seed] * len(groups) if isinstance(seed, int) else seed
