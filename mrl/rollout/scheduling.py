@@ -79,10 +79,9 @@ class Round:
             sample = _continued(group.samples[index], completion, self._sampling.max_new_tokens)
             group.samples[index] = sample
             if is_finished(group) and not self.is_over:
-                group = self._take(group_id)
-                if self.is_over:
+                yield self._take(group_id)
+                if self.is_over:  # after the yield: an engine lost here takes no group with it
                     engine.abort()  # the rest comes back with what it has
-                yield group
 
     def _take(self, group_id: int) -> SampleGroup:
         self._num_left -= 1

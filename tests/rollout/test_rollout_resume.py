@@ -101,7 +101,9 @@ def test_samples_go_on_under_newer_weights(engine: Engine, oracle, moved) -> Non
 def assert_each_segment_is_its_weights(sample, old_end: int, oracle, model) -> None:
     """Log-probs and routes equal transformers' under the weights that made each token."""
     start = sample.prompt_len
-    (old, old_routes), (new, new_routes) = (score(m, sample, 1.0) for m in (oracle, model))
+    (old, old_routes), (new, new_routes) = (
+        score(m, sample.token_ids, start, 1.0) for m in (oracle, model)
+    )
     got, split = sample.rollout_logprobs[start:], old_end - start
     torch.testing.assert_close(got[:split], old[:split], atol=1e-4, rtol=0)
     torch.testing.assert_close(got[split:], new[split:], atol=1e-4, rtol=0)
