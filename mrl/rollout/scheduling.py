@@ -80,7 +80,7 @@ class Round:
             group.samples[index] = sample
             if is_finished(group) and not self.is_over:
                 yield self._take(group_id)
-                if self.is_over:  # after the yield: an engine lost here takes no group with it
+                if self.is_over and self._groups:  # an engine lost here takes no group with it
                     engine.abort()  # the rest comes back with what it has
 
     def _take(self, group_id: int) -> SampleGroup:
