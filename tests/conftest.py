@@ -1,0 +1,65 @@
+"""Several pytest workers, one suite: what is dear is made once, and long files begin first.
+
+Under pytest-xdist (`make test` runs two workers) each worker has session fixtures of its own;
+`made_once` gives all of them the same folder. A file stays on one worker (`--dist loadfile`), so
+module fixtures are not doubled, and the tests of a file still run in their order.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+LONG_FILES = (
+    "loop/test_run.py",
+    "rollout/test_rollout_server.py",
+    "loop/test_torchrun.py",
+    "kernels/test_cuda_emulated.py",
+    "loop/test_resume.py",
+    "parallel/test_checkpoint_layouts.py",
+    "parallel/test_critic.py",
+    "loop/test_sync.py",
+    "parallel/test_balancing.py",
+    "rollout/test_rollout_engine.py",
+    "loop/test_layouts.py",
+    "parallel/test_layouts.py",
+)
+"""Longest first, by `make test PYTEST_ARGS=--durations=60`: a long file that began last would leave the
+other worker idle. What is not here runs after these, in pytest's own order."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONG_FILES)}
+
+    def place(item: pytest.Item) -> int:
+        return places.get(f"{item.path.parent.name}/{item.path.name}", len(places))
+
+    items.sort(key=place)
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`made_once(name, make)`: the folder `name` of this session, filled by `make(folder)` once.
+
+    The first worker to ask calls `make`, the others wait; the folder is not to be changed later.
+    Where `make` raises, the next one to ask starts again with an empty folder.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        folder, done = shared / name, shared / f"{name}.done"
+        with FileLock(shared / f"{name}.lock"):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return get
