@@ -1,4 +1,4 @@
-"""Several pytest workers, one suite: what is dear is made once, and long files begin first.
+"""Several pytest workers, one suite: what is dear is made once, and what is long begins first.
 
 Under pytest-xdist (`make test` runs two workers) each worker has session fixtures of its own;
 `made_once` gives all of them the same folder. A file stays on one worker (`--dist loadfile`), so
@@ -15,29 +15,14 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-LONG_FILES = (
-    "loop/test_run.py",
-    "rollout/test_rollout_server.py",
-    "loop/test_torchrun.py",
-    "kernels/test_cuda_emulated.py",
-    "loop/test_resume.py",
-    "parallel/test_checkpoint_layouts.py",
-    "parallel/test_critic.py",
-    "loop/test_sync.py",
-    "parallel/test_balancing.py",
-    "rollout/test_rollout_engine.py",
-    "loop/test_layouts.py",
-    "parallel/test_layouts.py",
-)
-"""Longest first, by `make test PYTEST_ARGS=--durations=60`: a long file that began last would leave the
-other worker idle. What is not here runs after these, in pytest's own order."""
+LONG_FIRST = ("loop", "rollout", "kernels", "parallel")
+"""Folders whose tests take long, longest first: one that began last would leave a worker idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONG_FILES)}
-
     def place(item: pytest.Item) -> int:
-        return places.get(f"{item.path.parent.name}/{item.path.name}", len(places))
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return LONG_FIRST.index(folder) if folder in LONG_FIRST else len(LONG_FIRST)
 
     items.sort(key=place)
 
