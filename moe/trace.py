@@ -1,4 +1,4 @@
-"""The routes that an engine returns with a sample, made into a `RoutingTrace`.
+"""The routes that an engine returns with a sample, made into a `RoutingTrace`, and traces without ids.
 
 Dimensions: T all tokens of a sample, H hidden layers (dense ones too), L MoE layers, K experts per
 token. SGLang sends base64 of int32 [T-1, H, K] in C order: the prompt is included, the last token
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from mrl.errors import InputError
-from mrl.types import RoutingTrace, VersionSpan
+from mrl.kernels.routes import unpack_routes
+from mrl.types import PackedRoutes, RoutingTrace, VersionSpan
 
 
 def decode_routes(
@@ -66,12 +68,36 @@ def decode_routes(
             f"routes: token {row} in MoE layer {moe_layer_numbers[layer]} has experts "
             f"{ids[row, layer].tolist()}, expected ids from 0 to {num_experts - 1}"
         )
-    narrow = np.uint8 if num_experts <= 256 else np.uint16
     return RoutingTrace(
-        expert_ids=torch.from_numpy(ids.astype(narrow)),
+        expert_ids=torch.from_numpy(ids.astype(np.uint8 if num_experts <= 256 else np.uint16)),
         layer_numbers=tuple(moe_layer_numbers),
         num_experts=num_experts,
         row_versions=tuple(row_versions),
         num_cached_rows=num_cached_rows,
         num_recomputed_rows=num_recomputed_rows,
     )
+
+
+def empty_trace_ids(num_rows: int, num_layers: int, num_experts: int, topk: int) -> torch.Tensor:
+    """`RoutingTrace.expert_ids` of a trace whose ids another rank holds."""
+    return torch.empty((num_rows, num_layers, topk), dtype=narrow_dtype(num_experts), device="meta")
+
+
+def narrow_dtype(num_experts: int) -> torch.dtype:
+    """Of `RoutingTrace.expert_ids`."""
+    return torch.uint8 if num_experts <= 256 else torch.uint16
+
+
+def unpack_trace(routes: PackedRoutes, trace: RoutingTrace) -> RoutingTrace:
+    """`trace` with the ids of `routes`, which holds its T-1 rows and all its layers."""
+    num_rows, num_layers, _ = routes.packed.shape
+    ids = unpack_routes(
+        routes.packed,
+        num_experts=routes.num_experts,
+        topk=routes.topk,
+        layers=range(num_layers),
+        start=0,
+        stop=num_rows,
+    )
+    narrow = ids.transpose(0, 1).contiguous().to(trace.expert_ids.dtype)
+    return dataclasses.replace(trace, expert_ids=narrow)

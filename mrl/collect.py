@@ -21,7 +21,7 @@ from mrl.preflight import Plan
 from mrl.rewards.runner import RewardRunner, check_failures
 from mrl.rollout import load_engine
 from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, RolloutEngine, SamplingParams
-from mrl.rollout.saved import decode_groups, encode_groups, load_groups
+from mrl.rollout.saved import decode_groups, encode_groups, load_groups, without_route_ids
 from mrl.run_folder import RunFolder, saved_step
 from mrl.types import SampleGroup
 from parallel.groups import Groups
@@ -175,12 +175,17 @@ class EngineCollector:
         return self.rewards.report.num_failed
 
     def _share(self, own: Sequence[SampleGroup], num_failed: int) -> list[SampleGroup]:
-        """Everybody's groups on every rank; raises where too many rewards failed over all."""
+        """Everybody's groups on every rank, the ids of their routes where they were rolled out only;
+        raises where too many rewards failed over all."""
         if self.groups.dims.world == 1:
             return list(own)
         parts: list[tuple[bytes, int]] = [(b"", 0)] * self.groups.dims.world
-        dist.all_gather_object(parts, (encode_groups(own) if own else b"", num_failed))
-        everything = [group for part, _ in parts if part for group in decode_groups(part)]
+        mine = encode_groups(own, with_routes=False) if own else b""
+        dist.all_gather_object(parts, (mine, num_failed))
+        everything = list(own)
+        for rank, (part, _) in enumerate(parts):
+            if part and rank != self.groups.rank:
+                everything += decode_groups(part)
         check_failures(
             self.plan.recipe.reward,
             sum(failed for _, failed in parts),
@@ -202,19 +207,27 @@ class EngineCollector:
 
 
 class SavedCollector:
-    """The groups of `debug.load_rollouts`, step by step; no engine and no reward function."""
+    """The groups of `debug.load_rollouts`, step by step; no engine and no reward function.
+
+    Each rank keeps the routes of some groups, as if it had rolled them out.
+    """
 
     start_text = "opening the saved rollouts"
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: str, groups: Groups) -> None:
+        self.folder, self.groups = folder, groups
 
     def start(self, policy: Policy) -> None:
         """Nothing to make ready."""
 
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
         with clock.part("sync"), clock.part("score"), clock.part("rollout"):
-            return load_groups(saved_step(self.folder, step))
+            everything = load_groups(saved_step(self.folder, step))
+            rank, world = self.groups.rank, self.groups.dims.world
+            return [
+                group if i % world == rank else without_route_ids(group)
+                for i, group in enumerate(everything)
+            ]
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -228,7 +241,7 @@ class SavedCollector:
 
 def make_collector(plan: Plan, groups: Groups, folder: RunFolder) -> Collector:
     saved = plan.recipe.debug.load_rollouts
-    return SavedCollector(saved) if saved else EngineCollector(plan, groups, folder)
+    return SavedCollector(saved, groups) if saved else EngineCollector(plan, groups, folder)
 
 
 def completions(groups: Sequence[SampleGroup], tokenizer: Any) -> list[list[str]]:

@@ -53,7 +53,8 @@ class RoutingTrace:
     """
 
     expert_ids: Tensor
-    """u8[T-1, L, K], or u16 above 256 experts."""
+    """u8[T-1, L, K], or u16 above 256 experts; on the `meta` device (shape without ids) where another
+    rank holds them: `mrl.exchange` brings them to the ranks that train the sample."""
     layer_numbers: tuple[int, ...]
     """Megatron's 1-based number of each of the L MoE layers."""
     num_experts: int
@@ -80,7 +81,7 @@ class RoutingTrace:
             )
         if ids.dtype not in (torch.uint8, torch.uint16):
             raise ValueError(f"RoutingTrace.expert_ids: expected uint8 or uint16, got {ids.dtype}")
-        if not ids.numel():
+        if not ids.numel() or ids.is_meta:
             return
         wide = ids.to(torch.int32)
         if int(wide.max()) >= self.num_experts:
