@@ -7,16 +7,17 @@ has no row, dense layers hold placeholders, shared experts are left out.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+import pybase64
 import torch
+from torch import Tensor
 
 from mrl.errors import InputError
-from mrl.kernels.routes import unpack_routes
+from mrl.kernels.routes import pack_routes, unpack_routes
 from mrl.types import PackedRoutes, RoutingTrace, VersionSpan
 
 
@@ -45,7 +46,7 @@ def decode_routes(
             f"all from 1 to {num_hidden_layers}"
         )
     try:
-        raw = base64.b64decode(payload_base64, validate=True)
+        raw = pybase64.b64decode(payload_base64, validate=True)  # 40 times as fast as base64
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"routes: the payload is not base64: {error}") from None
     num_rows = num_tokens - 1
@@ -60,7 +61,9 @@ def decode_routes(
     if not 0 <= num_cached_rows <= num_rows:
         raise ValueError(f"routes: got {num_cached_rows} cached rows, expected 0 to {num_rows}")
     # "<i4": the wire is little-endian whatever this machine is.
-    ids = np.frombuffer(raw, dtype="<i4").reshape(num_rows, num_hidden_layers, topk)[:, layers]
+    ids = np.frombuffer(raw, dtype="<i4").reshape(num_rows, num_hidden_layers, topk)
+    if len(layers) != num_hidden_layers:
+        ids = ids[:, layers]
     # Checked before narrowing: -1 would come out as expert 255.
     if ids.size and (ids.min() < 0 or ids.max() >= num_experts):
         row, layer, _ = np.argwhere((ids < 0) | (ids >= num_experts))[0]
@@ -68,8 +71,10 @@ def decode_routes(
             f"routes: token {row} in MoE layer {moe_layer_numbers[layer]} has experts "
             f"{ids[row, layer].tolist()}, expected ids from 0 to {num_experts - 1}"
         )
+    expert_ids = torch.from_numpy(ids.astype(np.uint8 if num_experts <= 256 else np.uint16))
+    _refuse_repeats(expert_ids, moe_layer_numbers, num_experts)
     return RoutingTrace(
-        expert_ids=torch.from_numpy(ids.astype(np.uint8 if num_experts <= 256 else np.uint16)),
+        expert_ids=expert_ids,
         layer_numbers=tuple(moe_layer_numbers),
         num_experts=num_experts,
         row_versions=tuple(row_versions),
@@ -78,7 +83,23 @@ def decode_routes(
     )
 
 
-def empty_trace_ids(num_rows: int, num_layers: int, num_experts: int, topk: int) -> torch.Tensor:
+def _refuse_repeats(ids: Tensor, layer_numbers: Sequence[int], num_experts: int) -> None:
+    """Raise ValueError where a row of [T-1, L, K] holds an expert twice."""
+    try:
+        pack_routes(ids, num_experts)  # the check of the kernel is ten times as fast as a sort
+    except ValueError as error:
+        ordered = ids.long().sort(dim=-1).values
+        places = (ordered[..., 1:] == ordered[..., :-1]).nonzero()
+        if not len(places):
+            raise
+        row, layer, _ = places[0].tolist()
+        raise ValueError(
+            f"routes: token {row} repeats an expert in MoE layer {layer_numbers[layer]}: "
+            f"{ids[row, layer].tolist()}"
+        ) from error
+
+
+def empty_trace_ids(num_rows: int, num_layers: int, num_experts: int, topk: int) -> Tensor:
     """`RoutingTrace.expert_ids` of a trace whose ids another rank holds."""
     return torch.empty((num_rows, num_layers, topk), dtype=narrow_dtype(num_experts), device="meta")
 
