@@ -48,7 +48,8 @@ def make_trainer(model: Path, folder: Path, groups: Groups | None, *more: str) -
     from mrl.trainer import Trainer
 
     recipe = load_recipe(
-        RECIPE, [f"model.path={model}", f"output_dir={folder}", "train.num_steps=1000", *more]
+        RECIPE,
+        [f"model.path={model}", f"output_dir={folder}", f"train.num_steps={NUM_SAVED}", *more],
     )
     plan = check(recipe, 1)
     run = RunFolder(recipe.output_dir)
