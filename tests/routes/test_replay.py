@@ -80,6 +80,19 @@ def test_rows_without_a_route_decide_for_themselves() -> None:
     assert torch.equal(chosen[[0, 2, 3]], wanted[[0, 2, 3]])
 
 
+def test_scores_and_gradients_are_the_dense_ones_of_the_replayed_experts() -> None:
+    """None of which is among the router's own: gathered from its sparse choice they would be 0."""
+    scores = torch.tensor([[0.5, 0.3, 0.15, 0.05]], requires_grad=True)
+    replay = LayerReplay(1, keep_for_recompute=False)
+    replay.begin_forward(torch.tensor([[3, 2]]), with_grad=True)
+    values, ids = replay.get_replay_topk(scores, 2, default_compute_topk=topk)
+    assert ids.tolist() == [[3, 2]]
+    assert values.tolist() == [[scores[0, 3].item(), scores[0, 2].item()]]
+    (values * torch.tensor([[10.0, 20.0]])).sum().backward()
+    assert scores.grad is not None
+    assert scores.grad.tolist() == [[0.0, 0.0, 20.0, 10.0]]
+
+
 def test_a_trace_that_repeats_an_expert_is_not_packed() -> None:
     """Zero bytes for padding, or rows that the engine lost: expert 0 K times over."""
     spans = (VersionSpan(0, 0, 4),)
