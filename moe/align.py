@@ -22,11 +22,29 @@ def pack_trace(trace: RoutingTrace, layers: Sequence[int] | None = None) -> Pack
 
     Raises ValueError for a layer that the trace does not have.
     """
-    ids, topk = trace.expert_ids, trace.expert_ids.shape[2]
-    wanted = trace.layer_numbers if layers is None else tuple(layers)
-    if wanted != trace.layer_numbers:
-        ids = ids[:, places_of(trace.layer_numbers, wanted)]
-    return PackedRoutes(pack_routes(ids, trace.num_experts), wanted, trace.num_experts, topk)
+    return pack_traces([trace], trace.layer_numbers if layers is None else layers)[0]
+
+
+def pack_traces(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> list[PackedRoutes]:
+    """`pack_trace` of each, in one call of the kernel: most samples are short.
+
+    Raises ValueError for traces of different models.
+    """
+    if not traces:
+        return []
+    kinds = {(t.layer_numbers, t.num_experts, t.expert_ids.shape[2]) for t in traces}
+    if len(kinds) > 1:
+        raise ValueError(
+            "routing traces of different models in one batch (layers, experts, experts per token): "
+            + ", ".join(map(str, sorted(kinds)))
+        )
+    ((layer_numbers, num_experts, topk),) = kinds
+    ids = torch.cat([trace.expert_ids for trace in traces])
+    wanted = tuple(layers)
+    if wanted != layer_numbers:
+        ids = ids[:, places_of(layer_numbers, wanted)]
+    packed = pack_routes(ids, num_experts).split([len(trace.expert_ids) for trace in traces])
+    return [PackedRoutes(rows, wanted, num_experts, topk) for rows in packed]
 
 
 def with_native_rows(routes: PackedRoutes, native: Tensor) -> PackedRoutes:
@@ -53,19 +71,20 @@ def join_routes(
     first = next(part for part in parts if part is not None)
     rooms = lengths if padded_lengths is None else padded_lengths
     num_layers = len(first.layer_numbers)
-    packed = native_routes(sum(rooms), num_layers, first.num_experts, first.topk)
-    start = 0
+    native = native_routes(max(rooms), num_layers, first.num_experts, first.topk)
+    rows = []
     for part, length, room in zip(parts, lengths, rooms, strict=True):
-        if part is not None:
-            _check_same_model(part, first)
-            if len(part.packed) != length - 1:
-                raise ValueError(
-                    f"routing trace: expected {length - 1} rows for {length} tokens (the last token "
-                    f"has none), got {len(part.packed)}"
-                )
-            packed[start : start + length - 1] = part.packed
-        start += room
-    return PackedRoutes(packed, first.layer_numbers, first.num_experts, first.topk)
+        if part is None:
+            rows.append(native[:room])
+            continue
+        _check_same_model(part, first)
+        if len(part.packed) != length - 1:
+            raise ValueError(
+                f"routing trace: expected {length - 1} rows for {length} tokens (the last token "
+                f"has none), got {len(part.packed)}"
+            )
+        rows += [part.packed, native[: room - length + 1]]
+    return PackedRoutes(torch.cat(rows), first.layer_numbers, first.num_experts, first.topk)
 
 
 def _check_same_model(part: PackedRoutes, first: PackedRoutes) -> None:

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from moe.align import pack_trace, with_native_rows
+from moe.align import pack_traces, with_native_rows
 from moe.provenance import stale_rows, without_stale_tokens
 from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig
@@ -58,8 +58,12 @@ def held_routes(
     samples: Sequence[Sample], shares: Sequence[Collection[int]]
 ) -> dict[int, PackedRoutes]:
     """The RouteSource where every rank holds all samples whole, or none has routes: all layers."""
-    traces = {i: samples[i].routing for share in shares for i in share}
-    return {i: pack_trace(trace) for i, trace in traces.items() if trace is not None}
+    numbers = sorted(i for share in shares for i in share)
+    traces = {i: trace for i in numbers if (trace := samples[i].routing) is not None}
+    if not traces:
+        return {}
+    layers = next(iter(traces.values())).layer_numbers
+    return dict(zip(traces, pack_traces(list(traces.values()), layers), strict=True))
 
 
 def make_train_batches(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.align import pack_trace, places_of
+from moe.align import pack_trace, pack_traces, places_of
 from moe.trace import unpack_trace
 from moe.wire import from_wire, split_rows, to_wire, wire_row_bytes
 from mrl.shared_bytes import Handle, SharedBytes
@@ -179,7 +179,8 @@ class RouteExchange:
                 arriving.append((parcel, wire, dist.irecv(wire, parcel.holder)))
         for parcel in sent:
             if parcel.holder == self._rank:
-                packed = [pack_trace(traces[i], parcel.want.layers) for i in parcel.want.samples]
+                sample_traces = [traces[i] for i in parcel.want.samples]
+                packed = pack_traces(sample_traces, parcel.want.layers)
                 wire = torch.cat([to_wire(routes) for routes in packed])
                 arriving.append((parcel, wire, dist.isend(wire, parcel.reader)))
         return arriving
@@ -206,14 +207,12 @@ def bytes_per_token(traces: Traces, parcels: Sequence[Parcel]) -> float:
 
 def _own_routes(traces: Traces, want: Want) -> dict[int, PackedRoutes]:
     """What never travels: samples that this rank holds, and anything of no layer."""
-    routes = {}
-    for i in want.samples:
+    here = [i for i in want.samples if not traces[i].expert_ids.is_meta]
+    routes = dict(zip(here, pack_traces([traces[i] for i in here], want.layers), strict=True))
+    for i in () if want.layers else want.samples:
         trace = traces[i]
-        if not trace.expert_ids.is_meta:
-            routes[i] = pack_trace(trace, want.layers)
-        elif not want.layers:
-            empty = torch.empty((len(trace.expert_ids), 0), dtype=torch.uint8)
-            routes[i] = from_wire(empty, (), trace.num_experts, trace.expert_ids.shape[2])
+        empty = torch.empty((len(trace.expert_ids), 0), dtype=torch.uint8)
+        routes[i] = from_wire(empty, (), trace.num_experts, trace.expert_ids.shape[2])
     return routes
 
 
