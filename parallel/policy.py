@@ -88,6 +88,11 @@ class Policy:
     def optimizer(self) -> Any:
         return self.trained.optimizer
 
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The MoE layers of this rank's chunks, Megatron's numbers."""
+        return tuple(n for replay in self.runner.replays.values() for n in replay.layers)
+
     def logprobs(self, batches: Sequence[MicroBatch], replay: RecordedRoutes | bool) -> PassOutput:
         """Log-probs and entropies under the present weights, without gradients."""
         return self.trained.evaluate(batches, replay)
