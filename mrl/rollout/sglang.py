@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.errors import InputError
 from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, MEMORY_TAGS, WEIGHTS, SamplingParams, sample_seed
@@ -26,7 +24,7 @@ from mrl.rollout.sglang_server.decode import (
 from mrl.rollout.sglang_server.manifest import Manifest
 from mrl.rollout.sglang_server.server import Server
 from mrl.rollout.sglang_server.settings import server_environment, server_settings
-from mrl.rollout.sglang_server.weights import flatten_bucket, serialize_bucket
+from mrl.rollout.sglang_server.weight_sync import WeightSync
 from mrl.types import Prompt, Sample, SampleGroup, WeightBucket
 
 SAMPLES_PER_REQUEST = 1024
@@ -97,7 +95,7 @@ class Engine:
         self._awake: set[str] = set()
         self._version: int | None = None
         self._cache_is_empty = False
-        self._has_update_session = False
+        self._sync: WeightSync | None = None
 
     @property
     def weight_version(self) -> int | None:
@@ -120,11 +118,19 @@ class Engine:
         self._awake = set(MEMORY_TAGS)
         self._version = self._first_version
         self._cache_is_empty = False
-        self._has_update_session = self._server.offers("/begin_weight_update")
+        self._sync = WeightSync(
+            self._server,
+            self._manifest,
+            num_ranks=self._config.tensor_parallel_size,
+            method=self._config.weight_sync,
+        )
 
     def stop(self) -> None:
         self._awake = set()
         self._version = None
+        if self._sync is not None:
+            self._sync.close()
+        self._sync = None
         self._server.stop()
 
     def wake(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
@@ -171,25 +177,8 @@ class Engine:
                 f"update_weights: the engine is {self.state}; wake(['{WEIGHTS}']) first"
             )
         self._version = None  # Until the last bucket is in, the weights are a mixture.
-        self._manifest.begin()
-        if self._has_update_session:
-            self._server.post("/begin_weight_update", {"selector": "all"})
-        complete = False
-        for bucket in buckets:
-            if bucket.version != version:
-                raise ValueError(
-                    f"update_weights: got a bucket of version {bucket.version}, expected {version}"
-                )
-            self._manifest.check(bucket)
-            if bucket.is_last:
-                self._manifest.check_complete()
-            complete = bucket.is_last
-            self._push(bucket)
-        self._manifest.check_complete()
-        if not complete:
-            raise ValueError("update_weights: the buckets ended without one that says is_last")
-        if self._has_update_session:
-            self._server.post("/end_weight_update", {})
+        assert self._sync is not None
+        self.last_sync = self._sync.update(buckets, version)
         self._version = version
 
     def generate(
@@ -256,21 +245,6 @@ class Engine:
                     f"{prompt.source}: {num_tokens} prompt tokens + {sampling.max_new_tokens} new "
                     f"tokens exceed the context of {self._context_len}"
                 )
-
-    def _push(self, bucket: WeightBucket) -> None:
-        flat, places = flatten_bucket(bucket)
-        body: dict[str, Any] = {
-            "serialized_named_tensors": serialize_bucket(
-                flat, places, self._config.tensor_parallel_size
-            ),
-            "load_format": "flattened_bucket",
-            "flush_cache": bucket.is_last,
-        }
-        if bucket.is_last:
-            body["weight_version"] = str(bucket.version)
-        if flat.is_cuda:
-            torch.cuda.current_stream(flat.device).synchronize()
-        self._server.post("/update_weights_from_tensor", body)
 
     def _require_running(self, action: str) -> None:
         if self._server.client is None:
