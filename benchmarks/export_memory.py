@@ -8,8 +8,8 @@ client does. In a process of its own: free pages of a used heap would be taken w
 Only a run of every layout is written to the results.
 
 Bound: two buckets, where a bucket is at least as large as the largest parameter (gloo copies what it
-gathers twice more inside, so on a CPU four times as large). The engine maps the buffer or gets a handle,
-so nothing comes on top. On a CPU a policy keeps the buffer for its next export.
+gathers twice more inside, so on a CPU four times as large). The engine maps the buffer or gets a
+handle, so nothing comes on top. On a CPU a policy keeps the buffer for its next export.
 """
 
 from __future__ import annotations
