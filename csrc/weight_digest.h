@@ -1,5 +1,5 @@
-// A digest of weights that does not depend on their order: for each group of elements the sum, modulo
-// 2^64, of a mix of every element's float32 bits.
+// A digest of weights that does not depend on their order: for each group of elements the sum,
+// modulo 2^64, of a mix of every element's float32 bits.
 //
 // Fusing tensors, sharding them and padding with zeros leave the digest of all parts as it is, so
 // the two sides of a weight sync can compare what they hold without knowing each other's layout.

@@ -14,7 +14,8 @@ inline uint64_t SumFloat32(const uint32_t* __restrict bits, int64_t count) {
 
 inline uint64_t SumBfloat16(const uint16_t* __restrict bits, int64_t count) {
   uint64_t sum = 0;
-  for (int64_t i = 0; i < count; ++i) sum += Signed64(MixBits(static_cast<uint32_t>(bits[i]) << 16));
+  for (int64_t i = 0; i < count; ++i)
+    sum += Signed64(MixBits(static_cast<uint32_t>(bits[i]) << 16));
   return sum;
 }
 

@@ -104,7 +104,7 @@ class DistributedPush:
             options._timeout = TIMEOUT
             self._group = dist.ProcessGroupNCCL(store, 0, size, options)
             return
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = TIMEOUT
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         self._group = dist.ProcessGroupGloo(store, 0, size, options)
