@@ -96,6 +96,10 @@ class RolloutConfig(Branch):
     """Share of GPU memory for the engine's weights and KV cache while it is awake."""
     weight_bucket_mb: int = Field(default=256, ge=1)
     """Bytes of weights in flight during a sync, in MiB."""
+    weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    """How weights reach the engine. `tensor`: handles to the trainer's memory (shared memory on CPUs,
+    CUDA IPC on GPUs). `distributed`: a process group with the engine's ranks (gloo; nccl on GPUs, where
+    the engine must have others than the trainer). `disk`: safetensors in a private folder."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     request_timeout_s: float = Field(default=1800.0, gt=0)
     """For all completions of a step."""

@@ -238,6 +238,11 @@ class WeightBucket:
     """u8[num_bytes]: all tensors end to end, where they lie in memory like that already."""
     is_last: bool = False
     """No more buckets of this version come."""
+    shared_path: str | None = None
+    """A file that starts with `flat`, and that other processes of this user can map: on CPUs."""
+    digest: dict[str, int] | None = None
+    """What the trainer's own weights of this bucket add up to, by place (`mrl.kernels.digest`), taken
+    before they were gathered and copied: whatever goes wrong after that is seen."""
 
     @property
     def num_bytes(self) -> int:
