@@ -105,6 +105,10 @@ class RolloutConfig(Branch):
     with short answers. `resume` (APRIL, arXiv 2509.18521): continued first in the next step under its
     newer weights; needs `algorithm.importance`. `defer` (RollPacker, arXiv 2509.21009): started anew in
     a step that waits for all, once so many have gathered."""
+    weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    """How weights reach the engine. `tensor`: handles to the trainer's memory (shared memory on CPUs,
+    CUDA IPC on GPUs). `distributed`: a process group with the engine's ranks (gloo; nccl on GPUs, where
+    the engine must have others than the trainer). `disk`: safetensors in a private folder."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     request_timeout_s: float = Field(default=1800.0, gt=0)
     """For all completions of a step."""
