@@ -27,6 +27,7 @@ from mrl.errors import RunFailed
 from mrl.preflight import Plan
 from mrl.rewards.runner import RewardRunner, check_failures
 from mrl.rollout import load_engine
+from mrl.rollout.backlog import Backlog, StepPlan
 from mrl.rollout.base import (
     CUDA_GRAPH,
     KV_CACHE,
@@ -36,7 +37,7 @@ from mrl.rollout.base import (
     SamplingParams,
 )
 from mrl.rollout.saved import decode_groups, encode_groups
-from mrl.rollout.scheduling import Round, start_groups
+from mrl.rollout.scheduling import Round
 from mrl.run_folder import RunFolder
 from mrl.types import Max, SampleGroup, Statistics
 from parallel.groups import Groups
@@ -64,6 +65,7 @@ class EngineCollector:
             choose_dtype(recipe.model.dtype)
         )
         self._statistics: Statistics = {}
+        self.backlog = Backlog(recipe.rollout)
         if groups.rank % tp == 0:
             self.engine = load_engine(recipe.rollout.engine)(
                 model=recipe.model,
@@ -87,10 +89,15 @@ class EngineCollector:
         policy.onload()
 
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
-        prompts = self.cursor.next(self.plan.recipe.rollout.prompts_per_step)
-        scored = self._generate_all(step, self._own_round(step, prompts), policy, clock)
+        plan = self.backlog.begin_step(self.cursor.next, self.plan.recipe.seed * 1_000_003 + step)
+        own = self._own_round(plan)
+        scored = self._generate_all(step, own, policy, clock)
         with clock.part("score"):
-            return self._share(*self._wait_for_rewards(scored))
+            groups = self._share(*self._wait_for_rewards(scored))
+            partial = self._share_unfinished(own)
+        numbers = self.backlog.end_step(plan, groups, partial, step)
+        self._statistics |= {key: Max(torch.tensor(value)) for key, value in numbers.items()}
+        return groups
 
     def statistics(self) -> Statistics:
         return self._statistics
@@ -129,24 +136,22 @@ class EngineCollector:
             return 0.0
         return check_canaries(engine, self._canaries, expected, self._tolerance)
 
-    def _own_round(self, step: int, prompts: Sequence[Any]) -> Round | None:
-        """This engine's share of the step's prompts."""
+    def _own_round(self, plan: StepPlan) -> Round | None:
+        """This engine's share of what the step starts."""
         if self.engine is None:
             return None
         rollout = self.plan.recipe.rollout
-        first, last = (
-            number * len(prompts) // self.plan.num_engines
-            for number in (self.engine_number, self.engine_number + 1)
-        )
+        started, num_wanted = plan.share(self.engine_number, self.plan.num_engines)
         return Round(
-            start_groups(prompts[first:last], rollout.samples_per_prompt, first),
+            [one.group for one in started],
             SamplingParams(
                 max_new_tokens=rollout.max_response_len,
                 min_new_tokens=rollout.min_response_len,
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,
             ),
-            seed=self.plan.recipe.seed * 1_000_003 + step,
+            [one.seed for one in started],
+            num_wanted,
         )
 
     def _generate_all(
@@ -158,7 +163,7 @@ class EngineCollector:
         scored: list[tuple[SampleGroup, Future[Tensor]]] = []
         num_restarts, recovery_s, canary = 0, 0.0, 0.0
         while True:
-            wanted = own is not None and bool(own.unfinished)
+            wanted = own is not None and not own.is_over
             with clock.part("sync"):
                 canary = max(canary, self.sync(step, policy, wanted=wanted))
             with clock.part("rollout"):
@@ -172,7 +177,7 @@ class EngineCollector:
                 break
             num_restarts += num_lost
             recovery_s += self._replace_lost(num_restarts)
-            if not _sum_over_ranks(own is not None and bool(own.unfinished)):
+            if not _sum_over_ranks(own is not None and not own.is_over):
                 break
         self._statistics = {
             "rollout/engine_restarts": Max(torch.tensor(float(num_restarts))),
@@ -254,11 +259,24 @@ class EngineCollector:
         )
         return sorted(everything, key=lambda group: group.samples[0].group_id)
 
+    def _share_unfinished(self, own: Round | None) -> list[SampleGroup]:
+        """On every rank what all engines left, where it is resumed; nothing otherwise."""
+        if self.plan.recipe.rollout.unfinished != "resume":
+            return []
+        left = [] if own is None else own.unfinished
+        if self.groups.dims.world == 1:
+            return left
+        parts = [b""] * self.groups.dims.world
+        dist.all_gather_object(parts, encode_groups(left) if left else b"")
+        return [group for part in parts if part for group in decode_groups(part)]
+
     def state_dict(self) -> dict[str, Any]:
-        return self.cursor.state_dict()
+        return {**self.cursor.state_dict(), "backlog": self.backlog.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state)
+        if "backlog" in state:  # not in a checkpoint from before there was one
+            self.backlog.load_state_dict(state["backlog"])
 
     def close(self) -> None:
         if self.engine is not None:

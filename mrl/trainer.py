@@ -128,7 +128,9 @@ class Trainer:
             metrics |= self._learn(groups, clock)
             memory |= memory_statistics("train", self.policy.ledger.where())
         metrics |= reduce_statistics(memory | self.collector.statistics())
-        metrics["weight_version"] = groups[0].samples[0].weight_versions[-1].version
+        metrics["weight_version"] = max(
+            sample.weight_versions[-1].version for group in groups for sample in group.samples
+        )
         metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         metrics["time/step_s"] = time.perf_counter() - start
         self.step += 1
