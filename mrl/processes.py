@@ -89,6 +89,13 @@ class JsonWorker:
         except (OSError, EOFError):
             raise WorkerLost(self._death()) from None
 
+    def kill(self) -> None:
+        """End a call() that waits in another thread; close() is still to come."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """Kill the worker and whatever it started. Harmless when repeated."""
         process, self._process, self._unread = self._process, None, b""
