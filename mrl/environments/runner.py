@@ -186,6 +186,11 @@ class EnvironmentRunner:
             for number, reply in replies.items()
         }
 
+    def count_failure(self, reason: str) -> None:
+        """One more episode that failed, for a reason that others have found."""
+        self.num_failed += 1
+        self.first_error = self.first_error or reason
+
     def close(self) -> None:
         """Leave no process behind. Harmless when repeated."""
         for worker in self._workers:
@@ -214,8 +219,7 @@ class EnvironmentRunner:
     def _checked(self, reply: dict[str, Any]) -> dict[str, Any] | EpisodeFailed:
         if "error" not in reply:
             return reply
-        self.num_failed += 1
-        self.first_error = self.first_error or reply["error"]
+        self.count_failure(reply["error"])
         return EpisodeFailed(reply["error"])
 
 

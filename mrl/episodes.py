@@ -1,0 +1,206 @@
+"""Plays prompts as conversations between an engine and environments: scored sample groups.
+
+All episodes of a step advance together: turn k of all that are live is one call of generate(), in the
+order of prompts and samples, and their environments answer when it is complete. So the same
+requests are made in every run, whatever takes how long, and the same tokens come back.
+
+Dimensions: T tokens of an episode so far, G samples a prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mrl.data.chat import ChatTurns
+from mrl.environments.base import Observation, StepResult
+from mrl.environments.runner import EnvironmentRunner, EpisodeFailed, Start
+from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, sample_seed
+from mrl.rollout.session import FinishReason, Session
+from mrl.types import Prompt, SampleGroup
+
+
+@dataclass
+class _Episode:
+    prompt: Prompt
+    seed: int
+    """Of its tokens."""
+    session: Session
+    rewards: list[float] = field(default_factory=list)
+    """Of its steps; one NaN masks the sample."""
+
+    def finish(self, reason: FinishReason) -> None:
+        self.session = self.session.finished(reason)
+
+
+class Episodes:
+    """One engine's share of a step. After EngineLost, play() may be called with another engine."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        environments: EnvironmentRunner,
+        tokenizer: Any,
+        *,
+        samples_per_prompt: int,
+        sampling: SamplingParams,
+        max_turns: int,
+        context_len: int,
+        seed: int,
+        first_group_id: int = 0,
+    ) -> None:
+        """`sampling` is of one turn, whose length is less where the context of `context_len` ends.
+
+        Sample k of a prompt is drawn with `sample_seed(seed, prompt_id, k)`, and all samples of a
+        prompt meet an environment of one seed. Nothing is asked of anybody yet.
+        """
+        self._prompts = prompts
+        self._environments = environments
+        self._tokenizer = tokenizer
+        self._turns = ChatTurns(tokenizer)
+        self._sampling = sampling
+        self._max_turns = max_turns
+        self._context_len = context_len
+        self._seed = seed
+        self._samples_per_prompt = samples_per_prompt
+        self._episodes = [
+            _Episode(
+                prompt,
+                sample_seed(seed, prompt.prompt_id, k),
+                Session.start(first_group_id + i, prompt.token_ids),
+            )
+            for i, prompt in enumerate(prompts)
+            for k in range(samples_per_prompt)
+        ]
+        self._started = False
+        self._num_turns = 0
+        """Whole turns so far."""
+        self._answers: dict[int, Completion] = {}
+        """Of the turn that is under way."""
+
+    def play(self, engine: RolloutEngine) -> list[SampleGroup]:
+        """Groups in the order of the prompts, with rewards f32[G]: the sum over an episode's steps.
+
+        NaN where the environment failed, or an abort left the episode unfinished. Raises as generate()
+        does; called again, it goes on with the turn that was under way.
+        """
+        if not self._started:
+            self._reset()
+            self._started = True
+        while requests := self._requests():
+            missing = [r for number, r in requests.items() if number not in self._answers]
+            numbers = {request.request_id: number for number, request in requests.items()}
+            # The turns before are in the prefix cache, and nothing else is: the same bits each time.
+            for completion in engine.generate(missing, reuse_cache=self._num_turns > 0):
+                self._answers[numbers[completion.request_id]] = completion
+            answers, self._answers = self._answers, {}
+            self._num_turns += 1
+            self._advance({number: answers[number] for number in requests})
+        version = engine.weight_version
+        assert version is not None
+        return self._groups(version)
+
+    def _reset(self) -> None:
+        starts = {
+            number: Start(e.prompt, sample_seed(self._seed, f"environment/{e.prompt.prompt_id}", 0))
+            for number, e in enumerate(self._episodes)
+        }
+        for number, observation in self._environments.reset(starts).items():
+            if isinstance(observation, EpisodeFailed):
+                self._fail(number)
+                continue
+            episode = self._episodes[number]
+            group_id = episode.session.group_id
+            try:
+                ids = self._turns.start(episode.prompt, observation)
+                if len(ids) >= self._context_len:
+                    raise ValueError(
+                        f"reset() leaves no room for a turn: {len(ids)} tokens in a context of "
+                        f"{self._context_len}"
+                    )
+            except ValueError as error:
+                self._refuse(number, error)
+                continue
+            episode.session = Session.start(group_id, torch.tensor(ids, dtype=torch.int64))
+
+    def _requests(self) -> dict[int, Request]:
+        """The next turn of every live episode, by its number."""
+        requests = {}
+        for number, episode in enumerate(self._episodes):
+            session = episode.session
+            if session.finish_reason is not None:
+                continue
+            limit = self._sampling
+            room = self._context_len - len(session.token_ids)
+            if room < limit.max_new_tokens:
+                at_least = min(limit.min_new_tokens, room)
+                limit = dataclasses.replace(limit, max_new_tokens=room, min_new_tokens=at_least)
+            name = f"{episode.prompt.source} sample {number % self._samples_per_prompt}"
+            requests[number] = Request(name, session.token_ids, episode.seed, limit)
+        return requests
+
+    def _advance(self, completions: dict[int, Completion]) -> None:
+        """End the turn: take the completions in, and let the environments answer."""
+        actions = {}
+        for number, completion in completions.items():
+            episode = self._episodes[number]
+            episode.session = episode.session.with_completion(completion)
+            if episode.session.finish_reason is not None:
+                episode.rewards.append(math.nan)
+                continue
+            actions[number] = self._tokenizer.decode(
+                completion.output_ids.tolist(), skip_special_tokens=True
+            )
+        for number, result in self._environments.step(actions).items():
+            if isinstance(result, EpisodeFailed):
+                self._fail(number)
+            else:
+                self._take(number, result)
+
+    def _take(self, number: int, result: StepResult) -> None:
+        episode = self._episodes[number]
+        episode.rewards.append(result.reward)
+        if result.done or result.observation is None:
+            episode.finish("stop")
+        elif episode.session.num_turns >= self._max_turns:
+            episode.finish("length")
+        else:
+            self._observe(number, result.observation)
+
+    def _observe(self, number: int, observation: Observation) -> None:
+        """What the policy reads before its next turn; the end where there is no room for both."""
+        episode = self._episodes[number]
+        session = episode.session
+        try:
+            ids = self._turns.between(episode.prompt, int(session.token_ids[-1]), observation)
+        except ValueError as error:
+            self._refuse(number, error)
+            return
+        if len(session.token_ids) + len(ids) >= self._context_len:
+            episode.finish("length")
+        else:
+            episode.session = session.with_tokens(torch.tensor(ids, dtype=torch.int64))
+
+    def _refuse(self, number: int, error: ValueError) -> None:
+        """An observation that cannot be given to the policy is a failure of its environment."""
+        self._environments.count_failure(str(error))
+        self._fail(number)
+
+    def _fail(self, number: int) -> None:
+        self._episodes[number].rewards.append(math.nan)
+        self._episodes[number].finish("stop")
+
+    def _groups(self, weight_version: int) -> list[SampleGroup]:
+        groups = []
+        for i, prompt in enumerate(self._prompts):
+            first = i * self._samples_per_prompt
+            members = self._episodes[first : first + self._samples_per_prompt]
+            samples = [episode.session.sample(weight_version) for episode in members]
+            rewards = torch.tensor([sum(e.rewards) for e in members], dtype=torch.float32)
+            groups.append(SampleGroup(prompt, samples, rewards))
+        return groups
