@@ -152,15 +152,13 @@ def test_guess_letter():
 
 def test_reasoning_gym_gives_another_try():
     (row,) = task_rows("chain_sum", 1, 3, {})
-    begin = Start(prompt(row["prompt"], answer=row["answer"], info=row["info"]), 0)
-    with runner("reasoning_gym", arguments={"retry_factor": 0.5}) as environments:
-        environments.reset({0: begin, 1: begin})
-        wrong = environments.step({0: "no idea", 1: row["answer"]})
-        assert wrong[1] == StepResult(None, 1.0, done=True)
-        assert wrong[0].observation == "That is not right. Try again."
-        right = environments.step({0: f"<answer>{row['answer']}</answer>"})[0]
-        assert right.done
-        assert wrong[0].reward + right.reward == 0.5
+    environment = resolve_environment("reasoning_gym")(retry_factor=0.5)
+    assert environment.reset(row["prompt"], 0, answer=row["answer"], info=row["info"]) is None
+    wrong = environment.step("no idea")
+    assert (wrong.observation, wrong.done) == ("That is not right. Try again.", False)
+    right = environment.step(f"<answer>{row['answer']}</answer>")
+    assert right.done
+    assert wrong.reward + right.reward == 0.5
 
 
 def test_openai_chat():
