@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from typing import Any, BinaryIO
@@ -38,8 +39,8 @@ class WorkerLost(Exception):
 class JsonWorker:
     """`python -m MODULE SPEC PARENT_PID ARGUMENTS...`, which runs the user's code `what`.
 
-    Not thread-safe; use it from one thread, which lives as long as the run: the worker dies with the
-    thread that started it.
+    Use it from a thread that lives as long as the run: the worker dies with the thread that started
+    it. close() may come from another.
     """
 
     def __init__(self, module: str, what: str, spec: str, *arguments: str) -> None:
@@ -48,6 +49,9 @@ class JsonWorker:
         self._what = what
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
+        self._lock = threading.Lock()
+        """Held while an answer is awaited."""
+        self._closed = False
 
     @property
     def pid(self) -> int | None:
@@ -56,54 +60,67 @@ class JsonWorker:
 
     def start(self) -> None:
         """Raises InputError where the user's code cannot be loaded."""
+        with self._lock:
+            self._start()
+
+    def call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The answer; starts the process where it is not running. Raises WorkerLost."""
+        with self._lock:
+            if self._closed:
+                raise WorkerLost("the run is ending")
+            if self._process is None:
+                self._start()
+            try:
+                return self._exchange(json.dumps(request).encode() + b"\n", timeout_s)
+            except TimeoutError:
+                self._clear()
+                raise WorkerLost(f"no answer within {timeout_s:g} s, killed") from None
+            except (OSError, EOFError):
+                raise WorkerLost(self._death()) from None
+
+    def close(self) -> None:
+        """Kill the worker and whatever it started; no other comes. Harmless when repeated."""
+        self._closed = True
+        self._kill()  # a call that waits in another thread ends
+        with self._lock:
+            self._clear()
+
+    def _start(self) -> None:
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches the trainer alone; killpg reaches all of it
         )
+        if self._closed:
+            self._kill()
         assert self._process.stdin
         os.set_blocking(self._process.stdin.fileno(), False)
         try:
             reply = self._exchange(b"", START_TIMEOUT_S)
         except TimeoutError:
-            self.close()
+            self._clear()
             raise InputError(
                 f"{self._what}: its import took more than {START_TIMEOUT_S:g} s"
             ) from None
         except (OSError, EOFError):
             raise InputError(f"{self._what}: its import ended the {self._death()}") from None
         if "input_error" in reply:
-            self.close()
+            self._clear()
             raise InputError(reply["input_error"])
 
-    def call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer; starts the process where it is not running. Raises WorkerLost."""
-        if self._process is None:
-            self.start()
-        try:
-            return self._exchange(json.dumps(request).encode() + b"\n", timeout_s)
-        except TimeoutError:
-            self.close()
-            raise WorkerLost(f"no answer within {timeout_s:g} s, killed") from None
-        except (OSError, EOFError):
-            raise WorkerLost(self._death()) from None
-
-    def kill(self) -> None:
-        """End a call() that waits in another thread; close() is still to come."""
+    def _kill(self) -> None:
+        """The whole group, before anybody waits for the process: that frees its number for others."""
         process = self._process
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def close(self) -> None:
-        """Kill the worker and whatever it started. Harmless when repeated."""
+    def _clear(self) -> None:
+        self._kill()
         process, self._process, self._unread = self._process, None, b""
         if process is None:
             return
-        # The whole group, before wait() frees its number for somebody else.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
@@ -112,12 +129,15 @@ class JsonWorker:
 
     def _death(self) -> str:
         process = self._process
-        with suppress(subprocess.TimeoutExpired):
-            if process is not None:
-                process.wait(timeout=1.0)  # the pipe closes a moment before the process is gone
-        code = process.returncode if process is not None else None
-        self.close()
-        return f"worker process (exit code {code})"
+        assert process
+        # The pipe closes a moment before the process is gone; it stays a zombie, its number taken,
+        # until what it started is killed too.
+        deadline = time.monotonic() + 1.0
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while os.waitid(os.P_PID, process.pid, look) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._clear()
+        return f"worker process (exit code {process.returncode})"
 
     def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
         """Send a line, await a line. Raises TimeoutError, EOFError, OSError."""

@@ -58,7 +58,6 @@ class _Worker:
         self._number = 0
         """Counts the processes that were lost."""
         self._episodes: dict[int, _Episode] = {}
-        self._interrupted = False
         self.num_replayed = 0
 
     def start(self) -> None:
@@ -77,11 +76,6 @@ class _Worker:
             self._process.call({"end": live}, self._time_limit_s)
         except WorkerLost:
             self._number += 1
-
-    def interrupt(self) -> None:
-        """From another thread: no more answers."""
-        self._interrupted = True
-        self._process.kill()
 
     def close(self) -> None:
         self._process.close()
@@ -113,8 +107,6 @@ class _Worker:
         return {}
 
     def _call(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self._interrupted:
-            return {"error": "interrupted"}
         try:
             return self._process.call(request, self._time_limit_s)
         except WorkerLost as error:
@@ -193,11 +185,9 @@ class EnvironmentRunner:
 
     def close(self) -> None:
         """Leave no process behind. Harmless when repeated."""
-        for worker in self._workers:
-            worker.interrupt()
         for worker, thread in zip(self._workers, self._threads, strict=True):
+            worker.close()  # first: a call that waits ends with it
             thread.shutdown()
-            worker.close()
 
     def _on_all(self, action: Callable[[_Worker], None]) -> None:
         pairs = zip(self._workers, self._threads, strict=True)

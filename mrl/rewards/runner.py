@@ -82,24 +82,35 @@ class RewardRunner:
         sample by sample, so that only the culprit is masked.
         Raises RunFailed as soon as more than 5% of the step's samples failed.
         """
-        self.report = RewardReport()
+        self.begin_step()
         num_samples = step_samples or sum(len(group.samples) for group in groups)
-        rewards = []
-        for group, texts in zip(groups, completions, strict=True):
-            request = _request(group, texts)
-            try:
-                values = self._call(request)
-            except RewardBroken as error:
-                for _ in texts:
-                    self._count_failure(error, num_samples)
-                values = [math.nan] * len(texts)
-            except RewardFailed as error:
-                values = self._one_by_one(request, error, num_samples)
-            rewards.append(torch.tensor(values, dtype=torch.float32))
-        return rewards
+        return [
+            self.score_group(group, texts, step_samples=num_samples)
+            for group, texts in zip(groups, completions, strict=True)
+        ]
+
+    def begin_step(self) -> None:
+        """Forget what the report says of the last step."""
+        self.report = RewardReport()
+
+    def score_group(self, group: SampleGroup, texts: list[str], *, step_samples: int) -> Tensor:
+        """`score` of one group of the step, f32[G]; adds to the report."""
+        request = _request(group, texts)
+        try:
+            values = self._call(request)
+        except RewardBroken as error:
+            for _ in texts:
+                self._count_failure(error, step_samples)
+            values = [math.nan] * len(texts)
+        except RewardFailed as error:
+            values = self._one_by_one(request, error, step_samples)
+        return torch.tensor(values, dtype=torch.float32)
 
     def close(self) -> None:
-        """Kill the worker and whatever it started. Harmless when repeated."""
+        """Kill the worker and whatever it started; no other comes. Harmless when repeated.
+
+        A call that runs in another thread ends with it.
+        """
         self._worker.close()
 
     def _one_by_one(
