@@ -78,6 +78,16 @@ class Forgetful(Hangs):
         return StepResult(f"{result.observation} {random.random()}", 0.0)
 
 
+class FailsSecond(Echo):
+    def step(self, action):
+        return self.misbehave() if self.steps else super().step(action)
+
+
+class Shouts(Echo):
+    def reset(self, prompt, seed, **columns):
+        return "x" * 1000
+
+
 class Later(Echo):
     async def step(self, action):
         await asyncio.sleep(0.001)
