@@ -13,7 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from rollout_helpers import load_oracle, make_buckets, make_engine, make_prompts, score
+from rollout_helpers import (
+    generate,
+    load_oracle,
+    make_buckets,
+    make_engine,
+    make_prompts,
+    score,
+)
 
 from mrl.rollout.base import SamplingParams
 from mrl.rollout.sglang_server.http import HttpClient
@@ -41,7 +48,8 @@ def running(tree):
 
 
 def rollout(engine):
-    return engine.generate(
+    return generate(
+        engine,
         make_prompts(NUM_PROMPTS, seed=9),
         samples_per_prompt=NUM_SAMPLES,
         sampling=SamplingParams(32),
@@ -62,7 +70,8 @@ def test_rollout_is_a_function_of_weights_prompts_and_seed(engine, fresh, toy_we
     """Bitwise: a server that has served others, and a fresh one with the same weights."""
     first = bits(rollout(fresh))
     for seed in range(3):
-        engine.generate(
+        generate(
+            engine,
             make_prompts(5, seed=seed),
             samples_per_prompt=3,
             sampling=SamplingParams(10 + seed, temperature=0.5),
@@ -124,8 +133,8 @@ def test_death_in_the_middle_of_a_rollout(fresh):
     killer = threading.Timer(0.5, os.kill, (process.pid, signal.SIGKILL))
     killer.start()
     with pytest.raises(RuntimeError, match=r"died, exit code -9; last lines of .*engine\.log"):
-        fresh.generate(
-            make_prompts(16), samples_per_prompt=8, sampling=SamplingParams(480, 480), seed=0
+        generate(
+            fresh, make_prompts(16), samples_per_prompt=8, sampling=SamplingParams(480, 480), seed=0
         )
     fresh.stop()
     assert not running(tree)
@@ -145,11 +154,11 @@ def test_two_ranks_then_stop_leaves_nothing(toy_folder, toy_weights, tmp_path):
     engine.wake()
     engine.update_weights(make_buckets(toy_weights, 1), 1)
     oracle = load_oracle(toy_folder)
-    for group in engine.generate(
-        make_prompts(2), samples_per_prompt=2, sampling=SamplingParams(16), seed=1
+    for group in generate(
+        engine, make_prompts(2), samples_per_prompt=2, sampling=SamplingParams(16), seed=1
     ):
         for sample in group.samples:
-            logprobs, routes = score(oracle, sample, 1.0)
+            logprobs, routes = score(oracle, sample.token_ids, sample.prompt_len, 1.0)
             got = sample.rollout_logprobs[sample.prompt_len :]
             assert (got - logprobs).abs().max() < 1e-5
             ids = sample.routing.expert_ids.long()
