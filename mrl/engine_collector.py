@@ -23,6 +23,8 @@ from mrl.canary import canary_sequences, check_canaries, default_tolerance
 from mrl.collect import Clock
 from mrl.completions import completions
 from mrl.data import PromptCursor
+from mrl.environments.runner import EnvironmentRunner
+from mrl.episodes import Episodes
 from mrl.errors import RunFailed
 from mrl.preflight import Plan
 from mrl.rewards.runner import RewardRunner, check_failures
@@ -57,6 +59,7 @@ class EngineCollector:
         self.engine_number = groups.rank // tp
         self.engine: RolloutEngine | None = None
         self.rewards: RewardRunner | None = None
+        self.environments: EnvironmentRunner | None = None
         self._scoring = ThreadPoolExecutor(1)
         self._lost: EngineLost | None = None
         self._canaries = canary_sequences(plan.prompts, recipe.rollout.canary_prompts)
@@ -73,7 +76,10 @@ class EngineCollector:
                 gpu_ids=_gpu_ids(groups, tp),
                 seed=recipe.seed,
             )
-            self.rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s)
+            if recipe.environment is not None:
+                self.environments = EnvironmentRunner(recipe.environment)
+            elif recipe.reward is not None:
+                self.rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s)
 
     def start(self, policy: Policy) -> None:
         # The engine sizes its KV cache by the memory that it finds free now.
@@ -129,7 +135,7 @@ class EngineCollector:
             return 0.0
         return check_canaries(engine, self._canaries, expected, self._tolerance)
 
-    def _own_round(self, step: int, prompts: Sequence[Any]) -> Round | None:
+    def _own_round(self, step: int, prompts: Sequence[Any]) -> Round | Episodes | None:
         """This engine's share of the step's prompts."""
         if self.engine is None:
             return None
@@ -138,19 +144,36 @@ class EngineCollector:
             number * len(prompts) // self.plan.num_engines
             for number in (self.engine_number, self.engine_number + 1)
         )
-        return Round(
-            start_groups(prompts[first:last], rollout.samples_per_prompt, first),
-            SamplingParams(
-                max_new_tokens=rollout.max_response_len,
-                min_new_tokens=rollout.min_response_len,
-                temperature=rollout.temperature,
-                top_p=rollout.top_p,
-            ),
-            seed=self.plan.recipe.seed * 1_000_003 + step,
+        sampling = SamplingParams(
+            max_new_tokens=rollout.max_response_len,
+            min_new_tokens=rollout.min_response_len,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
         )
+        seed = self.plan.recipe.seed * 1_000_003 + step
+        if self.environments is not None:
+            return Episodes(
+                prompts[first:last],
+                self.environments,
+                self.plan.tokenizer,
+                samples_per_prompt=rollout.samples_per_prompt,
+                sampling=sampling,
+                max_turns=self.environments.config.max_turns,
+                context_len=self.plan.context_len,
+                seed=seed,
+                first_group_id=first,
+                step_samples=self._step_samples,
+            )
+        groups = start_groups(prompts[first:last], rollout.samples_per_prompt, first)
+        return Round(groups, sampling, seed)
+
+    @property
+    def _step_samples(self) -> int:
+        rollout = self.plan.recipe.rollout
+        return rollout.prompts_per_step * rollout.samples_per_prompt
 
     def _generate_all(
-        self, step: int, own: Round | None, policy: Policy, clock: Clock
+        self, step: int, own: Round | Episodes | None, policy: Policy, clock: Clock
     ) -> list[tuple[SampleGroup, Future[Tensor]]]:
         """Sync and generate until no engine has anything left; groups are scored as they finish."""
         if self.rewards is not None:
@@ -208,14 +231,16 @@ class EngineCollector:
         return time.perf_counter() - start
 
     def _start_scoring(self, group: SampleGroup) -> Future[Tensor]:
-        assert self.rewards is not None
-        rollout = self.plan.recipe.rollout
+        if self.rewards is None:  # the environments have scored it
+            done: Future[Tensor] = Future()
+            done.set_result(group.rewards)
+            return done
         (texts,) = completions([group], self.plan.tokenizer)
         return self._scoring.submit(
             self.rewards.score_group,
             group,
             texts,
-            step_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
+            step_samples=self._step_samples,
         )
 
     def _wait_for_rewards(
@@ -224,16 +249,29 @@ class EngineCollector:
         """This engine's groups with their rewards, and how many samples failed."""
         for group, rewards in scored:
             group.rewards = rewards.result()
+        groups = sorted((g for g, _ in scored), key=lambda group: group.samples[0].group_id)
+        return groups, self._report_failures()
+
+    def _report_failures(self) -> int:
+        """Warn of samples that are masked for a fault of what scores them, and count them."""
+        if self.environments is not None:
+            environments = self.environments
+            if environments.num_failed:
+                console.warning(
+                    f"{environments.what} failed in {environments.num_failed} episodes, which are "
+                    f"masked ({environments.num_replayed} others were played again): "
+                    f"{environments.first_error}"
+                )
+            return environments.num_failed
         if self.rewards is None:
-            return [], 0
+            return 0
         report = self.rewards.report
         if report.num_failed or report.num_repeated:
             console.warning(
                 f"the reward function failed on {report.num_repeated} groups, scored again one by "
                 f"one; {report.num_failed} samples masked: {report.first_error}"
             )
-        groups = sorted((g for g, _ in scored), key=lambda group: group.samples[0].group_id)
-        return groups, report.num_failed
+        return report.num_failed
 
     def _share(self, own: Sequence[SampleGroup], num_failed: int) -> list[SampleGroup]:
         """Everybody's groups on every rank; raises where too many rewards failed over all."""
@@ -241,9 +279,12 @@ class EngineCollector:
             return list(own)
         parts: list[tuple[bytes, int]] = [(b"", 0)] * self.groups.dims.world
         dist.all_gather_object(parts, (encode_groups(own) if own else b"", num_failed))
+        recipe = self.plan.recipe
         everything = [group for part, _ in parts if part for group in decode_groups(part)]
         check_failures(
-            self.plan.recipe.reward,
+            f"reward {recipe.reward!r}"
+            if recipe.environment is None
+            else f"environment {recipe.environment.name!r}",
             sum(failed for _, failed in parts),
             sum(len(group.samples) for group in everything),
         )
@@ -260,6 +301,8 @@ class EngineCollector:
             self.engine.stop()
         if self.rewards is not None:
             self.rewards.close()
+        if self.environments is not None:
+            self.environments.close()
         self._scoring.shutdown(cancel_futures=True)
 
 

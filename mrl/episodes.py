@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ class _Episode:
 
 
 class Episodes:
-    """One engine's share of a step. After EngineLost, play() may be called with another engine."""
+    """One engine's share of a step. After EngineLost, finished() may be called with another."""
 
     def __init__(
         self,
@@ -53,11 +53,13 @@ class Episodes:
         context_len: int,
         seed: int,
         first_group_id: int = 0,
+        step_samples: int | None = None,
     ) -> None:
         """`sampling` is of one turn, whose length is less where the context of `context_len` ends.
 
         Sample k of a prompt is drawn with `sample_seed(seed, prompt_id, k)`, and all samples of a
-        prompt meet an environment of one seed. Nothing is asked of anybody yet.
+        prompt meet an environment of one seed. `step_samples` counts the samples of the step over all
+        engines, by default those of these prompts. Nothing is asked of anybody yet.
         """
         self._prompts = prompts
         self._environments = environments
@@ -77,21 +79,31 @@ class Episodes:
             for i, prompt in enumerate(prompts)
             for k in range(samples_per_prompt)
         ]
+        self._step_samples = step_samples or len(self._episodes)
+        self._waiting = list(range(len(prompts)))
+        """Numbers of the prompts whose groups are not whole."""
         self._started = False
         self._num_turns = 0
         """Whole turns so far."""
         self._answers: dict[int, Completion] = {}
         """Of the turn that is under way."""
 
-    def play(self, engine: RolloutEngine) -> list[SampleGroup]:
-        """Groups in the order of the prompts, with rewards f32[G]: the sum over an episode's steps.
+    @property
+    def unfinished(self) -> list[Prompt]:
+        """Those whose groups finished() has not yielded."""
+        return [self._prompts[i] for i in self._waiting]
+
+    def finished(self, engine: RolloutEngine) -> Iterator[SampleGroup]:
+        """Groups as they become whole, with rewards f32[G]: the sum over an episode's steps.
 
         NaN where the environment failed, or an abort left the episode unfinished. Raises as generate()
-        does; called again, it goes on with the turn that was under way.
+        does, and RunFailed where environments fail too often; called again after EngineLost, it goes
+        on with the turn that was under way.
         """
         if not self._started:
             self._reset()
             self._started = True
+        yield from self._whole_groups(engine)
         while requests := self._requests():
             missing = [r for number, r in requests.items() if number not in self._answers]
             numbers = {request.request_id: number for number, request in requests.items()}
@@ -101,16 +113,15 @@ class Episodes:
             answers, self._answers = self._answers, {}
             self._num_turns += 1
             self._advance({number: answers[number] for number in requests})
-        version = engine.weight_version
-        assert version is not None
-        return self._groups(version)
+            yield from self._whole_groups(engine)
 
     def _reset(self) -> None:
         starts = {
             number: Start(e.prompt, sample_seed(self._seed, f"environment/{e.prompt.prompt_id}", 0))
             for number, e in enumerate(self._episodes)
         }
-        for number, observation in self._environments.reset(starts).items():
+        begun = self._environments.reset(starts, step_samples=self._step_samples)
+        for number, observation in begun.items():
             if isinstance(observation, EpisodeFailed):
                 self._fail(number)
                 continue
@@ -195,12 +206,17 @@ class Episodes:
         self._episodes[number].rewards.append(math.nan)
         self._episodes[number].finish("stop")
 
-    def _groups(self, weight_version: int) -> list[SampleGroup]:
-        groups = []
-        for i, prompt in enumerate(self._prompts):
+    def _whole_groups(self, engine: RolloutEngine) -> Iterator[SampleGroup]:
+        for i in list(self._waiting):
             first = i * self._samples_per_prompt
             members = self._episodes[first : first + self._samples_per_prompt]
-            samples = [episode.session.sample(weight_version) for episode in members]
-            rewards = torch.tensor([sum(e.rewards) for e in members], dtype=torch.float32)
-            groups.append(SampleGroup(prompt, samples, rewards))
-        return groups
+            if any(episode.session.finish_reason is None for episode in members):
+                continue
+            version = engine.weight_version
+            assert version is not None
+            self._waiting.remove(i)
+            yield SampleGroup(
+                self._prompts[i],
+                [episode.session.sample(version) for episode in members],
+                rewards=torch.tensor([sum(e.rewards) for e in members], dtype=torch.float32),
+            )

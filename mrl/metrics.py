@@ -42,7 +42,7 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     all_rewards = [g.rewards for g in groups if g.rewards is not None]
     rewards = torch.cat(all_rewards)
     known = rewards[~rewards.isnan()].double()
-    lengths = torch.tensor([_num_chosen(s) for g in groups for s in g.samples]).double()
+    lengths = torch.tensor([s.num_generated for g in groups for s in g.samples]).double()
     return {
         "reward/mean": float(known.mean()) if len(known) else float("nan"),
         "reward/std": float(known.std(correction=0)) if len(known) else float("nan"),
@@ -61,13 +61,8 @@ def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """
     samples = [sample for group in groups for sample in group.samples]
     turns = torch.tensor([_num_turns(s) for s in samples]).double()
-    told = torch.tensor([len(s.response_ids) - _num_chosen(s) for s in samples]).double()
+    told = torch.tensor([len(s.response_ids) - s.num_generated for s in samples]).double()
     return {"episode/num_turns": float(turns.mean()), "episode/tool_tokens": float(told.mean())}
-
-
-def _num_chosen(sample: Sample) -> int:
-    """Tokens of the policy, also where the sample has left the loss."""
-    return sum(span.end - span.start for span in sample.weight_versions)
 
 
 def _num_turns(sample: Sample) -> int:

@@ -18,6 +18,7 @@ from mrl.config import EnvironmentConfig
 from mrl.environments.base import RESERVED_COLUMNS, Observation, StepResult
 from mrl.errors import InputError
 from mrl.processes import JsonWorker, WorkerLost
+from mrl.rewards.runner import check_failures
 from mrl.types import Prompt
 
 
@@ -121,6 +122,9 @@ class EnvironmentRunner:
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
+        self.config = config
+        self.what = f"environment {config.name!r}"
+        """For messages."""
         self._workers = [_Worker(config) for _ in range(config.num_workers)]
         # Threads that live as long as the runner: a worker dies with the thread that started it, so
         # each worker has one thread of its own.
@@ -128,6 +132,7 @@ class EnvironmentRunner:
         self.num_failed = 0
         """Episodes since `reset` that failed."""
         self.first_error = ""
+        self._step_samples = 0
         self._replayed_before = 0
         try:
             self._on_all(_Worker.start)
@@ -151,10 +156,16 @@ class EnvironmentRunner:
         """Episodes since `reset` that were played again after their process was lost."""
         return sum(worker.num_replayed for worker in self._workers) - self._replayed_before
 
-    def reset(self, starts: Mapping[int, Start]) -> dict[int, Observation | EpisodeFailed | None]:
-        """Begin these episodes; those of before are forgotten, and the counts with them."""
+    def reset(
+        self, starts: Mapping[int, Start], *, step_samples: int
+    ) -> dict[int, Observation | EpisodeFailed | None]:
+        """Begin these episodes; those of before are forgotten, and the counts with them.
+
+        `step_samples` counts those of the step over all engines: from now on, RunFailed is raised as
+        soon as more than 5% of them failed.
+        """
         self._on_all(_Worker.end)
-        self.num_failed, self.first_error = 0, ""
+        self.num_failed, self.first_error, self._step_samples = 0, "", step_samples
         self._replayed_before += self.num_replayed
         requests = {
             number: {
@@ -182,6 +193,7 @@ class EnvironmentRunner:
         """One more episode that failed, for a reason that others have found."""
         self.num_failed += 1
         self.first_error = self.first_error or reason
+        check_failures(self.what, self.num_failed, self._step_samples, self.first_error)
 
     def close(self) -> None:
         """Leave no process behind. Harmless when repeated."""

@@ -145,7 +145,9 @@ class RewardRunner:
             num_failed=self.report.num_failed + 1,
             first_error=self.report.first_error or str(error),
         )
-        check_failures(self._spec, self.report.num_failed, num_samples, self.report.first_error)
+        check_failures(
+            f"reward {self._spec!r}", self.report.num_failed, num_samples, self.report.first_error
+        )
 
     def _call(self, request: dict[str, Any]) -> list[float]:
         """One call; NaN for None. Raises RewardFailed; a hung or dead worker is gone by then."""
@@ -162,12 +164,12 @@ class RewardRunner:
 
 
 def check_failures(
-    spec: str, num_failed: int, num_samples: int, first_error: str = "see the warnings above"
+    what: str, num_failed: int, num_samples: int, first_error: str = "see the warnings above"
 ) -> None:
     """Raise RunFailed where more than 5% of a step's samples have no reward for a fault."""
     if num_failed > MAX_FAILED_SHARE * num_samples:
         raise RunFailed(
-            f"reward {spec!r} failed on {num_failed} of {num_samples} samples of this step, more "
+            f"{what} failed on {num_failed} of {num_samples} samples of this step, more "
             f"than {MAX_FAILED_SHARE:.0%}; first error: {first_error}"
         )
 

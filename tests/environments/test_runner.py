@@ -13,7 +13,7 @@ from mrl.data.reasoning_gym import task_rows
 from mrl.environments import StepResult, environment_names, resolve_environment
 from mrl.environments.openai_chat import tool_calls
 from mrl.environments.runner import EnvironmentRunner, EpisodeFailed, Start, check_columns
-from mrl.errors import InputError
+from mrl.errors import InputError, RunFailed
 from mrl.types import Prompt
 
 ZOO = Path(__file__).parent / "zoo.py"
@@ -33,6 +33,10 @@ def runner(name, **settings):
     )
 
 
+def begin(environments, starts):
+    return environments.reset(starts, step_samples=1000)
+
+
 @pytest.fixture(autouse=True)
 def _no_process_is_left():
     def children():
@@ -45,14 +49,14 @@ def _no_process_is_left():
 
 def test_episodes_keep_their_own_state_and_end():
     with runner(f"{ZOO}:Echo", arguments={"factor": 2.0}, num_workers=2) as environments:
-        begun = environments.reset({3: start(30, answer=1), 4: start(40)})
+        begun = begin(environments, {3: start(30, answer=1), 4: start(40)})
         assert begun == {3: "p 30 {'answer': 1}", 4: None}
         assert environments.step({3: "a"}) == {3: StepResult("1:a", 2.0)}
         assert environments.step({4: "x", 3: "done"}) == {
             4: StepResult("1:x", 2.0),
             3: StepResult(None, 2.0, done=True),
         }
-        assert environments.reset({4: start(1)}) == {4: None}  # the old 4 is forgotten
+        assert begin(environments, {4: start(1)}) == {4: None}  # the old 4 is forgotten
         assert environments.step({4: "y"}) == {4: StepResult("1:y", 2.0)}
         assert environments.num_failed == 0
 
@@ -73,7 +77,7 @@ FAULTS = {
 def test_only_the_culprit_fails(name):
     """A lost process takes other episodes with it; they are played again to where they were."""
     with runner(f"{ZOO}:{name}", time_limit_s=0.3 if name == "Hangs" else 5) as environments:
-        environments.reset({n: start(n) for n in range(3)})
+        begin(environments, {n: start(n) for n in range(3)})
         environments.step(dict.fromkeys(range(3), "a"))
         results = environments.step({0: "b", 1: "bad", 2: "c"})
         assert isinstance(results[1], EpisodeFailed)
@@ -82,13 +86,23 @@ def test_only_the_culprit_fails(name):
         assert environments.step({0: "d"}) == {0: StepResult("3:d", 1.0)}
         assert (environments.num_failed, environments.first_error) == (1, results[1].reason)
         assert environments.num_replayed == (2 if name in ("Dies", "Hangs") else 0)
-        environments.reset({0: start()})
+        begin(environments, {0: start()})
         assert (environments.num_failed, environments.num_replayed) == (0, 0)
+
+
+def test_above_five_percent_the_run_stops():
+    with runner(f"{ZOO}:Raises") as environments:
+        environments.reset({n: start(n) for n in range(3)}, step_samples=40)
+        environments.step({0: "bad", 1: "bad"})
+        with pytest.raises(
+            RunFailed, match=r"zoo.py:Raises' failed on 3 of 40 samples .* KeyError"
+        ):
+            environments.step({2: "bad"})
 
 
 def test_an_episode_that_cannot_be_played_again_fails():
     with runner(f"{ZOO}:Forgetful", time_limit_s=0.3) as environments:
-        environments.reset({0: start(), 1: start()})
+        begin(environments, {0: start(), 1: start()})
         environments.step({0: "a", 1: "a"})
         results = environments.step({0: "bad", 1: "b"})
         assert "played again it answered otherwise" in results[1].reason
@@ -97,13 +111,13 @@ def test_an_episode_that_cannot_be_played_again_fails():
 
 def test_async_steps_and_close(tmp_path):
     with runner(f"{ZOO}:Later") as environments:
-        environments.reset({0: start()})
+        begin(environments, {0: start()})
         assert environments.step({0: "a"}) == {0: StepResult("a", 1.0)}
     with runner(f"{ZOO}:Closes", arguments={"folder": str(tmp_path)}) as environments:
-        environments.reset({n: start(n) for n in range(3)})
+        begin(environments, {n: start(n) for n in range(3)})
         environments.step({0: "done", 1: "bad"})
         assert {f.name for f in tmp_path.iterdir()} == {"0", "1"}  # done, failed
-        environments.reset({0: start(9)})
+        begin(environments, {0: start(9)})
         assert {f.name for f in tmp_path.iterdir()} == {"0", "1", "2"}  # given up
 
 
@@ -145,7 +159,7 @@ def test_every_builtin_loads_and_columns_are_checked():
 def test_guess_letter():
     letter = random.Random(7).choice(string.ascii_lowercase)
     with runner("guess_letter", arguments={"turns": 2}) as environments:
-        environments.reset({0: start(7)})
+        begin(environments, {0: start(7)})
         assert environments.step({0: ""}) == {0: StepResult(letter, 0.0)}
         assert environments.step({0: f"{letter}?"}) == {0: StepResult(None, 0.25, done=True)}
 
@@ -164,13 +178,13 @@ def test_reasoning_gym_gives_another_try():
 def test_openai_chat():
     call = '<tool_call>\n{"name": "find", "arguments": {"q": "x"}}\n</tool_call>'
     with runner("openai_chat", arguments={"target": f"{ZOO}:search"}) as environments:
-        environments.reset({0: Start(prompt([{"role": "user", "content": "hi"}], n=4), 0)})
+        begin(environments, {0: Start(prompt([{"role": "user", "content": "hi"}], n=4), 0)})
         tool = environments.step({0: f"let me see {call}"})[0]
         assert tool.observation == [{"role": "tool", "content": str(tool_calls(call))}]
         said = environments.step({0: "here"})[0]
         assert said == StepResult([{"role": "user", "content": "4 messages"}], 4.0)
     with runner("openai_chat", arguments={"target": f"{ZOO}:Talker", "word": "go"}) as environments:
-        assert environments.reset({0: start()}) == {0: [{"role": "user", "content": "go1"}]}
+        assert begin(environments, {0: start()}) == {0: [{"role": "user", "content": "go1"}]}
         assert environments.step({0: "x"}) == {0: StepResult(None, 1.0, done=True)}
 
 

@@ -37,6 +37,7 @@ def echo() -> Iterator[EnvironmentRunner]:
 def play(engine, tokenizer, echo):
     def play(engine=engine, *, num=3, group=2, **settings):
         settings = {"max_turns": 3, "context_len": 512, "seed": 1, **settings}
+        settings["step_samples"] = 1000  # failures of all of them are no reason to stop
         prompts = [chat_prompt(tokenizer, i) for i in range(num)]
         episodes = Episodes(
             prompts,
@@ -47,7 +48,7 @@ def play(engine, tokenizer, echo):
             first_group_id=4,
             **settings,
         )
-        return episodes.play(engine)
+        return list(episodes.finished(engine))
 
     return play
 
@@ -148,8 +149,10 @@ def test_the_same_bits_each_time_and_after_a_lost_engine(play, engine, tokenizer
         context_len=512, seed=1,
     )  # fmt: skip
     with pytest.raises(EngineLost):
-        episodes.play(watched)
-    again = episodes.play(watched)
+        list(episodes.finished(watched))
+    assert len(episodes.unfinished) == 3
+    again = list(episodes.finished(watched))
+    assert not episodes.unfinished
     assert [len(call) for call in watched.calls] == [6, 3, 3, 6]
     for a, b in zip(samples_of(first), samples_of(again), strict=True):
         assert torch.equal(a.token_ids, b.token_ids)
