@@ -2,9 +2,9 @@
 
 One real training run of the toy model. In each step, at a random moment of the rollout, the engine is
 killed (`kill -9` of its server, its scheduler or its detokenizer, by turns), and in the last steps hung
-(SIGSTOP of all of it) and denied memory (RLIMIT_AS of the scheduler). Checked: every step completes with
-exactly the prompts that the cursor gives it, each with all its samples once; afterwards no process and
-no listening port of any engine is left. Reports how long each recovery took. Writes
+(SIGSTOP of all of it) and denied memory (RLIMIT_AS of the scheduler). Checked: every step completes
+with exactly the prompts that the cursor gives it, each with all its samples once; afterwards no process
+and no listening port of any engine is left. Reports how long each recovery took. Writes
 benchmarks/results/faults.json.
 """
 

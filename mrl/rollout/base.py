@@ -178,7 +178,9 @@ class RolloutEngine(Protocol):
     def pause(self, mode: PauseMode = "in_place") -> None:
         """Stop generating in mid-flight, so that update_weights() may follow.
 
-        `in_place` keeps the KV cache of running requests, `retract` computes it anew on resume().
+        `in_place` keeps the KV cache of running requests. `retract` gives it back, and resume() goes on
+        from what the prefix cache has kept and computes the rest anew; which rows of routes are whose is
+        then unknown, if the weights have changed. abort() and new requests are the clean way.
         """
         ...
 

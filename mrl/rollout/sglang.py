@@ -107,6 +107,7 @@ class Engine:
         self._version: int | None = None
         self._paused = False
         self._flight: Flight | None = None
+        self._retracted = False
         self._versions: list[int] = []
         """In force since the prefix cache was last empty, oldest first."""
         self._has_update_session = False
@@ -223,6 +224,7 @@ class Engine:
         return self._completions(list(requests))
 
     def _completions(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        self._retracted = False
         flight = self._flight = Flight(
             self._server,
             requests,
@@ -232,7 +234,9 @@ class Engine:
         )
         try:
             for request, answer in flight.answers():
-                expected = Expected(self._versions, self._versions[0], self._shape)
+                expected = Expected(
+                    self._versions, self._versions[0], self._shape, self._retracted
+                )
                 yield decode_completion(answer, request, expected)
         finally:
             if self._paused:  # an abort reaches only a scheduler that turns
@@ -269,6 +273,7 @@ class Engine:
             raise RuntimeError(f"pause: the engine is {self.state}; there is nothing to pause")
         self._server.post("/pause_generation", {"mode": mode})
         self._paused = True
+        self._retracted |= mode == "retract"
 
     def resume(self) -> None:
         if not self._paused:

@@ -14,7 +14,7 @@ import torch
 from moe.trace import decode_routes
 from mrl.errors import InputError
 from mrl.rollout.base import Completion, Request, SamplingParams
-from mrl.types import RoutingTrace, VersionSpan
+from mrl.types import UNKNOWN_VERSION, RoutingTrace, VersionSpan
 
 NEVER = 1 << 30
 
@@ -132,6 +132,8 @@ class Expected:
     """The oldest weights that may have filled the prefix cache."""
     shape: RouteShape | None
     """None where routes are off."""
+    retracted: bool
+    """All running requests were taken back once."""
 
 
 def decode_completion(answer: dict[str, Any], request: Request, expected: Expected) -> Completion:
@@ -153,6 +155,7 @@ def decode_completion(answer: dict[str, Any], request: Request, expected: Expect
         raise RuntimeError(f"{where}: the log-probs belong to other tokens than output_ids")
     spans = _version_spans(meta, prompt_len, len(output), expected.versions, where)
     num_retractions = meta.get("num_retractions") or 0
+    retracted = num_retractions > 0 or expected.retracted
     routing = None
     if expected.shape and output:
         num_cached = meta["cached_tokens"]
@@ -160,10 +163,10 @@ def decode_completion(answer: dict[str, Any], request: Request, expected: Expect
             meta,
             expected.shape,
             row_versions(
-                spans, prompt_len, num_cached, expected.cache_version, retracted=num_retractions > 0
+                spans, prompt_len, num_cached, expected.cache_version, retracted=retracted
             ),
             num_cached,
-            retracted=num_retractions > 0,
+            retracted=retracted,
             where=where,
         )
     return Completion(
@@ -188,14 +191,15 @@ def row_versions(
     """The weights that chose the routes of each of the T - 1 rows, from those of the C tokens.
 
     Row r was computed with token r + 1, the prompt with the first token, the cached rows whenever the
-    cache was filled. After a retraction all rows are computed anew, some time before the last version's
-    tokens: they are put down to that version, so that earlier tokens rather miss their routes than get
-    those of other weights.
+    cache was filled. After a retraction rows may have been computed anew or found in the cache; under
+    one version that is the same, under several nobody knows (SGLang 0.5.20 does not say).
     """
-    first = spans[-1].version if retracted else spans[0].version
+    first = spans[0].version
     num_cached = min(num_cached, prompt_len - 1)
     rows = [(cache_version, num_cached), (first, prompt_len - 1)]
-    rows += [(first if retracted else span.version, span.end - 1) for span in spans]
+    rows += [(span.version, span.end - 1) for span in spans]
+    if retracted and {cache_version, *(span.version for span in spans)} != {first}:
+        rows = [(UNKNOWN_VERSION, spans[-1].start - 1), rows[-1]]
     joined: list[VersionSpan] = []
     start = 0
     for version, end in rows:

@@ -8,7 +8,6 @@ that the server gave up by itself, is sent again.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import queue
 import threading
 import time
@@ -61,7 +60,6 @@ class Flight:
         """By the id that SGLang knows; it changes with each try."""
         self._aborting: set[str] = set()
         self._num_tries: dict[str, int] = {}
-        self._numbers = itertools.count()
         self._streams: list[EventStream] = []
         self._threads: list[threading.Thread] = []
         self._heard = time.monotonic()
@@ -111,8 +109,7 @@ class Flight:
     def _send(self, requests: Sequence[Request]) -> None:
         for start in range(0, len(requests), SAMPLES_PER_BATCH):
             batch = requests[start : start + SAMPLES_PER_BATCH]
-            # Of one length: SGLang aborts every request whose id starts with the given one.
-            rids = [f"mrl-{next(self._numbers):09d}" for _ in batch]
+            rids = [self._server.new_request_id() for _ in batch]
             with self._lock:
                 self._pending |= dict(zip(rids, batch, strict=True))
             body = build_request(batch, rids, return_routes=self._return_routes)

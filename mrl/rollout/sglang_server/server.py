@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ class Server:
             {**server_args, "api_key": self._api_key}, environment, log_path
         )
         self.client: HttpClient | None = None
+        self._request_numbers = itertools.count()
 
     def start(self, timeout_s: float) -> None:
         """Block until the server answers; another port where the chosen one was just taken.
@@ -58,6 +60,11 @@ class Server:
         """Harmless when repeated."""
         self.client = None
         self.process.stop()
+
+    def new_request_id(self) -> str:
+        """Never given out before: two seconds after an answer SGLang aborts its requests by id once
+        more. All are of one length: it aborts every request whose id starts with the given one."""
+        return f"mrl-{next(self._request_numbers):012d}"
 
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """The decoded answer.

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout_helpers import load_oracle, make_buckets, make_requests, named_weights, score
-from transformers import Qwen3MoeForCausalLM
+from rollout_helpers import make_buckets, make_requests, score
 
 from mrl.rollout.base import SamplingParams
+from mrl.types import UNKNOWN_VERSION
 
 LONG = 300
 
@@ -24,14 +24,8 @@ def requests():
 
 
 @pytest.fixture(scope="module")
-def new_model(toy_folder, tmp_path_factory):
-    """Other weights: (their names and tensors, transformers with them)."""
-    folder = tmp_path_factory.mktemp("in_flight") / "new"
-    model = Qwen3MoeForCausalLM.from_pretrained(toy_folder, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    return named_weights(model, folder), load_oracle(folder)
+def new_weights(toy_weights):
+    return [(name, tensor * 1.1) for name, tensor in toy_weights]
 
 
 def test_abort(engine, requests, oracle):
@@ -68,17 +62,16 @@ def test_leaving_early_leaves_nothing_running(engine, requests):
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_update_in_mid_flight(engine, requests, oracle, new_model, mode):
+def test_update_in_mid_flight(engine, requests, oracle, new_weights, mode):
     """Each token says which weights made it, and each row of routes which weights chose it."""
-    weights, new_oracle = new_model
     running = engine.generate(requests)
     next(running)
     with pytest.raises(
         RuntimeError, match=r"update_weights: .* generating, .*; pause\(\) it first"
     ):
-        engine.update_weights(make_buckets(weights, 1), 1)
+        engine.update_weights(make_buckets(new_weights, 1), 1)
     engine.pause(mode)
-    engine.update_weights(make_buckets(weights, 1), 1)
+    engine.update_weights(make_buckets(new_weights, 1), 1)
     engine.resume()
     completions = list(running)
     assert len(completions) == 5
@@ -90,15 +83,15 @@ def test_update_in_mid_flight(engine, requests, oracle, new_model, mode):
         split = old.end - 20
         ids = torch.cat([request.token_ids, completion.output_ids])
         before, old_routes = score(oracle, ids, 20, 1.0)
-        after, new_routes = score(new_oracle, ids, 20, 1.0)
         assert (completion.logprobs - before)[:split].abs().max() < 1e-5
         routes = completion.routing.expert_ids.long().sort(-1).values
         versions = completion.routing.row_versions
         if mode == "retract":
-            # Everything before the update was computed anew: new rows under old tokens.
-            assert (completion.logprobs - after)[split:].abs().max() < 1e-5
-            assert [span.version for span in versions] == [1]
-            assert torch.equal(routes, new_routes.sort(-1).values)
+            # What is read from the cache and what is computed anew, SGLang does not say.
+            assert [(s.version, s.end) for s in versions] == [
+                (UNKNOWN_VERSION, old.end - 1),
+                (1, 19 + LONG),
+            ]
         else:
             assert [(s.version, s.end) for s in versions] == [(0, old.end - 1), (1, 19 + LONG)]
             rows = slice(0, old.end - 1)
@@ -106,13 +99,12 @@ def test_update_in_mid_flight(engine, requests, oracle, new_model, mode):
             assert (completion.logprobs - before)[split:].abs().max() > 1e-3
 
 
-def test_rows_of_an_old_cache_say_so(engine, requests, new_model):
+def test_rows_of_an_old_cache_say_so(engine, requests, new_weights):
     """SGLang keeps its prefix cache through an update in mid-flight: later readers must be told."""
-    weights, _ = new_model
     running = engine.generate(requests)
     next(running)
     engine.pause("in_place")
-    engine.update_weights(make_buckets(weights, 1), 1)
+    engine.update_weights(make_buckets(new_weights, 1), 1)
     engine.resume()
     list(running)
     (stale,) = engine.generate(requests[:1], reuse_cache=True)
