@@ -129,8 +129,8 @@ def join_traces(old: RoutingTrace, new: RoutingTrace) -> RoutingTrace:
     the piece that `old` came with depend on its rows and on no others, while the row of its last token
     is the first that only the next piece computed.
 
-    What a piece took from a cache, or computed again, within the rows of `old` is of no consequence;
-    where it is more, all leading rows count as that: a trace can say no less.
+    What a piece took from a cache, or computed again, of the tokens that `old` covers is of no
+    consequence; where it is more, all leading rows count as that: a trace can say no less.
     Raises ValueError where `new` is shorter than `old`, or of another model.
     """
     num_kept, num_rows = len(old.expert_ids), len(new.expert_ids)
@@ -154,7 +154,9 @@ def join_traces(old: RoutingTrace, new: RoutingTrace) -> RoutingTrace:
 
 
 def _leading(old: int, new: int, num_kept: int) -> int:
-    return new if new > num_kept else old
+    # One row more is the piece's own work as well: SGLang schedules ahead, and has fed the last token
+    # back when it learns that it is the last.
+    return new if new > num_kept + 1 else old
 
 
 def _joined(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:

@@ -99,7 +99,7 @@ def test_three_turns_equal_transformers_on_the_whole(play, oracle):
     assert [s.group_id for s in samples_of(groups)] == [4, 4, 5, 5, 6, 6]
     assert torch.equal(torch.stack([g.rewards for g in groups]), torch.full((3, 2), 3.0))
     for sample in samples_of(groups):
-        logprobs, routes = score(oracle, sample, 1.0)
+        logprobs, routes = score(oracle, sample.token_ids, sample.prompt_len, 1.0)
         mask = sample.loss_mask[sample.prompt_len :]
         response = sample.rollout_logprobs[sample.prompt_len :]
         assert (response - logprobs)[mask].abs().max() < 1e-5
@@ -109,6 +109,7 @@ def test_three_turns_equal_transformers_on_the_whole(play, oracle):
         assert len(sample.weight_versions) == 3
         covered = [t for s in sample.weight_versions for t in range(s.start, s.end)]
         assert covered == sample.loss_mask.nonzero().flatten().tolist()
+        assert sample.routing.num_cached_rows == 0  # all of them are its own turns'
         assert sample.routing.row_versions == (VersionSpan(0, 0, len(sample.token_ids) - 1),)
     metrics = episode_metrics(groups)
     assert metrics["episode/num_turns"] == 3
@@ -176,7 +177,7 @@ def test_an_abort_masks_and_keeps_what_there_is(play, engine):
         if len(calls) == 2:
             engine.abort()
 
-    groups = play(Watched(engine, stop), sampling=SamplingParams(200, 200))
+    groups = play(Watched(engine, stop), sampling=SamplingParams(100))
     reasons = [s.finish_reason for s in samples_of(groups)]
     assert "abort" in reasons
     for group in groups:

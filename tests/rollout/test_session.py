@@ -71,7 +71,7 @@ def test_routes_are_those_of_the_turn_that_first_read_the_token():
 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
-    [((2, 0), (5, 0), (2, 0)), ((0, 0), (7, 0), (7, 0)), ((0, 3), (0, 9), (0, 9))],
+    [((2, 0), (6, 0), (2, 0)), ((0, 0), (7, 0), (7, 0)), ((0, 3), (0, 9), (0, 9))],
 )
 def test_what_was_cached_or_computed_again_within_the_kept_rows_does_not_count(old, new, expected):
     joined = join_traces(
