@@ -188,6 +188,20 @@ class DataConfig(Branch):
     shuffle: bool = True
 
 
+class EnvironmentConfig(Branch):
+    name: str
+    """A file of mrl/environments/, or `file.py:Class`, or `package.module:Class`."""
+    arguments: dict[str, Any] = {}
+    """Keywords of the class, which is made anew for each episode."""
+    max_turns: int = Field(default=8, ge=1)
+    """Turns of the policy in one episode; `rollout.max_response_len` is for each of them, and
+    `rollout.context_len` for all that an episode holds."""
+    time_limit_s: float = Field(default=30.0, gt=0)
+    """For one answer of the environment; over it, it is killed and the episode masked."""
+    num_workers: int = Field(default=1, ge=1)
+    """Processes that share an engine's episodes: as many environments answer at one time."""
+
+
 class WarmStartConfig(Branch):
     path: str
     """JSONL with `prompt` and `completion`: supervised steps before the first rollout."""
@@ -222,10 +236,12 @@ class Recipe(Branch):
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     moe: MoeConfig = MoeConfig()
-    reward: str
+    reward: str | None = None
     """A file of mrl/rewards/, or `file.py:func`, or `package.module:func`."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """For one call of the reward function; over it, the call is killed and the samples masked."""
+    environment: EnvironmentConfig | None = None
+    """What the policy talks with, in several turns; it takes the place of `reward`."""
     data: DataConfig
     warm_start: WarmStartConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()

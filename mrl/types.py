@@ -102,13 +102,14 @@ class Sample:
 
     group_id: int
     token_ids: Tensor
-    """i64[T]: prompt, then completion."""
+    """i64[T]: prompt, then completion; in a conversation all turns and what comes between them."""
     prompt_len: int
     loss_mask: Tensor
     """bool[T]: true on tokens that the policy chose."""
     rollout_logprobs: Tensor
     """f32[T]: the engine's, at the sampling temperature; 0 on the prompt."""
     weight_versions: tuple[VersionSpan, ...]
+    """Cover the tokens that the policy chose, in order: in a conversation not those between turns."""
     finish_reason: str
     """`stop`, `length` or `abort`."""
     routing: RoutingTrace | None = None
@@ -117,6 +118,11 @@ class Sample:
     def response_ids(self) -> Tensor:
         """i64[T - prompt_len]."""
         return self.token_ids[self.prompt_len :]
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the policy chose, also where the sample has left the loss."""
+        return sum(span.end - span.start for span in self.weight_versions)
 
 
 @dataclass
