@@ -96,6 +96,9 @@ class RolloutConfig(Branch):
     """Share of GPU memory for the engine's weights and KV cache while it is awake."""
     weight_bucket_mb: int = Field(default=256, ge=1)
     """Bytes of weights in flight during a sync, in MiB."""
+    server_args: dict[str, Any] = Field(default_factory=dict)
+    """Fields of SGLang's ServerArgs to set, by their Python names (`attention_backend: triton`), on top
+    of what mrl sets. Those that mrl answers for itself are refused, with the key that sets them."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     request_timeout_s: float = Field(default=1800.0, gt=0)
 

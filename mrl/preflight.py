@@ -19,6 +19,7 @@ from mrl.errors import InputError
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
+from mrl.rollout.sglang_server.arguments import check_server_args
 from mrl.run_folder import RunFolder, saved_step
 from mrl.types import Prompt
 from parallel.dims import ParallelDims
@@ -92,6 +93,8 @@ def check(recipe: Recipe, world: int) -> Plan:
     algorithm.advantages(torch.tensor([0.0, 1.0]), recipe.algorithm)  # refuses the supervised loss
     if recipe.debug.load_rollouts is None:
         load_engine(recipe.rollout.engine)
+        if recipe.rollout.engine == "sglang":  # of other engines only they know their arguments
+            check_server_args(recipe.rollout.server_args)
         resolve_reward(recipe.reward)
     tokenizer = load_tokenizer(model)
     prompts = read_prompts(
