@@ -1,30 +1,20 @@
-"""Where a step's scored groups come from: a live engine, or the rollouts that another run saved.
+"""What gives a step its scored groups, and the rollouts that another run saved as one such source.
 
-Both give every rank the same groups in the same order, so that everything after is the same on every
-rank and independent of how many engines there were.
+engine_collector.py is the other. Both give every rank the same groups in the same order, so that
+everything after is the same on every rank and independent of how many engines there were.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
-from mrl import console
-from mrl.data import PromptCursor
-from mrl.preflight import Plan
-from mrl.rewards.runner import RewardRunner, check_failures
-from mrl.rollout import load_engine
-from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, RolloutEngine, SamplingParams
-from mrl.rollout.saved import decode_groups, encode_groups, load_groups
-from mrl.run_folder import RunFolder, saved_step
-from mrl.types import SampleGroup
-from parallel.groups import Groups
+from mrl.rollout.saved import load_groups
+from mrl.run_folder import saved_step
+from mrl.types import SampleGroup, Statistics
 from parallel.policy import Policy
 
 
@@ -57,6 +47,10 @@ class Collector(Protocol):
         """Groups in prompt order with rewards; times `sync`, `rollout` and `score`."""
         ...
 
+    def statistics(self) -> Statistics:
+        """This rank's share of what the last collect() measured, the same keys on every rank."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: what a resumed run needs to go on with the next prompts."""
         ...
@@ -66,139 +60,6 @@ class Collector(Protocol):
     def close(self) -> None:
         """Leave no process behind. Safe to call twice, and after a failure."""
         ...
-
-
-class EngineCollector:
-    """Prompts -> engine -> rewards. The first rank of each engine group leads an engine."""
-
-    start_text = "starting the rollout engine"
-
-    def __init__(self, plan: Plan, groups: Groups, folder: RunFolder) -> None:
-        recipe = plan.recipe
-        self.plan, self.groups = plan, groups
-        self.cursor = PromptCursor(plan.prompts, seed=recipe.seed, shuffle=recipe.data.shuffle)
-        tp = recipe.rollout.tensor_parallel_size
-        self.engine_number = groups.rank // tp
-        self.engine: RolloutEngine | None = None
-        self.rewards: RewardRunner | None = None
-        if groups.rank % tp == 0:
-            self.engine = load_engine(recipe.rollout.engine)(
-                model=recipe.model,
-                config=recipe.rollout,
-                log_path=folder.logs / f"engine_{self.engine_number:02d}.log",
-                return_routes=recipe.moe.routing_replay == "r3",
-                gpu_ids=_gpu_ids(groups, tp),
-                seed=recipe.seed,
-            )
-            self.rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s)
-
-    def start(self, policy: Policy) -> None:
-        # The engine sizes its KV cache by the memory that it finds free now.
-        policy.offload_optimizer()
-        policy.offload_parameters()
-        dist.barrier()
-        if self.engine is not None:
-            self.engine.start()
-            self.engine.sleep()
-        dist.barrier()
-        policy.onload()
-
-    def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
-        with clock.part("sync"):
-            self.sync(step, policy)
-        with clock.part("rollout"):
-            own = self._generate(step)
-            dist.barrier()
-        with clock.part("score"):
-            failed = self._score(own)
-            return self._share(own, failed)
-
-    def sync(self, version: int, policy: Policy) -> None:
-        """Bring the engine to the policy's weights and awake; the policy leaves the device."""
-        policy.onload()  # a step that only rolled out left it on the host
-        policy.offload_optimizer()
-        dist.barrier()  # an engine wakes on the devices of several ranks
-        buckets = policy.export(version, self.plan.recipe.rollout.weight_bucket_mb << 20)
-        if self.engine is None:
-            for _ in buckets:  # the gathers are collectives: follow them to the end
-                pass
-        else:
-            self.engine.wake((WEIGHTS,))
-            self.engine.update_weights(buckets, version)
-        policy.offload_parameters()
-        dist.barrier()
-        if self.engine is not None:
-            self.engine.wake((KV_CACHE, CUDA_GRAPH))
-
-    def _generate(self, step: int) -> list[SampleGroup]:
-        rollout = self.plan.recipe.rollout
-        prompts = self.cursor.next(rollout.prompts_per_step)
-        if self.engine is None:
-            return []
-        first, last = (
-            number * len(prompts) // self.plan.num_engines
-            for number in (self.engine_number, self.engine_number + 1)
-        )
-        own = self.engine.generate(
-            prompts[first:last],
-            first_group_id=first,
-            samples_per_prompt=rollout.samples_per_prompt,
-            sampling=SamplingParams(
-                max_new_tokens=rollout.max_response_len,
-                min_new_tokens=rollout.min_response_len,
-                temperature=rollout.temperature,
-                top_p=rollout.top_p,
-            ),
-            seed=self.plan.recipe.seed * 1_000_003 + step,
-        )
-        self.engine.sleep()
-        return own
-
-    def _score(self, own: list[SampleGroup]) -> int:
-        """Fill in the rewards of this engine's groups; returns how many samples failed."""
-        if self.rewards is None or not own:
-            return 0
-        rollout = self.plan.recipe.rollout
-        rewards = self.rewards.score(
-            own,
-            completions(own, self.plan.tokenizer),
-            step_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
-        )
-        report = self.rewards.report
-        if report.num_failed or report.num_repeated:
-            console.warning(
-                f"the reward function failed on {report.num_repeated} groups, scored again one by "
-                f"one; {report.num_failed} samples masked: {report.first_error}"
-            )
-        for group, values in zip(own, rewards, strict=True):
-            group.rewards = values
-        return self.rewards.report.num_failed
-
-    def _share(self, own: Sequence[SampleGroup], num_failed: int) -> list[SampleGroup]:
-        """Everybody's groups on every rank; raises where too many rewards failed over all."""
-        if self.groups.dims.world == 1:
-            return list(own)
-        parts: list[tuple[bytes, int]] = [(b"", 0)] * self.groups.dims.world
-        dist.all_gather_object(parts, (encode_groups(own) if own else b"", num_failed))
-        everything = [group for part, _ in parts if part for group in decode_groups(part)]
-        check_failures(
-            self.plan.recipe.reward,
-            sum(failed for _, failed in parts),
-            sum(len(group.samples) for group in everything),
-        )
-        return sorted(everything, key=lambda group: group.samples[0].group_id)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.cursor.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.cursor.load_state_dict(state)
-
-    def close(self) -> None:
-        if self.engine is not None:
-            self.engine.stop()
-        if self.rewards is not None:
-            self.rewards.close()
 
 
 class SavedCollector:
@@ -216,6 +77,9 @@ class SavedCollector:
         with clock.part("sync"), clock.part("score"), clock.part("rollout"):
             return load_groups(saved_step(self.folder, step))
 
+    def statistics(self) -> Statistics:
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -224,30 +88,3 @@ class SavedCollector:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def make_collector(plan: Plan, groups: Groups, folder: RunFolder) -> Collector:
-    saved = plan.recipe.debug.load_rollouts
-    return SavedCollector(saved) if saved else EngineCollector(plan, groups, folder)
-
-
-def completions(groups: Sequence[SampleGroup], tokenizer: Any) -> list[list[str]]:
-    """The text of every sample's response, without special tokens."""
-    return [
-        [
-            tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
-            for sample in g.samples
-        ]
-        for g in groups
-    ]
-
-
-def _gpu_ids(groups: Groups, tp: int) -> list[str]:
-    """The GPUs of this engine group on its node, none on a CPU machine."""
-    if groups.device.type != "cuda":
-        return []
-    assert groups.device.index is not None
-    numbers = range(groups.device.index, groups.device.index + tp)
-    # Ours count within what this process may see; the engine's process starts from the machine's.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [visible.split(",")[n] for n in numbers] if visible else [str(n) for n in numbers]

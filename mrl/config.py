@@ -101,6 +101,18 @@ class RolloutConfig(Branch):
     of what mrl sets. Those that mrl answers for itself are refused, with the key that sets them."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     request_timeout_s: float = Field(default=1800.0, gt=0)
+    """For all completions of a step."""
+    stall_timeout_s: float = Field(default=120.0, gt=0)
+    """An engine whose scheduler gives no sign for so long is taken for hung, and replaced."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Engines that may be lost and replaced in one step before the run gives up."""
+    max_running_requests: int | None = Field(default=None, ge=1)
+    """Samples that an engine works on at a time, the rest waits; by default the engine's choice."""
+    canary_prompts: int = Field(default=4, ge=0)
+    """Prompts whose log-probs trainer and engine must agree on after every sync; 0 turns it off."""
+    canary_tolerance: float | None = Field(default=None, gt=0)
+    """Mean absolute difference of their log-probs; by default 1e-3 in float32, and 0.1 in half
+    precision, where a few tokens take other experts."""
 
 
 class AlgorithmConfig(Branch):

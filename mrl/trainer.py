@@ -16,7 +16,9 @@ import torch
 
 from mrl import console
 from mrl.batching import make_train_batches, set_advantages, split_evenly
-from mrl.collect import Clock, completions, make_collector
+from mrl.collect import Clock, Collector, SavedCollector
+from mrl.completions import completions
+from mrl.engine_collector import EngineCollector
 from mrl.metrics import mismatch_statistics, rollout_metrics
 from mrl.preflight import Plan
 from mrl.rollout.saved import save_groups
@@ -56,7 +58,7 @@ class Trainer:
                 reference=self.plan.reference,
                 moe=recipe.moe,
             )
-        self.collector = make_collector(self.plan, self.groups, self.folder)
+        self.collector = self._make_collector()
         self.checkpoints = Checkpoints(
             self.folder.checkpoints,
             self.groups,
@@ -65,6 +67,12 @@ class Trainer:
             seed=recipe.seed,
             warn=console.warning if self.is_main else lambda text: None,
         )
+
+    def _make_collector(self) -> Collector:
+        saved = self.plan.recipe.debug.load_rollouts
+        if saved is not None:
+            return SavedCollector(saved)
+        return EngineCollector(self.plan, self.groups, self.folder)
 
     def train(self) -> None:
         """Run all steps that are left. Whatever happens, no engine is left running.
@@ -116,7 +124,7 @@ class Trainer:
         if not recipe.debug.rollout_only:
             metrics |= self._learn(groups, clock)
             memory |= memory_statistics("train", self.policy.ledger.where())
-        metrics |= reduce_statistics(memory)
+        metrics |= reduce_statistics(memory | self.collector.statistics())
         metrics["weight_version"] = groups[0].samples[0].weight_versions[-1].version
         metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         metrics["time/step_s"] = time.perf_counter() - start

@@ -20,6 +20,10 @@ NATIVE_ROUTE = -1
 """As an expert id: this row has no captured route, the router decides for itself."""
 
 
+UNKNOWN_VERSION = -1
+"""As a weight version of rows of routes: nobody can tell."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One row of the prompt file."""

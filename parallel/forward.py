@@ -81,11 +81,12 @@ class PipelineRunner:
         batches: Sequence[MicroBatch],
         loss: LossFunction | None = None,
         replay: RecordedRoutes | bool = False,
+        head: Head | None = None,
     ) -> PassOutput:
         """All micro-batches forward, and backward when there is a `loss`. A collective.
 
         `replay`: True replays the routes in the micro-batches (R3), a record replays that (R2), False
-        lets every router decide for itself.
+        lets every router decide for itself. `head`: another one than the model's for this pass.
         """
         output = PassOutput(native_routes=[{} for _ in batches])
         counter = RoutingCounter()
@@ -116,7 +117,9 @@ class PipelineRunner:
                     for n, layer in replayed.layers.items()
                     if layer.native_ids is not None
                 }
-            return logits, lambda tensor: self._finish(tensor, batch, context, loss, output)
+            return logits, lambda tensor: self._finish(
+                tensor, batch, context, head or self.head, loss, output
+            )
 
         numbered = list(enumerate(batches))
         feeds = [iter(numbered) for _ in self.chunks]
@@ -142,11 +145,12 @@ class PipelineRunner:
         logits: Tensor,
         batch: MicroBatch,
         context: ContextSlice,
+        head: Head,
         loss: LossFunction | None,
         output: PassOutput,
     ) -> tuple[Tensor, Tensor, dict]:
         """Megatron's loss function of one micro-batch, called on the last stage in batch order."""
-        scored = self.head(logits, batch, context, output)
+        scored = head(logits, batch, context, output)
         num_tokens = torch.zeros((), dtype=torch.int, device=scored.device)  # Megatron's; unused
         if loss is None:
             return scored.sum(), num_tokens, {}

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch, WeightBucket
 from parallel.export import export_buckets
@@ -18,6 +20,7 @@ from parallel.ledger import Ledger, parameter_tensors
 from parallel.logprobs import LogprobHead
 from parallel.reduce import merge
 from parallel.reference import ReferenceWeights
+from parallel.scoring import score
 from parallel.trained_model import TrainedModel
 from parallel.weights import WeightMap
 
@@ -88,6 +91,10 @@ class Policy:
     def logprobs(self, batches: Sequence[MicroBatch], replay: RecordedRoutes | bool) -> PassOutput:
         """Log-probs and entropies under the present weights, without gradients."""
         return self.trained.evaluate(batches, replay)
+
+    def score(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """Log-probs f32[T] at temperature 1 of sequences i64[T], 0 first; the same on every rank."""
+        return score(self.trained, self.groups, sequences)
 
     @contextmanager
     def reference(self) -> Iterator[None]:

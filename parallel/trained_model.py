@@ -92,12 +92,20 @@ class TrainedModel:
         """Raise RuntimeError where one of its `kinds` is not on the device."""
         self.ledger.require_on_device(*(self._prefix + kind for kind in kinds))
 
-    def evaluate(self, batches: Sequence[MicroBatch], replay: RecordedRoutes | bool) -> PassOutput:
-        """All micro-batches forward under the present weights, without gradients."""
+    def evaluate(
+        self,
+        batches: Sequence[MicroBatch],
+        replay: RecordedRoutes | bool,
+        head: Head | None = None,
+    ) -> PassOutput:
+        """All micro-batches forward under the present weights, without gradients.
+
+        `head` takes the place of the model's own for this pass.
+        """
         self.require("parameters")
         for chunk in self.chunks:
             chunk.eval()
-        return self.runner.run(batches, None, replay)
+        return self.runner.run(batches, None, replay, head)
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: LossFunction, replay: RecordedRoutes | bool

@@ -63,6 +63,7 @@ class RewardRunner:
         self._timeout_s = timeout_s
         self._worker: subprocess.Popen[bytes] | None = None
         self._unread = b""
+        self._closed = False
         self.report = RewardReport()
         """Of the last `score`."""
         self._start()
@@ -92,24 +93,39 @@ class RewardRunner:
         sample by sample, so that only the culprit is masked.
         Raises RunFailed as soon as more than 5% of the step's samples failed.
         """
-        self.report = RewardReport()
+        self.begin_step()
         num_samples = step_samples or sum(len(group.samples) for group in groups)
-        rewards = []
-        for group, texts in zip(groups, completions, strict=True):
-            request = _request(group, texts)
-            try:
-                values = self._call(request)
-            except RewardBroken as error:
-                for _ in texts:
-                    self._count_failure(error, num_samples)
-                values = [math.nan] * len(texts)
-            except RewardFailed as error:
-                values = self._one_by_one(request, error, num_samples)
-            rewards.append(torch.tensor(values, dtype=torch.float32))
-        return rewards
+        return [
+            self.score_group(group, texts, step_samples=num_samples)
+            for group, texts in zip(groups, completions, strict=True)
+        ]
+
+    def begin_step(self) -> None:
+        """Forget what the report says of the last step."""
+        self.report = RewardReport()
+
+    def score_group(self, group: SampleGroup, texts: list[str], *, step_samples: int) -> Tensor:
+        """`score` of one group of the step, f32[G]; adds to the report."""
+        request = _request(group, texts)
+        try:
+            values = self._call(request)
+        except RewardBroken as error:
+            for _ in texts:
+                self._count_failure(error, step_samples)
+            values = [math.nan] * len(texts)
+        except RewardFailed as error:
+            values = self._one_by_one(request, error, step_samples)
+        return torch.tensor(values, dtype=torch.float32)
 
     def close(self) -> None:
-        """Kill the worker and whatever it started. Harmless when repeated."""
+        """Kill the worker and whatever it started; no other comes. Harmless when repeated.
+
+        A call that runs in another thread ends with it.
+        """
+        self._closed = True
+        self._kill_worker()
+
+    def _kill_worker(self) -> None:
         worker, self._worker, self._unread = self._worker, None, b""
         if worker is None:
             return
@@ -158,12 +174,14 @@ class RewardRunner:
 
     def _call(self, request: dict[str, Any]) -> list[float]:
         """One call; NaN for None. Raises RewardFailed; a hung or dead worker is gone by then."""
+        if self._closed:
+            raise RewardFailed("the run is ending")
         if self._worker is None:
             self._start()
         try:
             reply = self._exchange(json.dumps(request).encode() + b"\n", self._timeout_s)
         except TimeoutError:
-            self.close()
+            self._kill_worker()
             raise RewardFailed(f"no answer within {self._timeout_s:g} s, killed") from None
         except (OSError, EOFError):
             raise RewardFailed(self._death()) from None
@@ -187,7 +205,7 @@ class RewardRunner:
         try:
             reply = self._exchange(b"", START_TIMEOUT_S)
         except TimeoutError:
-            self.close()
+            self._kill_worker()
             raise InputError(
                 f"reward {self._spec!r}: its import took more than {START_TIMEOUT_S:g} s"
             ) from None
@@ -196,7 +214,7 @@ class RewardRunner:
                 f"reward {self._spec!r}: its import ended the {self._death()}"
             ) from None
         if "input_error" in reply:
-            self.close()
+            self._kill_worker()
             raise InputError(reply["input_error"])
 
     def _death(self) -> str:
@@ -205,7 +223,7 @@ class RewardRunner:
             if worker is not None:
                 worker.wait(timeout=1.0)  # the pipe closes a moment before the process is gone
         code = worker.returncode if worker is not None else None
-        self.close()
+        self._kill_worker()
         return f"worker process (exit code {code})"
 
     def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:

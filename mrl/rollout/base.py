@@ -155,12 +155,15 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
+    def generate(
+        self, requests: Sequence[Request], *, reuse_cache: bool = False
+    ) -> Iterator[Completion]:
         """Completions in the order in which they finish, each exactly once.
 
         Needs every tag awake. All requests reach the engine at once and in order, so that on a CPU
-        the completions are the same bits whenever the same requests are made. Leaving the iterator
-        early aborts what is left. Raises ValueError, before anything is sent, for a request that is
+        the completions are the same bits whenever the same requests are made; `reuse_cache` keeps the
+        prefix cache of the call before, for turns of a conversation. Leaving the iterator early aborts
+        what is left. Raises ValueError, before anything is sent, for a request that is
         empty, has another's id, or is too long for the context; RuntimeError where the engine answers
         with other weights than it should have, or with a length that does not fit; EngineLost where it
         dies, makes no progress for `rollout.stall_timeout_s`, or a request is refused again and again.
@@ -175,7 +178,9 @@ class RolloutEngine(Protocol):
     def pause(self, mode: PauseMode = "in_place") -> None:
         """Stop generating in mid-flight, so that update_weights() may follow.
 
-        `in_place` keeps the KV cache of running requests, `retract` computes it anew on resume().
+        `in_place` keeps the KV cache of running requests. `retract` gives it back, and resume() goes on
+        from what the prefix cache has kept and computes the rest anew; which rows of routes are whose is
+        then unknown, if the weights have changed. abort() and new requests are the clean way.
         """
         ...
 

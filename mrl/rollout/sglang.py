@@ -1,36 +1,45 @@
 """The SGLang engine: a real SGLang server in a child process on loopback, driven over HTTP.
 
-One rollout in six steps: flush the prefix cache, build one batched request of all samples in a
-fixed order with a seed each, post it, check every length and the weight version of every answer,
-decode routes, group the samples by prompt.
+One rollout in five steps: flush the prefix cache, send all requests as one streamed batch in a fixed
+order with a seed each, check every length and weight version of an answer as it finishes, decode its
+routes, hand it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.errors import InputError
-from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, MEMORY_TAGS, WEIGHTS, SamplingParams, sample_seed
+from mrl.rollout.base import (
+    CUDA_GRAPH,
+    KV_CACHE,
+    MEMORY_TAGS,
+    WEIGHTS,
+    Completion,
+    EngineLost,
+    PauseMode,
+    Request,
+)
 from mrl.rollout.sglang_server.decode import (
-    build_request,
-    decode_sample,
+    Expected,
+    decode_completion,
     refuse_unfaithful,
     route_shape,
 )
+from mrl.rollout.sglang_server.flight import Flight
 from mrl.rollout.sglang_server.manifest import Manifest
 from mrl.rollout.sglang_server.server import Server
 from mrl.rollout.sglang_server.settings import server_environment, server_settings
 from mrl.rollout.sglang_server.weights import flatten_bucket, serialize_bucket
-from mrl.types import Prompt, Sample, SampleGroup, WeightBucket
+from mrl.types import WeightBucket
 
-SAMPLES_PER_REQUEST = 1024
-"""Up to this many samples form one batch, whose composition does not depend on timing."""
 FLUSH_TIMEOUT_S = 60.0
 
 
@@ -96,12 +105,16 @@ class Engine:
         )
         self._awake: set[str] = set()
         self._version: int | None = None
-        self._cache_is_empty = False
+        self._paused = False
+        self._flight: Flight | None = None
+        self._retracted = False
+        self._versions: list[int] = []
+        """In force since the prefix cache was last empty, oldest first."""
         self._has_update_session = False
 
     @property
     def weight_version(self) -> int | None:
-        return self._version
+        return None if self._server.client is None else self._version
 
     @property
     def state(self) -> str:
@@ -110,6 +123,7 @@ class Engine:
             return "stopped"
         asleep = [tag for tag in MEMORY_TAGS if tag not in self._awake]
         state = f"asleep ({', '.join(asleep)})" if asleep else "awake"
+        state += ", paused" * self._paused + ", generating" * (self._flight is not None)
         version = "no weights" if self._version is None else f"weight version {self._version}"
         return f"{state}, {version}"
 
@@ -119,7 +133,8 @@ class Engine:
         self._server.start(self._config.start_timeout_s)
         self._awake = set(MEMORY_TAGS)
         self._version = self._first_version
-        self._cache_is_empty = False
+        self._versions = [self._first_version]
+        self._paused = False
         self._has_update_session = self._server.offers("/begin_weight_update")
 
     def stop(self) -> None:
@@ -141,6 +156,7 @@ class Engine:
 
     def sleep(self, level: int = 2) -> None:
         self._require_running("sleep")
+        self._require_idle("sleep")
         if level not in (1, 2):
             raise ValueError(f"sleep: got level {level}, expected 1 (keep weights) or 2 (drop)")
         if level == 1 and not self._can_keep_weights:
@@ -153,19 +169,21 @@ class Engine:
         if tags:
             # The last answer leaves a moment before the scheduler is idle, and a release before
             # that kills the server.
-            self._flush_when_idle()
+            self._flush()
             self._server.post("/release_memory_occupation", {"tags": tags})
             self._awake -= set(tags)
         if level == 2:
             self._version = None
 
-    def _flush_when_idle(self) -> None:
+    def _flush(self) -> None:
         """Wait for the scheduler, then drop the prefix cache; takes 0.3 s on a CPU."""
         self._server.post(f"/flush_cache?timeout={FLUSH_TIMEOUT_S:g}", {})
-        self._cache_is_empty = True
+        self._versions = [] if self._version is None else [self._version]
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._require_running("update_weights")
+        if self._flight is not None and not self._paused:
+            raise RuntimeError(f"update_weights: the engine is {self.state}; pause() it first")
         if WEIGHTS not in self._awake:
             raise RuntimeError(
                 f"update_weights: the engine is {self.state}; wake(['{WEIGHTS}']) first"
@@ -184,87 +202,111 @@ class Engine:
             if bucket.is_last:
                 self._manifest.check_complete()
             complete = bucket.is_last
-            self._push(bucket)
+            self._push(bucket, flush_cache=bucket.is_last and self._flight is None)
         self._manifest.check_complete()
         if not complete:
             raise ValueError("update_weights: the buckets ended without one that says is_last")
         if self._has_update_session:
             self._server.post("/end_weight_update", {})
+        # SGLang cannot drop the cache of requests in flight: what is read of it from now on is old.
+        self._versions = [version] if self._flight is None else [*self._versions, version]
         self._version = version
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples_per_prompt: int,
-        sampling: SamplingParams,
-        seed: int,
-        first_group_id: int = 0,
-    ) -> list[SampleGroup]:
-        self._require_running("generate")
-        if set(MEMORY_TAGS) - self._awake or self._version is None:
-            raise RuntimeError(
-                f"generate: the engine is {self.state}; wake() it and update_weights() first"
-            )
-        prompt_ids = [prompt.token_ids.tolist() for prompt in prompts]
-        self._check_prompts(prompts, sampling)
+        self, requests: Sequence[Request], *, reuse_cache: bool = False
+    ) -> Iterator[Completion]:
+        self._require_ready("generate")
+        self._check_requests(requests)
         # Cached prefixes change the last bits of log-probs, and their routes are another request's.
-        # The wait is for requests that a timeout has aborted and the scheduler has yet to drop.
-        if not self._cache_is_empty:
-            self._flush_when_idle()
-        self._cache_is_empty = False
-        jobs = [(i, k) for i in range(len(prompts)) for k in range(samples_per_prompt)]
-        chunks = [
-            jobs[start : start + SAMPLES_PER_REQUEST]
-            for start in range(0, len(jobs), SAMPLES_PER_REQUEST)
-        ]
+        # The wait is for requests that an abort has ended and the scheduler has yet to drop.
+        if not reuse_cache:
+            self._flush()
+        return self._completions(list(requests))
 
-        def roll_out(chunk: list[tuple[int, int]]) -> list[dict[str, Any]]:
-            seeds = [sample_seed(seed, prompts[i].prompt_id, k) for i, k in chunk]
-            body = build_request(
-                [prompt_ids[i] for i, _ in chunk],
-                seeds,
-                sampling,
-                return_routes=self._shape is not None,
-            )
-            return self._server.generate(
-                body, num_samples=len(chunk), timeout_s=self._config.request_timeout_s
-            )
-
-        with ThreadPoolExecutor(max_workers=max(1, len(chunks))) as pool:
-            answers = [answer for part in pool.map(roll_out, chunks) for answer in part]
-        samples: list[list[Sample]] = [[] for _ in prompts]
-        for (i, _), answer in zip(jobs, answers, strict=True):
-            samples[i].append(
-                decode_sample(
-                    answer,
-                    group_id=first_group_id + i,
-                    prompt_ids=prompt_ids[i],
-                    version=self._version,
-                    shape=self._shape,
+    def _completions(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        self._retracted = False
+        flight = self._flight = Flight(
+            self._server,
+            requests,
+            return_routes=self._shape is not None,
+            request_timeout_s=self._config.request_timeout_s,
+            stall_timeout_s=self._config.stall_timeout_s,
+        )
+        try:
+            for request, answer in flight.answers():
+                expected = Expected(
+                    self._versions, self._versions[0], self._shape, self._retracted
                 )
-            )
-        return [SampleGroup(*pair) for pair in zip(prompts, samples, strict=True)]
+                yield decode_completion(answer, request, expected)
+        finally:
+            if self._paused:  # an abort reaches only a scheduler that turns
+                with contextlib.suppress(EngineLost, OSError):
+                    self._server.post("/continue_generation", {})
+            flight.close()
+            self._flight, self._paused = None, False
 
-    def _check_prompts(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
-        for prompt in prompts:
-            num_tokens = prompt.token_ids.numel()
+    def score(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        self._require_ready("score")
+        body = {
+            "input_ids": [sequence.tolist() for sequence in sequences],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answers = self._server.post("/generate", body)
+        self._flush()
+        scores = []
+        for sequence, answer in zip(sequences, answers, strict=True):
+            entries = answer["meta_info"]["input_token_logprobs"]
+            if [entry[1] for entry in entries] != sequence.tolist():
+                raise RuntimeError("score: the log-probs belong to other tokens than those sent")
+            scores.append(torch.tensor([entry[0] or 0.0 for entry in entries]))
+        return scores
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        if self._flight is not None:
+            self._flight.abort(request_ids)
+
+    def pause(self, mode: PauseMode = "in_place") -> None:
+        self._require_running("pause")
+        if self._flight is None:
+            raise RuntimeError(f"pause: the engine is {self.state}; there is nothing to pause")
+        self._server.post("/pause_generation", {"mode": mode})
+        self._paused = True
+        self._retracted |= mode == "retract"
+
+    def resume(self) -> None:
+        if not self._paused:
+            raise RuntimeError(f"resume: the engine is {self.state}; pause() it first")
+        if self._version is None:
+            raise RuntimeError(f"resume: the engine is {self.state}; update_weights() first")
+        self._server.post("/continue_generation", {})
+        self._paused = False
+
+    def _check_requests(self, requests: Sequence[Request]) -> None:
+        seen: set[str] = set()
+        for request in requests:
+            name, num_tokens = request.request_id, request.token_ids.numel()
+            new = request.sampling.max_new_tokens
+            if name in seen:
+                raise ValueError(f"{name}: two requests have this id, expected one")
+            seen.add(name)
             if not num_tokens:
-                raise ValueError(f"{prompt.source}: the prompt has no tokens, expected at least 1")
-            if num_tokens + sampling.max_new_tokens > self._context_len:
+                raise ValueError(f"{name}: the prompt has no tokens, expected at least 1")
+            if num_tokens + new > self._context_len:
                 raise ValueError(
-                    f"{prompt.source}: {num_tokens} prompt tokens + {sampling.max_new_tokens} new "
-                    f"tokens exceed the context of {self._context_len}"
+                    f"{name}: {num_tokens} prompt tokens + {new} new tokens exceed the context of "
+                    f"{self._context_len}"
                 )
 
-    def _push(self, bucket: WeightBucket) -> None:
+    def _push(self, bucket: WeightBucket, *, flush_cache: bool) -> None:
         flat, places = flatten_bucket(bucket)
         body: dict[str, Any] = {
             "serialized_named_tensors": serialize_bucket(
                 flat, places, self._config.tensor_parallel_size
             ),
             "load_format": "flattened_bucket",
-            "flush_cache": bucket.is_last,
+            "flush_cache": flush_cache,
         }
         if bucket.is_last:
             body["weight_version"] = str(bucket.version)
@@ -275,3 +317,17 @@ class Engine:
     def _require_running(self, action: str) -> None:
         if self._server.client is None:
             raise RuntimeError(f"{action}: the engine is {self.state}; start() it first")
+
+    def _require_idle(self, action: str) -> None:
+        if self._flight is not None:
+            raise RuntimeError(
+                f"{action}: the engine is {self.state}; finish or leave generate() first"
+            )
+
+    def _require_ready(self, action: str) -> None:
+        self._require_running(action)
+        self._require_idle(action)
+        if set(MEMORY_TAGS) - self._awake or self._version is None:
+            raise RuntimeError(
+                f"{action}: the engine is {self.state}; wake() it and update_weights() first"
+            )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout import load_engine
+from mrl.rollout.base import Request, RolloutEngine, SamplingParams
+from mrl.rollout.scheduling import Round, start_groups
 from mrl.rollout.sglang import Engine
-from mrl.types import Prompt, Sample, WeightBucket
+from mrl.types import Prompt, SampleGroup, WeightBucket
 
 
 def make_prompts(num: int, *, seed: int = 0, num_tokens: int = 20) -> list[Prompt]:
@@ -21,9 +25,38 @@ def make_prompts(num: int, *, seed: int = 0, num_tokens: int = 20) -> list[Promp
     return [Prompt(f"{seed}-{i}", row.clone(), "text", {}, f"x:{i}") for i, row in enumerate(ids)]
 
 
+def make_requests(
+    num: int, sampling: SamplingParams, *, seed: int = 0, num_tokens: int = 20
+) -> list[Request]:
+    prompts = make_prompts(num, seed=seed, num_tokens=num_tokens)
+    return [Request(p.prompt_id, p.token_ids, i, sampling) for i, p in enumerate(prompts)]
+
+
+def generate(
+    engine: RolloutEngine,
+    prompts: list[Prompt],
+    *,
+    samples_per_prompt: int,
+    sampling: SamplingParams,
+    seed: int,
+    first_group_id: int = 0,
+) -> list[SampleGroup]:
+    """Whole groups in the order of the prompts."""
+    groups = start_groups(prompts, samples_per_prompt, first_group_id)
+    done = list(Round(groups, sampling, seed).finished(engine))
+    return sorted(done, key=lambda group: group.samples[0].group_id)
+
+
 def make_engine(folder: Path, log_path: Path, **config: object) -> Engine:
-    settings = {"max_response_len": 32, "start_timeout_s": 120.0, **config}
-    engine = load_engine("sglang")(
+    """The engine under test: SGLang on one rank, unless benchmarks/conformance.py says otherwise."""
+    settings = {
+        "max_response_len": 32,
+        "start_timeout_s": 240.0,
+        "max_total_tokens": 4096,  # little, so that the engine has to take requests back
+        "tensor_parallel_size": int(os.environ.get("MRL_CONFORMANCE_TP", "1")),
+        **config,
+    }
+    engine = load_engine(os.environ.get("MRL_CONFORMANCE_ENGINE", "sglang"))(
         model=ModelConfig(path=str(folder)),
         config=RolloutConfig.model_validate(settings),
         log_path=log_path,
@@ -53,11 +86,11 @@ def load_oracle(folder: Path) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def score(model: Qwen3MoeForCausalLM, sample: Sample, temperature: float):
+def score(model: Qwen3MoeForCausalLM, ids: Tensor, prompt_len: int, temperature: float):
     """transformers' log-probs f32[T - P] of the completion and its routes i64[T-1, L, K]."""
     with torch.no_grad():
-        out = model(sample.token_ids[None], output_router_logits=True)
+        out = model(ids[None], output_router_logits=True)
     logits = out.logits[0, :-1] / temperature
-    logprobs = torch.log_softmax(logits, -1).gather(1, sample.token_ids[1:, None])[:, 0]
+    logprobs = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
     routes = [logits.topk(2, -1).indices[:-1] for logits in out.router_logits]
-    return logprobs[sample.prompt_len - 1 :], torch.stack(routes, 1)
+    return logprobs[prompt_len - 1 :], torch.stack(routes, 1)

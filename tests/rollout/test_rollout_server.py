@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
+import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -13,9 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from rollout_helpers import load_oracle, make_buckets, make_engine, make_prompts, score
+from rollout_helpers import (
+    generate,
+    load_oracle,
+    make_buckets,
+    make_engine,
+    make_prompts,
+    make_requests,
+    score,
+)
 
-from mrl.rollout.base import SamplingParams
+from mrl.rollout.base import EngineLost, SamplingParams
+from mrl.rollout.saved import decode_groups, encode_groups
 from mrl.rollout.sglang_server.http import HttpClient
 from mrl.rollout.sglang_server.leftovers import shared_memory_files
 from mrl.toy_model import write_toy_model
@@ -41,7 +52,8 @@ def running(tree):
 
 
 def rollout(engine):
-    return engine.generate(
+    return generate(
+        engine,
         make_prompts(NUM_PROMPTS, seed=9),
         samples_per_prompt=NUM_SAMPLES,
         sampling=SamplingParams(32),
@@ -51,7 +63,7 @@ def rollout(engine):
 
 @pytest.fixture(scope="module")
 def fresh(toy_folder, tmp_path_factory):
-    """A second server, side by side with the shared one. The last test here kills it."""
+    """A second server, side by side with the shared one, until a test here gives it up."""
     engine = make_engine(toy_folder, tmp_path_factory.mktemp("fresh") / "engine.log")
     engine.start()
     yield engine
@@ -62,7 +74,8 @@ def test_rollout_is_a_function_of_weights_prompts_and_seed(engine, fresh, toy_we
     """Bitwise: a server that has served others, and a fresh one with the same weights."""
     first = bits(rollout(fresh))
     for seed in range(3):
-        engine.generate(
+        generate(
+            engine,
             make_prompts(5, seed=seed),
             samples_per_prompt=3,
             sampling=SamplingParams(10 + seed, temperature=0.5),
@@ -117,20 +130,118 @@ def test_all_sockets_are_loopback(fresh):
     assert {address.ip for address in listening} == {"127.0.0.1"}
 
 
-def test_death_in_the_middle_of_a_rollout(fresh):
-    """Runs last on this server: it kills it."""
-    process = fresh._server.process
-    tree = process.tree()
-    killer = threading.Timer(0.5, os.kill, (process.pid, signal.SIGKILL))
-    killer.start()
-    with pytest.raises(RuntimeError, match=r"died, exit code -9; last lines of .*engine\.log"):
-        fresh.generate(
-            make_prompts(16), samples_per_prompt=8, sampling=SamplingParams(480, 480), seed=0
-        )
-    fresh.stop()
-    assert not running(tree)
-    with pytest.raises(RuntimeError, match="generate: the engine is stopped"):
+class Relay(socketserver.ThreadingTCPServer):
+    """In front of a server: answers 500 to the first generate requests, hangs up on the next ones."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, port: int, *, refuse: int = 0, hang_up: int = 0) -> None:
+        self.port, self.refuse, self.hang_up = port, refuse, hang_up
+        super().__init__(("127.0.0.1", 0), RelayHandler)
+
+
+class RelayHandler(socketserver.BaseRequestHandler):
+    server: Relay
+
+    def handle(self) -> None:
+        head = self.request.recv(65536)
+        if b"POST /generate" in head and self.server.refuse:
+            self.server.refuse -= 1
+            self.request.sendall(b"HTTP/1.1 500 Oh\r\nContent-Length: 4\r\n\r\noops")
+            return
+        with socket.create_connection(("127.0.0.1", self.server.port)) as upstream:
+            upstream.sendall(head)
+            self.request.settimeout(0.2)
+            with contextlib.suppress(TimeoutError):
+                while more := self.request.recv(65536):
+                    upstream.sendall(more)
+            if b"POST /generate" in head and self.server.hang_up:
+                self.server.hang_up -= 1
+                self.request.sendall(upstream.recv(2000))  # the head and a piece of the first answer
+                return
+            while answer := upstream.recv(65536):
+                self.request.sendall(answer)
+
+
+@contextlib.contextmanager
+def relayed(engine, **trouble):
+    """The engine behind a relay."""
+    server = engine._server
+    direct = server.client
+    with Relay(server.process.port, **trouble) as relay:
+        threading.Thread(target=relay.serve_forever, daemon=True).start()
+        server.client = HttpClient(relay.server_address[1], server._api_key)
+        yield relay
+        if server.client is not None:
+            server.client = direct
+        relay.shutdown()
+
+
+@pytest.mark.parametrize("trouble", [{"refuse": 2}, {"hang_up": 2}, {"refuse": 1, "hang_up": 1}])
+def test_refused_and_broken_requests_are_sent_again(engine, trouble):
+    expected = [s.token_ids.tolist() for g in rollout(engine) for s in g.samples]
+    with relayed(engine, **trouble) as relay:
+        assert [s.token_ids.tolist() for g in rollout(engine) for s in g.samples] == expected
+        assert not relay.refuse
+        assert not relay.hang_up
+
+
+def test_requests_that_fail_again_and_again(fresh):
+    """Runs last on this server: it is given up."""
+    tree = fresh._server.process.tree()
+    with relayed(fresh, refuse=100), pytest.raises(EngineLost, match="3 times: .*status 500"):
         rollout(fresh)
+    assert not running(tree)
+
+
+def test_hung_server(toy_folder, tmp_path):
+    engine = make_engine(toy_folder, tmp_path / "engine.log", stall_timeout_s=4.0)
+    engine.start()
+    tree = engine._server.process.tree()
+    requests = make_requests(8, SamplingParams(480, 480))
+    requests.append(make_requests(1, SamplingParams(2, 2), seed=1)[0])
+    completions = engine.generate(requests)
+    assert next(completions).request_id == "1-0"
+    for process in tree:
+        process.suspend()
+    with pytest.raises(EngineLost, match=r"gave no sign for rollout\.stall_timeout_s=4 s"):
+        list(completions)
+    assert not running(tree)
+
+
+def test_time_limit_of_all_requests(engine, monkeypatch):
+    hurried = engine._config.model_copy(update={"request_timeout_s": 0.3})
+    long = make_requests(8, SamplingParams(480, 480))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_config", hurried)
+        with pytest.raises(TimeoutError, match=r"request_timeout_s=0\.3 s for 8 of 8 samples"):
+            list(engine.generate(long))
+    assert list(engine.generate(make_requests(1, SamplingParams(2, 2))))
+
+
+def test_updates_leak_no_shared_memory(engine, toy_weights):
+    """torch names its files torch_<pid>_...; other processes of this machine have some too."""
+    pids = [os.getpid(), *(process.pid for process in engine._server.process.tree())]
+    ours = tuple(f"torch_{pid}_" for pid in pids)
+    for version in range(20):
+        engine.update_weights(make_buckets(toy_weights, version), version)
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(ours)]
+
+
+def test_stale_weights_are_refused(engine):
+    engine._server.post("/update_weight_version", {"new_version": "99", "abort_all_requests": True})
+    with pytest.raises(RuntimeError, match="weight version 99, expected 0"):
+        list(engine.generate(make_requests(1, SamplingParams(2, 2))))
+
+
+def test_rollouts_survive_encoding(engine):
+    groups = rollout(engine)
+    for group, copy in zip(groups, decode_groups(encode_groups(groups)), strict=True):
+        for sample, twin in zip(group.samples, copy.samples, strict=True):
+            assert torch.equal(sample.routing.expert_ids, twin.routing.expert_ids)
+            assert torch.equal(sample.rollout_logprobs, twin.rollout_logprobs)
+            assert sample.weight_versions == twin.weight_versions
 
 
 def test_two_ranks_then_stop_leaves_nothing(toy_folder, toy_weights, tmp_path):
@@ -145,11 +256,11 @@ def test_two_ranks_then_stop_leaves_nothing(toy_folder, toy_weights, tmp_path):
     engine.wake()
     engine.update_weights(make_buckets(toy_weights, 1), 1)
     oracle = load_oracle(toy_folder)
-    for group in engine.generate(
-        make_prompts(2), samples_per_prompt=2, sampling=SamplingParams(16), seed=1
+    for group in generate(
+        engine, make_prompts(2), samples_per_prompt=2, sampling=SamplingParams(16), seed=1
     ):
         for sample in group.samples:
-            logprobs, routes = score(oracle, sample, 1.0)
+            logprobs, routes = score(oracle, sample.token_ids, sample.prompt_len, 1.0)
             got = sample.rollout_logprobs[sample.prompt_len :]
             assert (got - logprobs).abs().max() < 1e-5
             ids = sample.routing.expert_ids.long()

@@ -1,12 +1,17 @@
 """SGLang plugin for servers without CUDA, loaded by SGLang in each of its processes.
 
-Two gaps of the CPU build are closed here, and nothing else is touched:
+Two gaps of the CPU build are closed here, and its start is made cheaper; nothing else is touched:
 
 1. Captured routes live in a host buffer whose allocator pins memory, which needs CUDA.
 2. A request's `sampling_seed` counts only under `--enable-deterministic-inference`, which is refused
    on CPUs, and its hash is a triton kernel. Here every batch carries its requests' seeds, and the
    same numbers are computed in torch: a token is a function of (weights, prefix, seed).
+3. SGLang spawns its scheduler and detokenizer, because CUDA does not survive a fork, and each of
+   them imports all of SGLang again: two thirds of a start's CPU time. Here they are forked.
 """
+
+import gc
+import multiprocessing
 
 import torch
 
@@ -28,6 +33,15 @@ def register():
         attach_seeds,
         HookType.AFTER,
     )
+    HookRegistry.register(
+        "sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER
+    )
+
+
+def fork_children(result, server_args):
+    """Start processes by fork from here on: nothing has started a thread that they would need."""
+    gc.freeze()  # what is imported stays shared with them
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def allocate_unpinned(

@@ -1,6 +1,6 @@
-"""SGLang's /generate: from prompts to a request, and from its answer to Samples.
+"""SGLang's /generate: from requests to a body, and from its answers to completions.
 
-P prompt tokens, C completion tokens, T = P + C.
+P tokens of a request, C tokens of its completion, T = P + C.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import torch
 
 from moe.trace import decode_routes
 from mrl.errors import InputError
-from mrl.rollout.base import SamplingParams
-from mrl.types import RoutingTrace, Sample, VersionSpan
+from mrl.rollout.base import Completion, Request, SamplingParams
+from mrl.types import UNKNOWN_VERSION, RoutingTrace, VersionSpan
+
+NEVER = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -83,108 +85,188 @@ def _first(config: Any, *names: str) -> Any:
 
 
 def build_request(
-    prompt_ids: Sequence[list[int]],
-    seeds: Sequence[int],
-    sampling: SamplingParams,
-    *,
-    return_routes: bool,
+    requests: Sequence[Request], rids: Sequence[str], *, return_routes: bool
 ) -> dict[str, Any]:
     """The body of one batched request: they reach the scheduler together and in this order."""
-    common = {
+    return {
+        "rid": list(rids),
+        "input_ids": [request.token_ids.tolist() for request in requests],
+        "sampling_params": [
+            {**_sampling(request.sampling), "sampling_seed": request.seed} for request in requests
+        ],
+        "return_logprob": True,
+        "return_routed_experts": return_routes,
+        "stream": True,
+    }
+
+
+def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+    params = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "skip_special_tokens": False,
+        "stream_interval": NEVER,  # one event at the first token, and the whole answer at the end
     }
     if sampling.stop_token_ids:
-        common["stop_token_ids"] = list(sampling.stop_token_ids)
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.min_new_tokens == sampling.max_new_tokens:
-        common["ignore_eos"] = True
+        params["ignore_eos"] = True
     elif sampling.min_new_tokens:
-        common["min_new_tokens"] = sampling.min_new_tokens
-    return {
-        "input_ids": list(prompt_ids),
-        "sampling_params": [{**common, "sampling_seed": seed} for seed in seeds],
-        "return_logprob": True,
-        "return_routed_experts": return_routes,
-    }
+        params["min_new_tokens"] = sampling.min_new_tokens
+    return params
 
 
-def decode_sample(
-    answer: dict[str, Any],
-    *,
-    group_id: int,
-    prompt_ids: list[int],
-    version: int,
-    shape: RouteShape | None,
-) -> Sample:
-    """One answer of the server; routes where `shape` is given.
+def finish_reason(answer: dict[str, Any]) -> str | None:
+    """`stop`, `length` or `abort`; None while it is not finished."""
+    return (answer["meta_info"].get("finish_reason") or {}).get("type")
 
-    Raises RuntimeError where the sample was aborted, came from other weights than `version`, or
-    holds a field of the wrong length.
+
+@dataclass(frozen=True)
+class Expected:
+    """What the answers of one call of generate() may hold."""
+
+    versions: Sequence[int]
+    """In force since the call began, oldest first; more than one after an update in mid-flight."""
+    cache_version: int
+    """The oldest weights that may have filled the prefix cache."""
+    shape: RouteShape | None
+    """None where routes are off."""
+    retracted: bool
+    """All running requests were taken back once."""
+
+
+def decode_completion(answer: dict[str, Any], request: Request, expected: Expected) -> Completion:
+    """One finished answer of the server.
+
+    Raises RuntimeError where it came from other weights than those expected, or holds a field of the
+    wrong length.
     """
-    meta = answer["meta_info"]
-    where = f"group {group_id}"
-    reason = (meta.get("finish_reason") or {}).get("type")
-    if reason not in ("stop", "length"):
-        raise RuntimeError(
-            f"{where}: finish_reason {meta.get('finish_reason')}, expected stop or length"
-        )
-    _check_version(meta, version, where)
-    output = answer["output_ids"]
+    meta, output = answer["meta_info"], answer["output_ids"]
+    where, prompt_len = request.request_id, len(request.token_ids)
+    reason = finish_reason(answer)
+    if reason not in ("stop", "length", "abort"):
+        raise RuntimeError(f"{where}: finish_reason {reason!r}, expected stop, length or abort")
     _expect(where, "completion_tokens", meta["completion_tokens"], len(output))
-    _expect(where, "prompt_tokens", meta["prompt_tokens"], len(prompt_ids))
-    entries = meta["output_token_logprobs"]
+    _expect(where, "prompt_tokens", meta["prompt_tokens"], prompt_len)
+    entries = meta.get("output_token_logprobs") or []
     _expect(where, "output_token_logprobs", len(entries), len(output))
     if [entry[1] for entry in entries] != output:
         raise RuntimeError(f"{where}: the log-probs belong to other tokens than output_ids")
-    prompt_len, num_tokens = len(prompt_ids), len(prompt_ids) + len(output)
-    logprobs = torch.zeros(num_tokens, dtype=torch.float32)
-    logprobs[prompt_len:] = torch.tensor([entry[0] for entry in entries], dtype=torch.float32)
-    loss_mask = torch.zeros(num_tokens, dtype=torch.bool)
-    loss_mask[prompt_len:] = True
-    return Sample(
-        group_id=group_id,
-        token_ids=torch.tensor(prompt_ids + output, dtype=torch.int64),
-        prompt_len=prompt_len,
-        loss_mask=loss_mask,
-        rollout_logprobs=logprobs,
-        weight_versions=(VersionSpan(version, prompt_len, num_tokens),),
+    spans = _version_spans(meta, prompt_len, len(output), expected.versions, where)
+    num_retractions = meta.get("num_retractions") or 0
+    retracted = num_retractions > 0 or expected.retracted
+    routing = None
+    if expected.shape and output:
+        num_cached = meta["cached_tokens"]
+        routing = _decode_routing(
+            meta,
+            expected.shape,
+            row_versions(
+                spans, prompt_len, num_cached, expected.cache_version, retracted=retracted
+            ),
+            num_cached,
+            retracted=retracted,
+            where=where,
+        )
+    return Completion(
+        request_id=where,
+        output_ids=torch.tensor(output, dtype=torch.int64),
+        logprobs=torch.tensor([entry[0] for entry in entries], dtype=torch.float32),
         finish_reason=reason,
-        routing=_decode_routing(meta, num_tokens, version, shape, where) if shape else None,
+        weight_versions=spans,
+        routing=routing,
+        num_retractions=num_retractions,
     )
 
 
+def row_versions(
+    spans: Sequence[VersionSpan],
+    prompt_len: int,
+    num_cached: int,
+    cache_version: int,
+    *,
+    retracted: bool,
+) -> tuple[VersionSpan, ...]:
+    """The weights that chose the routes of each of the T - 1 rows, from those of the C tokens.
+
+    Row r was computed with token r + 1, the prompt with the first token, the cached rows whenever the
+    cache was filled. After a retraction rows may have been computed anew or found in the cache; under
+    one version that is the same, under several nobody knows (SGLang 0.5.20 does not say).
+    """
+    first = spans[0].version
+    num_cached = min(num_cached, prompt_len - 1)
+    rows = [(cache_version, num_cached), (first, prompt_len - 1)]
+    rows += [(span.version, span.end - 1) for span in spans]
+    if retracted and {cache_version, *(span.version for span in spans)} != {first}:
+        rows = [(UNKNOWN_VERSION, spans[-1].start - 1), rows[-1]]
+    joined: list[VersionSpan] = []
+    start = 0
+    for version, end in rows:
+        if end <= start:
+            continue
+        if joined and joined[-1].version == version:
+            joined[-1] = VersionSpan(version, joined[-1].start, end)
+        else:
+            joined.append(VersionSpan(version, start, end))
+        start = end
+    return tuple(joined) or (VersionSpan(first, 0, 0),)
+
+
 def _decode_routing(
-    meta: dict[str, Any], num_tokens: int, version: int, shape: RouteShape, where: str
+    meta: dict[str, Any],
+    shape: RouteShape,
+    rows: tuple[VersionSpan, ...],
+    num_cached: int,
+    *,
+    retracted: bool,
+    where: str,
 ) -> RoutingTrace:
     payload = meta.get("routed_experts")
     if payload is None:
         raise RuntimeError(f"{where}: the server returned no routed_experts, expected base64")
+    num_rows = rows[-1].end
     try:
         return decode_routes(
             payload,
-            num_tokens=num_tokens,
+            num_tokens=num_rows + 1,
             num_hidden_layers=shape.num_hidden_layers,
             moe_layer_numbers=shape.moe_layer_numbers,
             num_experts=shape.num_experts,
             topk=shape.topk,
-            row_versions=[VersionSpan(version, 0, num_tokens - 1)],
-            num_cached_rows=meta["cached_tokens"],
+            row_versions=rows,
+            num_cached_rows=min(num_cached, num_rows),
+            num_recomputed_rows=num_rows if retracted else 0,
         )
     except ValueError as error:
         raise RuntimeError(f"{where}: {error}") from error
 
 
-def _check_version(meta: dict[str, Any], version: int, where: str) -> None:
-    """`weight_versions` (0.5.20 and later) lists every version that took part."""
-    spans = meta.get("weight_versions") or []
-    seen = {str(span["version"]) for span in spans} | {str(meta.get("weight_version"))}
-    if seen != {str(version)}:
+def _version_spans(
+    meta: dict[str, Any], prompt_len: int, num_output: int, versions: Sequence[int], where: str
+) -> tuple[VersionSpan, ...]:
+    """`weight_versions` (0.5.20 and later) says who made which output token; before, only the last."""
+    seen = [
+        (str(span["version"]), span["start"], span["end"])
+        for span in meta.get("weight_versions") or ()
+    ]
+    if not seen and num_output:
+        if len(versions) > 1:
+            raise RuntimeError(
+                f"{where}: sampled while the weights changed, and this SGLang does not say which "
+                "weights made which token; expected SGLang 0.5.20 or later"
+            )
+        seen = [(str(meta.get("weight_version")), 0, num_output)]
+    allowed = {str(version) for version in versions}
+    if strange := {version for version, _, _ in seen} - allowed:
         raise RuntimeError(
-            f"{where}: sampled with weight version {', '.join(sorted(seen))}, expected {version}, "
-            "the version last pushed"
+            f"{where}: sampled with weight version {', '.join(sorted(strange))}, expected "
+            f"{' or '.join(sorted(allowed))}, what was pushed"
         )
+    ends = [0, *(end for _, _, end in seen)]
+    if [start for _, start, _ in seen] != ends[:-1] or ends[-1] != num_output:
+        raise RuntimeError(f"{where}: weight versions {seen}, expected all of {num_output} tokens")
+    return tuple(VersionSpan(int(v), prompt_len + i, prompt_len + j) for v, i, j in seen)
 
 
 def _expect(where: str, what: str, got: int, expected: int) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 
 class ServerError(RuntimeError):
     """The server answered, and refused."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class HttpClient:
@@ -31,14 +38,18 @@ class HttpClient:
         status, answer = self._request("POST", path, json.dumps(body).encode(), timeout_s)
         text = answer[:2000].decode(errors="replace")
         if status != 200:
-            raise ServerError(f"POST {path}: status {status}, expected 200: {text}")
+            raise ServerError(f"POST {path}: status {status}, expected 200: {text}", status)
         try:
             decoded = json.loads(answer) if answer.strip() else None
         except json.JSONDecodeError:
             return text  # flush_cache and a few others answer in prose.
         if isinstance(decoded, dict) and decoded.get("success", True) is not True:
-            raise ServerError(f"POST {path}: the server reports no success: {text}")
+            raise ServerError(f"POST {path}: the server reports no success: {text}", status)
         return decoded
+
+    def stream(self, path: str, body: dict[str, Any]) -> EventStream:
+        """Post, and read the answer event by event. Raises as post() does, later too."""
+        return EventStream(self._port, path, json.dumps(body).encode(), self._headers)
 
     def _request(
         self, method: str, path: str, body: bytes | None, timeout_s: float
@@ -52,3 +63,44 @@ class HttpClient:
             raise ConnectionError(f"{method} {path}: {type(error).__name__} {error}") from error
         finally:
             connection.close()
+
+
+class EventStream:
+    """The server-sent events of one answer. One thread iterates, another may close it."""
+
+    def __init__(self, port: int, path: str, body: bytes, headers: dict[str, str]) -> None:
+        self._what = f"POST {path}"
+        self._connection = http.client.HTTPConnection("127.0.0.1", port)
+        self._connection.connect()
+        self._socket: socket.socket = self._connection.sock
+        self._connection.request("POST", path, body, headers)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Decoded events. Raises ServerError where the server refuses, ConnectionError where it
+        goes away before the last one."""
+        try:
+            response = self._connection.getresponse()
+            if response.status != 200:
+                text = response.read(2000).decode(errors="replace")
+                raise ServerError(
+                    f"{self._what}: status {response.status}, expected 200: {text}", response.status
+                )
+            for line in response:
+                if line.startswith(b"data: [DONE]"):
+                    return
+                if line.startswith(b"data: "):
+                    event = json.loads(line[len(b"data: ") :])
+                    if "error" in event:
+                        status = event["error"].get("code", 500)
+                        raise ServerError(f"{self._what}: {event['error']}", status)
+                    yield event
+            raise ConnectionError(f"{self._what}: the stream ended before [DONE]")
+        except (http.client.HTTPException, json.JSONDecodeError, ValueError) as error:
+            raise ConnectionError(f"{self._what}: {type(error).__name__} {error}") from error
+        finally:
+            self._connection.close()
+
+    def close(self) -> None:
+        """Hang up: the server aborts what it was working on, and a thread that reads wakes up."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)

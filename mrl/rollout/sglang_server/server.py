@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mrl.rollout.sglang_server.http import HttpClient, ServerError
+from mrl.rollout.base import EngineLost
+from mrl.rollout.sglang_server.http import EventStream, HttpClient, ServerError
 from mrl.rollout.sglang_server.process import ServerProcess
 
 PORT_ATTEMPTS = 3
 PORT_IN_USE = "address already in use"
 CONTROL_TIMEOUT_S = 600.0
 READY_POLL_S = 0.1
-NUM_RETRIES = 2
-"""Of a rollout request whose connection broke while the server lives."""
 PLUGIN_FAILURES = ("Failed to load plugin", "Failed to execute general plugin", "Failed to apply")
 
 
 class Server:
-    """SGLang behind a random API key. Every RuntimeError ends with the log's last lines."""
+    """SGLang behind a random API key. Every RuntimeError ends with the log's last lines.
+
+    post() and stream() may be called from several threads.
+    """
 
     def __init__(
         self, server_args: Mapping[str, Any], environment: Mapping[str, str], log_path: Path
@@ -31,6 +34,7 @@ class Server:
             {**server_args, "api_key": self._api_key}, environment, log_path
         )
         self.client: HttpClient | None = None
+        self._request_numbers = itertools.count()
 
     def start(self, timeout_s: float) -> None:
         """Block until the server answers; another port where the chosen one was just taken.
@@ -57,54 +61,74 @@ class Server:
         self.client = None
         self.process.stop()
 
+    def new_request_id(self) -> str:
+        """Never given out before: two seconds after an answer SGLang aborts its requests by id once
+        more. All are of one length: it aborts every request whose id starts with the given one."""
+        return f"mrl-{next(self._request_numbers):012d}"
+
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """The decoded answer.
 
-        Raises RuntimeError where the server refused or died, TimeoutError past the time limit,
-        ConnectionError where the connection broke and the server lives.
+        Raises RuntimeError where the server refused, EngineLost where it died or did not answer in
+        time, ConnectionError where the connection broke and the server lives.
         """
-        assert self.client is not None
         try:
-            return self.client.post(path, body, timeout_s=timeout_s)
+            return self._running_client().post(path, body, timeout_s=timeout_s)
         except ServerError as error:
             raise RuntimeError(f"{error}\n{self.process.log_tail()}") from None
+        except TimeoutError:
+            raise self.lost(f"no answer to POST {path} within {timeout_s:g} s") from None
         except ConnectionError:
-            time.sleep(READY_POLL_S)  # It breaks a moment before the process can be reaped.
-            code = self.process.exit_code()
-            if code is None:
-                raise
-            raise RuntimeError(
-                f"engine: the SGLang server died, exit code {code}; {self.process.log_tail()}"
-            ) from None
+            self.check_alive(wait_s=READY_POLL_S)  # It breaks a moment before it can be reaped.
+            raise
 
-    def generate(
-        self, body: dict[str, Any], *, num_samples: int, timeout_s: float
-    ) -> list[dict[str, Any]]:
-        """Post one batch; again where the connection broke. Raises as post() does."""
-        answers: Any = None
-        for attempt in range(NUM_RETRIES + 1):
-            try:
-                answers = self.post("/generate", body, timeout_s=timeout_s)
-                break
-            except TimeoutError:
-                self.post("/abort_request", {"abort_all": True})
-                raise TimeoutError(
-                    f"generate: no answer within rollout.request_timeout_s={timeout_s:g} s for "
-                    f"{num_samples} samples; {self.process.log_tail()}"
-                ) from None
-            except ConnectionError:
-                if attempt == NUM_RETRIES:
-                    raise
-                self.post("/abort_request", {"abort_all": True})
-        got = len(answers) if isinstance(answers, list) else type(answers).__name__
-        if got != num_samples:
-            raise RuntimeError(f"generate: got {got} answers, expected {num_samples}")
-        return answers
+    def stream(self, body: dict[str, Any]) -> EventStream:
+        """POST /generate. Raises EngineLost or ConnectionError as post() does."""
+        try:
+            return self._running_client().stream("/generate", body)
+        except ConnectionError:
+            self.check_alive(wait_s=READY_POLL_S)
+            raise
+
+    def check_alive(self, wait_s: float = 0.0) -> None:
+        """Raise EngineLost where the server's process has ended, also in the next `wait_s`."""
+        self._running_client()
+        deadline = time.monotonic() + wait_s
+        while (code := self.process.exit_code()) is None:
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(wait_s / 10)
+        raise self.lost(f"the SGLang server died, exit code {code}")
+
+    def check_answers(self, timeout_s: float) -> None:
+        """Raise EngineLost where the scheduler does not answer within `timeout_s`."""
+        try:
+            # Goes through the scheduler's loop, between two of its batches.
+            self._running_client().get("/server_info", timeout_s=timeout_s)
+        except TimeoutError:
+            raise self.lost(
+                f"the SGLang server hangs: its scheduler gave no sign for rollout.stall_timeout_s="
+                f"{timeout_s:g} s"
+            ) from None
+        except OSError:
+            self.check_alive(wait_s=READY_POLL_S)
+
+    def lost(self, what: str) -> EngineLost:
+        """Clear away what is left of the server, and return what to raise."""
+        error = EngineLost(f"engine: {what}; {self.process.log_tail()}")
+        self.stop()
+        return error
+
+    def _running_client(self) -> HttpClient:
+        """Raises EngineLost where another thread has just found the server lost."""
+        client = self.client
+        if client is None:
+            raise EngineLost("engine: the SGLang server is gone")
+        return client
 
     def offers(self, path: str) -> bool:
         """Whether the server knows a POST endpoint; a GET tells without doing it."""
-        assert self.client is not None
-        status, _ = self.client.get(path, timeout_s=CONTROL_TIMEOUT_S)
+        status, _ = self._running_client().get(path, timeout_s=CONTROL_TIMEOUT_S)
         return status != 404
 
     def _wait_until_ready(self, timeout_s: float) -> HttpClient:

@@ -45,6 +45,8 @@ def server_settings(
     }
     if config.max_total_tokens is not None:
         settings["max_total_tokens"] = config.max_total_tokens
+    if config.max_running_requests is not None:
+        settings["max_running_requests"] = config.max_running_requests
     if on_gpu:
         settings |= {
             "dtype": "bfloat16" if model.dtype == "auto" else model.dtype,

@@ -1,0 +1,216 @@
+"""Engine faults in the middle of rollouts: `make faults`.
+
+One real training run of the toy model. In each step, at a random moment of the rollout, the engine is
+killed (`kill -9` of its server, its scheduler or its detokenizer, by turns), and in the last steps hung
+(SIGSTOP of all of it) and denied memory (RLIMIT_AS of the scheduler). Checked: every step completes
+with exactly the prompts that the cursor gives it, each with all its samples once; afterwards no process
+and no listening port of any engine is left. Reports how long each recovery took. Writes
+benchmarks/results/faults.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.kernel_bench.machine import describe
+from mrl.config import load_recipe
+from mrl.data import PromptCursor, read_prompts
+from mrl.preflight import load_tokenizer
+from mrl.toy_model import write_toy_model
+from parallel.hf_config import HfModel
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "faults.json"
+RECIPE = ROOT / "launch" / "recipes" / "toy_moe.yaml"
+PROMPTS, SAMPLES, RESPONSE_LEN = 8, 8, 160
+STALL_TIMEOUT_S = 10
+STEP_TIMEOUT_S = 600
+KILLED = ("child", "scheduler", "detokenizer")
+"""Parts of the names of the processes of an SGLang server."""
+
+
+class Run:
+    """`mrl train` as a child process, watched through its run folder."""
+
+    def __init__(self, folder: Path, num_steps: int) -> None:
+        self.output = folder / "run"
+        model = folder / "model"
+        write_toy_model(model)
+        self.overrides = [
+            f"model.path={model}", f"output_dir={self.output}", f"train.num_steps={num_steps}",
+            f"rollout.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
+            f"rollout.max_response_len={RESPONSE_LEN}", f"rollout.min_response_len={RESPONSE_LEN}",
+            f"rollout.stall_timeout_s={STALL_TIMEOUT_S}", "checkpoint.save_every=0",
+        ]  # fmt: skip
+        self.log = open(folder / "train.log", "w+")  # noqa: SIM115 - as long as the process
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mrl", "train", str(RECIPE), *self.overrides],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+        self.seen: set[psutil.Process] = set()
+        self.ports: set[int] = set()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.output / "metrics.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+    def wait_for_step(self, step: int) -> dict[str, Any]:
+        """The metrics of a step, once it is done."""
+        deadline = time.monotonic() + STEP_TIMEOUT_S
+        while len(rows := self.metrics()) <= step:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.log.seek(0)
+                raise SystemExit(f"faults: step {step} did not come:\n{self.log.read()[-4000:]}")
+            time.sleep(0.01)
+        return rows[step]
+
+    def engine(self) -> list[psutil.Process]:
+        """The processes of the engine that runs now, remembered with their ports."""
+        tree = [
+            p for p in psutil.Process(self.process.pid).children(recursive=True) if _is_engine(p)
+        ]
+        self.seen |= set(tree)
+        for process in tree:
+            for connection in process.net_connections(kind="inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    self.ports.add(connection.laddr.port)
+        return tree
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    try:
+        return "sglang" in " ".join(process.cmdline()) and not _is_zombie(process)
+    except psutil.Error:
+        return False
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    return process.status() == psutil.STATUS_ZOMBIE
+
+
+def strike(fault: str, tree: Sequence[psutil.Process]) -> None:
+    """Do it."""
+    if fault == "hung":
+        for process in tree:
+            process.suspend()
+    elif fault == "out of memory":
+        scheduler = next(p for p in tree if "scheduler" in " ".join(p.cmdline()))
+        limit = scheduler.memory_info().vms
+        scheduler.rlimit(psutil.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    else:
+        victim = next(p for p in tree if fault in " ".join(p.cmdline()))
+        victim.send_signal(signal.SIGKILL)
+
+
+def expected_prompts(overrides: Sequence[str], num_steps: int) -> list[Counter[str]]:
+    """What the cursor gives to each step."""
+    recipe = load_recipe(RECIPE, list(overrides))
+    tokenizer = load_tokenizer(HfModel.read(recipe.model.path))
+    prompts = read_prompts(
+        recipe.data.path,
+        tokenizer,
+        max_prompt_len=512 - RESPONSE_LEN,
+        max_response_len=RESPONSE_LEN,
+        min_rows=PROMPTS,
+    )
+    cursor = PromptCursor(prompts, seed=recipe.seed, shuffle=recipe.data.shuffle)
+    return [
+        Counter({prompt.prompt_id: SAMPLES for prompt in cursor.next(PROMPTS)})
+        for _ in range(num_steps)
+    ]
+
+
+def left_behind(run: Run) -> list[str]:
+    """Processes and ports of any engine of the run."""
+    found = [f"process {p.pid}" for p in run.seen if p.is_running() and not _is_zombie(p)]
+    for port in run.ports:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                found.append(f"port {port}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    faults = [KILLED[i % len(KILLED)] for i in range(options.kills)] + ["hung", "out of memory"]
+    chance = random.Random(options.seed)
+    rows, failures = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(Path(folder), 1 + len(faults))
+        try:
+            calm = run.wait_for_step(0)
+            for step, fault in enumerate(faults, start=1):
+                share = chance.random()
+                time.sleep(calm["time/sync_s"] + share * calm["time/rollout_s"])
+                strike(fault, run.engine())
+                metrics = run.wait_for_step(step)
+                rows.append(
+                    {
+                        "fault": fault
+                        if fault in ("hung", "out of memory")
+                        else f"kill -9 {fault}",
+                        "at_share_of_rollout": round(share, 3),
+                        "restarts": metrics["rollout/engine_restarts"],
+                        "recovery_s": round(metrics["time/recovery_s"], 2),
+                        "rollout_s": round(metrics["time/rollout_s"], 2),
+                    }
+                )
+                print(f"step {step}: {rows[-1]}", flush=True)
+            if run.process.wait(120) != 0:
+                failures.append(f"the run ended with exit code {run.process.returncode}")
+        finally:
+            run.process.kill()
+            run.process.wait()
+        for step, expected in enumerate(expected_prompts(run.overrides, len(faults) + 1)):
+            lines = (run.output / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
+            if Counter(json.loads(line)["prompt_id"] for line in lines) != expected:
+                failures.append(f"step {step}: other prompts or numbers of samples than expected")
+        failures += left_behind(run)
+    failures += [
+        f"{row['fault']}: the engine was not replaced" for row in rows if row["restarts"] != 1
+    ]
+    recoveries = [row["recovery_s"] for row in rows]
+    result = {
+        **describe(torch.device("cpu"), ["torch", "sglang", "megatron-core"]),
+        "calm_rollout_s": round(calm["time/rollout_s"], 2),
+        "faults": rows,
+        "median_recovery_s": statistics.median(recoveries),
+        "longest_recovery_s": max(recoveries),
+        "failures": failures,
+    }
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    for failure in failures:
+        print(failure)
+    print(f"recovery: median {result['median_recovery_s']:.1f} s, at most {max(recoveries):.1f} s")
+    print(f"{len(rows) - len(failures)} passed, {len(failures)} failed")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

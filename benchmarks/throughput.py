@@ -1,0 +1,158 @@
+"""Rollouts through mrl against a bare SGLang server: `python -m benchmarks.throughput`.
+
+The same load, prompts of random tokens with log-probs and routes, is put on two servers of the same
+model, turn about: by SGLang's own benchmark client (`sglang.bench_serving`, not streaming, all requests
+at once) on a server that mrl has nothing to do with, and by mrl's engine on mrl's server, up to whole
+sample groups. On a CPU the bare server needs one line of mrl's plugin all the same, or it could not
+return routes (see mrl/rollout/cpu_stubs). Ratios are mrl's tokens per second over the other's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from benchmarks.kernel_bench.machine import describe
+from mrl.config import ModelConfig, RolloutConfig
+from mrl.rollout.base import SamplingParams
+from mrl.rollout.scheduling import Round, start_groups
+from mrl.rollout.sglang import Engine
+from mrl.rollout.sglang_server.http import HttpClient
+from mrl.rollout.sglang_server.server import Server
+from mrl.rollout.sglang_server.settings import CPU_STUBS
+from mrl.toy_model import write_toy_model
+from mrl.types import Prompt
+
+RESULT = Path(__file__).parent / "results" / "throughput.json"
+NUM_REQUESTS, PROMPT_LEN, RESPONSE_LEN = 128, 32, 64
+NUM_ROUNDS = 7
+GOAL = 0.95
+BARE_PLUGIN = """
+import mrl_sglang_cpu
+
+
+def register():
+    from sglang.srt.mem_cache.pool_host import common
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = mrl_sglang_cpu.allocate_unpinned
+"""
+
+
+def bare_stubs(folder: Path) -> Path:
+    """mrl's stand-ins for missing packages, with a plugin that only makes room for routes."""
+    shutil.copytree(CPU_STUBS, folder)
+    (folder / "bare_plugin.py").write_text(BARE_PLUGIN)
+    for points in folder.glob("*.dist-info/entry_points.txt"):
+        points.write_text("[sglang.srt.plugins]\nbare = bare_plugin:register\n")
+    return folder
+
+
+@contextmanager
+def bare_server(engine: Engine, folder: Path) -> Iterator[Server]:
+    """SGLang with the same arguments, and nothing of mrl's in how it samples."""
+    ours = engine._server.process
+    arguments = {k: v for k, v in ours.server_args.items() if k != "api_key"}
+    environment = dict(ours.environment)
+    environment["PYTHONPATH"] = str(bare_stubs(folder / "stubs"))
+    server = Server(arguments, environment, folder / "bare.log")
+    server.start(600.0)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def by_the_client(server: Server, model: Path, folder: Path, seed: int) -> float:
+    """Output tokens per second that `sglang.bench_serving` reports."""
+    output = folder / f"client_{seed}.jsonl"
+    command = [
+        *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"),
+        *("--base-url", f"http://127.0.0.1:{server.process.port}", "--model", str(model)),
+        *("--dataset-name", "random-ids", "--tokenize-prompt", "--random-range-ratio", "1.0"),
+        *("--random-input-len", str(PROMPT_LEN), "--random-output-len", str(RESPONSE_LEN)),
+        *("--num-prompts", str(NUM_REQUESTS), "--temperature", "1.0", "--seed", str(seed)),
+        *("--return-logprob", "--return-routed-experts", "--disable-stream", "--disable-tqdm"),
+        *("--warmup-requests", "0", "--flush-cache", "--output-file", str(output)),
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": server.process.environment["PYTHONPATH"],
+        "OPENAI_API_KEY": server._api_key,
+    }
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    if done.returncode or not output.exists():
+        raise SystemExit(
+            f"throughput: the client failed: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    report = json.loads(output.read_text().splitlines()[-1])
+    if report["completed"] != NUM_REQUESTS:
+        raise SystemExit(f"throughput: the client completed {report['completed']} requests")
+    return report["output_throughput"]
+
+
+def by_mrl(engine: Engine, seed: int) -> float:
+    """Output tokens per second of one rollout, decoded into sample groups."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 96, (NUM_REQUESTS, PROMPT_LEN), generator=generator)
+    prompts = [Prompt(str(i), row, "", {}, f"random:{i}") for i, row in enumerate(ids)]
+    start = time.perf_counter()
+    sampling = SamplingParams(RESPONSE_LEN, RESPONSE_LEN)
+    groups = list(Round(start_groups(prompts, 1), sampling, seed).finished(engine))
+    seconds = time.perf_counter() - start
+    return sum(len(s.response_ids) for g in groups for s in g.samples) / seconds
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = folder / "model"
+        write_toy_model(model)
+        config = RolloutConfig(max_response_len=RESPONSE_LEN)
+        engine = Engine(
+            model=ModelConfig(path=str(model)), config=config, log_path=folder / "engine.log"
+        )
+        engine.start()
+        try:
+            with bare_server(engine, folder) as bare:
+                HttpClient(bare.process.port, bare._api_key).get("/model_info", timeout_s=60.0)
+                by_the_client(bare, model, folder, 0)
+                by_mrl(engine, 0)
+                rows = []
+                for seed in range(1, NUM_ROUNDS + 1):
+                    theirs, ours = by_the_client(bare, model, folder, seed), by_mrl(engine, seed)
+                    rows.append({"client": theirs, "mrl": ours, "ratio": ours / theirs})
+                    print(f"client {theirs:.0f}, mrl {ours:.0f} tokens/s, {ours / theirs:.2f}")
+        finally:
+            engine.stop()
+    median = statistics.median(row["ratio"] for row in rows)
+    result = {
+        **describe(torch.device("cpu"), ["torch", "sglang", "transformers"]),
+        "load": f"{NUM_REQUESTS} requests, {PROMPT_LEN} tokens in, {RESPONSE_LEN} out, with log-probs "
+        "and routes, toy model, one rank",
+        "rounds": rows,
+        "median_ratio": median,
+        "goal": GOAL,
+    }
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    passed = median >= GOAL
+    print(f"median ratio {median:.3f}, goal {GOAL}")
+    print(f"{int(passed)} passed, {int(not passed)} failed")
+    sys.exit(not passed)
+
+
+if __name__ == "__main__":
+    main()

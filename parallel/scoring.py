@@ -1,0 +1,58 @@
+"""Log-probs of whole sequences under the present weights: what trainer and engine are compared on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.types import MicroBatch, Sample
+from parallel.groups import Groups
+from parallel.logprobs import LogprobHead
+from parallel.packing import WeightedSample, pack
+from parallel.trained_model import TrainedModel
+
+
+def score(trained: TrainedModel, groups: Groups, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Log-probs f32[T] at temperature 1 of each sequence i64[T], 0 first. A collective.
+
+    Every data-parallel replica computes all of them, natively routed; every rank gets the same.
+    """
+    batch = _batch(sequences, groups)
+    repeats = (
+        groups.dims.pp if groups.dims.vpp > 1 else 1
+    )  # Megatron's interleaving wants a multiple
+    head = LogprobHead(1.0, groups.tp)
+    output = trained.evaluate([batch] * repeats, replay=False, head=head)
+    logprobs = torch.zeros(batch.num_tokens, device=groups.device)
+    if groups.reports_loss and groups.dp_rank == 0:  # one rank of all holds them
+        logprobs += output.logprobs[0]
+    if groups.dims.world > 1:
+        dist.all_reduce(logprobs)
+    starts = batch.cu_seqlens.tolist()
+    return [
+        logprobs[start : start + len(sequence)].cpu()
+        for start, sequence in zip(starts, sequences, strict=False)
+    ]
+
+
+def _batch(sequences: Sequence[Tensor], groups: Groups) -> MicroBatch:
+    samples = [
+        Sample(
+            group_id=0,
+            token_ids=sequence,
+            prompt_len=1,
+            loss_mask=torch.arange(len(sequence)) > 0,
+            rollout_logprobs=torch.zeros(len(sequence)),
+            weight_versions=(),
+            finish_reason="length",
+        )
+        for sequence in sequences
+    ]
+    return pack(
+        [WeightedSample(sample, 0.0, 0.0) for sample in samples],
+        groups.dims.token_multiple,
+        sequence_multiple=groups.dims.sequence_multiple,
+    )

@@ -1,0 +1,51 @@
+"""What an engine owes that dies in the middle: to say so, to leave nothing, and to come back."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+from rollout_helpers import generate, make_buckets, make_prompts
+
+from mrl.rollout.base import EngineLost, SamplingParams
+from mrl.rollout.scheduling import Round, start_groups
+
+SAMPLING = SamplingParams(200)
+"""Without a minimum: groups finish one after the other."""
+
+
+def running(tree):
+    """Without zombies: a container's first process may not reap them."""
+    return [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_no_sample_is_lost_or_doubled(engine, toy_weights):
+    """Killed after the first group: the rest comes from another engine, token for token."""
+    prompts = make_prompts(8, seed=5)
+    calm = generate(engine, prompts, samples_per_prompt=2, sampling=SAMPLING, seed=1)
+    before = set(psutil.Process().children(recursive=True))
+    work = Round(start_groups(prompts, 2), SAMPLING, 1)
+    groups = []
+    with pytest.raises(EngineLost, match=r"died, exit code -9; last lines of .*\.log"):
+        for group in work.finished(engine):
+            groups.append(group)
+            if len(groups) == 1:
+                for process in before:
+                    process.kill()
+    assert not running(before)
+    assert groups
+    assert len(groups) + len(work.unfinished) == 8
+    for ask in (engine.wake, engine.sleep, lambda: engine.generate([])):
+        with pytest.raises(RuntimeError, match=r"the engine is stopped; start\(\) it first"):
+            ask()
+    assert engine.weight_version is None
+    engine.start()
+    assert engine.weight_version == 0
+    engine.update_weights(make_buckets(toy_weights, 0), 0)
+    groups += work.finished(engine)
+    assert not work.unfinished
+    groups.sort(key=lambda group: group.samples[0].group_id)
+    for group, undisturbed in zip(groups, calm, strict=True):
+        assert group.prompt is undisturbed.prompt
+        for sample, other in zip(group.samples, undisturbed.samples, strict=True):
+            assert torch.equal(sample.token_ids, other.token_ids)
