@@ -113,7 +113,7 @@ def pack(site: Path, target: Path) -> dict[str, Any]:
     whole = target / "site.tar.xz"
     filters = [
         {"id": lzma.FILTER_X86},
-        {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 32 << 20},
+        {"id": lzma.FILTER_LZMA2, "preset": 3, "dict_size": 32 << 20},
     ]
     files = sorted((f for f in site.rglob("*") if f.is_file()), key=lambda f: (f.suffix, str(f)))
     with lzma.open(whole, "wb", filters=filters) as out, tarfile.open(fileobj=out, mode="w") as tar:

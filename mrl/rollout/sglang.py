@@ -234,7 +234,9 @@ class Engine:
         )
         try:
             for request, answer in flight.answers():
-                expected = Expected(self._versions, self._versions[0], self._shape, self._retracted)
+                expected = Expected(
+                    self._versions, self._versions[0], self._shape, self._retracted
+                )
                 yield decode_completion(answer, request, expected)
         finally:
             if self._paused:  # an abort reaches only a scheduler that turns

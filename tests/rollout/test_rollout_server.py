@@ -158,9 +158,7 @@ class RelayHandler(socketserver.BaseRequestHandler):
                     upstream.sendall(more)
             if b"POST /generate" in head and self.server.hang_up:
                 self.server.hang_up -= 1
-                self.request.sendall(
-                    upstream.recv(2000)
-                )  # the head and a piece of the first answer
+                self.request.sendall(upstream.recv(2000))  # the head and a piece of the first answer
                 return
             while answer := upstream.recv(65536):
                 self.request.sendall(answer)
