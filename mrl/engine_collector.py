@@ -236,12 +236,17 @@ class EngineCollector:
         return groups, report.num_failed
 
     def _share(self, own: Sequence[SampleGroup], num_failed: int) -> list[SampleGroup]:
-        """Everybody's groups on every rank; raises where too many rewards failed over all."""
+        """Everybody's groups on every rank, the ids of their routes where they were rolled out only;
+        raises where too many rewards failed over all."""
         if self.groups.dims.world == 1:
             return list(own)
         parts: list[tuple[bytes, int]] = [(b"", 0)] * self.groups.dims.world
-        dist.all_gather_object(parts, (encode_groups(own) if own else b"", num_failed))
-        everything = [group for part, _ in parts if part for group in decode_groups(part)]
+        mine = encode_groups(own, with_routes=False) if own else b""
+        dist.all_gather_object(parts, (mine, num_failed))
+        everything = list(own)
+        for rank, (part, _) in enumerate(parts):
+            if part and rank != self.groups.rank:
+                everything += decode_groups(part)
         check_failures(
             self.plan.recipe.reward,
             sum(failed for _, failed in parts),
