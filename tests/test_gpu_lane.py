@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_lane import assemble, unpack
-
-ROOT = Path(__file__).parents[1]
+from benchmarks.gpu_lane import assemble, run, unpack
 
 
 @pytest.mark.parametrize(
@@ -65,16 +61,26 @@ def test_a_harmed_piece_is_named(packed, harm) -> None:
         unpack.read_pieces(packed)
 
 
-def test_the_lane_says_what_it_was_not_given() -> None:
-    """And never falls back to the CPU by itself."""
-    command = [sys.executable, "-m", "benchmarks.gpu_lane.run"]
-    for arguments, expected in (
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
         (["--device", "cpu", "nothing"], "unknown part 'nothing'; expected sleep_wake, sync"),
         ([], "no CUDA device; --device cpu runs the same code"),
-    ):
-        done = subprocess.run(
-            [*command, *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        )  # fmt: skip
-        assert done.returncode == 2
-        assert expected in done.stderr
+    ],
+)
+def test_the_lane_says_what_it_was_not_given(arguments, expected, monkeypatch, capsys) -> None:
+    """And never falls back to the CPU by itself."""
+    monkeypatch.setattr(run.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(run.sys, "argv", ["run", *arguments])
+    with pytest.raises(SystemExit) as left:
+        run.main()
+    assert left.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_part_that_fails_or_hangs_is_named_and_ends(tmp_path, capfd) -> None:
+    """Its model is not there; and one that may take no time at all."""
+    done = run.run_part("sync", "cpu", tmp_path, 120)
+    assert done["failed"] == "exit code 1"
+    assert "model.path" in capfd.readouterr().out
+    assert run.run_part("sync", "cpu", tmp_path, 0.01)["failed"] == "over its limit of 0.01 s"

@@ -38,7 +38,7 @@ def test_a_field_of_the_recipe_is_set_and_wins() -> None:
         ("host", "0.0.0.0", "child process on loopback"),
         ("log_level", "info", "would print the key"),
         ("attention_backnd", "triton", "did you mean 'attention_backend'?"),
-        ("max_running_requests", {1}, "what JSON can say"),
+        ("watchdog_timeout", {1}, "what JSON can say"),
     ],
 )
 def test_a_field_that_may_not_be_set_is_refused_in_one_line(name, value, expected) -> None:

@@ -24,6 +24,7 @@ OWNED = {
     "tp_size": "rollout.tensor_parallel_size",
     "context_length": "rollout.context_len",
     "max_total_tokens": "rollout.max_total_tokens",
+    "max_running_requests": "rollout.max_running_requests",
     "mem_fraction_static": "rollout.mem_fraction_static",
     "enable_return_routed_experts": "moe.routing_replay",
     "random_seed": "seed",
