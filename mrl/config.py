@@ -97,6 +97,9 @@ class RolloutConfig(Branch):
     """Share of GPU memory for the engine's weights and KV cache while it is awake."""
     weight_bucket_mb: int = Field(default=256, ge=1)
     """Bytes of weights in flight during a sync, in MiB."""
+    server_args: dict[str, Any] = Field(default_factory=dict)
+    """Fields of SGLang's ServerArgs to set, by their Python names (`attention_backend: triton`), on top
+    of what mrl sets. Those that mrl answers for itself are refused, with the key that sets them."""
     weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """How weights reach the engine. `tensor`: handles to the trainer's memory (shared memory on CPUs,
     CUDA IPC on GPUs). `distributed`: a process group with the engine's ranks (gloo; nccl on GPUs, where

@@ -22,6 +22,7 @@ from mrl.errors import InputError
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
+from mrl.rollout.sglang_server.arguments import check_server_args
 from mrl.run_folder import RunFolder, saved_step
 from mrl.tail_checks import check_importance, check_started, check_unfinished
 from mrl.types import Prompt
@@ -145,6 +146,8 @@ def _check_task(recipe: Recipe) -> None:
     if recipe.debug.load_rollouts is not None:
         return
     load_engine(recipe.rollout.engine)
+    if recipe.rollout.engine == "sglang":  # of other engines only they know their arguments
+        check_server_args(recipe.rollout.server_args)
     if environment is not None:
         resolve_environment(environment.name)
     elif reward is not None:
