@@ -23,6 +23,7 @@ from mrl.collect import Clock
 from mrl.data import PromptCursor
 from mrl.episodes import Episodes
 from mrl.errors import RunFailed
+from mrl.memory_watch import MemoryWatch
 from mrl.preflight import Plan
 from mrl.rewards.runner import check_failures
 from mrl.rollout import load_engine
@@ -63,6 +64,9 @@ class EngineCollector:
         self._tolerance = recipe.rollout.canary_tolerance or default_tolerance(
             choose_dtype(recipe.model.dtype)
         )
+        self.verify_s = 0.0
+        """What digests and canaries of the step took, within `time/sync_s`."""
+        self.watch = MemoryWatch(groups.device, console.warning)
         self._statistics: Statistics = {}
         self.backlog = Backlog(recipe.rollout)
         if groups.rank % tp == 0:
@@ -94,6 +98,7 @@ class EngineCollector:
         with clock.part("score"):
             groups = self._share(*(self.scoring.finish() if self.scoring else ([], 0)))
             partial = self._share_unfinished(own)
+        self._statistics |= self.watch.metrics()
         numbers = self.backlog.end_step(plan, groups, partial, step)
         self._statistics |= {key: Max(torch.tensor(value)) for key, value in numbers.items()}
         return groups
@@ -105,19 +110,20 @@ class EngineCollector:
         """Bring the engine to the policy's weights and awake; the policy leaves the device.
 
         A collective; where not `wanted`, this rank's engine is left asleep. Returns the mean
-        |difference| of the canaries' log-probs, 0 without.
+        |difference| of the canaries' log-probs, 0 without. `verify_s` grows by what proof costs.
         """
         engine = self.engine if wanted else None
         policy.onload()  # a step that only rolled out left it on the host
         policy.offload_optimizer()
-        expected = policy.score(self._canaries) if self._canaries else []
+        with self._verifying():
+            expected = policy.score(self._canaries) if self._canaries else []
         dist.barrier()  # an engine wakes on the devices of several ranks
         buckets = policy.export(version, self.plan.recipe.rollout.weight_bucket_mb << 20)
         try:
             if engine is not None:
                 with self._noting_loss():
                     engine.wake((WEIGHTS,))
-                    engine.update_weights(buckets, version)
+                    self.verify_s += engine.update_weights(buckets, version).digest_s
         finally:
             for _ in buckets:  # the gathers are collectives: follow them to the end
                 pass
@@ -133,7 +139,14 @@ class EngineCollector:
     def _check_canaries(self, engine: RolloutEngine, expected: Sequence[Tensor]) -> float:
         if not self._canaries:
             return 0.0
-        return check_canaries(engine, self._canaries, expected, self._tolerance)
+        with self._verifying():
+            return check_canaries(engine, self._canaries, expected, self._tolerance)
+
+    @contextmanager
+    def _verifying(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.verify_s += time.perf_counter() - start
 
     def _own_work(self, plan: StepPlan) -> Round | Episodes | None:
         """This engine's share of what the step starts."""
@@ -168,7 +181,7 @@ class EngineCollector:
         """Sync and generate until no engine has anything left; groups are scored as they finish."""
         if self.scoring is not None:
             self.scoring.begin_step()
-        num_restarts, recovery_s, canary = 0, 0.0, 0.0
+        num_restarts, recovery_s, canary, self.verify_s = 0, 0.0, 0.0, 0.0
         while True:
             wanted = own is not None and not own.is_over
             with clock.part("sync"):
@@ -187,6 +200,7 @@ class EngineCollector:
             "rollout/engine_restarts": Max(torch.tensor(float(num_restarts))),
             "rollout/canary_abs_mean": Max(torch.tensor(canary)),
             "time/recovery_s": Max(torch.tensor(recovery_s)),
+            "time/verify_s": Max(torch.tensor(self.verify_s)),
         }
 
     def _generate(self, own: Round | Episodes | None) -> None:
@@ -196,7 +210,9 @@ class EngineCollector:
         with self._noting_loss():
             for group in own.finished(self.engine):
                 self.scoring.begin(group)
+            self.watch.read("awake", self.engine.process_id)
             self.engine.sleep()
+            self.watch.read("asleep", self.engine.process_id)
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from mrl.kernels.digest import add_digests, digests_of
+from mrl.rollout.base import SyncReport
 from mrl.rollout.sglang_server.held import ACTION, check_held, held_digests
 from mrl.rollout.sglang_server.manifest import Manifest
 from mrl.rollout.sglang_server.weights import TensorPush
@@ -22,17 +22,6 @@ from mrl.rollout.sglang_server.weights_distributed import DistributedPush
 from mrl.types import WeightBucket
 
 Method = Literal["tensor", "distributed", "disk"]
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """What a sync moved and what took how long; the rest of its time was the exporter's."""
-
-    num_bytes: int
-    push_s: float
-    """Until the engine had loaded every bucket."""
-    digest_s: float
-    """The engine's digests, the comparison, and ours where the exporter gave none."""
 
 
 class Push(Protocol):
