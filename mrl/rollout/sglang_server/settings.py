@@ -78,6 +78,8 @@ def server_environment(gpu_ids: Sequence[int | str], tensor_parallel_size: int) 
         "SGLANG_USE_CPU_ENGINE": "1",
         # A toy model on two threads is 20 to 40 times slower than on one.
         "OMP_NUM_THREADS": "1",
+        # SGLang would compile a few functions of a line or two at the first request of two ranks.
+        "TORCHDYNAMO_DISABLE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join([str(SERVER_PLUGIN), str(CPU_STUBS)]),
     }
