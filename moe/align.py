@@ -43,7 +43,7 @@ def pack_traces(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> list[P
     wanted = tuple(layers)
     if wanted != layer_numbers:
         ids = ids[:, places_of(layer_numbers, wanted)]
-    packed = pack_routes(ids, num_experts).split([len(trace.expert_ids) for trace in traces])
+    packed = pack_routes(ids, num_experts).split([trace.num_rows for trace in traces])
     return [PackedRoutes(rows, wanted, num_experts, topk) for rows in packed]
 
 
