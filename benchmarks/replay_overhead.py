@@ -4,8 +4,8 @@ The real loop (launch/recipes/toy_moe.yaml: Megatron-core and SGLang on a CPU) w
 r3 against off, both in one process, taking steps by turns (r3 off, off r3, ...), so that what else the
 machine does meets both. Two comparisons a model:
 
-saved   the same rollouts from files (`debug.load_rollouts`): what replay costs the trainer alone
 live    each with an engine of its own, with and without the capture of routes: the whole step
+saved   the same rollouts from files (`debug.load_rollouts`): what replay costs the trainer alone
 
 Figures are medians in seconds, and the median over pairs of r3 / off. Passes where the live step with
 replay takes at most 1.03 of the step without.
@@ -26,7 +26,8 @@ import torch
 from benchmarks.kernel_bench.machine import describe
 from mrl.config import load_recipe
 from mrl.preflight import check
-from mrl.run_folder import RunFolder
+from mrl.rollout.saved import save_groups
+from mrl.run_folder import RunFolder, saved_step
 from mrl.toy_model import write_toy_model
 from parallel import prepare
 from parallel.groups import Groups, destroy_groups, init_groups
@@ -37,7 +38,7 @@ LARGER = {
     "num_layers": 8, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 32, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64,
 }  # fmt: skip
-MODELS: dict[str, dict[str, int]] = {"toy": {}, "larger": LARGER}
+MODELS: dict[str, dict[str, Any]] = {"toy": {}, "larger": LARGER}
 ARMS = ("r3", "off")
 LIMIT = 1.03
 NUM_SAVED = 4
@@ -88,35 +89,35 @@ def measure(name: str, scratch: Path, num_steps: int) -> dict[str, Any]:
     """Both comparisons of a model, in this process; the engines are children of it."""
     model = scratch / name
     write_toy_model(model, **MODELS[name])
-    save = (f"{scratch / name}_saved", "debug.save_rollouts=true")
-    recorder = make_trainer(model, Path(save[0]), None, save[1])
-    groups = recorder.groups
-    result: dict[str, Any] = {"model": name}
+    groups: Groups | None = None
     live: dict[str, Any] = {}
     try:
-        recorder.collector.start(recorder.policy)
-        for _ in range(NUM_SAVED):
-            recorder.run_step()
-        recorder.collector.close()
-        load = f"debug.load_rollouts={recorder.folder.rollouts}"
-        saved = {
-            arm: make_trainer(
-                model, scratch / f"{name}_saved_{arm}", groups, load, f"moe.routing_replay={arm}"
-            )
-            for arm in ARMS
-        }
-        result["saved"] = compare(saved, 2 * num_steps, NUM_SAVED)
-        del saved
         for arm in ARMS:
-            live[arm] = make_trainer(
-                model, scratch / f"{name}_live_{arm}", groups, f"moe.routing_replay={arm}"
-            )
+            folder = scratch / f"{name}_live_{arm}"
+            live[arm] = make_trainer(model, folder, groups, f"moe.routing_replay={arm}")
+            groups = live[arm].groups
             live[arm].collector.start(live[arm].policy)
-        result["live"] = compare(live, num_steps, None)
+        result = {"model": name, "live": compare(live, num_steps, None)}
+        rollouts = save_rollouts(live["r3"])
     finally:
-        for trainer in (recorder, *live.values()):
+        for trainer in live.values():
             trainer.collector.close()
-    return result
+    saved = {}
+    for arm in ARMS:
+        keys = (f"debug.load_rollouts={rollouts}", f"moe.routing_replay={arm}")
+        saved[arm] = make_trainer(model, scratch / f"{name}_saved_{arm}", groups, *keys)
+    return {**result, "saved": compare(saved, 2 * num_steps, NUM_SAVED)}
+
+
+def save_rollouts(trainer: Any) -> Path:
+    """A few more rollouts of a live trainer, as `debug.save_rollouts` writes them."""
+    from mrl.collect import Clock
+
+    for i in range(NUM_SAVED):
+        groups = trainer.collector.collect(trainer.step, trainer.policy, Clock())
+        save_groups(saved_step(trainer.folder.rollouts, i), groups)
+    trainer.policy.onload()
+    return trainer.folder.rollouts
 
 
 def main() -> None:
