@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.align import pack_trace, pack_traces, places_of
+from moe.align import pack_joined, pack_traces, places_of
 from moe.trace import unpack_trace
 from moe.wire import from_wire, split_rows, to_wire, wire_row_bytes
 from mrl.shared_bytes import Handle, SharedBytes
@@ -153,8 +153,11 @@ class RouteExchange:
         return routes
 
     def _write(self, read: Sequence[Parcel], traces: Traces) -> None:
-        for (layers, i), offset in _offsets(self._rank, read, traces).items():
-            self._memory.write(offset, to_wire(pack_trace(traces[i], layers)).flatten())
+        offsets = _offsets(self._rank, read, traces)
+        for layers, pages in groupby(offsets, key=lambda page: page[0]):
+            numbers = [i for _, i in pages]  # side by side
+            wire = _pack(Want(tuple(numbers), layers), traces)
+            self._memory.write(offsets[layers, numbers[0]], wire.flatten())
 
     def _read(self, parcel: Parcel, read: Sequence[Parcel], traces: Traces) -> Tensor:
         """u8[rows of all its samples, width]."""
@@ -179,9 +182,7 @@ class RouteExchange:
                 arriving.append((parcel, wire, dist.irecv(wire, parcel.holder)))
         for parcel in sent:
             if parcel.holder == self._rank:
-                sample_traces = [traces[i] for i in parcel.want.samples]
-                packed = pack_traces(sample_traces, parcel.want.layers)
-                wire = torch.cat([to_wire(routes) for routes in packed])
+                wire = _pack(parcel.want, traces)
                 arriving.append((parcel, wire, dist.isend(wire, parcel.reader)))
         return arriving
 
@@ -240,6 +241,11 @@ def _offsets(
         offsets[layers, i] = offset
         offset += _num_bytes(traces[i], layers)
     return offsets
+
+
+def _pack(want: Want, traces: Traces) -> Tensor:
+    """u8[rows of all samples, width]."""
+    return to_wire(pack_joined([traces[i] for i in want.samples], want.layers))
 
 
 def _empty_wire(want: Want, traces: Traces) -> Tensor:
