@@ -71,22 +71,27 @@ class RoutingTrace:
     """Leading rows that were computed anew after the engine had retracted the request: not those that
     the log-probs of the tokens before came from."""
 
+    @property
+    def num_rows(self) -> int:
+        """T - 1, without reading a tensor."""
+        return self.row_versions[-1].end if self.row_versions else 0
+
     def __post_init__(self) -> None:
-        ids = self.expert_ids
-        ends = [0, *(span.end for span in self.row_versions)]
-        if [span.start for span in self.row_versions] != ends[:-1] or ends[-1] != len(ids):
-            raise ValueError(
-                f"RoutingTrace.row_versions: expected spans that cover {len(ids)} rows in order, got "
-                f"{[(span.version, span.start, span.end) for span in self.row_versions]}"
-            )
-        if ids.dim() != 3 or ids.shape[1] != len(self.layer_numbers):
+        ids, shape = self.expert_ids, tuple(self.expert_ids.shape)
+        if len(shape) != 3 or shape[1] != len(self.layer_numbers):
             raise ValueError(
                 f"RoutingTrace.expert_ids: expected [T-1, {len(self.layer_numbers)} layers, K], "
-                f"got {tuple(ids.shape)}"
+                f"got {shape}"
+            )
+        ends = [0, *(span.end for span in self.row_versions)]
+        if [span.start for span in self.row_versions] != ends[:-1] or ends[-1] != shape[0]:
+            raise ValueError(
+                f"RoutingTrace.row_versions: expected spans that cover {shape[0]} rows in order, got "
+                f"{[(span.version, span.start, span.end) for span in self.row_versions]}"
             )
         if ids.dtype not in (torch.uint8, torch.uint16):
             raise ValueError(f"RoutingTrace.expert_ids: expected uint8 or uint16, got {ids.dtype}")
-        if not ids.numel() or ids.is_meta:
+        if 0 in shape or ids.is_meta:
             return
         largest = int(ids.max() if ids.dtype == torch.uint8 else ids.to(torch.int32).max())
         if largest >= self.num_experts:
