@@ -161,6 +161,26 @@ def test_disk_writes_whole_files_and_takes_them_away(recorder, manifest, tmp_pat
     assert not list(tmp_path.glob("mrl-weights-*"))
 
 
+def test_a_group_that_fails_is_given_up(recorder, manifest):
+    """Our side would wait for the engine's ranks for minutes."""
+    recorder.held, recorder.failing = held(), "/init_weights_update_group"
+    sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1, method="distributed")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not today"):
+            sync.update(make_buckets(WEIGHTS, 7, size=2), 7)
+    bodies = [body for path, body in recorder.calls if path == recorder.failing]
+    assert [body["master_address"] for body in bodies] == ["127.0.0.1"] * 2
+    assert bodies[0]["group_name"] != bodies[1]["group_name"]
+
+
+def test_a_disk_that_cannot_be_written(recorder, manifest, tmp_path):
+    sync = WeightSync(
+        Client(recorder.server_port), manifest, num_ranks=1, method="disk", folder=tmp_path / "no"
+    )
+    with pytest.raises(RuntimeError, match=r"/no cannot be written: .*weight_sync=tensor"):
+        sync.update(make_buckets(WEIGHTS, 7), 7)
+
+
 def test_a_digest_of_the_exporter_is_believed_and_not_the_buffer(recorder, manifest):
     recorder.held = held()
     sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1)
