@@ -108,7 +108,7 @@ class Fault:
 class _LossyPush:
     def __init__(self, inner: Push, fault: Fault) -> None:
         self._inner, self._fault = inner, fault
-        self.close = inner.close
+        self.close, self.settle = inner.close, inner.settle
 
     def push(self, bucket: WeightBucket) -> None:
         self._inner.push(self._fault.of_bucket(bucket))

@@ -43,6 +43,9 @@ class DiskPush:
             self._post("/update_weights_from_disk", body)
             self.close()
 
+    def settle(self) -> None:
+        """Nothing is left of an update that succeeded."""
+
     def close(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

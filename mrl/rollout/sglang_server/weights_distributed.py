@@ -59,6 +59,9 @@ class DistributedPush:
             self._forget()
             raise
 
+    def settle(self) -> None:
+        """Nothing is left of an update that succeeded."""
+
     def close(self) -> None:
         """The engine's ranks leave the group too, where they still can."""
         if self._group is not None:
