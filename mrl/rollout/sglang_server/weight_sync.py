@@ -31,6 +31,10 @@ class Push(Protocol):
         """Return when the engine has copied the bucket: its memory may be used again."""
         ...
 
+    def settle(self) -> None:
+        """Free what the last bucket still held: the engine has said what it holds since."""
+        ...
+
     def close(self) -> None:
         """Give back what is held between updates. Harmless when repeated."""
         ...
@@ -107,6 +111,7 @@ class WeightSync:
                 raise ValueError("update_weights: the buckets ended without one that says is_last")
         with clock.part("digest"):
             self._check(add_digests(sent))
+        self._push.settle()
         return SyncReport(num_bytes, clock.seconds["push"], clock.seconds["digest"])
 
     @contextlib.contextmanager
