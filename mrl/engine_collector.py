@@ -231,7 +231,8 @@ class EngineCollector:
         return time.perf_counter() - start
 
     def _start_scoring(self, group: SampleGroup) -> Future[Tensor]:
-        if self.rewards is None:  # the environments have scored it
+        if self.rewards is None:
+            assert group.rewards is not None  # the environments'
             done: Future[Tensor] = Future()
             done.set_result(group.rewards)
             return done
