@@ -36,8 +36,9 @@ demo: setup  ## Train a toy MoE from scratch with the real Megatron-core and the
 	$(BIN)/mrl toy-model toy/model
 	$(BIN)/mrl train launch/recipes/toy_moe.yaml
 
+# Two workers: most of the time goes into starts that use one core. tests/conftest.py says how.
 test: setup  ## Run the tests
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: setup  ## Check style, formatting and types
 	$(BIN)/ruff check

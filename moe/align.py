@@ -6,6 +6,7 @@ sequence parallelism), L MoE layers, K experts.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,49 +17,99 @@ from mrl.kernels.routes import native_routes, pack_routes, unpack_routes
 from mrl.types import MicroBatch, PackedRoutes, RoutingTrace
 
 
-def pack_traces(
-    traces: Sequence[RoutingTrace | None],
+def pack_trace(trace: RoutingTrace, layers: Sequence[int] | None = None) -> PackedRoutes:
+    """The T-1 rows of a sample, of all its layers or of these (Megatron's numbers), in their order.
+
+    Raises ValueError for a layer that the trace does not have.
+    """
+    return pack_traces([trace], trace.layer_numbers if layers is None else layers)[0]
+
+
+def pack_traces(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> list[PackedRoutes]:
+    """`pack_trace` of each, in one call of the kernel: most samples are short.
+
+    Raises ValueError for traces of different models.
+    """
+    if not traces:
+        return []
+    kinds = {(t.layer_numbers, t.num_experts, t.expert_ids.shape[2]) for t in traces}
+    if len(kinds) > 1:
+        raise ValueError(
+            "routing traces of different models in one batch (layers, experts, experts per token): "
+            + ", ".join(map(str, sorted(kinds)))
+        )
+    ((layer_numbers, num_experts, topk),) = kinds
+    ids = torch.cat([trace.expert_ids for trace in traces])
+    wanted = tuple(layers)
+    if wanted != layer_numbers:
+        ids = ids[:, places_of(layer_numbers, wanted)]
+    packed = pack_routes(ids, num_experts).split([len(trace.expert_ids) for trace in traces])
+    return [PackedRoutes(rows, wanted, num_experts, topk) for rows in packed]
+
+
+def with_native_rows(routes: PackedRoutes, native: Tensor) -> PackedRoutes:
+    """Those rows of bool[N] without a captured route."""
+    _, num_layers, _ = routes.packed.shape
+    packed = routes.packed.clone()
+    packed[native] = native_routes(1, num_layers, routes.num_experts, routes.topk)
+    return dataclasses.replace(routes, packed=packed)
+
+
+def join_routes(
+    parts: Sequence[PackedRoutes | None],
     lengths: Sequence[int],
     padded_lengths: Sequence[int] | None = None,
 ) -> PackedRoutes:
-    """Traces of sequences of `lengths` tokens, in packing order.
+    """Routes of sequences of `lengths` tokens, T-1 rows each, in packing order.
 
     `padded_lengths`: what each of them takes up; by default no more than its length.
 
-    The last token of each sequence, padding, and sequences without a trace get the native route:
+    The last token of each sequence, padding, and sequences without routes get the native route:
     expert ids of 0 would send them to expert 0 K times over, and a duplicate id silently loses an
-    expert. Raises ValueError for traces that do not fit their lengths or each other.
+    expert. Raises ValueError for routes that do not fit their lengths or each other.
     """
-    first = next(trace for trace in traces if trace is not None)
-    _, num_layers, topk = first.expert_ids.shape
+    first = next(part for part in parts if part is not None)
     rooms = lengths if padded_lengths is None else padded_lengths
-    packed = native_routes(sum(rooms), num_layers, first.num_experts, topk)
-    start = 0
-    for trace, length, room in zip(traces, lengths, rooms, strict=True):
-        if trace is not None:
-            if trace.layer_numbers != first.layer_numbers:
-                raise ValueError(
-                    f"routing traces of different layers in one batch: {trace.layer_numbers} and "
-                    f"{first.layer_numbers}"
-                )
-            kind, first_kind = _experts(trace), _experts(first)
-            if kind != first_kind:
-                raise ValueError(
-                    f"routing traces of different models in one batch: {kind} and {first_kind}"
-                )
-            if len(trace.expert_ids) != length - 1:
-                raise ValueError(
-                    f"routing trace: expected {length - 1} rows for {length} tokens (the last token "
-                    f"has none), got {len(trace.expert_ids)}"
-                )
-            rows = packed[start : start + length - 1]
-            pack_routes(trace.expert_ids, trace.num_experts, out=rows)
-        start += room
-    return PackedRoutes(packed, first.layer_numbers, first.num_experts, topk)
+    num_layers = len(first.layer_numbers)
+    native = native_routes(max(rooms), num_layers, first.num_experts, first.topk)
+    rows = []
+    for part, length, room in zip(parts, lengths, rooms, strict=True):
+        if part is None:
+            rows.append(native[:room])
+            continue
+        _check_same_model(part, first)
+        if len(part.packed) != length - 1:
+            raise ValueError(
+                f"routing trace: expected {length - 1} rows for {length} tokens (the last token "
+                f"has none), got {len(part.packed)}"
+            )
+        rows += [part.packed, native[: room - length + 1]]
+    return PackedRoutes(torch.cat(rows), first.layer_numbers, first.num_experts, first.topk)
 
 
-def _experts(trace: RoutingTrace) -> str:
-    return f"{trace.expert_ids.shape[2]} of {trace.num_experts} experts"
+def _check_same_model(part: PackedRoutes, first: PackedRoutes) -> None:
+    if part.layer_numbers != first.layer_numbers:
+        raise ValueError(
+            f"routing traces of different layers in one batch: {part.layer_numbers} and "
+            f"{first.layer_numbers}"
+        )
+    kind, first_kind = (f"{p.topk} of {p.num_experts} experts" for p in (part, first))
+    if kind != first_kind:
+        raise ValueError(
+            f"routing traces of different models in one batch: {kind} and {first_kind}"
+        )
+
+
+def places_of(layer_numbers: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    """Where each wanted layer is among `layer_numbers`. Raises ValueError for one that is not."""
+    place = {number: i for i, number in enumerate(layer_numbers)}
+    missing = [number for number in wanted if number not in place]
+    if missing:
+        raise ValueError(
+            f"routes: the model has MoE layers {missing}, the traces only {tuple(layer_numbers)}; "
+            "they come from another model"
+        )
+    return [place[number] for number in wanted]
 
 
 def row_slice(num_tokens: int, tp_rank: int, tp_size: int) -> slice:
@@ -98,19 +149,12 @@ def local_routes(
 ) -> dict[int, Tensor]:
     """The routes of the layers that this chunk owns, for the rows that this rank sees: i64[n, K]."""
     owned = tuple(owned_layers)
-    place = {number: i for i, number in enumerate(routes.layer_numbers)}
-    missing = [number for number in owned if number not in place]
-    if missing:
-        raise ValueError(
-            f"routes: the model has MoE layers {missing}, the traces only {routes.layer_numbers}; "
-            "they come from another model"
-        )
     rows = row_slice(len(routes.packed), tp_rank, tp_size)
     ids = unpack_routes(
         routes.packed,
         num_experts=routes.num_experts,
         topk=routes.topk,
-        layers=[place[number] for number in owned],
+        layers=places_of(routes.layer_numbers, owned),
         start=rows.start,
         stop=rows.stop,
     )

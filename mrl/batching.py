@@ -1,16 +1,19 @@
-"""Scored groups -> training batches of this rank: advantages, weights, mini-batches, packing."""
+"""Scored groups -> batches of this rank: advantages, weights, routes, mini-batches, packing."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 
+from moe.align import pack_traces, with_native_rows
+from moe.provenance import stale_rows, without_stale_tokens
 from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig
 from mrl.errors import InputError
-from mrl.types import Sample, SampleGroup, TrainBatch
+from mrl.types import PackedRoutes, Sample, SampleGroup, TrainBatch
 from parallel.groups import Groups
 from parallel.packing import WeightedSample, pack, plan, round_up
 
@@ -46,13 +49,34 @@ def split_evenly(groups: Sequence[SampleGroup], parts: int) -> list[list[SampleG
     return [list(groups[i * size : (i + 1) * size]) for i in range(parts)]
 
 
+RouteSource = Callable[[Sequence[Sample], Sequence[Collection[int]]], Mapping[int, PackedRoutes]]
+"""(samples of a step, numbers of those that each data-parallel rank trains) -> by the number of a
+sample of this rank, the routes of this rank's layers. Samples without routes are left out."""
+
+
+def held_routes(
+    samples: Sequence[Sample], shares: Sequence[Collection[int]]
+) -> dict[int, PackedRoutes]:
+    """The RouteSource where every rank holds all samples whole, or none has routes: all layers."""
+    numbers = sorted(i for share in shares for i in share)
+    traces = {i: trace for i in numbers if (trace := samples[i].routing) is not None}
+    if not traces:
+        return {}
+    layers = next(iter(traces.values())).layer_numbers
+    return dict(zip(traces, pack_traces(list(traces.values()), layers), strict=True))
+
+
 def make_train_batches(
     parts: Sequence[tuple[Sequence[Sample], Sequence[float]]],
     algorithm: Algorithm,
     groups: Groups,
     micro_batch_tokens: int,
+    routes: RouteSource | None = held_routes,
 ) -> list[TrainBatch]:
     """`make_train_batch` of each mini-batch (samples, advantages) of a step.
+
+    `routes`: where those to be replayed come from; None for no replay. Rows that other weights chose
+    than their tokens were sampled with are not replayed, and their tokens leave the loss.
 
     Micro-batches may run in one pass whatever mini-batch they belong to, so where they have to be of
     one length, they all are.
@@ -65,16 +89,18 @@ def make_train_batches(
         for share in shares
         for members in share
     )
+    fetched = _fetch_routes([samples for samples, _ in parts], plans, routes)
     return [
         _pack_share(
-            samples,
+            samples if routes is None else [without_stale_tokens(sample) for sample in samples],
             advantages,
             algorithm,
             groups,
             shares[groups.dp_rank],
+            own_routes,
             min_tokens=longest if dims.equal_micro_batches else 1,
         )
-        for (samples, advantages), shares in zip(parts, plans, strict=True)
+        for (samples, advantages), shares, own_routes in zip(parts, plans, fetched, strict=True)
     ]
 
 
@@ -90,6 +116,31 @@ def make_train_batch(
     Every rank computes the same plan, so the normalisers are global before anything is split.
     """
     return make_train_batches([(samples, advantages)], algorithm, groups, micro_batch_tokens)[0]
+
+
+def _fetch_routes(
+    parts: Sequence[Sequence[Sample]],
+    plans: Sequence[list[list[list[int]]]],
+    source: RouteSource | None,
+) -> list[dict[int, PackedRoutes]]:
+    """By mini-batch and sample, in one exchange; stale rows are native."""
+    if source is None:
+        return [{} for _ in parts]
+    samples = [sample for part in parts for sample in part]
+    firsts = [0, *accumulate(len(part) for part in parts)]
+    shares = [
+        {first + i for first, plan in zip(firsts, plans, strict=False) for m in plan[dp] for i in m}
+        for dp in range(len(plans[0]))
+    ]
+    routes = dict(source(samples, shares))
+    for i, own in routes.items():
+        stale = stale_rows(samples[i])
+        if stale is not None:
+            routes[i] = with_native_rows(own, stale)
+    return [
+        {i - first: routes[i] for i in range(first, first + len(part)) if i in routes}
+        for first, part in zip(firsts, parts, strict=False)
+    ]
 
 
 def _plan(
@@ -110,6 +161,7 @@ def _pack_share(
     algorithm: Algorithm,
     groups: Groups,
     share: list[list[int]],
+    routes: Mapping[int, PackedRoutes],
     min_tokens: int,
 ) -> TrainBatch:
     num_loss_tokens = torch.stack([s.loss_mask.sum() for s in samples])
@@ -117,8 +169,10 @@ def _pack_share(
     total_samples = int((num_loss_tokens > 0).sum())
     weights = algorithm.sequence_weights(num_loss_tokens, total_tokens, total_samples)
     weighted = [
-        WeightedSample(sample, advantage, weight)
-        for sample, advantage, weight in zip(samples, advantages, weights.tolist(), strict=True)
+        WeightedSample(sample, advantage, weight, routes.get(i))
+        for i, (sample, advantage, weight) in enumerate(
+            zip(samples, advantages, weights.tolist(), strict=True)
+        )
     ]
     micro_batches = [
         pack(

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mrl.rollout.saved import load_groups
+from mrl.rollout.saved import load_groups, without_route_ids
 from mrl.run_folder import saved_step
 from mrl.types import SampleGroup, Statistics
+from parallel.groups import Groups
 from parallel.policy import Policy
 
 
@@ -63,19 +64,27 @@ class Collector(Protocol):
 
 
 class SavedCollector:
-    """The groups of `debug.load_rollouts`, step by step; no engine and no reward function."""
+    """The groups of `debug.load_rollouts`, step by step; no engine and no reward function.
+
+    Each rank keeps the routes of some groups, as if it had rolled them out.
+    """
 
     start_text = "opening the saved rollouts"
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: str, groups: Groups) -> None:
+        self.folder, self.groups = folder, groups
 
     def start(self, policy: Policy) -> None:
         """Nothing to make ready."""
 
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
         with clock.part("sync"), clock.part("score"), clock.part("rollout"):
-            return load_groups(saved_step(self.folder, step))
+            everything = load_groups(saved_step(self.folder, step))
+            rank, world = self.groups.rank, self.groups.dims.world
+            return [
+                group if i % world == rank else without_route_ids(group)
+                for i, group in enumerate(everything)
+            ]
 
     def statistics(self) -> Statistics:
         return {}

@@ -6,6 +6,7 @@ Unknown keys fail with a suggestion. Rooms receive their own branch, never the w
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,6 +97,18 @@ class RolloutConfig(Branch):
     """Share of GPU memory for the engine's weights and KV cache while it is awake."""
     weight_bucket_mb: int = Field(default=256, ge=1)
     """Bytes of weights in flight during a sync, in MiB."""
+    weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    """How weights reach the engine. `tensor`: handles to the trainer's memory (shared memory on CPUs,
+    CUDA IPC on GPUs). `distributed`: a process group with the engine's ranks (gloo; nccl on GPUs, where
+    the engine must have others than the trainer). `disk`: safetensors in a private folder."""
+    over_sampling: float = Field(default=1.0, ge=1)
+    """Prompts started for each one that the step needs: it goes on with those that finish first, and
+    no longer waits for the slowest. 1 waits for all."""
+    unfinished: Literal["drop", "resume", "defer"] = "drop"
+    """What becomes of prompts that were started and not needed. `drop`: given up, which favours prompts
+    with short answers. `resume` (APRIL, arXiv 2509.18521): continued first in the next step under its
+    newer weights; needs `algorithm.importance`. `defer` (RollPacker, arXiv 2509.21009): started anew in
+    a step that waits for all, once so many have gathered."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     request_timeout_s: float = Field(default=1800.0, gt=0)
     """For all completions of a step."""
@@ -110,6 +123,12 @@ class RolloutConfig(Branch):
     canary_tolerance: float | None = Field(default=None, gt=0)
     """Mean absolute difference of their log-probs; by default 1e-3 in float32, and 0.1 in half
     precision, where a few tokens take other experts."""
+
+    @property
+    def num_started(self) -> int:
+        """Prompts that a step with over-sampling starts."""
+        # Less a trifle: 10 x 1.1 is a little more than 11.
+        return math.ceil(self.prompts_per_step * self.over_sampling - 1e-9)
 
 
 class AlgorithmConfig(Branch):
@@ -126,6 +145,16 @@ class AlgorithmConfig(Branch):
     reference_path: str | None = None
     """Folder of the frozen reference, of the model's architecture and sizes; by default model.path, as
     it was before any warm start or resume."""
+    importance: Literal["none", "tis", "mis"] = "none"
+    """Weight exp(old - rollout) that corrects for what the tokens were sampled from: another engine,
+    and older weights where `rollout.unfinished` is `resume`. `tis`: clamped into a range; `mis`: 0
+    outside of it."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """One weight a token, or one a sequence: of the mean of old - rollout over its loss tokens."""
+    importance_low: float | None = Field(default=None, ge=0)
+    """Lower end of that range; by default 0 for `tis`, for `mis` 0.5 a token and 0.999 a sequence."""
+    importance_high: float | None = Field(default=None, gt=0)
+    """Upper end; by default 2 for `tis`, for `mis` 5 a token and 1.002 a sequence."""
     advantage_eps: float = Field(default=1e-4, gt=0)
     """Added to the group's standard deviation: a nearly equal group must not explode."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,14 +20,13 @@ from torch import Tensor
 from mrl import console
 from mrl.canary import canary_sequences, check_canaries, default_tolerance
 from mrl.collect import Clock
-from mrl.completions import completions
 from mrl.data import PromptCursor
-from mrl.environments.runner import EnvironmentRunner
 from mrl.episodes import Episodes
 from mrl.errors import RunFailed
 from mrl.preflight import Plan
-from mrl.rewards.runner import RewardRunner, check_failures
+from mrl.rewards.runner import check_failures
 from mrl.rollout import load_engine
+from mrl.rollout.backlog import Backlog, StepPlan
 from mrl.rollout.base import (
     CUDA_GRAPH,
     KV_CACHE,
@@ -38,8 +36,9 @@ from mrl.rollout.base import (
     SamplingParams,
 )
 from mrl.rollout.saved import decode_groups, encode_groups
-from mrl.rollout.scheduling import Round, start_groups
+from mrl.rollout.scheduling import Round
 from mrl.run_folder import RunFolder
+from mrl.scoring import Scoring
 from mrl.types import Max, SampleGroup, Statistics
 from parallel.groups import Groups
 from parallel.implementation import choose_dtype
@@ -58,15 +57,14 @@ class EngineCollector:
         tp = recipe.rollout.tensor_parallel_size
         self.engine_number = groups.rank // tp
         self.engine: RolloutEngine | None = None
-        self.rewards: RewardRunner | None = None
-        self.environments: EnvironmentRunner | None = None
-        self._scoring = ThreadPoolExecutor(1)
+        self.scoring: Scoring | None = None
         self._lost: EngineLost | None = None
         self._canaries = canary_sequences(plan.prompts, recipe.rollout.canary_prompts)
         self._tolerance = recipe.rollout.canary_tolerance or default_tolerance(
             choose_dtype(recipe.model.dtype)
         )
         self._statistics: Statistics = {}
+        self.backlog = Backlog(recipe.rollout)
         if groups.rank % tp == 0:
             self.engine = load_engine(recipe.rollout.engine)(
                 model=recipe.model,
@@ -76,10 +74,7 @@ class EngineCollector:
                 gpu_ids=_gpu_ids(groups, tp),
                 seed=recipe.seed,
             )
-            if recipe.environment is not None:
-                self.environments = EnvironmentRunner(recipe.environment)
-            elif recipe.reward is not None:
-                self.rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s)
+            self.scoring = Scoring(recipe, plan.tokenizer)
 
     def start(self, policy: Policy) -> None:
         # The engine sizes its KV cache by the memory that it finds free now.
@@ -93,10 +88,15 @@ class EngineCollector:
         policy.onload()
 
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
-        prompts = self.cursor.next(self.plan.recipe.rollout.prompts_per_step)
-        scored = self._generate_all(step, self._own_round(step, prompts), policy, clock)
+        plan = self.backlog.begin_step(self.cursor.next, self.plan.recipe.seed * 1_000_003 + step)
+        own = self._own_work(plan)
+        self._generate_all(step, own, policy, clock)
         with clock.part("score"):
-            return self._share(*self._wait_for_rewards(scored))
+            groups = self._share(*(self.scoring.finish() if self.scoring else ([], 0)))
+            partial = self._share_unfinished(own)
+        numbers = self.backlog.end_step(plan, groups, partial, step)
+        self._statistics |= {key: Max(torch.tensor(value)) for key, value in numbers.items()}
+        return groups
 
     def statistics(self) -> Statistics:
         return self._statistics
@@ -135,74 +135,68 @@ class EngineCollector:
             return 0.0
         return check_canaries(engine, self._canaries, expected, self._tolerance)
 
-    def _own_round(self, step: int, prompts: Sequence[Any]) -> Round | Episodes | None:
-        """This engine's share of the step's prompts."""
-        if self.engine is None:
+    def _own_work(self, plan: StepPlan) -> Round | Episodes | None:
+        """This engine's share of what the step starts."""
+        if self.scoring is None:
             return None
         rollout = self.plan.recipe.rollout
-        first, last = (
-            number * len(prompts) // self.plan.num_engines
-            for number in (self.engine_number, self.engine_number + 1)
-        )
+        started, num_wanted = plan.share(self.engine_number, self.plan.num_engines)
         sampling = SamplingParams(
             max_new_tokens=rollout.max_response_len,
             min_new_tokens=rollout.min_response_len,
             temperature=rollout.temperature,
             top_p=rollout.top_p,
         )
-        seed = self.plan.recipe.seed * 1_000_003 + step
-        if self.environments is not None:
-            return Episodes(
-                prompts[first:last],
-                self.environments,
-                self.plan.tokenizer,
-                samples_per_prompt=rollout.samples_per_prompt,
-                sampling=sampling,
-                max_turns=self.environments.config.max_turns,
-                context_len=self.plan.context_len,
-                seed=seed,
-                first_group_id=first,
-                step_samples=self._step_samples,
-            )
-        groups = start_groups(prompts[first:last], rollout.samples_per_prompt, first)
-        return Round(groups, sampling, seed)
-
-    @property
-    def _step_samples(self) -> int:
-        rollout = self.plan.recipe.rollout
-        return rollout.prompts_per_step * rollout.samples_per_prompt
+        groups, seeds = [one.group for one in started], [one.seed for one in started]
+        environments = self.scoring.environments
+        if environments is None:
+            return Round(groups, sampling, seeds, num_wanted)
+        return Episodes(
+            groups,
+            environments,
+            self.plan.tokenizer,
+            sampling=sampling,
+            max_turns=environments.config.max_turns,
+            context_len=self.plan.context_len,
+            seeds=seeds,
+            step_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
+        )
 
     def _generate_all(
         self, step: int, own: Round | Episodes | None, policy: Policy, clock: Clock
-    ) -> list[tuple[SampleGroup, Future[Tensor]]]:
+    ) -> None:
         """Sync and generate until no engine has anything left; groups are scored as they finish."""
-        if self.rewards is not None:
-            self.rewards.begin_step()
-        scored: list[tuple[SampleGroup, Future[Tensor]]] = []
+        if self.scoring is not None:
+            self.scoring.begin_step()
         num_restarts, recovery_s, canary = 0, 0.0, 0.0
         while True:
-            wanted = own is not None and bool(own.unfinished)
+            wanted = own is not None and not own.is_over
             with clock.part("sync"):
                 canary = max(canary, self.sync(step, policy, wanted=wanted))
             with clock.part("rollout"):
-                if wanted and own is not None and self.engine is not None and self._lost is None:
-                    with self._noting_loss():
-                        for group in own.finished(self.engine):
-                            scored.append((group, self._start_scoring(group)))
-                        self.engine.sleep()
+                if wanted and self._lost is None:
+                    self._generate(own)
                 num_lost = _sum_over_ranks(self._lost is not None)
             if not num_lost:
                 break
             num_restarts += num_lost
             recovery_s += self._replace_lost(num_restarts)
-            if not _sum_over_ranks(own is not None and bool(own.unfinished)):
+            if not _sum_over_ranks(own is not None and not own.is_over):
                 break
         self._statistics = {
             "rollout/engine_restarts": Max(torch.tensor(float(num_restarts))),
             "rollout/canary_abs_mean": Max(torch.tensor(canary)),
             "time/recovery_s": Max(torch.tensor(recovery_s)),
         }
-        return scored
+
+    def _generate(self, own: Round | Episodes | None) -> None:
+        assert own is not None
+        assert self.engine is not None
+        assert self.scoring is not None
+        with self._noting_loss():
+            for group in own.finished(self.engine):
+                self.scoring.begin(group)
+            self.engine.sleep()
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
@@ -230,58 +224,19 @@ class EngineCollector:
         dist.barrier()
         return time.perf_counter() - start
 
-    def _start_scoring(self, group: SampleGroup) -> Future[Tensor]:
-        if self.rewards is None:
-            assert group.rewards is not None  # the environments'
-            done: Future[Tensor] = Future()
-            done.set_result(group.rewards)
-            return done
-        (texts,) = completions([group], self.plan.tokenizer)
-        return self._scoring.submit(
-            self.rewards.score_group,
-            group,
-            texts,
-            step_samples=self._step_samples,
-        )
-
-    def _wait_for_rewards(
-        self, scored: Sequence[tuple[SampleGroup, Future[Tensor]]]
-    ) -> tuple[list[SampleGroup], int]:
-        """This engine's groups with their rewards, and how many samples failed."""
-        for group, rewards in scored:
-            group.rewards = rewards.result()
-        groups = sorted((g for g, _ in scored), key=lambda group: group.samples[0].group_id)
-        return groups, self._report_failures()
-
-    def _report_failures(self) -> int:
-        """Warn of samples that are masked for a fault of what scores them, and count them."""
-        if self.environments is not None:
-            environments = self.environments
-            if environments.num_failed:
-                console.warning(
-                    f"{environments.what} failed in {environments.num_failed} episodes, which are "
-                    f"masked ({environments.num_replayed} others were played again): "
-                    f"{environments.first_error}"
-                )
-            return environments.num_failed
-        if self.rewards is None:
-            return 0
-        report = self.rewards.report
-        if report.num_failed or report.num_repeated:
-            console.warning(
-                f"the reward function failed on {report.num_repeated} groups, scored again one by "
-                f"one; {report.num_failed} samples masked: {report.first_error}"
-            )
-        return report.num_failed
-
     def _share(self, own: Sequence[SampleGroup], num_failed: int) -> list[SampleGroup]:
-        """Everybody's groups on every rank; raises where too many rewards failed over all."""
+        """Everybody's groups on every rank, the ids of their routes where they were rolled out only;
+        raises where too many rewards failed over all."""
         if self.groups.dims.world == 1:
             return list(own)
         parts: list[tuple[bytes, int]] = [(b"", 0)] * self.groups.dims.world
-        dist.all_gather_object(parts, (encode_groups(own) if own else b"", num_failed))
+        mine = encode_groups(own, with_routes=False) if own else b""
+        dist.all_gather_object(parts, (mine, num_failed))
+        everything = list(own)
+        for rank, (part, _) in enumerate(parts):
+            if part and rank != self.groups.rank:
+                everything += decode_groups(part)
         recipe = self.plan.recipe
-        everything = [group for part, _ in parts if part for group in decode_groups(part)]
         check_failures(
             f"reward {recipe.reward!r}"
             if recipe.environment is None
@@ -291,20 +246,30 @@ class EngineCollector:
         )
         return sorted(everything, key=lambda group: group.samples[0].group_id)
 
+    def _share_unfinished(self, own: Round | Episodes | None) -> list[SampleGroup]:
+        """On every rank what all engines left, where it is resumed; nothing otherwise."""
+        if self.plan.recipe.rollout.unfinished != "resume":
+            return []
+        left = own.unfinished if isinstance(own, Round) else []
+        if self.groups.dims.world == 1:
+            return left
+        parts = [b""] * self.groups.dims.world
+        dist.all_gather_object(parts, encode_groups(left) if left else b"")
+        return [group for part in parts if part for group in decode_groups(part)]
+
     def state_dict(self) -> dict[str, Any]:
-        return self.cursor.state_dict()
+        return {**self.cursor.state_dict(), "backlog": self.backlog.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state)
+        if "backlog" in state:  # not in a checkpoint from before there was one
+            self.backlog.load_state_dict(state["backlog"])
 
     def close(self) -> None:
         if self.engine is not None:
             self.engine.stop()
-        if self.rewards is not None:
-            self.rewards.close()
-        if self.environments is not None:
-            self.environments.close()
-        self._scoring.shutdown(cancel_futures=True)
+        if self.scoring is not None:
+            self.scoring.close()
 
 
 def _sum_over_ranks(number: int | bool) -> int:

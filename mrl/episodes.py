@@ -30,6 +30,7 @@ class _Episode:
     prompt: Prompt
     seed: int
     """Of its tokens."""
+    environment_seed: int
     session: Session
     rewards: list[float] = field(default_factory=list)
     """Of its steps; one NaN masks the sample."""
@@ -43,44 +44,43 @@ class Episodes:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        groups: Sequence[SampleGroup],
         environments: EnvironmentRunner,
         tokenizer: Any,
         *,
-        samples_per_prompt: int,
         sampling: SamplingParams,
         max_turns: int,
         context_len: int,
-        seed: int,
-        first_group_id: int = 0,
+        seeds: Sequence[int],
         step_samples: int | None = None,
     ) -> None:
         """`sampling` is of one turn, whose length is less where the context of `context_len` ends.
 
-        Sample k of a prompt is drawn with `sample_seed(seed, prompt_id, k)`, and all samples of a
-        prompt meet an environment of one seed. `step_samples` counts the samples of the step over all
-        engines, by default those of these prompts. Nothing is asked of anybody yet.
+        `groups` are as `start_groups` makes them, each with its seed: sample k of a prompt is drawn
+        with `sample_seed(seed, prompt_id, k)`, and all meet an environment of one seed. `step_samples`
+        counts the samples of the step over all engines, by default those of these groups. Nothing is
+        asked of anybody yet.
         """
-        self._prompts = prompts
+        self._prompts = [group.prompt for group in groups]
         self._environments = environments
         self._tokenizer = tokenizer
         self._turns = ChatTurns(tokenizer)
         self._sampling = sampling
         self._max_turns = max_turns
         self._context_len = context_len
-        self._seed = seed
-        self._samples_per_prompt = samples_per_prompt
+        self._samples_per_prompt = len(groups[0].samples) if groups else 0
         self._episodes = [
             _Episode(
-                prompt,
-                sample_seed(seed, prompt.prompt_id, k),
-                Session.start(first_group_id + i, prompt.token_ids),
+                group.prompt,
+                sample_seed(seed, group.prompt.prompt_id, k),
+                sample_seed(seed, f"environment/{group.prompt.prompt_id}", 0),
+                Session.start(sample.group_id, group.prompt.token_ids),
             )
-            for i, prompt in enumerate(prompts)
-            for k in range(samples_per_prompt)
+            for group, seed in zip(groups, seeds, strict=True)
+            for k, sample in enumerate(group.samples)
         ]
         self._step_samples = step_samples or len(self._episodes)
-        self._waiting = list(range(len(prompts)))
+        self._waiting = list(range(len(groups)))
         """Numbers of the prompts whose groups are not whole."""
         self._started = False
         self._num_turns = 0
@@ -92,6 +92,11 @@ class Episodes:
     def unfinished(self) -> list[Prompt]:
         """Those whose groups finished() has not yielded."""
         return [self._prompts[i] for i in self._waiting]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether finished() has yielded all groups."""
+        return not self._waiting
 
     def finished(self, engine: RolloutEngine) -> Iterator[SampleGroup]:
         """Groups as they become whole, with rewards f32[G]: the sum over an episode's steps.
@@ -117,8 +122,7 @@ class Episodes:
 
     def _reset(self) -> None:
         starts = {
-            number: Start(e.prompt, sample_seed(self._seed, f"environment/{e.prompt.prompt_id}", 0))
-            for number, e in enumerate(self._episodes)
+            number: Start(e.prompt, e.environment_seed) for number, e in enumerate(self._episodes)
         }
         begun = self._environments.reset(starts, step_samples=self._step_samples)
         for number, observation in begun.items():

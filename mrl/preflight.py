@@ -23,6 +23,7 @@ from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
 from mrl.run_folder import RunFolder, saved_step
+from mrl.tail_checks import check_importance, check_started, check_unfinished
 from mrl.types import Prompt
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
@@ -58,6 +59,8 @@ class Plan:
         recipe, model, rollout = self.recipe, self.model, self.recipe.rollout
         implementation, why = choose_implementation(recipe.model.transformer_impl)
         samples = rollout.prompts_per_step * rollout.samples_per_prompt
+        more = rollout.num_started - rollout.prompts_per_step
+        started = f" ({more} more prompts are started: {rollout.unfinished})" if more else ""
         resumed = "" if self.resume_step is None else f" (continues after step {self.resume_step})"
         source = recipe.debug.load_rollouts
         return [
@@ -71,7 +74,7 @@ class Plan:
             ("algorithm", f"{recipe.algorithm.name}, routing replay {recipe.moe.routing_replay}"),
             ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, {_task(recipe)}"),
             ("a step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "
-             f"= {samples}, up to {rollout.max_response_len} tokens each, "
+             f"= {samples}{started}, up to {rollout.max_response_len} tokens each, "
              f"{recipe.train.num_steps_per_rollout} optimizer step(s)"),
             ("steps", f"{recipe.train.num_steps}{resumed}"),
             ("run folder", recipe.output_dir),
@@ -89,7 +92,9 @@ def check(recipe: Recipe, world: int) -> Plan:
     choose_implementation(recipe.model.transformer_impl)
     _check_moe(recipe, model)
     reference = _read_reference(recipe.algorithm, model)
+    check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)
+    check_unfinished(recipe)
     context_len = _context_len(recipe, model)
     algorithm = load_algorithm(recipe.algorithm.name)
     algorithm.advantages(torch.tensor([0.0, 1.0]), recipe.algorithm)  # refuses the supervised loss
@@ -102,6 +107,7 @@ def check(recipe: Recipe, world: int) -> Plan:
         max_response_len=recipe.rollout.max_response_len,
         min_rows=recipe.rollout.prompts_per_step,
     )
+    check_started(recipe.rollout, len(prompts))
     _check_prompts(recipe, prompts, tokenizer)
     demonstrations = _demonstrations(recipe, tokenizer, context_len)
     folder.check(recipe)

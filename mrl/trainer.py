@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from moe.provenance import provenance_metrics
 from mrl import console
 from mrl.batching import make_train_batches, set_advantages, split_evenly
 from mrl.collect import Clock, Collector, SavedCollector
 from mrl.completions import completions
 from mrl.engine_collector import EngineCollector
+from mrl.exchange import RouteExchange
 from mrl.metrics import episode_metrics, mismatch_statistics, rollout_metrics
 from mrl.preflight import Plan
 from mrl.rollout.saved import save_groups
@@ -59,6 +61,7 @@ class Trainer:
                 moe=recipe.moe,
             )
         self.collector = self._make_collector()
+        self.exchange = RouteExchange(self.groups, self.policy.moe_layers)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints,
             self.groups,
@@ -71,7 +74,7 @@ class Trainer:
     def _make_collector(self) -> Collector:
         saved = self.plan.recipe.debug.load_rollouts
         if saved is not None:
-            return SavedCollector(saved)
+            return SavedCollector(saved, self.groups)
         return EngineCollector(self.plan, self.groups, self.folder)
 
     def train(self) -> None:
@@ -127,7 +130,9 @@ class Trainer:
             metrics |= self._learn(groups, clock)
             memory |= memory_statistics("train", self.policy.ledger.where())
         metrics |= reduce_statistics(memory | self.collector.statistics())
-        metrics["weight_version"] = groups[0].samples[0].weight_versions[-1].version
+        metrics["weight_version"] = max(
+            sample.weight_versions[-1].version for group in groups for sample in group.samples
+        )
         metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         metrics["time/step_s"] = time.perf_counter() - start
         self.step += 1
@@ -137,14 +142,16 @@ class Trainer:
         """Old (and reference) log-probs, then one optimizer step per mini-batch."""
         recipe, algorithm = self.plan.recipe, self.plan.algorithm
         self.policy.onload()
+        replays_rollout = recipe.moe.routing_replay == "r3"
         batches = make_train_batches(
             [_samples(part) for part in split_evenly(groups, recipe.train.num_steps_per_rollout)],
             algorithm,
             self.groups,
             recipe.train.micro_batch_tokens,
+            self.exchange.deliver if replays_rollout else None,
         )
         flat = [micro for batch in batches for micro in batch.micro_batches]
-        replay: RecordedRoutes | bool = recipe.moe.routing_replay == "r3"
+        replay: RecordedRoutes | bool = replays_rollout
         with clock.part("logprob"):
             old = self.policy.logprobs(flat, replay)
         if recipe.moe.routing_replay == "r2":
@@ -166,7 +173,11 @@ class Trainer:
                 routes = replay if isinstance(replay, bool) else replay[share]
                 ready = TrainBatch(flat[share], batch.num_loss_tokens, batch.num_samples)
                 steps.append(self.policy.train_step(ready, loss, routes))
-        return self._learning_metrics(flat, old, steps)
+        metrics = self._learning_metrics(flat, old, steps)
+        if replays_rollout:
+            metrics |= provenance_metrics(_samples(groups)[0])
+            metrics["routing/wire_bytes_per_token"] = self.exchange.bytes_per_token
+        return metrics
 
     def _learning_metrics(
         self, flat: list[MicroBatch], old: PassOutput, steps: list[Any]
@@ -198,10 +209,13 @@ class Trainer:
         return console.progress(text) if self.is_main else nullcontext()
 
     def _write_rollouts(self, groups: list[SampleGroup]) -> None:
+        saves = self.plan.recipe.debug.save_rollouts
+        if saves:
+            groups = self.exchange.collect(groups)
         if not self.is_main:
             return
         self.folder.write_rollouts(self.step, groups, completions(groups, self.plan.tokenizer))
-        if self.plan.recipe.debug.save_rollouts:
+        if saves:
             save_groups(saved_step(self.folder.rollouts, self.step), groups)
 
     def _save_if_due(self) -> None:

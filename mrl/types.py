@@ -53,11 +53,13 @@ class VersionSpan:
 class RoutingTrace:
     """The experts that the rollout engine chose for a sample. Row t routes token t.
 
-    The last token of a sample was never fed back to the engine, so it has no row.
+    The last token of a sample was never fed back to the engine, so it has no row. No row may repeat an
+    expert: `moe.trace` refuses that in what an engine sends, and packing in whatever is replayed.
     """
 
     expert_ids: Tensor
-    """u8[T-1, L, K], or u16 above 256 experts."""
+    """u8[T-1, L, K], or u16 above 256 experts; on the `meta` device (shape without ids) where another
+    rank holds them: `mrl.exchange` brings them to the ranks that train the sample."""
     layer_numbers: tuple[int, ...]
     """Megatron's 1-based number of each of the L MoE layers."""
     num_experts: int
@@ -84,20 +86,13 @@ class RoutingTrace:
             )
         if ids.dtype not in (torch.uint8, torch.uint16):
             raise ValueError(f"RoutingTrace.expert_ids: expected uint8 or uint16, got {ids.dtype}")
-        if not ids.numel():
+        if not ids.numel() or ids.is_meta:
             return
-        wide = ids.to(torch.int32)
-        if int(wide.max()) >= self.num_experts:
+        largest = int(ids.max() if ids.dtype == torch.uint8 else ids.to(torch.int32).max())
+        if largest >= self.num_experts:
             raise ValueError(
-                f"RoutingTrace.expert_ids: expert {int(wide.max())} is out of range, the model has "
+                f"RoutingTrace.expert_ids: expert {largest} is out of range, the model has "
                 f"{self.num_experts} experts"
-            )
-        ordered = wide.sort(dim=-1).values
-        if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
-            row, layer, _ = (ordered[..., 1:] == ordered[..., :-1]).nonzero()[0].tolist()
-            raise ValueError(
-                f"RoutingTrace.expert_ids: token {row} repeats an expert in MoE layer "
-                f"{self.layer_numbers[layer]}: {wide[row, layer].tolist()}"
             )
 
 
@@ -249,6 +244,11 @@ class WeightBucket:
     """u8[num_bytes]: all tensors end to end, where they lie in memory like that already."""
     is_last: bool = False
     """No more buckets of this version come."""
+    shared_path: str | None = None
+    """A file that starts with `flat`, and that other processes of this user can map: on CPUs."""
+    digest: dict[str, int] | None = None
+    """What the trainer's own weights of this bucket add up to, by place (`mrl.kernels.digest`), taken
+    before they were gathered and copied: whatever goes wrong after that is seen."""
 
     @property
     def num_bytes(self) -> int:

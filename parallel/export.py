@@ -14,11 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.kernels.digest import add_digests, digest_place, weight_digest
+from mrl.shared_memory import SharedMemory
 from mrl.types import WeightBucket
 from parallel.shards import split
 from parallel.weights import Entry, WeightMap
 
 HfTensor = tuple[str, torch.Size, torch.dtype]
+Header = tuple[list[HfTensor], dict[str, int]]
+"""What is in a bucket, and its digests by place."""
 
 
 def num_bytes(tensor: HfTensor) -> int:
@@ -40,27 +44,31 @@ class Unit:
 
 
 @torch.no_grad()
-def export_buckets(weights: WeightMap, version: int, max_bytes: int) -> Iterator[WeightBucket]:
+def export_buckets(
+    weights: WeightMap, version: int, max_bytes: int, memory: SharedMemory | None = None
+) -> Iterator[WeightBucket]:
     """Every HF tensor exactly once, in buckets of up to `max_bytes`, on every rank.
 
     A parameter that is larger, counted with its expert-parallel peers, is a bucket of its own. A
     bucket's tensors are overwritten when the next one is asked for. A collective: every rank must
-    drain the iterator. Stage after stage in pipeline order.
+    drain the iterator. Stage after stage in pipeline order. On CPUs the buckets lie in `memory`.
     """
     groups = weights.groups
     plan = _plan(weights, max_bytes)
+    digests = _digests(weights, plan)
     # One buffer for all: growing it would keep the old one alive in the hands of the consumer.
-    # On GPUs each handle of it (one a bucket and engine rank) wraps its pointer once more, with a
-    # reference count that starts at 1 and a CUDA event, or past 1000 of these a synchronized stream.
-    # All go together when the buffer does. A handle that no engine opens keeps the whole buffer until
-    # this process ends (torch/csrc/StorageSharing.cpp, THPStorage_shareCuda; CudaIPCTypes.cpp).
-    buffer = torch.empty(_largest(weights, plan), dtype=torch.uint8, device=groups.device)
+    # On GPUs a handle that no engine opens keeps the buffer until this process ends
+    # (torch/csrc/CudaIPCTypes.cpp): of an engine that failed, that is one buffer for each failure.
+    size, path = _largest(weights, plan), None
+    if groups.device.type == "cpu":
+        shared = (memory or SharedMemory()).take(size)
+        buffer, path = shared.tensor, shared.path
+    else:
+        buffer = torch.empty(size, dtype=torch.uint8, device=groups.device)
     for stage in range(groups.dims.pp):
         mine = stage == groups.pp_rank
-        headers = _from_stage(
-            weights, [[t for u in bucket for t in u.tensors] for bucket in plan], stage
-        )
-        for number, header in enumerate(headers):
+        headers = _from_stage(weights, _headers(plan, digests), stage)
+        for number, (header, digest) in enumerate(headers):
             flat = buffer[: sum(num_bytes(tensor) for tensor in header)]
             views = _views(flat, header)
             if mine:
@@ -71,7 +79,56 @@ def export_buckets(weights: WeightMap, version: int, max_bytes: int) -> Iterator
                 dist.broadcast(flat, dist.get_global_rank(groups.pp, stage), groups.pp)
             tensors = [(name, view) for (name, _, _), view in zip(header, views, strict=True)]
             is_last = stage == groups.dims.pp - 1 and number == len(headers) - 1
-            yield WeightBucket(tensors, version, flat=flat, is_last=is_last)
+            yield WeightBucket(
+                tensors, version, flat=flat, is_last=is_last, shared_path=path, digest=digest
+            )
+
+
+def _headers(plan: list[list[Unit]], digests: list[dict[str, int]]) -> list[Header]:
+    tensors = ([tensor for unit in bucket for tensor in unit.tensors] for bucket in plan)
+    return list(zip(tensors, digests, strict=True))
+
+
+def _digests(weights: WeightMap, plan: list[list[Unit]]) -> list[dict[str, int]]:
+    """Of each bucket of this stage, by place.
+
+    Each rank reads its own shards where they are, and the sums are added up: neither gathering,
+    copying nor sending can hide from them.
+    """
+    groups = weights.groups
+    units = [unit for bucket in plan for unit in bucket]
+    own = [_own_digest(weights, unit.entry) for unit in units]
+    sums = torch.tensor(own, dtype=torch.int64, device=groups.device)
+    is_expert = torch.tensor([unit.entry.expert >= 0 for unit in units], device=groups.device)
+    for rows, group in ((~is_expert, groups.tp), (is_expert, groups.etp)):
+        if group.size() > 1:
+            part = sums[rows]
+            dist.all_reduce(part, group=group)
+            sums[rows] = part
+    rows = iter(torch.stack(_all_gather(sums, groups.ep), dim=1).tolist())
+    return [
+        add_digests(part for unit in bucket for part in _by_place(weights, unit, next(rows)))
+        for bucket in plan
+    ]
+
+
+def _by_place(weights: WeightMap, unit: Unit, of_peers: list[int]) -> Iterator[tuple[str, int]]:
+    """(place, digest) of a unit; expert-parallel peers hold other experts, or copies of the rest."""
+    entry = unit.entry
+    digests = of_peers if entry.expert >= 0 else [of_peers[weights.groups.ep_rank]]
+    for expert, digest in zip(_experts(weights, entry), digests, strict=True):
+        yield digest_place(entry.hf_names(expert)[0]), digest
+
+
+def _own_digest(weights: WeightMap, entry: Entry) -> int:
+    """Of this rank's shard, as a signed number; what all tensor-parallel ranks hold counts on one."""
+    groups = weights.groups
+    _, size = weights.tp_place(entry)
+    rank = groups.etp_rank if entry.expert >= 0 else groups.tp_rank
+    if size == 1 and rank != 0:
+        return 0
+    digest = weight_digest(entry.parameter)[0]
+    return digest - 2**64 if digest >= 2**63 else digest
 
 
 def _largest(weights: WeightMap, plan: list[list[Unit]]) -> int:
@@ -161,9 +218,7 @@ def _views(flat: Tensor, header: list[HfTensor]) -> list[Tensor]:
     return views
 
 
-def _from_stage(
-    weights: WeightMap, headers: list[list[HfTensor]], stage: int
-) -> list[list[HfTensor]]:
+def _from_stage(weights: WeightMap, headers: list[Header], stage: int) -> list[Header]:
     """What a pipeline stage is about to send, on every rank."""
     group = weights.groups.pp
     if group.size() == 1:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moe.align import pack_traces
+from moe.align import join_routes
 from mrl.types import MicroBatch, PackedRoutes, Sample
 
 Record = TypeVar("Record", MicroBatch, PackedRoutes)
@@ -30,6 +30,8 @@ class WeightedSample:
     sample: Sample
     advantage: float
     seq_weight: float
+    routes: PackedRoutes | None = None
+    """Of its T-1 routed tokens, in the layers of this rank; None where every router decides."""
 
 
 def plan(
@@ -90,9 +92,9 @@ def pack(
     if padding:
         lengths.append(padding)
         rooms.append(padding)
-    traces = [s.sample.routing for s in samples] + ([None] if padding else [])
-    has_routes = any(trace is not None for trace in traces)
-    routes = pack_traces(traces, lengths, rooms) if has_routes else None
+    parts = [s.routes for s in samples] + ([None] if padding else [])
+    has_routes = any(part is not None for part in parts)
+    routes = join_routes(parts, lengths, rooms) if has_routes else None
 
     def per_token(name: str, dtype: torch.dtype) -> Tensor:
         values = torch.zeros(total, dtype=dtype)

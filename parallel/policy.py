@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
+from mrl.shared_memory import SharedMemory
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch, WeightBucket
 from parallel.export import export_buckets
 from parallel.forward import LossFunction, PassOutput, RecordedRoutes
@@ -52,6 +53,7 @@ class Policy:
         moe: MoeConfig = MoeConfig(),  # noqa: B008
     ) -> None:
         self.groups = groups
+        self._export_memory = SharedMemory()
         self.ledger = Ledger(groups.device)
         self.trained = TrainedModel(
             model,
@@ -87,6 +89,11 @@ class Policy:
     @property
     def optimizer(self) -> Any:
         return self.trained.optimizer
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The MoE layers of this rank's chunks, Megatron's numbers."""
+        return tuple(n for replay in self.runner.replays.values() for n in replay.layers)
 
     def logprobs(self, batches: Sequence[MicroBatch], replay: RecordedRoutes | bool) -> PassOutput:
         """Log-probs and entropies under the present weights, without gradients."""
@@ -127,7 +134,7 @@ class Policy:
     def export(self, version: int, max_bytes: int) -> Iterator[WeightBucket]:
         """The whole model under HF names; every rank must drain the iterator."""
         self.ledger.require_on_device("parameters")
-        return export_buckets(self.weights, version, max_bytes)
+        return export_buckets(self.weights, version, max_bytes, self._export_memory)
 
 
 def with_old_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:

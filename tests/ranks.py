@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -17,6 +18,8 @@ from parallel import prepare
 prepare()
 
 import parallel.policy  # noqa: E402, F401  (import Megatron once, before the fork)
+
+gc.freeze()  # else each rank's garbage collection copies the pages of what is imported
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:

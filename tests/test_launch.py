@@ -218,11 +218,20 @@ def test_a_rank_does_not_outlive_torchrun(variable, tmp_path):
         rank = int(launcher.stdout.readline())
         pipe = os.open(recipe, os.O_WRONLY)  # waits for the rank, and then the rank for us
         launcher.kill()
-    time.sleep(0.5)
-    stat = Path(f"/proc/{rank}/stat")
-    is_alive = stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    dies = variable == "TORCHELASTIC_RUN_ID"
+    deadline = time.monotonic() + (30 if dies else 0.5)
+    while is_alive(rank) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    survived = is_alive(rank)
     os.close(pipe)
-    assert is_alive == (variable == "NOT_UNDER_TORCHRUN")
+    assert survived != dies
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize("number", ["0", "abc", "-1"])

@@ -11,12 +11,16 @@ SOURCES = sorted(p for room in ("mrl", "moe", "parallel", "benchmarks", "launch"
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_LINES = 350
 
-BASE = {"mrl", "mrl.types", "mrl.config", "mrl.errors", "mrl.processes", "mrl.plugins"}
+BASE = {
+    *("mrl", "mrl.types", "mrl.config", "mrl.errors"),
+    *("mrl.processes", "mrl.shared_memory", "mrl.plugins"),
+}
 """Everyone may import these; `mrl` itself holds the version only."""
 ROOMS = {
     "mrl.types": set(),
     "mrl.errors": set(),
     "mrl.processes": set(),
+    "mrl.shared_memory": set(),
     "mrl.plugins": set(),
     "mrl.config": set(),
     "mrl.kernels": {"mrl._C"},
@@ -24,7 +28,7 @@ ROOMS = {
     "mrl.rewards": set(),
     "mrl.environments": {"mrl.rewards"},
     "mrl.data": set(),
-    "mrl.rollout": {"moe.trace"},
+    "mrl.rollout": {"moe.trace", "mrl.kernels.digest"},
     "moe": {"mrl.kernels"},
     "parallel": {"mrl.kernels", "moe"},
 }

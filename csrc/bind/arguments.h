@@ -32,5 +32,6 @@ void BindPackedGae(pybind11::module_& module);
 void BindPolicyLoss(pybind11::module_& module);
 void BindRoutes(pybind11::module_& module);
 void BindVpLogprob(pybind11::module_& module);
+void BindWeightDigest(pybind11::module_& module);
 
 }  // namespace mrl

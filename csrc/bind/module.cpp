@@ -12,4 +12,5 @@ PYBIND11_MODULE(_C, module) {
   mrl::BindPolicyLoss(module);
   mrl::BindRoutes(module);
   mrl::BindVpLogprob(module);
+  mrl::BindWeightDigest(module);
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mrl.config import AlgorithmConfig
-from mrl.kernels import Clip, KlPenalty, RatioKind, policy_loss
+from mrl.kernels import Clip, ImportanceWeight, KlPenalty, RatioKind, policy_loss
 from mrl.types import LossOutput, Max, Mean, MicroBatch, Statistics
 
 
@@ -75,6 +75,29 @@ def kl_penalty(config: AlgorithmConfig) -> KlPenalty | None:
     return KlPenalty(config.kl_estimator, config.kl_coef) if config.kl_coef else None
 
 
+IMPORTANCE_RANGES = {
+    ("tis", "token"): (0.0, 2.0),
+    ("tis", "sequence"): (0.0, 2.0),
+    ("mis", "token"): (0.5, 5.0),
+    ("mis", "sequence"): (0.999, 1.002),
+}
+"""The usual ones: see `mrl.kernels.ImportanceWeight`."""
+
+
+def importance_weight(config: AlgorithmConfig) -> ImportanceWeight | None:
+    """What corrects for the distribution that the tokens were sampled from; None where nothing does.
+
+    Raises ValueError where the range is empty.
+    """
+    kind, level = config.importance, config.importance_level
+    if kind == "none":
+        return None
+    low, high = IMPORTANCE_RANGES[kind, level]
+    return ImportanceWeight(
+        kind, level, either(config.importance_low, low), either(config.importance_high, high)
+    )
+
+
 def clipped_loss(
     logprobs: Tensor,
     batch: MicroBatch,
@@ -83,11 +106,15 @@ def clipped_loss(
     clip_low: float,
     clip_high: float,
     kl: KlPenalty | None = None,
+    importance: ImportanceWeight | None = None,
 ) -> LossOutput:
     """`mrl.kernels.policy_loss` of a micro-batch against its `old_logprobs`, with statistics.
 
     `kl` is against its `ref_logprobs`, weighted as the rest of the loss. `kl/ref` is the mean of its
-    estimator over loss tokens. Raises ValueError where log-probs that are needed are None.
+    estimator over loss tokens. `importance` is of `old_logprobs` against `rollout_logprobs`, so each
+    token is corrected for the weights that sampled it, whichever these were; `importance/mean` is of
+    the weights as applied, `importance/clip_frac` the share that lay outside their range.
+    Raises ValueError where log-probs that are needed are None.
     """
     if batch.old_logprobs is None:
         raise ValueError(
@@ -105,6 +132,8 @@ def clipped_loss(
         clip=Clip("ppo", low=clip_low, high=clip_high),
         ref_logprobs=batch.ref_logprobs if kl else None,
         kl=kl,
+        rollout_logprobs=batch.rollout_logprobs if importance else None,
+        importance=importance,
     )
     count = result.stat("ratio_count")
     clipped = result.stat("clip_high_count") + result.stat("clip_low_count")
@@ -115,6 +144,10 @@ def clipped_loss(
     }
     if kl:
         stats["kl/ref"] = Mean(result.stat("ref_kl_sum"), batch.loss_mask.count_nonzero())
+    if importance:
+        weights = result.stat("weight_count")
+        stats["importance/mean"] = Mean(result.stat("weight_sum"), weights)
+        stats["importance/clip_frac"] = Mean(result.stat("truncated_count"), weights)
     return LossOutput(result.loss, stats)
 
 

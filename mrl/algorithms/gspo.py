@@ -12,6 +12,7 @@ from mrl.algorithms.base import (
     clipped_loss,
     either,
     group_advantages,
+    importance_weight,
     kl_penalty,
     weight_where_loss,
 )
@@ -40,4 +41,5 @@ def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOu
         clip_low=either(config.clip_low, CLIP_LOW),
         clip_high=either(config.clip_high, CLIP_HIGH),
         kl=kl_penalty(config),
+        importance=importance_weight(config),
     )

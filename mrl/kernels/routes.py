@@ -22,15 +22,19 @@ MAX_EXPERTS = 65535
 _ID_TYPES = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)  # as csrc's IdType
 
 
-def route_row_bytes(num_experts: int, topk: int) -> int:
-    """Bytes of one (row, layer). Raises ValueError where E or K cannot be."""
+def route_row_bits(num_experts: int, topk: int) -> int:
+    """Bits of one (row, layer) that hold codes. Raises ValueError where E or K cannot be."""
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"num_experts: got {num_experts}, expected 1 to {MAX_EXPERTS}")
     if not 1 <= topk <= num_experts:
         raise ValueError(f"topk: got {topk}, expected 1 to {num_experts}, the number of experts")
     num_codes = num_experts + (topk == 1)
-    bits = max(1, (num_codes - 1).bit_length())
-    return -(-topk * bits // 8)
+    return topk * max(1, (num_codes - 1).bit_length())
+
+
+def route_row_bytes(num_experts: int, topk: int) -> int:
+    """Bytes of one (row, layer). Raises ValueError where E or K cannot be."""
+    return -(-route_row_bits(num_experts, topk) // 8)
 
 
 def pack_routes(expert_ids: Tensor, num_experts: int, out: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 from mrl.errors import InputError
 from mrl.rollout.base import RolloutEngine
 
-NOT_ENGINES = {"__init__", "base", "saved"}
+NOT_ENGINES = {"__init__", "backlog", "base", "saved", "scheduling"}
 
 
 def engine_names() -> list[str]:

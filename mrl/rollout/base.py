@@ -138,7 +138,7 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """Load a whole model, bucket by bucket, and drop the prefix cache.
+        """Load a whole model, bucket by bucket, and prove that the engine holds what was sent.
 
         Needs WEIGHTS awake. Names are Hugging Face's; the last bucket says so (`is_last`). Raises
         ValueError where a bucket carries another version, or a weight is missing, unknown, repeated or
@@ -151,7 +151,7 @@ class RolloutEngine(Protocol):
     def score(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Log-probs f32[T] of sequences i64[T] under the present weights, at temperature 1; 0 first.
 
-        Needs every tag awake; leaves nothing in the prefix cache.
+        Needs every tag awake.
         """
         ...
 
@@ -178,9 +178,9 @@ class RolloutEngine(Protocol):
     def pause(self, mode: PauseMode = "in_place") -> None:
         """Stop generating in mid-flight, so that update_weights() may follow.
 
-        `in_place` keeps the KV cache of running requests. `retract` gives it back, and resume() goes on
-        from what the prefix cache has kept and computes the rest anew; which rows of routes are whose is
-        then unknown, if the weights have changed. abort() and new requests are the clean way.
+        `in_place` keeps the KV cache of running requests. `retract` gives it back, and resume() goes
+        on from what the prefix cache has kept and computes the rest anew; which rows of routes are
+        whose is then unknown, if the weights have changed. abort() and new requests are the clean way.
         """
         ...
 

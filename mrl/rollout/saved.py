@@ -6,6 +6,7 @@ included, as JSON in the header. S samples, R groups; tensors are flat over them
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from moe.trace import empty_trace_ids
 from mrl.errors import InputError
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 
@@ -42,8 +44,24 @@ def load_groups(path: Path) -> list[SampleGroup]:
         raise InputError(f"rollouts {path}: {error}") from None
 
 
-def encode_groups(groups: Sequence[SampleGroup]) -> bytes:
-    """Tensors must be on the CPU. Raises ValueError where the routes of samples differ in shape."""
+def without_route_ids(group: SampleGroup) -> SampleGroup:
+    """The group as a rank sees it that did not roll it out."""
+
+    def bare(sample: Sample) -> Sample:
+        trace = sample.routing
+        if trace is None:
+            return sample
+        ids = trace.expert_ids.to("meta")
+        return dataclasses.replace(sample, routing=dataclasses.replace(trace, expert_ids=ids))
+
+    return dataclasses.replace(group, samples=[bare(sample) for sample in group.samples])
+
+
+def encode_groups(groups: Sequence[SampleGroup], *, with_routes: bool = True) -> bytes:
+    """Tensors must be on the CPU. Raises ValueError where the routes of samples differ in shape.
+
+    `with_routes=False` leaves the expert ids out: what comes back has them on the meta device.
+    """
     samples = [sample for group in groups for sample in group.samples]
     traces = [sample.routing for sample in samples if sample.routing is not None]
     shapes = {(t.expert_ids.dtype, *t.expert_ids.shape[1:], t.layer_numbers) for t in traces}
@@ -59,7 +77,9 @@ def encode_groups(groups: Sequence[SampleGroup]) -> bytes:
             (g.advantages for g in groups if g.advantages is not None), torch.float32
         ),
     }
-    if traces:
+    if traces and with_routes:
+        if any(trace.expert_ids.is_meta for trace in traces):
+            raise ValueError("rollouts: expected routes with ids, another rank holds some of them")
         tensors["expert_ids"] = torch.cat([trace.expert_ids for trace in traces])
     record = {
         "layer_numbers": traces[0].layer_numbers if traces else [],
@@ -133,6 +153,7 @@ def _sample_record(sample: Sample) -> dict[str, Any]:
         and {
             "num_rows": trace.expert_ids.shape[0],
             "num_experts": trace.num_experts,
+            "topk": trace.expert_ids.shape[2],
             "row_versions": _span_records(trace.row_versions),
             "num_cached_rows": trace.num_cached_rows,
             "num_recomputed_rows": trace.num_recomputed_rows,
@@ -181,13 +202,23 @@ def _read_sample(
         rollout_logprobs=take["rollout_logprobs"](num_tokens),
         weight_versions=_read_spans(record["weight_versions"]),
         finish_reason=record["finish_reason"],
-        routing=routing
-        and RoutingTrace(
-            expert_ids=take["expert_ids"](routing["num_rows"]),
-            layer_numbers=layer_numbers,
-            num_experts=routing["num_experts"],
-            row_versions=_read_spans(routing["row_versions"]),
-            num_cached_rows=routing["num_cached_rows"],
-            num_recomputed_rows=routing["num_recomputed_rows"],
-        ),
+        routing=routing and _read_trace(routing, take, layer_numbers),
+    )
+
+
+def _read_trace(
+    record: dict[str, Any], take: dict[str, Callable[[int], Tensor]], layer_numbers: tuple[int, ...]
+) -> RoutingTrace:
+    num_rows, num_experts = record["num_rows"], record["num_experts"]
+    if "expert_ids" in take:
+        ids = take["expert_ids"](num_rows)
+    else:
+        ids = empty_trace_ids(num_rows, len(layer_numbers), num_experts, record["topk"])
+    return RoutingTrace(
+        expert_ids=ids,
+        layer_numbers=layer_numbers,
+        num_experts=num_experts,
+        row_versions=_read_spans(record["row_versions"]),
+        num_cached_rows=record["num_cached_rows"],
+        num_recomputed_rows=record["num_recomputed_rows"],
     )

@@ -3,7 +3,7 @@
 A group is work in progress until each of its G samples is whole. Such a group is a `SampleGroup` as
 well: a sample that has not finished says `abort` and holds the tokens so far, maybe the prompt alone.
 
-T all tokens of a sample.
+P prompt tokens, C tokens generated so far, T = P + C all tokens of a sample.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, sample_seed
-from mrl.types import Prompt, Sample, SampleGroup
+from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 
 UNFINISHED = "abort"
 
@@ -37,28 +37,55 @@ def is_finished(group: SampleGroup) -> bool:
 class Round:
     """One engine's share of a step. `finished()` may be called again with another engine."""
 
-    def __init__(self, groups: Sequence[SampleGroup], sampling: SamplingParams, seed: int) -> None:
-        """Sample k of a prompt is drawn with `sample_seed(seed, prompt_id, k)`, whatever happens."""
+    def __init__(
+        self,
+        groups: Sequence[SampleGroup],
+        sampling: SamplingParams,
+        seed: int | Sequence[int],
+        num_wanted: int | None = None,
+    ) -> None:
+        """Sample k of a group is drawn with `sample_seed(seed, prompt_id, k)`, whatever happens.
+
+        `seed` is for all groups, or one for each. The round is over when `num_wanted` groups are whole,
+        by default all: what is left is given up then, and stays in `unfinished`. `sampling` is for
+        whole samples; of one that has C tokens already, C less are asked for.
+        """
         self._groups = {group.samples[0].group_id: group for group in groups}
+        seeds = [seed] * len(groups) if isinstance(seed, int) else seed
+        self._seeds = dict(zip(self._groups, seeds, strict=True))
         self._sampling = sampling
-        self._seed = seed
+        self._num_left = len(groups) if num_wanted is None else num_wanted
 
     @property
     def unfinished(self) -> list[SampleGroup]:
         """Groups that finished() has not yielded, with what they have so far."""
         return list(self._groups.values())
 
+    @property
+    def is_over(self) -> bool:
+        """Whether finished() has yielded all that were wanted."""
+        return self._num_left == 0
+
     def finished(self, engine: RolloutEngine) -> Iterator[SampleGroup]:
         """Groups as they become whole. Raises as generate() does; `unfinished` is right after that."""
-        requests = self._requests()
+        for group_id, group in list(self._groups.items()):
+            if is_finished(group) and not self.is_over:
+                yield self._take(group_id)
+        requests = {} if self.is_over else self._requests()
         places = {request.request_id: place for place, request in requests.items()}
-        for completion in engine.generate(list(requests.values())):
+        for completion in engine.generate(list(requests.values())) if requests else ():
             group_id, index = places[completion.request_id]
             group = self._groups[group_id]
-            group.samples[index] = _continued(group.samples[index], completion)
-            if is_finished(group):
-                del self._groups[group_id]
-                yield group
+            sample = _continued(group.samples[index], completion, self._sampling.max_new_tokens)
+            group.samples[index] = sample
+            if is_finished(group) and not self.is_over:
+                yield self._take(group_id)
+                if self.is_over and self._groups:  # an engine lost here takes no group with it
+                    engine.abort()  # the rest comes back with what it has
+
+    def _take(self, group_id: int) -> SampleGroup:
+        self._num_left -= 1
+        return self._groups.pop(group_id)
 
     def _requests(self) -> dict[tuple[int, int], Request]:
         """By (group id, number of the sample): what is still to be generated."""
@@ -68,12 +95,20 @@ class Round:
                 if sample.finish_reason != UNFINISHED:
                     continue
                 requests[group_id, k] = Request(
-                    request_id=f"{group.prompt.source} sample {k}",
+                    request_id=f"{group.prompt.source} group {group_id} sample {k}",
                     token_ids=sample.token_ids,
-                    seed=sample_seed(self._seed, group.prompt.prompt_id, k),
-                    sampling=self._sampling,
+                    seed=sample_seed(self._seeds[group_id], group.prompt.prompt_id, k),
+                    sampling=_remaining(self._sampling, len(sample.response_ids)),
                 )
         return requests
+
+
+def _remaining(sampling: SamplingParams, num_done: int) -> SamplingParams:
+    return dataclasses.replace(
+        sampling,
+        max_new_tokens=sampling.max_new_tokens - num_done,
+        min_new_tokens=max(0, sampling.min_new_tokens - num_done),
+    )
 
 
 def _empty_sample(group_id: int, prompt: Prompt) -> Sample:
@@ -89,17 +124,58 @@ def _empty_sample(group_id: int, prompt: Prompt) -> Sample:
     )
 
 
-def _continued(sample: Sample, completion: Completion) -> Sample:
+def _continued(sample: Sample, completion: Completion, max_response_len: int) -> Sample:
     """The sample with the completion of its tokens so far."""
     num_new = completion.output_ids.numel()
+    reason = completion.finish_reason
+    if reason == UNFINISHED and len(sample.response_ids) + num_new == max_response_len:
+        reason = "length"  # the abort came with the last token
     if not num_new:
-        return dataclasses.replace(sample, finish_reason=completion.finish_reason)
+        return dataclasses.replace(sample, finish_reason=reason)
     return dataclasses.replace(
         sample,
         token_ids=torch.cat([sample.token_ids, completion.output_ids]),
         loss_mask=torch.cat([sample.loss_mask, torch.ones(num_new, dtype=torch.bool)]),
         rollout_logprobs=torch.cat([sample.rollout_logprobs, completion.logprobs]),
-        weight_versions=(*sample.weight_versions, *completion.weight_versions),
-        finish_reason=completion.finish_reason,
-        routing=completion.routing,
+        weight_versions=joined_spans(sample.weight_versions, completion.weight_versions),
+        finish_reason=reason,
+        routing=joined_routes(sample.routing, completion.routing),
     )
+
+
+def joined_routes(old: RoutingTrace | None, new: RoutingTrace | None) -> RoutingTrace | None:
+    """The trace of a sample that was continued: each token was produced under the routes it keeps.
+
+    `old` has P + C - 1 rows, `new` starts over at the first token. Row t produced token t + 1, so the
+    first of `new` that counts is P + C - 1: the last token so far, whose row the old engine run never
+    computed. Before it the new trace routes tokens that others have produced.
+    """
+    if old is None or new is None:
+        return new
+    kept = len(old.expert_ids)
+    rest = [
+        VersionSpan(span.version, max(span.start, kept), span.end)
+        for span in new.row_versions
+        if span.end > kept
+    ]
+    # Rows computed anew count from the first row on: those of `new` matter only beyond `kept`.
+    recomputed = new.num_recomputed_rows if new.num_recomputed_rows > kept else 0
+    return dataclasses.replace(
+        old,
+        expert_ids=torch.cat([old.expert_ids, new.expert_ids[kept:]]),
+        row_versions=joined_spans(old.row_versions, rest),
+        num_recomputed_rows=max(old.num_recomputed_rows, recomputed),
+    )
+
+
+def joined_spans(
+    first: Sequence[VersionSpan], second: Sequence[VersionSpan]
+) -> tuple[VersionSpan, ...]:
+    """Spans end to end; neighbours of one version become one."""
+    joined: list[VersionSpan] = []
+    for span in (*first, *second):
+        if joined and joined[-1].version == span.version:
+            joined[-1] = VersionSpan(span.version, joined[-1].start, span.end)
+        elif span.end > span.start:
+            joined.append(span)
+    return tuple(joined)

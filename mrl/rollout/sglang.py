@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ from mrl.rollout.sglang_server.flight import Flight
 from mrl.rollout.sglang_server.manifest import Manifest
 from mrl.rollout.sglang_server.server import Server
 from mrl.rollout.sglang_server.settings import server_environment, server_settings
-from mrl.rollout.sglang_server.weights import flatten_bucket, serialize_bucket
+from mrl.rollout.sglang_server.weight_sync import SyncReport, WeightSync
 from mrl.types import WeightBucket
 
 FLUSH_TIMEOUT_S = 60.0
@@ -108,9 +107,13 @@ class Engine:
         self._paused = False
         self._flight: Flight | None = None
         self._retracted = False
-        self._versions: list[int] = []
-        """In force since the prefix cache was last empty, oldest first."""
-        self._has_update_session = False
+        self._in_force: list[int] = []
+        """Versions since generate() began, oldest first."""
+        self._in_cache: list[int] = []
+        """Versions that the prefix cache may hold something of, oldest first; none, it is empty."""
+        self._sync: WeightSync | None = None
+        self.last_sync: SyncReport | None = None
+        """What the last update_weights() moved, and what took how long."""
 
     @property
     def weight_version(self) -> int | None:
@@ -133,13 +136,20 @@ class Engine:
         self._server.start(self._config.start_timeout_s)
         self._awake = set(MEMORY_TAGS)
         self._version = self._first_version
-        self._versions = [self._first_version]
+        self._in_cache = []
         self._paused = False
-        self._has_update_session = self._server.offers("/begin_weight_update")
+        self._sync = WeightSync(
+            self._server,
+            self._manifest,
+            num_ranks=self._config.tensor_parallel_size,
+            method=self._config.weight_sync,
+        )
 
     def stop(self) -> None:
         self._awake = set()
         self._version = None
+        if self._sync is not None:
+            self._sync.close()
         self._server.stop()
 
     def wake(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
@@ -177,8 +187,9 @@ class Engine:
 
     def _flush(self) -> None:
         """Wait for the scheduler, then drop the prefix cache; takes 0.3 s on a CPU."""
-        self._server.post(f"/flush_cache?timeout={FLUSH_TIMEOUT_S:g}", {})
-        self._versions = [] if self._version is None else [self._version]
+        if self._in_cache:
+            self._server.post(f"/flush_cache?timeout={FLUSH_TIMEOUT_S:g}", {})
+            self._in_cache = []
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._require_running("update_weights")
@@ -189,28 +200,14 @@ class Engine:
                 f"update_weights: the engine is {self.state}; wake(['{WEIGHTS}']) first"
             )
         self._version = None  # Until the last bucket is in, the weights are a mixture.
-        self._manifest.begin()
-        if self._has_update_session:
-            self._server.post("/begin_weight_update", {"selector": "all"})
-        complete = False
-        for bucket in buckets:
-            if bucket.version != version:
-                raise ValueError(
-                    f"update_weights: got a bucket of version {bucket.version}, expected {version}"
-                )
-            self._manifest.check(bucket)
-            if bucket.is_last:
-                self._manifest.check_complete()
-            complete = bucket.is_last
-            self._push(bucket, flush_cache=bucket.is_last and self._flight is None)
-        self._manifest.check_complete()
-        if not complete:
-            raise ValueError("update_weights: the buckets ended without one that says is_last")
-        if self._has_update_session:
-            self._server.post("/end_weight_update", {})
-        # SGLang cannot drop the cache of requests in flight: what is read of it from now on is old.
-        self._versions = [version] if self._flight is None else [*self._versions, version]
+        assert self._sync is not None
+        self.last_sync = self._sync.update(buckets, version)
         self._version = version
+        if self._flight is None:
+            self._flush()
+        else:  # SGLang cannot drop the cache of requests in flight
+            self._in_force.append(version)
+            self._in_cache.append(version)
 
     def generate(
         self, requests: Sequence[Request], *, reuse_cache: bool = False
@@ -221,10 +218,18 @@ class Engine:
         # The wait is for requests that an abort has ended and the scheduler has yet to drop.
         if not reuse_cache:
             self._flush()
+        self._fill_cache()
         return self._completions(list(requests))
 
+    def _fill_cache(self) -> None:
+        """Note whose keys and values the prefix cache is about to get."""
+        assert self._version is not None
+        if self._version not in self._in_cache:
+            self._in_cache.append(self._version)
+
     def _completions(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        self._retracted = False
+        assert self._version is not None
+        self._retracted, self._in_force = False, [self._version]
         flight = self._flight = Flight(
             self._server,
             requests,
@@ -234,9 +239,7 @@ class Engine:
         )
         try:
             for request, answer in flight.answers():
-                expected = Expected(
-                    self._versions, self._versions[0], self._shape, self._retracted
-                )
+                expected = Expected(self._in_force, self._in_cache[0], self._shape, self._retracted)
                 yield decode_completion(answer, request, expected)
         finally:
             if self._paused:  # an abort reaches only a scheduler that turns
@@ -247,6 +250,8 @@ class Engine:
 
     def score(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         self._require_ready("score")
+        self._flush()
+        self._fill_cache()
         body = {
             "input_ids": [sequence.tolist() for sequence in sequences],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -254,7 +259,6 @@ class Engine:
             "logprob_start_len": 0,
         }
         answers = self._server.post("/generate", body)
-        self._flush()
         scores = []
         for sequence, answer in zip(sequences, answers, strict=True):
             entries = answer["meta_info"]["input_token_logprobs"]
@@ -298,21 +302,6 @@ class Engine:
                     f"{name}: {num_tokens} prompt tokens + {new} new tokens exceed the context of "
                     f"{self._context_len}"
                 )
-
-    def _push(self, bucket: WeightBucket, *, flush_cache: bool) -> None:
-        flat, places = flatten_bucket(bucket)
-        body: dict[str, Any] = {
-            "serialized_named_tensors": serialize_bucket(
-                flat, places, self._config.tensor_parallel_size
-            ),
-            "load_format": "flattened_bucket",
-            "flush_cache": flush_cache,
-        }
-        if bucket.is_last:
-            body["weight_version"] = str(bucket.version)
-        if flat.is_cuda:
-            torch.cuda.current_stream(flat.device).synchronize()
-        self._server.post("/update_weights_from_tensor", body)
 
     def _require_running(self, action: str) -> None:
         if self._server.client is None:

@@ -7,6 +7,7 @@ import pytest
 
 from mrl.data.first_char import first_char_rows
 from mrl.data.reasoning_gym import parse_param, task_rows
+from mrl.data.repeat import repeat_rows
 from mrl.errors import InputError
 
 DATA = Path(__file__).parents[2] / "launch/recipes/data"
@@ -23,6 +24,9 @@ def test_committed_prompts_are_what_the_generators_write():
     assert rows_of(DATA / "chain_sum.jsonl") == chain
     shown = task_rows("chain_sum", 256, 1000, params, demonstrations=True)
     assert rows_of(DATA / "chain_sum_demonstrations.jsonl") == shown
+    assert rows_of(DATA / "repeat.jsonl") == repeat_rows(256, 0)
+    shown = repeat_rows(128, 1, demonstrations=True)
+    assert rows_of(DATA / "repeat_demonstrations.jsonl") == shown
     assert sum(file.stat().st_size for file in DATA.iterdir()) < 100_000
 
 
@@ -31,6 +35,18 @@ def test_first_char_rows():
     assert len(set(prompts)) == 400
     assert {len(prompt) for prompt in prompts} == {16}
     assert [sum(p[0] == c for p in prompts) for c in "abcd"] == [100] * 4
+
+
+def test_repeat_rows_have_a_long_tail():
+    asked = sorted(int(row["prompt"][2:5]) for row in repeat_rows(2000, 5))
+    assert 11 <= asked[1000] <= 13
+    assert asked[1900] > 4 * asked[1000]
+    assert (asked[0], asked[-1]) == (3, 128)
+    shown = repeat_rows(400, 5, demonstrations=True)
+    ratios = sorted(len(row["completion"]) / int(row["prompt"][2:5]) for row in shown)
+    assert 0.9 <= ratios[200] <= 1.1
+    right = sum(row["completion"].count(row["prompt"][0]) for row in shown)
+    assert 0.40 < right / sum(len(row["completion"]) for row in shown) < 0.47  # 1/4 + 3/16
 
 
 def test_command_line(tmp_path):

@@ -5,25 +5,33 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from emulator import ORDERS, GuardedCopies, build_module, build_samples
+from emulator import (
+    ORDERS,
+    GuardedCopies,
+    build_module,
+    build_samples,
+    load_module,
+    load_samples,
+)
 from torch import Tensor
 
 EmulatedCuda = Callable[..., AbstractContextManager[None]]
 
 
 @pytest.fixture(scope="session")
-def emulated_module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    return build_module(tmp_path_factory.mktemp("mrl_emulated"))
+def emulated_module(made_once: Callable[..., Path]) -> ModuleType:
+    return load_module(made_once("mrl_emulated", build_module))
 
 
 @pytest.fixture(scope="session")
-def emulator_samples(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build_samples(tmp_path_factory.mktemp("emulator_samples"))
+def emulator_samples(made_once: Callable[..., Path]) -> ctypes.CDLL:
+    return load_samples(made_once("emulator_samples", build_samples))
 
 
 @pytest.fixture

@@ -7,12 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from mrl.cli import train
+from mrl.config import load_recipe
 from mrl.toy_model import write_toy_model
+from parallel.groups import world_size
+from tests.ranks import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 TOY_RECIPE = REPOSITORY / "launch/recipes/toy_moe.yaml"
@@ -81,19 +86,26 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
-@pytest.fixture(scope="session")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    folder = tmp_path_factory.mktemp("toy") / "model"
-    write_toy_model(folder)
-    return Toy(folder)
+def trained(overrides: list[str]) -> None:
+    """`mrl train` on this rank, less the imports of a new process."""
+    train(load_recipe(TOY_RECIPE, overrides), world_size())
 
 
 @pytest.fixture(scope="session")
-def recorded(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of four steps with everything saved."""
-    output = tmp_path_factory.mktemp("recorded") / "run"
-    done = toy.run(
-        output, "train.num_steps=4", "debug.save_rollouts=true", "checkpoint.save_every=2"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return output
+def toy(made_once: Callable[..., Path]) -> Toy:
+    """One folder for all workers: the path is in the recipe of the recorded run."""
+    return Toy(made_once("toy", write_toy_model))
+
+
+RECORDED = ("train.num_steps=4", "debug.save_rollouts=true", "checkpoint.save_every=2")
+
+
+@pytest.fixture(scope="session")
+def recorded(toy: Toy, made_once: Callable[..., Path]) -> Path:
+    """The run folder of four steps with everything saved. It is not to be changed."""
+
+    def record(folder: Path) -> None:
+        overrides = toy.overrides(folder / "run", *RECORDED)
+        run_ranks(1, trained, overrides, folder=folder / "out")
+
+    return made_once("recorded", record) / "run"

@@ -54,6 +54,27 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["algorithm.reference_path=/nowhere"],
         ["algorithm.reference_path is /nowhere", "kl_coef is 0"],
     ),
+    "over-sampling": (["rollout.over_sampling=0.5"], ["rollout.over_sampling", "0.5"]),
+    "nothing to resume": (
+        ["rollout.unfinished=resume"],
+        ["unfinished is resume", "over_sampling 1.0 every prompt finishes"],
+    ),
+    "resume without weights": (
+        ["rollout.unfinished=resume", "rollout.over_sampling=1.5"],
+        ["algorithm.importance is none", "set algorithm.importance=tis"],
+    ),
+    "fewer rows than are started": (
+        ["rollout.over_sampling=129"],
+        ["512 prompts, a step starts 516", "prompts_per_step 4 x rollout.over_sampling 129"],
+    ),
+    "range without a weight": (
+        ["algorithm.importance_high=3"],
+        ["algorithm.importance_high is 3.0", "importance is none", "choose tis or mis"],
+    ),
+    "empty range": (
+        ["algorithm.importance=tis", "algorithm.importance_low=3"],
+        ["algorithm.importance: got the range [3.0, 2.0]", "low <= high"],
+    ),
     "context": (["rollout.max_response_len=512"], ["leaves no room for a prompt", "512"]),
     "response length": (["rollout.min_response_len=3"], ["expected 0 or max_response_len 12"]),
     "saved rollouts": (["debug.load_rollouts=/nowhere"], ["debug.load_rollouts", "/nowhere"]),

@@ -8,22 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cli import train
-from mrl.config import load_recipe
 from mrl.errors import InputError
 from mrl.run_folder import RunFolder, saved_step
-from parallel.groups import world_size
 from parallel.manifest import damage, latest_step
 from parallel.saved_tensors import SavedTensors
-from tests.loop.conftest import TOY_RECIPE, Toy, environment
+from tests.loop.conftest import Toy, environment, trained
 from tests.loop.test_run import metrics
 from tests.parallel.test_checkpoint_failures import slow_disk
 from tests.ranks import run_ranks
-
-
-def trained(overrides: list[str]) -> None:
-    """`mrl train` on this rank."""
-    train(load_recipe(TOY_RECIPE, overrides), world_size())
 
 
 @pytest.mark.timeout(400)

@@ -14,9 +14,11 @@ import pytest
 import torch
 import yaml
 
+from mrl.cli import main
 from mrl.config import load_recipe
 from parallel.saved_tensors import SavedTensors
-from tests.loop.conftest import REPOSITORY, Toy, environment
+from tests.loop.conftest import RECORDED, REPOSITORY, TOY_RECIPE, Toy, environment
+from tests.loop.test_refusals import refused
 
 KEYS = """
     step reward/mean reward/std reward/zero_signal_groups response_len/mean loss/policy loss/total
@@ -109,9 +111,8 @@ def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
 def test_a_killed_run_goes_on_to_the_same_bits(toy: Toy, recorded: Path, tmp_path: Path) -> None:
     """kill -9 during the third step, start again: weights equal the uninterrupted run's."""
     output = tmp_path / "killed"
-    more = ("train.num_steps=4", "debug.save_rollouts=true", "checkpoint.save_every=2")
     process = subprocess.Popen(
-        toy.command(output, *more),
+        toy.command(output, *RECORDED),
         cwd=REPOSITORY,
         env=environment(MRL_TEST_RUN=str(output)),
         stdout=subprocess.DEVNULL,
@@ -131,7 +132,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(toy: Toy, recorded: Path, tmp_pat
         time.sleep(0.2)
     assert processes_of(output) == []  # the engine went with it
 
-    done = toy.run(output, *more)
+    done = toy.run(output, *RECORDED)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continues after step 2" in " ".join(done.stdout.split())
     ours, theirs = checkpoint_tensors(output, 4), checkpoint_tensors(recorded, 4)
@@ -146,15 +147,15 @@ def test_a_killed_run_goes_on_to_the_same_bits(toy: Toy, recorded: Path, tmp_pat
     assert prompts[:4] == prompts[4:]
 
 
-def test_a_finished_run_says_so_and_a_changed_recipe_is_refused(toy: Toy, recorded: Path) -> None:
-    more = ("train.num_steps=4", "debug.save_rollouts=true", "checkpoint.save_every=2")
-    done = toy.run(recorded, *more)
-    assert done.returncode == 0
-    assert "is done: 4 of 4 steps" in done.stdout
-    changed = toy.run(recorded, *more, "optimizer.lr=1e-2")
-    assert changed.returncode == 2
-    assert "another recipe" in changed.stderr
-    assert "optimizer.lr: 0.003 there, 0.01 now" in changed.stderr
+def test_a_finished_run_says_so_and_a_changed_recipe_is_refused(
+    toy: Toy, recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", str(TOY_RECIPE), *toy.overrides(recorded, *RECORDED)]
+    main(arguments)
+    assert "is done: 4 of 4 steps" in capsys.readouterr().out
+    line = refused(capsys, [*arguments, "optimizer.lr=1e-2"])
+    assert "another recipe" in line
+    assert "optimizer.lr: 0.003 there, 0.01 now" in line
 
 
 @pytest.mark.timeout(400)

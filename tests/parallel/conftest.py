@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from moe.align import pack_trace
 from mrl.types import RoutingTrace, Sample, VersionSpan
+from parallel.packing import WeightedSample
 
 VOCAB, EXPERTS, TOPK = 64, 4, 2
 MOE_LAYERS = (1, 3, 4)
@@ -78,6 +80,12 @@ def make_sample(
             num_cached_rows=0,
         ),
     )
+
+
+def weighted(sample: Sample, advantage: float = 1.0, weight: float = 1.0) -> WeightedSample:
+    """With the routes of all its layers."""
+    routes = None if sample.routing is None else pack_trace(sample.routing)
+    return WeightedSample(sample, advantage, weight, routes)
 
 
 def make_samples() -> list[Sample]:

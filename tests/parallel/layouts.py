@@ -15,6 +15,7 @@ from torch import Tensor
 from mrl.algorithms import gspo
 from mrl.batching import make_train_batch
 from mrl.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from mrl.kernels.digest import add_digests, digests_of
 from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch
 from parallel.dims import ParallelDims
 from parallel.groups import Groups, init_groups, world_size
@@ -118,9 +119,11 @@ def build(
 
 
 def exported(policy: Policy) -> dict[str, Tensor]:
-    """The whole model under HF names, every name exactly once."""
-    buckets = policy.export(0, 4096)
-    pairs = [(name, tensor.clone()) for bucket in buckets for name, tensor in bucket.tensors]
+    """The whole model under HF names, every name exactly once, each bucket with its own digest."""
+    pairs = []
+    for bucket in policy.export(0, 4096):
+        pairs += [(name, tensor.clone()) for name, tensor in bucket.tensors]
+        assert bucket.digest == add_digests(digests_of(bucket.tensors))
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
 

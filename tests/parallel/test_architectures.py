@@ -21,9 +21,10 @@ from mrl.types import Sample, TrainBatch
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.model import unwrap
-from parallel.packing import WeightedSample, pack
+from parallel.packing import pack
 from parallel.policy import Policy, with_old_logprobs
 from parallel.reduce import reduce_statistics
+from tests.parallel.conftest import weighted
 from tests.parallel.layouts import build, distance, exported, join_groups, loss
 from tests.parallel.models import (
     COMMON,
@@ -76,7 +77,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def packed(samples: list[Sample]) -> Any:
     """One micro-batch in which every token but the first counts, so that every log-prob shows."""
     seen = [dataclasses.replace(s, loss_mask=torch.arange(len(s.token_ids)) > 0) for s in samples]
-    return pack([WeightedSample(s, 1.0, 1.0) for s in seen], 1)
+    return pack([weighted(s) for s in seen], 1)
 
 
 def train_step(policy: Policy, groups: Groups, samples: list[Sample]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from moe.align import local_routes
 from mrl.types import NATIVE_ROUTE, Sample
 from parallel.context import blocks_of_rank
-from parallel.packing import WeightedSample, pack
+from parallel.packing import pack
+from tests.parallel.conftest import weighted
 
 
 def bounds_of(chunks: list[int], size: int) -> list[int]:
@@ -44,9 +45,9 @@ def test_a_length_that_does_not_divide_is_refused() -> None:
 
 def test_padding_within_sequences_has_no_loss_and_no_route(samples: list[Sample]) -> None:
     chosen = samples[:2]  # 7 and 31 tokens
-    weighted = [WeightedSample(s, 1.0, 0.5) for s in chosen]
-    plain = pack(weighted)
-    padded = pack(weighted, 24, sequence_multiple=8, min_tokens=50)
+    parts = [weighted(s, 1.0, 0.5) for s in chosen]
+    plain = pack(parts)
+    padded = pack(parts, 24, sequence_multiple=8, min_tokens=50)
     assert padded.cu_seqlens.tolist() == [0, 8, 40, 72]
     assert padded.position_ids[:9].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0]
     real = torch.tensor([*range(7), *range(8, 39)])

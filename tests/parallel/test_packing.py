@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.align import local_routes, pack_traces
+from moe.align import join_routes, local_routes, pack_trace
 from mrl.types import NATIVE_ROUTE, Sample
-from parallel.packing import WeightedSample, pack, plan, to_device
+from parallel.packing import pack, plan, to_device
+from tests.parallel.conftest import weighted
 
 
 @given(
@@ -40,7 +41,7 @@ def test_plan_balances_data_parallel_ranks() -> None:
 
 def test_pack_lays_samples_end_to_end_and_pads(samples: list[Sample]) -> None:
     chosen = samples[:3]
-    batch = pack([WeightedSample(s, float(i), 0.5) for i, s in enumerate(chosen)], 8)
+    batch = pack([weighted(s, float(i), 0.5) for i, s in enumerate(chosen)], 8)
     lengths = [len(s.token_ids) for s in chosen]
     total = sum(lengths)
     assert batch.num_tokens % 8 == 0
@@ -63,7 +64,7 @@ def test_pack_lays_samples_end_to_end_and_pads(samples: list[Sample]) -> None:
 
 
 def test_each_rank_gets_its_own_rows_and_layers(samples: list[Sample]) -> None:
-    batch = pack([WeightedSample(s, 1.0, 1.0) for s in samples[:3]], 4)
+    batch = pack([weighted(s) for s in samples[:3]], 4)
     assert batch.routes is not None
     numbers = batch.routes.layer_numbers
     whole = local_routes(batch.routes, numbers, 0, 1)
@@ -75,7 +76,7 @@ def test_each_rank_gets_its_own_rows_and_layers(samples: list[Sample]) -> None:
 
 
 def test_routes_of_other_layers_are_refused(samples: list[Sample]) -> None:
-    batch = pack([WeightedSample(samples[0], 1.0, 1.0)], 1)
+    batch = pack([weighted(samples[0])], 1)
     with pytest.raises(ValueError, match=r"the model has MoE layers \[77\], the traces only"):
         local_routes(batch.routes, [77], 0, 1)
 
@@ -86,7 +87,7 @@ def test_traces_that_do_not_fit_are_refused(samples: list[Sample]) -> None:
     assert second is not None
     length = len(samples[0].token_ids)
     with pytest.raises(ValueError, match=f"expected {length} rows for {length + 1} tokens"):
-        pack_traces([first], [length + 1])
+        join_routes([pack_trace(first)], [length + 1])
     lengths = [length, len(samples[1].token_ids)]
     layers = tuple(number + 1 for number in second.layer_numbers)
     for change, message in [
@@ -94,13 +95,13 @@ def test_traces_that_do_not_fit_are_refused(samples: list[Sample]) -> None:
         ({"num_experts": 99}, "traces of different models in one batch: 2 of 99 experts"),
         ({"expert_ids": second.expert_ids[..., :1]}, "different models in one batch: 1 of 4"),
     ]:
-        traces = [first, dataclasses.replace(second, **change)]
+        parts = [pack_trace(first), pack_trace(dataclasses.replace(second, **change))]
         with pytest.raises(ValueError, match=message):
-            pack_traces(traces, lengths)
+            join_routes(parts, lengths)
 
 
 def test_every_tensor_of_a_batch_moves(samples: list[Sample]) -> None:
-    batch = pack([WeightedSample(s, 1.0, 1.0) for s in samples[:2]], 4)
+    batch = pack([weighted(s) for s in samples[:2]], 4)
     moved = to_device(batch, torch.device("meta"))
     assert moved.routes is not None
     assert moved.routes.packed.device.type == "meta"

@@ -18,7 +18,8 @@ from mrl.errors import InputError
 from mrl.kernels.routes import pack_routes
 from mrl.types import NATIVE_ROUTE, LossOutput, MicroBatch, Sample, TrainBatch
 from parallel.hf_config import HfModel
-from parallel.packing import WeightedSample, pack
+from parallel.packing import pack
+from tests.parallel.conftest import weighted
 from tests.parallel.layouts import build, exported, join_groups
 from tests.ranks import run_ranks
 
@@ -26,7 +27,7 @@ TEMPERATURE = 0.8  # of layouts.build
 
 
 def packed(samples: list[Sample]) -> MicroBatch:
-    return pack([WeightedSample(s, 1.0, 1.0) for s in samples], 1)
+    return pack([weighted(s) for s in samples], 1)
 
 
 def native_logprobs(model_path: Path, samples: list[Sample]) -> Tensor:

@@ -6,6 +6,7 @@ from mrl.data.reasoning_gym import task_rows
 from mrl.rewards.first_char import reward as first_char
 from mrl.rewards.reasoning_gym import answer_of
 from mrl.rewards.reasoning_gym import reward as reasoning_gym
+from mrl.rewards.repeat import reward as repeat
 
 
 def test_first_char_counts_tokens():
@@ -16,6 +17,13 @@ def test_first_char_counts_tokens():
         completion_ids=[[1] * 4, [1] * 4, [], [1] * 2],
     )
     assert got == [0.5, 0.5, 0.0, 1.0]
+
+
+def test_repeat_wants_the_letter_as_often_as_asked():
+    completions = ["bbbb", "bb", "b" * 8, "b", "b" * 16, "baab", "", "b" * 800]
+    ids = [[1] * (len(text) + 1) for text in completions]  # with the end token
+    got = repeat(["b*004="] * 8, completions, completion_ids=ids)
+    assert got == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.0, 0.01]
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "basic_arithmetic", "letter_counting", "countdown"])

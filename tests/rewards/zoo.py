@@ -53,7 +53,8 @@ def hangs(prompts, completions, **columns):
 
 def hangs_with_child(prompts, completions, **columns):
     def loop():
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)", "reward-child"])
+        mark = os.environ["MRL_TEST_REWARD_CHILD"]
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)", mark])
         time.sleep(1e6)
 
     return _misbehave(completions, loop)

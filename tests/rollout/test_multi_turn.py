@@ -16,6 +16,7 @@ from mrl.environments.runner import EnvironmentRunner
 from mrl.episodes import Episodes
 from mrl.metrics import episode_metrics
 from mrl.rollout.base import EngineLost, SamplingParams
+from mrl.rollout.scheduling import start_groups
 from mrl.types import Prompt, VersionSpan
 
 ZOO = Path(__file__).parents[1] / "environments/zoo.py"
@@ -36,16 +37,15 @@ def echo() -> Iterator[EnvironmentRunner]:
 @pytest.fixture
 def play(engine, tokenizer, echo):
     def play(engine=engine, *, num=3, group=2, **settings):
-        settings = {"max_turns": 3, "context_len": 512, "seed": 1, **settings}
+        settings = {"max_turns": 3, "context_len": 512, **settings}
         settings["step_samples"] = 1000  # failures of all of them are no reason to stop
         prompts = [chat_prompt(tokenizer, i) for i in range(num)]
         episodes = Episodes(
-            prompts,
+            start_groups(prompts, group, 4),
             settings.pop("environments", echo),
             tokenizer,
-            samples_per_prompt=group,
             sampling=settings.pop("sampling", SamplingParams(10)),
-            first_group_id=4,
+            seeds=[settings.pop("seed", 1)] * num,
             **settings,
         )
         return list(episodes.finished(engine))
@@ -146,8 +146,8 @@ def test_the_same_bits_each_time_and_after_a_lost_engine(play, engine, tokenizer
     watched = Watched(engine, lose)
     prompts = [chat_prompt(tokenizer, i) for i in range(3)]
     episodes = Episodes(
-        prompts, echo, tokenizer, samples_per_prompt=2, sampling=SamplingParams(10), max_turns=3,
-        context_len=512, seed=1,
+        start_groups(prompts, 2), echo, tokenizer, sampling=SamplingParams(10), max_turns=3,
+        context_len=512, seeds=[1, 1, 1],
     )  # fmt: skip
     with pytest.raises(EngineLost):
         list(episodes.finished(watched))

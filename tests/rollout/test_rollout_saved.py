@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from mrl.errors import InputError
-from mrl.rollout.saved import decode_groups, encode_groups, load_groups, save_groups
+from mrl.rollout.saved import (
+    decode_groups,
+    encode_groups,
+    load_groups,
+    save_groups,
+    without_route_ids,
+)
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 
 
@@ -75,6 +81,50 @@ def test_round_trip(tmp_path, wide):
     save_groups(tmp_path / "step.safetensors", groups)
     assert_equal(load_groups(tmp_path / "step.safetensors"), groups)
     assert [file.name for file in tmp_path.iterdir()] == ["step.safetensors"]
+
+
+def test_without_routes_everything_but_the_ids_comes_back():
+    groups = make_groups(wide=True)
+    data = encode_groups(groups, with_routes=False)
+    num_ids = sum(
+        s.routing.expert_ids.numel() for g in groups for s in g.samples if s.routing is not None
+    )
+    assert len(data) <= len(encode_groups(groups)) - 2 * num_ids
+    bare = decode_groups(data)
+    with pytest.raises(ValueError, match="another rank holds some"):
+        encode_groups(bare)
+    for group, whole in zip(bare, groups, strict=True):
+        for i, (sample, full) in enumerate(zip(group.samples, whole.samples, strict=True)):
+            if full.routing is None:
+                continue
+            assert sample.routing.expert_ids.is_meta
+            assert sample.routing.expert_ids.shape == full.routing.expert_ids.shape
+            assert sample.routing.expert_ids.dtype == full.routing.expert_ids.dtype
+            group.samples[i] = dataclasses.replace(sample, routing=full.routing)
+            trace = dataclasses.replace(sample.routing, expert_ids=full.routing.expert_ids)
+            assert_equal(trace, full.routing)
+    assert_equal(bare, groups)
+    again = [without_route_ids(group) for group in groups]
+    assert encode_groups(again, with_routes=False) == data
+
+
+@pytest.mark.parametrize("with_routes", [True, False])
+def test_unfinished_samples(with_routes):
+    """What a partial rollout leaves: no generated token, no routes, a version that changed."""
+    cut = dataclasses.replace(make_sample(4, 9), finish_reason="abort")
+    nothing = dataclasses.replace(
+        make_sample(4, 3, routed=False),
+        loss_mask=torch.zeros(3, dtype=torch.bool),
+        weight_versions=(),
+        finish_reason="abort",
+    )
+    groups = [SampleGroup(make_groups(wide=False)[0].prompt, [nothing, cut])]
+    (back,) = decode_groups(encode_groups(groups, with_routes=with_routes))
+    assert_equal(back.samples[0], nothing)
+    if with_routes:
+        assert_equal(back.samples[1], cut)
+    assert [sample.finish_reason for sample in back.samples] == ["abort", "abort"]
+    assert back.rewards is None
 
 
 def test_no_groups():

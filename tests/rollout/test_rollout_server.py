@@ -158,7 +158,9 @@ class RelayHandler(socketserver.BaseRequestHandler):
                     upstream.sendall(more)
             if b"POST /generate" in head and self.server.hang_up:
                 self.server.hang_up -= 1
-                self.request.sendall(upstream.recv(2000))  # the head and a piece of the first answer
+                self.request.sendall(
+                    upstream.recv(2000)
+                )  # the head and a piece of the first answer
                 return
             while answer := upstream.recv(65536):
                 self.request.sendall(answer)
@@ -190,7 +192,7 @@ def test_refused_and_broken_requests_are_sent_again(engine, trouble):
 def test_requests_that_fail_again_and_again(fresh):
     """Runs last on this server: it is given up."""
     tree = fresh._server.process.tree()
-    with relayed(fresh, refuse=100), pytest.raises(EngineLost, match="3 times: .*status 500"):
+    with relayed(fresh, refuse=100), pytest.raises(EngineLost, match=r"3 times: .*status 500"):
         rollout(fresh)
     assert not running(tree)
 

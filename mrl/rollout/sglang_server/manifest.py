@@ -7,16 +7,20 @@ a wrong shape.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from mrl.errors import InputError
+from mrl.kernels.digest import digest_place
 from mrl.types import WeightBucket
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 OUTPUT_LAYER = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 class Manifest:
@@ -40,13 +44,19 @@ class Manifest:
             for name in self._shapes
             if (match := LAYER.match(name)) and int(match[1]) >= config.num_hidden_layers
         }
-        if config.tie_word_embeddings:
+        self._is_tied: bool = config.tie_word_embeddings
+        if self._is_tied:
             self._optional.add(OUTPUT_LAYER)
+        required = {digest_place(name) for name in self._shapes.keys() - self._optional}
+        self.optional_places = {digest_place(name) for name in self._optional} - required
+        """Places of weights that an engine need not hold, as in `mrl.kernels.digest.digest_place`."""
         self._seen: set[str] = set()
+        self._dtypes: set[torch.dtype] = set()
 
     def begin(self) -> None:
         """Forget what earlier updates brought."""
         self._seen = set()
+        self._dtypes = set()
 
     def check(self, bucket: WeightBucket) -> None:
         """Raises ValueError for a weight that is unknown, of another shape, or here again."""
@@ -62,6 +72,7 @@ class Manifest:
             if name in self._seen:
                 raise ValueError(f"update_weights: got {name!r} twice")
             self._seen.add(name)
+            self._dtypes.add(tensor.dtype)
 
     def check_complete(self) -> None:
         """Raises ValueError where a weight never came: the engine would keep the old one."""
@@ -71,3 +82,20 @@ class Manifest:
                 f"update_weights: got {len(self._seen)} weights, expected {len(missing)} more: "
                 f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
             )
+
+    def with_tied_output(self, sent: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
+        """What the engine should hold: where it has an output layer of its own, the tied embedding."""
+        output = digest_place(OUTPUT_LAYER)
+        if not self._is_tied or output not in held:
+            return dict(sent)
+        return {**sent, output: sent[digest_place(EMBEDDING)]}
+
+    def dtype_hint(self, held: set[str]) -> str:
+        """For a message about differing weights: whether a dtype explains them."""
+        sent = {str(dtype).removeprefix("torch.") for dtype in self._dtypes}
+        if sent == held:
+            return ""
+        return (
+            f" (sent as {', '.join(sorted(sent))}, held as {', '.join(sorted(held))}: only an engine "
+            "that holds every value exactly is accepted, so give both sides one model.dtype)"
+        )

@@ -10,6 +10,7 @@ from typing import Any
 from mrl.config import ModelConfig, RolloutConfig
 
 CPU_STUBS = Path(__file__).parents[1] / "cpu_stubs"
+SERVER_PLUGIN = Path(__file__).parents[1] / "server_plugin"
 CPU_MAX_TOTAL_TOKENS = 16_384
 
 
@@ -64,13 +65,16 @@ def server_settings(
 def server_environment(gpu_ids: Sequence[int | str], tensor_parallel_size: int) -> dict[str, str]:
     """On top of the trainer's environment. PYTHONPATH here comes before everything else."""
     if gpu_ids:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpu_ids)}
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpu_ids),
+            "PYTHONPATH": str(SERVER_PLUGIN),
+        }
     environment = {
         "SGLANG_USE_CPU_ENGINE": "1",
         # A toy model on two threads is 20 to 40 times slower than on one.
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(CPU_STUBS),
+        "PYTHONPATH": os.pathsep.join([str(SERVER_PLUGIN), str(CPU_STUBS)]),
     }
     if tensor_parallel_size > 1:
         cores = sorted(os.sched_getaffinity(0))

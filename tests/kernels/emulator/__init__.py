@@ -1,7 +1,7 @@
 """Runs csrc/cuda/*.cu on a CPU: the same source, compiled by g++ with cuda_emulator.h for CUDA.
 
-`build_samples` and `build_module` compile; `GuardedCopies` (memory.py) gives a kernel memory whose
-ends it cannot cross unseen. The fixture `emulated_cuda` in tests/kernels/conftest.py joins them.
+`build_*` compile, `load_*` load; `GuardedCopies` (memory.py) gives a kernel memory whose ends it
+cannot cross unseen. The fixture `emulated_cuda` in tests/kernels/conftest.py joins them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,28 @@ import pybind11
 
 from .memory import GuardedCopies
 
-__all__ = ["ORDERS", "ROOT", "GuardedCopies", "build_module", "build_samples"]
+__all__ = [
+    "ORDERS",
+    "ROOT",
+    "GuardedCopies",
+    "build_module",
+    "build_samples",
+    "load_module",
+    "load_samples",
+]
 
 ORDERS = ("forward", "reverse", "shuffled")
 """Orders of threads, warps and blocks: values of the environment variable MRL_EMULATOR_ORDER."""
 
 ROOT = Path(__file__).resolve().parents[3]
+MODULE_FILE = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 _NUM_JOBS = 2
-_FLAGS = ["-std=c++17", "-O1", "-fPIC", "-DMRL_WITH_CUDA", "-Icsrc"]
+_FLAGS = ["-std=c++17", "-fPIC", "-DMRL_WITH_CUDA", "-Icsrc"]
 # Kernels go into a library of their own, with no hidden thread-local variable but __shared__ ones.
 # No -fopenmp there: a GPU has none. The sanitizers call functions of faults.h, not libubsan.
 _CUDA_FLAGS = [
     *_FLAGS,
+    "-O1",
     "-DMRL_CUDA_EMULATOR",
     "-Itests/kernels/emulator",
     "-Wall",
@@ -42,23 +52,34 @@ _CUDA_FLAGS = [
     "-x",
     "c++",
 ]
-_CPU_FLAGS = [*_FLAGS, "-fopenmp", "-fvisibility=hidden", "-Wno-psabi", "-DMRL_CUDA_EMULATOR"]
+# Nobody calls the CPU functions of this module: the tests compare with those of mrl._C.
+_CPU_FLAGS = [
+    *_FLAGS,
+    "-O0",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+    "-DMRL_CUDA_EMULATOR",
+]
 
 
-def build_samples(folder: Path) -> ctypes.CDLL:
-    """Compile samples.cu, the kernels that test the emulator itself, into `folder` and load it."""
+def build_samples(folder: Path) -> None:
+    """Compile samples.cu, the kernels that test the emulator itself, into `folder`."""
     (built,) = _compile([ROOT / "tests/kernels/emulator/samples.cu"], folder)
-    library = ctypes.CDLL(str(_link([built], folder / "samples.so")))
+    _link([built], folder / "samples.so")
+
+
+def load_samples(folder: Path) -> ctypes.CDLL:
+    """What `build_samples` left in `folder`."""
+    library = ctypes.CDLL(str(folder / "samples.so"))
     library.RunSample.restype = ctypes.c_char_p
     return library
 
 
-def build_module(folder: Path) -> ModuleType:
-    """Compile csrc/ with emulated kernels into `folder`; returns it as a second module `_C`.
+def build_module(folder: Path) -> None:
+    """Compile csrc/ with emulated kernels into `folder`, as a second module `_C`.
 
-    Beside the `*_cpu` functions, which are those of mrl._C without its optimizations, it has the
-    `*_cuda` functions, for addresses of CPU memory. Raises RuntimeError with g++'s words where a
-    file does not compile.
+    Raises RuntimeError with g++'s words where a file does not compile.
     """
     cuda_sources = sorted(ROOT.glob("csrc/cuda/*.cu"))
     cpu_sources = sorted(
@@ -69,9 +90,17 @@ def build_module(folder: Path) -> ModuleType:
     kernels = _link(
         objects[: len(cuda_sources)], folder / "libmrl_emulated_kernels.so", "-Wl,-z,defs"
     )
-    target = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    _link([*objects[len(cuda_sources) :], kernels], target, "-fopenmp", "-Wl,-rpath,$ORIGIN")
-    spec = importlib.util.spec_from_file_location("_C", target)
+    others = [*objects[len(cuda_sources) :], kernels]
+    _link(others, folder / MODULE_FILE, "-fopenmp", "-Wl,-rpath,$ORIGIN")
+
+
+def load_module(folder: Path) -> ModuleType:
+    """What `build_module` left in `folder`.
+
+    Beside the `*_cpu` functions, which are those of mrl._C without its optimizations, it has the
+    `*_cuda` functions, for addresses of CPU memory.
+    """
+    spec = importlib.util.spec_from_file_location("_C", folder / MODULE_FILE)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)

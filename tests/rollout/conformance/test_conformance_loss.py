@@ -26,12 +26,12 @@ def test_no_sample_is_lost_or_doubled(engine, toy_weights):
     before = set(psutil.Process().children(recursive=True))
     work = Round(start_groups(prompts, 2), SAMPLING, 1)
     groups = []
+    finished = work.finished(engine)
+    groups.append(next(finished))
+    for process in before:
+        process.kill()
     with pytest.raises(EngineLost, match=r"died, exit code -9; last lines of .*\.log"):
-        for group in work.finished(engine):
-            groups.append(group)
-            if len(groups) == 1:
-                for process in before:
-                    process.kill()
+        groups.extend(finished)  # keeps what comes before the error
     assert not running(before)
     assert groups
     assert len(groups) + len(work.unfinished) == 8

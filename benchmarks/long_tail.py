@@ -1,0 +1,208 @@
+"""What long-tail controls save and what they cost: `python -m benchmarks.long_tail [NUM_STEPS]`.
+
+launch/recipes/long_tail.yaml, with half as many prompts a step, trained four times from one warm
+start: waiting for all (`plain`), and with 1.5 times the prompts started, the rest dropped, resumed or
+deferred. Real Megatron, and one real SGLang that the runs use in turn, one step each in an order that
+rotates, so that a busy machine is busy for all. A step trains on as many samples in each of them.
+
+For each run: the rollout time of a step (median) and of all (ratio to plain's); the tokens of an answer
+that was trained on; the reward in training, mean of the last ten steps, which is of the prompts that
+were trained on and so flatters what leaves out slow ones; and the reward of the final weights on the
+same prompts for all, none left out, of those that ask for at most MEDIAN letters and those for more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernel_bench.machine import describe
+from mrl.collect import Clock
+from mrl.config import Recipe, load_recipe
+from mrl.data.repeat import MEDIAN
+from mrl.engine_collector import EngineCollector
+from mrl.preflight import check
+from mrl.rollout.base import RolloutEngine
+from mrl.run_folder import RunFolder
+from mrl.toy_model import write_toy_model
+from mrl.trainer import Trainer
+from mrl.types import SampleGroup
+from parallel import prepare
+from parallel.groups import Groups, init_groups
+
+ROOT = Path(__file__).parents[1]
+RESULT = Path(__file__).parent / "results" / "long_tail.json"
+COMMON = ["rollout.prompts_per_step=8", "checkpoint.save_every=0", "rollout.canary_prompts=0"]
+MORE = "rollout.over_sampling=1.5"
+RUNS = {
+    "plain": [],
+    "drop": [MORE],
+    "resume": [MORE, "rollout.unfinished=resume", "algorithm.importance=tis"],
+    "defer": [MORE, "rollout.unfinished=defer"],
+}
+NUM_LAST = 10
+EVALUATED = 48
+"""Prompts, with one answer each."""
+
+
+class Run(Trainer):
+    """A run whose steps are called from outside, and whose engine may be another's."""
+
+    collector: EngineCollector
+
+    def begin(self, engine: RolloutEngine | None) -> RolloutEngine:
+        if engine is None:
+            self.collector.start(self.policy)
+        else:
+            self.collector.engine = engine
+        self._restore_or_warm_start()
+        self.checkpoints.finish()
+        assert self.collector.engine is not None
+        return self.collector.engine
+
+    def evaluate(self, groups: Groups) -> list[SampleGroup]:
+        """Answers of the present weights, to the same prompts for every run; nobody is left out."""
+        recipe = self.plan.recipe
+        whole = {"over_sampling": 1.0, "unfinished": "drop"}
+        rollout = recipe.rollout.model_copy(
+            update={**whole, "prompts_per_step": EVALUATED, "samples_per_prompt": 1}
+        )
+        recipe = recipe.model_copy(update={"rollout": rollout, "seed": recipe.seed + 1})
+        plan = check(recipe.model_copy(update={"output_dir": f"{recipe.output_dir}_eval"}), 1)
+        collector = EngineCollector(plan, groups, self.folder)
+        unused, collector.engine = collector.engine, self.collector.engine
+        try:
+            return collector.collect(self.step, self.policy, Clock())
+        finally:
+            collector.engine = unused
+            collector.close()
+
+
+def recipe_of(name: str, scratch: Path, num_steps: int) -> Recipe:
+    places = [f"model.path={scratch / 'model'}", f"output_dir={scratch / name}"]
+    steps = f"train.num_steps={num_steps}"
+    return load_recipe(
+        ROOT / "launch/recipes/long_tail.yaml", [*places, steps, *COMMON, *RUNS[name]]
+    )
+
+
+def start_runs(scratch: Path, num_steps: int) -> tuple[dict[str, Run], Groups]:
+    """All runs at the same weights: the first one's checkpoint after the warm start."""
+    write_toy_model(scratch / "model", num_layers=2)
+    prepare()
+    runs: dict[str, Run] = {}
+    groups: Groups | None = None
+    engine: RolloutEngine | None = None
+    for name in RUNS:
+        recipe = recipe_of(name, scratch, num_steps)
+        folder = RunFolder(recipe.output_dir)
+        if runs:
+            shutil.copytree(scratch / "plain/checkpoints", folder.checkpoints)
+        plan = check(recipe, 1)
+        folder.open(recipe)
+        groups = groups or init_groups(plan.dims, recipe.seed)
+        runs[name] = Run(plan, groups, folder)
+        engine = runs[name].begin(engine)
+    assert groups is not None
+    return runs, groups
+
+
+def lengths_asked(groups: Sequence[SampleGroup]) -> list[int]:
+    return [int(group.prompt.content[2:5]) for group in groups]
+
+
+def row_of(
+    name: str, metrics: Sequence[dict[str, float]], final: Sequence[SampleGroup]
+) -> dict[str, Any]:
+    def mean(key: str, rows: Sequence[dict[str, float]]) -> float:
+        return statistics.fmean(row[key] for row in rows)
+
+    rewards = [float(group.rewards[0]) for group in final if group.rewards is not None]
+    asked = lengths_asked(final)
+    times = [row["time/rollout_s"] for row in metrics]
+    extra = sorted(key for key in metrics[0] if key.startswith(("rollout/", "importance/")))
+    return {
+        "run": name,
+        "rollout_s_median": round(statistics.median(times), 2),
+        "rollout_s_total": round(sum(times), 1),
+        "trained_len": round(mean("response_len/mean", metrics), 1),
+        f"train_reward_last_{NUM_LAST}": round(mean("reward/mean", metrics[-NUM_LAST:]), 3),
+        "final_reward": round(statistics.fmean(rewards), 3),
+        "final_reward_short": round(
+            statistics.fmean(r for r, n in zip(rewards, asked, strict=True) if n <= MEDIAN), 3
+        ),
+        "final_reward_long": round(
+            statistics.fmean(r for r, n in zip(rewards, asked, strict=True) if n > MEDIAN), 3
+        ),
+        "means": {key: round(mean(key, metrics), 3) for key in extra},
+    }
+
+
+def num_not_accounted(run: Run) -> int:
+    """Prompts drawn less those trained on and those that wait: 0 unless some are dropped."""
+    recipe, state = run.plan.recipe, run.collector.state_dict()
+    drawn = state["epoch"] * state["num_prompts"] + state["offset"]
+    trained = run.step * recipe.rollout.prompts_per_step
+    return drawn - trained - len(run.collector.backlog.waiting)
+
+
+def verdicts(rows: dict[str, dict[str, Any]], lost: dict[str, int]) -> dict[str, bool]:
+    return {
+        **{f"{n}: less rollout time": rows[n]["rollout_ratio"] < 1 for n in RUNS if n != "plain"},
+        **{f"{n}: no prompt lost": lost[n] == 0 for n in RUNS if n != "drop"},
+        "drop: answers trained on are shorter": rows["drop"]["trained_len"]
+        < rows["plain"]["trained_len"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("num_steps", nargs="?", type=int, default=30)
+    num_steps = parser.parse_args().num_steps
+    names = list(RUNS)
+    metrics: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as scratch:
+        runs, groups = start_runs(Path(scratch), num_steps)
+        try:
+            for step in range(num_steps):
+                turn = step % len(names)
+                for name in names[turn:] + names[:turn]:
+                    metrics[name].append(runs[name].run_step())
+                shown = {n: round(metrics[n][-1]["time/rollout_s"], 2) for n in names}
+                print(f"step {step} rollout_s {json.dumps(shown)}", flush=True)
+            rows = {n: row_of(n, metrics[n], runs[n].evaluate(groups)) for n in names}
+            lost = {n: num_not_accounted(runs[n]) for n in names}
+        finally:
+            for run in runs.values():
+                run.collector.close()
+    for name, row in rows.items():
+        total = rows["plain"]["rollout_s_total"]
+        row["rollout_ratio"] = round(row["rollout_s_total"] / total, 3)
+        row["prompts_dropped"] = lost[name]
+        print(json.dumps(row))
+    found = verdicts(rows, lost)
+    result = {
+        **describe(torch.device("cpu"), ("torch", "megatron-core", "sglang")),
+        "num_steps": num_steps,
+        "samples_per_step": 8 * 4,
+        "rows": list(rows.values()),
+        "verdicts": found,
+    }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    for text, holds in found.items():
+        print(f"{'ok' if holds else 'FAILED'} {text}")
+    print(f"{sum(found.values())} passed, {len(found) - sum(found.values())} failed")
+    sys.exit(not all(found.values()))
+
+
+if __name__ == "__main__":
+    main()

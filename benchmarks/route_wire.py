@@ -1,0 +1,189 @@
+"""Bytes and time of routes between ranks: `python -m benchmarks.route_wire [SHAPE ...]`.
+
+Two gloo ranks of a CPU, data-parallel; each trains what the other one rolled out, so every row moves.
+Three ways, by turns, medians of 7:
+
+memory    the holder packs into shared memory, the reader reads its part (ranks of one node)
+messages  the holder packs and sends (ranks of two nodes)
+whole     all samples with all their routes, a byte or two an id, gathered on every rank
+
+Bytes a token are what the system counts in the shared memory (`fstat`), what the messages hold, and
+what a rank sends for the gather, over the rows; the bound is L K ceil(log2 E) / 8, rounded up once a
+row. Passes where memory and messages are within 1.1 of the bound. Also, at pipeline size 2, what a
+token costs both stages together. Only a run of every shape is written to the results.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.kernel_bench.machine import describe
+from moe.wire import wire_row_bytes
+from mrl.config import ParallelConfig
+from mrl.exchange import RouteExchange
+from mrl.rollout.saved import decode_groups, encode_groups, without_route_ids
+from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
+from parallel.dims import ParallelDims
+from parallel.groups import init_groups
+from tests.ranks import run_ranks
+
+RESULT = Path(__file__).parent / "results" / "route_wire.json"
+SHAPES = {
+    # layers, experts a token, experts; samples a rank, tokens a sample
+    "toy model": (4, 2, 8, 64, 41),
+    "Qwen3-30B-A3B": (48, 8, 128, 16, 1025),
+    "DeepSeek-V3": (58, 8, 256, 16, 1025),
+    "Qwen1.5-MoE-A2.7B": (24, 4, 60, 16, 1025),
+}
+REPEATS = 7
+LIMIT = 1.1
+
+
+def make_group(number: int, shape: tuple[int, ...]) -> SampleGroup:
+    """The samples of one rank."""
+    layers, topk, experts, num_samples, length = shape
+    generator = torch.Generator().manual_seed(number)
+    narrow = torch.uint8 if experts <= 256 else torch.uint16
+    samples = []
+    for _ in range(num_samples):
+        weights = torch.rand(length - 1, layers, experts, generator=generator)
+        ids = weights.topk(topk).indices.to(narrow)
+        numbers = tuple(range(1, layers + 1))
+        trace = RoutingTrace(ids, numbers, experts, (VersionSpan(0, 0, length - 1),), 0)
+        samples.append(
+            Sample(
+                group_id=number,
+                token_ids=torch.arange(length),
+                prompt_len=1,
+                loss_mask=torch.arange(length) > 0,
+                rollout_logprobs=torch.zeros(length),
+                weight_versions=(VersionSpan(0, 1, length),),
+                finish_reason="stop",
+                routing=trace,
+            )
+        )
+    return SampleGroup(Prompt(str(number), torch.arange(1), "x", {}, "f:1"), samples)
+
+
+def exchange(shape: tuple[int, ...]) -> dict[str, Any]:
+    """On a rank: bytes that it gave, and the median of the slowest rank's seconds, by way."""
+    groups = init_groups(ParallelDims.create(ParallelConfig(), 2), 0)
+    layers, num_samples = shape[0], shape[3]
+    own = make_group(groups.rank, shape)
+    both = [own, own]
+    both[1 - groups.rank] = without_route_ids(make_group(1 - groups.rank, shape))
+    samples = [sample for group in both for sample in group.samples]
+    shares = [set(range(num_samples, 2 * num_samples)), set(range(num_samples))]
+    wires = {
+        name: RouteExchange(groups, range(1, layers + 1), share_memory=name == "memory")
+        for name in ("memory", "messages")
+    }
+    written = _watch_memory(wires["memory"])
+    sent = _watch_messages()
+
+    def whole() -> None:
+        parts: list[bytes] = [b""] * 2
+        encoded = encode_groups([own])
+        sizes["whole"] = len(encoded) - len(encode_groups([own], with_routes=False))
+        dist.all_gather_object(parts, encoded)
+        for part in parts:
+            decode_groups(part)
+
+    sizes: dict[str, int] = {}
+    ways: dict[str, Callable[[], Any]] = {
+        name: lambda wire=wire: wire.deliver(samples, shares) for name, wire in wires.items()
+    }
+    ways["whole"] = whole
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(REPEATS + 1):
+        for name, way in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            way()
+            slowest = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            seconds[name].append(float(slowest))
+    sizes |= {"memory": written[-1], "messages": sent[-1]}
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    return {"bytes": sizes, "seconds": medians, "claimed": wires["memory"].bytes_per_token}
+
+
+def _watch_memory(wire: RouteExchange) -> list[int]:
+    """Bytes in this rank's shared memory at the end of each exchange."""
+    written, clear = [], wire._memory.clear
+
+    def noting() -> None:
+        written.append(wire._memory.num_bytes)
+        clear()
+
+    wire._memory.clear = noting  # type: ignore[method-assign]
+    return written
+
+
+def _watch_messages() -> list[int]:
+    """Bytes of each message that this rank sends."""
+    sent, isend = [], dist.isend
+
+    def noting(tensor: torch.Tensor, dst: int) -> Any:
+        sent.append(tensor.nbytes)
+        return isend(tensor, dst)
+
+    dist.isend = noting
+    return sent
+
+
+def measure(name: str, scratch: Path) -> dict[str, Any]:
+    shape = SHAPES[name]
+    layers, topk, experts, num_samples, length = shape
+    ranks = run_ranks(2, exchange, shape, folder=scratch)
+    rows = num_samples * (length - 1)
+    bound = math.ceil(layers * topk * math.ceil(math.log2(experts)) / 8)
+    half = layers // 2
+    stages = sum(wire_row_bytes(n, experts, topk) for n in (half, layers - half))
+    size = {way: max(rank["bytes"][way] for rank in ranks) / rows for way in ranks[0]["bytes"]}
+    seconds = ranks[0]["seconds"]
+    return {
+        "shape": name,
+        "layers_topk_experts": [layers, topk, experts],
+        "rows": rows,
+        "bound_bytes_per_token": bound,
+        "bytes_per_token": {way: round(value, 3) for way, value in size.items()},
+        "metric_bytes_per_token": round(ranks[0]["claimed"], 3),
+        "over_bound": {way: round(value / bound, 3) for way, value in size.items()},
+        "two_stages_over_bound": round(stages / bound, 3),
+        "us_per_token": {way: round(1e6 * value / rows, 2) for way, value in seconds.items()},
+        "time_of_whole_over": {
+            way: round(seconds["whole"] / seconds[way], 2) for way in ("memory", "messages")
+        },
+    }
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(SHAPES)
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in names:
+            row = measure(name, Path(scratch))
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    failed = sum(max(r["over_bound"][w] for w in ("memory", "messages")) > LIMIT for r in rows)
+    result = {**describe(torch.device("cpu"), ("torch",)), "limit": LIMIT, "rows": rows}
+    if names == list(SHAPES):
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{len(rows) - failed} passed, {failed} failed")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+// A digest of weights that does not depend on their order: for each group of elements the sum,
+// modulo 2^64, of a mix of every element's float32 bits.
+//
+// Fusing tensors, sharding them and padding with zeros leave the digest of all parts as it is, so
+// the two sides of a weight sync can compare what they hold without knowing each other's layout.
+// Mix() is a bijection of 32 bits with Mix(0) = 0, taken as a signed number: one changed element
+// changes the sum by more than 0 and less than 2^32, so it is always seen; several cancel with
+// probability 2^-32 or less. What moves to another place within a group is not seen.
+#pragma once
+
+#include <cstdint>
+
+#include "portable.h"
+
+namespace mrl {
+
+enum class WeightType { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+struct WeightDigestInput {
+  const void* weights;  // [num_groups, group_size], of `type`
+  WeightType type;
+  int64_t num_groups;
+  int64_t group_size;
+};
+
+// The finalizer of MurmurHash3 (Appleby, public domain).
+MRL_FN uint32_t MixBits(uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x85ebca6bu;
+  x ^= x >> 13;
+  x *= 0xc2b2ae35u;
+  return x ^ (x >> 16);
+}
+
+// sums: [num_groups]. Exact, so the same for any number of threads.
+void WeightDigestCpu(const WeightDigestInput& in, int num_threads, uint64_t* sums);
+
+}  // namespace mrl

@@ -1,0 +1,58 @@
+"""A task whose answers have a long tail of lengths: `python -m mrl.data.repeat --out FILE`.
+
+`b*034=` asks for 34 times the letter b. The numbers are log-normal: half are below 12, one in twenty
+is above 60. Demonstrations show the form and no skill: their lengths scatter around the number, and
+more than half of their letters are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+LETTERS = "abcd"
+SHORTEST, MEDIAN, LONGEST, SIGMA = 3, 12, 128, 1.0
+SPREAD = 0.4
+"""Of a demonstration's length around the number asked for: sigma of its logarithm."""
+RIGHT = 0.25
+"""Share of a demonstration's letters that are right; the rest are drawn."""
+
+
+def repeat_rows(num: int, seed: int, *, demonstrations: bool = False) -> list[dict[str, str]]:
+    """`num` rows of a prompt, or of prompt and completion."""
+    rng = random.Random(f"repeat/{seed}")
+    rows: list[dict[str, str]] = []
+    for i in range(num):
+        letter, times = LETTERS[i % len(LETTERS)], _log_normal(rng, MEDIAN, SIGMA)
+        prompt = f"{letter}*{times:03d}="
+        if demonstrations:
+            rows.append({"prompt": prompt, "completion": _scattered(rng, letter, times)})
+        else:
+            rows.append({"prompt": prompt})
+    return rows
+
+
+def _log_normal(rng: random.Random, median: float, sigma: float) -> int:
+    return min(LONGEST, max(SHORTEST, round(rng.lognormvariate(0, sigma) * median)))
+
+
+def _scattered(rng: random.Random, letter: str, times: int) -> str:
+    length = _log_normal(rng, times, SPREAD)
+    return "".join(letter if rng.random() < RIGHT else rng.choice(LETTERS) for _ in range(length))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--num", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--demonstrations", action="store_true", help="prompt + completion rows")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    rows = repeat_rows(args.num, args.seed, demonstrations=args.demonstrations)
+    args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

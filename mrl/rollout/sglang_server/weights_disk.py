@@ -1,0 +1,42 @@
+"""Weight buckets by way of SGLang's /update_weights_from_disk: `rollout.weight_sync=disk`.
+
+The slowest of the ways, and the one that needs nothing but a file system that both sides see.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from mrl.rollout.sglang_server.weights import Post, version_fields
+from mrl.types import WeightBucket
+
+
+class DiskPush:
+    """Writes one safetensors file a bucket; the last one makes the engine read them all."""
+
+    def __init__(self, post: Post, parent: Path | None) -> None:
+        """`parent` of the private folder; by default the system's folder for temporary files."""
+        self._post = post
+        self._parent = parent
+        self._folder: Path | None = None
+        self._num_files = 0
+
+    def push(self, bucket: WeightBucket) -> None:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="mrl-weights-", dir=self._parent))
+        self._num_files += 1
+        tensors = {name: tensor.detach().contiguous() for name, tensor in bucket.tensors}
+        save_file(tensors, self._folder / f"model-{self._num_files:05d}.safetensors")
+        if bucket.is_last:
+            body = {"model_path": str(self._folder), **version_fields(bucket)}
+            self._post("/update_weights_from_disk", body)
+            self.close()
+
+    def close(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder, self._num_files = None, 0

@@ -1,0 +1,103 @@
+"""A run that leaves prompts unfinished, dies, and goes on: every prompt drawn is somewhere, once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.config import load_recipe
+from mrl.data import PromptCursor
+from mrl.engine_collector import EngineCollector
+from mrl.preflight import check
+from mrl.rollout.base import RolloutEngine
+from mrl.run_folder import RunFolder
+from mrl.trainer import Trainer
+from parallel import prepare
+from parallel.groups import init_groups
+from tests.loop.conftest import TOY_RECIPE, Toy
+from tests.ranks import run_ranks
+
+
+class SteppedRun(Trainer):
+    """A run that is driven step by step, with an engine that outlives it."""
+
+    collector: EngineCollector
+
+    def begin(self, engine: RolloutEngine | None) -> RolloutEngine:
+        if engine is None:
+            self.collector.start(self.policy)
+        else:
+            self.collector.engine = engine
+        self._restore_or_warm_start()
+        assert self.collector.engine is not None
+        return self.collector.engine
+
+    def go(self, num_steps: int) -> list[dict[str, float]]:
+        rows = [self.run_step() for _ in range(num_steps)]
+        for row in rows:
+            self.folder.add_metrics(row)
+        return rows
+
+    def save(self) -> None:
+        self._save()
+        self.checkpoints.finish()
+
+
+def died_and_resumed(overrides: list[str]) -> dict[str, Any]:
+    """Two steps, a checkpoint, a step that is lost, and two more by another trainer."""
+    recipe = load_recipe(TOY_RECIPE, overrides)
+    folder = RunFolder(recipe.output_dir)
+    plan = check(recipe, 1)
+    folder.open(recipe)
+    prepare()
+    groups = init_groups(plan.dims, recipe.seed)
+    first = SteppedRun(plan, groups, folder)
+    engine = first.begin(None)
+    try:
+        first.go(2)
+        first.save()
+        saved = [one.group.prompt.prompt_id for one in first.collector.backlog.waiting]
+        first.go(1)
+        second = SteppedRun(check(recipe, 1), groups, folder)
+        second.begin(engine)
+        restored = [one.group.prompt.prompt_id for one in second.collector.backlog.waiting]
+        second.go(2)
+        return {
+            "saved": saved,
+            "restored": restored,
+            "state": second.collector.state_dict(),
+            "waiting": [one.group.prompt.prompt_id for one in second.collector.backlog.waiting],
+            "order": [p.prompt_id for p in PromptCursor(plan.prompts, seed=recipe.seed).next(64)],
+            "metrics": folder.read_metrics(),
+        }
+    finally:
+        engine.stop()
+
+
+@pytest.mark.timeout(400)
+def test_a_run_with_a_backlog_dies_and_goes_on(toy: Toy, tmp_path: Path) -> None:
+    overrides = toy.overrides(
+        tmp_path / "run", "rollout.over_sampling=1.5", "rollout.unfinished=resume",
+        "algorithm.importance=tis", "rollout.max_response_len=48", "train.num_steps=4",
+    )  # fmt: skip
+    (found,) = run_ranks(1, died_and_resumed, overrides, folder=tmp_path / "out")
+    assert len(found["saved"]) == 2  # six started, four trained on
+    assert found["restored"] == found["saved"]
+    folder = RunFolder(tmp_path / "run")
+    trained = Counter(
+        row["prompt_id"] for step in range(4) for row in folder.read_rollouts(step)
+    )  # each prompt with its four samples
+    assert set(trained.values()) == {4}
+    drawn = found["order"][: found["state"]["offset"]]
+    assert sorted([*trained, *found["waiting"]]) == sorted(drawn)
+    rows = found["metrics"]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        assert row["rollout/backlog_prompts"] == 2
+        assert row["weight_version"] == row["step"]
+        assert 0.9 < row["importance/mean"] < 1.1
+    assert rows[0]["rollout/off_policy_tokens"] == 0.0
+    assert all(0 < row["rollout/off_policy_tokens"] < 1 for row in rows[1:])

@@ -1,0 +1,244 @@
+"""What a weight sync asks of a server and in which order, and how it judges the answers.
+
+The server here is a small real HTTP server that records what it is asked and answers as SGLang does,
+with and without the update session of 0.5.23. What SGLang makes of the requests is tested against a
+real one, in test_weight_sync.py.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rollout_helpers import make_buckets
+from safetensors.torch import load_file, save_file
+
+from mrl.kernels.digest import weight_digest
+from mrl.rollout.sglang_server.held import check_held, held_digests
+from mrl.rollout.sglang_server.http import HttpClient
+from mrl.rollout.sglang_server.manifest import Manifest
+from mrl.rollout.sglang_server.weight_sync import WeightSync
+from mrl.types import WeightBucket
+
+SESSION = ("/begin_weight_update", "/end_weight_update")
+
+
+class Recorder(ThreadingHTTPServer):
+    """Knows `offered` paths beside the update's own, and fails `failing` ones."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.offered: tuple[str, ...] = ()
+        self.failing = ""
+        self.held: dict[str, str] = {}
+        self.calls: list[tuple[str, dict]] = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Recorder
+
+    def do_GET(self) -> None:
+        self._answer(405 if self.path in self.server.offered else 404, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.calls.append((self.path, body))
+        if self.path == self.server.failing:
+            self._answer(400, {"success": False, "message": "not today"})
+        elif self.path == "/weights_checker":
+            self._answer(200, {"success": True, "ranks": [{"checksums": self.server.held}]})
+        else:
+            self._answer(200, {"success": True})
+
+    def _answer(self, status: int, body: dict) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args) -> None:
+        pass
+
+
+class Client:
+    """The part of `Server` that a sync uses."""
+
+    def __init__(self, port: int) -> None:
+        self._http = HttpClient(port, "key")
+
+    def post(self, path, body):
+        return self._http.post(path, body, timeout_s=10)
+
+    def offers(self, path):
+        return self._http.get(path, timeout_s=10)[0] != 404
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    with Recorder() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+WEIGHTS = [(f"model.layers.{i}.a.weight", torch.full((3,), float(i + 1))) for i in range(5)]
+
+
+@pytest.fixture
+def manifest(tmp_path) -> Manifest:
+    save_file(dict(WEIGHTS), tmp_path / "model.safetensors")
+    return Manifest(tmp_path, SimpleNamespace(num_hidden_layers=5, tie_word_embeddings=False))
+
+
+def held(weights=WEIGHTS, ranks: int = 1) -> dict[str, str]:
+    return {
+        f"{rank} {name}": f"float32 {tensor.numel()} 1 {weight_digest(tensor)[0]:x}"
+        for name, tensor in weights
+        for rank in range(ranks)
+    }
+
+
+def paths(recorder: Recorder) -> list[str]:
+    return [path for path, _ in recorder.calls]
+
+
+@pytest.mark.parametrize("offered", [(), SESSION])
+def test_order_in_both_generations(recorder, manifest, offered):
+    recorder.offered, recorder.held = offered, held()
+    sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1)
+    report = sync.update(make_buckets(WEIGHTS, 7, size=2), 7)
+    pushes = ["/update_weights_from_tensor"] * 3
+    begin, end = ([path] if path in offered else [] for path in SESSION)
+    assert paths(recorder) == [*begin, *pushes, *end, "/weights_checker"]
+    bodies = [body for path, body in recorder.calls if path == pushes[0]]
+    assert [body.get("weight_version") for body in bodies] == [None, None, "7"]
+    assert [body["flush_cache"] for body in bodies] == [False, False, True]
+    assert report.num_bytes == 60
+    if offered:
+        assert recorder.calls[0][1] == {"selector": "all"}
+
+
+@pytest.mark.parametrize("failing", ["/update_weights_from_tensor", "/weights_checker"])
+def test_failures_close_the_session_and_leave_the_buckets(recorder, manifest, failing):
+    recorder.offered, recorder.held, recorder.failing = SESSION, held(), failing
+    sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1)
+    buckets = make_buckets(WEIGHTS, 7, size=2)
+    with pytest.raises(RuntimeError, match="not today"):
+        sync.update(buckets, 7)
+    assert paths(recorder).count(SESSION[0]) == paths(recorder).count(SESSION[1]) == 1
+    assert len(list(buckets)) == (2 if failing == "/update_weights_from_tensor" else 0)
+    recorder.failing = ""
+    sync.update(make_buckets(WEIGHTS, 8), 8)
+
+
+def test_disk_writes_whole_files_and_takes_them_away(recorder, manifest, tmp_path):
+    recorder.offered, recorder.held = SESSION, held()
+    seen = {}
+
+    class Reader(Client):
+        def post(self, path, body):
+            if path == "/update_weights_from_disk":
+                folder = tmp_path / body["model_path"]
+                assert folder.stat().st_mode & 0o777 == 0o700
+                for file in sorted(folder.iterdir()):
+                    seen.update(load_file(file))
+            return super().post(path, body)
+
+    sync = WeightSync(
+        Reader(recorder.server_port), manifest, num_ranks=1, method="disk", folder=tmp_path
+    )
+    sync.update(make_buckets(WEIGHTS, 7, size=2), 7)
+    assert paths(recorder) == ["/update_weights_from_disk", "/weights_checker"]
+    assert {name: t.tolist() for name, t in seen.items()} == {n: t.tolist() for n, t in WEIGHTS}
+    with pytest.raises(ValueError, match="got 2 weights, expected 3 more"):
+        sync.update([WeightBucket(WEIGHTS[:2], 8), WeightBucket([], 8, is_last=True)], 8)
+    assert not list(tmp_path.glob("mrl-weights-*"))
+
+
+def test_a_digest_of_the_exporter_is_believed_and_not_the_buffer(recorder, manifest):
+    recorder.held = held()
+    sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1)
+    digest = {name.removesuffix(".a.weight"): weight_digest(t)[0] for name, t in WEIGHTS}
+    spoiled = [(name, tensor + 1) for name, tensor in WEIGHTS]
+    sync.update([WeightBucket(spoiled, 7, is_last=True, digest=digest)], 7)
+    recorder.held = held(spoiled)
+    with pytest.raises(RuntimeError, match=r"model\.layers\.0: sent [0-9a-f]{16}, the engine"):
+        sync.update([WeightBucket(spoiled, 7, is_last=True, digest=digest)], 7)
+
+
+def test_digests_of_ranks_add_up():
+    answer = {"a.weight": "1 2", "b.weight": "5 5", "c.experts.w13": "1,2 3,4"}
+    lines = {
+        f"{rank} {name}": f"float32 9 1 {text.split()[rank]}"
+        for name, text in answer.items()
+        for rank in (0, 1)
+    }
+    got, dtypes = held_digests({"ranks": [{"checksums": lines}, {"checksums": {}}]}, 2)
+    assert got == {"a": 3, "b": 5, "c.experts.0": 4, "c.experts.1": 6}
+    assert dtypes == {"float32"}
+    with pytest.raises(RuntimeError, match=r"from ranks \[0, 1\], expected 4 ranks"):
+        held_digests({"ranks": [{"checksums": lines}]}, 4)
+    with pytest.raises(RuntimeError, match="plugin mrl_weight_digest"):
+        held_digests({"ranks": []}, 1)
+
+
+def test_replicas_of_heads_count_once_and_must_agree():
+    def lines(*digests):
+        text = {f"{rank} a.weight#kv": f"bfloat16 9 2 {d}" for rank, d in enumerate(digests)}
+        return {"ranks": [{"checksums": text}]}
+
+    assert held_digests(lines("1", "1", "a", "a"), 4)[0] == {"a": 11}
+    with pytest.raises(RuntimeError, match="same on 2 neighbouring ranks"):
+        held_digests(lines("1", "1", "a", "b"), 4)
+
+
+def test_comparison_of_places():
+    sent = {"lm_head": 1, "model.layers.0": 2, "model.layers.0.experts.0": 3}
+    check_held(sent, dict(sent), set(), "")
+    check_held(sent, {"lm_head": 1, "model.layers.0": 5}, set(), "")  # experts not told apart
+    check_held({**sent, "model.layers.9": 4}, sent, {"model.layers.9"}, "")
+    shared = {**sent, "model.layers.0": 1, "model.layers.0.experts.1": 1}  # a fused shared expert
+    check_held(sent, shared, set(), "")
+    for wrong in (
+        {**sent, "lm_head": 2},
+        {**sent, "more": 2},
+        {"lm_head": 1, "model.layers.0": 2},
+        {**sent, "model.layers.0": 3, "model.layers.0.experts.0": 2},
+    ):
+        with pytest.raises(RuntimeError, match=r"digests: .*; send the update again"):
+            check_held(sent, wrong, set(), "")
+    with pytest.raises(RuntimeError, match=r"lm_head: sent 0{15}1, the engine holds nothing"):
+        check_held({"lm_head": 1}, {}, set(), "")
+
+
+def test_tied_output_must_equal_the_embedding(tmp_path):
+    weights = {"model.embed_tokens.weight": torch.ones(2), "model.norm.weight": torch.ones(1)}
+    save_file(weights, tmp_path / "model.safetensors")
+    config = SimpleNamespace(num_hidden_layers=1, tie_word_embeddings=True)
+    manifest = Manifest(tmp_path, config)
+    sent = {"model.embed_tokens": 5, "model.norm": 6}
+    assert manifest.with_tied_output(sent, sent) == sent
+    assert manifest.with_tied_output(sent, {**sent, "lm_head": 1}) == {**sent, "lm_head": 5}
+    assert manifest.optional_places == {"lm_head"}
+
+
+def test_another_dtype_is_named(recorder, manifest):
+    coarse = [(name, (tensor + 0.001)) for name, tensor in WEIGHTS]
+    recorder.held = {
+        f"0 {name}": f"bfloat16 3 1 {weight_digest(tensor.bfloat16())[0]:x}"
+        for name, tensor in coarse
+    }
+    sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1)
+    with pytest.raises(
+        RuntimeError, match=r"sent as float32, held as bfloat16: .*one model\.dtype"
+    ):
+        sync.update(make_buckets(coarse, 1), 1)
+    exact = [(name, tensor.bfloat16()) for name, tensor in WEIGHTS]
+    recorder.held = held()
+    sync.update(make_buckets(exact, 2), 2)  # widened without loss

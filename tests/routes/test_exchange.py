@@ -1,0 +1,162 @@
+"""Routes between ranks: each gets what it trains, bit for bit, through memory and through messages."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe.align import pack_trace
+from mrl.config import ParallelConfig
+from mrl.exchange import Parcel, RouteExchange, Want, plan_parcels
+from mrl.rollout.saved import without_route_ids
+from mrl.types import PackedRoutes, Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
+from parallel.dims import ParallelDims
+from parallel.groups import init_groups, world_size
+from tests.ranks import run_ranks
+
+NUM_LAYERS, EXPERTS, TOPK = 4, 8, 2
+
+
+def make_group(number: int, lengths: list[int]) -> SampleGroup:
+    """A sample without routes where the length is 0."""
+    samples = []
+    for i, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(100 * number + i)
+        weights = torch.rand(max(length, 4) - 1, NUM_LAYERS, EXPERTS, generator=generator)
+        ids = weights.topk(TOPK).indices.to(torch.uint8)
+        spans = (VersionSpan(0, 0, len(ids)),)
+        sample = Sample(
+            group_id=number,
+            token_ids=torch.arange(len(ids) + 1),
+            prompt_len=2,
+            loss_mask=torch.arange(len(ids) + 1) >= 2,
+            rollout_logprobs=torch.zeros(len(ids) + 1),
+            weight_versions=(VersionSpan(0, 2, len(ids) + 1),),
+            finish_reason="stop",
+            routing=RoutingTrace(ids, (1, 2, 3, 4), EXPERTS, spans, 0) if length else None,
+        )
+        samples.append(sample)
+    return SampleGroup(Prompt(str(number), torch.arange(2), "x", {}, "f:1"), samples)
+
+
+def make_groups() -> list[SampleGroup]:
+    return [
+        make_group(0, [9, 4]),
+        make_group(1, [30, 0]),
+        make_group(2, [2000]),
+        make_group(3, [5]),
+    ]
+
+
+SHARES = [{0, 2, 5}, {1, 3, 4}]
+"""What each data-parallel rank trains of the six samples; sample 3 has no routes."""
+STAGES = {1: [(1, 2, 3, 4)], 2: [(1,), (2, 3, 4)], 3: [(1, 2, 3, 4), ()]}
+"""Layers by stage; in the third case the second stage has none."""
+
+
+def exchange(sizes: dict[str, int], stages: int) -> list[dict[str, Any]]:
+    """On a rank, through memory and through messages: did it get just what it should have?"""
+    dims = ParallelDims.create(ParallelConfig(**sizes), world_size())
+    groups = init_groups(dims, 0)
+    layers = STAGES[stages][groups.pp_rank]
+    whole = make_groups()
+    mine = [
+        group if i % dims.world == groups.rank else without_route_ids(group)
+        for i, group in enumerate(whole)
+    ]
+    samples = [sample for group in mine for sample in group.samples]
+    full = [sample for group in whole for sample in group.samples]
+    shares = SHARES if dims.dp == 2 else [set(range(6))]
+    expected = {
+        i: pack_trace(trace, layers)
+        for i in shares[groups.dp_rank]
+        if (trace := full[i].routing) is not None
+    }
+    results = []
+    for share_memory in (True, False):
+        wire = RouteExchange(groups, layers, share_memory=share_memory)
+        written = watch(wire)
+        deliveries = [wire.deliver(samples, shares) for _ in range(2)]  # the memory is used again
+        result = {
+            "right": all(_same(delivered, expected) for delivered in deliveries),
+            "bytes": wire.bytes_per_token,
+            "written": list(written),
+            "left": wire._memory.num_bytes,
+        }
+        collected = [sample for group in wire.collect(mine) for sample in group.samples]
+        is_whole = all(_same_routes(a, b) for a, b in zip(collected, full, strict=True))
+        results.append(result | {"whole": is_whole})
+    return results
+
+
+def watch(wire: RouteExchange) -> list[int]:
+    """Bytes in this rank's memory at the end of each exchange, as the system counts them."""
+    written, clear = [], wire._memory.clear
+
+    def noting() -> None:
+        written.append(wire._memory.num_bytes)
+        clear()
+
+    wire._memory.clear = noting  # type: ignore[method-assign]
+    return written
+
+
+def _same(delivered: dict[int, PackedRoutes], expected: dict[int, PackedRoutes]) -> bool:
+    return delivered.keys() == expected.keys() and all(
+        routes.layer_numbers == expected[i].layer_numbers
+        and torch.equal(routes.packed, expected[i].packed)
+        for i, routes in delivered.items()
+    )
+
+
+def _same_routes(a: Sample, b: Sample) -> bool:
+    if a.routing is None or b.routing is None:
+        return a.routing is b.routing
+    if a.routing.expert_ids.is_meta:
+        return False
+    same = dataclasses.replace(a.routing, expert_ids=b.routing.expert_ids) == b.routing
+    return same and torch.equal(a.routing.expert_ids, b.routing.expert_ids)
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, int], int, float, list[int]]] = {
+    # Ranks, sizes, stages; bytes a token: 24 bits in one piece, or 6 and 18 bits: a byte and three;
+    # bytes in each rank's memory. Rows by sample: 8, 3, 29, none, 1999, 4, and the four groups
+    # (samples 0 and 1, 2 and 3, 4, 5) are held by the ranks in turn.
+    "PP2xDP2": (4, {"pipeline_model_parallel_size": 2}, 2, 4.0,
+                [8 * 3 + 3 * 4, 29 * 4, 1999 * 4, 4 * 4]),
+    "PP2, a stage without MoE": (2, {"pipeline_model_parallel_size": 2}, 3, 3.0, [0, 33 * 3]),
+    # Both tensor-parallel ranks of a replica read the same bytes.
+    "TP2xDP2": (4, {"tensor_model_parallel_size": 2}, 1, 3.0,
+                [8 * 3 + 3 * 3, 29 * 3, 1999 * 3, 4 * 3]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_rank_gets_its_layers_of_its_samples(name: str, tmp_path: Path) -> None:
+    world, sizes, stages, size, written = LAYOUTS[name]
+    ranks = run_ranks(world, exchange, sizes, stages, folder=tmp_path)
+    for number, (memory, messages) in enumerate(ranks):
+        assert memory["written"] == [written[number]] * 2
+        assert messages["written"] == []
+        for result in (memory, messages):
+            assert result["right"]
+            assert result["left"] == 0
+            assert result["bytes"] == pytest.approx(size, rel=0.02)
+            assert result["whole"] == (number == 0)
+
+
+def test_parcels() -> None:
+    wants = {0: Want((0, 1, 2), (1,)), 1: Want((0, 1, 2), (2,)), 2: Want((1, 2), ())}
+    held = [{0}, {1}, {1, 2}]
+    assert plan_parcels(wants, held) == [
+        Parcel(1, 0, Want((1,), (1,))),
+        Parcel(2, 0, Want((2,), (1,))),
+        Parcel(0, 1, Want((0,), (2,))),
+        Parcel(2, 1, Want((2,), (2,))),
+    ]
+    with pytest.raises(RuntimeError, match=r"no rank holds the routes of samples \[2\]"):
+        plan_parcels(wants, [{0}, {1}, set()])
