@@ -8,6 +8,7 @@ otherwise, as those do that leave out earlier thinking, does not change what was
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from mrl.errors import InputError
@@ -17,7 +18,10 @@ Messages = list[dict[str, Any]]
 
 _TURN = "a turn of the policy 7f3a"
 """Stands in for what was generated; a template that repeats or loses it cannot be used."""
-_BEFORE: Messages = [{"role": "user", "content": "a question"}]
+_TALK: Messages = [
+    {"role": "user", "content": "a question"},
+    {"role": "assistant", "content": _TURN},
+]
 
 
 class ChatTurns:
@@ -60,16 +64,17 @@ class ChatTurns:
         ids = self._encode(self._text_after_turn(_messages(observation)))
         return ids[1:] if ids[:1] == [last_id] else ids
 
+    @functools.cached_property
+    def _end(self) -> str:
+        """What ends the assistant's turn when nothing follows."""
+        return _after_turn(self._render(_TALK))
+
     def _text_after_turn(self, added: Messages) -> str:
-        talk = [*_BEFORE, {"role": "assistant", "content": _TURN}]
-        ended, whole = self._render(talk), self._render([*talk, *added], ask=True)
-        if ended.count(_TURN) != 1 or whole.count(_TURN) != 1:
-            raise ValueError("it does not show the assistant's turn exactly once")
-        end, after = ended.partition(_TURN)[2], whole.partition(_TURN)[2]
-        if not after.startswith(end):
+        after = _after_turn(self._render([*_TALK, *added], ask=True))
+        if not after.startswith(self._end):
             raise ValueError(
-                f"an assistant's turn ends with {end!r} when it is the last, but goes on with "
-                f"{after[: len(end) + 20]!r} when there is more"
+                f"an assistant's turn ends with {self._end!r} when it is the last, but goes on with "
+                f"{after[: len(self._end) + 20]!r} when there is more"
             )
         return after
 
@@ -88,6 +93,12 @@ class ChatTurns:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _after_turn(text: str) -> str:
+    if text.count(_TURN) != 1:
+        raise ValueError("it does not show the assistant's turn exactly once")
+    return text.partition(_TURN)[2]
 
 
 def _plain(observation: str | Messages) -> str:

@@ -14,18 +14,26 @@ from mrl.environments.base import StepResult
 
 
 class Environment:
-    def __init__(self, turns: int = 3) -> None:
-        """`turns` guesses are an episode; each is worth 1 / turns."""
+    def __init__(
+        self, turns: int = 3, letters: str = string.ascii_lowercase, repeats: int = 1
+    ) -> None:
+        """`turns` guesses are an episode, each worth 1 / turns; one of `letters` is the right one.
+
+        It is told `repeats` times over: a small model learns the sooner to repeat it.
+        """
         self._turns = turns
+        self._letters = letters
+        self._repeats = repeats
         self._letter = ""
         self._guesses = 0
 
     def reset(self, prompt: Any, seed: int, **columns: Any) -> None:
         """The prompt says what the game is; the seed chooses the letter."""
-        self._letter = random.Random(seed).choice(string.ascii_lowercase)
+        self._letter = random.Random(seed).choice(self._letters)
 
     def step(self, action: str) -> StepResult:
         """A guess is worth the share of its characters that are the letter."""
         self._guesses += 1
         share = action.count(self._letter) / len(action) if action else 0.0
-        return StepResult(self._letter, share / self._turns, done=self._guesses == self._turns)
+        told = self._letter * self._repeats
+        return StepResult(told, share / self._turns, done=self._guesses == self._turns)
