@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench layouts gpu-check clean
+.PHONY: help setup demo test lint bench layouts conformance faults rollout-bench gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -51,6 +51,19 @@ bench: $(VENV)/.bench  ## Kernels beside eager, torch.compile, Liger, TRL and a 
 
 layouts: setup  ## Every parallel layout against one process; writes docs/layouts.md
 	$(BIN)/python -m benchmarks.layouts
+
+conformance: setup  ## What an engine owes, against a real SGLang: 1 and 2 ranks, 1 and 2 engines; 10 minutes
+	$(BIN)/python -m benchmarks.conformance $(BENCH_ARGS)
+
+faults: setup  ## Kill, hang and starve the engine 22 times in a real run; 10 minutes
+	$(BIN)/python -m benchmarks.faults $(BENCH_ARGS)
+
+rollout-bench: setup  ## Throughput, weight sync and its faults, route bytes, replay, long tails; 30 minutes
+	$(BIN)/python -m benchmarks.throughput
+	$(BIN)/python -m benchmarks.weight_sync
+	$(BIN)/python -m benchmarks.route_wire
+	$(BIN)/python -m benchmarks.replay_overhead
+	$(BIN)/python -m benchmarks.long_tail
 
 # The peers to compare with, on top of the lock.
 $(VENV)/.bench: $(VENV)/.installed requirements/bench.txt

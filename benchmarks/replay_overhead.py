@@ -4,29 +4,34 @@ The real loop (launch/recipes/toy_moe.yaml: Megatron-core and SGLang on a CPU) w
 r3 against off, both in one process, taking steps by turns (r3 off, off r3, ...), so that what else the
 machine does meets both. Two comparisons a model:
 
-saved   the same rollouts from files (`debug.load_rollouts`): what replay costs the trainer alone
 live    each with an engine of its own, with and without the capture of routes: the whole step
+saved   the same rollouts from files (`debug.load_rollouts`): what replay costs the trainer alone
 
-Figures are medians in seconds, and the median over pairs of r3 / off. Passes where the live step with
-replay takes at most 1.03 of the step without.
+Figures are medians over steps: wall-clock seconds, and CPU seconds of the trainer and of its engine's
+processes, which other programs on the machine disturb less. Passes where the live step with replay
+takes at most 1.03 of the CPU seconds of the step without, by the ratio of the medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.kernel_bench.machine import describe
 from mrl.config import load_recipe
 from mrl.preflight import check
-from mrl.run_folder import RunFolder
+from mrl.rollout.saved import save_groups
+from mrl.run_folder import RunFolder, saved_step
 from mrl.toy_model import write_toy_model
 from parallel import prepare
 from parallel.groups import Groups, destroy_groups, init_groups
@@ -37,7 +42,7 @@ LARGER = {
     "num_layers": 8, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 32, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64,
 }  # fmt: skip
-MODELS: dict[str, dict[str, int]] = {"toy": {}, "larger": LARGER}
+MODELS: dict[str, dict[str, Any]] = {"toy": {}, "larger": LARGER}
 ARMS = ("r3", "off")
 LIMIT = 1.03
 NUM_SAVED = 4
@@ -57,30 +62,50 @@ def make_trainer(model: Path, folder: Path, groups: Groups | None, *more: str) -
     return Trainer(plan, groups or init_groups(plan.dims, recipe.seed), run)
 
 
-def compare(trainers: dict[str, Any], num_steps: int, num_files: int | None) -> dict[str, Any]:
+def compare(
+    trainers: dict[str, Any],
+    num_steps: int,
+    num_files: int | None,
+    engines: dict[str, list[psutil.Process]],
+) -> dict[str, Any]:
     """Steps by turns; the first of each is not counted."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     for i in range(num_steps + 1):
         for name in sorted(trainers, reverse=bool(i % 2)):
             if num_files:
                 trainers[name].step = i % num_files
-            rows[name].append(trainers[name].run_step())
+            before = cpu_seconds(engines.get(name, []))
+            metrics = trainers[name].run_step()
+            after = cpu_seconds(engines.get(name, []))
+            cpu = {f"cpu/{part}_s": after[part] - before[part] for part in after}
+            rows[name].append({**metrics, **cpu, "cpu/step_s": math.fsum(cpu.values())})
     rows = {name: steps[1:] for name, steps in rows.items()}
-    keys = [k for k in rows["r3"][0] if k.startswith("time/")]
+    keys = [k for k in rows["r3"][0] if k.startswith(("time/", "cpu/"))]
     seconds = {
-        name: {k: round(statistics.median(r[k] for r in steps), 4) for k in keys}
+        name: {k: statistics.median(r[k] for r in steps) for k in keys}
         for name, steps in rows.items()
     }
-    pairs = [a["time/step_s"] / b["time/step_s"] for a, b in zip(*rows.values(), strict=True)]
+    ratios = {
+        kind: [a[kind] / b[kind] for a, b in zip(rows["r3"], rows["off"], strict=True)]
+        for kind in ("time/step_s", "cpu/step_s")
+    }
     return {
         "pairs": num_steps,
-        "seconds": seconds,
-        "step_ratio": round(statistics.median(pairs), 4),
-        "quartiles": [round(q, 4) for q in statistics.quantiles(pairs, n=4)[::2]],
-        "ratio_of_median_steps": round(
-            seconds["r3"]["time/step_s"] / seconds["off"]["time/step_s"], 4
-        ),
-        "rows": int(rows["r3"][0]["tokens/train"]),
+        "tokens": int(rows["r3"][0]["tokens/train"]),
+        "seconds": {n: {k: round(v, 4) for k, v in s.items()} for n, s in seconds.items()},
+        "ratio_of_medians": {k: round(seconds["r3"][k] / seconds["off"][k], 4) for k in ratios},
+        "quartiles_of_pairs": {
+            k: [round(q, 3) for q in statistics.quantiles(v, n=4)] for k, v in ratios.items()
+        },
+    }
+
+
+def cpu_seconds(engine: list[psutil.Process]) -> dict[str, float]:
+    """Used so far by this process and by the processes of its engine."""
+    times = [process.cpu_times() for process in engine]
+    return {
+        "trainer": time.process_time(),
+        "engine": math.fsum(t.user + t.system for t in times),
     }
 
 
@@ -88,35 +113,39 @@ def measure(name: str, scratch: Path, num_steps: int) -> dict[str, Any]:
     """Both comparisons of a model, in this process; the engines are children of it."""
     model = scratch / name
     write_toy_model(model, **MODELS[name])
-    save = (f"{scratch / name}_saved", "debug.save_rollouts=true")
-    recorder = make_trainer(model, Path(save[0]), None, save[1])
-    groups = recorder.groups
-    result: dict[str, Any] = {"model": name}
+    groups: Groups | None = None
     live: dict[str, Any] = {}
+    engines: dict[str, list[psutil.Process]] = {}
     try:
-        recorder.collector.start(recorder.policy)
-        for _ in range(NUM_SAVED):
-            recorder.run_step()
-        recorder.collector.close()
-        load = f"debug.load_rollouts={recorder.folder.rollouts}"
-        saved = {
-            arm: make_trainer(
-                model, scratch / f"{name}_saved_{arm}", groups, load, f"moe.routing_replay={arm}"
-            )
-            for arm in ARMS
-        }
-        result["saved"] = compare(saved, 2 * num_steps, NUM_SAVED)
-        del saved
         for arm in ARMS:
-            live[arm] = make_trainer(
-                model, scratch / f"{name}_live_{arm}", groups, f"moe.routing_replay={arm}"
-            )
+            folder = scratch / f"{name}_live_{arm}"
+            live[arm] = make_trainer(model, folder, groups, f"moe.routing_replay={arm}")
+            groups = live[arm].groups
+            known = {process.pid for process in psutil.Process().children(recursive=True)}
             live[arm].collector.start(live[arm].policy)
-        result["live"] = compare(live, num_steps, None)
+            everyone = psutil.Process().children(recursive=True)
+            engines[arm] = [process for process in everyone if process.pid not in known]
+        result = {"model": name, "live": compare(live, num_steps, None, engines)}
+        rollouts = save_rollouts(live["r3"])
     finally:
-        for trainer in (recorder, *live.values()):
+        for trainer in live.values():
             trainer.collector.close()
-    return result
+    saved = {}
+    for arm in ARMS:
+        keys = (f"debug.load_rollouts={rollouts}", f"moe.routing_replay={arm}")
+        saved[arm] = make_trainer(model, scratch / f"{name}_saved_{arm}", groups, *keys)
+    return {**result, "saved": compare(saved, 2 * num_steps, NUM_SAVED, {})}
+
+
+def save_rollouts(trainer: Any) -> Path:
+    """A few more rollouts of a live trainer, as `debug.save_rollouts` writes them."""
+    from mrl.collect import Clock
+
+    for i in range(NUM_SAVED):
+        groups = trainer.collector.collect(trainer.step, trainer.policy, Clock())
+        save_groups(saved_step(trainer.folder.rollouts, i), groups)
+    trainer.policy.onload()
+    return trainer.folder.rollouts
 
 
 def main() -> None:
@@ -133,7 +162,7 @@ def main() -> None:
             destroy_groups()
             print(json.dumps(row), flush=True)
             rows.append(row)
-    failed = sum(row["live"]["step_ratio"] > LIMIT for row in rows)
+    failed = sum(row["live"]["ratio_of_medians"]["cpu/step_s"] > LIMIT for row in rows)
     packages = ("torch", "megatron-core", "sglang")
     result = {**describe(torch.device("cpu"), packages), "limit": LIMIT, "rows": rows}
     if args.models == list(MODELS):

@@ -69,7 +69,8 @@ class Fault:
         self.kind = kind
         self._rng = rng
         self.name, tensor = rng.choice(list(weights))
-        twins = [n for n, t in weights if t.shape == tensor.shape and n != self.name]
+        # Another weight of the same values in its place would be no fault: norms start as ones.
+        twins = [n for n, t in weights if t.shape == tensor.shape and not torch.equal(t, tensor)]
         self._twin = rng.choice(twins) if twins else None
 
     def in_buckets(self, buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
@@ -108,7 +109,7 @@ class Fault:
 class _LossyPush:
     def __init__(self, inner: Push, fault: Fault) -> None:
         self._inner, self._fault = inner, fault
-        self.close = inner.close
+        self.close, self.settle = inner.close, inner.settle
 
     def push(self, bucket: WeightBucket) -> None:
         self._inner.push(self._fault.of_bucket(bucket))

@@ -22,16 +22,20 @@ def pack_trace(trace: RoutingTrace, layers: Sequence[int] | None = None) -> Pack
 
     Raises ValueError for a layer that the trace does not have.
     """
-    return pack_traces([trace], trace.layer_numbers if layers is None else layers)[0]
+    return pack_joined([trace], trace.layer_numbers if layers is None else layers)
 
 
 def pack_traces(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> list[PackedRoutes]:
-    """`pack_trace` of each, in one call of the kernel: most samples are short.
-
-    Raises ValueError for traces of different models.
-    """
+    """`pack_trace` of each, in one call of the kernel: most samples are short."""
     if not traces:
         return []
+    joined = pack_joined(traces, layers)
+    parts = joined.packed.split([trace.num_rows for trace in traces])
+    return [dataclasses.replace(joined, packed=part) for part in parts]
+
+
+def pack_joined(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> PackedRoutes:
+    """All rows of one or more traces, end to end. Raises ValueError for traces of different models."""
     kinds = {(t.layer_numbers, t.num_experts, t.expert_ids.shape[2]) for t in traces}
     if len(kinds) > 1:
         raise ValueError(
@@ -43,8 +47,7 @@ def pack_traces(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> list[P
     wanted = tuple(layers)
     if wanted != layer_numbers:
         ids = ids[:, places_of(layer_numbers, wanted)]
-    packed = pack_routes(ids, num_experts).split([len(trace.expert_ids) for trace in traces])
-    return [PackedRoutes(rows, wanted, num_experts, topk) for rows in packed]
+    return PackedRoutes(pack_routes(ids, num_experts), wanted, num_experts, topk)
 
 
 def with_native_rows(routes: PackedRoutes, native: Tensor) -> PackedRoutes:

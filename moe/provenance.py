@@ -33,7 +33,7 @@ def stale_rows(sample: Sample) -> Tensor | None:
     if sample.routing is None:
         return None
     rows, tokens = sample.routing.row_versions, sample.weight_versions
-    num_tokens = rows[-1].end + 1 if rows else 1
+    num_tokens = sample.routing.num_rows + 1
     # The usual case, seen without reading a tensor: one version chose and sampled everything.
     whole = (VersionSpan(rows[0].version, sample.prompt_len, num_tokens),) if rows else ()
     if len(rows) == 1 and tokens == whole:

@@ -50,24 +50,28 @@ class RoutingCounter:
             self._loads[number] = self._loads[number] + load if number in self._loads else load
         if routes is None:
             return
+        self._num_tokens[batch_number] = expected.sum()
+        captured, used, differing = [], [], []
+        for number, layer in chunk.layers.items():
+            target, native = routes[number], layer.native_ids
+            assert native is not None
+            assert layer.routing_map is not None
+            # A row is native in all of its K places or in none.
+            captured.append((target[:, 0] != NATIVE_ROUTE) & expected)
+            safe = torch.where(captured[-1].unsqueeze(-1), target, native)
+            shared = (safe.unsqueeze(-1) == native.unsqueeze(-2)).any(-1)
+            differing.append(~shared)
+            # The map has K experts a row, so holding all K captured ones means being equal to them.
+            used.append(layer.routing_map.gather(1, safe).all(-1))
         # A stage without MoE layers still takes part in the reduction over the pipeline.
         differs_anywhere = self._token_differs.get(batch_number, torch.zeros_like(expected))
-        self._num_tokens[batch_number] = expected.sum()
-        for number, layer in chunk.layers.items():
-            target = routes[number]
-            assert layer.native_ids is not None
-            assert layer.routing_map is not None
-            captured = (target != NATIVE_ROUTE).all(-1) & expected
-            safe = torch.where(captured.unsqueeze(-1), target, layer.native_ids)
-            shared = (safe.unsqueeze(-1) == layer.native_ids.unsqueeze(-2)).any(-1)
-            differs = ~shared & captured.unsqueeze(-1)
-            # The map has K experts a row, so holding all K captured ones means being equal to them.
-            used = layer.routing_map.gather(1, safe).all(-1) & captured
-            self.num_choices += captured.sum() * target.shape[-1]
+        if captured:
+            is_captured, differs = torch.stack(captured), torch.stack(differing)
+            self.num_choices += is_captured.sum() * differs.shape[-1]
             self.num_disagreements += differs.sum()
-            self.num_expected += expected.sum()
-            self.num_replayed += used.sum()
-            differs_anywhere = differs_anywhere | differs.any(-1)
+            self.num_expected += self._num_tokens[batch_number] * len(captured)
+            self.num_replayed += (torch.stack(used) & is_captured).sum()
+            differs_anywhere = differs_anywhere | differs.any(-1).any(0)
         self._token_differs[batch_number] = differs_anywhere
 
     def statistics(self, pp_group: ProcessGroup) -> Statistics:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mrl.types import SampleGroup
+from mrl.types import Sample, SampleGroup
 
 
 def completions(groups: Sequence[SampleGroup], tokenizer: Any) -> list[list[str]]:
-    """The text of every sample's response, without special tokens."""
-    return [
-        [
-            tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
-            for sample in g.samples
-        ]
-        for g in groups
-    ]
+    """The text of every sample's response, without special tokens.
+
+    Of a conversation it is all that comes after the prompt, with the tokens that say whose turn it is.
+    """
+    return [[_text(sample, tokenizer) for sample in group.samples] for group in groups]
+
+
+def _text(sample: Sample, tokenizer: Any) -> str:
+    ids = sample.response_ids.tolist()
+    is_conversation = sample.num_generated < len(ids)
+    return tokenizer.decode(ids, skip_special_tokens=not is_conversation)

@@ -97,6 +97,13 @@ class RolloutConfig(Branch):
     """Share of GPU memory for the engine's weights and KV cache while it is awake."""
     weight_bucket_mb: int = Field(default=256, ge=1)
     """Bytes of weights in flight during a sync, in MiB."""
+    server_args: dict[str, Any] = Field(default_factory=dict)
+    """Fields of SGLang's ServerArgs to set, by their Python names (`attention_backend: triton`), on top
+    of what mrl sets. Those that mrl answers for itself are refused, with the key that sets them."""
+    weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    """How weights reach the engine. `tensor`: handles to the trainer's memory (shared memory on CPUs,
+    CUDA IPC on GPUs). `distributed`: a process group with the engine's ranks (gloo; nccl on GPUs, where
+    the engine must have others than the trainer). `disk`: safetensors in a private folder."""
     over_sampling: float = Field(default=1.0, ge=1)
     """Prompts started for each one that the step needs: it goes on with those that finish first, and
     no longer waits for the slowest. 1 waits for all."""
@@ -105,10 +112,6 @@ class RolloutConfig(Branch):
     with short answers. `resume` (APRIL, arXiv 2509.18521): continued first in the next step under its
     newer weights; needs `algorithm.importance`. `defer` (RollPacker, arXiv 2509.21009): started anew in
     a step that waits for all, once so many have gathered."""
-    weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
-    """How weights reach the engine. `tensor`: handles to the trainer's memory (shared memory on CPUs,
-    CUDA IPC on GPUs). `distributed`: a process group with the engine's ranks (gloo; nccl on GPUs, where
-    the engine must have others than the trainer). `disk`: safetensors in a private folder."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     request_timeout_s: float = Field(default=1800.0, gt=0)
     """For all completions of a step."""
@@ -188,6 +191,20 @@ class DataConfig(Branch):
     shuffle: bool = True
 
 
+class EnvironmentConfig(Branch):
+    name: str
+    """A file of mrl/environments/, or `file.py:Class`, or `package.module:Class`."""
+    arguments: dict[str, Any] = {}
+    """Keywords of the class, which is made anew for each episode."""
+    max_turns: int = Field(default=8, ge=1)
+    """Turns of the policy in one episode; `rollout.max_response_len` is for each of them, and
+    `rollout.context_len` for all that an episode holds."""
+    time_limit_s: float = Field(default=30.0, gt=0)
+    """For one answer of the environment; over it, it is killed and the episode masked."""
+    num_workers: int = Field(default=1, ge=1)
+    """Processes that share an engine's episodes: as many environments answer at one time."""
+
+
 class WarmStartConfig(Branch):
     path: str
     """JSONL with `prompt` and `completion`: supervised steps before the first rollout."""
@@ -222,10 +239,12 @@ class Recipe(Branch):
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     moe: MoeConfig = MoeConfig()
-    reward: str
+    reward: str | None = None
     """A file of mrl/rewards/, or `file.py:func`, or `package.module:func`."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """For one call of the reward function; over it, the call is killed and the samples masked."""
+    environment: EnvironmentConfig | None = None
+    """What the policy talks with, in several turns; it takes the place of `reward`."""
     data: DataConfig
     warm_start: WarmStartConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,11 +20,12 @@ from torch import Tensor
 from mrl import console
 from mrl.canary import canary_sequences, check_canaries, default_tolerance
 from mrl.collect import Clock
-from mrl.completions import completions
 from mrl.data import PromptCursor
+from mrl.episodes import Episodes
 from mrl.errors import RunFailed
+from mrl.memory_watch import MemoryWatch
 from mrl.preflight import Plan
-from mrl.rewards.runner import RewardRunner, check_failures
+from mrl.rewards.runner import check_failures
 from mrl.rollout import load_engine
 from mrl.rollout.backlog import Backlog, StepPlan
 from mrl.rollout.base import (
@@ -39,6 +39,7 @@ from mrl.rollout.base import (
 from mrl.rollout.saved import decode_groups, encode_groups
 from mrl.rollout.scheduling import Round
 from mrl.run_folder import RunFolder
+from mrl.scoring import Scoring
 from mrl.types import Max, SampleGroup, Statistics
 from parallel.groups import Groups
 from parallel.implementation import choose_dtype
@@ -57,13 +58,15 @@ class EngineCollector:
         tp = recipe.rollout.tensor_parallel_size
         self.engine_number = groups.rank // tp
         self.engine: RolloutEngine | None = None
-        self.rewards: RewardRunner | None = None
-        self._scoring = ThreadPoolExecutor(1)
+        self.scoring: Scoring | None = None
         self._lost: EngineLost | None = None
         self._canaries = canary_sequences(plan.prompts, recipe.rollout.canary_prompts)
         self._tolerance = recipe.rollout.canary_tolerance or default_tolerance(
             choose_dtype(recipe.model.dtype)
         )
+        self.verify_s = 0.0
+        """What digests and canaries of the step took, within `time/sync_s`."""
+        self.watch = MemoryWatch(groups.device, console.warning)
         self._statistics: Statistics = {}
         self.backlog = Backlog(recipe.rollout)
         if groups.rank % tp == 0:
@@ -75,7 +78,7 @@ class EngineCollector:
                 gpu_ids=_gpu_ids(groups, tp),
                 seed=recipe.seed,
             )
-            self.rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s)
+            self.scoring = Scoring(recipe, plan.tokenizer)
 
     def start(self, policy: Policy) -> None:
         # The engine sizes its KV cache by the memory that it finds free now.
@@ -90,11 +93,12 @@ class EngineCollector:
 
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
         plan = self.backlog.begin_step(self.cursor.next, self.plan.recipe.seed * 1_000_003 + step)
-        own = self._own_round(plan)
-        scored = self._generate_all(step, own, policy, clock)
+        own = self._own_work(plan)
+        self._generate_all(step, own, policy, clock)
         with clock.part("score"):
-            groups = self._share(*self._wait_for_rewards(scored))
+            groups = self._share(*(self.scoring.finish() if self.scoring else ([], 0)))
             partial = self._share_unfinished(own)
+        self._statistics |= self.watch.metrics()
         numbers = self.backlog.end_step(plan, groups, partial, step)
         self._statistics |= {key: Max(torch.tensor(value)) for key, value in numbers.items()}
         return groups
@@ -106,19 +110,20 @@ class EngineCollector:
         """Bring the engine to the policy's weights and awake; the policy leaves the device.
 
         A collective; where not `wanted`, this rank's engine is left asleep. Returns the mean
-        |difference| of the canaries' log-probs, 0 without.
+        |difference| of the canaries' log-probs, 0 without. `verify_s` grows by what proof costs.
         """
         engine = self.engine if wanted else None
         policy.onload()  # a step that only rolled out left it on the host
         policy.offload_optimizer()
-        expected = policy.score(self._canaries) if self._canaries else []
+        with self._verifying():
+            expected = policy.score(self._canaries) if self._canaries else []
         dist.barrier()  # an engine wakes on the devices of several ranks
         buckets = policy.export(version, self.plan.recipe.rollout.weight_bucket_mb << 20)
         try:
             if engine is not None:
                 with self._noting_loss():
                     engine.wake((WEIGHTS,))
-                    engine.update_weights(buckets, version)
+                    self.verify_s += engine.update_weights(buckets, version).digest_s
         finally:
             for _ in buckets:  # the gathers are collectives: follow them to the end
                 pass
@@ -134,44 +139,56 @@ class EngineCollector:
     def _check_canaries(self, engine: RolloutEngine, expected: Sequence[Tensor]) -> float:
         if not self._canaries:
             return 0.0
-        return check_canaries(engine, self._canaries, expected, self._tolerance)
+        with self._verifying():
+            return check_canaries(engine, self._canaries, expected, self._tolerance)
 
-    def _own_round(self, plan: StepPlan) -> Round | None:
+    @contextmanager
+    def _verifying(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.verify_s += time.perf_counter() - start
+
+    def _own_work(self, plan: StepPlan) -> Round | Episodes | None:
         """This engine's share of what the step starts."""
-        if self.engine is None:
+        if self.scoring is None:
             return None
         rollout = self.plan.recipe.rollout
         started, num_wanted = plan.share(self.engine_number, self.plan.num_engines)
-        return Round(
-            [one.group for one in started],
-            SamplingParams(
-                max_new_tokens=rollout.max_response_len,
-                min_new_tokens=rollout.min_response_len,
-                temperature=rollout.temperature,
-                top_p=rollout.top_p,
-            ),
-            [one.seed for one in started],
-            num_wanted,
+        sampling = SamplingParams(
+            max_new_tokens=rollout.max_response_len,
+            min_new_tokens=rollout.min_response_len,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+        )
+        groups, seeds = [one.group for one in started], [one.seed for one in started]
+        environments = self.scoring.environments
+        if environments is None:
+            return Round(groups, sampling, seeds, num_wanted)
+        return Episodes(
+            groups,
+            environments,
+            self.plan.tokenizer,
+            sampling=sampling,
+            max_turns=environments.config.max_turns,
+            context_len=self.plan.context_len,
+            seeds=seeds,
+            step_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
         )
 
     def _generate_all(
-        self, step: int, own: Round | None, policy: Policy, clock: Clock
-    ) -> list[tuple[SampleGroup, Future[Tensor]]]:
+        self, step: int, own: Round | Episodes | None, policy: Policy, clock: Clock
+    ) -> None:
         """Sync and generate until no engine has anything left; groups are scored as they finish."""
-        if self.rewards is not None:
-            self.rewards.begin_step()
-        scored: list[tuple[SampleGroup, Future[Tensor]]] = []
-        num_restarts, recovery_s, canary = 0, 0.0, 0.0
+        if self.scoring is not None:
+            self.scoring.begin_step()
+        num_restarts, recovery_s, canary, self.verify_s = 0, 0.0, 0.0, 0.0
         while True:
             wanted = own is not None and not own.is_over
             with clock.part("sync"):
                 canary = max(canary, self.sync(step, policy, wanted=wanted))
             with clock.part("rollout"):
-                if wanted and own is not None and self.engine is not None and self._lost is None:
-                    with self._noting_loss():
-                        for group in own.finished(self.engine):
-                            scored.append((group, self._start_scoring(group)))
-                        self.engine.sleep()
+                if wanted and self._lost is None:
+                    self._generate(own)
                 num_lost = _sum_over_ranks(self._lost is not None)
             if not num_lost:
                 break
@@ -183,8 +200,19 @@ class EngineCollector:
             "rollout/engine_restarts": Max(torch.tensor(float(num_restarts))),
             "rollout/canary_abs_mean": Max(torch.tensor(canary)),
             "time/recovery_s": Max(torch.tensor(recovery_s)),
+            "time/verify_s": Max(torch.tensor(self.verify_s)),
         }
-        return scored
+
+    def _generate(self, own: Round | Episodes | None) -> None:
+        assert own is not None
+        assert self.engine is not None
+        assert self.scoring is not None
+        with self._noting_loss():
+            for group in own.finished(self.engine):
+                self.scoring.begin(group)
+            self.watch.read("awake", self.engine.process_id)
+            self.engine.sleep()
+            self.watch.read("asleep", self.engine.process_id)
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
@@ -212,34 +240,6 @@ class EngineCollector:
         dist.barrier()
         return time.perf_counter() - start
 
-    def _start_scoring(self, group: SampleGroup) -> Future[Tensor]:
-        assert self.rewards is not None
-        rollout = self.plan.recipe.rollout
-        (texts,) = completions([group], self.plan.tokenizer)
-        return self._scoring.submit(
-            self.rewards.score_group,
-            group,
-            texts,
-            step_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
-        )
-
-    def _wait_for_rewards(
-        self, scored: Sequence[tuple[SampleGroup, Future[Tensor]]]
-    ) -> tuple[list[SampleGroup], int]:
-        """This engine's groups with their rewards, and how many samples failed."""
-        for group, rewards in scored:
-            group.rewards = rewards.result()
-        if self.rewards is None:
-            return [], 0
-        report = self.rewards.report
-        if report.num_failed or report.num_repeated:
-            console.warning(
-                f"the reward function failed on {report.num_repeated} groups, scored again one by "
-                f"one; {report.num_failed} samples masked: {report.first_error}"
-            )
-        groups = sorted((g for g, _ in scored), key=lambda group: group.samples[0].group_id)
-        return groups, report.num_failed
-
     def _share(self, own: Sequence[SampleGroup], num_failed: int) -> list[SampleGroup]:
         """Everybody's groups on every rank, the ids of their routes where they were rolled out only;
         raises where too many rewards failed over all."""
@@ -252,18 +252,21 @@ class EngineCollector:
         for rank, (part, _) in enumerate(parts):
             if part and rank != self.groups.rank:
                 everything += decode_groups(part)
+        recipe = self.plan.recipe
         check_failures(
-            self.plan.recipe.reward,
+            f"reward {recipe.reward!r}"
+            if recipe.environment is None
+            else f"environment {recipe.environment.name!r}",
             sum(failed for _, failed in parts),
             sum(len(group.samples) for group in everything),
         )
         return sorted(everything, key=lambda group: group.samples[0].group_id)
 
-    def _share_unfinished(self, own: Round | None) -> list[SampleGroup]:
+    def _share_unfinished(self, own: Round | Episodes | None) -> list[SampleGroup]:
         """On every rank what all engines left, where it is resumed; nothing otherwise."""
         if self.plan.recipe.rollout.unfinished != "resume":
             return []
-        left = [] if own is None else own.unfinished
+        left = own.unfinished if isinstance(own, Round) else []
         if self.groups.dims.world == 1:
             return left
         parts = [b""] * self.groups.dims.world
@@ -281,9 +284,8 @@ class EngineCollector:
     def close(self) -> None:
         if self.engine is not None:
             self.engine.stop()
-        if self.rewards is not None:
-            self.rewards.close()
-        self._scoring.shutdown(cancel_futures=True)
+        if self.scoring is not None:
+            self.scoring.close()
 
 
 def _sum_over_ranks(number: int | bool) -> int:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.align import pack_trace, pack_traces, places_of
+from moe.align import pack_joined, pack_traces, places_of
 from moe.trace import unpack_trace
 from moe.wire import from_wire, split_rows, to_wire, wire_row_bytes
 from mrl.shared_bytes import Handle, SharedBytes
@@ -153,13 +153,16 @@ class RouteExchange:
         return routes
 
     def _write(self, read: Sequence[Parcel], traces: Traces) -> None:
-        for (layers, i), offset in _offsets(self._rank, read, traces).items():
-            self._memory.write(offset, to_wire(pack_trace(traces[i], layers)).flatten())
+        offsets = _offsets(self._rank, read, traces)
+        for layers, pages in groupby(offsets, key=lambda page: page[0]):
+            numbers = [i for _, i in pages]  # side by side
+            wire = _pack(Want(tuple(numbers), layers), traces)
+            self._memory.write(offsets[layers, numbers[0]], wire.flatten())
 
     def _read(self, parcel: Parcel, read: Sequence[Parcel], traces: Traces) -> Tensor:
         """u8[rows of all its samples, width]."""
         wire, offsets = _empty_wire(parcel.want, traces), _offsets(parcel.holder, read, traces)
-        rows = wire.split([len(traces[i].expert_ids) for i in parcel.want.samples])
+        rows = wire.split([traces[i].num_rows for i in parcel.want.samples])
         self._seats[parcel.holder].memory.read(
             [
                 (offsets[parcel.want.layers, i], part.flatten())
@@ -179,9 +182,7 @@ class RouteExchange:
                 arriving.append((parcel, wire, dist.irecv(wire, parcel.holder)))
         for parcel in sent:
             if parcel.holder == self._rank:
-                sample_traces = [traces[i] for i in parcel.want.samples]
-                packed = pack_traces(sample_traces, parcel.want.layers)
-                wire = torch.cat([to_wire(routes) for routes in packed])
+                wire = _pack(parcel.want, traces)
                 arriving.append((parcel, wire, dist.isend(wire, parcel.reader)))
         return arriving
 
@@ -201,7 +202,7 @@ def bytes_per_token(traces: Traces, parcels: Sequence[Parcel]) -> float:
         for i in parcel.want.samples:
             share = len(parcel.want.layers) / len(traces[i].layer_numbers)
             num_bytes += _num_bytes(traces[i], parcel.want.layers)
-            num_tokens += len(traces[i].expert_ids) * share
+            num_tokens += traces[i].num_rows * share
     return num_bytes / num_tokens if num_tokens else 0.0
 
 
@@ -211,7 +212,7 @@ def _own_routes(traces: Traces, want: Want) -> dict[int, PackedRoutes]:
     routes = dict(zip(here, pack_traces([traces[i] for i in here], want.layers), strict=True))
     for i in () if want.layers else want.samples:
         trace = traces[i]
-        empty = torch.empty((len(trace.expert_ids), 0), dtype=torch.uint8)
+        empty = torch.empty((trace.num_rows, 0), dtype=torch.uint8)
         routes[i] = from_wire(empty, (), trace.num_experts, trace.expert_ids.shape[2])
     return routes
 
@@ -226,7 +227,7 @@ def _width(trace: RoutingTrace, layers: Sequence[int]) -> int:
 
 
 def _num_bytes(trace: RoutingTrace, layers: Sequence[int]) -> int:
-    return len(trace.expert_ids) * _width(trace, layers)
+    return trace.num_rows * _width(trace, layers)
 
 
 def _offsets(
@@ -242,9 +243,14 @@ def _offsets(
     return offsets
 
 
+def _pack(want: Want, traces: Traces) -> Tensor:
+    """u8[rows of all samples, width]."""
+    return to_wire(pack_joined([traces[i] for i in want.samples], want.layers))
+
+
 def _empty_wire(want: Want, traces: Traces) -> Tensor:
     """u8[rows of all samples, width]."""
-    num_rows = sum(len(traces[i].expert_ids) for i in want.samples)
+    num_rows = sum(traces[i].num_rows for i in want.samples)
     width = _width(traces[want.samples[0]], want.layers)
     return torch.empty((num_rows, width), dtype=torch.uint8)
 
@@ -253,5 +259,5 @@ def _unpack(wire: Tensor, parcel: Parcel, traces: Traces) -> dict[int, PackedRou
     numbers = parcel.want.samples
     first = traces[numbers[0]]
     routes = from_wire(wire, parcel.want.layers, first.num_experts, first.expert_ids.shape[2])
-    parts = split_rows(routes, [len(traces[i].expert_ids) for i in numbers])
+    parts = split_rows(routes, [traces[i].num_rows for i in numbers])
     return dict(zip(numbers, parts, strict=True))

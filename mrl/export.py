@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mrl import console
-from mrl.config import load_recipe
+from mrl.config import Recipe, load_recipe
 from mrl.errors import InputError
 from mrl.run_folder import RunFolder
 from parallel.hf_export import Exported, export_checkpoint
@@ -45,6 +45,12 @@ def _find(source: Path) -> Path:
     return found
 
 
+def _task(recipe: Recipe) -> dict[str, str]:
+    if recipe.environment is not None:
+        return {"environment": Path(recipe.environment.name).name}
+    return {"reward": Path(recipe.reward or "").name}
+
+
 def _notes(run: Path) -> dict[str, str]:
     """Rows of the model card about the recipe, where the checkpoint lies in its run folder."""
     config = RunFolder(run).config
@@ -55,7 +61,7 @@ def _notes(run: Path) -> dict[str, str]:
         "algorithm": recipe.algorithm.name,
         "routing replay": recipe.moe.routing_replay,
         "learning rate": str(recipe.optimizer.lr),
-        "reward": Path(recipe.reward).name,
+        **_task(recipe),
         "prompts": Path(recipe.data.path).name,
         "samples a step": str(recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt),
         "longest response": f"{recipe.rollout.max_response_len} tokens",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mrl.types import Max, Mean, MicroBatch, SampleGroup, Statistics
+from mrl.types import Max, Mean, MicroBatch, Sample, SampleGroup, Statistics
 from parallel.forward import PassOutput
 from parallel.reduce import merge
 
@@ -36,12 +36,13 @@ def mismatch_statistics(batches: Sequence[MicroBatch], output: PassOutput) -> St
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Rewards and lengths of all groups. Samples without a reward do not count in the rewards.
 
+    Lengths are of what the policy generated: what it was told between turns does not count.
     A group is zero-signal when its rewards are all equal: it teaches nothing.
     """
     all_rewards = [g.rewards for g in groups if g.rewards is not None]
     rewards = torch.cat(all_rewards)
     known = rewards[~rewards.isnan()].double()
-    lengths = torch.tensor([len(s.response_ids) for g in groups for s in g.samples]).double()
+    lengths = torch.tensor([s.num_generated for g in groups for s in g.samples]).double()
     return {
         "reward/mean": float(known.mean()) if len(known) else float("nan"),
         "reward/std": float(known.std(correction=0)) if len(known) else float("nan"),
@@ -51,6 +52,24 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         "tokens/rollout": float(lengths.sum()),
         "tokens/train": float(sum(len(s.token_ids) for g in groups for s in g.samples)),
     }
+
+
+def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Of conversations: turns of the policy, and tokens after the prompt that are not the policy's.
+
+    Both are means over samples, those without a reward too.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    turns = torch.tensor([_num_turns(s) for s in samples]).double()
+    told = torch.tensor([len(s.response_ids) - s.num_generated for s in samples]).double()
+    return {"episode/num_turns": float(turns.mean()), "episode/tool_tokens": float(told.mean())}
+
+
+def _num_turns(sample: Sample) -> int:
+    """Runs of tokens of the policy; one may hold several weight versions."""
+    spans = [span for span in sample.weight_versions if span.end > span.start]
+    ends = [None, *(span.end for span in spans)]
+    return sum(span.start != end for span, end in zip(spans, ends, strict=False))
 
 
 def _is_flat(rewards: torch.Tensor) -> bool:

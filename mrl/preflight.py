@@ -15,10 +15,14 @@ from mrl.algorithms import load_algorithm
 from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig, MoeConfig, Recipe
 from mrl.data import Demonstration, read_demonstrations, read_prompts
+from mrl.data.chat import ChatTurns
+from mrl.environments import resolve_environment
+from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
+from mrl.rollout.sglang_server.arguments import check_server_args
 from mrl.run_folder import RunFolder, saved_step
 from mrl.tail_checks import check_importance, check_started, check_unfinished
 from mrl.types import Prompt
@@ -69,7 +73,7 @@ class Plan:
              f"{rollout.engine} {_version(rollout.engine)}, {self.num_engines} engine(s) of tensor "
              f"parallel size {rollout.tensor_parallel_size}"),
             ("algorithm", f"{recipe.algorithm.name}, routing replay {recipe.moe.routing_replay}"),
-            ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, reward {recipe.reward}"),
+            ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, {_task(recipe)}"),
             ("a step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "
              f"= {samples}{started}, up to {rollout.max_response_len} tokens each, "
              f"{recipe.train.num_steps_per_rollout} optimizer step(s)"),
@@ -95,9 +99,7 @@ def check(recipe: Recipe, world: int) -> Plan:
     context_len = _context_len(recipe, model)
     algorithm = load_algorithm(recipe.algorithm.name)
     algorithm.advantages(torch.tensor([0.0, 1.0]), recipe.algorithm)  # refuses the supervised loss
-    if recipe.debug.load_rollouts is None:
-        load_engine(recipe.rollout.engine)
-        resolve_reward(recipe.reward)
+    _check_task(recipe)
     tokenizer = load_tokenizer(model)
     prompts = read_prompts(
         recipe.data.path,
@@ -107,8 +109,7 @@ def check(recipe: Recipe, world: int) -> Plan:
         min_rows=recipe.rollout.prompts_per_step,
     )
     check_started(recipe.rollout, len(prompts))
-    for prompt in prompts:
-        check_columns(prompt)
+    _check_prompts(recipe, prompts, tokenizer)
     demonstrations = _demonstrations(recipe, tokenizer, context_len)
     folder.check(recipe)
     resume_step = _resume_step(folder)
@@ -125,6 +126,41 @@ def check(recipe: Recipe, world: int) -> Plan:
         context_len,
         resume_step,
     )
+
+
+def _task(recipe: Recipe) -> str:
+    if recipe.environment is None:
+        return f"reward {recipe.reward}"
+    return f"environment {recipe.environment.name}, up to {recipe.environment.max_turns} turns"
+
+
+def _check_task(recipe: Recipe) -> None:
+    """Engine, and what scores its samples."""
+    reward, environment = recipe.reward, recipe.environment
+    if (reward is None) == (environment is None):
+        given = "neither is given" if reward is None else "both are given"
+        raise InputError(
+            f"reward and environment: {given}, expected exactly one; an environment gives the rewards "
+            "itself (reward=null leaves the recipe's out)"
+        )
+    if recipe.debug.load_rollouts is not None:
+        return
+    load_engine(recipe.rollout.engine)
+    if recipe.rollout.engine == "sglang":  # of other engines only they know their arguments
+        check_server_args(recipe.rollout.server_args)
+    if environment is not None:
+        resolve_environment(environment.name)
+    elif reward is not None:
+        resolve_reward(reward)
+
+
+def _check_prompts(recipe: Recipe, prompts: list[Prompt], tokenizer: Any) -> None:
+    """Whether they fit what they are given to."""
+    is_conversation = recipe.environment is not None
+    for prompt in prompts:
+        (check_environment_columns if is_conversation else check_columns)(prompt)
+    if is_conversation and any(isinstance(prompt.content, list) for prompt in prompts):
+        ChatTurns(tokenizer).check()
 
 
 def _resume_step(folder: RunFolder) -> int | None:

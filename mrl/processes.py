@@ -1,12 +1,28 @@
-"""Processes that must not outlive another one."""
+"""Child processes: they must not outlive another one, and user code in them may hang or die.
+
+A worker speaks JSON lines over its pipes, no pickle. Its first line is `{"ready": true}` or
+`{"input_error": text}`; after that it answers each request with one line.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import select
 import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from mrl.errors import InputError
 
 PR_SET_PDEATHSIG = 1
+START_TIMEOUT_S = 120.0
+"""For importing the user's module."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -14,3 +30,162 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before prctl
         os._exit(1)
+
+
+class WorkerLost(Exception):
+    """The worker gave no answer and is gone, with whatever it held; the message says how."""
+
+
+class JsonWorker:
+    """`python -m MODULE SPEC PARENT_PID ARGUMENTS...`, which runs the user's code `what`.
+
+    Use it from a thread that lives as long as the run: the worker dies with the thread that started
+    it. close() may come from another.
+    """
+
+    def __init__(self, module: str, what: str, spec: str, *arguments: str) -> None:
+        """Nothing is started yet. `what` is for messages: "reward 'first_char'"."""
+        self._command = [sys.executable, "-m", module, spec, str(os.getpid()), *arguments]
+        self._what = what
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+        self._lock = threading.Lock()
+        """Held while an answer is awaited."""
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """None where it is not running."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Raises InputError where the user's code cannot be loaded."""
+        with self._lock:
+            self._start()
+
+    def call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The answer; starts the process where it is not running. Raises WorkerLost."""
+        with self._lock:
+            if self._closed:
+                raise WorkerLost("the run is ending")
+            if self._process is None:
+                self._start()
+            try:
+                return self._exchange(json.dumps(request).encode() + b"\n", timeout_s)
+            except TimeoutError:
+                self._clear()
+                raise WorkerLost(f"no answer within {timeout_s:g} s, killed") from None
+            except (OSError, EOFError):
+                raise WorkerLost(self._death()) from None
+
+    def close(self) -> None:
+        """Kill the worker and whatever it started; no other comes. Harmless when repeated."""
+        self._closed = True
+        self._kill()  # a call that waits in another thread ends
+        with self._lock:
+            self._clear()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C reaches the trainer alone; killpg reaches all of it
+        )
+        if self._closed:
+            self._kill()
+        assert self._process.stdin
+        os.set_blocking(self._process.stdin.fileno(), False)
+        try:
+            reply = self._exchange(b"", START_TIMEOUT_S)
+        except TimeoutError:
+            self._clear()
+            raise InputError(
+                f"{self._what}: its import took more than {START_TIMEOUT_S:g} s"
+            ) from None
+        except (OSError, EOFError):
+            raise InputError(f"{self._what}: its import ended the {self._death()}") from None
+        if "input_error" in reply:
+            self._clear()
+            raise InputError(reply["input_error"])
+
+    def _kill(self) -> None:
+        """The whole group, before anybody waits for the process: that frees its number for others."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _clear(self) -> None:
+        self._kill()
+        process, self._process, self._unread = self._process, None, b""
+        if process is None:
+            return
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+
+    def _death(self) -> str:
+        process = self._process
+        assert process
+        # The pipe closes a moment before the process is gone; it stays a zombie, its number taken,
+        # until what it started is killed too.
+        deadline = time.monotonic() + 1.0
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while os.waitid(os.P_PID, process.pid, look) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._clear()
+        return f"worker process (exit code {process.returncode})"
+
+    def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
+        """Send a line, await a line. Raises TimeoutError, EOFError, OSError."""
+        assert self._process
+        assert self._process.stdin
+        assert self._process.stdout
+        out, into = self._process.stdin.fileno(), self._process.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        unsent = memoryview(request)
+        while b"\n" not in self._unread:
+            poll = select.poll()  # not select(): a trainer may hold more than 1,024 files
+            poll.register(into, select.POLLIN)
+            if unsent:
+                poll.register(out, select.POLLOUT)
+            left_s = deadline - time.monotonic()
+            ready = dict(poll.poll(max(left_s, 0) * 1000))
+            if not ready:
+                raise TimeoutError
+            if out in ready:
+                unsent = unsent[os.write(out, unsent[:65536]) :]
+            if into in ready:
+                chunk = os.read(into, 1 << 20)
+                if not chunk:
+                    raise EOFError
+                self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)
+
+
+def worker_pipes(parent: int) -> tuple[BinaryIO, BinaryIO]:
+    """In the worker, first of all: (requests, replies), kept from the user's code.
+
+    What that prints goes to stderr, and it reads nothing. The worker dies with process `parent`, even
+    where that is killed -9 while the user's code hangs.
+    """
+    die_with_parent(parent)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def send(replies: BinaryIO, message: dict[str, Any]) -> None:
+    replies.write(json.dumps(message).encode() + b"\n")
+    replies.flush()
+
+
+def describe(error: BaseException) -> str:
+    """Of user code, in one line of bounded length."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"

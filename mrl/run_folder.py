@@ -139,7 +139,7 @@ class RunFolder:
                         "advantage": advantages[i] if advantages else None,
                         "weight_version": sample.weight_versions[-1].version,
                         "prompt_len": sample.prompt_len,
-                        "response_len": len(sample.response_ids),
+                        "response_len": sample.num_generated,
                         "finish_reason": sample.finish_reason,
                     }
                 )

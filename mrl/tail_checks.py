@@ -25,6 +25,11 @@ def check_importance(algorithm: AlgorithmConfig) -> None:
 def check_unfinished(recipe: Recipe) -> None:
     """Raise InputError where nothing can be unfinished, or could not be trained on afterwards."""
     rollout = recipe.rollout
+    if recipe.environment is not None and rollout.over_sampling != 1:
+        raise InputError(
+            f"rollout.over_sampling is {rollout.over_sampling:g}, but the episodes of an environment "
+            "advance turn by turn together: none is slow alone; set it to 1"
+        )
     if rollout.unfinished != "drop" and rollout.over_sampling == 1:
         raise InputError(
             f"rollout.unfinished is {rollout.unfinished}, but with rollout.over_sampling 1.0 every "

@@ -21,7 +21,7 @@ from mrl.collect import Clock, Collector, SavedCollector
 from mrl.completions import completions
 from mrl.engine_collector import EngineCollector
 from mrl.exchange import RouteExchange
-from mrl.metrics import mismatch_statistics, rollout_metrics
+from mrl.metrics import episode_metrics, mismatch_statistics, rollout_metrics
 from mrl.preflight import Plan
 from mrl.rollout.saved import save_groups
 from mrl.run_folder import RunFolder, saved_step
@@ -124,6 +124,8 @@ class Trainer:
         set_advantages(groups, self.plan.algorithm, recipe.algorithm)
         self._write_rollouts(groups)  # first: a batch that breaks the update must be on file
         metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
+        if recipe.environment is not None:
+            metrics |= episode_metrics(groups)
         if not recipe.debug.rollout_only:
             metrics |= self._learn(groups, clock)
             memory |= memory_statistics("train", self.policy.ledger.where())

@@ -71,22 +71,27 @@ class RoutingTrace:
     """Leading rows that were computed anew after the engine had retracted the request: not those that
     the log-probs of the tokens before came from."""
 
+    @property
+    def num_rows(self) -> int:
+        """T - 1, without reading a tensor."""
+        return self.row_versions[-1].end if self.row_versions else 0
+
     def __post_init__(self) -> None:
-        ids = self.expert_ids
-        ends = [0, *(span.end for span in self.row_versions)]
-        if [span.start for span in self.row_versions] != ends[:-1] or ends[-1] != len(ids):
-            raise ValueError(
-                f"RoutingTrace.row_versions: expected spans that cover {len(ids)} rows in order, got "
-                f"{[(span.version, span.start, span.end) for span in self.row_versions]}"
-            )
-        if ids.dim() != 3 or ids.shape[1] != len(self.layer_numbers):
+        ids, shape = self.expert_ids, tuple(self.expert_ids.shape)
+        if len(shape) != 3 or shape[1] != len(self.layer_numbers):
             raise ValueError(
                 f"RoutingTrace.expert_ids: expected [T-1, {len(self.layer_numbers)} layers, K], "
-                f"got {tuple(ids.shape)}"
+                f"got {shape}"
+            )
+        ends = [0, *(span.end for span in self.row_versions)]
+        if [span.start for span in self.row_versions] != ends[:-1] or ends[-1] != shape[0]:
+            raise ValueError(
+                f"RoutingTrace.row_versions: expected spans that cover {shape[0]} rows in order, got "
+                f"{[(span.version, span.start, span.end) for span in self.row_versions]}"
             )
         if ids.dtype not in (torch.uint8, torch.uint16):
             raise ValueError(f"RoutingTrace.expert_ids: expected uint8 or uint16, got {ids.dtype}")
-        if not ids.numel() or ids.is_meta:
+        if 0 in shape or ids.is_meta:
             return
         largest = int(ids.max() if ids.dtype == torch.uint8 else ids.to(torch.int32).max())
         if largest >= self.num_experts:
@@ -102,13 +107,14 @@ class Sample:
 
     group_id: int
     token_ids: Tensor
-    """i64[T]: prompt, then completion."""
+    """i64[T]: prompt, then completion; in a conversation all turns and what comes between them."""
     prompt_len: int
     loss_mask: Tensor
     """bool[T]: true on tokens that the policy chose."""
     rollout_logprobs: Tensor
     """f32[T]: the engine's, at the sampling temperature; 0 on the prompt."""
     weight_versions: tuple[VersionSpan, ...]
+    """Cover the tokens that the policy chose, in order: in a conversation not those between turns."""
     finish_reason: str
     """`stop`, `length` or `abort`."""
     routing: RoutingTrace | None = None
@@ -117,6 +123,11 @@ class Sample:
     def response_ids(self) -> Tensor:
         """i64[T - prompt_len]."""
         return self.token_ids[self.prompt_len :]
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the policy chose, also where the sample has left the loss."""
+        return sum(span.end - span.start for span in self.weight_versions)
 
 
 @dataclass

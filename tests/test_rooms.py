@@ -11,17 +11,22 @@ SOURCES = sorted(p for room in ("mrl", "moe", "parallel", "benchmarks", "launch"
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_LINES = 350
 
-BASE = {"mrl", "mrl.types", "mrl.config", "mrl.errors", "mrl.processes", "mrl.shared_memory"}
+BASE = {
+    *("mrl", "mrl.types", "mrl.config", "mrl.errors"),
+    *("mrl.processes", "mrl.shared_memory", "mrl.plugins"),
+}
 """Everyone may import these; `mrl` itself holds the version only."""
 ROOMS = {
     "mrl.types": set(),
     "mrl.errors": set(),
     "mrl.processes": set(),
     "mrl.shared_memory": set(),
+    "mrl.plugins": set(),
     "mrl.config": set(),
     "mrl.kernels": {"mrl._C"},
     "mrl.algorithms": {"mrl.kernels"},
     "mrl.rewards": set(),
+    "mrl.environments": {"mrl.rewards"},
     "mrl.data": set(),
     "mrl.rollout": {"moe.trace", "mrl.kernels.digest"},
     "moe": {"mrl.kernels"},

@@ -5,15 +5,7 @@ Dimensions: G samples of a prompt.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import select
-import signal
-import subprocess
-import sys
-import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -22,11 +14,10 @@ import torch
 from torch import Tensor
 
 from mrl.errors import InputError, RunFailed
+from mrl.processes import JsonWorker, WorkerLost
 from mrl.types import Prompt, SampleGroup
 
 MAX_FAILED_SHARE = 0.05
-START_TIMEOUT_S = 120.0
-"""For importing the reward function's module."""
 _RESERVED = ("prompts", "completions", "completion_ids")
 
 
@@ -61,12 +52,10 @@ class RewardRunner:
     def __init__(self, spec: str, timeout_s: float) -> None:
         self._spec = spec
         self._timeout_s = timeout_s
-        self._worker: subprocess.Popen[bytes] | None = None
-        self._unread = b""
-        self._closed = False
+        self._worker = JsonWorker("mrl.rewards.worker", f"reward {spec!r}", spec)
         self.report = RewardReport()
         """Of the last `score`."""
-        self._start()
+        self._worker.start()
 
     def __enter__(self) -> RewardRunner:
         return self
@@ -122,21 +111,7 @@ class RewardRunner:
 
         A call that runs in another thread ends with it.
         """
-        self._closed = True
-        self._kill_worker()
-
-    def _kill_worker(self) -> None:
-        worker, self._worker, self._unread = self._worker, None, b""
-        if worker is None:
-            return
-        # The whole group, before wait() frees its number for somebody else.
-        with suppress(ProcessLookupError):
-            os.killpg(worker.pid, signal.SIGKILL)
-        worker.wait()
-        for pipe in (worker.stdin, worker.stdout):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
+        self._worker.close()
 
     def _one_by_one(
         self, request: dict[str, Any], error: RewardFailed, num_samples: int
@@ -170,21 +145,16 @@ class RewardRunner:
             num_failed=self.report.num_failed + 1,
             first_error=self.report.first_error or str(error),
         )
-        check_failures(self._spec, self.report.num_failed, num_samples, self.report.first_error)
+        check_failures(
+            f"reward {self._spec!r}", self.report.num_failed, num_samples, self.report.first_error
+        )
 
     def _call(self, request: dict[str, Any]) -> list[float]:
         """One call; NaN for None. Raises RewardFailed; a hung or dead worker is gone by then."""
-        if self._closed:
-            raise RewardFailed("the run is ending")
-        if self._worker is None:
-            self._start()
         try:
-            reply = self._exchange(json.dumps(request).encode() + b"\n", self._timeout_s)
-        except TimeoutError:
-            self._kill_worker()
-            raise RewardFailed(f"no answer within {self._timeout_s:g} s, killed") from None
-        except (OSError, EOFError):
-            raise RewardFailed(self._death()) from None
+            reply = self._worker.call(request, self._timeout_s)
+        except WorkerLost as error:
+            raise RewardFailed(str(error)) from None
         if "error" in reply:
             raise (RewardBroken if reply["broken"] else RewardFailed)(reply["error"])
         values = [math.nan if value is None else float(value) for value in reply["rewards"]]
@@ -192,75 +162,14 @@ class RewardRunner:
         self.report = replace(self.report, num_abstained=self.report.num_abstained + abstained)
         return values
 
-    def _start(self) -> None:
-        self._worker = subprocess.Popen(
-            [sys.executable, "-m", "mrl.rewards.worker", self._spec, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches the trainer alone; killpg reaches all of it
-        )
-        assert self._worker.stdin
-        assert self._worker.stdout
-        os.set_blocking(self._worker.stdin.fileno(), False)
-        try:
-            reply = self._exchange(b"", START_TIMEOUT_S)
-        except TimeoutError:
-            self._kill_worker()
-            raise InputError(
-                f"reward {self._spec!r}: its import took more than {START_TIMEOUT_S:g} s"
-            ) from None
-        except (OSError, EOFError):
-            raise InputError(
-                f"reward {self._spec!r}: its import ended the {self._death()}"
-            ) from None
-        if "input_error" in reply:
-            self._kill_worker()
-            raise InputError(reply["input_error"])
-
-    def _death(self) -> str:
-        worker = self._worker
-        with suppress(subprocess.TimeoutExpired):
-            if worker is not None:
-                worker.wait(timeout=1.0)  # the pipe closes a moment before the process is gone
-        code = worker.returncode if worker is not None else None
-        self._kill_worker()
-        return f"worker process (exit code {code})"
-
-    def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send a line, await a line. Raises TimeoutError, EOFError, OSError."""
-        assert self._worker
-        assert self._worker.stdin
-        assert self._worker.stdout
-        out, into = self._worker.stdin.fileno(), self._worker.stdout.fileno()
-        deadline = time.monotonic() + timeout_s
-        unsent = memoryview(request)
-        while b"\n" not in self._unread:
-            poll = select.poll()  # not select(): a trainer may hold more than 1,024 files
-            poll.register(into, select.POLLIN)
-            if unsent:
-                poll.register(out, select.POLLOUT)
-            left_s = deadline - time.monotonic()
-            ready = dict(poll.poll(max(left_s, 0) * 1000))
-            if not ready:
-                raise TimeoutError
-            if out in ready:
-                unsent = unsent[os.write(out, unsent[:65536]) :]
-            if into in ready:
-                chunk = os.read(into, 1 << 20)
-                if not chunk:
-                    raise EOFError
-                self._unread += chunk
-        line, _, self._unread = self._unread.partition(b"\n")
-        return json.loads(line)
-
 
 def check_failures(
-    spec: str, num_failed: int, num_samples: int, first_error: str = "see the warnings above"
+    what: str, num_failed: int, num_samples: int, first_error: str = "see the warnings above"
 ) -> None:
     """Raise RunFailed where more than 5% of a step's samples have no reward for a fault."""
     if num_failed > MAX_FAILED_SHARE * num_samples:
         raise RunFailed(
-            f"reward {spec!r} failed on {num_failed} of {num_samples} samples of this step, more "
+            f"{what} failed on {num_failed} of {num_samples} samples of this step, more "
             f"than {MAX_FAILED_SHARE:.0%}; first error: {first_error}"
         )
 

@@ -10,12 +10,11 @@ import asyncio
 import inspect
 import json
 import math
-import os
 import sys
 from typing import Any, BinaryIO
 
 from mrl.errors import InputError
-from mrl.processes import die_with_parent
+from mrl.processes import describe, send, worker_pipes
 from mrl.rewards.base import RewardFunction, resolve_reward
 
 
@@ -61,33 +60,19 @@ def serve(spec: str, requests: BinaryIO, replies: BinaryIO) -> None:
     try:
         function = resolve_reward(spec)
     except InputError as error:
-        _reply(replies, {"input_error": str(error)})
+        send(replies, {"input_error": str(error)})
         return
-    _reply(replies, {"ready": True})
+    send(replies, {"ready": True})
     for line in requests:
         try:
-            _reply(replies, {"rewards": call_reward(function, json.loads(line))})
+            send(replies, {"rewards": call_reward(function, json.loads(line))})
         except (Exception, SystemExit) as error:  # user code: anything can happen
-            message = " ".join(str(error).split())[:500]
             broken = isinstance(error, BrokenReward)
-            _reply(replies, {"error": f"{type(error).__name__}: {message}", "broken": broken})
-
-
-def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:
-    replies.write(json.dumps(message).encode() + b"\n")
-    replies.flush()
+            send(replies, {"error": describe(error), "broken": broken})
 
 
 def main() -> None:
-    spec, parent_pid = sys.argv[1], int(sys.argv[2])
-    # Die with the trainer even when it is killed -9 while the reward function hangs.
-    die_with_parent(parent_pid)
-    # Keep the pipes for the protocol: what the reward prints goes to stderr, it reads nothing.
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    serve(spec, requests, replies)
+    serve(sys.argv[1], *worker_pipes(parent=int(sys.argv[2])))
 
 
 if __name__ == "__main__":

@@ -99,6 +99,17 @@ class Completion:
     """Times that the engine took the request back for want of memory and computed it anew."""
 
 
+@dataclass(frozen=True)
+class SyncReport:
+    """What a weight sync moved, and what took how long; the rest of its time was the exporter's."""
+
+    num_bytes: int
+    push_s: float
+    """Until the engine had loaded every bucket."""
+    digest_s: float
+    """Digests of what the engine holds, the comparison, and those of what was sent if it had none."""
+
+
 class RolloutEngine(Protocol):
     """A file of mrl/rollout/ offers one as `Engine`, or as a function `build_engine`.
 
@@ -121,6 +132,11 @@ class RolloutEngine(Protocol):
         """The version that generate() would use; None where the weights were dropped."""
         ...
 
+    @property
+    def process_id(self) -> int | None:
+        """Of the engine's first process, whose memory is watched; None where none runs."""
+        ...
+
     def wake(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Take device memory back for `tags`; a tag that is awake already is left alone.
 
@@ -137,7 +153,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> SyncReport:
         """Load a whole model, bucket by bucket, and prove that the engine holds what was sent.
 
         Needs WEIGHTS awake. Names are Hugging Face's; the last bucket says so (`is_last`). Raises

@@ -151,7 +151,7 @@ def _sample_record(sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "routing": trace
         and {
-            "num_rows": trace.expert_ids.shape[0],
+            "num_rows": trace.num_rows,
             "num_experts": trace.num_experts,
             "topk": trace.expert_ids.shape[2],
             "row_versions": _span_records(trace.row_versions),

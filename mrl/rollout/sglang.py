@@ -25,6 +25,7 @@ from mrl.rollout.base import (
     EngineLost,
     PauseMode,
     Request,
+    SyncReport,
 )
 from mrl.rollout.sglang_server.decode import (
     Expected,
@@ -36,7 +37,7 @@ from mrl.rollout.sglang_server.flight import Flight
 from mrl.rollout.sglang_server.manifest import Manifest
 from mrl.rollout.sglang_server.server import Server
 from mrl.rollout.sglang_server.settings import server_environment, server_settings
-from mrl.rollout.sglang_server.weight_sync import SyncReport, WeightSync
+from mrl.rollout.sglang_server.weight_sync import WeightSync
 from mrl.types import WeightBucket
 
 FLUSH_TIMEOUT_S = 60.0
@@ -112,12 +113,14 @@ class Engine:
         self._in_cache: list[int] = []
         """Versions that the prefix cache may hold something of, oldest first; none, it is empty."""
         self._sync: WeightSync | None = None
-        self.last_sync: SyncReport | None = None
-        """What the last update_weights() moved, and what took how long."""
 
     @property
     def weight_version(self) -> int | None:
         return None if self._server.client is None else self._version
+
+    @property
+    def process_id(self) -> int | None:
+        return self._server.process.pid
 
     @property
     def state(self) -> str:
@@ -191,7 +194,7 @@ class Engine:
             self._server.post(f"/flush_cache?timeout={FLUSH_TIMEOUT_S:g}", {})
             self._in_cache = []
 
-    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> SyncReport:
         self._require_running("update_weights")
         if self._flight is not None and not self._paused:
             raise RuntimeError(f"update_weights: the engine is {self.state}; pause() it first")
@@ -201,13 +204,14 @@ class Engine:
             )
         self._version = None  # Until the last bucket is in, the weights are a mixture.
         assert self._sync is not None
-        self.last_sync = self._sync.update(buckets, version)
+        report = self._sync.update(buckets, version)
         self._version = version
         if self._flight is None:
             self._flush()
         else:  # SGLang cannot drop the cache of requests in flight
             self._in_force.append(version)
             self._in_cache.append(version)
+        return report
 
     def generate(
         self, requests: Sequence[Request], *, reuse_cache: bool = False

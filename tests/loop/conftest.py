@@ -49,8 +49,11 @@ class Toy:
     def run(
         self, output: Path, *more: str, name: str = "train"
     ) -> subprocess.CompletedProcess[str]:
+        return self.run_command(self.command(output, *more, name=name))
+
+    def run_command(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.command(output, *more, name=name),
+            command,
             cwd=REPOSITORY,
             capture_output=True,
             text=True,

@@ -24,6 +24,7 @@ KEYS = """
     step reward/mean reward/std reward/zero_signal_groups response_len/mean loss/policy loss/total
     grad_norm lr ratio/mean ratio/max ratio/clip_frac entropy mismatch/k3 mismatch/logprob_abs_mean
     mismatch/logprob_abs_max routing/disagreement routing/token_any_layer routing/replay_coverage
+    routing/stale_rows routing/cached_rows routing/recomputed_rows routing/wire_bytes_per_token
     weight_version tokens/rollout tokens/train time/sync_s time/rollout_s time/score_s
     time/logprob_s time/train_s time/step_s
 """
@@ -75,6 +76,7 @@ def test_every_metric_is_there_every_step_and_true(recorded: Path) -> None:
         assert row["mismatch/logprob_abs_max"] <= 1e-4
         assert row["mismatch/k3"] >= 0
         assert row["routing/replay_coverage"] == 1.0
+        assert row["routing/stale_rows"] == 0.0  # the cache is flushed with every update
         assert row["routing/disagreement"] < 0.01  # fp32 on both sides
         assert row["weight_version"] == row["step"]
         assert row["ratio/mean"] == 1.0  # one optimizer step a rollout: the policy has not moved

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.align import join_routes, local_routes, pack_trace
+from moe.align import join_routes, local_routes, pack_trace, pack_traces
 from mrl.types import NATIVE_ROUTE, Sample
 from parallel.packing import pack, plan, to_device
 from tests.parallel.conftest import weighted
@@ -98,6 +98,8 @@ def test_traces_that_do_not_fit_are_refused(samples: list[Sample]) -> None:
         parts = [pack_trace(first), pack_trace(dataclasses.replace(second, **change))]
         with pytest.raises(ValueError, match=message):
             join_routes(parts, lengths)
+        with pytest.raises(ValueError, match="different models in one batch"):
+            pack_traces([first, dataclasses.replace(second, **change)], first.layer_numbers)
 
 
 def test_every_tensor_of_a_batch_moves(samples: list[Sample]) -> None:

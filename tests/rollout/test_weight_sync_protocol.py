@@ -8,9 +8,11 @@ real one, in test_weight_sync.py.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +24,7 @@ from mrl.kernels.digest import weight_digest
 from mrl.rollout.sglang_server.held import check_held, held_digests
 from mrl.rollout.sglang_server.http import HttpClient
 from mrl.rollout.sglang_server.manifest import Manifest
+from mrl.rollout.sglang_server.settings import server_environment
 from mrl.rollout.sglang_server.weight_sync import WeightSync
 from mrl.types import WeightBucket
 
@@ -161,6 +164,26 @@ def test_disk_writes_whole_files_and_takes_them_away(recorder, manifest, tmp_pat
     assert not list(tmp_path.glob("mrl-weights-*"))
 
 
+def test_a_group_that_fails_is_given_up(recorder, manifest):
+    """Our side would wait for the engine's ranks for minutes."""
+    recorder.held, recorder.failing = held(), "/init_weights_update_group"
+    sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1, method="distributed")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not today"):
+            sync.update(make_buckets(WEIGHTS, 7, size=2), 7)
+    bodies = [body for path, body in recorder.calls if path == recorder.failing]
+    assert [body["master_address"] for body in bodies] == ["127.0.0.1"] * 2
+    assert bodies[0]["group_name"] != bodies[1]["group_name"]
+
+
+def test_a_disk_that_cannot_be_written(recorder, manifest, tmp_path):
+    sync = WeightSync(
+        Client(recorder.server_port), manifest, num_ranks=1, method="disk", folder=tmp_path / "no"
+    )
+    with pytest.raises(RuntimeError, match=r"/no cannot be written: .*weight_sync=tensor"):
+        sync.update(make_buckets(WEIGHTS, 7), 7)
+
+
 def test_a_digest_of_the_exporter_is_believed_and_not_the_buffer(recorder, manifest):
     recorder.held = held()
     sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1)
@@ -170,6 +193,13 @@ def test_a_digest_of_the_exporter_is_believed_and_not_the_buffer(recorder, manif
     recorder.held = held(spoiled)
     with pytest.raises(RuntimeError, match=r"model\.layers\.0: sent [0-9a-f]{16}, the engine"):
         sync.update([WeightBucket(spoiled, 7, is_last=True, digest=digest)], 7)
+
+
+@pytest.mark.parametrize("gpu_ids", [(), (0, 1)])
+def test_every_server_gets_the_plugin(gpu_ids):
+    """That SGLang loads it from there is what the tests with a real one show."""
+    folders = server_environment(gpu_ids, 2)["PYTHONPATH"].split(os.pathsep)
+    assert [f for f in folders if list(Path(f).glob("mrl_weight_digest-*.dist-info"))]
 
 
 def test_digests_of_ranks_add_up():

@@ -58,7 +58,7 @@ STAGES = {1: [(1, 2, 3, 4)], 2: [(1,), (2, 3, 4)], 3: [(1, 2, 3, 4), ()]}
 """Layers by stage; in the third case the second stage has none."""
 
 
-def exchange(sizes: dict[str, int], stages: int) -> list[dict[str, Any]]:
+def exchange(sizes: dict[str, Any], stages: int) -> list[dict[str, Any]]:
     """On a rank, through memory and through messages: did it get just what it should have?"""
     dims = ParallelDims.create(ParallelConfig(**sizes), world_size())
     groups = init_groups(dims, 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config import ModelConfig, RolloutConfig
+from mrl.rollout.sglang_server.arguments import check_server_args
 
 CPU_STUBS = Path(__file__).parents[1] / "cpu_stubs"
 SERVER_PLUGIN = Path(__file__).parents[1] / "server_plugin"
@@ -25,7 +26,11 @@ def server_settings(
     first_version: int,
     keep_weights_on_host: bool,
 ) -> dict[str, Any]:
-    """Fields of SGLang's ServerArgs, less host, port and api_key."""
+    """Fields of SGLang's ServerArgs, less host, port and api_key.
+
+    The recipe's own (`config.server_args`) come last. Raises InputError for one that it may not set.
+    """
+    check_server_args(config.server_args)
     settings: dict[str, Any] = {
         "model_path": model.path,
         "trust_remote_code": False,
@@ -59,7 +64,7 @@ def server_settings(
             "sleep_on_idle": True,
         }
         settings.setdefault("max_total_tokens", CPU_MAX_TOTAL_TOKENS)
-    return settings
+    return settings | config.server_args
 
 
 def server_environment(gpu_ids: Sequence[int | str], tensor_parallel_size: int) -> dict[str, str]:
@@ -73,6 +78,8 @@ def server_environment(gpu_ids: Sequence[int | str], tensor_parallel_size: int) 
         "SGLANG_USE_CPU_ENGINE": "1",
         # A toy model on two threads is 20 to 40 times slower than on one.
         "OMP_NUM_THREADS": "1",
+        # SGLang would compile a few functions of a line or two at the first request of two ranks.
+        "TORCHDYNAMO_DISABLE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join([str(SERVER_PLUGIN), str(CPU_STUBS)]),
     }

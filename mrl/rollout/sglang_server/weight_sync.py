@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from mrl.kernels.digest import add_digests, digests_of
+from mrl.rollout.base import SyncReport
 from mrl.rollout.sglang_server.held import ACTION, check_held, held_digests
 from mrl.rollout.sglang_server.manifest import Manifest
 from mrl.rollout.sglang_server.weights import TensorPush
@@ -24,22 +24,15 @@ from mrl.types import WeightBucket
 Method = Literal["tensor", "distributed", "disk"]
 
 
-@dataclass(frozen=True)
-class SyncReport:
-    """What a sync moved and what took how long; the rest of its time was the exporter's."""
-
-    num_bytes: int
-    push_s: float
-    """Until the engine had loaded every bucket."""
-    digest_s: float
-    """The engine's digests, the comparison, and ours where the exporter gave none."""
-
-
 class Push(Protocol):
     """A way for buckets to reach the engine."""
 
     def push(self, bucket: WeightBucket) -> None:
         """Return when the engine has copied the bucket: its memory may be used again."""
+        ...
+
+    def settle(self) -> None:
+        """Free what the last bucket still held: the engine has said what it holds since."""
         ...
 
     def close(self) -> None:
@@ -118,6 +111,7 @@ class WeightSync:
                 raise ValueError("update_weights: the buckets ended without one that says is_last")
         with clock.part("digest"):
             self._check(add_digests(sent))
+        self._push.settle()
         return SyncReport(num_bytes, clock.seconds["push"], clock.seconds["digest"])
 
     @contextlib.contextmanager

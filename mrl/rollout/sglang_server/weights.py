@@ -59,8 +59,12 @@ class TensorPush:
                 **version_fields(bucket),
             },
         )
-        if flat.is_cuda:
-            torch.cuda.ipc_collect()  # the handles that every rank has let go of
+        self.settle()
+
+    def settle(self) -> None:
+        """Free the handles that every rank has let go of; they hold the trainer's buffer."""
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()
 
     def close(self) -> None:
         self._memory = SharedMemory()
@@ -108,11 +112,13 @@ def serialize_bucket(
         assert path is not None
         message = {"flattened_tensor": _MappedBytes(path, flat.numel()), "metadata": places}
         return [_encode(pickle.dumps(message))] * num_ranks
-    # A storage of its own, once per bucket: each handle wraps the storage's pointer once more, with a
-    # CUDA event, and the wraps of the trainer's buffer would pile up until the buffer is freed
-    # (torch/csrc/StorageSharing.cpp, THPStorage_shareCuda).
-    message = {"flattened_tensor": torch.from_dlpack(flat), "metadata": places}
-    return [_encode(_dump_cuda(message)) for _ in range(num_ranks)]
+    # Each handle wraps the pointer of a storage once more, with a CUDA event. On the trainer's buffer
+    # they would pile up until it is freed; on a storage of their own they go as soon as the rank lets
+    # go (torch/csrc/StorageSharing.cpp, THPStorage_shareCuda; CudaIPCTypes.cpp).
+    messages = (
+        {"flattened_tensor": torch.from_dlpack(flat), "metadata": places} for _ in range(num_ranks)
+    )
+    return [_encode(_dump_cuda(message)) for message in messages]
 
 
 class _MappedBytes:

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mrl.rollout.sglang_server.weights import Post, version_fields
@@ -26,15 +27,24 @@ class DiskPush:
         self._num_files = 0
 
     def push(self, bucket: WeightBucket) -> None:
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="mrl-weights-", dir=self._parent))
-        self._num_files += 1
         tensors = {name: tensor.detach().contiguous() for name, tensor in bucket.tensors}
-        save_file(tensors, self._folder / f"model-{self._num_files:05d}.safetensors")
+        try:
+            if self._folder is None:
+                self._folder = Path(tempfile.mkdtemp(prefix="mrl-weights-", dir=self._parent))
+            self._num_files += 1
+            save_file(tensors, self._folder / f"model-{self._num_files:05d}.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise RuntimeError(
+                f"update_weights: {self._folder or self._parent} cannot be written: {error}; make room "
+                "there, or set rollout.weight_sync=tensor"
+            ) from None
         if bucket.is_last:
             body = {"model_path": str(self._folder), **version_fields(bucket)}
             self._post("/update_weights_from_disk", body)
             self.close()
+
+    def settle(self) -> None:
+        """Nothing is left of an update that succeeded."""
 
     def close(self) -> None:
         if self._folder is not None:

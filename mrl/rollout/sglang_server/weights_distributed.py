@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +58,9 @@ class DistributedPush:
         except BaseException:
             self._forget()
             raise
+
+    def settle(self) -> None:
+        """Nothing is left of an update that succeeded."""
 
     def close(self) -> None:
         """The engine's ranks leave the group too, where they still can."""
@@ -116,22 +120,31 @@ class DistributedPush:
 
     @staticmethod
     def _beside(request: Callable[[], Any], ours: Callable[[], Any]) -> None:
-        """Our part of a collective while the server does its own; its error comes first.
+        """Our part of a collective while the server does its own.
 
         A request that fails leaves our part waiting for ranks that never come: it is given up.
         """
-        pool = ThreadPoolExecutor(1)
-        answer: Future[Any] = pool.submit(request)
-        part = ThreadPoolExecutor(1)
+        answer, own = _in_thread(request), _in_thread(lambda: _wait(ours()))
+        while not (own.done() or (answer.done() and answer.exception())):
+            time.sleep(POLL_S)
+        # A part of ours that failed may leave the server waiting too, until its own time limit.
+        if own.done() and (error := own.exception()):
+            raise RuntimeError(f"update_weights: the group with the engine failed: {error}")
+        answer.result()
+
+
+def _in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """A daemon: an exit must not wait for a collective that hangs."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
         try:
-            own = part.submit(lambda: _wait(ours()))
-            while not (own.done() or (answer.done() and answer.exception())):
-                time.sleep(POLL_S)
-            answer.result()
-            own.result()
-        finally:
-            pool.shutdown(wait=False)
-            part.shutdown(wait=False)
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="mrl-weights", daemon=True).start()
+    return future
 
 
 def _wait(work: Any) -> None:

@@ -1,0 +1,90 @@
+"""How much of the weights an RL step leaves as it was: `python -m benchmarks.weight_delta`.
+
+Would it pay to send only the tensors that changed? A toy Qwen3-MoE takes GSPO steps at the learning
+rate of real runs (1e-6, Adam, no weight decay) in float32 and in bfloat16 with float32 master weights.
+Of what the trainer exports after each step: tensors, bytes and elements that are the same as after the
+step before.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernel_bench.machine import describe
+from mrl.config import ModelConfig, OptimizerConfig
+from parallel.hf_config import HfModel
+from parallel.policy import Policy
+from tests.parallel.conftest import make_samples, write_model
+from tests.parallel.layouts import join_groups, loss, ready_batch
+from tests.ranks import run_ranks
+
+RESULT = Path(__file__).parent / "results" / "weight_delta.json"
+MODEL = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256}
+LR = 1e-6
+NUM_STEPS = 6
+
+
+def measure(model: Path, dtype: Any) -> dict[str, Any]:
+    """Runs on the one rank: medians over the steps."""
+    groups = join_groups(model, {})
+    policy = Policy(
+        HfModel.read(model),
+        groups,
+        ModelConfig(path=str(model), dtype=dtype),
+        OptimizerConfig(lr=LR),
+        recompute=False,
+        temperature=1.0,
+    )
+    batch, _ = ready_batch(policy, groups, make_samples())
+    before, rows = _weights(policy), []
+    for _ in range(NUM_STEPS):
+        policy.train_step(batch, loss, True)
+        after = _weights(policy)
+        rows.append(_unchanged(before, after))
+        before = after
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+
+
+def _weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor.clone()
+        for bucket in policy.export(0, 64 << 20)
+        for name, tensor in bucket.tensors
+    }
+
+
+def _unchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Shares of tensors, of bytes in whole tensors, and of single elements."""
+    same = [name for name, tensor in after.items() if torch.equal(tensor, before[name])]
+    elements = sum(int((tensor == before[name]).sum()) for name, tensor in after.items())
+    total = sum(tensor.numel() for tensor in after.values())
+    return {
+        "tensors": len(same) / len(after),
+        "bytes": sum(after[name].numel() for name in same) / total,
+        "elements": elements / total,
+    }
+
+
+def main() -> None:
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_model(Path(scratch) / "model", **MODEL)
+        for dtype in ("float32", "bfloat16"):
+            found = run_ranks(1, measure, model, dtype, folder=Path(scratch) / dtype)[0]
+            shares = {f"unchanged_{key}": round(share, 4) for key, share in found.items()}
+            rows.append({"dtype": dtype, "lr": LR, **shares})
+            print(json.dumps(rows[-1]), flush=True)
+    packages = ("torch", "megatron-core")
+    RESULT.write_text(
+        json.dumps({**describe(torch.device("cpu"), packages), "rows": rows}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

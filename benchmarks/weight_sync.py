@@ -1,0 +1,174 @@
+"""What a weight sync costs, and that nothing wrong goes unseen: `python -m benchmarks.weight_sync`.
+
+A real SGLang with a 200 MB float32 Qwen3-MoE of few and large experts, on a CPU. Every sync is a whole
+one: Megatron's weights exported, pushed, loaded by the engine, digests of both sides compared. Its time
+is given in units of one copy of the same bytes between two buffers, measured right before it; shares
+are of the sync's own time. Then 100 updates of a toy model, each with one fault (weight_faults.py), and
+a good one after each ten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.kernel_bench.machine import describe
+from benchmarks.weight_faults import FAULTS, is_caught, moved, shared_buckets, sync_for
+from mrl.config import ModelConfig, RolloutConfig
+from mrl.kernels.digest import weight_digest
+from mrl.rollout import load_engine
+from mrl.shared_memory import SharedMemory
+from mrl.toy_model import write_toy_model
+from parallel.policy import Policy
+from tests.parallel.layouts import build, join_groups
+from tests.ranks import run_ranks
+
+RESULT = Path(__file__).parent / "results" / "weight_sync.json"
+LARGE = {"hidden_size": 1024, "num_experts": 4, "moe_intermediate_size": 896,
+         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+BUCKET_BYTES = 64 << 20
+METHODS = ("tensor", "distributed", "disk")
+GOAL = 4.0
+"""Copies that a sync by `tensor` may take."""
+
+
+def start_engine(model: Path, timeout_s: float) -> Any:
+    engine = load_engine("sglang")(
+        model=ModelConfig(path=str(model)),
+        config=RolloutConfig(max_response_len=8, start_timeout_s=timeout_s),
+        log_path=model.parent / "engine.log",
+    )
+    engine.start()
+    return engine
+
+
+def measure(model: Path, rounds: int, timeout_s: float) -> list[dict[str, Any]]:
+    """Runs on the one rank of the trainer; one row a method."""
+    policy = build(model, join_groups(model, {}))
+    engine = start_engine(model, timeout_s)
+    try:
+        return [_measure(policy, engine, model, method, rounds) for method in METHODS]
+    finally:
+        engine.stop()
+
+
+def _measure(policy: Policy, engine: Any, model: Path, method: Any, rounds: int) -> dict[str, Any]:
+    sync = sync_for(engine, model, method)
+    num_bytes = sum(b.num_bytes for b in policy.export(0, BUCKET_BYTES))
+    whole = torch.ones(num_bytes, dtype=torch.uint8)
+    target = torch.empty_like(whole).copy_(whole)
+    rows = []
+    for version in range(rounds + 1):
+        copy_s = min(_seconds(lambda: target.copy_(whole)) for _ in range(3))
+        start = time.perf_counter()
+        report = sync.update(policy.export(version, BUCKET_BYTES), version)
+        seconds = time.perf_counter() - start
+        source_s = _seconds(lambda: _digests_alone(policy))
+        rows.append(
+            {
+                "copy_s": copy_s,
+                "sync_s": seconds,
+                "copies": seconds / copy_s,
+                "push": report.push_s / seconds,
+                "engine_digest": report.digest_s / seconds,
+                "source_digest": source_s / seconds,
+            }
+        )
+    sync.close()
+    rows = rows[1:]  # the first touches new memory
+    row = {key: round(statistics.median(r[key] for r in rows), 3) for key in rows[0]}
+    spread = [round(r["copies"], 2) for r in rows]
+    return {
+        "method": method,
+        "mb": round(num_bytes / 1e6, 1),
+        **row,
+        "copies_of_rounds": sorted(spread),
+    }
+
+
+def _digests_alone(policy: Policy) -> None:
+    for entry in policy.weights.entries:
+        weight_digest(entry.parameter)
+
+
+def _seconds(action: Any) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def try_faults(model: Path, tries: int, seed: int, timeout_s: float) -> dict[str, Any]:
+    """Every fault must end in an error; every tenth is followed by an update that is good."""
+    weights = sorted(load_file(model / "model.safetensors").items())
+    engine = start_engine(model, timeout_s)
+    sync = sync_for(engine, model)
+    caught = dict.fromkeys(FAULTS, 0)
+    num_good = 0
+    try:
+        for number in range(tries):
+            kind = FAULTS[number % len(FAULTS)]
+            caught[kind] += is_caught(sync, weights, number, kind, seed + number) is not None
+            if number % 10 == 9:
+                good = shared_buckets(moved(weights, tries + number), 0, SharedMemory())
+                sync.update(good, 0)
+                num_good += 1
+    finally:
+        engine.stop()
+    return {"tries": tries, "seed": seed, "caught": caught, "good_updates": num_good}
+
+
+def run_cost(options: argparse.Namespace, scratch: Path) -> tuple[dict[str, Any], bool]:
+    """What goes into the results, and whether it is good."""
+    model = scratch / "large"
+    write_toy_model(model, **LARGE)
+    arguments = (model, options.rounds, options.start_timeout_s)
+    rows = run_ranks(1, measure, *arguments, folder=scratch / "out")[0]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return {"rows": rows}, rows[0]["copies"] <= GOAL
+
+
+def run_faults(options: argparse.Namespace, scratch: Path) -> tuple[dict[str, Any], bool]:
+    """What goes into the results, and whether it is good."""
+    model = scratch / "small"
+    write_toy_model(model)
+    faults = try_faults(model, options.tries, options.seed, options.start_timeout_s)
+    print(json.dumps(faults), flush=True)
+    return {"faults": faults}, sum(faults["caught"].values()) == faults["tries"]
+
+
+PARTS = {"cost": run_cost, "faults": run_faults}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="cost and proof of the weight sync")
+    parser.add_argument("--part", choices=PARTS, help="only this; the rest of the results stays")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tries", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start-timeout-s", type=float, default=300.0)
+    options = parser.parse_args()
+    result = json.loads(RESULT.read_text()) if options.part and RESULT.exists() else {}
+    result |= describe(torch.device("cpu"), ("torch", "megatron-core", "sglang"))
+    passed = failed = 0
+    for name in [options.part] if options.part else PARTS:
+        with tempfile.TemporaryDirectory() as scratch:
+            found, is_good = PARTS[name](options, Path(scratch))
+        result |= found
+        passed, failed = passed + is_good, failed + (not is_good)
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{passed} passed, {failed} failed")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The tokens between turns: what an environment says, in the form that the policy reads.
+
+Generated tokens are never tokenized again. The chat template is rendered for a short conversation that
+stands in for the real one, and only the text after its assistant's turn is used: the end of that turn,
+the new messages, and the beginning of the next turn. So a template that would print earlier turns
+otherwise, as those do that leave out earlier thinking, does not change what was generated.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from mrl.errors import InputError
+from mrl.types import Prompt
+
+Messages = list[dict[str, Any]]
+
+_TURN = "a turn of the policy 7f3a"
+"""Stands in for what was generated; a template that repeats or loses it cannot be used."""
+_TALK: Messages = [
+    {"role": "user", "content": "a question"},
+    {"role": "assistant", "content": _TURN},
+]
+
+
+class ChatTurns:
+    """One tokenizer and its chat template.
+
+    A prompt that is a list of messages makes a chat; one that is a string is plain text, to which
+    observations are added as they are.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def check(self) -> None:
+        """Raises InputError where the template cannot be continued turn by turn."""
+        try:
+            self._text_after_turn([{"role": "user", "content": "an answer"}])
+        except ValueError as error:
+            raise InputError(
+                f"environment: this tokenizer's chat template cannot be used in turns: {error}; give "
+                "the prompts as strings, or another template"
+            ) from None
+
+    def start(self, prompt: Prompt, observation: str | Messages | None) -> list[int]:
+        """Token ids of the prompt and of what reset() added. Raises ValueError as between() does."""
+        if observation is None:
+            return prompt.token_ids.tolist()
+        if isinstance(prompt.content, str):
+            return prompt.token_ids.tolist() + self._encode(_plain(observation))
+        return self._encode(self._render([*prompt.content, *_messages(observation)], ask=True))
+
+    def between(self, prompt: Prompt, last_id: int, observation: str | Messages) -> list[int]:
+        """Token ids from the end of the policy's turn, whose last token is `last_id`, to its next.
+
+        The token that ends a turn is left out where the policy itself wrote it. A turn that was cut
+        short is ended for it: these tokens are the environment's, and not trained. Raises ValueError
+        where the prompt is plain text and the observation is not, or the template refuses it.
+        """
+        if isinstance(prompt.content, str):
+            return self._encode(_plain(observation))
+        ids = self._encode(self._text_after_turn(_messages(observation)))
+        return ids[1:] if ids[:1] == [last_id] else ids
+
+    @functools.cached_property
+    def _end(self) -> str:
+        """What ends the assistant's turn when nothing follows."""
+        return _after_turn(self._render(_TALK))
+
+    def _text_after_turn(self, added: Messages) -> str:
+        after = _after_turn(self._render([*_TALK, *added], ask=True))
+        if not after.startswith(self._end):
+            raise ValueError(
+                f"an assistant's turn ends with {self._end!r} when it is the last, but goes on with "
+                f"{after[: len(self._end) + 20]!r} when there is more"
+            )
+        return after
+
+    def _render(self, messages: Messages, *, ask: bool = False) -> str:
+        if not self._tokenizer.chat_template:
+            raise ValueError("there is none")
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=ask
+            )
+        except Exception as error:  # templates raise what they like: jinja2 errors, TypeError ...
+            raise ValueError(
+                f"the chat template refuses messages of roles {[m['role'] for m in messages]}: "
+                f"{type(error).__name__}: {error}"
+            ) from None
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _after_turn(text: str) -> str:
+    if text.count(_TURN) != 1:
+        raise ValueError("it does not show the assistant's turn exactly once")
+    return text.partition(_TURN)[2]
+
+
+def _plain(observation: str | Messages) -> str:
+    if not isinstance(observation, str):
+        raise ValueError(
+            "the environment answers with messages, but the prompt is a string; give the prompt as "
+            "messages"
+        )
+    return observation
+
+
+def _messages(observation: str | Messages) -> Messages:
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    return observation

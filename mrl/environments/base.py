@@ -1,0 +1,82 @@
+"""What an environment is, and how a recipe names one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from mrl.errors import InputError
+from mrl.plugins import Kind, resolve
+
+_KIND = Kind(
+    noun="environment",
+    package="mrl.environments",
+    not_plugins=frozenset({"__init__", "base", "runner", "worker"}),
+    attribute="Environment",
+    form="class",
+    example="Class",
+)
+RESERVED_COLUMNS = ("prompt", "seed")
+
+Message = dict[str, Any]
+"""`role` and `content`, both strings, and what else the chat template reads."""
+Observation = str | list[Message]
+"""What the policy reads next. A string is one message of role `user`, or, where the prompt is a plain
+string, text that is put after the policy's."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an environment answers to an action."""
+
+    observation: Observation | None = None
+    """None only where the episode is done."""
+    reward: float = 0.0
+    """Of this step, finite; the episode's is the sum over its steps."""
+    done: bool = False
+
+
+class Environment(Protocol):
+    """One object an episode, of a class made with `environment.arguments` as keywords.
+
+    Everything must follow from the prompt, the seed and the actions: where a worker process is lost to
+    one episode, the others that lived there are played again, and masked if they come out otherwise.
+    """
+
+    def reset(self, prompt: Any, seed: int, **columns: Any) -> Observation | None:
+        """Begin; called once.
+
+        `prompt` is the row's (string or messages), `columns` are the row's others, `answer` and `info`
+        among them. `seed` is the same for all samples of a prompt, so that they can be compared, and
+        another in each step. Returns what comes after the prompt, or None.
+        """
+        ...
+
+    def step(self, action: str) -> StepResult:
+        """Answer the policy's turn, as text without special tokens. May be `async`."""
+        ...
+
+
+def environment_names() -> list[str]:
+    """The environments that come with mrl."""
+    return _KIND.names()
+
+
+def resolve_environment(spec: str) -> Callable[..., Environment]:
+    """Import `NAME` of mrl/environments/, `path/file.py:Class` or `package.module:Class`.
+
+    Raises InputError, one line: not found, does not import, not an environment.
+    """
+    factory: Any = resolve(_KIND, spec)
+    if not callable(factory):
+        raise InputError(f"environment {spec!r} is a {type(factory).__name__}, not a class")
+    if inspect.isclass(factory):
+        for method in ("reset", "step"):
+            if not callable(getattr(factory, method, None)):
+                raise InputError(
+                    f"environment {spec!r} has no method {method}(); expected reset(prompt, seed, "
+                    "**columns) and step(action)"
+                )
+    return cast(Callable[..., Environment], factory)

@@ -1,0 +1,87 @@
+"""Environments that speak OpenAI's chat messages: `messages -> (messages, reward, done)`.
+
+`environment.arguments.target` names one, as `file.py:NAME` or `package.module:NAME`: a class, made
+anew for each episode with the other arguments as keywords, or a function. It is called once a turn
+with the whole conversation and the prompt row's other columns:
+
+    target(messages, **columns) -> (new_messages, reward, done)
+
+`messages` are `{"role", "content"}` objects, the policy's turn the last of them. Where that holds
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (the form of Hermes and Qwen), the message
+has `tool_calls` as well: `[{"id", "type": "function", "function": {"name", "arguments"}}]`, arguments
+being JSON text, as OpenAI has it. `new_messages` come after it: `{"role": "tool", "content": ...}` for
+what a tool says, `user` for what a person says. A class may also have
+
+    reset(messages, seed, **columns) -> new_messages or None
+
+for what comes after the prompt.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from typing import Any
+
+from mrl.environments.base import Message, StepResult
+from mrl.errors import InputError
+from mrl.plugins import Kind, resolve
+
+TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TARGET = Kind(
+    noun="environment.arguments.target",
+    package="mrl.environments",
+    not_plugins=frozenset(),
+    attribute="",
+    form="object",
+    example="NAME",
+)
+
+
+def tool_calls(text: str) -> list[dict[str, Any]]:
+    """The well-formed tool calls in a turn, in OpenAI's form; what is malformed stays text only."""
+    calls = []
+    for block in TOOL_CALL.findall(text):
+        try:
+            call = json.loads(block)
+            name, arguments = call["name"], call.get("arguments", {})
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+        function = {"name": name, "arguments": json.dumps(arguments)}
+        calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
+    return calls
+
+
+class Environment:
+    def __init__(self, target: str, **arguments: Any) -> None:
+        if ":" not in target:
+            raise InputError(
+                f"environment.arguments.target {target!r}: expected file.py:NAME or module:NAME"
+            )
+        found: Any = resolve(_TARGET, target)
+        self._target: Any = found(**arguments) if inspect.isclass(found) else found
+        self._messages: list[Message] = []
+        self._columns: dict[str, Any] = {}
+
+    def reset(self, prompt: Any, seed: int, **columns: Any) -> list[Message] | None:
+        self._columns = columns
+        self._messages = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        )
+        begin = getattr(self._target, "reset", None)
+        added = begin(self._messages, seed, **columns) if begin else None
+        self._messages += added or []
+        return added or None
+
+    async def step(self, action: str) -> StepResult:
+        turn: Message = {"role": "assistant", "content": action}
+        if calls := tool_calls(action):
+            turn["tool_calls"] = calls
+        self._messages.append(turn)
+        answer = self._target(list(self._messages), **self._columns)
+        if inspect.isawaitable(answer):
+            answer = await answer
+        added, reward, done = answer
+        self._messages += added or []
+        return StepResult(list(added) if added else None, reward, done)

@@ -1,0 +1,235 @@
+"""Plays episodes in killable workers: an environment may raise, hang or die, the run goes on.
+
+An episode whose environment fails is over and has no reward. Where a worker process is lost to one
+episode, those that lived there with it begin anew in another process and are given the same actions
+again; one that then answers otherwise than before fails too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from mrl.config import EnvironmentConfig
+from mrl.environments.base import RESERVED_COLUMNS, Observation, StepResult
+from mrl.errors import InputError
+from mrl.processes import JsonWorker, WorkerLost
+from mrl.rewards.runner import check_failures
+from mrl.types import Prompt
+
+
+@dataclass(frozen=True)
+class EpisodeFailed:
+    """The environment raised, hung, died or answered nonsense; the episode is over."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an episode begins with."""
+
+    prompt: Prompt
+    seed: int
+
+
+@dataclass
+class _Episode:
+    process: int
+    """Number of the process that it lives in."""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    replies: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _Worker:
+    """One process with its share of the episodes; started anew when it is lost."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._time_limit_s = config.time_limit_s
+        self._process = JsonWorker(
+            "mrl.environments.worker",
+            f"environment {config.name!r}",
+            config.name,
+            json.dumps(config.arguments),
+        )
+        self._number = 0
+        """Counts the processes that were lost."""
+        self._episodes: dict[int, _Episode] = {}
+        self.num_replayed = 0
+
+    def start(self) -> None:
+        self._process.start()
+
+    def play(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """A request to each of these episodes -> replies, `{"error"}` where one failed."""
+        return {number: self._ask(number, request) for number, request in requests.items()}
+
+    def end(self) -> None:
+        """Forget all episodes."""
+        live, self._episodes = list(self._episodes), {}
+        if not live:
+            return
+        try:
+            self._process.call({"end": live}, self._time_limit_s)
+        except WorkerLost:
+            self._number += 1
+
+    def close(self) -> None:
+        self._process.close()
+
+    def _ask(self, number: int, request: dict[str, Any]) -> dict[str, Any]:
+        episode = self._episodes.setdefault(number, _Episode(self._number))
+        reply: dict[str, Any] = {}
+        if episode.process != self._number:
+            reply = self._replay(episode)
+        if "error" not in reply:
+            reply = self._call(request)
+            episode.requests.append(request)
+            episode.replies.append(reply)
+        if "error" in reply or reply.get("done"):
+            self._episodes.pop(number)
+        return reply
+
+    def _replay(self, episode: _Episode) -> dict[str, Any]:
+        """Bring an episode of a lost process to where it was; an error where that is impossible."""
+        self.num_replayed += 1
+        episode.process = self._number
+        for request, before in zip(episode.requests, episode.replies, strict=True):
+            now = self._call(request)
+            if "error" in now:
+                return now
+            if now != before:
+                return {"error": "its process was lost to another episode, and played again it "
+                        "answered otherwise: an environment must follow its seed"}  # fmt: skip
+        return {}
+
+    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._process.call(request, self._time_limit_s)
+        except WorkerLost as error:
+            self._number += 1
+            return {"error": str(error)}
+
+
+class EnvironmentRunner:
+    """`config.num_workers` processes, each with every `num_workers`-th episode.
+
+    Raises InputError if the environment cannot be loaded.
+    """
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self.config = config
+        self.what = f"environment {config.name!r}"
+        """For messages."""
+        self._workers = [_Worker(config) for _ in range(config.num_workers)]
+        # Threads that live as long as the runner: a worker dies with the thread that started it, so
+        # each worker has one thread of its own.
+        self._threads = [ThreadPoolExecutor(max_workers=1) for _ in self._workers]
+        self.num_failed = 0
+        """Episodes since `reset` that failed."""
+        self.first_error = ""
+        self._step_samples = 0
+        self._replayed_before = 0
+        try:
+            self._on_all(_Worker.start)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> EnvironmentRunner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def num_replayed(self) -> int:
+        """Episodes since `reset` that were played again after their process was lost."""
+        return sum(worker.num_replayed for worker in self._workers) - self._replayed_before
+
+    def reset(
+        self, starts: Mapping[int, Start], *, step_samples: int
+    ) -> dict[int, Observation | EpisodeFailed | None]:
+        """Begin these episodes; those of before are forgotten, and the counts with them.
+
+        `step_samples` counts those of the step over all engines: from now on, RunFailed is raised as
+        soon as more than 5% of them failed.
+        """
+        self._on_all(_Worker.end)
+        self.num_failed, self.first_error, self._step_samples = 0, "", step_samples
+        self._replayed_before += self.num_replayed
+        requests = {
+            number: {
+                "reset": number,
+                "prompt": start.prompt.content,
+                "seed": start.seed,
+                "columns": start.prompt.columns,
+            }
+            for number, start in starts.items()
+        }
+        return {
+            number: reply if isinstance(reply, EpisodeFailed) else reply["observation"]
+            for number, reply in self._play(requests).items()
+        }
+
+    def step(self, actions: Mapping[int, str]) -> dict[int, StepResult | EpisodeFailed]:
+        """Give these episodes the policy's text."""
+        replies = self._play({n: {"step": n, "action": text} for n, text in actions.items()})
+        return {
+            number: reply if isinstance(reply, EpisodeFailed) else StepResult(**reply)
+            for number, reply in replies.items()
+        }
+
+    def count_failure(self, reason: str) -> None:
+        """One more episode that failed, for a reason that others have found."""
+        self.num_failed += 1
+        self.first_error = self.first_error or reason
+        check_failures(self.what, self.num_failed, self._step_samples, self.first_error)
+
+    def close(self) -> None:
+        """Leave no process behind. Harmless when repeated."""
+        for worker, thread in zip(self._workers, self._threads, strict=True):
+            worker.close()  # first: a call that waits ends with it
+            thread.shutdown()
+
+    def _on_all(self, action: Callable[[_Worker], None]) -> None:
+        pairs = zip(self._workers, self._threads, strict=True)
+        waiting = [thread.submit(action, worker) for worker, thread in pairs]
+        for future in waiting:
+            future.result()
+
+    def _play(self, requests: dict[int, dict[str, Any]]) -> dict[int, Any]:
+        count = len(self._workers)
+        waiting = [
+            thread.submit(
+                worker.play, {n: request for n, request in requests.items() if n % count == place}
+            )
+            for place, (worker, thread) in enumerate(zip(self._workers, self._threads, strict=True))
+        ]
+        replies = {n: reply for future in waiting for n, reply in future.result().items()}
+        return {n: self._checked(replies[n]) for n in requests}
+
+    def _checked(self, reply: dict[str, Any]) -> dict[str, Any] | EpisodeFailed:
+        if "error" not in reply:
+            return reply
+        self.count_failure(reply["error"])
+        return EpisodeFailed(reply["error"])
+
+
+def check_columns(prompt: Prompt) -> None:
+    """Raise InputError where a column of the row has a name that reset() needs."""
+    clash = [name for name in RESERVED_COLUMNS if name in prompt.columns]
+    if clash:
+        raise InputError(
+            f"{prompt.source}: column {clash[0]!r} is a name that the environment's reset() needs; "
+            "rename it"
+        )

@@ -1,0 +1,142 @@
+"""The process that runs the user's environments: JSON lines in, JSON lines out, no pickle.
+
+Requests are `{"reset": episode, "prompt", "seed", "columns"}`, `{"step": episode, "action"}` and
+`{"end": [episodes]}`; replies `{"observation"}`, `{"observation", "reward", "done"}` and `{}`, or
+`{"error": text}`, after which the episode is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from mrl.environments.base import Environment, Observation, StepResult, resolve_environment
+from mrl.errors import InputError
+from mrl.processes import describe, send, worker_pipes
+
+
+def checked_observation(observation: Any) -> Observation:
+    """Raises ValueError for anything but text or messages that have a role and a content."""
+    if isinstance(observation, str):
+        return observation
+    if not isinstance(observation, list) or not observation:
+        raise ValueError(f"observation: got {observation!r}, expected text or a list of messages")
+    for message in observation:
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise ValueError(
+                f"observation: got the message {message!r}, expected `role` and `content` as text"
+            )
+    return observation
+
+
+def checked_result(result: Any) -> dict[str, Any]:
+    """The reply to a step. Raises ValueError for anything but a StepResult that makes sense."""
+    if not isinstance(result, StepResult):
+        raise ValueError(f"step() returned {type(result).__name__}, expected a StepResult")
+    if isinstance(result.reward, (str, bytes)) or not hasattr(result.reward, "__float__"):
+        raise ValueError(f"reward is {result.reward!r}, expected a number")
+    reward = float(result.reward)
+    if not math.isfinite(reward) or abs(reward) > 3.4e38:
+        raise ValueError(f"reward is {reward}, expected a finite number")
+    if result.done:
+        return {"observation": None, "reward": reward, "done": True}
+    if result.observation is None:
+        raise ValueError("observation is None and done is False, expected something to read next")
+    return {
+        "observation": checked_observation(result.observation),
+        "reward": reward,
+        "done": False,
+    }
+
+
+class Episodes:
+    """The environments of this process, by episode number."""
+
+    def __init__(self, factory: Callable[..., Environment], arguments: dict[str, Any]) -> None:
+        self._factory = factory
+        self._arguments = arguments
+        self._live: dict[int, Environment] = {}
+        # One event loop for the whole life: a client that an environment opened stays usable.
+        self._loop = asyncio.Runner()
+
+    def make(self) -> Environment:
+        return self._factory(**self._arguments)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Raises whatever the environment raises; its episode is over then."""
+        if "end" in request:
+            for number in request["end"]:
+                self._end(number)
+            return {}
+        number = request["reset"] if "reset" in request else request["step"]
+        try:
+            reply = self._reset(request) if "reset" in request else self._step(request)
+        except BaseException:
+            self._end(number)
+            raise
+        if reply.get("done"):
+            self._end(number)
+        return reply
+
+    def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
+        environment = self._live[request["reset"]] = self.make()
+        observation = self._finish(
+            environment.reset(request["prompt"], request["seed"], **request["columns"])
+        )
+        return {"observation": None if observation is None else checked_observation(observation)}
+
+    def _step(self, request: dict[str, Any]) -> dict[str, Any]:
+        environment = self._live[request["step"]]
+        return checked_result(self._finish(environment.step(request["action"])))
+
+    def _end(self, number: int) -> None:
+        """Forget an episode; what its environment holds open it may close."""
+        close = getattr(self._live.pop(number, None), "close", None)
+        if close is not None:
+            self._finish(close())
+
+    def _finish(self, result: Any) -> Any:
+        return self._loop.run(_await(result)) if inspect.isawaitable(result) else result
+
+
+async def _await(result: Any) -> Any:
+    return await result
+
+
+def serve(spec: str, arguments: str, requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answer requests until the other side closes."""
+    try:
+        episodes = Episodes(resolve_environment(spec), json.loads(arguments))
+    except InputError as error:
+        send(replies, {"input_error": str(error)})
+        return
+    try:
+        episodes.make()  # arguments that do not fit would fail every episode
+    except (Exception, SystemExit) as error:
+        line = f"environment {spec!r} cannot be made with arguments {arguments}: {describe(error)}"
+        send(replies, {"input_error": line})
+        return
+    send(replies, {"ready": True})
+    for line in requests:
+        try:
+            reply = episodes.answer(json.loads(line))
+            json.dumps(reply)
+        except (Exception, SystemExit) as error:  # user code: anything can happen
+            reply = {"error": describe(error)}
+        send(replies, reply)
+
+
+def main() -> None:
+    spec, parent_pid, arguments = sys.argv[1:]
+    serve(spec, arguments, *worker_pipes(parent=int(parent_pid)))
+
+
+if __name__ == "__main__":
+    main()

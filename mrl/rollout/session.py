@@ -1,0 +1,170 @@
+"""A conversation as tokens: what the engine returned is what is trained, and is never tokenized again.
+
+A session grows by completions of an engine, whose tokens carry the loss, and by tokens of others (a
+tool, an environment, a template), which do not. The engine is given token ids only.
+
+Dimensions: P prompt tokens, T all tokens so far, R rows of routes so far, L MoE layers, K experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mrl.rollout.base import Completion
+from mrl.types import RoutingTrace, Sample, VersionSpan
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Session:
+    """One sample in the making; every method returns another session."""
+
+    group_id: int
+    token_ids: Tensor
+    """i64[T]."""
+    prompt_len: int
+    loss_mask: Tensor
+    """bool[T]: true on tokens that the policy chose."""
+    rollout_logprobs: Tensor
+    """f32[T]: the engine's; 0 on all others."""
+    weight_versions: tuple[VersionSpan, ...] = ()
+    """Spans over the tokens of the loss, in order."""
+    routing: RoutingTrace | None = None
+    """Of the tokens before the last completion's last one."""
+    num_turns: int = 0
+    """Completions so far that brought tokens."""
+    finish_reason: FinishReason | None = None
+    """None while it is live."""
+
+    @staticmethod
+    def start(group_id: int, prompt_ids: Tensor) -> Session:
+        """Of a prompt i64[P]."""
+        none = torch.zeros(len(prompt_ids), dtype=torch.bool)
+        return Session(group_id, prompt_ids, len(prompt_ids), none, none.float())
+
+    def with_completion(self, completion: Completion) -> Session:
+        """The policy's turn; aborted, it ends the session with what it brought.
+
+        Raises ValueError where the completion continues other tokens than these, or its routes are
+        not those of a session that had routes (or had none).
+        """
+        new = completion.output_ids
+        if completion.finish_reason == "abort" and not len(new):
+            return self.finished("abort")
+        start, end = len(self.token_ids), len(self.token_ids) + len(new)
+        spans = completion.weight_versions
+        covered = (spans[0].start, spans[-1].end) if spans else None
+        if start == end or covered != (start, end):
+            raise ValueError(
+                f"completion {completion.request_id}: its weight versions cover tokens {covered}, "
+                f"expected {(start, end)} and at least one token"
+            )
+        longer = dataclasses.replace(
+            self._longer(new, completion.logprobs),
+            weight_versions=(*self.weight_versions, *spans),
+            routing=self._routes(completion.routing, end - 1),
+            num_turns=self.num_turns + 1,
+        )
+        return longer.finished("abort") if completion.finish_reason == "abort" else longer
+
+    def with_tokens(self, token_ids: Tensor) -> Session:
+        """Tokens i64[n] of a tool, an environment or a template: no loss, log-prob 0."""
+        return self._longer(token_ids, None)
+
+    def finished(self, reason: FinishReason) -> Session:
+        return dataclasses.replace(self, finish_reason=reason)
+
+    def sample(self, weight_version: int) -> Sample:
+        """What is trained. Tokens after the last one of the loss are left out: nothing depends on them.
+
+        `weight_version` is said of a session without a token of the loss, as a span of no tokens.
+        Raises ValueError for a session that is live.
+        """
+        if self.finish_reason is None:
+            raise ValueError("sample() of a session that is not finished")
+        chosen = self.loss_mask.nonzero()
+        end = int(chosen[-1]) + 1 if len(chosen) else self.prompt_len
+        none = (VersionSpan(weight_version, end, end),)
+        return Sample(
+            group_id=self.group_id,
+            token_ids=self.token_ids[:end],
+            prompt_len=self.prompt_len,
+            loss_mask=self.loss_mask[:end],
+            rollout_logprobs=self.rollout_logprobs[:end],
+            weight_versions=self.weight_versions or none,
+            finish_reason=self.finish_reason,
+            routing=self.routing,
+        )
+
+    def _longer(self, token_ids: Tensor, logprobs: Tensor | None) -> Session:
+        zeros = torch.zeros(len(token_ids), dtype=torch.float32)
+        chosen = torch.full((len(token_ids),), logprobs is not None)
+        more = zeros if logprobs is None else logprobs
+        return dataclasses.replace(
+            self,
+            token_ids=torch.cat([self.token_ids, token_ids]),
+            loss_mask=torch.cat([self.loss_mask, chosen]),
+            rollout_logprobs=torch.cat([self.rollout_logprobs, more]),
+        )
+
+    def _routes(self, new: RoutingTrace | None, num_rows: int) -> RoutingTrace | None:
+        if self.num_turns and (new is None) != (self.routing is None):
+            given, before = ("no routes", "had") if new is None else ("routes", "had not")
+            raise ValueError(f"the completion has {given}, where the turns before {before}")
+        if new is not None and len(new.expert_ids) != num_rows:
+            raise ValueError(f"routes: got {len(new.expert_ids)} rows, expected {num_rows}")
+        return new if new is None or self.routing is None else join_traces(self.routing, new)
+
+
+def join_traces(old: RoutingTrace, new: RoutingTrace) -> RoutingTrace:
+    """Routes of tokens that were generated in pieces: the first R rows from `old`, the rest from `new`.
+
+    `new` is of the whole sequence so far. Row r was used where token r was first read: the log-probs of
+    the piece that `old` came with depend on its rows and on no others, while the row of its last token
+    is the first that only the next piece computed.
+
+    What a piece took from a cache, or computed again, of the tokens that `old` covers is of no
+    consequence; where it is more, all leading rows count as that: a trace can say no less.
+    Raises ValueError where `new` is shorter than `old`, or of another model.
+    """
+    num_kept, num_rows = len(old.expert_ids), len(new.expert_ids)
+    if num_rows < num_kept:
+        raise ValueError(f"routes: got {num_rows} rows to continue {num_kept} rows")
+    if (old.layer_numbers, old.num_experts) != (new.layer_numbers, new.num_experts):
+        raise ValueError("routes: the pieces of a sample come from different models")
+    added = [
+        VersionSpan(span.version, max(span.start, num_kept), span.end)
+        for span in new.row_versions
+        if span.end > num_kept
+    ]
+    return RoutingTrace(
+        expert_ids=torch.cat([old.expert_ids, new.expert_ids[num_kept:]]),
+        layer_numbers=old.layer_numbers,
+        num_experts=old.num_experts,
+        row_versions=_joined([*old.row_versions, *added]),
+        num_cached_rows=_leading(old.num_cached_rows, new.num_cached_rows, num_kept),
+        num_recomputed_rows=_leading(old.num_recomputed_rows, new.num_recomputed_rows, num_kept),
+    )
+
+
+def _leading(old: int, new: int, num_kept: int) -> int:
+    # One row more is the piece's own work as well: SGLang schedules ahead, and has fed the last token
+    # back when it learns that it is the last.
+    return new if new > num_kept + 1 else old
+
+
+def _joined(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Neighbours of one version become one span."""
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if joined and joined[-1].version == span.version:
+            joined[-1] = VersionSpan(span.version, joined[-1].start, span.end)
+        else:
+            joined.append(span)
+    return tuple(joined)

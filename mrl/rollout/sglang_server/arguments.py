@@ -1,0 +1,102 @@
+"""`rollout.server_args`: what a recipe may set of SGLang's ServerArgs, checked without importing it.
+
+SGLang's module needs the GPU libraries of its own process, so the names of its fields are read from
+its source: from the class itself up to 0.5.19, from the classes of arg_groups/fields/ since.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import InputError
+
+OWNED = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.path",
+    "dtype": "model.dtype",
+    "tp_size": "rollout.tensor_parallel_size",
+    "context_length": "rollout.context_len",
+    "max_total_tokens": "rollout.max_total_tokens",
+    "max_running_requests": "rollout.max_running_requests",
+    "mem_fraction_static": "rollout.mem_fraction_static",
+    "enable_return_routed_experts": "moe.routing_replay",
+    "random_seed": "seed",
+}
+"""Fields that another key of the recipe sets."""
+FIXED = {
+    "the server is a child process on loopback, behind a key": (
+        "host", "port", "api_key", "admin_api_key", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
+        "ssl_keyfile_password", "enable_http2", "grpc_mode", "fastapi_root_path", "use_ray",
+        "skip_tokenizer_init", "tokenizer_worker_num", "skip_server_warmup",
+    ),
+    "it would print the key": ("log_level", "log_level_http"),
+    "an engine is one tensor-parallel group on one node": (
+        "dp_size", "pp_size", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step",
+        "device", "disaggregation_mode", "enable_dp_attention",
+    ),
+    "weights come from the trainer, with a version, and leave the GPU between rollouts": (
+        "weight_version", "enable_memory_saver", "enable_weights_cpu_backup", "weight_cache_mode",
+    ),
+    "code of the checkpoint never runs": ("trust_remote_code",),
+    "routes are not recorded for drafted tokens": ("speculative_algorithm",),
+}  # fmt: skip
+"""Fields that no recipe may set, by the reason."""
+
+
+def check_server_args(server_args: Mapping[str, Any]) -> None:
+    """Raises InputError for a field that mrl sets itself, SGLang does not have, or JSON cannot say."""
+    reasons = {name: reason for reason, names in FIXED.items() for name in names}
+    known = field_names() if server_args else frozenset()
+    for name, value in server_args.items():
+        where = f"rollout.server_args.{name}: got {value!r}"
+        if name in OWNED:
+            raise InputError(f"{where}, and another key sets this; use {OWNED[name]}")
+        if name in reasons:
+            raise InputError(f"{where}, but mrl sets this itself: {reasons[name]}; leave it out")
+        if known and name not in known:
+            raise InputError(
+                f"{where}, but ServerArgs of the installed SGLang has no such field"
+                f"{_suggest(name, known)}"
+            )
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            raise InputError(
+                f"{where}, expected what JSON can say: text, a number, true, false, a list or a mapping"
+            ) from None
+
+
+@cache
+def field_names() -> frozenset[str]:
+    """The fields of the installed SGLang's ServerArgs; none where SGLang is not installed."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset()
+    srt = Path(next(iter(spec.submodule_search_locations))) / "srt"
+    names = set(_annotated(srt / "server_args.py", only="ServerArgs"))
+    for file in sorted((srt / "arg_groups" / "fields").glob("*.py")):
+        names.update(_annotated(file))
+    return frozenset(names)
+
+
+def _annotated(file: Path, *, only: str | None = None) -> Iterable[str]:
+    """Names of the annotated fields of the classes of a file."""
+    if not file.is_file():
+        return
+    for node in ast.parse(file.read_bytes()).body:
+        if isinstance(node, ast.ClassDef) and only in (None, node.name):
+            for line in node.body:
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                    yield line.target.id
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "; look it up in SGLang's server arguments"

@@ -1,0 +1,196 @@
+import os
+import random
+import signal
+import string
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from mrl.config import EnvironmentConfig
+from mrl.data.reasoning_gym import task_rows
+from mrl.environments import StepResult, environment_names, resolve_environment
+from mrl.environments.openai_chat import tool_calls
+from mrl.environments.runner import EnvironmentRunner, EpisodeFailed, Start, check_columns
+from mrl.errors import InputError, RunFailed
+from mrl.types import Prompt
+
+ZOO = Path(__file__).parent / "zoo.py"
+
+
+def prompt(content="p", **columns):
+    return Prompt("0", torch.tensor([1]), content, columns, "f:1")
+
+
+def start(number=0, **columns):
+    return Start(prompt(**columns), number)
+
+
+def runner(name, **settings):
+    return EnvironmentRunner(
+        EnvironmentConfig.model_validate({"name": name, "time_limit_s": 5, **settings})
+    )
+
+
+def begin(environments, starts):
+    return environments.reset(starts, step_samples=1000)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left():
+    def children():
+        return [p for p in psutil.Process().children(recursive=True) if p.status() != "zombie"]
+
+    before = set(children())
+    yield
+    assert set(children()) <= before
+
+
+def test_episodes_keep_their_own_state_and_end():
+    with runner(f"{ZOO}:Echo", arguments={"factor": 2.0}, num_workers=2) as environments:
+        begun = begin(environments, {3: start(30, answer=1), 4: start(40)})
+        assert begun == {3: "p 30 {'answer': 1}", 4: None}
+        assert environments.step({3: "a"}) == {3: StepResult("1:a", 2.0)}
+        assert environments.step({4: "x", 3: "done"}) == {
+            4: StepResult("1:x", 2.0),
+            3: StepResult(None, 2.0, done=True),
+        }
+        assert begin(environments, {4: start(1)}) == {4: None}  # the old 4 is forgotten
+        assert environments.step({4: "y"}) == {4: StepResult("1:y", 2.0)}
+        assert environments.num_failed == 0
+
+
+FAULTS = {
+    "Raises": "KeyError: 'bad'",
+    "Exits": "SystemExit: 7",
+    "Nonsense": "step() returned str, expected a StepResult",
+    "Nan": "reward is nan, expected a finite number",
+    "Silent": "observation is None and done is False",
+    "Roleless": "expected `role` and `content` as text",
+    "Dies": "worker process (exit code 7)",
+    "Hangs": "no answer within 0.3 s, killed",
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_only_the_culprit_fails(name):
+    """A lost process takes other episodes with it; they are played again to where they were."""
+    with runner(f"{ZOO}:{name}", time_limit_s=0.3 if name == "Hangs" else 5) as environments:
+        begin(environments, {n: start(n) for n in range(3)})
+        environments.step(dict.fromkeys(range(3), "a"))
+        results = environments.step({0: "b", 1: "bad", 2: "c"})
+        assert isinstance(results[1], EpisodeFailed)
+        assert FAULTS[name] in results[1].reason
+        assert (results[0], results[2]) == (StepResult("2:b", 1.0), StepResult("2:c", 1.0))
+        assert environments.step({0: "d"}) == {0: StepResult("3:d", 1.0)}
+        assert (environments.num_failed, environments.first_error) == (1, results[1].reason)
+        assert environments.num_replayed == (2 if name in ("Dies", "Hangs") else 0)
+        begin(environments, {0: start()})
+        assert (environments.num_failed, environments.num_replayed) == (0, 0)
+
+
+def test_above_five_percent_the_run_stops():
+    with runner(f"{ZOO}:Raises") as environments:
+        environments.reset({n: start(n) for n in range(3)}, step_samples=40)
+        environments.step({0: "bad", 1: "bad"})
+        with pytest.raises(
+            RunFailed, match=r"zoo.py:Raises' failed on 3 of 40 samples .* KeyError"
+        ):
+            environments.step({2: "bad"})
+
+
+def test_an_episode_that_cannot_be_played_again_fails():
+    with runner(f"{ZOO}:Forgetful", time_limit_s=0.3) as environments:
+        begin(environments, {0: start(), 1: start()})
+        environments.step({0: "a", 1: "a"})
+        results = environments.step({0: "bad", 1: "b"})
+        assert "played again it answered otherwise" in results[1].reason
+        assert environments.num_failed == 2
+
+
+def test_async_steps_and_close(tmp_path):
+    with runner(f"{ZOO}:Later") as environments:
+        begin(environments, {0: start()})
+        assert environments.step({0: "a"}) == {0: StepResult("a", 1.0)}
+    with runner(f"{ZOO}:Closes", arguments={"folder": str(tmp_path)}) as environments:
+        begin(environments, {n: start(n) for n in range(3)})
+        environments.step({0: "done", 1: "bad"})
+        assert {f.name for f in tmp_path.iterdir()} == {"0", "1"}  # done, failed
+        begin(environments, {0: start(9)})
+        assert {f.name for f in tmp_path.iterdir()} == {"0", "1", "2"}  # given up
+
+
+def test_closing_ends_a_worker_that_is_stopped():
+    environments = runner(f"{ZOO}:Echo", time_limit_s=60)
+    (worker,) = psutil.Process().children()
+    os.kill(worker.pid, signal.SIGSTOP)
+    environments.close()
+    environments.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "arguments", "reason"),
+    [
+        ("guess_leter", {}, "did you mean 'guess_letter'?"),
+        ("runner", {}, "not a file of mrl/environments/"),
+        (f"{ZOO}:Ech", {}, "no class 'Ech' in it; did you mean 'Echo'?"),
+        (f"{ZOO}:NoStep", {}, "has no method step()"),
+        (f"{ZOO}:constant", {}, "is a int, not a class"),
+        ("guess_letter", {"turn": 3}, 'cannot be made with arguments {"turn": 3}: TypeError'),
+        ("openai_chat", {"target": "zoo"}, "expected file.py:NAME or module:NAME"),
+    ],
+)
+def test_one_clear_line_at_the_start(spec, arguments, reason):
+    with pytest.raises(InputError) as caught:
+        runner(spec, arguments=arguments)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_builtin_loads_and_columns_are_checked():
+    assert environment_names() == ["guess_letter", "openai_chat", "reasoning_gym"]
+    for name in environment_names():
+        resolve_environment(name)
+    with pytest.raises(InputError, match="f:1: column 'seed'"):
+        check_columns(prompt(seed=1))
+
+
+def test_guess_letter():
+    letter = random.Random(7).choice(string.ascii_lowercase)
+    with runner("guess_letter", arguments={"turns": 2}) as environments:
+        begin(environments, {0: start(7)})
+        assert environments.step({0: ""}) == {0: StepResult(letter, 0.0)}
+        assert environments.step({0: f"{letter}?"}) == {0: StepResult(None, 0.25, done=True)}
+
+
+def test_reasoning_gym_gives_another_try():
+    (row,) = task_rows("chain_sum", 1, 3, {})
+    environment = resolve_environment("reasoning_gym")(retry_factor=0.5)
+    assert environment.reset(row["prompt"], 0, answer=row["answer"], info=row["info"]) is None
+    wrong = environment.step("no idea")
+    assert (wrong.observation, wrong.done) == ("That is not right. Try again.", False)
+    right = environment.step(f"<answer>{row['answer']}</answer>")
+    assert right.done
+    assert wrong.reward + right.reward == 0.5
+
+
+def test_openai_chat():
+    call = '<tool_call>\n{"name": "find", "arguments": {"q": "x"}}\n</tool_call>'
+    with runner("openai_chat", arguments={"target": f"{ZOO}:search"}) as environments:
+        begin(environments, {0: Start(prompt([{"role": "user", "content": "hi"}], n=4), 0)})
+        tool = environments.step({0: f"let me see {call}"})[0]
+        assert tool.observation == [{"role": "tool", "content": str(tool_calls(call))}]
+        said = environments.step({0: "here"})[0]
+        assert said == StepResult([{"role": "user", "content": "4 messages"}], 4.0)
+    with runner("openai_chat", arguments={"target": f"{ZOO}:Talker", "word": "go"}) as environments:
+        assert begin(environments, {0: start()}) == {0: [{"role": "user", "content": "go1"}]}
+        assert environments.step({0: "x"}) == {0: StepResult(None, 1.0, done=True)}
+
+
+def test_tool_calls_that_are_malformed_stay_text():
+    good = '<tool_call>{"name": "f"}</tool_call>'
+    assert [c["function"] for c in tool_calls(f"{good}<tool_call>{{</tool_call>")] == [
+        {"name": "f", "arguments": "{}"}
+    ]
+    assert tool_calls("<tool_call>[1]</tool_call><tool_call>{}</tool_call> none") == []

@@ -1,0 +1,137 @@
+"""Environments that misbehave, run by the real worker process."""
+
+import asyncio
+import os
+import random
+import sys
+import time
+
+from mrl.environments import StepResult
+
+
+class Echo:
+    """Says what it was told, three times; `done` ends it, and so do the misdeeds below."""
+
+    def __init__(self, factor=1.0):
+        self.factor, self.steps, self.seed = factor, 0, None
+
+    def reset(self, prompt, seed, **columns):
+        self.seed = seed
+        return f"{prompt} {seed} {columns}" if columns else None
+
+    def step(self, action):
+        self.steps += 1
+        print("noise on stdout")
+        if action == "bad":
+            return self.misbehave()
+        return StepResult(f"{self.steps}:{action}", self.factor, done=action == "done")
+
+    def misbehave(self):
+        raise KeyError("bad")
+
+
+class Raises(Echo):
+    pass
+
+
+class Exits(Echo):
+    def misbehave(self):
+        sys.exit(7)
+
+
+class Dies(Echo):
+    def misbehave(self):
+        os._exit(7)
+
+
+class Hangs(Echo):
+    def misbehave(self):
+        while True:
+            time.sleep(1)
+
+
+class Nonsense(Echo):
+    def misbehave(self):
+        return "nonsense"
+
+
+class Nan(Echo):
+    def misbehave(self):
+        return StepResult("x", float("nan"))
+
+
+class Silent(Echo):
+    def misbehave(self):
+        return StepResult(None, 1.0)
+
+
+class Roleless(Echo):
+    def misbehave(self):
+        return StepResult([{"content": "x"}], 1.0)
+
+
+class Forgetful(Hangs):
+    """Its answers do not follow from the seed."""
+
+    def step(self, action):
+        result = super().step(action)
+        return StepResult(f"{result.observation} {random.random()}", 0.0)
+
+
+class FailsSecond(Echo):
+    def step(self, action):
+        return self.misbehave() if self.steps else super().step(action)
+
+
+class Shouts(Echo):
+    def reset(self, prompt, seed, **columns):
+        return "x" * 1000
+
+
+class Later(Echo):
+    async def step(self, action):
+        await asyncio.sleep(0.001)
+        return StepResult(action, 1.0)
+
+
+class Closes(Echo):
+    """Leaves a file for each episode that was closed."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def close(self):
+        if self.seed is not None:
+            with open(f"{self.folder}/{self.seed}", "w"):
+                pass
+
+
+def search(messages, **columns):
+    """For openai_chat: a tool that looks a word up, and a user who wants the answer."""
+    turn = messages[-1]
+    if calls := turn.get("tool_calls"):
+        said = [{"role": "tool", "content": str(calls)}]
+        return said, 0.0, False
+    return [{"role": "user", "content": f"{len(messages)} messages"}], float(columns["n"]), False
+
+
+class Talker:
+    """For openai_chat: begins the conversation, and ends it at once."""
+
+    def __init__(self, word):
+        self.word = word
+
+    def reset(self, messages, seed, **columns):
+        return [{"role": "user", "content": f"{self.word}{len(messages)}"}]
+
+    async def __call__(self, messages, **columns):
+        return [], 1.0, True
+
+
+class NoStep:
+    def reset(self, prompt, seed, **columns):
+        return None
+
+
+constant = 3

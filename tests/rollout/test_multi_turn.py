@@ -1,0 +1,202 @@
+"""Conversations with a real SGLang server and real environments; transformers is the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rollout_helpers import score
+from transformers import AutoTokenizer
+
+from mrl.config import EnvironmentConfig
+from mrl.data.chat import ChatTurns
+from mrl.environments.runner import EnvironmentRunner
+from mrl.episodes import Episodes
+from mrl.metrics import episode_metrics
+from mrl.rollout.base import EngineLost, SamplingParams
+from mrl.rollout.scheduling import start_groups
+from mrl.types import Prompt, VersionSpan
+
+ZOO = Path(__file__).parents[1] / "environments/zoo.py"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(toy_folder):
+    return AutoTokenizer.from_pretrained(toy_folder)
+
+
+@pytest.fixture(scope="module")
+def echo() -> Iterator[EnvironmentRunner]:
+    """Never done; gives 1 a turn."""
+    with EnvironmentRunner(EnvironmentConfig(name=f"{ZOO}:Echo")) as environments:
+        yield environments
+
+
+@pytest.fixture
+def play(engine, tokenizer, echo):
+    def play(engine=engine, *, num=3, group=2, **settings):
+        settings = {"max_turns": 3, "context_len": 512, **settings}
+        settings["step_samples"] = 1000  # failures of all of them are no reason to stop
+        prompts = [chat_prompt(tokenizer, i) for i in range(num)]
+        episodes = Episodes(
+            start_groups(prompts, group, 4),
+            settings.pop("environments", echo),
+            tokenizer,
+            sampling=settings.pop("sampling", SamplingParams(10)),
+            seeds=[settings.pop("seed", 1)] * num,
+            **settings,
+        )
+        return list(episodes.finished(engine))
+
+    return play
+
+
+def chat_prompt(tokenizer, number):
+    content = [{"role": "user", "content": f"question {number}"}]
+    ids = ChatTurns(tokenizer)._encode(
+        tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True)
+    )
+    return Prompt(str(number), torch.tensor(ids), content, {}, f"x:{number}")
+
+
+class Watched:
+    """A real engine whose requests and completions are noted; `act` may interfere."""
+
+    def __init__(self, engine, act=lambda calls: None):
+        self.engine, self.act = engine, act
+        self.calls: list[list] = []
+
+    @property
+    def weight_version(self):
+        return self.engine.weight_version
+
+    def generate(self, requests, **options):
+        self.calls.append([])
+        by_id = {request.request_id: request for request in requests}
+        for completion in self.engine.generate(requests, **options):
+            self.calls[-1].append((by_id[completion.request_id], completion))
+            yield completion
+            self.act(self.calls)
+
+
+def samples_of(groups):
+    return [sample for group in groups for sample in group.samples]
+
+
+def same(left, right):
+    return all(
+        torch.equal(a.token_ids, b.token_ids)
+        and torch.equal(a.rollout_logprobs, b.rollout_logprobs)
+        for a, b in zip(samples_of(left), samples_of(right), strict=True)
+    )
+
+
+def test_three_turns_equal_transformers_on_the_whole(play, oracle):
+    """Log-probs to 1e-5 and every route, the rows between turns too."""
+    groups = play()
+    assert [s.group_id for s in samples_of(groups)] == [4, 4, 5, 5, 6, 6]
+    assert torch.equal(torch.stack([g.rewards for g in groups]), torch.full((3, 2), 3.0))
+    for sample in samples_of(groups):
+        logprobs, routes = score(oracle, sample.token_ids, sample.prompt_len, 1.0)
+        mask = sample.loss_mask[sample.prompt_len :]
+        response = sample.rollout_logprobs[sample.prompt_len :]
+        assert (response - logprobs)[mask].abs().max() < 1e-5
+        assert not response[~mask].any()
+        got = sample.routing.expert_ids.long().sort(-1).values
+        assert torch.equal(got, routes.sort(-1).values)
+        assert len(sample.weight_versions) == 3
+        covered = [t for s in sample.weight_versions for t in range(s.start, s.end)]
+        assert covered == sample.loss_mask.nonzero().flatten().tolist()
+        assert sample.routing.num_cached_rows == 0  # all of them are its own turns'
+        assert sample.routing.row_versions == (VersionSpan(0, 0, len(sample.token_ids) - 1),)
+    metrics = episode_metrics(groups)
+    assert metrics["episode/num_turns"] == 3
+    assert 40 < metrics["episode/tool_tokens"] < 160
+
+
+def test_tokens_are_never_tokenized_again(play, engine, tokenizer):
+    watched = Watched(engine)
+    groups = play(watched)
+    assert [len(call) for call in watched.calls] == [6, 6, 6]
+    ambiguous = 0
+    for turn, later in zip(watched.calls, watched.calls[1:], strict=False):
+        after = {request.request_id: request.token_ids.tolist() for request, _ in later}
+        for request, completion in turn:
+            said = completion.output_ids.tolist()
+            before = request.token_ids.tolist() + said
+            assert after[request.request_id][: len(before)] == before
+            text = tokenizer.decode(said, skip_special_tokens=True)
+            ambiguous += tokenizer.encode(text) != said
+    assert ambiguous > 3  # special tokens that the text does not show
+    final = {tuple(r.token_ids.tolist() + c.output_ids.tolist()) for r, c in watched.calls[-1]}
+    assert final == {tuple(s.token_ids.tolist()) for s in samples_of(groups)}
+
+
+def test_the_same_bits_each_time_and_after_a_lost_engine(play, engine, tokenizer, echo):
+    first = play()
+    assert same(first, play())
+    assert not same(first, play(seed=2))
+
+    def lose(calls):
+        if len(calls) == 2 and len(calls[-1]) == 3:
+            raise EngineLost("on purpose")
+
+    watched = Watched(engine, lose)
+    prompts = [chat_prompt(tokenizer, i) for i in range(3)]
+    episodes = Episodes(
+        start_groups(prompts, 2), echo, tokenizer, sampling=SamplingParams(10), max_turns=3,
+        context_len=512, seeds=[1, 1, 1],
+    )  # fmt: skip
+    with pytest.raises(EngineLost):
+        list(episodes.finished(watched))
+    assert len(episodes.unfinished) == 3
+    again = list(episodes.finished(watched))
+    assert not episodes.unfinished
+    assert [len(call) for call in watched.calls] == [6, 3, 3, 6]
+    for a, b in zip(samples_of(first), samples_of(again), strict=True):
+        assert torch.equal(a.token_ids, b.token_ids)
+        assert (a.rollout_logprobs - b.rollout_logprobs).abs().max() < 1e-5
+
+
+def test_the_end_of_the_context_and_of_the_turns(play):
+    exact = SamplingParams(10, 10)
+    groups = play(max_turns=1, sampling=exact)
+    assert {(s.finish_reason, len(s.response_ids)) for s in samples_of(groups)} == {("length", 10)}
+    (group,) = play(num=1, max_turns=8, context_len=120, sampling=exact)
+    for sample in group.samples:
+        assert sample.finish_reason == "length"
+        assert len(sample.token_ids) <= 120
+        assert sample.loss_mask[-1]
+    assert all(1 < reward < 8 for reward in group.rewards.tolist())
+
+
+def test_an_abort_masks_and_keeps_what_there_is(play, engine):
+    def stop(calls):
+        if [len(call) for call in calls] == [4, 1]:
+            engine.abort()
+
+    groups = play(Watched(engine, stop), num=2, sampling=SamplingParams(60))
+    reasons = [s.finish_reason for s in samples_of(groups)]
+    assert "abort" in reasons
+    for group in groups:
+        for sample, reward in zip(group.samples, group.rewards, strict=True):
+            assert bool(reward.isnan()) == (sample.finish_reason == "abort")
+            assert len(sample.routing.expert_ids) == len(sample.token_ids) - 1
+
+
+def test_an_environment_that_fails_masks_its_episodes(play):
+    with EnvironmentRunner(EnvironmentConfig(name=f"{ZOO}:FailsSecond")) as environments:
+        groups = play(environments=environments)
+        assert environments.num_failed == 6
+        assert all(group.rewards.isnan().all() for group in groups)
+        assert [len(s.weight_versions) for s in samples_of(groups)] == [2] * 6
+    with EnvironmentRunner(EnvironmentConfig(name=f"{ZOO}:Shouts")) as environments:
+        (group,) = play(num=1, environments=environments)
+        assert group.rewards.isnan().all()
+        assert "reset() leaves no room" in environments.first_error
+        for sample in group.samples:
+            end = len(group.prompt.token_ids)
+            assert len(sample.token_ids) == end
+            assert sample.weight_versions == (VersionSpan(0, end, end),)

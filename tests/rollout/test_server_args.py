@@ -1,0 +1,76 @@
+"""`rollout.server_args`: passed through to SGLang, refused where mrl answers for the field itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from mrl.config import ModelConfig, RolloutConfig
+from mrl.errors import InputError
+from mrl.rollout.sglang_server import arguments
+from mrl.rollout.sglang_server.settings import server_settings
+
+
+def settings(*, on_gpu: bool = True, **server_args: object) -> dict[str, object]:
+    return server_settings(
+        ModelConfig(path="somewhere"),
+        RolloutConfig(max_response_len=8, server_args=dict(server_args)),
+        on_gpu=on_gpu,
+        context_len=64,
+        return_routes=True,
+        seed=0,
+        first_version=0,
+        keep_weights_on_host=False,
+    )
+
+
+def test_a_field_of_the_recipe_is_set_and_wins() -> None:
+    plain = settings()
+    asked = settings(attention_backend="triton", sampling_backend="flashinfer")
+    assert "attention_backend" not in plain
+    assert asked == {**plain, "attention_backend": "triton", "sampling_backend": "flashinfer"}
+    assert settings(on_gpu=False)["attention_backend"] == "torch_native"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("tp_size", 2, "use rollout.tensor_parallel_size"),
+        ("host", "0.0.0.0", "child process on loopback"),
+        ("log_level", "info", "would print the key"),
+        ("attention_backnd", "triton", "did you mean 'attention_backend'?"),
+        ("watchdog_timeout", {1}, "what JSON can say"),
+    ],
+)
+def test_a_field_that_may_not_be_set_is_refused_in_one_line(name, value, expected) -> None:
+    with pytest.raises(InputError) as refusal:
+        settings(**{name: value})
+    assert expected in str(refusal.value)
+    assert str(refusal.value).startswith(f"rollout.server_args.{name}: got ")
+    assert "\n" not in str(refusal.value)
+
+
+def test_every_name_here_is_a_field_of_the_installed_sglang() -> None:
+    names = {*arguments.OWNED, *(name for names in arguments.FIXED.values() for name in names)}
+    assert names - arguments.field_names() == set()
+    assert set(settings()) | set(settings(on_gpu=False)) <= arguments.field_names()
+
+
+def test_names_are_also_read_from_one_class(tmp_path, monkeypatch) -> None:
+    """As SGLang 0.5.12 has them: all in server_args.py, beside classes of other fields."""
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").write_text("")
+    (tmp_path / "sglang" / "srt" / "server_args.py").write_text(
+        "class ServerArgs:\n    model_path: str\n    ep_size: int = 1\n"
+        "class PortArgs:\n    x: int = 0\n"
+    )
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: _Spec(tmp_path))
+    arguments.field_names.cache_clear()
+    try:
+        assert arguments.field_names() == {"model_path", "ep_size"}
+    finally:
+        arguments.field_names.cache_clear()
+
+
+class _Spec:
+    def __init__(self, folder) -> None:
+        self.submodule_search_locations = [str(folder / "sglang")]
