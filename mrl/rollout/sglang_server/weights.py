@@ -71,9 +71,10 @@ class TensorPush:
 
 
 def version_fields(bucket: WeightBucket) -> dict[str, Any]:
-    """The last bucket drops the prefix cache and names the version."""
+    """The last bucket names the version. The prefix cache is the engine's business: with requests in
+    flight SGLang dies of being told to drop it."""
     version = {"weight_version": str(bucket.version)} if bucket.is_last else {}
-    return {"flush_cache": bucket.is_last, **version}
+    return {"flush_cache": False, **version}
 
 
 def flatten_bucket(bucket: WeightBucket) -> tuple[Tensor, list[SimpleNamespace]]:
