@@ -190,10 +190,12 @@ def main() -> None:
         row["prompts_dropped"] = lost[name]
         print(json.dumps(row))
     found = verdicts(rows, lost)
+    rollout = runs["plain"].plan.recipe.rollout
     result = {
         **describe(torch.device("cpu"), ("torch", "megatron-core", "sglang")),
         "num_steps": num_steps,
-        "samples_per_step": 8 * 4,
+        "samples_per_step": rollout.prompts_per_step * rollout.samples_per_prompt,
+        "evaluated_prompts": EVALUATED,
         "rows": list(rows.values()),
         "verdicts": found,
     }
