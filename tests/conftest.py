@@ -14,6 +14,11 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
+
+# A test is not wrong because the other worker has the machine.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 LONG_FIRST = ("loop", "rollout", "kernels", "parallel")
 """Folders whose tests take long, longest first: one that began last would leave a worker idle."""

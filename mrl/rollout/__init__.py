@@ -11,7 +11,7 @@ from pathlib import Path
 from mrl.errors import InputError
 from mrl.rollout.base import RolloutEngine
 
-NOT_ENGINES = {"__init__", "backlog", "base", "saved", "scheduling"}
+NOT_ENGINES = {"__init__", "backlog", "base", "saved", "scheduling", "session"}
 
 
 def engine_names() -> list[str]:

@@ -63,7 +63,7 @@ THINKING = CHAT_TEMPLATE.replace(
         (None, "there is none"),
         (CHAT_TEMPLATE.replace("<|im_end|>", "{% if loop.last %}!{% endif %}"), "goes on with"),
         (CHAT_TEMPLATE.replace("message['content']", "message['content'][:3]"), "exactly once"),
-        ("{{ raise_exception('no tools') }}", "refuses messages of roles ['user', 'assistant']"),
+        ("{{ raise_exception('no tools') }}", "refuses messages of roles ['user', 'assistant'"),
     ],
 )
 def test_a_template_is_checked_once_at_the_start(template, reason):

@@ -18,14 +18,19 @@ RECIPE = REPOSITORY / "launch/recipes/multi_turn.yaml"
 def test_two_steps_of_conversations(toy: Toy, tmp_path: Path) -> None:
     """Some turns end, some are cut short; the loss has holes, the routes and log-probs have none."""
     output = tmp_path / "run"
-    command = toy.command(output, "train.num_steps=2", "environment.num_workers=2")
+    data = tmp_path / "chats.jsonl"
+    chat = {"prompt": [{"role": "user", "content": "guess"}]}
+    data.write_text((json.dumps(chat) + "\n") * 8)
+    command = toy.command(
+        output, "train.num_steps=2", "environment.num_workers=2", f"data.path={data}"
+    )
     command[command.index(str(TOY_RECIPE))] = str(RECIPE)
     done = toy.run_command(command)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         assert row["episode/num_turns"] == 3
-        assert row["episode/tool_tokens"] > 40  # two times the template's and a letter
+        assert row["episode/tool_tokens"] > 40  # two times the template's and the letters
         assert row["response_len/mean"] <= 36
         assert row["mismatch/logprob_abs_max"] <= 1e-4
         assert row["routing/replay_coverage"] == 1.0

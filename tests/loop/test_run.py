@@ -26,7 +26,9 @@ KEYS = """
     mismatch/logprob_abs_max routing/disagreement routing/token_any_layer routing/replay_coverage
     routing/stale_rows routing/cached_rows routing/recomputed_rows routing/wire_bytes_per_token
     weight_version tokens/rollout tokens/train time/sync_s time/rollout_s time/score_s
-    time/logprob_s time/train_s time/step_s
+    time/logprob_s time/train_s time/step_s time/verify_s time/recovery_s
+    rollout/engine_restarts rollout/canary_abs_mean
+    memory/trainer_rss_bytes memory/engine_rss_bytes memory/leak_bytes_per_cycle
 """
 
 
@@ -81,7 +83,9 @@ def test_every_metric_is_there_every_step_and_true(recorded: Path) -> None:
         assert row["weight_version"] == row["step"]
         assert row["ratio/mean"] == 1.0  # one optimizer step a rollout: the policy has not moved
         assert 0 < row["entropy"] <= math.log(128)
-        parts = [k for k in row if k.startswith("time/") and k != "time/step_s"]
+        inside = {"time/step_s", "time/verify_s", "time/recovery_s"}  # the last two within sync
+        parts = [k for k in row if k.startswith("time/") and k not in inside]
+        assert row["time/verify_s"] <= row["time/sync_s"]
         assert sum(row[k] for k in parts) <= row["time/step_s"]
 
 

@@ -174,10 +174,10 @@ def test_the_end_of_the_context_and_of_the_turns(play):
 
 def test_an_abort_masks_and_keeps_what_there_is(play, engine):
     def stop(calls):
-        if [len(call) for call in calls] == [4, 1]:
+        if [len(call) for call in calls] == [6, 1]:
             engine.abort()
 
-    groups = play(Watched(engine, stop), num=2, sampling=SamplingParams(60))
+    groups = play(Watched(engine, stop), sampling=SamplingParams(100))
     reasons = [s.finish_reason for s in samples_of(groups)]
     assert "abort" in reasons
     for group in groups:

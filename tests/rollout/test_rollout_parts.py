@@ -18,17 +18,18 @@ import mrl.rollout
 from moe.trace import decode_routes
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.errors import InputError
-from mrl.rollout import load_engine
-from mrl.rollout.base import SamplingParams, sample_seed
+from mrl.rollout import engine_names, load_engine
+from mrl.rollout.base import Request, SamplingParams, sample_seed
 from mrl.rollout.sglang import Engine
 from mrl.rollout.sglang_server.decode import (
+    Expected,
     RouteShape,
-    decode_sample,
+    decode_completion,
     refuse_unfaithful,
     route_shape,
 )
 from mrl.toy_model import build_tokenizer, write_toy_model
-from mrl.types import VersionSpan
+from mrl.types import UNKNOWN_VERSION, VersionSpan
 
 ROUTES = {
     "num_hidden_layers": 3,
@@ -104,6 +105,11 @@ def test_architectures_that_sglang_runs_in_part():
         refuse_unfaithful(deepseek, on_gpu=False, return_routes=True)
 
 
+def spans(*spans):
+    """As SGLang writes them."""
+    return [{"version": str(v), "start": start, "end": end} for v, start, end in spans]
+
+
 def make_answer(**changed):
     meta = {
         "finish_reason": {"type": "length"},
@@ -117,26 +123,61 @@ def make_answer(**changed):
     return {"output_ids": [7, 8], "meta_info": {**meta, **changed}}
 
 
+def decode(answer, *, versions=(3,), cache_version=3, retracted=False, shape=None):
+    request = Request("r6", torch.tensor([1, 2]), 0, SamplingParams(2))
+    return decode_completion(answer, request, Expected(versions, cache_version, shape, retracted))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"finish_reason": {"type": "abort"}}, "abort.*expected stop or length"),
+        ({"finish_reason": {"type": "cut"}}, "'cut', expected stop, length or abort"),
         ({"completion_tokens": 3}, "completion_tokens: got 3, expected 2"),
         ({"prompt_tokens": 1}, "prompt_tokens: got 1, expected 2"),
         ({"output_token_logprobs": [[-1.0, 7, None]]}, "output_token_logprobs: got 1, expected 2"),
         ({"output_token_logprobs": [[-1.0, 7, None], [-2.0, 9, None]]}, "other tokens"),
-        ({"weight_version": "2"}, "weight version 2, 3, expected 3"),
-        ({"weight_versions": [{"version": "2"}, {"version": "3"}]}, "version 2, 3, expected 3"),
+        ({"weight_versions": None, "weight_version": "2"}, "weight version 2, expected 3"),
+        ({"weight_versions": spans((2, 0, 1), (3, 1, 2))}, "weight version 2, expected 3"),
+        ({"weight_versions": spans((3, 0, 1))}, "expected all of 2 tokens"),
         ({"routed_experts": None}, "no routed_experts"),
         ({"routed_experts": encode(np.zeros((2, 1, 1)))}, "got 8 bytes .* expected 12"),
     ],
 )
 def test_answers_that_do_not_fit(changed, message):
     shape = RouteShape(1, (1,), 4, 1) if "routed_experts" in changed else None
-    given = {"group_id": 6, "prompt_ids": [1, 2], "version": 3}
-    assert decode_sample(make_answer(), shape=None, **given).token_ids.tolist() == [1, 2, 7, 8]
-    with pytest.raises(RuntimeError, match=f"group 6: .*{message}"):
-        decode_sample(make_answer(**changed), shape=shape, **given)
+    assert decode(make_answer()).output_ids.tolist() == [7, 8]
+    with pytest.raises(RuntimeError, match=f"r6: .*{message}"):
+        decode(make_answer(**changed), shape=shape)
+
+
+def test_versions_of_tokens_and_rows():
+    shape = RouteShape(1, (1,), 4, 1)
+    routes = {"routed_experts": encode(np.zeros((3, 1, 1))), "cached_tokens": 1}
+
+    def rows(*versions, **expected):
+        changed = {"weight_versions": spans(*versions), **routes}
+        trace = decode(make_answer(**changed), shape=shape, **expected).routing
+        return [(s.version, s.start, s.end) for s in trace.row_versions]
+
+    assert rows((3, 0, 2)) == [(3, 0, 3)]
+    assert rows((3, 0, 2), cache_version=1) == [(1, 0, 1), (3, 1, 3)]
+    assert rows((3, 0, 1), (4, 1, 2), versions=(3, 4)) == [(3, 0, 2), (4, 2, 3)]
+    assert rows((3, 0, 2), retracted=True) == [(3, 0, 3)]
+    split = rows((3, 0, 1), (4, 1, 2), versions=(3, 4), retracted=True)
+    assert split == [(UNKNOWN_VERSION, 0, 2), (4, 2, 3)]
+    old = make_answer(weight_versions=None)  # before 0.5.20: the last version alone
+    assert decode(old).weight_versions == (VersionSpan(3, 2, 4),)
+    with pytest.raises(RuntimeError, match="does not say which weights made which token"):
+        decode(old, versions=(2, 3))
+
+
+def test_nothing_generated_has_no_routes():
+    empty = make_answer(
+        completion_tokens=0, output_token_logprobs=[], weight_versions=None, routed_experts=None
+    )
+    empty = {**empty, "output_ids": []}
+    completion = decode(empty, shape=RouteShape(1, (1,), 4, 1))
+    assert (completion.routing, completion.weight_versions) == (None, ())
 
 
 def murmur3_x86_32(data: bytes) -> int:
@@ -204,6 +245,7 @@ def test_sampling_params_are_checked():
 
 
 def test_engines_are_found_by_name(tmp_path, monkeypatch):
+    assert engine_names() == ["sglang"]
     assert load_engine("sglang") is Engine
     with pytest.raises(InputError, match=r"'sglan'.*did you mean 'sglang'"):
         load_engine("sglan")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -105,7 +106,13 @@ def test_without_routes_everything_but_the_ids_comes_back():
             assert_equal(trace, full.routing)
     assert_equal(bare, groups)
     again = [without_route_ids(group) for group in groups]
-    assert encode_groups(again, with_routes=False) == data
+    assert parts(encode_groups(again, with_routes=False)) == parts(data)
+
+
+def parts(data: bytes):
+    """Header and tensors; safetensors writes the header's keys in any order."""
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
 
 
 @pytest.mark.parametrize("with_routes", [True, False])
