@@ -155,7 +155,8 @@ class Episodes:
             if room < limit.max_new_tokens:
                 at_least = min(limit.min_new_tokens, room)
                 limit = dataclasses.replace(limit, max_new_tokens=room, min_new_tokens=at_least)
-            name = f"{episode.prompt.source} sample {number % self._samples_per_prompt}"
+            k = number % self._samples_per_prompt
+            name = f"{episode.prompt.source} group {session.group_id} sample {k}"
             requests[number] = Request(name, session.token_ids, episode.seed, limit)
         return requests
 

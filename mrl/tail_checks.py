@@ -43,7 +43,7 @@ def check_unfinished(recipe: Recipe) -> None:
 
 
 def check_started(rollout: RolloutConfig, num_prompts: int) -> None:
-    """Raise InputError where one step would start a prompt twice."""
+    """Raise InputError where a step starts more prompts than there are."""
     if num_prompts < rollout.num_started:
         raise InputError(
             f"data.path has {num_prompts} prompts, a step starts {rollout.num_started} "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from mrl.config import RolloutConfig
 from mrl.rollout.saved import decode_groups, encode_groups
 from mrl.rollout.scheduling import start_groups
 from mrl.types import Prompt, SampleGroup
+
+SEED_SHIFT = 48
+"""Above all seeds of steps."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,12 @@ def plan_step(
         old, is_long_round = backlog[:wanted], True
     num_new = 0 if is_long_round else config.num_started - len(old)
     fresh = start_groups(draw(num_new), config.samples_per_prompt)
-    started = [*old, *(Started(group, seed) for group in fresh)]
+    # At the turn of an epoch a prompt may be drawn twice: its samples must not be the same ones twice.
+    seen: Counter[str] = Counter()
+    started = list(old)
+    for group in fresh:
+        started.append(Started(group, seed + (seen[group.prompt.prompt_id] << SEED_SHIFT)))
+        seen[group.prompt.prompt_id] += 1
     return StepPlan(
         [_numbered(one, group_id) for group_id, one in enumerate(started)],
         wanted,

@@ -87,7 +87,8 @@ class Completion:
 
     request_id: str
     output_ids: Tensor
-    """i64[C]; an aborted completion holds what there was, maybe nothing."""
+    """i64[C]; an aborted completion holds what there was but for its last token (of which nobody
+    knows whether it was the end), maybe nothing."""
     logprobs: Tensor
     """f32[C]: the engine's, at the sampling temperature."""
     finish_reason: Literal["stop", "length", "abort"]

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from moe.trace import join_traces, joined_spans
 from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, sample_seed
-from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
+from mrl.types import Prompt, Sample, SampleGroup
 
 UNFINISHED = "abort"
 
@@ -76,8 +77,7 @@ class Round:
         for completion in engine.generate(list(requests.values())) if requests else ():
             group_id, index = places[completion.request_id]
             group = self._groups[group_id]
-            sample = _continued(group.samples[index], completion, self._sampling.max_new_tokens)
-            group.samples[index] = sample
+            group.samples[index] = _continued(group.samples[index], completion)
             if is_finished(group) and not self.is_over:
                 yield self._take(group_id)
                 if self.is_over and self._groups:  # an engine lost here takes no group with it
@@ -124,58 +124,18 @@ def _empty_sample(group_id: int, prompt: Prompt) -> Sample:
     )
 
 
-def _continued(sample: Sample, completion: Completion, max_response_len: int) -> Sample:
+def _continued(sample: Sample, completion: Completion) -> Sample:
     """The sample with the completion of its tokens so far."""
     num_new = completion.output_ids.numel()
-    reason = completion.finish_reason
-    if reason == UNFINISHED and len(sample.response_ids) + num_new == max_response_len:
-        reason = "length"  # the abort came with the last token
     if not num_new:
-        return dataclasses.replace(sample, finish_reason=reason)
+        return dataclasses.replace(sample, finish_reason=completion.finish_reason)
+    old, new = sample.routing, completion.routing
     return dataclasses.replace(
         sample,
         token_ids=torch.cat([sample.token_ids, completion.output_ids]),
         loss_mask=torch.cat([sample.loss_mask, torch.ones(num_new, dtype=torch.bool)]),
         rollout_logprobs=torch.cat([sample.rollout_logprobs, completion.logprobs]),
         weight_versions=joined_spans(sample.weight_versions, completion.weight_versions),
-        finish_reason=reason,
-        routing=joined_routes(sample.routing, completion.routing),
+        finish_reason=completion.finish_reason,
+        routing=new if old is None or new is None else join_traces(old, new),
     )
-
-
-def joined_routes(old: RoutingTrace | None, new: RoutingTrace | None) -> RoutingTrace | None:
-    """The trace of a sample that was continued: each token was produced under the routes it keeps.
-
-    `old` has P + C - 1 rows, `new` starts over at the first token. Row t produced token t + 1, so the
-    first of `new` that counts is P + C - 1: the last token so far, whose row the old engine run never
-    computed. Before it the new trace routes tokens that others have produced.
-    """
-    if old is None or new is None:
-        return new
-    kept = len(old.expert_ids)
-    rest = [
-        VersionSpan(span.version, max(span.start, kept), span.end)
-        for span in new.row_versions
-        if span.end > kept
-    ]
-    # Rows computed anew count from the first row on: those of `new` matter only beyond `kept`.
-    recomputed = new.num_recomputed_rows if new.num_recomputed_rows > kept else 0
-    return dataclasses.replace(
-        old,
-        expert_ids=torch.cat([old.expert_ids, new.expert_ids[kept:]]),
-        row_versions=joined_spans(old.row_versions, rest),
-        num_recomputed_rows=max(old.num_recomputed_rows, recomputed),
-    )
-
-
-def joined_spans(
-    first: Sequence[VersionSpan], second: Sequence[VersionSpan]
-) -> tuple[VersionSpan, ...]:
-    """Spans end to end; neighbours of one version become one."""
-    joined: list[VersionSpan] = []
-    for span in (*first, *second):
-        if joined and joined[-1].version == span.version:
-            joined[-1] = VersionSpan(span.version, joined[-1].start, span.end)
-        elif span.end > span.start:
-            joined.append(span)
-    return tuple(joined)

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moe.trace import join_traces
 from mrl.rollout.base import Completion
 from mrl.types import RoutingTrace, Sample, VersionSpan
 
@@ -120,51 +121,3 @@ class Session:
         if new is not None and len(new.expert_ids) != num_rows:
             raise ValueError(f"routes: got {len(new.expert_ids)} rows, expected {num_rows}")
         return new if new is None or self.routing is None else join_traces(self.routing, new)
-
-
-def join_traces(old: RoutingTrace, new: RoutingTrace) -> RoutingTrace:
-    """Routes of tokens that were generated in pieces: the first R rows from `old`, the rest from `new`.
-
-    `new` is of the whole sequence so far. Row r was used where token r was first read: the log-probs of
-    the piece that `old` came with depend on its rows and on no others, while the row of its last token
-    is the first that only the next piece computed.
-
-    What a piece took from a cache, or computed again, of the tokens that `old` covers is of no
-    consequence; where it is more, all leading rows count as that: a trace can say no less.
-    Raises ValueError where `new` is shorter than `old`, or of another model.
-    """
-    num_kept, num_rows = len(old.expert_ids), len(new.expert_ids)
-    if num_rows < num_kept:
-        raise ValueError(f"routes: got {num_rows} rows to continue {num_kept} rows")
-    if (old.layer_numbers, old.num_experts) != (new.layer_numbers, new.num_experts):
-        raise ValueError("routes: the pieces of a sample come from different models")
-    added = [
-        VersionSpan(span.version, max(span.start, num_kept), span.end)
-        for span in new.row_versions
-        if span.end > num_kept
-    ]
-    return RoutingTrace(
-        expert_ids=torch.cat([old.expert_ids, new.expert_ids[num_kept:]]),
-        layer_numbers=old.layer_numbers,
-        num_experts=old.num_experts,
-        row_versions=_joined([*old.row_versions, *added]),
-        num_cached_rows=_leading(old.num_cached_rows, new.num_cached_rows, num_kept),
-        num_recomputed_rows=_leading(old.num_recomputed_rows, new.num_recomputed_rows, num_kept),
-    )
-
-
-def _leading(old: int, new: int, num_kept: int) -> int:
-    # One row more is the piece's own work as well: SGLang schedules ahead, and has fed the last token
-    # back when it learns that it is the last.
-    return new if new > num_kept + 1 else old
-
-
-def _joined(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Neighbours of one version become one span."""
-    joined: list[VersionSpan] = []
-    for span in spans:
-        if joined and joined[-1].version == span.version:
-            joined[-1] = VersionSpan(span.version, joined[-1].start, span.end)
-        else:
-            joined.append(span)
-    return tuple(joined)

@@ -20,9 +20,10 @@ NUM_TOKENS = 24
 
 def train_sync_generate(overrides: list[str]) -> dict[str, Any]:
     """Two real steps, then a sync of the trained weights and greedy tokens from the engine."""
-    from mrl.collect import EngineCollector
+    from mrl.engine_collector import EngineCollector
     from mrl.preflight import check
     from mrl.rollout.base import SamplingParams
+    from mrl.rollout.scheduling import Round, start_groups
     from mrl.run_folder import RunFolder
     from mrl.trainer import Trainer
     from parallel.groups import init_groups
@@ -40,12 +41,9 @@ def train_sync_generate(overrides: list[str]) -> dict[str, Any]:
     try:
         collector.engine.sleep()
         collector.sync(9, trainer.policy)
-        groups = collector.engine.generate(
-            plan.prompts[:4],
-            samples_per_prompt=1,
-            sampling=SamplingParams(NUM_TOKENS, NUM_TOKENS, temperature=0.0),
-            seed=0,
-        )
+        greedy = SamplingParams(NUM_TOKENS, NUM_TOKENS, temperature=0.0)
+        work = Round(start_groups(plan.prompts[:4], 1), greedy, 0)
+        groups = list(work.finished(collector.engine))
     finally:
         collector.close()
     buckets = trainer.policy.export(9, 1 << 20)

@@ -146,8 +146,9 @@ def test_a_large_request_does_not_block_on_the_pipe():
 
 
 def test_a_stopped_worker_cannot_hold_the_trainer():
+    before = set(children())
     with RewardRunner(f"{ZOO}:lengths", 0.5) as runner:
-        (worker,) = psutil.Process().children()
+        (worker,) = set(children()) - before
         os.kill(worker.pid, signal.SIGSTOP)
         texts = [["x" * 1_000_000] * 2]
         (rewards,) = runner.score([group(2)], texts)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from rollout_helpers import make_prompts
 
+from moe.trace import join_traces, joined_spans
 from mrl.config import RolloutConfig
 from mrl.data import PromptCursor
 from mrl.rollout.backlog import Backlog, Started, StepPlan, older_tokens, unfinished_of
-from mrl.rollout.scheduling import is_finished, joined_routes, joined_spans
+from mrl.rollout.scheduling import is_finished
 from mrl.types import RoutingTrace, Sample, SampleGroup, VersionSpan
 
 NUM_PROMPTS = 23
@@ -205,17 +206,13 @@ def test_routes_join_where_the_new_weights_took_over() -> None:
 
     old = trace(5, 0, (3, 0, 5))  # P + C = 6 tokens
     new = trace(9, 100, (4, 0, 9), num_cached_rows=5)
-    joined = joined_routes(old, new)
-    assert joined is not None
+    joined = join_traces(old, new)
     assert joined.row_versions == (VersionSpan(3, 0, 5), VersionSpan(4, 5, 9))
     assert torch.equal(joined.expert_ids, torch.cat([old.expert_ids, new.expert_ids[5:]]))
     assert joined.num_cached_rows == 1
     assert joined.num_recomputed_rows == 0
-    again = joined_routes(joined, trace(11, 7, (5, 0, 11), num_recomputed_rows=11))
-    assert again is not None
+    again = join_traces(joined, trace(11, 7, (5, 0, 11), num_recomputed_rows=11))
     assert [span.version for span in again.row_versions] == [3, 4, 5]
     assert again.num_recomputed_rows == 11
-    assert joined_routes(None, new) is new
-    same = joined_routes(old, trace(7, 0, (3, 0, 7)))
-    assert same is not None
+    same = join_traces(old, trace(7, 0, (3, 0, 7)))
     assert same.row_versions == (VersionSpan(3, 0, 7),)

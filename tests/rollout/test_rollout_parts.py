@@ -171,13 +171,22 @@ def test_versions_of_tokens_and_rows():
         decode(old, versions=(2, 3))
 
 
-def test_nothing_generated_has_no_routes():
-    empty = make_answer(
-        completion_tokens=0, output_token_logprobs=[], weight_versions=None, routed_experts=None
-    )
-    empty = {**empty, "output_ids": []}
-    completion = decode(empty, shape=RouteShape(1, (1,), 4, 1))
-    assert (completion.routing, completion.weight_versions) == (None, ())
+def test_aborted_answers():
+    """Without the last token: whether it was the end, an abort hides."""
+    shape = RouteShape(1, (1,), 4, 1)
+    routes = {"routed_experts": encode(np.arange(3).reshape(3, 1, 1)), "cached_tokens": 0}
+    abort = {"finish_reason": {"type": "abort"}, **routes}
+    cut = decode(make_answer(**abort), shape=shape)
+    assert (cut.output_ids.tolist(), cut.logprobs.tolist()) == ([7], [-1.0])
+    assert cut.weight_versions == (VersionSpan(3, 2, 3),)
+    assert cut.routing.expert_ids.flatten().tolist() == [0, 1]
+    assert cut.routing.row_versions == (VersionSpan(3, 0, 2),)
+    one = {"output_token_logprobs": [[-1.0, 7, None]], "completion_tokens": 1}
+    one |= {"weight_versions": spans((3, 0, 1)), "routed_experts": encode(np.zeros((2, 1, 1)))}
+    nothing = decode({**make_answer(**{**abort, **one}), "output_ids": [7]}, shape=shape)
+    assert (nothing.output_ids.numel(), nothing.weight_versions, nothing.routing) == (0, (), None)
+    queued = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
+    assert decode(queued, shape=shape).output_ids.numel() == 0
 
 
 def murmur3_x86_32(data: bytes) -> int:

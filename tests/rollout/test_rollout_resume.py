@@ -17,10 +17,10 @@ from mrl.rollout.scheduling import Round, is_finished
 from mrl.rollout.sglang import Engine
 from mrl.types import SampleGroup, VersionSpan
 
-# The toy model hardly ever stops by itself: with these it does about every 15 tokens.
-SAMPLING = SamplingParams(max_new_tokens=64, stop_token_ids=tuple(range(8)))
+# The toy model hardly ever stops by itself: with these it does about every 60 tokens.
+SAMPLING = SamplingParams(max_new_tokens=300, stop_token_ids=(0, 1))
 CONFIG = RolloutConfig(
-    max_response_len=64, prompts_per_step=2, samples_per_prompt=2, over_sampling=3,
+    max_response_len=300, prompts_per_step=2, samples_per_prompt=2, over_sampling=3,
     unfinished="resume",
 )  # fmt: skip
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from moe.trace import join_traces
 from mrl.rollout.base import Completion
-from mrl.rollout.session import Session, join_traces
+from mrl.rollout.session import Session
 from mrl.types import RoutingTrace, VersionSpan
 
 P = 4

@@ -5,6 +5,7 @@ P tokens of a request, C tokens of its completion, T = P + C.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,10 @@ def decode_completion(answer: dict[str, Any], request: Request, expected: Expect
     reason = finish_reason(answer)
     if reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"{where}: finish_reason {reason!r}, expected stop, length or abort")
+    if reason == "abort" and "prompt_tokens" not in meta:  # aborted in the queue: no more is said
+        return Completion(
+            where, torch.empty(0, dtype=torch.int64), torch.empty(0), "abort", (), None
+        )
     _expect(where, "completion_tokens", meta["completion_tokens"], len(output))
     _expect(where, "prompt_tokens", meta["prompt_tokens"], prompt_len)
     entries = meta.get("output_token_logprobs") or []
@@ -169,7 +174,7 @@ def decode_completion(answer: dict[str, Any], request: Request, expected: Expect
             retracted=retracted,
             where=where,
         )
-    return Completion(
+    completion = Completion(
         request_id=where,
         output_ids=torch.tensor(output, dtype=torch.int64),
         logprobs=torch.tensor([entry[0] for entry in entries], dtype=torch.float32),
@@ -177,6 +182,46 @@ def decode_completion(answer: dict[str, Any], request: Request, expected: Expect
         weight_versions=spans,
         routing=routing,
         num_retractions=num_retractions,
+    )
+    return without_last_token(completion) if reason == "abort" and output else completion
+
+
+def without_last_token(completion: Completion) -> Completion:
+    """SGLang looks for an abort before it looks for the end: an end token would go unnoticed, and the
+    next piece of the sample would go on behind it. Whoever goes on draws it again."""
+    num_output = len(completion.output_ids) - 1
+    if not num_output:
+        return dataclasses.replace(
+            completion,
+            output_ids=completion.output_ids[:0],
+            logprobs=completion.logprobs[:0],
+            weight_versions=(),
+            routing=None,
+        )
+    trace = completion.routing
+    if trace is not None:
+        num_rows = len(trace.expert_ids) - 1
+        trace = dataclasses.replace(
+            trace,
+            expert_ids=trace.expert_ids[:-1],
+            row_versions=_cut(trace.row_versions, num_rows),
+            num_cached_rows=min(trace.num_cached_rows, num_rows),
+            num_recomputed_rows=min(trace.num_recomputed_rows, num_rows),
+        )
+    start = completion.weight_versions[0].start
+    return dataclasses.replace(
+        completion,
+        output_ids=completion.output_ids[:-1],
+        logprobs=completion.logprobs[:-1],
+        weight_versions=_cut(completion.weight_versions, start + num_output),
+        routing=trace,
+    )
+
+
+def _cut(spans: Sequence[VersionSpan], end: int) -> tuple[VersionSpan, ...]:
+    """Without what comes from `end` on."""
+    return tuple(
+        dataclasses.replace(span, end=min(span.end, end)) for span in spans if span.start < end
     )
 
 

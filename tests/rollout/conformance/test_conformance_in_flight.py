@@ -48,6 +48,20 @@ def test_abort(engine, requests, oracle):
         assert torch.equal(ids.sort(-1).values, routes.sort(-1).values)
 
 
+def test_abort_of_what_still_waits(engine):
+    """More than the cache has room for: some have not begun when all are told to end."""
+    many = [
+        *make_requests(1, SamplingParams(8, 8), seed=1),
+        *make_requests(40, SamplingParams(LONG, LONG), seed=3),
+    ]
+    running = engine.generate(many)
+    next(running)
+    engine.abort()
+    lengths = [len(c.output_ids) for c in running if c.finish_reason == "abort"]
+    assert len(lengths) == 40
+    assert min(lengths) == 0 < max(lengths)
+
+
 def test_leaving_early_leaves_nothing_running(engine, requests):
     (whole,) = engine.generate(requests[:1])
     running = engine.generate(requests)
