@@ -162,7 +162,7 @@ def main() -> None:
     chance = random.Random(options.seed)
     rows, failures = [], []
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder), 1 + len(faults))
+        run = Run(Path(folder), 2 + len(faults))
         try:
             calm = run.wait_for_step(0)
             for step, fault in enumerate(faults, start=1):
@@ -182,15 +182,19 @@ def main() -> None:
                     }
                 )
                 print(f"step {step}: {rows[-1]}", flush=True)
+            run.engine()  # the last one, in a last step without a fault
             if run.process.wait(120) != 0:
                 failures.append(f"the run ended with exit code {run.process.returncode}")
         finally:
             run.process.kill()
             run.process.wait()
-        for step, expected in enumerate(expected_prompts(run.overrides, len(faults) + 1)):
+        for step, expected in enumerate(expected_prompts(run.overrides, len(faults) + 2)):
             lines = (run.output / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
-            if Counter(json.loads(line)["prompt_id"] for line in lines) != expected:
+            samples = [(row["prompt_id"], row["completion"]) for row in map(json.loads, lines)]
+            if Counter(prompt for prompt, _ in samples) != expected:
                 failures.append(f"step {step}: other prompts or numbers of samples than expected")
+            if len(set(samples)) != len(samples):  # random ones, of 160 tokens
+                failures.append(f"step {step}: a sample is there twice")
         failures += left_behind(run)
     failures += [
         f"{row['fault']}: the engine was not replaced" for row in rows if row["restarts"] != 1
@@ -208,7 +212,7 @@ def main() -> None:
     for failure in failures:
         print(failure)
     print(f"recovery: median {result['median_recovery_s']:.1f} s, at most {max(recoveries):.1f} s")
-    print(f"{len(rows) - len(failures)} passed, {len(failures)} failed")
+    print(f"{len(rows) if not failures else 0} passed, {len(failures)} failed")
     sys.exit(bool(failures))
 
 

@@ -114,7 +114,7 @@ class RolloutConfig(Branch):
     a step that waits for all, once so many have gathered."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     request_timeout_s: float = Field(default=1800.0, gt=0)
-    """For all completions of a step."""
+    """For all completions of a step, or of one turn of its conversations."""
     stall_timeout_s: float = Field(default=120.0, gt=0)
     """An engine whose scheduler gives no sign for so long is taken for hung, and replaced."""
     max_restarts: int = Field(default=3, ge=0)

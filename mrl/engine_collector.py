@@ -192,8 +192,12 @@ class EngineCollector:
                 num_lost = _sum_over_ranks(self._lost is not None)
             if not num_lost:
                 break
-            num_restarts += num_lost
-            recovery_s += self._replace_lost(num_restarts)
+            start = time.perf_counter()
+            while num_lost:  # the next one may be lost while it starts
+                num_restarts += num_lost
+                self._replace_lost(num_restarts)
+                num_lost = _sum_over_ranks(self._lost is not None)
+            recovery_s += time.perf_counter() - start
             if not _sum_over_ranks(own is not None and not own.is_over):
                 break
         self._statistics = {
@@ -222,23 +226,27 @@ class EngineCollector:
         except EngineLost as error:
             self._lost = error
 
-    def _replace_lost(self, num_restarts: int) -> float:
-        """Start another engine where one was lost; returns the seconds. A collective."""
-        start = time.perf_counter()
+    def _replace_lost(self, num_restarts: int) -> None:
+        """Start another engine where one was lost, the last of `num_restarts` over all ranks.
+
+        Raises RunFailed, on every rank, where these are too many.
+        """
         limit = self.plan.recipe.rollout.max_restarts
         if num_restarts > limit:
             raise RunFailed(
                 f"{num_restarts} rollout engines were lost in one step, more than "
-                f"rollout.max_restarts={limit}; {self._lost or 'see the warnings of other ranks'}"
+                f"rollout.max_restarts={limit}; {self._lost or 'see the messages of other ranks'}"
             )
-        if self._lost is not None and self.engine is not None:
-            console.warning(f"{self._lost}")
-            console.warning(f"rollout engine {self.engine_number}: starting another one")
+        if self._lost is None or self.engine is None:
+            return
+        console.warning(f"{self._lost}")
+        console.warning(f"rollout engine {self.engine_number}: starting another one")
+        self._lost = None
+        try:
             self.engine.start()
             self.engine.sleep()
-            self._lost = None
-        dist.barrier()
-        return time.perf_counter() - start
+        except RuntimeError as error:
+            self._lost = error if isinstance(error, EngineLost) else EngineLost(str(error))
 
     def _share(self, own: Sequence[SampleGroup], num_failed: int) -> list[SampleGroup]:
         """Everybody's groups on every rank, the ids of their routes where they were rolled out only;
@@ -282,10 +290,12 @@ class EngineCollector:
             self.backlog.load_state_dict(state["backlog"])
 
     def close(self) -> None:
-        if self.engine is not None:
-            self.engine.stop()
-        if self.scoring is not None:
-            self.scoring.close()
+        try:
+            if self.engine is not None:
+                self.engine.stop()
+        finally:
+            if self.scoring is not None:
+                self.scoring.close()
 
 
 def _sum_over_ranks(number: int | bool) -> int:

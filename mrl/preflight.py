@@ -299,6 +299,11 @@ def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
             f"rollout.prompts_per_step {prompts} is not divisible by train.num_steps_per_rollout "
             f"{minis} ({prompts} = {prompts // minis} x {minis} + {prompts % minis})"
         )
+    if rollout.weight_sync == "distributed" and torch.cuda.is_available():
+        raise InputError(
+            "rollout.weight_sync=distributed: the engine is on the trainer's GPUs, and NCCL takes no "
+            "two ranks on one; use tensor or disk"
+        )
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dims.world)))
     if local % tp and not recipe.debug.load_rollouts:
         raise InputError(

@@ -182,9 +182,10 @@ class RolloutEngine(Protocol):
         prefix cache of the call before, for turns of a conversation. Leaving the iterator early aborts
         what is left. Raises ValueError, before anything is sent, for a request that is
         empty, has another's id, or is too long for the context; RuntimeError where the engine answers
-        with other weights than it should have, or with a length that does not fit; EngineLost where it
-        dies, makes no progress for `rollout.stall_timeout_s`, or a request is refused again and again.
-        What was yielded before an error is good.
+        with other weights than it should have, with a length that does not fit, or with NaN; EngineLost
+        where it dies, its scheduler gives no sign for `rollout.stall_timeout_s`, or a request is
+        refused again and again; TimeoutError past `rollout.request_timeout_s`. What was yielded before
+        an error is good. Nothing is sent before the first completion is asked for.
         """
         ...
 

@@ -8,8 +8,10 @@ routes, hand it out.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,6 @@ from mrl.rollout.base import (
     MEMORY_TAGS,
     WEIGHTS,
     Completion,
-    EngineLost,
     PauseMode,
     Request,
     SyncReport,
@@ -136,6 +137,8 @@ class Engine:
     def start(self) -> None:
         if self._server.client is not None:
             raise RuntimeError(f"engine: start() while it runs; it is {self.state}")
+        if self._sync is not None:
+            self._sync.close()  # of a server that was lost
         self._server.start(self._config.start_timeout_s)
         self._awake = set(MEMORY_TAGS)
         self._version = self._first_version
@@ -151,9 +154,9 @@ class Engine:
     def stop(self) -> None:
         self._awake = set()
         self._version = None
-        if self._sync is not None:
-            self._sync.close()
         self._server.stop()
+        if self._sync is not None:
+            self._sync.close()  # after: it has nothing to say to a server that may hang
 
     def wake(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         self._require_running("wake")
@@ -222,7 +225,6 @@ class Engine:
         # The wait is for requests that an abort has ended and the scheduler has yet to drop.
         if not reuse_cache:
             self._flush()
-        self._fill_cache()
         return self._completions(list(requests))
 
     def _fill_cache(self) -> None:
@@ -232,7 +234,9 @@ class Engine:
             self._in_cache.append(self._version)
 
     def _completions(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        self._require_ready("generate")  # this runs when the first completion is asked for
         assert self._version is not None
+        self._fill_cache()
         self._retracted, self._in_force = False, [self._version]
         flight = self._flight = Flight(
             self._server,
@@ -247,8 +251,8 @@ class Engine:
                 yield decode_completion(answer, request, expected)
         finally:
             if self._paused:  # an abort reaches only a scheduler that turns
-                with contextlib.suppress(EngineLost, OSError):
-                    self._server.post("/continue_generation", {})
+                with contextlib.suppress(RuntimeError):  # EngineLost among them
+                    self._post_in_flight("/continue_generation", {})
             flight.close()
             self._flight, self._paused = None, False
 
@@ -268,18 +272,21 @@ class Engine:
             entries = answer["meta_info"]["input_token_logprobs"]
             if [entry[1] for entry in entries] != sequence.tolist():
                 raise RuntimeError("score: the log-probs belong to other tokens than those sent")
-            scores.append(torch.tensor([entry[0] or 0.0 for entry in entries]))
+            # The first token has none; any other without one is NaN.
+            values = [math.nan if entry[0] is None else entry[0] for entry in entries[1:]]
+            scores.append(torch.tensor([0.0, *values]))
         return scores
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        if self._flight is not None:
-            self._flight.abort(request_ids)
+        flight = self._flight  # it may end in between
+        if flight is not None:
+            flight.abort(request_ids)
 
     def pause(self, mode: PauseMode = "in_place") -> None:
         self._require_running("pause")
         if self._flight is None:
             raise RuntimeError(f"pause: the engine is {self.state}; there is nothing to pause")
-        self._server.post("/pause_generation", {"mode": mode})
+        self._post_in_flight("/pause_generation", {"mode": mode})
         self._paused = True
         self._retracted |= mode == "retract"
 
@@ -288,8 +295,11 @@ class Engine:
             raise RuntimeError(f"resume: the engine is {self.state}; pause() it first")
         if self._version is None:
             raise RuntimeError(f"resume: the engine is {self.state}; update_weights() first")
-        self._server.post("/continue_generation", {})
+        self._post_in_flight("/continue_generation", {})
         self._paused = False
+
+    def _post_in_flight(self, path: str, body: dict[str, Any]) -> None:
+        self._server.post(path, body, timeout_s=self._config.stall_timeout_s)
 
     def _check_requests(self, requests: Sequence[Request]) -> None:
         seen: set[str] = set()

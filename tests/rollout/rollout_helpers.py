@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -61,8 +62,7 @@ def make_engine(folder: Path, log_path: Path, **config: object) -> Engine:
         config=RolloutConfig.model_validate(settings),
         log_path=log_path,
     )
-    assert isinstance(engine, Engine)
-    return engine
+    return cast(Engine, engine)  # tests of SGLang alone look inside
 
 
 def named_weights(model: Qwen3MoeForCausalLM, folder: Path) -> list[tuple[str, torch.Tensor]]:

@@ -158,6 +158,10 @@ def decode_completion(answer: dict[str, Any], request: Request, expected: Expect
     _expect(where, "output_token_logprobs", len(entries), len(output))
     if [entry[1] for entry in entries] != output:
         raise RuntimeError(f"{where}: the log-probs belong to other tokens than output_ids")
+    if any(entry[0] is None for entry in entries):
+        raise RuntimeError(
+            f"{where}: the engine's log-probs hold NaN: its weights or its cache do too"
+        )
     spans = _version_spans(meta, prompt_len, len(output), expected.versions, where)
     num_retractions = meta.get("num_retractions") or 0
     retracted = num_retractions > 0 or expected.retracted

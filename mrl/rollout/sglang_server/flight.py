@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mrl.rollout.base import EngineLost, Request
+from mrl.rollout.base import Request
 from mrl.rollout.sglang_server.decode import build_request, finish_reason
 from mrl.rollout.sglang_server.http import EventStream, ServerError
-from mrl.rollout.sglang_server.server import Server
+from mrl.rollout.sglang_server.server import REAP_S, Server
 
 SAMPLES_PER_BATCH = 1024
 MALFORMED = 400
@@ -27,6 +27,8 @@ POLL_S = 0.2
 PROBE_AFTER_S = 5.0
 """Of silence: long answers are silent too, so the scheduler is asked whether it still turns."""
 DRAIN_TIMEOUT_S = 60.0
+ABORTED = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
+"""What stands for the answer to a request that was told to end when its connection broke."""
 
 
 class _Event(NamedTuple):
@@ -101,10 +103,13 @@ class Flight:
             ]
             self._aborting |= set(rids)
         if len(rids) == len(self._pending):
-            self._server.post("/abort_request", {"abort_all": True})
+            self._tell_to_abort({"abort_all": True})
             return
         for rid in rids:
-            self._server.post("/abort_request", {"rid": rid})
+            self._tell_to_abort({"rid": rid})
+
+    def _tell_to_abort(self, body: dict[str, Any]) -> None:
+        self._server.post("/abort_request", body, timeout_s=self._stall_timeout_s)
 
     def _send(self, requests: Sequence[Request]) -> None:
         for start in range(0, len(requests), SAMPLES_PER_BATCH):
@@ -113,21 +118,25 @@ class Flight:
             with self._lock:
                 self._pending |= dict(zip(rids, batch, strict=True))
             body = build_request(batch, rids, return_routes=self._return_routes)
-            thread = threading.Thread(target=self._read, args=(rids, body), daemon=True)
+            try:
+                stream = self._server.stream(body)
+            except OSError as error:
+                self._events.put(_Event(rids, None, error))
+                continue
+            self._streams.append(stream)
+            thread = threading.Thread(target=self._read, args=(rids, stream), daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _read(self, rids: list[str], body: dict[str, Any]) -> None:
+    def _read(self, rids: list[str], stream: EventStream) -> None:
         """In a thread of its own: the answers of one batch, then one event for what never came."""
         error: Exception | None = None
         try:
-            stream = self._server.stream(body)
-            self._streams.append(stream)
             for answer in stream:
                 self._heard = time.monotonic()
                 if finish_reason(answer) is not None:
                     self._events.put(_Event([rids[answer["index"]]], answer, None))
-        except (OSError, RuntimeError) as failure:
+        except Exception as failure:  # whatever it is, the consumer must hear of it
             error = failure
         self._events.put(_Event(rids, None, error))
 
@@ -154,10 +163,16 @@ class Flight:
 
     def _send_again(self, rids: Sequence[str], why: str) -> None:
         """What of `rids` is still to come, under new ids. Raises EngineLost where it is hopeless."""
-        failed = [request for rid in rids if (request := self._take(rid)) is not None]
+        for rid in set(rids) & self._aborting:
+            self._events.put(_Event([rid], ABORTED, None))
+        failed = [
+            request
+            for rid in rids
+            if rid not in self._aborting and (request := self._take(rid)) is not None
+        ]
         if not failed:
             return
-        self._server.check_alive(wait_s=POLL_S)
+        self._server.check_alive(wait_s=REAP_S)
         for request in failed:
             tries = self._num_tries.get(request.request_id, 1)
             if tries > NUM_RETRIES:
@@ -168,8 +183,8 @@ class Flight:
     def close(self) -> None:
         """Leave no request in the server and no thread behind. Harmless when repeated."""
         if self._pending:
-            with contextlib.suppress(EngineLost, RuntimeError, OSError):
-                self._server.post("/abort_request", {"abort_all": True})
+            with contextlib.suppress(RuntimeError):  # EngineLost among them
+                self._tell_to_abort({"abort_all": True})
         for stream in self._streams:
             stream.close()
         for thread in self._threads:

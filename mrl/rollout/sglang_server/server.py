@@ -17,6 +17,8 @@ PORT_ATTEMPTS = 3
 PORT_IN_USE = "address already in use"
 CONTROL_TIMEOUT_S = 600.0
 READY_POLL_S = 0.1
+REAP_S = 2.0
+"""From a broken connection to an exit code, where the process has died."""
 PLUGIN_FAILURES = ("Failed to load plugin", "Failed to execute general plugin", "Failed to apply")
 
 
@@ -35,6 +37,8 @@ class Server:
         )
         self.client: HttpClient | None = None
         self._request_numbers = itertools.count()
+        self._loss: EngineLost | None = None
+        """Why there is no server now."""
 
     def start(self, timeout_s: float) -> None:
         """Block until the server answers; another port where the chosen one was just taken.
@@ -69,8 +73,8 @@ class Server:
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """The decoded answer.
 
-        Raises RuntimeError where the server refused, EngineLost where it died or did not answer in
-        time, ConnectionError where the connection broke and the server lives.
+        Raises RuntimeError where the server refused, EngineLost where it died, hung up or did not
+        answer in time.
         """
         try:
             return self._running_client().post(path, body, timeout_s=timeout_s)
@@ -78,17 +82,13 @@ class Server:
             raise RuntimeError(f"{error}\n{self.process.log_tail()}") from None
         except TimeoutError:
             raise self.lost(f"no answer to POST {path} within {timeout_s:g} s") from None
-        except ConnectionError:
-            self.check_alive(wait_s=READY_POLL_S)  # It breaks a moment before it can be reaped.
-            raise
+        except ConnectionError as error:
+            self.check_alive(wait_s=REAP_S)  # It breaks a moment before it can be reaped.
+            raise self.lost(f"the SGLang server hung up: {error}") from None
 
     def stream(self, body: dict[str, Any]) -> EventStream:
-        """POST /generate. Raises EngineLost or ConnectionError as post() does."""
-        try:
-            return self._running_client().stream("/generate", body)
-        except ConnectionError:
-            self.check_alive(wait_s=READY_POLL_S)
-            raise
+        """POST /generate. Raises EngineLost where no server is, ConnectionError where it hangs up."""
+        return self._running_client().stream("/generate", body)
 
     def check_alive(self, wait_s: float = 0.0) -> None:
         """Raise EngineLost where the server's process has ended, also in the next `wait_s`."""
@@ -111,19 +111,19 @@ class Server:
                 f"{timeout_s:g} s"
             ) from None
         except OSError:
-            self.check_alive(wait_s=READY_POLL_S)
+            self.check_alive(wait_s=REAP_S)
 
     def lost(self, what: str) -> EngineLost:
         """Clear away what is left of the server, and return what to raise."""
-        error = EngineLost(f"engine: {what}; {self.process.log_tail()}")
+        self._loss = EngineLost(f"engine: {what}; {self.process.log_tail()}")
         self.stop()
-        return error
+        return self._loss
 
     def _running_client(self) -> HttpClient:
-        """Raises EngineLost where another thread has just found the server lost."""
+        """Raises EngineLost where another thread has found the server lost."""
         client = self.client
         if client is None:
-            raise EngineLost("engine: the SGLang server is gone")
+            raise self._loss or EngineLost("engine: the SGLang server was stopped")
         return client
 
     def offers(self, path: str) -> bool:

@@ -23,14 +23,15 @@ def test_no_sample_is_lost_or_doubled(engine, toy_weights):
     """Killed after the first group: the rest comes from another engine, token for token."""
     prompts = make_prompts(8, seed=5)
     calm = generate(engine, prompts, samples_per_prompt=2, sampling=SAMPLING, seed=1)
-    before = set(psutil.Process().children(recursive=True))
+    first = psutil.Process(engine.process_id)
+    before = [first, *first.children(recursive=True)]
     work = Round(start_groups(prompts, 2), SAMPLING, 1)
     groups = []
     finished = work.finished(engine)
     groups.append(next(finished))
     for process in before:
         process.kill()
-    with pytest.raises(EngineLost, match=r"died, exit code -9; last lines of .*\.log"):
+    with pytest.raises(EngineLost):
         groups.extend(finished)  # keeps what comes before the error
     assert not running(before)
     assert groups

@@ -1,0 +1,29 @@
+"""Canaries against a real engine: the right weights pass, others refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rollout_helpers import make_buckets, make_prompts, score
+
+from mrl.canary import MAX_TOKENS, canary_sequences, check_canaries
+from mrl.errors import RunFailed
+
+
+def test_canaries(engine, oracle, toy_weights):
+    prompts = [*make_prompts(1, num_tokens=1), *make_prompts(5, num_tokens=100)]
+    sequences = canary_sequences(prompts, 4)
+    assert [len(ids) for ids in sequences] == [MAX_TOKENS] * 4  # one token says nothing
+    expected = [torch.cat([torch.zeros(1), score(oracle, ids, 1, 1.0)[0]]) for ids in sequences]
+    assert check_canaries(engine, sequences, expected, 1e-3) < 1e-5
+    for changed in ("model.layers.2.mlp.gate.weight", "model.layers.3.self_attn.o_proj.weight"):
+        # The same numbers in other places: no sum over them sees it.
+        weights = [(n, t.flip(0) if n == changed else t) for n, t in toy_weights]
+        engine.update_weights(make_buckets(weights, 1), 1)
+        with pytest.raises(
+            RunFailed, match=r"version 1: engine and trainer disagree .* at most 0\.001"
+        ):
+            check_canaries(engine, sequences, expected, 1e-3)
+    nan = [expected[0] * torch.nan, *expected[1:]]
+    with pytest.raises(RunFailed, match="log-probs nan"):
+        check_canaries(engine, sequences, nan, 1e9)
