@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy, environment
 from tests.loop.test_run import metrics, processes_of
+
+
+def is_server(process: psutil.Process) -> bool:
+    """The first process of an engine; those that it forks have other names in time."""
+    with contextlib.suppress(psutil.Error):
+        parent = process.parent()
+        return "sglang_server.child" in " ".join(process.cmdline()) and not (
+            parent is not None and "sglang_server.child" in " ".join(parent.cmdline())
+        )
+    return False
 
 
 @pytest.mark.timeout(500)
@@ -18,36 +31,45 @@ from tests.loop.test_run import metrics, processes_of
     [(1, "expert_model_parallel_size"), (2, "tensor_model_parallel_size")],
 )
 def test_two_ranks(rollout_tp: int, layout: str, toy: Toy, tmp_path: Path) -> None:
+    """After the first step an engine is killed: all ranks send the weights again, to its successor."""
     output = tmp_path / "run"
     overrides = toy.overrides(
         output,
-        "train.num_steps=1",
+        "train.num_steps=2",
         f"parallel.{layout}=2",
         f"rollout.tensor_parallel_size={rollout_tp}",
     )
-    done = subprocess.run(
+    process = subprocess.Popen(
         ["bash", "launch/torchrun.sh", str(TOY_RECIPE), *overrides],
         cwd=REPOSITORY,
         env=environment(NPROC="2", MRL_TEST_RUN=str(output)),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    while not (output / "metrics.jsonl").exists() and process.poll() is None:
+        time.sleep(0.02)
+    servers = [p for p in psutil.Process(process.pid).children(recursive=True) if is_server(p)]
+    for server in servers[-1:]:
+        server.kill()
+    printed, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, printed
+    assert "died, exit code -9" in printed
     engines = 2 // rollout_tp
     assert len(list((output / "logs").glob("engine_*.log"))) == engines
     rows = metrics(output)
-    assert [row["step"] for row in rows] == [0]
+    assert [row["step"] for row in rows] == [0, 1]
+    assert [row["rollout/engine_restarts"] for row in rows] == [0.0, 1.0]
     for row in rows:
         assert row["mismatch/logprob_abs_max"] <= 1e-4
         assert row["routing/replay_coverage"] == 1.0
         # 4 layers x top-2 of 8 experts: 24 bits, between two engines' ranks or from one to its pair.
         assert row["routing/wire_bytes_per_token"] == 3.0
-    file = output / "rollouts/step_000000.jsonl"
-    samples = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [s["group_id"] for s in samples] == [i for i in range(4) for _ in range(4)]
-    assert len({s["prompt_id"] for s in samples}) == 4
+    for step in (0, 1):
+        file = output / f"rollouts/step_{step:06d}.jsonl"
+        samples = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [s["group_id"] for s in samples] == [i for i in range(4) for _ in range(4)]
+        assert len({s["prompt_id"] for s in samples}) == 4
     assert processes_of(output) == []
 
 
