@@ -107,6 +107,36 @@ class Closes(Echo):
                 pass
 
 
+class ClosesBadly(Closes):
+    """Its close() raises where the seed is odd."""
+
+    def close(self):
+        super().close()
+        if self.seed is not None and self.seed % 2:
+            sys.exit("no, not closed")
+
+
+class ClosesSlowly(Closes):
+    async def close(self):
+        await asyncio.sleep(0.2)
+        super().close()
+
+
+class Unsendable(Closes):
+    def misbehave(self):
+        return StepResult([{"role": "tool", "content": "x", "set": {1}}])
+
+
+class ForgetfulCloses(Forgetful):
+    """Played again, it answers otherwise: the process has it still, the runner has not."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    close = Closes.close
+
+
 def search(messages, **columns):
     """For openai_chat: a tool that looks a word up, and a user who wants the answer."""
     turn = messages[-1]
