@@ -10,7 +10,8 @@ with the whole conversation and the prompt row's other columns:
 `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (the form of Hermes and Qwen), the message
 has `tool_calls` as well: `[{"id", "type": "function", "function": {"name", "arguments"}}]`, arguments
 being JSON text, as OpenAI has it; no id comes twice in a conversation. `new_messages` come after it:
-`{"role": "tool", "content": ...}` for what a tool says, `user` for what a person says. A class may also have
+`{"role": "tool", "content": ...}` for what a tool says, `user` for what a person says. A class may
+also have
 
     reset(messages, seed, **columns) -> new_messages or None
 
@@ -48,7 +49,7 @@ def _resolve_target(target: str) -> Any:
     return resolve(_TARGET, target)
 
 
-def tool_calls(text: str, taken: Collection[str] = ()) -> list[dict[str, Any]]:
+def tool_calls(text: str, taken: Collection[str | None] = ()) -> list[dict[str, Any]]:
     """The well-formed tool calls in a turn, in OpenAI's form; what is malformed stays text only.
 
     Their ids are `call_0`, `call_1` and so on, without those that are `taken`.

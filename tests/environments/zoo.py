@@ -103,8 +103,8 @@ class Closes(Echo):
 
     def close(self):
         if self.seed is not None:
-            with open(f"{self.folder}/{self.seed}", "w"):
-                pass
+            with open(f"{self.folder}/{self.seed}", "a") as file:
+                file.write("closed")
 
 
 class ClosesBadly(Closes):
@@ -125,6 +125,13 @@ class ClosesSlowly(Closes):
 class Unsendable(Closes):
     def misbehave(self):
         return StepResult([{"role": "tool", "content": "x", "set": {1}}])
+
+
+class SpeaksInMessages(Closes):
+    """Which a prompt that is a string has no place for."""
+
+    def step(self, action):
+        return StepResult([{"role": "tool", "content": "x"}])
 
 
 class ForgetfulCloses(Forgetful):
