@@ -142,6 +142,7 @@ class Episodes:
                 self._refuse(number, error)
                 continue
             episode.session = Session.start(group_id, torch.tensor(ids, dtype=torch.int64))
+        self._end_environments()
 
     def _requests(self) -> dict[int, Request]:
         """The next turn of every live episode, by its number."""
@@ -177,6 +178,7 @@ class Episodes:
                 self._fail(number)
             else:
                 self._take(number, result)
+        self._end_environments()
 
     def _take(self, number: int, result: StepResult) -> None:
         episode = self._episodes[number]
@@ -210,6 +212,11 @@ class Episodes:
     def _fail(self, number: int) -> None:
         self._episodes[number].rewards.append(math.nan)
         self._episodes[number].finish("stop")
+
+    def _end_environments(self) -> None:
+        """Of episodes that ended here: the last turn, the context, a refusal, an abort."""
+        over = [n for n, e in enumerate(self._episodes) if e.session.finish_reason is not None]
+        self._environments.end(over)
 
     def _whole_groups(self, engine: RolloutEngine) -> Iterator[SampleGroup]:
         for i in list(self._waiting):

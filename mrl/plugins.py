@@ -79,7 +79,9 @@ def _from_file(kind: Kind, spec: str, path: Path) -> ModuleType:
         raise InputError(f"{kind.noun} {spec!r}: {path} is not a Python file")
     module = importlib.util.module_from_spec(loader)
     sys.modules[loader.name] = module  # dataclasses and typing look their module up here
-    sys.path.append(str(path.resolve().parent))  # last: its neighbours import, and shadow nothing
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: its neighbours import, and shadow nothing
     loader.loader.exec_module(module)
     return module
 

@@ -36,6 +36,10 @@ class WorkerLost(Exception):
     """The worker gave no answer and is gone, with whatever it held; the message says how."""
 
 
+class WorkerNotStarted(WorkerLost):
+    """It was lost before, and could not be started again."""
+
+
 class JsonWorker:
     """`python -m MODULE SPEC PARENT_PID ARGUMENTS...`, which runs the user's code `what`.
 
@@ -64,12 +68,16 @@ class JsonWorker:
             self._start()
 
     def call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer; starts the process where it is not running. Raises WorkerLost."""
+        """The answer; starts the process where it is not running.
+
+        Raises WorkerLost, or WorkerNotStarted: what was loaded once is no bad input, and whoever counts
+        failures decides whether the run goes on.
+        """
         with self._lock:
             if self._closed:
                 raise WorkerLost("the run is ending")
             if self._process is None:
-                self._start()
+                self._restart()
             try:
                 return self._exchange(json.dumps(request).encode() + b"\n", timeout_s)
             except TimeoutError:
@@ -108,6 +116,12 @@ class JsonWorker:
         if "input_error" in reply:
             self._clear()
             raise InputError(reply["input_error"])
+
+    def _restart(self) -> None:
+        try:
+            self._start()
+        except (InputError, OSError) as error:
+            raise WorkerNotStarted(f"could not be started again: {error}") from None
 
     def _kill(self) -> None:
         """The whole group, before anybody waits for the process: that frees its number for others."""

@@ -9,6 +9,8 @@ otherwise, as those do that leave out earlier thinking, does not change what was
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError
@@ -35,9 +37,19 @@ class ChatTurns:
         self._tokenizer = tokenizer
 
     def check(self) -> None:
-        """Raises InputError where the template cannot be continued turn by turn."""
+        """Raises InputError where the template cannot be continued turn by turn.
+
+        So it is where an assistant's turn does not end with a token that generation stops at: the
+        policy would end its turns otherwise than the template, which then ended them once more.
+        """
         try:
-            self._text_after_turn([{"role": "user", "content": "an answer"}])
+            after = self._text_after_turn([{"role": "user", "content": "an answer"}])
+            ids, stops = self._encode(after)[:1], stop_ids(self._tokenizer)
+            if not stops.intersection(ids):
+                raise ValueError(
+                    f"an assistant's turn is followed by {self._tokenizer.decode(ids)!r}, expected a "
+                    f"token that ends a generation, {self._tokenizer.decode(sorted(stops))!r}"
+                )
         except ValueError as error:
             raise InputError(
                 f"environment: this tokenizer's chat template cannot be used in turns: {error}; give "
@@ -55,7 +67,8 @@ class ChatTurns:
     def between(self, prompt: Prompt, last_id: int, observation: str | Messages) -> list[int]:
         """Token ids from the end of the policy's turn, whose last token is `last_id`, to its next.
 
-        The token that ends a turn is left out where the policy itself wrote it. A turn that was cut
+        The template's token that ends a turn, see check(), is left out where the policy itself wrote
+        it; it follows another token that the generation stopped at. A turn that was cut
         short is ended for it: these tokens are the environment's, and not trained. Raises ValueError
         where the prompt is plain text and the observation is not, or the template refuses it.
         """
@@ -93,6 +106,21 @@ class ChatTurns:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def stop_ids(tokenizer: Any) -> set[int]:
+    """Tokens that a generation stops at, as SGLang has it: the tokenizer's and the model's.
+
+    The model's `eos_token_id`, a number or several, is in config.json and generation_config.json of the
+    folder that the tokenizer was read from.
+    """
+    found = {tokenizer.eos_token_id}
+    folder = Path(tokenizer.name_or_path or "no folder")
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if file.is_file():
+            ids = json.loads(file.read_text()).get("eos_token_id")
+            found |= set(ids) if isinstance(ids, list) else {ids}
+    return found - {None}
 
 
 def _after_turn(text: str) -> str:

@@ -43,6 +43,8 @@ class Environment(Protocol):
 
     Everything must follow from the prompt, the seed and the actions: where a worker process is lost to
     one episode, the others that lived there are played again, and masked if they come out otherwise.
+
+    A method close(), which may be `async`, is optional: it is called once when the episode is over.
     """
 
     def reset(self, prompt: Any, seed: int, **columns: Any) -> Observation | None:

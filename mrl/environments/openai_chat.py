@@ -9,8 +9,9 @@ with the whole conversation and the prompt row's other columns:
 `messages` are `{"role", "content"}` objects, the policy's turn the last of them. Where that holds
 `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (the form of Hermes and Qwen), the message
 has `tool_calls` as well: `[{"id", "type": "function", "function": {"name", "arguments"}}]`, arguments
-being JSON text, as OpenAI has it. `new_messages` come after it: `{"role": "tool", "content": ...}` for
-what a tool says, `user` for what a person says. A class may also have
+being JSON text, as OpenAI has it; no id comes twice in a conversation. `new_messages` come after it:
+`{"role": "tool", "content": ...}` for what a tool says, `user` for what a person says. A class may
+also have
 
     reset(messages, seed, **columns) -> new_messages or None
 
@@ -19,9 +20,12 @@ for what comes after the prompt.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 from mrl.environments.base import Message, StepResult
@@ -39,9 +43,19 @@ _TARGET = Kind(
 )
 
 
-def tool_calls(text: str) -> list[dict[str, Any]]:
-    """The well-formed tool calls in a turn, in OpenAI's form; what is malformed stays text only."""
+@functools.cache
+def _resolve_target(target: str) -> Any:
+    """Once a process: a file is run when it is resolved, and each episode is of the same target."""
+    return resolve(_TARGET, target)
+
+
+def tool_calls(text: str, taken: Collection[str | None] = ()) -> list[dict[str, Any]]:
+    """The well-formed tool calls in a turn, in OpenAI's form; what is malformed stays text only.
+
+    Their ids are `call_0`, `call_1` and so on, without those that are `taken`.
+    """
     calls = []
+    ids = (name for k in itertools.count() if (name := f"call_{k}") not in taken)
     for block in TOOL_CALL.findall(text):
         try:
             call = json.loads(block)
@@ -49,8 +63,14 @@ def tool_calls(text: str) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
         function = {"name": name, "arguments": json.dumps(arguments)}
-        calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
+        calls.append({"id": next(ids), "type": "function", "function": function})
     return calls
+
+
+def _call_ids(messages: list[Message]) -> set[str | None]:
+    """Ids of the tool calls so far, those of the prompt's own turns among them."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    return {call.get("id") for call in calls if isinstance(call, dict)}
 
 
 class Environment:
@@ -59,7 +79,7 @@ class Environment:
             raise InputError(
                 f"environment.arguments.target {target!r}: expected file.py:NAME or module:NAME"
             )
-        found: Any = resolve(_TARGET, target)
+        found: Any = _resolve_target(target)
         self._target: Any = found(**arguments) if inspect.isclass(found) else found
         self._messages: list[Message] = []
         self._columns: dict[str, Any] = {}
@@ -76,7 +96,7 @@ class Environment:
 
     async def step(self, action: str) -> StepResult:
         turn: Message = {"role": "assistant", "content": action}
-        if calls := tool_calls(action):
+        if calls := tool_calls(action, _call_ids(self._messages)):
             turn["tool_calls"] = calls
         self._messages.append(turn)
         answer = self._target(list(self._messages), **self._columns)

@@ -8,8 +8,9 @@ again; one that then answers otherwise than before fails too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -17,9 +18,12 @@ from typing import Any
 from mrl.config import EnvironmentConfig
 from mrl.environments.base import RESERVED_COLUMNS, Observation, StepResult
 from mrl.errors import InputError
-from mrl.processes import JsonWorker, WorkerLost
+from mrl.processes import JsonWorker, WorkerLost, WorkerNotStarted
 from mrl.rewards.runner import check_failures
 from mrl.types import Prompt
+
+CLOSE_LIMIT_S = 5.0
+"""At the end of the run, for the close() of all episodes that are left."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +54,18 @@ class _Worker:
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._time_limit_s = config.time_limit_s
+        self._what = f"environment {config.name!r}"
         self._process = JsonWorker(
             "mrl.environments.worker",
-            f"environment {config.name!r}",
+            self._what,
             config.name,
             json.dumps(config.arguments),
         )
         self._number = 0
         """Counts the processes that were lost."""
         self._episodes: dict[int, _Episode] = {}
+        self._not_started = ""
+        """Why this turn's first try to start the process again was its last."""
         self.num_replayed = 0
 
     def start(self) -> None:
@@ -66,17 +73,24 @@ class _Worker:
 
     def play(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """A request to each of these episodes -> replies, `{"error"}` where one failed."""
+        self._not_started = ""
         return {number: self._ask(number, request) for number, request in requests.items()}
 
-    def end(self) -> None:
-        """Forget all episodes."""
-        live, self._episodes = list(self._episodes), {}
+    def end(self, numbers: Collection[int] | None = None, limit_s: float | None = None) -> None:
+        """Close and forget those of these episodes that live here, or all; at most `limit_s`.
+
+        By default each has the time of one answer. Where that is not enough the process is killed.
+        """
+        chosen = list(self._episodes) if numbers is None else numbers
+        ended = {n: self._episodes.pop(n) for n in chosen if n in self._episodes}
+        live = [n for n, episode in ended.items() if episode.process == self._number]
         if not live:
             return
         try:
-            self._process.call({"end": live}, self._time_limit_s)
-        except WorkerLost:
+            self._process.call({"end": live}, limit_s or self._time_limit_s * len(live))
+        except WorkerLost as error:
             self._number += 1
+            print(f"{self._what}: close() of {len(live)} episodes: {error}", file=sys.stderr)
 
     def close(self) -> None:
         self._process.close()
@@ -85,16 +99,16 @@ class _Worker:
         episode = self._episodes.setdefault(number, _Episode(self._number))
         reply: dict[str, Any] = {}
         if episode.process != self._number:
-            reply = self._replay(episode)
+            reply = self._replay(number, episode)
         if "error" not in reply:
             reply = self._call(request)
             episode.requests.append(request)
             episode.replies.append(reply)
         if "error" in reply or reply.get("done"):
-            self._episodes.pop(number)
+            self._episodes.pop(number, None)
         return reply
 
-    def _replay(self, episode: _Episode) -> dict[str, Any]:
+    def _replay(self, number: int, episode: _Episode) -> dict[str, Any]:
         """Bring an episode of a lost process to where it was; an error where that is impossible."""
         self.num_replayed += 1
         episode.process = self._number
@@ -103,15 +117,20 @@ class _Worker:
             if "error" in now:
                 return now
             if now != before:
+                self.end([number])  # the runner is done with it, its process is not
                 return {"error": "its process was lost to another episode, and played again it "
                         "answered otherwise: an environment must follow its seed"}  # fmt: skip
         return {}
 
     def _call(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._not_started:  # once a turn: an import may take long, and there are many episodes
+            return {"error": self._not_started}
         try:
             return self._process.call(request, self._time_limit_s)
         except WorkerLost as error:
             self._number += 1
+            if isinstance(error, WorkerNotStarted):
+                self._not_started = str(error)
             return {"error": str(error)}
 
 
@@ -129,6 +148,7 @@ class EnvironmentRunner:
         # Threads that live as long as the runner: a worker dies with the thread that started it, so
         # each worker has one thread of its own.
         self._threads = [ThreadPoolExecutor(max_workers=1) for _ in self._workers]
+        self._closed = False
         self.num_failed = 0
         """Episodes since `reset` that failed."""
         self.first_error = ""
@@ -189,6 +209,13 @@ class EnvironmentRunner:
             for number, reply in replies.items()
         }
 
+    def end(self, numbers: Collection[int]) -> None:
+        """These episodes are over, though their environments are not done: close those.
+
+        Passes by the ones that were done, or failed.
+        """
+        self._on_all(lambda worker: worker.end(numbers))
+
     def count_failure(self, reason: str) -> None:
         """One more episode that failed, for a reason that others have found."""
         self.num_failed += 1
@@ -196,10 +223,18 @@ class EnvironmentRunner:
         check_failures(self.what, self.num_failed, self._step_samples, self.first_error)
 
     def close(self) -> None:
-        """Leave no process behind. Harmless when repeated."""
+        """Close what environments are left, within CLOSE_LIMIT_S, and leave no process behind.
+
+        Harmless when repeated.
+        """
+        if not self._closed:
+            self._closed = True
+            pairs = zip(self._workers, self._threads, strict=True)
+            ends = [t.submit(worker.end, limit_s=CLOSE_LIMIT_S) for worker, t in pairs]
+            wait(ends, timeout=CLOSE_LIMIT_S)
         for worker, thread in zip(self._workers, self._threads, strict=True):
             worker.close()  # first: a call that waits ends with it
-            thread.shutdown()
+            thread.shutdown(cancel_futures=True)
 
     def _on_all(self, action: Callable[[_Worker], None]) -> None:
         pairs = zip(self._workers, self._threads, strict=True)

@@ -78,6 +78,7 @@ class Episodes:
         number = request["reset"] if "reset" in request else request["step"]
         try:
             reply = self._reset(request) if "reset" in request else self._step(request)
+            json.dumps(reply)  # what cannot be sent fails the episode, here as in the runner
         except BaseException:
             self._end(number)
             raise
@@ -97,10 +98,18 @@ class Episodes:
         return checked_result(self._finish(environment.step(request["action"])))
 
     def _end(self, number: int) -> None:
-        """Forget an episode; what its environment holds open it may close."""
-        close = getattr(self._live.pop(number, None), "close", None)
-        if close is not None:
-            self._finish(close())
+        """Forget an episode; what its environment holds open it may close.
+
+        A close() that raises is only told: the episode's result, or its error, is there already.
+        """
+        environment = self._live.pop(number, None)
+        try:
+            close = getattr(environment, "close", None)
+            if close is not None:
+                self._finish(close())
+        except BaseException as error:  # user code: anything can happen
+            name = type(environment).__name__
+            print(f"environment {name}: close() failed: {describe(error)}", file=sys.stderr)
 
     def _finish(self, result: Any) -> Any:
         return self._loop.run(_await(result)) if inspect.isawaitable(result) else result
@@ -127,7 +136,6 @@ def serve(spec: str, arguments: str, requests: BinaryIO, replies: BinaryIO) -> N
     for line in requests:
         try:
             reply = episodes.answer(json.loads(line))
-            json.dumps(reply)
         except (Exception, SystemExit) as error:  # user code: anything can happen
             reply = {"error": describe(error)}
         send(replies, reply)

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -63,6 +65,8 @@ THINKING = CHAT_TEMPLATE.replace(
         (None, "there is none"),
         (CHAT_TEMPLATE.replace("<|im_end|>", "{% if loop.last %}!{% endif %}"), "goes on with"),
         (CHAT_TEMPLATE.replace("message['content']", "message['content'][:3]"), "exactly once"),
+        (CHAT_TEMPLATE.replace("<|im_end|>", " <|im_end|>"), "followed by ' ', expected a token"),
+        (CHAT_TEMPLATE.replace("<|im_end|>", ""), "expected a token that ends a generation"),
         ("{{ raise_exception('no tools') }}", "refuses messages of roles ['user', 'assistant'"),
     ],
 )
@@ -77,3 +81,18 @@ def test_a_template_is_checked_once_at_the_start(template, reason):
         ChatTurns(tokenizer).check()
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_the_model_may_stop_at_more_tokens_than_the_tokenizer(name, tmp_path):
+    """As Llama 3: its tokenizer has one, and its turns end with another."""
+    tokenizer = build_tokenizer()
+    turn_end = tokenizer.eos_token_id
+    tokenizer.eos_token = "a"
+    with pytest.raises(InputError, match=r"'<\|im_end\|>', expected a token .* 'a'"):
+        ChatTurns(tokenizer).check()
+    tokenizer.name_or_path = str(tmp_path)
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": [turn_end, 5]}))
+    ChatTurns(tokenizer).check()
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": turn_end}))
+    ChatTurns(tokenizer).check()

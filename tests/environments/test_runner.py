@@ -109,16 +109,77 @@ def test_an_episode_that_cannot_be_played_again_fails():
         assert environments.num_failed == 2
 
 
-def test_async_steps_and_close(tmp_path):
+def test_async_steps():
     with runner(f"{ZOO}:Later") as environments:
         begin(environments, {0: start()})
         assert environments.step({0: "a"}) == {0: StepResult("a", 1.0)}
-    with runner(f"{ZOO}:Closes", arguments={"folder": str(tmp_path)}) as environments:
+
+
+def closing(name, folder, **settings):
+    """And a function: the seeds of the episodes that were closed."""
+    folder.mkdir()
+    environments = runner(f"{ZOO}:{name}", arguments={"folder": str(folder)}, **settings)
+    return environments, lambda: {int(file.name) for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["Closes", "ClosesBadly"])
+def test_close_is_called_when_an_episode_is_over(name, tmp_path, capfd):
+    """One that raises is told, and changes nothing."""
+    environments, closed = closing(name, tmp_path / "closed", num_workers=2)
+    with environments:
+        begin(environments, {n: start(n) for n in range(6)})
+        results = environments.step({1: "done", 2: "bad"})
+        assert results[1] == StepResult(None, 1.0, done=True)
+        assert results[2].reason == "KeyError: 'bad'"
+        assert closed() == {1, 2}
+        environments.end([0, 1, 2, 3])  # the first two did this themselves
+        assert closed() == {0, 1, 2, 3}
+        assert environments.step({4: "a"}) == {4: StepResult("1:a", 1.0)}
+        begin(environments, {0: start(9), 1: start(10)})
+        assert closed() == {0, 1, 2, 3, 4, 5}  # given up
+        assert environments.num_failed == 0
+    assert closed() == {0, 1, 2, 3, 4, 5, 9, 10}
+    told = capfd.readouterr().err.count("close() failed: SystemExit: no, not closed")
+    assert told == (4 if name == "ClosesBadly" else 0)
+
+
+def test_many_close_within_their_time(tmp_path):
+    """0.2 s each, of 0.3 s."""
+    environments, closed = closing("ClosesSlowly", tmp_path / "closed", time_limit_s=0.3)
+    with environments:
+        begin(environments, {n: start(n) for n in range(4)})
+        environments.end(range(3))
+        assert closed() == {0, 1, 2}
+    assert closed() == {0, 1, 2, 3}
+
+
+def test_runner_and_worker_agree_on_what_lives(tmp_path):
+    environments, closed = closing("Unsendable", tmp_path / "unsendable")
+    with environments:
+        begin(environments, {0: start()})
+        assert "not JSON serializable" in environments.step({0: "bad"})[0].reason
+        assert closed() == {0}
+    environments, closed = closing("ForgetfulCloses", tmp_path / "forgetful", time_limit_s=0.5)
+    with environments:
+        begin(environments, {0: start(0), 1: start(1)})
+        environments.step({0: "a", 1: "a"})
+        assert "answered otherwise" in environments.step({0: "bad", 1: "b"})[1].reason
+        assert closed() == {1}  # 0 hung
+
+
+def test_a_worker_that_cannot_start_again_is_a_failure_of_its_episodes(tmp_path):
+    file = tmp_path / "once.py"
+    file.write_text(f"import sys\nsys.path.append({str(ZOO.parent)!r})\nfrom zoo import Dies\n")
+    with runner(f"{file}:Dies") as environments:
         begin(environments, {n: start(n) for n in range(3)})
-        environments.step({0: "done", 1: "bad"})
-        assert {f.name for f in tmp_path.iterdir()} == {"0", "1"}  # done, failed
-        begin(environments, {0: start(9)})
-        assert {f.name for f in tmp_path.iterdir()} == {"0", "1", "2"}  # given up
+        file.write_text("raise OSError('disk is gone')")
+        results = environments.step({0: "bad", 1: "a"})
+        assert "exit code 7" in results[0].reason
+        assert "could not be started again: environment" in results[1].reason
+        assert "OSError: disk is gone" in results[1].reason
+        file.write_text(f"import sys\nsys.path.append({str(ZOO.parent)!r})\nfrom zoo import Dies\n")
+        assert environments.step({2: "a"}) == {2: StepResult("1:a", 1.0)}  # later it can
+        assert environments.num_failed == 2
 
 
 def test_closing_ends_a_worker_that_is_stopped():
@@ -186,6 +247,27 @@ def test_openai_chat():
     with runner("openai_chat", arguments={"target": f"{ZOO}:Talker", "word": "go"}) as environments:
         assert begin(environments, {0: start()}) == {0: [{"role": "user", "content": "go1"}]}
         assert environments.step({0: "x"}) == {0: StepResult(None, 1.0, done=True)}
+
+
+def test_openai_chat_runs_a_file_once_and_gives_no_id_twice(tmp_path):
+    file = tmp_path / "counts.py"
+    file.write_text(
+        "import sys\n"
+        "sys.counts = getattr(sys, 'counts', 0) + 1\n"
+        "def talk(messages, **columns):\n"
+        "    ids = [c['id'] for m in messages for c in m.get('tool_calls', [])]\n"
+        "    said = f'{sys.counts} {sys.path.count(columns[\"folder\"])} {ids}'\n"
+        "    return [{'role': 'tool', 'content': said}], 0.0, False\n"
+    )
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    content = [{"role": "assistant", "content": "", "tool_calls": [{"id": "call_1"}]}]
+    with runner("openai_chat", arguments={"target": f"{file}:talk"}) as environments:
+        first = Start(prompt(content, folder=str(tmp_path)), 0)
+        begin(environments, {0: first, 1: first})
+        for ids in (["call_0", "call_2"], ["call_0", "call_2", "call_3", "call_4"]):
+            results = environments.step({0: call * 2, 1: call * 2})
+            for result in results.values():
+                assert result.observation[0]["content"] == f"1 1 {['call_1', *ids]}"
 
 
 def test_tool_calls_that_are_malformed_stay_text():

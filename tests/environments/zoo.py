@@ -103,8 +103,45 @@ class Closes(Echo):
 
     def close(self):
         if self.seed is not None:
-            with open(f"{self.folder}/{self.seed}", "w"):
-                pass
+            with open(f"{self.folder}/{self.seed}", "a") as file:
+                file.write("closed")
+
+
+class ClosesBadly(Closes):
+    """Its close() raises where the seed is odd."""
+
+    def close(self):
+        super().close()
+        if self.seed is not None and self.seed % 2:
+            sys.exit("no, not closed")
+
+
+class ClosesSlowly(Closes):
+    async def close(self):
+        await asyncio.sleep(0.2)
+        super().close()
+
+
+class Unsendable(Closes):
+    def misbehave(self):
+        return StepResult([{"role": "tool", "content": "x", "set": {1}}])
+
+
+class SpeaksInMessages(Closes):
+    """Which a prompt that is a string has no place for."""
+
+    def step(self, action):
+        return StepResult([{"role": "tool", "content": "x"}])
+
+
+class ForgetfulCloses(Forgetful):
+    """Played again, it answers otherwise: the process has it still, the runner has not."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    close = Closes.close
 
 
 def search(messages, **columns):

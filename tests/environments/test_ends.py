@@ -1,0 +1,73 @@
+"""Ends that an environment does not know of. An engine in turns: rollout/test_multi_turn."""
+
+import sys
+
+import pytest
+import torch
+
+from mrl.config import EnvironmentConfig
+from mrl.environments.runner import EnvironmentRunner
+from mrl.episodes import Episodes
+from mrl.plugins import Kind, resolve
+from mrl.rollout.base import Completion, SamplingParams
+from mrl.rollout.scheduling import start_groups
+from mrl.toy_model import build_tokenizer
+from mrl.types import Prompt, VersionSpan
+from tests.environments.test_runner import ZOO
+
+
+class Spelling:
+    """An engine without a model: each turn is `a` and the end. Sample 1 may be aborted."""
+
+    weight_version = 0
+
+    def __init__(self, tokenizer, aborts):
+        self.ids = torch.tensor([*tokenizer.encode("a"), tokenizer.eos_token_id])
+        self.aborts = aborts
+
+    def generate(self, requests, *, reuse_cache):
+        for request in requests:
+            start = len(request.token_ids)
+            span = (VersionSpan(0, start, start + 2),)
+            cut = self.aborts and request.request_id.endswith("sample 1")
+            reason = "abort" if cut else "stop"
+            yield Completion(request.request_id, self.ids, torch.zeros(2), reason, span, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reasons"),
+    [
+        ("Closes", {"max_turns": 2}, ["length", "length"]),
+        ("Closes", {"context_len": 8}, ["length", "length"]),
+        ("Closes", {"aborts": True, "max_turns": 2}, ["length", "abort"]),
+        ("SpeaksInMessages", {}, ["stop", "stop"]),
+    ],
+)
+def test_every_end_closes_the_environment(name, settings, reasons, tmp_path):
+    settings = {"max_turns": 9, "context_len": 100, **settings}
+    tokenizer = build_tokenizer()
+    engine = Spelling(tokenizer, settings.pop("aborts", False))
+    prompt = Prompt("0", torch.tensor([1]), "p", {}, "f:1")
+    config = EnvironmentConfig(name=f"{ZOO}:{name}", arguments={"folder": str(tmp_path)})
+    with EnvironmentRunner(config) as environments:
+        episodes = Episodes(
+            start_groups([prompt], 2),
+            environments,
+            tokenizer,
+            sampling=SamplingParams(2),
+            seeds=[1],
+            step_samples=1000,
+            **settings,
+        )
+        (group,) = episodes.finished(engine)
+        assert [sample.finish_reason for sample in group.samples] == reasons
+        # All samples of a prompt have one seed, and the files are named by it.
+        (file,) = tmp_path.iterdir()
+        assert file.read_text() == "closed" * 2
+
+
+def test_a_folder_is_put_on_the_path_once(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for _ in range(2):
+        resolve(Kind("test", "mrl.environments", frozenset(), "", "class", "Class"), f"{ZOO}:Echo")
+    assert sys.path.count(str(ZOO.parent)) == 1
