@@ -254,6 +254,8 @@ class WeightBucket:
     digest: dict[str, int] | None = None
     """What the trainer's own weights of this bucket add up to, by place (`mrl.kernels.digest`), taken
     before they were gathered and copied: whatever goes wrong after that is seen."""
+    digest_s: float = 0.0
+    """Seconds that this rank's exporter spent on digests since the bucket before this one."""
 
     @property
     def num_bytes(self) -> int:

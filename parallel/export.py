@@ -7,6 +7,7 @@ where they belong, so a rank holds its shard, the buffer, and the peers' pieces 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -55,7 +56,9 @@ def export_buckets(
     """
     groups = weights.groups
     plan = _plan(weights, max_bytes)
+    start = time.perf_counter()
     digests = _digests(weights, plan)
+    digest_s = time.perf_counter() - start
     # One buffer for all: growing it would keep the old one alive in the hands of the consumer.
     # On GPUs a handle that no engine opens keeps the buffer until this process ends
     # (torch/csrc/CudaIPCTypes.cpp): of an engine that failed, that is one buffer for each failure.
@@ -80,8 +83,15 @@ def export_buckets(
             tensors = [(name, view) for (name, _, _), view in zip(header, views, strict=True)]
             is_last = stage == groups.dims.pp - 1 and number == len(headers) - 1
             yield WeightBucket(
-                tensors, version, flat=flat, is_last=is_last, shared_path=path, digest=digest
+                tensors,
+                version,
+                flat=flat,
+                is_last=is_last,
+                shared_path=path,
+                digest=digest,
+                digest_s=digest_s,
             )
+            digest_s = 0.0  # all of them were taken before the first bucket
 
 
 def _headers(plan: list[list[Unit]], digests: list[dict[str, int]]) -> list[Header]:

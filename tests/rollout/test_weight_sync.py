@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -87,12 +90,39 @@ def test_shared_memory_leaves_nothing_open():
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-def test_plugin_tells_replicated_heads_apart():
-    """Only GPUs have ranks with the same key and value heads; CPUs pad them with zeros."""
+@pytest.fixture
+def plugin() -> ModuleType:
     path = Path(mrl.rollout.__file__).parent / "server_plugin" / "mrl_weight_digest.py"
     spec = importlib.util.spec_from_file_location("mrl_weight_digest", path)
-    plugin = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plugin)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_rank_that_cannot_answer_leaves_no_other_waiting(plugin):
+    """Two threads are the ranks. One that never comes would break the barrier of the other."""
+    barrier, ranks = threading.Barrier(2), [None, None]
+
+    def answer(rank: int, dtype: torch.dtype):
+        def all_gather(own):
+            ranks[rank] = own
+            barrier.wait(timeout=5)
+            return list(ranks)
+
+        model = torch.nn.Linear(2, 2, bias=False)
+        model.weight = torch.nn.Parameter(torch.ones(2, 2).to(dtype), requires_grad=False)
+        return plugin.of_all_ranks(model, all_gather)
+
+    with ThreadPoolExecutor(2) as pool:
+        good = list(pool.map(answer, (0, 1), [torch.float32] * 2))
+        assert good[0] == good[1] == [{"weight": good[0][0]["weight"]}] * 2
+        for failed in [pool.submit(answer, 0, torch.float32), pool.submit(answer, 1, torch.int8)]:
+            with pytest.raises(RuntimeError, match=r"^rank 1: ValueError: .*got torch\.int8"):
+                failed.result()
+
+
+def test_plugin_tells_replicated_heads_apart(plugin):
+    """Only GPUs have ranks with the same key and value heads; CPUs pad them with zeros."""
     model = torch.nn.Module()
     model.qkv_proj = torch.nn.Linear(4, 6, bias=False)
     model.qkv_proj.num_heads, model.qkv_proj.head_size = 1, 2

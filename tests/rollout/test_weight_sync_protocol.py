@@ -8,19 +8,26 @@ real one, in test_weight_sync.py.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rollout_helpers import make_buckets
 from safetensors.torch import load_file, save_file
 
 from mrl.kernels.digest import weight_digest
+from mrl.rollout.base import EngineLost
 from mrl.rollout.sglang_server.held import check_held, held_digests
 from mrl.rollout.sglang_server.http import HttpClient
 from mrl.rollout.sglang_server.manifest import Manifest
@@ -85,7 +92,7 @@ class Client:
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
     with Recorder() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
 
@@ -142,10 +149,12 @@ def test_failures_close_the_session_and_leave_the_buckets(recorder, manifest, fa
 
 def test_disk_writes_whole_files_and_takes_them_away(recorder, manifest, tmp_path):
     recorder.offered, recorder.held = SESSION, held()
-    seen = {}
+    seen, present = {}, []
 
     class Reader(Client):
         def post(self, path, body):
+            if path == "/weights_checker":
+                present.append(len(list(tmp_path.glob("mrl-weights-*/*.safetensors"))))
             if path == "/update_weights_from_disk":
                 folder = tmp_path / body["model_path"]
                 assert folder.stat().st_mode & 0o777 == 0o700
@@ -158,9 +167,16 @@ def test_disk_writes_whole_files_and_takes_them_away(recorder, manifest, tmp_pat
     )
     sync.update(make_buckets(WEIGHTS, 7, size=2), 7)
     assert paths(recorder) == ["/update_weights_from_disk", "/weights_checker"]
+    assert present == [2 + 1]  # other ranks than the one that answered may read until the check
+    assert not list(tmp_path.glob("mrl-weights-*"))
     assert {name: t.tolist() for name, t in seen.items()} == {n: t.tolist() for n, t in WEIGHTS}
     with pytest.raises(ValueError, match="got 2 weights, expected 3 more"):
         sync.update([WeightBucket(WEIGHTS[:2], 8), WeightBucket([], 8, is_last=True)], 8)
+    assert not list(tmp_path.glob("mrl-weights-*"))
+    recorder.held = held(WEIGHTS[:4])
+    with pytest.raises(RuntimeError, match=r"model\.layers\.4: sent \w+, the engine holds nothing"):
+        sync.update(make_buckets(WEIGHTS, 9), 9)
+    assert present == [3, 1]
     assert not list(tmp_path.glob("mrl-weights-*"))
 
 
@@ -176,12 +192,66 @@ def test_a_group_that_fails_is_given_up(recorder, manifest):
     assert bodies[0]["group_name"] != bodies[1]["group_name"]
 
 
+class Rank(Client):
+    """Takes one bucket as the engine's only rank does, and leaves before the next one comes."""
+
+    last_answer: Exception | None = None
+    group: Any = None
+
+    def post(self, path, body):
+        if path == "/init_weights_update_group":
+            store = dist.TCPStore(body["master_address"], body["master_port"], is_master=False)
+            for prefix in (body["group_name"], f"{body['group_name']}/", "cpu/"):
+                store = dist.PrefixStore(prefix, store)
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._timeout = timedelta(seconds=20)
+            self.group = dist.ProcessGroupGloo(store, 1, 2, options)
+        elif path == "/update_weights_from_distributed" and "weight_version" not in body:
+            num_bytes = sum(4 * math.prod(shape) for shape in body["shapes"])
+            self.group.broadcast(torch.empty(num_bytes, dtype=torch.uint8), 0).wait()
+            self.group = None
+            time.sleep(0.05)
+        elif path == "/update_weights_from_distributed":
+            time.sleep(0.05)
+            if self.last_answer is not None:
+                raise self.last_answer
+        return super().post(path, body)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (EngineLost("exit code -9"), EngineLost, "exit code -9"),
+        (RuntimeError("not today"), RuntimeError, "the group with the engine failed"),
+        (None, RuntimeError, "the group with the engine failed"),
+    ],
+)
+def test_a_lost_engine_is_told_from_a_lost_connection(recorder, manifest, answer, error, message):
+    """Our broadcast fails first, 50 ms before the request knows of the engine's death."""
+    client = Rank(recorder.server_port)
+    client.last_answer = answer
+    sync = WeightSync(client, manifest, num_ranks=1, method="distributed")
+    with pytest.raises(RuntimeError, match=message) as caught:
+        sync.update(make_buckets(WEIGHTS, 7, size=3), 7)
+    assert type(caught.value) is error
+
+
 def test_a_disk_that_cannot_be_written(recorder, manifest, tmp_path):
     sync = WeightSync(
         Client(recorder.server_port), manifest, num_ranks=1, method="disk", folder=tmp_path / "no"
     )
     with pytest.raises(RuntimeError, match=r"/no cannot be written: .*weight_sync=tensor"):
         sync.update(make_buckets(WEIGHTS, 7), 7)
+
+
+def test_time_of_the_exporters_digests_is_reported(recorder, manifest):
+    recorder.held = held()
+    sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1)
+    plain = list(make_buckets(WEIGHTS, 7, size=2))
+    timed = [replace(bucket, digest_s=100.0) for bucket in plain]
+    assert sync.update(plain, 7).digest_s < 100
+    assert 300 < sync.update(timed, 7).digest_s < 400
 
 
 def test_a_digest_of_the_exporter_is_believed_and_not_the_buffer(recorder, manifest):
@@ -241,7 +311,7 @@ def test_comparison_of_places():
         {"lm_head": 1, "model.layers.0": 2},
         {**sent, "model.layers.0": 3, "model.layers.0.experts.0": 2},
     ):
-        with pytest.raises(RuntimeError, match=r"digests: .*; send the update again"):
+        with pytest.raises(RuntimeError, match=r"digests: .*; this ends the run: start it again, "):
             check_held(sent, wrong, set(), "")
     with pytest.raises(RuntimeError, match=r"lm_head: sent 0{15}1, the engine holds nothing"):
         check_held({"lm_head": 1}, {}, set(), "")

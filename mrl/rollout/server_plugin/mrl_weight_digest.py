@@ -24,7 +24,7 @@ def handle(original, checker, action="checksum", *args, **options):
 
     # 0.5.12 has the runner instead of the function.
     model = checker._get_model() if hasattr(checker, "_get_model") else checker._model_runner.model
-    ranks = get_tp_group().all_gather_object(digests(model))
+    ranks = of_all_ranks(model, get_tp_group().all_gather_object)
     answer = {
         f"{rank} {name}": text for rank, own in enumerate(ranks) for name, text in own.items()
     }
@@ -34,6 +34,22 @@ def handle(original, checker, action="checksum", *args, **options):
         "per_gpu_checksum": "",
         "parallelism_info": checker._parallelism_info(**role).model_dump(),
     }
+
+
+def of_all_ranks(model, all_gather):
+    """What digests() says on each rank. Raises RuntimeError on all of them where one fails.
+
+    A rank that raised before the collective would leave the others waiting in it.
+    """
+    own, failure = {}, ""
+    try:
+        own = digests(model)
+    except Exception as error:  # it must reach the other ranks, whatever it is
+        failure = f"{type(error).__name__}: {error}"
+    ranks = all_gather((own, failure))
+    if failed := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(ranks) if text]:
+        raise RuntimeError("; ".join(failed))
+    return [own for own, _ in ranks]
 
 
 def digests(model):

@@ -14,6 +14,7 @@ from mrl.kernels.digest import add_digests, digest_place
 ACTION = "mrl_digest"
 FUSED_EXPERTS = re.compile(r"\.experts\.[^.]+$")
 SHOWN = 3
+ADVICE = "this ends the run: start it again, it goes on from its last checkpoint, and report this"
 
 
 def held_digests(answer: Mapping[str, Any], num_ranks: int) -> tuple[dict[str, int], set[str]]:
@@ -56,7 +57,7 @@ def _of_all_ranks(name: str, digests: Sequence[int], replicas: int) -> int:
         if len(set(digests[start : start + replicas])) != 1:
             raise RuntimeError(
                 f"update_weights: {name!r} should be the same on {replicas} neighbouring ranks, and "
-                f"the digests are {[f'{digest:016x}' for digest in digests]}; restart the engine"
+                f"the digests are {[f'{digest:016x}' for digest in digests]}; {ADVICE}"
             )
     return sum(digests[::replicas])
 
@@ -96,7 +97,7 @@ def check_held(
     more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     raise RuntimeError(
         f"update_weights: the engine holds other weights than were sent, by their digests: {shown}"
-        f"{more}{hint}; send the update again, and where that fails too, restart the engine"
+        f"{more}{hint}; {ADVICE}"
     )
 
 

@@ -28,11 +28,11 @@ class Push(Protocol):
     """A way for buckets to reach the engine."""
 
     def push(self, bucket: WeightBucket) -> None:
-        """Return when the engine has copied the bucket: its memory may be used again."""
+        """Return when the bucket's memory may be used again."""
         ...
 
     def settle(self) -> None:
-        """Free what the last bucket still held: the engine has said what it holds since."""
+        """Free what the update still held: every rank of the engine has said what it holds since."""
         ...
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class WeightSync:
         self._manifest.begin()
         clock = _Clock()
         sent: list[tuple[str, int]] = []
-        num_bytes, complete = 0, False
+        num_bytes, source_s, complete = 0, 0.0, False
         with self._session():
             for bucket in buckets:
                 if bucket.version != version:
@@ -105,6 +105,7 @@ class WeightSync:
                 with clock.part("push"):
                     self._push.push(bucket)
                 num_bytes += bucket.num_bytes
+                source_s += bucket.digest_s
                 complete = bucket.is_last
             self._manifest.check_complete()
             if not complete:
@@ -112,7 +113,7 @@ class WeightSync:
         with clock.part("digest"):
             self._check(add_digests(sent))
         self._push.settle()
-        return SyncReport(num_bytes, clock.seconds["push"], clock.seconds["digest"])
+        return SyncReport(num_bytes, clock.seconds["push"], clock.seconds["digest"] + source_s)
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:

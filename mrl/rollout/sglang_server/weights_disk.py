@@ -40,11 +40,12 @@ class DiskPush:
             ) from None
         if bucket.is_last:
             body = {"model_path": str(self._folder), **version_fields(bucket)}
+            # SGLang's rank 0 answers when it is through itself; others may still read.
             self._post("/update_weights_from_disk", body)
-            self.close()
 
     def settle(self) -> None:
-        """Nothing is left of an update that succeeded."""
+        """Every rank has said what it holds: the files are read."""
+        self.close()
 
     def close(self) -> None:
         if self._folder is not None:

@@ -20,12 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.rollout.base import EngineLost
+from mrl.rollout.sglang_server.server import CONTROL_TIMEOUT_S
 from mrl.rollout.sglang_server.weights import Post, flatten_bucket, version_fields
 from mrl.types import WeightBucket
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.001
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(seconds=CONTROL_TIMEOUT_S + 60)
+"""Above a request's own limit: of an engine that hangs, the request is the one to tell."""
+GRACE_S = 5.0
+"""What a request has left to say why our part failed: a lost engine cuts our connection first."""
 
 
 class DistributedPush:
@@ -123,12 +128,16 @@ class DistributedPush:
         """Our part of a collective while the server does its own.
 
         A request that fails leaves our part waiting for ranks that never come: it is given up.
+        Raises EngineLost where the request does, and RuntimeError where either part fails.
         """
         answer, own = _in_thread(request), _in_thread(lambda: _wait(ours()))
         while not (own.done() or (answer.done() and answer.exception())):
             time.sleep(POLL_S)
         # A part of ours that failed may leave the server waiting too, until its own time limit.
         if own.done() and (error := own.exception()):
+            with contextlib.suppress(TimeoutError):
+                if isinstance(lost := answer.exception(timeout=GRACE_S), EngineLost):
+                    raise lost
             raise RuntimeError(f"update_weights: the group with the engine failed: {error}")
         answer.result()
 
