@@ -58,7 +58,7 @@ conformance: setup  ## What an engine owes, against a real SGLang: 1 and 2 ranks
 faults: setup  ## Kill, hang and starve the engine 22 times in a real run; 10 minutes
 	$(BIN)/python -m benchmarks.faults $(BENCH_ARGS)
 
-rollout-bench: setup  ## Throughput, weight sync and its faults, route bytes, replay, long tails; 30 minutes
+rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route bytes, replay, long tails; 30 minutes
 	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/python -m benchmarks.weight_sync
 	$(BIN)/python -m benchmarks.route_wire

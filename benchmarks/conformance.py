@@ -29,12 +29,13 @@ SIZES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 """(ranks of an engine, engines)."""
 
 
-def run_suite(engine: str, tp: int, num_engines: int) -> dict[str, Any]:
+def run_suite(engine: str, gpus: str, tp: int, num_engines: int) -> dict[str, Any]:
     """One pytest run; its counts, its seconds and the names of what failed."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "MRL_CONFORMANCE_ENGINE": engine,
+        "MRL_CONFORMANCE_GPUS": gpus,
         "MRL_CONFORMANCE_TP": str(tp),
         "MRL_CONFORMANCE_ENGINES": str(num_engines),
     }
@@ -62,13 +63,19 @@ def run_suite(engine: str, tp: int, num_engines: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", default="sglang", help="as rollout.engine in a recipe")
-    engine = parser.parse_args().engine
+    parser.add_argument(
+        "--gpus", default="", help="such as 0,1; engines of all sizes that fit on them"
+    )
+    options = parser.parse_args()
+    engine = options.engine
+    sizes = [(tp, n) for tp, n in SIZES if not options.gpus or tp <= len(options.gpus.split(","))]
     machine, runs = describe(torch.device("cpu"), ["torch", "sglang", "transformers"]), []
-    for tp, num_engines in SIZES:
+    for tp, num_engines in sizes:
         print(f"{num_engines} engine(s) of {tp} rank(s)", flush=True)
-        runs.append(run_suite(engine, tp, num_engines))
+        runs.append(run_suite(engine, options.gpus, tp, num_engines))
     num_failed = sum(len(run["failed"]) for run in runs)
-    RESULT.write_text(json.dumps({**machine, "engine": engine, "runs": runs}, indent=2) + "\n")
+    result = RESULT.with_stem("conformance_gpu") if options.gpus else RESULT
+    result.write_text(json.dumps({**machine, "engine": engine, "runs": runs}, indent=2) + "\n")
     print(f"{sum(run['passed'] for run in runs)} passed, {num_failed} failed")
     sys.exit(num_failed > 0)
 

@@ -3,7 +3,8 @@
 # Builds the GPU kernels in place, then PARTS, in this order (all by default):
 #   kernels   the tests marked `gpu`, and the kernel benchmark; 6 to 15 minutes
 #   lane      a colocated SGLang and trainer (benchmarks/gpu_lane), from the pieces in .gpu-lane/ where
-#             they are, else with the packages of the interpreter; under 9 minutes
+#             they are, else with the packages of the interpreter; under 9 minutes, and then what an engine
+#             owes (benchmarks/conformance.py) on GPU 0
 # PYTHON picks the interpreter, which needs torch with CUDA, pybind11, setuptools, pytest and hypothesis,
 # and nvcc beside it. Exits non-zero if anything fails. Arguments go to the kernel benchmark.
 set -euo pipefail
@@ -37,6 +38,7 @@ run_lane() {
     eval "$exports"
   fi
   "$python" -m benchmarks.gpu_lane.run || failed=1
+  "$python" -m benchmarks.conformance --gpus 0 || failed=1
 }
 
 for part in $parts; do

@@ -88,7 +88,9 @@ def by_the_client(server: Server, model: Path, folder: Path, seed: int) -> float
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": server.process.environment["PYTHONPATH"],
+        "PYTHONPATH": os.pathsep.join(
+            [server.process.environment["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]
+        ),
         "OPENAI_API_KEY": server._api_key,
     }
     done = subprocess.run(

@@ -95,7 +95,7 @@ def check(recipe: Recipe, world: int) -> Plan:
     reference = _read_reference(recipe.algorithm, model)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)
-    check_unfinished(recipe)
+    check_unfinished(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
     context_len = _context_len(recipe, model)
     algorithm = load_algorithm(recipe.algorithm.name)
     algorithm.advantages(torch.tensor([0.0, 1.0]), recipe.algorithm)  # refuses the supervised loss

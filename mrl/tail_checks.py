@@ -22,9 +22,11 @@ def check_importance(algorithm: AlgorithmConfig) -> None:
         raise InputError(f"algorithm.{error}") from None
 
 
-def check_unfinished(recipe: Recipe) -> None:
+def check_unfinished(recipe: Recipe, num_engines: int) -> None:
     """Raise InputError where nothing can be unfinished, or could not be trained on afterwards."""
     rollout = recipe.rollout
+    if rollout.over_sampling != 1:
+        _check_shares(rollout, num_engines)
     if recipe.environment is not None and rollout.over_sampling != 1:
         raise InputError(
             f"rollout.over_sampling is {rollout.over_sampling:g}, but the episodes of an environment "
@@ -40,6 +42,21 @@ def check_unfinished(recipe: Recipe) -> None:
             "rollout.unfinished is resume, but algorithm.importance is none: tokens of older weights "
             "would count as if the present ones had sampled them; set algorithm.importance=tis"
         )
+
+
+def _check_shares(rollout: RolloutConfig, num_engines: int) -> None:
+    """Each engine has its own share of what is started and of what is needed."""
+    for number in range(num_engines):
+        started, wanted = (
+            len(range(number, total, num_engines))
+            for total in (rollout.num_started, rollout.prompts_per_step)
+        )
+        if wanted and started == wanted:
+            raise InputError(
+                f"rollout.over_sampling {rollout.over_sampling:g}: of {rollout.num_started} prompts "
+                f"for {rollout.prompts_per_step}, engine {number} of {num_engines} starts {started} "
+                "and waits for all of them; raise it, or rollout.prompts_per_step"
+            )
 
 
 def check_started(rollout: RolloutConfig, num_prompts: int) -> None:

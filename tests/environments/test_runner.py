@@ -183,8 +183,9 @@ def test_a_worker_that_cannot_start_again_is_a_failure_of_its_episodes(tmp_path)
 
 
 def test_closing_ends_a_worker_that_is_stopped():
+    before = set(psutil.Process().children())  # engines of other tests, maybe
     environments = runner(f"{ZOO}:Echo", time_limit_s=60)
-    (worker,) = psutil.Process().children()
+    (worker,) = set(psutil.Process().children()) - before
     os.kill(worker.pid, signal.SIGSTOP)
     environments.close()
     environments.close()

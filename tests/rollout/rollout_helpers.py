@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
@@ -18,6 +19,14 @@ from mrl.rollout.base import Request, RolloutEngine, SamplingParams
 from mrl.rollout.scheduling import Round, start_groups
 from mrl.rollout.sglang import Engine
 from mrl.types import Prompt, SampleGroup, WeightBucket
+
+GPUS = tuple(filter(None, os.environ.get("MRL_CONFORMANCE_GPUS", "").split(",")))
+"""Of the engine under test; none, it runs on the CPU."""
+TOLERANCE = 2e-3 if GPUS else 1e-5
+"""Of log-probs against transformers in float32 on a CPU."""
+follows_seeds = pytest.mark.skipif(
+    bool(GPUS), reason="on GPUs SGLang's sampling does not follow the request's seed"
+)
 
 
 def make_prompts(num: int, *, seed: int = 0, num_tokens: int = 20) -> list[Prompt]:
@@ -58,9 +67,10 @@ def make_engine(folder: Path, log_path: Path, **config: object) -> Engine:
         **config,
     }
     engine = load_engine(os.environ.get("MRL_CONFORMANCE_ENGINE", "sglang"))(
-        model=ModelConfig(path=str(folder)),
+        model=ModelConfig(path=str(folder), dtype="float32"),
         config=RolloutConfig.model_validate(settings),
         log_path=log_path,
+        gpu_ids=GPUS[: int(settings["tensor_parallel_size"])],
     )
     return cast(Engine, engine)  # tests of SGLang alone look inside
 

@@ -9,7 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from rollout_helpers import generate, make_prompts, make_requests, score
+from rollout_helpers import (
+    TOLERANCE,
+    follows_seeds,
+    generate,
+    make_prompts,
+    make_requests,
+    score,
+)
 
 from mrl.rollout.base import Request, SamplingParams
 from mrl.types import VersionSpan
@@ -21,7 +28,7 @@ def check_completion(oracle, request, completion, temperature=1.0):
     """Log-probs and every row of routes are those of the model."""
     ids = torch.cat([request.token_ids, completion.output_ids])
     logprobs, routes = score(oracle, ids, len(request.token_ids), temperature)
-    assert (completion.logprobs - logprobs).abs().max() < 1e-5
+    assert (completion.logprobs - logprobs).abs().max() < TOLERANCE
     trace = completion.routing
     assert trace.layer_numbers == (1, 2, 3, 4)
     assert trace.expert_ids.dtype == torch.uint8
@@ -87,11 +94,12 @@ def test_score_equals_transformers(engine, oracle):
     for sequence, got in zip(sequences, engine.score(sequences), strict=True):
         expected, _ = score(oracle, sequence, 1, 1.0)
         assert got[0] == 0
-        assert (got[1:] - expected).abs().max() < 1e-5
+        assert (got[1:] - expected).abs().max() < TOLERANCE
     (completion,) = engine.generate(make_requests(1, SamplingParams(2, 2), num_tokens=40))
     assert completion.routing.num_cached_rows == 0
 
 
+@follows_seeds
 def test_seeds(engine):
     prompts = make_prompts(2)
 
@@ -107,6 +115,7 @@ def test_seeds(engine):
     assert not set(tokens(2)) & set(first)
 
 
+@follows_seeds
 def test_a_continued_request_goes_on_as_it_would_have(engine):
     """A token is a function of the weights, what is before it, and the seed."""
     (request,) = make_requests(1, SamplingParams(24, 24))
@@ -173,6 +182,7 @@ def test_refused_requests(engine):
     assert list(engine.generate([])) == []
 
 
+@follows_seeds
 def test_engines_side_by_side(engines):
     """The same requests give the same tokens on every engine, all of them at work."""
     requests = make_requests(8, SamplingParams(24, 24))

@@ -5,7 +5,12 @@ from __future__ import annotations
 import psutil
 import pytest
 import torch
-from rollout_helpers import generate, make_buckets, make_prompts
+from rollout_helpers import (
+    follows_seeds,
+    generate,
+    make_buckets,
+    make_prompts,
+)
 
 from mrl.rollout.base import EngineLost, SamplingParams
 from mrl.rollout.scheduling import Round, start_groups
@@ -19,6 +24,7 @@ def running(tree):
     return [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
+@follows_seeds
 def test_no_sample_is_lost_or_doubled(engine, toy_weights):
     """Killed after the first group: the rest comes from another engine, token for token."""
     prompts = make_prompts(8, seed=5)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout_helpers import load_oracle, make_buckets, make_requests, named_weights
+from rollout_helpers import (
+    follows_seeds,
+    load_oracle,
+    make_buckets,
+    make_requests,
+    named_weights,
+)
 from transformers import Qwen3MoeForCausalLM
 
 from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, SamplingParams
@@ -98,6 +104,7 @@ def test_states(engine, toy_weights):
         engine.sleep(3)
 
 
+@follows_seeds
 def test_many_cycles_give_the_same_bits(engine, toy_weights):
     """Sleep, wake, sync, generate: the eleventh rollout is the first one."""
     requests = make_requests(4, SamplingParams(8, 8))
