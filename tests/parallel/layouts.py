@@ -120,10 +120,12 @@ def build(
 
 def exported(policy: Policy) -> dict[str, Tensor]:
     """The whole model under HF names, every name exactly once, each bucket with its own digest."""
-    pairs = []
+    pairs, is_first = [], True
     for bucket in policy.export(0, 4096):
         pairs += [(name, tensor.clone()) for name, tensor in bucket.tensors]
+        assert (bucket.digest_s > 0) == is_first  # taken before it, for all
         assert bucket.digest == add_digests(digests_of(bucket.tensors))
+        is_first = False
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
 
