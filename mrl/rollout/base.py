@@ -102,13 +102,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a weight sync moved, and what took how long; the rest of its time was the exporter's."""
+    """What a weight sync moved, and what took how long; the rest of its time was gathering."""
 
     num_bytes: int
     push_s: float
     """Until the engine had loaded every bucket."""
     digest_s: float
-    """Digests of what the engine holds, the comparison, and those of what was sent if it had none."""
+    """Digests of what was sent, the exporter's included (`WeightBucket.digest_s`), of what the engine
+    holds, and their comparison."""
 
 
 class RolloutEngine(Protocol):

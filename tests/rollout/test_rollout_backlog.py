@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,17 @@ from rollout_helpers import make_prompts
 from moe.trace import join_traces, joined_spans
 from mrl.config import RolloutConfig
 from mrl.data import PromptCursor
-from mrl.rollout.backlog import Backlog, Started, StepPlan, older_tokens, unfinished_of
+from mrl.errors import InputError
+from mrl.rollout.backlog import (
+    Backlog,
+    Started,
+    StepPlan,
+    older_tokens,
+    plan_step,
+    unfinished_of,
+)
 from mrl.rollout.scheduling import is_finished
+from mrl.tail_checks import check_unfinished
 from mrl.types import RoutingTrace, Sample, SampleGroup, VersionSpan
 
 NUM_PROMPTS = 23
@@ -216,3 +226,20 @@ def test_routes_join_where_the_new_weights_took_over() -> None:
     assert again.num_recomputed_rows == 11
     same = join_traces(old, trace(7, 0, (3, 0, 7)))
     assert same.row_versions == (VersionSpan(3, 0, 7),)
+
+
+def test_engines_that_over_sample_nothing_are_refused() -> None:
+    rollout = RolloutConfig(max_response_len=8, prompts_per_step=8, over_sampling=1.5)
+    recipe = SimpleNamespace(rollout=rollout, environment=None)
+    check_unfinished(recipe, 4)
+    with pytest.raises(
+        InputError, match=r"12 prompts for 8, engine 4 of 8 starts 1 and waits for all"
+    ):
+        check_unfinished(recipe, 8)
+
+
+def test_a_prompt_drawn_twice_is_not_the_same_samples_twice() -> None:
+    config = RolloutConfig(max_response_len=8, prompts_per_step=3)
+    first, second = make_prompts(2)
+    started = plan_step([], lambda n: [first, second, first][:n], config, 7).started
+    assert len({(one.group.prompt.prompt_id, one.seed) for one in started}) == 3
