@@ -58,11 +58,11 @@ conformance: setup  ## What an engine owes, against a real SGLang: 1 and 2 ranks
 faults: setup  ## Kill the engine 20 times in a real run, and hang it; 9 minutes
 	$(BIN)/python -m benchmarks.faults $(BENCH_ARGS)
 
-rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route bytes, replay, long tails; 30 minutes
+rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route bytes, replay, long tails; 10 minutes
 	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/python -m benchmarks.weight_sync
 	$(BIN)/python -m benchmarks.route_wire
-	$(BIN)/python -m benchmarks.replay_overhead
+	$(BIN)/python -m benchmarks.replay_overhead toy --steps 8
 	$(BIN)/python -m benchmarks.long_tail
 
 # The peers to compare with, on top of the lock.
