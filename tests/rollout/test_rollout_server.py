@@ -197,8 +197,18 @@ def test_requests_that_fail_again_and_again(fresh):
     assert not running(tree)
 
 
-def test_hung_server(toy_folder, tmp_path):
+def test_hung_and_maimed_server(toy_folder, tmp_path):
+    """SGLang needs 15 seconds to see that its detokenizer is gone."""
     engine = make_engine(toy_folder, tmp_path / "engine.log", stall_timeout_s=4.0)
+    engine.start()
+    tree = engine._server.process.tree()
+    detokenizer = next(p for p in tree if p.name().startswith("sglang::detok"))
+    completions = engine.generate(make_requests(8, SamplingParams(480, 480)))
+    threading.Timer(0.3, detokenizer.kill).start()
+    start = time.monotonic()
+    with pytest.raises(EngineLost, match=f"process {detokenizer.pid} died"):
+        list(completions)
+    assert time.monotonic() - start < 5
     engine.start()
     tree = engine._server.process.tree()
     requests = make_requests(8, SamplingParams(480, 480))

@@ -27,6 +27,8 @@ from mrl.rollout.sglang_server.leftovers import (
 LOG_TAIL_LINES = 30
 TERM_GRACE_S = 1.0
 """SGLang looks at SIGTERM every 5 s; requests are never in flight here, so nothing is to drain."""
+PART_PREFIX = "sglang::"
+"""Schedulers and the detokenizer."""
 TORCHRUN_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} | {
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
@@ -49,10 +51,12 @@ class ServerProcess:
         self._scratch: str | None = None
         self._log_start = 0
         self._shared_memory: set[Path] = set()
+        self._parts: dict[int, psutil.Process] = {}
 
     def start(self) -> None:
         """Spawn the server on a free loopback port; it is not ready yet."""
         self.port = _free_port()
+        self._parts = {}
         self._scratch = tempfile.mkdtemp(prefix="mrl-sglang-")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
@@ -84,6 +88,21 @@ class ServerProcess:
     @property
     def pid(self) -> int | None:
         return self._popen.pid if self._popen else None
+
+    def note_parts(self) -> None:
+        """Remember the processes that SGLang gave names to: it cannot do without any of them."""
+        self._parts = {p.pid: p for p in self.tree() if p.name().startswith(PART_PREFIX)}
+
+    def dead_part(self) -> str | None:
+        """The number of one that has ended. SGLang takes 5 to 15 seconds to find out by itself."""
+        for pid, part in self._parts.items():
+            try:
+                if part.status() != psutil.STATUS_ZOMBIE:
+                    continue
+            except psutil.NoSuchProcess:
+                pass
+            return f"process {pid}"
+        return None
 
     def tree(self) -> list[psutil.Process]:
         """The server and its descendants that still run: all processes of its session."""

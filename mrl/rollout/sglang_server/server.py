@@ -50,6 +50,7 @@ class Server:
             try:
                 self.client = self._wait_until_ready(timeout_s)
                 self.process.note_shared_memory()
+                self.process.note_parts()
                 return
             except RuntimeError:
                 clash = PORT_IN_USE in self.process.log_text().lower()
@@ -91,10 +92,12 @@ class Server:
         return self._running_client().stream("/generate", body)
 
     def check_alive(self, wait_s: float = 0.0) -> None:
-        """Raise EngineLost where the server's process has ended, also in the next `wait_s`."""
+        """Raise EngineLost where a process of the server has ended, also in the next `wait_s`."""
         self._running_client()
         deadline = time.monotonic() + wait_s
         while (code := self.process.exit_code()) is None:
+            if part := self.process.dead_part():
+                raise self.lost(f"the SGLang server's {part} died")
             if time.monotonic() >= deadline:
                 return
             time.sleep(wait_s / 10)
