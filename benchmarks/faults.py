@@ -11,6 +11,7 @@ each recovery took. Writes benchmarks/results/faults.json.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -93,9 +94,12 @@ class Run:
         ]
         self.seen |= set(tree)
         for process in tree:
-            for connection in process.net_connections(kind="inet"):
-                if connection.status == psutil.CONN_LISTEN:
-                    self.ports.add(connection.laddr.port)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.ports |= {
+                    connection.laddr.port
+                    for connection in process.net_connections(kind="inet")
+                    if connection.status == psutil.CONN_LISTEN
+                }
         return tree
 
 
@@ -110,14 +114,18 @@ def _is_zombie(process: psutil.Process) -> bool:
     return process.status() == psutil.STATUS_ZOMBIE
 
 
-def strike(fault: str, tree: Sequence[psutil.Process]) -> None:
-    """Do it."""
+def strike(fault: str, run: Run) -> None:
+    """Do it, as soon as the engine has what is to be struck: it may be starting after the last one."""
     if fault == "hung":
-        for process in tree:
+        for process in run.engine():
             process.suspend()
-    else:
-        victim = next(p for p in tree if fault in " ".join(p.cmdline()))
-        victim.send_signal(signal.SIGKILL)
+        return
+    while run.process.poll() is None:
+        for victim in run.engine():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if fault in " ".join(victim.cmdline()):
+                    victim.send_signal(signal.SIGKILL)
+                    return
 
 
 def expected_prompts(overrides: Sequence[str], num_steps: int) -> list[Counter[str]]:
@@ -161,9 +169,9 @@ def main() -> None:
         try:
             calm = run.wait_for_step(0)
             for step, fault in enumerate(faults, start=1):
-                share = chance.random()
+                share = 0.9 * chance.random()  # the first step is slower than the others
                 time.sleep(calm["time/sync_s"] + share * calm["time/rollout_s"])
-                strike(fault, run.engine())
+                strike(fault, run)
                 metrics = run.wait_for_step(step)
                 rows.append(
                     {
