@@ -55,7 +55,7 @@ layouts: setup  ## Every parallel layout against one process; writes docs/layout
 conformance: setup  ## What an engine owes, against a real SGLang: 1 and 2 ranks, 1 and 2 engines; 10 minutes
 	$(BIN)/python -m benchmarks.conformance $(BENCH_ARGS)
 
-faults: setup  ## Kill the engine 20 times in a real run, and hang it; 9 minutes
+faults: setup  ## Kill the engine 20 times in a real run, and hang it; 6 minutes
 	$(BIN)/python -m benchmarks.faults $(BENCH_ARGS)
 
 rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route bytes, replay, long tails; 10 minutes
