@@ -40,7 +40,9 @@ def kill_session(session: int, *, spare: int | None = None) -> None:
     SIGKILL skips all of SGLang's own cleaning. Python's resource tracker is left to end by itself:
     it unlinks semaphores once the last process that used them is gone, the spared one too.
     """
-    files = shared_memory_files(session_processes(session))  # the spared one has some mapped as well
+    files = shared_memory_files(
+        session_processes(session)
+    )  # the spared one has some mapped as well
     deadline = time.monotonic() + TRACKER_GRACE_S
     while left := [p for p in session_processes(session) if p.pid != spare]:
         files |= shared_memory_files(left)
