@@ -54,7 +54,7 @@ def test_two_ranks(rollout_tp: int, layout: str, toy: Toy, tmp_path: Path) -> No
         server.kill()
     printed, _ = process.communicate(timeout=400)
     assert process.returncode == 0, printed
-    assert "died, exit code -9" in printed
+    assert "starting another one" in printed
     engines = 2 // rollout_tp
     assert len(list((output / "logs").glob("engine_*.log"))) == engines
     rows = metrics(output)
