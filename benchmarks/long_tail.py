@@ -34,10 +34,10 @@ from mrl.preflight import check
 from mrl.rollout.base import RolloutEngine
 from mrl.run_folder import RunFolder
 from mrl.toy_model import write_toy_model
-from mrl.trainer import Trainer
 from mrl.types import SampleGroup
 from parallel import prepare
 from parallel.groups import Groups, init_groups
+from tests.loop.stepped import SteppedRun
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "long_tail.json"
@@ -54,20 +54,8 @@ EVALUATED = 48
 """Prompts, with one answer each."""
 
 
-class Run(Trainer):
-    """A run whose steps are called from outside, and whose engine may be another's."""
-
-    collector: EngineCollector
-
-    def begin(self, engine: RolloutEngine | None) -> RolloutEngine:
-        if engine is None:
-            self.collector.start(self.policy)
-        else:
-            self.collector.engine = engine
-        self._restore_or_warm_start()
-        self.checkpoints.finish()
-        assert self.collector.engine is not None
-        return self.collector.engine
+class Run(SteppedRun):
+    """One that can be examined."""
 
     def evaluate(self, groups: Groups) -> list[SampleGroup]:
         """Answers of the present weights, to the same prompts for every run; nobody is left out."""
@@ -112,6 +100,7 @@ def start_runs(scratch: Path, num_steps: int) -> tuple[dict[str, Run], Groups]:
         groups = groups or init_groups(plan.dims, recipe.seed)
         runs[name] = Run(plan, groups, folder)
         engine = runs[name].begin(engine)
+        runs[name].checkpoints.finish()
     assert groups is not None
     return runs, groups
 

@@ -89,8 +89,6 @@ def exchange(shape: tuple[int, ...]) -> dict[str, Any]:
         name: RouteExchange(groups, range(1, layers + 1), share_memory=name == "memory")
         for name in ("memory", "messages")
     }
-    written = _watch_memory(wires["memory"])
-    sent = _watch_messages()
 
     def whole() -> None:
         parts: list[bytes] = [b""] * 2
@@ -114,33 +112,10 @@ def exchange(shape: tuple[int, ...]) -> dict[str, Any]:
             slowest = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             seconds[name].append(float(slowest))
-    sizes |= {"memory": written[-1], "messages": sent[-1]}
+    sizes["memory"] = wires["memory"].num_bytes_shared
+    sizes["messages"] = wires["messages"].num_bytes_sent
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     return {"bytes": sizes, "seconds": medians, "claimed": wires["memory"].bytes_per_token}
-
-
-def _watch_memory(wire: RouteExchange) -> list[int]:
-    """Bytes in this rank's shared memory at the end of each exchange."""
-    written, clear = [], wire._memory.clear
-
-    def noting() -> None:
-        written.append(wire._memory.num_bytes)
-        clear()
-
-    wire._memory.clear = noting  # type: ignore[method-assign]
-    return written
-
-
-def _watch_messages() -> list[int]:
-    """Bytes of each message that this rank sends."""
-    sent, isend = [], dist.isend
-
-    def noting(tensor: torch.Tensor, dst: int) -> Any:
-        sent.append(tensor.nbytes)
-        return isend(tensor, dst)
-
-    dist.isend = noting
-    return sent
 
 
 def measure(name: str, scratch: Path) -> dict[str, Any]:

@@ -99,8 +99,11 @@ class RouteExchange:
         )
         """By rank, the ranks whose memory it reads."""
         self.bytes_per_token = 0.0
-        """Of the last exchange, over all ranks: bytes read or sent over tokens, in the whole model (a
-        rank with half the layers counts half a token). 0 where every rank had what it wants."""
+        """Of the last exchange, over all ranks: bytes read or sent over tokens, in the whole model
+        (a rank with half the layers counts half a token). 0 where every rank had what it wants."""
+        self.num_bytes_shared = self.num_bytes_sent = 0
+        """Of the last exchange, by this rank: what it laid into its memory, as the system counts it,
+        and into messages."""
 
     def deliver(
         self, samples: Sequence[Sample], shares: Sequence[Collection[int]]
@@ -132,6 +135,7 @@ class RouteExchange:
         own = [i for i, trace in traces.items() if not trace.expert_ids.is_meta]
         parcels = plan_parcels(wants, self._gather(own))
         self.bytes_per_token = bytes_per_token(traces, parcels)
+        self.num_bytes_shared = self.num_bytes_sent = 0
         is_read = [parcel.holder in self._readable[parcel.reader] for parcel in parcels]
         read = [p for p, by_memory in zip(parcels, is_read, strict=True) if by_memory]
         sent = [p for p, by_memory in zip(parcels, is_read, strict=True) if not by_memory]
@@ -149,6 +153,7 @@ class RouteExchange:
                 routes |= _unpack(wire, parcel, traces)
         if read:
             dist.barrier()  # everything is read
+            self.num_bytes_shared = self._memory.num_bytes
             self._memory.clear()
         return routes
 
@@ -183,6 +188,7 @@ class RouteExchange:
         for parcel in sent:
             if parcel.holder == self._rank:
                 wire = _pack(parcel.want, traces)
+                self.num_bytes_sent += wire.numel()
                 arriving.append((parcel, wire, dist.isend(wire, parcel.reader)))
         return arriving
 

@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import Any, BinaryIO
+from types import TracebackType
+from typing import Any, BinaryIO, Self
 
 from mrl.errors import InputError
 
@@ -38,6 +39,24 @@ class WorkerLost(Exception):
 
 class WorkerNotStarted(WorkerLost):
     """It was lost before, and could not be started again."""
+
+
+class Closing:
+    """`with` for what has a close()."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
 
 
 class JsonWorker:

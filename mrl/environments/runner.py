@@ -12,13 +12,12 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from mrl.config import EnvironmentConfig
 from mrl.environments.base import RESERVED_COLUMNS, Observation, StepResult
 from mrl.errors import InputError
-from mrl.processes import JsonWorker, WorkerLost, WorkerNotStarted
+from mrl.processes import Closing, JsonWorker, WorkerLost, WorkerNotStarted
 from mrl.rewards.runner import check_failures
 from mrl.types import Prompt
 
@@ -134,7 +133,7 @@ class _Worker:
             return {"error": str(error)}
 
 
-class EnvironmentRunner:
+class EnvironmentRunner(Closing):
     """`config.num_workers` processes, each with every `num_workers`-th episode.
 
     Raises InputError if the environment cannot be loaded.
@@ -159,17 +158,6 @@ class EnvironmentRunner:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> EnvironmentRunner:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def num_replayed(self) -> int:

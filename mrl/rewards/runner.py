@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mrl.errors import InputError, RunFailed
-from mrl.processes import JsonWorker, WorkerLost
+from mrl.processes import Closing, JsonWorker, WorkerLost
 from mrl.types import Prompt, SampleGroup
 
 MAX_FAILED_SHARE = 0.05
@@ -42,7 +41,7 @@ class RewardReport:
     """Groups whose call failed, so that their samples were scored one at a time."""
 
 
-class RewardRunner:
+class RewardRunner(Closing):
     """One worker process with the reward function loaded; restarted when it hangs or dies.
 
     Raises InputError if the reward function cannot be loaded. Not thread-safe; create it on the
@@ -56,17 +55,6 @@ class RewardRunner:
         self.report = RewardReport()
         """Of the last `score`."""
         self._worker.start()
-
-    def __enter__(self) -> RewardRunner:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def score(
         self,

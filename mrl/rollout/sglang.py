@@ -24,6 +24,7 @@ from mrl.rollout.base import (
     MEMORY_TAGS,
     WEIGHTS,
     Completion,
+    EngineLost,
     PauseMode,
     Request,
     SyncReport,
@@ -104,6 +105,8 @@ class Engine:
             server_environment(gpu_ids, config.tensor_parallel_size),
             Path(log_path),
         )
+        self._weights_folder = Path(log_path).with_suffix(".weights")
+        """Of this engine alone, in the run's folder: /tmp may be small."""
         self._awake: set[str] = set()
         self._version: int | None = None
         self._paused = False
@@ -149,6 +152,7 @@ class Engine:
             self._manifest,
             num_ranks=self._config.tensor_parallel_size,
             method=self._config.weight_sync,
+            folder=self._weights_folder,
         )
 
     def stop(self) -> None:
@@ -319,7 +323,8 @@ class Engine:
 
     def _require_running(self, action: str) -> None:
         if self._server.client is None:
-            raise RuntimeError(f"{action}: the engine is {self.state}; start() it first")
+            kind = RuntimeError if self._server.loss is None else EngineLost
+            raise kind(f"{action}: the engine is {self.state}; start() it first")
 
     def _require_idle(self, action: str) -> None:
         if self._flight is not None:

@@ -10,31 +10,16 @@ import pytest
 
 from mrl.config import load_recipe
 from mrl.data import PromptCursor
-from mrl.engine_collector import EngineCollector
 from mrl.preflight import check
-from mrl.rollout.base import RolloutEngine
 from mrl.run_folder import RunFolder
-from mrl.trainer import Trainer
 from parallel import prepare
 from parallel.groups import init_groups
 from tests.loop.conftest import TOY_RECIPE, Toy
+from tests.loop.stepped import SteppedRun
 from tests.ranks import run_ranks
 
 
-class SteppedRun(Trainer):
-    """A run that is driven step by step, with an engine that outlives it."""
-
-    collector: EngineCollector
-
-    def begin(self, engine: RolloutEngine | None) -> RolloutEngine:
-        if engine is None:
-            self.collector.start(self.policy)
-        else:
-            self.collector.engine = engine
-        self._restore_or_warm_start()
-        assert self.collector.engine is not None
-        return self.collector.engine
-
+class Run(SteppedRun):
     def go(self, num_steps: int) -> list[dict[str, float]]:
         rows = [self.run_step() for _ in range(num_steps)]
         for row in rows:
@@ -54,14 +39,14 @@ def died_and_resumed(overrides: list[str]) -> dict[str, Any]:
     folder.open(recipe)
     prepare()
     groups = init_groups(plan.dims, recipe.seed)
-    first = SteppedRun(plan, groups, folder)
+    first = Run(plan, groups, folder)
     engine = first.begin(None)
     try:
         first.go(2)
         first.save()
         saved = [one.group.prompt.prompt_id for one in first.collector.backlog.waiting]
         first.go(1)
-        second = SteppedRun(check(recipe, 1), groups, folder)
+        second = Run(check(recipe, 1), groups, folder)
         second.begin(engine)
         restored = [one.group.prompt.prompt_id for one in second.collector.backlog.waiting]
         second.go(2)

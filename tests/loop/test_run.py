@@ -81,6 +81,9 @@ def test_every_metric_is_there_every_step_and_true(recorded: Path) -> None:
         assert row["routing/stale_rows"] == 0.0  # the cache is flushed with every update
         assert row["routing/disagreement"] < 0.01  # fp32 on both sides
         assert row["weight_version"] == row["step"]
+        assert 0 < row["rollout/canary_abs_mean"] < 1e-5  # 0 would be nobody's doing
+        assert row["time/verify_s"] > 0
+        assert row["memory/engine_rss_bytes"] > 100 << 20
         assert row["ratio/mean"] == 1.0  # one optimizer step a rollout: the policy has not moved
         assert 0 < row["entropy"] <= math.log(128)
         inside = {"time/step_s", "time/verify_s"}  # the latter within sync

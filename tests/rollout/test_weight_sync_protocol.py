@@ -238,6 +238,7 @@ def test_a_lost_engine_is_told_from_a_lost_connection(recorder, manifest, answer
 
 
 def test_a_disk_that_cannot_be_written(recorder, manifest, tmp_path):
+    (tmp_path / "no").write_text("a file where the folder should be")
     sync = WeightSync(
         Client(recorder.server_port), manifest, num_ranks=1, method="disk", folder=tmp_path / "no"
     )

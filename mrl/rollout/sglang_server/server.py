@@ -37,14 +37,15 @@ class Server:
         )
         self.client: HttpClient | None = None
         self._request_numbers = itertools.count()
-        self._loss: EngineLost | None = None
-        """Why there is no server now."""
+        self.loss: EngineLost | None = None
+        """Why there is no server now, where it was not stopped."""
 
     def start(self, timeout_s: float) -> None:
         """Block until the server answers; another port where the chosen one was just taken.
 
         Raises RuntimeError where it dies or is not ready in time; nothing is left running then.
         """
+        self.loss = None
         for attempt in range(1, PORT_ATTEMPTS + 1):
             self.process.start()
             try:
@@ -64,6 +65,7 @@ class Server:
     def stop(self) -> None:
         """Harmless when repeated."""
         self.client = None
+        self.loss = None
         self.process.stop()
 
     def new_request_id(self) -> str:
@@ -118,15 +120,16 @@ class Server:
 
     def lost(self, what: str) -> EngineLost:
         """Clear away what is left of the server, and return what to raise."""
-        self._loss = EngineLost(f"engine: {what}; {self.process.log_tail()}")
+        error = EngineLost(f"engine: {what}; {self.process.log_tail()}")
         self.stop()
-        return self._loss
+        self.loss = error
+        return error
 
     def _running_client(self) -> HttpClient:
         """Raises EngineLost where another thread has found the server lost."""
         client = self.client
         if client is None:
-            raise self._loss or EngineLost("engine: the SGLang server was stopped")
+            raise self.loss or EngineLost("engine: the SGLang server was stopped")
         return client
 
     def offers(self, path: str) -> bool:

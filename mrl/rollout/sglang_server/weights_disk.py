@@ -15,13 +15,18 @@ from safetensors.torch import save_file
 from mrl.rollout.sglang_server.weights import Post, version_fields
 from mrl.types import WeightBucket
 
+PREFIX = "mrl-weights-"
+
 
 class DiskPush:
     """Writes one safetensors file a bucket; the last one makes the engine read them all."""
 
     def __init__(self, post: Post, parent: Path | None) -> None:
-        """`parent` of the private folder; by default the system's folder for temporary files."""
+        """`parent` of the private folder, for this engine alone: what a killed run has left there goes
+        now. By default the system's folder for temporary files."""
         self._post = post
+        for left in () if parent is None else parent.glob(PREFIX + "*"):
+            shutil.rmtree(left, ignore_errors=True)
         self._parent = parent
         self._folder: Path | None = None
         self._num_files = 0
@@ -30,7 +35,9 @@ class DiskPush:
         tensors = {name: tensor.detach().contiguous() for name, tensor in bucket.tensors}
         try:
             if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="mrl-weights-", dir=self._parent))
+                if self._parent is not None:
+                    self._parent.mkdir(exist_ok=True)
+                self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._parent))
             self._num_files += 1
             save_file(tensors, self._folder / f"model-{self._num_files:05d}.safetensors")
         except (OSError, SafetensorError) as error:

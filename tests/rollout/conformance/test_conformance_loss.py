@@ -43,7 +43,7 @@ def test_no_sample_is_lost_or_doubled(engine, toy_weights):
     assert groups
     assert len(groups) + len(work.unfinished) == 8
     for ask in (engine.wake, engine.sleep, lambda: engine.generate([])):
-        with pytest.raises(RuntimeError, match=r"the engine is stopped; start\(\) it first"):
+        with pytest.raises(EngineLost, match=r"the engine is stopped; start\(\) it first"):
             ask()
     assert engine.weight_version is None
     engine.start()
