@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cli import train
+from mrl.commands.train import train
 from mrl.config import load_recipe
 from mrl.toy_model import write_toy_model
 from parallel.groups import world_size

@@ -1,0 +1,13 @@
+"""One file a command: `add_to(commands)` says what it takes, and its `run` does it.
+
+Heavy imports belong into `run`: `mrl --help` must not wait for Megatron.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from mrl.commands import check, export, toy_model, train
+
+ALL: tuple[ModuleType, ...] = (toy_model, check, train, export)
+"""In the order of `mrl --help`."""

@@ -1,0 +1,19 @@
+"""What every command takes that reads a recipe."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mrl.config import Recipe, load_recipe
+
+
+def add_recipe(command: argparse.ArgumentParser) -> None:
+    """RECIPE and `key=value` overrides."""
+    command.add_argument("recipe", type=Path, help="YAML file")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-6")
+
+
+def read_recipe(args: argparse.Namespace) -> Recipe:
+    """Raises InputError."""
+    return load_recipe(args.recipe, args.overrides)

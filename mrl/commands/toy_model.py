@@ -1,0 +1,21 @@
+"""`mrl toy-model DIR`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_to(commands: Any) -> None:
+    command = commands.add_parser("toy-model", help="write a tiny Qwen3-MoE checkpoint")
+    command.add_argument("folder", type=Path)
+    command.add_argument("--seed", type=int, default=0)
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    from mrl.toy_model import write_toy_model
+
+    write_toy_model(args.folder, seed=args.seed)
+    print(f"wrote a toy Qwen3-MoE to {args.folder}")

@@ -1,0 +1,86 @@
+"""`mrl train RECIPE [key=value ...]`, also under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from mrl.commands.recipe_arguments import add_recipe, read_recipe
+from mrl.config import Recipe
+from mrl.processes import die_with_parent
+from mrl.run_folder import RunFolder
+
+
+def add_to(commands: Any) -> None:
+    command = commands.add_parser(
+        "train", help="train; starts again where an interrupted run stopped"
+    )
+    add_recipe(command)
+    command.set_defaults(run=run, after_interrupt="start again to go on from the last checkpoint")
+
+
+def run(args: argparse.Namespace) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a killed torchrun would leave its ranks training
+        die_with_parent(os.getppid())
+    recipe = read_recipe(args)
+    from parallel.groups import destroy_groups, world_size
+
+    train(recipe, world_size())
+    destroy_groups()
+
+
+def train(recipe: Recipe, world: int) -> None:
+    """Check, start and run a recipe on this rank of `world`."""
+    from mrl import console
+    from mrl.preflight import check
+    from parallel import prepare
+
+    plan = check(recipe, world)
+    folder = RunFolder(recipe.output_dir)
+    is_main = os.environ.get("RANK", "0") == "0"
+    if is_main:
+        folder.open(recipe)
+        console.plan(plan.rows())
+    if plan.resume_step is not None and plan.resume_step >= recipe.train.num_steps:
+        if is_main:
+            print(
+                f"{folder.root} is done: {plan.resume_step} of {recipe.train.num_steps} steps, by the "
+                "sizes of the files (mrl export reads every byte)"
+            )
+        return
+    prepare()
+    from mrl.trainer import Trainer
+    from parallel.groups import init_groups
+
+    # Ranks wait for each other while one of them waits for its engine.
+    longest_s = max(recipe.rollout.start_timeout_s, 3 * recipe.rollout.request_timeout_s)
+    groups = init_groups(plan.dims, recipe.seed, timeout_s=longest_s + 600)
+    Trainer(plan, groups, folder).train()
+    if is_main:
+        _summarize(folder, recipe)
+
+
+def _summarize(folder: RunFolder, recipe: Recipe) -> None:
+    from mrl import console
+
+    rewards = [row["reward/mean"] for row in folder.read_metrics()]
+    scored = [row for row in folder.read_rollouts(len(rewards) - 1) if row["reward"] is not None]
+    by_reward = sorted(scored, key=lambda row: row["reward"])
+    console.summary(
+        [float("nan") if reward is None else reward for reward in rewards],
+        by_reward[-1] if scored else {},
+        by_reward[0] if scored else {},
+        folder.root,
+        f"{_program()} train {folder.config} train.num_steps={2 * recipe.train.num_steps}",
+    )
+
+
+def _program() -> str:
+    """How this program was called, so that the next command can be pasted."""
+    called = Path(sys.argv[0])
+    return (
+        os.path.relpath(called) if called.name == "mrl" else f"{Path(sys.executable).name} -m mrl"
+    )

@@ -1,0 +1,38 @@
+"""The recipe: one YAML file plus dotted `key=value` overrides, read into a frozen tree.
+
+Unknown keys fail with a suggestion. Rooms receive their own branch, never the whole tree.
+"""
+
+from mrl.config.algorithm import AlgorithmConfig
+from mrl.config.branch import Branch
+from mrl.config.load import dump_recipe, load_recipe
+from mrl.config.recipe import DebugConfig, Recipe
+from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
+from mrl.config.training import (
+    CheckpointConfig,
+    ModelConfig,
+    MoeConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    WarmStartConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "Branch",
+    "CheckpointConfig",
+    "DataConfig",
+    "DebugConfig",
+    "EnvironmentConfig",
+    "ModelConfig",
+    "MoeConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "Recipe",
+    "RolloutConfig",
+    "TrainConfig",
+    "WarmStartConfig",
+    "dump_recipe",
+    "load_recipe",
+]

@@ -1,0 +1,105 @@
+"""Read a recipe and its overrides, write the resolved one. Every error is one line."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from mrl.config.recipe import Recipe
+from mrl.errors import InputError
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe and apply `dotted.key=value` overrides (values are YAML).
+
+    Raises InputError that names the key, what was given, what was expected and the nearest key.
+    """
+    tree = _read_yaml(Path(path))
+    for item in overrides or []:
+        _apply_override(tree, item)
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise InputError(f"{path}: {_explain(error)}") from None
+
+
+def dump_recipe(recipe: Recipe, path: Path) -> None:
+    """Write the resolved recipe, every default spelled out, so that it can be loaded again."""
+    partial = path.with_suffix(".partial")  # other ranks may be reading the file
+    partial.write_text(yaml.safe_dump(recipe.model_dump(), sort_keys=False))
+    partial.replace(path)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise InputError(f"recipe {path}: {error.strerror}; give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        first = " ".join(str(error).split())
+        raise InputError(f"recipe {path} is not valid YAML: {first}") from None
+    if not isinstance(tree, dict):
+        raise InputError(f"recipe {path}: expected a mapping of keys, got {type(tree).__name__}")
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], item: str) -> None:
+    key, equals, value = item.partition("=")
+    if not equals or not key:
+        raise InputError(f"override {item!r}: expected key=value, e.g. optimizer.lr=1e-6")
+    *parents, leaf = key.split(".")
+    for depth, name in enumerate(parents):
+        child = tree.setdefault(name, {})
+        if child is None:
+            child = tree[name] = {}
+        if not isinstance(child, dict):
+            raise InputError(
+                f"override {item!r}: {'.'.join(parents[: depth + 1])} is a value, not a branch"
+            )
+        tree = child
+    try:
+        tree[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise InputError(f"override {item!r}: {value!r} is not a YAML value") from None
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown key {key!r}{_suggest(key)}")
+        elif problem["type"] == "missing":
+            lines.append(f"{key}: required, and not given")
+        else:
+            lines.append(f"{key}: {problem['msg']}, got {problem['input']!r}")
+    return "; ".join(lines)
+
+
+def _suggest(key: str) -> str:
+    """The same name in another branch, else the nearest name in the same branch, else anywhere."""
+    known = _all_keys(Recipe)
+    branch, _, leaf = key.rpartition(".")
+    leaves = {k: k.rpartition(".")[2] for k in known}
+    near = [k for k in known if leaves[k] == leaf]
+    for places in ([k for k in known if k.rpartition(".")[0] == branch], known):
+        if not near:
+            names = difflib.get_close_matches(leaf, [leaves[k] for k in places], n=1)
+            near = [k for k in places if leaves[k] in names]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _all_keys(branch: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in branch.model_fields.items():
+        keys.append(prefix + name)
+        inner = field.annotation
+        options = [inner, *getattr(inner, "__args__", ())]
+        for option in options:
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                keys += _all_keys(option, f"{prefix}{name}.")
+    return keys

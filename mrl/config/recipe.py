@@ -1,0 +1,49 @@
+"""The whole recipe."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from mrl.config.algorithm import AlgorithmConfig
+from mrl.config.branch import Branch
+from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
+from mrl.config.training import (
+    CheckpointConfig,
+    ModelConfig,
+    MoeConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    WarmStartConfig,
+)
+
+
+class DebugConfig(Branch):
+    save_rollouts: bool = False
+    """Write rollouts/step_*.safetensors with all tensors, for load_rollouts."""
+    load_rollouts: str | None = None
+    """A `rollouts` folder of another run: train from it, with no engine."""
+    rollout_only: bool = False
+    """Generate and score, never train."""
+
+
+class Recipe(Branch):
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    rollout: RolloutConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    moe: MoeConfig = MoeConfig()
+    reward: str | None = None
+    """A file of mrl/rewards/, or `file.py:func`, or `package.module:func`."""
+    reward_timeout_s: float = Field(default=30.0, gt=0)
+    """For one call of the reward function; over it, the call is killed and the samples masked."""
+    environment: EnvironmentConfig | None = None
+    """What the policy talks with, in several turns; it takes the place of `reward`."""
+    data: DataConfig
+    warm_start: WarmStartConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    debug: DebugConfig = DebugConfig()
+    output_dir: str
+    seed: int = 0

@@ -1,0 +1,89 @@
+"""Where samples come from: the engine, the prompts, the environments."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import Field
+
+from mrl.config.branch import Branch
+
+
+class RolloutConfig(Branch):
+    engine: str = "sglang"
+    """A file of mrl/rollout/, or `package.module` from outside."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that one engine spans."""
+    prompts_per_step: int = Field(default=16, ge=1)
+    samples_per_prompt: int = Field(default=8, ge=1)
+    max_response_len: int = Field(ge=1)
+    min_response_len: int = Field(default=0, ge=0)
+    """0, or max_response_len for completions of one exact length (the end token is ignored)."""
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Below 1 samples come from the truncated distribution, while the log-probs of both sides stay
+    those of the whole one."""
+    context_len: int | None = Field(default=None, ge=1)
+    """Prompt plus response; by default the model's max_position_embeddings."""
+    max_total_tokens: int | None = Field(default=None, ge=1)
+    """KV cache size in tokens; by default 16,384 on CPUs and the engine's choice on GPUs."""
+    mem_fraction_static: float = Field(default=0.6, gt=0, lt=1)
+    """Share of GPU memory for the engine's weights and KV cache while it is awake."""
+    weight_bucket_mb: int = Field(default=256, ge=1)
+    """Bytes of weights in flight during a sync, in MiB."""
+    server_args: dict[str, Any] = Field(default_factory=dict)
+    """Fields of SGLang's ServerArgs to set, by their Python names (`attention_backend: triton`), on top
+    of what mrl sets. Those that mrl answers for itself are refused, with the key that sets them."""
+    weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    """How weights reach the engine. `tensor`: handles to the trainer's memory (shared memory on CPUs,
+    CUDA IPC on GPUs). `distributed`: a process group with the engine's ranks (gloo; refused on GPUs,
+    where the engine has the trainer's). `disk`: safetensors in a private folder."""
+    over_sampling: float = Field(default=1.0, ge=1)
+    """Prompts started for each one that the step needs: it goes on with those that finish first, and
+    no longer waits for the slowest. 1 waits for all."""
+    unfinished: Literal["drop", "resume", "defer"] = "drop"
+    """What becomes of prompts that were started and not needed. `drop`: given up, which favours prompts
+    with short answers. `resume` (APRIL, arXiv 2509.18521): continued first in the next step under its
+    newer weights; needs `algorithm.importance`. `defer` (RollPacker, arXiv 2509.21009): started anew in
+    a step that waits for all, once so many have gathered."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    request_timeout_s: float = Field(default=1800.0, gt=0)
+    """For all completions of a step, or of one turn of its conversations."""
+    stall_timeout_s: float = Field(default=120.0, gt=0)
+    """An engine whose scheduler gives no sign for so long is taken for hung, and replaced."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Engines that may be lost and replaced in one step before the run gives up."""
+    max_running_requests: int | None = Field(default=None, ge=1)
+    """Samples that an engine works on at a time, the rest waits; by default the engine's choice."""
+    canary_prompts: int = Field(default=4, ge=0)
+    """Prompts whose log-probs trainer and engine must agree on after every sync; 0 turns it off."""
+    canary_tolerance: float | None = Field(default=None, gt=0)
+    """Mean absolute difference of their log-probs; by default 1e-3 in float32, and 0.1 in half
+    precision, where a few tokens take other experts."""
+
+    @property
+    def num_started(self) -> int:
+        """Prompts that a step with over-sampling starts."""
+        # Less a trifle: 10 x 1.1 is a little more than 11.
+        return math.ceil(self.prompts_per_step * self.over_sampling - 1e-9)
+
+
+class DataConfig(Branch):
+    path: str
+    """JSONL: `prompt` (a string or chat messages), `answer`, `info`, any other column."""
+    shuffle: bool = True
+
+
+class EnvironmentConfig(Branch):
+    name: str
+    """A file of mrl/environments/, or `file.py:Class`, or `package.module:Class`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keywords of the class, which is made anew for each episode."""
+    max_turns: int = Field(default=8, ge=1)
+    """Turns of the policy in one episode; `rollout.max_response_len` is for each of them, and
+    `rollout.context_len` for all that an episode holds."""
+    time_limit_s: float = Field(default=30.0, gt=0)
+    """For one answer of the environment; over it, it is killed and the episode masked."""
+    num_workers: int = Field(default=1, ge=1)
+    """Processes that share an engine's episodes: as many environments answer at one time."""

@@ -1,0 +1,102 @@
+"""The trainer's side of a recipe: model, parallel layout, optimizer, MoE, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from mrl.config.branch import Branch
+
+
+class ModelConfig(Branch):
+    path: str
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: bfloat16 on GPUs, float32 on CPUs. Both engines use it."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """`auto`: TransformerEngine where it is installed and there is a GPU; the plan says which."""
+
+
+class ParallelConfig(Branch):
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    """Above 1, sequence parallelism is on: Megatron requires it for MoE."""
+    pipeline_model_parallel_size: int = Field(default=1, ge=1)
+    virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=2)
+    """Model chunks per pipeline rank (interleaved schedule)."""
+    context_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of a micro-batch: `train.micro_batch_tokens` is for all of them."""
+    expert_model_parallel_size: int = Field(default=1, ge=1)
+    expert_tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share one expert; 1 gives every tensor-parallel rank whole experts."""
+    decoder_first_pipeline_num_layers: int | None = Field(default=None, ge=1)
+    """Layers of the first pipeline stage, where it should have fewer (or more) than the others."""
+    decoder_last_pipeline_num_layers: int | None = Field(default=None, ge=1)
+    """Layers of the last pipeline stage."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to their experts. `allgather` pads all micro-batches to one length."""
+
+
+class TrainConfig(Branch):
+    num_steps: int = Field(ge=1)
+    """Rollout steps of the whole run."""
+    num_steps_per_rollout: int = Field(default=1, ge=1)
+    """Optimizer steps per rollout (mini-batches)."""
+    micro_batch_tokens: int = Field(default=4096, ge=1)
+    """Packed tokens per micro-batch; a longer single sample gets a micro-batch of its own."""
+    recompute: bool = False
+    """Full activation recompute: less memory, one more forward."""
+
+
+class OptimizerConfig(Branch):
+    lr: float = Field(default=1e-6, gt=0)
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up from 0."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    adam_eps: float = Field(default=1e-8, gt=0)
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Global gradient norm; 0 turns clipping off."""
+    use_distributed_optimizer: bool = False
+    """Share the optimizer state (fp32 weights, moments) out over data-parallel ranks."""
+
+
+class MoeConfig(Branch):
+    routing_replay: Literal["off", "r2", "r3"] = "r3"
+    """r3: replay the rollout's routes; r2: replay the trainer's own pre-update routes; off."""
+    load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
+    """Off under RL: a balancing loss pulls the router away from what the reward asks for. The load is
+    evened out over each micro-batch (`aux_loss`, which so depends on how samples are packed), each
+    sequence (`seq_aux_loss`, which does not) or all ranks and what the step has seen so far
+    (`global_aux_loss`). Choices are those that the router would make now, also under replay."""
+    aux_loss_coeff: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss, a mean over the tokens of the step (padding and samples
+    without a loss excluded), summed over layers; needs a `load_balancing_type`."""
+    z_loss_coeff: float = Field(default=0.0, ge=0)
+    """Weight of the router z-loss (arXiv 2202.08906 eq. 5), the same kind of mean."""
+    expert_bias_update_rate: float = Field(default=0.0, ge=0)
+    """Step of the aux-loss-free balancing bias (arXiv 2408.15664), for models whose router has one; 0
+    keeps the bias as it was loaded."""
+
+    @field_validator("routing_replay", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
+
+
+class WarmStartConfig(Branch):
+    path: str
+    """JSONL with `prompt` and `completion`: supervised steps before the first rollout."""
+    num_steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    lr: float = Field(gt=0)
+
+
+class CheckpointConfig(Branch):
+    save_every: int = Field(default=50, ge=0)
+    """Steps between checkpoints, beside the last step; 0 saves only that."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints to keep."""
+    async_save: bool = True
+    """Write in the background while training goes on; the step only waits for the copy to the host."""
