@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -98,9 +99,12 @@ def make_train_batches(
             groups,
             shares[groups.dp_rank],
             own_routes,
+            first_id,
             min_tokens=longest if dims.equal_micro_batches else 1,
         )
-        for (samples, advantages), shares, own_routes in zip(parts, plans, fetched, strict=True)
+        for (samples, advantages), shares, own_routes, first_id in zip(
+            parts, plans, fetched, _first_ids([samples for samples, _ in parts]), strict=True
+        )
     ]
 
 
@@ -127,9 +131,9 @@ def _fetch_routes(
     if source is None:
         return [{} for _ in parts]
     samples = [sample for part in parts for sample in part]
-    firsts = [0, *accumulate(len(part) for part in parts)]
+    firsts = _first_ids(parts)
     shares = [
-        {first + i for first, plan in zip(firsts, plans, strict=False) for m in plan[dp] for i in m}
+        {first + i for first, plan in zip(firsts, plans, strict=True) for m in plan[dp] for i in m}
         for dp in range(len(plans[0]))
     ]
     routes = dict(source(samples, shares))
@@ -139,8 +143,14 @@ def _fetch_routes(
             routes[i] = with_native_rows(own, stale)
     return [
         {i - first: routes[i] for i in range(first, first + len(part)) if i in routes}
-        for first, part in zip(firsts, parts, strict=False)
+        for first, part in zip(firsts, parts, strict=True)
     ]
+
+
+def _first_ids(parts: Sequence[Sequence[Any]]) -> list[int]:
+    """The number in the step of each mini-batch's first sample."""
+    sizes = [len(part) for part in parts]
+    return [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def _plan(
@@ -162,6 +172,7 @@ def _pack_share(
     groups: Groups,
     share: list[list[int]],
     routes: Mapping[int, PackedRoutes],
+    first_id: int,
     min_tokens: int,
 ) -> TrainBatch:
     num_loss_tokens = torch.stack([s.loss_mask.sum() for s in samples])
@@ -169,7 +180,7 @@ def _pack_share(
     total_samples = int((num_loss_tokens > 0).sum())
     weights = algorithm.sequence_weights(num_loss_tokens, total_tokens, total_samples)
     weighted = [
-        WeightedSample(sample, advantage, weight, routes.get(i))
+        WeightedSample(sample, advantage, weight, first_id + i, routes.get(i))
         for i, (sample, advantage, weight) in enumerate(
             zip(samples, advantages, weights.tolist(), strict=True)
         )

@@ -5,7 +5,6 @@ It joins the rooms by passing values; nothing here knows Megatron or SGLang.
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -14,25 +13,24 @@ from typing import Any
 
 import torch
 
-from moe.provenance import provenance_metrics
 from mrl import console
-from mrl.batching import make_train_batches, set_advantages, split_evenly
+from mrl.batching import set_advantages
 from mrl.collect import Clock, Collector, SavedCollector
 from mrl.completions import completions
 from mrl.engine_collector import EngineCollector
 from mrl.exchange import RouteExchange
-from mrl.metrics import episode_metrics, mismatch_statistics, rollout_metrics
+from mrl.learner import Learner
+from mrl.metrics import episode_metrics, rollout_metrics
 from mrl.preflight import Plan
 from mrl.rollout.saved import save_groups
 from mrl.run_folder import RunFolder, saved_step
-from mrl.types import LossOutput, Max, MicroBatch, Sample, SampleGroup, TrainBatch
+from mrl.types import Max, SampleGroup
 from mrl.warm_start import warm_start
 from parallel.checkpoint import Checkpoints
-from parallel.forward import PassOutput, RecordedRoutes
 from parallel.groups import Groups
 from parallel.ledger import memory_statistics
-from parallel.policy import Policy, with_old_logprobs, with_ref_logprobs
-from parallel.reduce import merge, reduce_statistics
+from parallel.policy import Policy
+from parallel.reduce import reduce_statistics
 
 
 @dataclass
@@ -62,6 +60,7 @@ class Trainer:
             )
         self.collector = self._make_collector()
         self.exchange = RouteExchange(self.groups, self.policy.moe_layers)
+        self.learner = Learner(self.plan, self.groups, self.policy, self.exchange)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints,
             self.groups,
@@ -127,7 +126,7 @@ class Trainer:
         if recipe.environment is not None:
             metrics |= episode_metrics(groups)
         if not recipe.debug.rollout_only:
-            metrics |= self._learn(groups, clock)
+            metrics |= self.learner.learn(groups, clock)
             memory |= memory_statistics("train", self.policy.ledger.where())
         metrics |= reduce_statistics(memory | self.collector.statistics())
         metrics["weight_version"] = max(
@@ -137,73 +136,6 @@ class Trainer:
         metrics["time/step_s"] = time.perf_counter() - start
         self.step += 1
         return metrics | _memory(self.groups.device)
-
-    def _learn(self, groups: list[SampleGroup], clock: Clock) -> dict[str, float]:
-        """Old (and reference) log-probs, then one optimizer step per mini-batch."""
-        recipe, algorithm = self.plan.recipe, self.plan.algorithm
-        self.policy.onload()
-        replays_rollout = recipe.moe.routing_replay == "r3"
-        batches = make_train_batches(
-            [_samples(part) for part in split_evenly(groups, recipe.train.num_steps_per_rollout)],
-            algorithm,
-            self.groups,
-            recipe.train.micro_batch_tokens,
-            self.exchange.deliver if replays_rollout else None,
-        )
-        flat = [micro for batch in batches for micro in batch.micro_batches]
-        replay: RecordedRoutes | bool = replays_rollout
-        with clock.part("logprob"):
-            old = self.policy.logprobs(flat, replay)
-        if recipe.moe.routing_replay == "r2":
-            replay = old.native_routes
-        flat = with_old_logprobs(flat, old)
-        if recipe.algorithm.kl_coef:
-            with clock.part("ref_logprob"), self.policy.reference():
-                flat = with_ref_logprobs(flat, self.policy.logprobs(flat, replay))
-
-        def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
-            return algorithm.loss(logprobs, batch, recipe.algorithm)
-
-        steps = []
-        with clock.part("train"):
-            done = 0
-            for batch in batches:
-                share = slice(done, done + len(batch.micro_batches))
-                done = share.stop
-                routes = replay if isinstance(replay, bool) else replay[share]
-                ready = TrainBatch(flat[share], batch.num_loss_tokens, batch.num_samples)
-                steps.append(self.policy.train_step(ready, loss, routes))
-        metrics = self._learning_metrics(flat, old, steps)
-        if replays_rollout:
-            metrics |= provenance_metrics(_samples(groups)[0])
-            metrics["routing/wire_bytes_per_token"] = self.exchange.bytes_per_token
-        return metrics
-
-    def _learning_metrics(
-        self, flat: list[MicroBatch], old: PassOutput, steps: list[Any]
-    ) -> dict[str, float]:
-        trained = merge([step.stats for step in steps])
-        coverage = "routing/replay_coverage"
-        # Disagreement is measured before the update; coverage must hold in every pass.
-        before = {k: v for k, v in old.routing.items() if k != coverage}
-        after = {k: v for k, v in trained.items() if k == coverage or k not in before}
-        both = merge([{k: v for k, v in s.items() if k == coverage} for s in (old.routing, after)])
-        mismatch = mismatch_statistics(flat, old) if self.groups.reports_loss else {}
-        metrics = reduce_statistics({**after, **before, **both, **mismatch})
-        metrics["loss/policy"] /= len(steps)
-        return {
-            **metrics,
-            "loss/total": metrics["loss/policy"] + self._router_loss(metrics),
-            "grad_norm": math.fsum(step.grad_norm for step in steps) / len(steps),
-            "lr": steps[-1].lr,
-        }
-
-    def _router_loss(self, metrics: dict[str, float]) -> float:
-        """What the balancing losses of all MoE layers add to the loss."""
-        moe = self.plan.recipe.moe
-        aux = moe.aux_loss_coeff * metrics.get("moe/aux_loss", 0.0)
-        z = moe.z_loss_coeff * metrics.get("moe/z_loss", 0.0)
-        return (aux + z) * len(self.plan.model.moe_layer_numbers)
 
     def _progress(self, text: str) -> AbstractContextManager[None]:
         return console.progress(text) if self.is_main else nullcontext()
@@ -247,12 +179,6 @@ class Trainer:
     def _save(self) -> None:
         own = {"collector": self.collector.state_dict()}
         self.checkpoints.save(self.step, self.policy, own)
-
-
-def _samples(groups: list[SampleGroup]) -> tuple[list[Sample], list[float]]:
-    """Samples and their advantages."""
-    advantages = [a for g in groups if g.advantages is not None for a in g.advantages.tolist()]
-    return [sample for group in groups for sample in group.samples], advantages
 
 
 def _memory(device: torch.device) -> dict[str, float]:

@@ -21,7 +21,7 @@ NATIVE_ROUTE = -1
 
 
 UNKNOWN_VERSION = -1
-"""As a weight version of rows of routes: nobody can tell."""
+"""As a weight version of rows of routes: nobody can tell; of tokens: the policy did not choose them."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,13 @@ class Sample:
         """i64[T - prompt_len]."""
         return self.token_ids[self.prompt_len :]
 
+    def token_versions(self) -> Tensor:
+        """i32[T]: the weights that sampled each token; UNKNOWN_VERSION where the policy did not."""
+        versions = torch.full((len(self.token_ids),), UNKNOWN_VERSION, dtype=torch.int32)
+        for span in self.weight_versions:
+            versions[span.start : span.end] = span.version
+        return versions
+
     @property
     def num_generated(self) -> int:
         """Tokens that the policy chose, also where the sample has left the loss."""
@@ -179,6 +186,11 @@ class MicroBatch:
     """f32[B]."""
     seq_weight: Tensor
     """f32[B]: what one sequence counts in the loss; carries the whole global normaliser."""
+    sample_ids: Tensor | None = None
+    """i64[B]: the number of each sample in its step, as the lines of rollouts/step_*.jsonl; -1 for
+    padding."""
+    weight_versions: Tensor | None = None
+    """i32[N]: the weights that sampled each token; UNKNOWN_VERSION where it is not the policy's."""
     routes: PackedRoutes | None = None
     old_logprobs: Tensor | None = None
     """f32[N], on the last pipeline stage."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe.align import join_routes
-from mrl.types import MicroBatch, PackedRoutes, Sample
+from mrl.types import UNKNOWN_VERSION, MicroBatch, PackedRoutes, Sample
 
 Record = TypeVar("Record", MicroBatch, PackedRoutes)
 
@@ -30,6 +30,8 @@ class WeightedSample:
     sample: Sample
     advantage: float
     seq_weight: float
+    sample_id: int = -1
+    """Its number in the step."""
     routes: PackedRoutes | None = None
     """Of its T-1 routed tokens, in the layers of this rank; None where every router decides."""
 
@@ -97,9 +99,11 @@ def pack(
     routes = join_routes(parts, lengths, rooms) if has_routes else None
 
     def per_token(name: str, dtype: torch.dtype) -> Tensor:
-        values = torch.zeros(total, dtype=dtype)
-        for room, sample, length in zip(values.split(rooms), samples, lengths, strict=False):
-            room[:length] = getattr(sample.sample, name)
+        return laid_out([getattr(s.sample, name) for s in samples], torch.zeros(total, dtype=dtype))
+
+    def laid_out(parts: Sequence[Tensor], values: Tensor) -> Tensor:
+        for room, part in zip(values.split(rooms), parts, strict=False):
+            room[: len(part)] = part
         return values
 
     def per_sequence(values: list[float]) -> Tensor:
@@ -113,6 +117,11 @@ def pack(
         rollout_logprobs=per_token("rollout_logprobs", torch.float32),
         advantages=per_sequence([s.advantage for s in samples]),
         seq_weight=per_sequence([s.seq_weight for s in samples]),
+        sample_ids=torch.tensor([s.sample_id for s in samples] + [-1] * bool(padding)),
+        weight_versions=laid_out(
+            [s.sample.token_versions() for s in samples],
+            torch.full((total,), UNKNOWN_VERSION, dtype=torch.int32),
+        ),
         routes=routes,
     )
 
