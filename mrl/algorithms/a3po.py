@@ -15,6 +15,7 @@ from mrl.config import AlgorithmConfig
 from mrl.types import UNKNOWN_VERSION, LossOutput, MicroBatch
 
 NEEDS_OLD_LOGPROBS = False
+CORRECTS_ROLLOUT = True
 READS = decoupled_ppo.READS
 
 advantages = decoupled_ppo.advantages

@@ -71,6 +71,8 @@ class Traits:
     """`NEEDS_CRITIC = False`: `loss` reads `token_advantages`."""
     needs_old_logprobs: bool
     """`NEEDS_OLD_LOGPROBS = True`: the pass before the update."""
+    corrects_rollout: bool
+    """`CORRECTS_ROLLOUT = False`: weighs tokens by exp(old - rollout) without `importance`."""
     whitens: bool
     """`WHITENS = False`: the token advantages, by `algorithm.whiten`'s default."""
     reads: frozenset[str] | None
@@ -83,6 +85,7 @@ def traits(algorithm: Algorithm) -> Traits:
     return Traits(
         needs_critic=getattr(algorithm, "NEEDS_CRITIC", False),
         needs_old_logprobs=getattr(algorithm, "NEEDS_OLD_LOGPROBS", True),
+        corrects_rollout=getattr(algorithm, "CORRECTS_ROLLOUT", False),
         whitens=getattr(algorithm, "WHITENS", False),
         reads=None if reads is None else frozenset(reads),
     )
