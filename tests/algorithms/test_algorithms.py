@@ -166,6 +166,25 @@ def test_gspo_refuses_token_advantages_and_gspo_token_agrees_without() -> None:
     assert torch.equal(*got)
 
 
+def test_a3po_puts_its_proximal_policy_by_the_age_of_each_token() -> None:
+    """Of the versions since a token was sampled, the proximal policy has seen all but the last."""
+    logprobs, batch = make_step("a3po")
+    ages = torch.tensor([0, 1, 2, 4, 10])
+    share = torch.tensor([0.0, 0.0, 1 / 2, 3 / 4, 9 / 10])
+    n = len(ages)
+    batch = dataclasses.replace(
+        batch,
+        loss_mask=torch.arange(sum(LENGTHS)) < n,
+        rollout_logprobs=torch.full((sum(LENGTHS),), -2.0),
+        weight_versions=torch.nn.functional.pad(20 - ages, (0, sum(LENGTHS) - n), value=-1).int(),
+        version=20,
+    )
+    now = torch.full_like(logprobs, -1.0)
+    proximal = load_algorithm("a3po").proximal_logprobs(now, batch)
+    torch.testing.assert_close(proximal[:n], -2.0 + share)
+    assert not proximal[n:].any()
+
+
 def test_nll_is_the_token_mean_and_has_no_advantages() -> None:
     logprobs, batch = make_step("nll")
     loss = load_algorithm("nll").loss(logprobs, batch, CONFIG).loss_sum
