@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mrl import console
-from mrl.algorithms import load_algorithm
+from mrl.algorithms import check_algorithm, load_algorithm
 from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig, MoeConfig, Recipe
 from mrl.data import Demonstration, read_demonstrations, read_prompts
@@ -100,7 +100,9 @@ def check(recipe: Recipe, world: int) -> Plan:
     check_unfinished(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
     context_len = _context_len(recipe, model)
     algorithm = load_algorithm(recipe.algorithm.name)
-    algorithm.advantages(torch.tensor([0.0, 1.0]), recipe.algorithm)  # refuses the supervised loss
+    check_algorithm(recipe.algorithm)
+    # Refuses the supervised loss.
+    algorithm.advantages([torch.tensor([0.0, 1.0])], recipe.algorithm)
     _check_task(recipe)
     tokenizer = load_tokenizer(model)
     prompts = read_prompts(
