@@ -5,6 +5,7 @@ Unknown keys fail with a suggestion. Rooms receive their own branch, never the w
 
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.branch import Branch
+from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.load import dump_recipe, load_recipe
 from mrl.config.recipe import DebugConfig, Recipe
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "DebugConfig",
+    "DiagnosisConfig",
     "EnvironmentConfig",
     "ModelConfig",
     "MoeConfig",

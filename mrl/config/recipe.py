@@ -6,6 +6,7 @@ from pydantic import Field
 
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.branch import Branch
+from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
 from mrl.config.training import (
     CheckpointConfig,
@@ -44,6 +45,7 @@ class Recipe(Branch):
     data: DataConfig
     warm_start: WarmStartConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
+    diagnosis: DiagnosisConfig = DiagnosisConfig()
     debug: DebugConfig = DebugConfig()
     output_dir: str
     seed: int = 0
