@@ -12,12 +12,13 @@ from moe.provenance import provenance_metrics
 from mrl import console
 from mrl.batching import make_train_batches, split_evenly
 from mrl.collect import Clock
+from mrl.diagnosis.collect import Diagnosis
+from mrl.diagnosis.mismatch import mismatch_statistics
 from mrl.exchange import RouteExchange
 from mrl.guards import UpdateGuard, check_finite, check_first_update, sequence_clip
-from mrl.metrics import mismatch_statistics
 from mrl.preflight import Plan
-from mrl.types import LossOutput, MicroBatch, Sample, SampleGroup, TrainBatch
-from parallel.forward import PassOutput, RecordedRoutes
+from mrl.types import LossOutput, MicroBatch, Sample, SampleGroup, Statistics, TrainBatch
+from parallel.forward import PassOutput, RecordedRoutes, without_gates
 from parallel.groups import Groups
 from parallel.implementation import choose_dtype
 from parallel.policy import Policy, with_old_logprobs, with_ref_logprobs
@@ -32,14 +33,16 @@ class Learner:
     groups: Groups
     policy: Policy
     exchange: RouteExchange
+    diagnosis: Diagnosis
     _has_updated: bool = False
     """Since the start of this process."""
 
     def learn(self, step: int, groups: list[SampleGroup], clock: Clock) -> dict[str, float]:
         """Old (and reference) log-probs, then one optimizer step per mini-batch.
 
-        Raises RunFailed, with the weights as they were, where something is not finite, and in the first
-        update of a start where the trainer disagrees with itself.
+        `step` is the number of the step, and of the weights that it updates. Raises RunFailed, with the
+        weights as they were, where something is not finite, and in the first update of a start where
+        the trainer disagrees with itself.
         """
         recipe, algorithm = self.plan.recipe, self.plan.algorithm
         self.policy.onload()
@@ -49,21 +52,25 @@ class Learner:
             algorithm,
             self.groups,
             recipe.train.micro_batch_tokens,
-            self.exchange.deliver if replays_rollout else None,
+            self.exchange.deliver if recipe.captures_routes else None,
+            drops_stale=replays_rollout,
             config=recipe.algorithm,
             max_response_len=recipe.rollout.max_response_len,
         )
         flat = [micro for batch in batches for micro in batch.micro_batches]
         replay: RecordedRoutes | bool = replays_rollout
         with clock.part("logprob"):
-            old = self.policy.logprobs(flat, replay)
-        check_finite(step, flat, old.logprobs)
+            old = self.policy.logprobs(flat, replay, self.diagnosis.observe(step))
         if recipe.moe.routing_replay == "r2":
             replay = old.native_routes
         flat = with_old_logprobs(flat, old)
         if recipe.algorithm.kl_coef:
             with clock.part("ref_logprob"), self.policy.reference():
-                flat = with_ref_logprobs(flat, self.policy.logprobs(flat, replay))
+                ids = without_gates(replay)  # the reference's gates are its own
+                flat = with_ref_logprobs(flat, self.policy.logprobs(flat, ids))
+        with clock.part("diagnosis"):
+            diagnosed = self.diagnosis.before_update(step, _samples(groups)[0], flat, old)
+        check_finite(step, flat, old.logprobs)  # with the tokens on file
 
         def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
             return algorithm.loss(logprobs, batch, recipe.algorithm)
@@ -80,7 +87,8 @@ class Learner:
                 guard = self._guard(step, is_first=not steps)
                 steps.append(self.policy.train_step(ready, guard.watch(loss), routes, guard.check))
                 guard_metrics |= guard.metrics
-        metrics = self._learning_metrics(flat, old, steps) | guard_metrics
+        mismatch = mismatch_statistics(flat, old, step) if self.groups.reports_loss else {}
+        metrics = self._learning_metrics(mismatch, old, steps) | guard_metrics | diagnosed
         if replays_rollout:
             metrics |= provenance_metrics(_samples(groups)[0])
             metrics["routing/wire_bytes_per_token"] = self.exchange.bytes_per_token
@@ -101,7 +109,7 @@ class Learner:
         check_first_update(metrics, recipe.guards, choose_dtype(recipe.model.dtype), warn)
 
     def _learning_metrics(
-        self, flat: list[MicroBatch], old: PassOutput, steps: list[Any]
+        self, mismatch: Statistics, old: PassOutput, steps: list[Any]
     ) -> dict[str, float]:
         trained = merge([step.stats for step in steps])
         coverage = "routing/replay_coverage"
@@ -109,7 +117,6 @@ class Learner:
         before = {k: v for k, v in old.routing.items() if k != coverage}
         after = {k: v for k, v in trained.items() if k == coverage or k not in before}
         both = merge([{k: v for k, v in s.items() if k == coverage} for s in (old.routing, after)])
-        mismatch = mismatch_statistics(flat, old) if self.groups.reports_loss else {}
         metrics = reduce_statistics({**after, **before, **both, **mismatch})
         metrics["loss/policy"] /= len(steps)
         return {

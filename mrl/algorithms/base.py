@@ -85,19 +85,19 @@ class Traits:
 def traits(algorithm: Algorithm) -> Traits:
     """The optional attributes of an algorithm's module."""
     reads = getattr(algorithm, "READS", None)
+    is_sequence = getattr(algorithm, "RATIO", "token") == "sequence"
     return Traits(
         needs_critic=getattr(algorithm, "NEEDS_CRITIC", False),
         needs_old_logprobs=getattr(algorithm, "NEEDS_OLD_LOGPROBS", True),
         corrects_rollout=getattr(algorithm, "CORRECTS_ROLLOUT", False),
         whitens=getattr(algorithm, "WHITENS", False),
-        sequence_range=(
-            getattr(algorithm, "CLIP_LOW", math.inf),
-            getattr(algorithm, "CLIP_HIGH", math.inf),
-        )
-        if getattr(algorithm, "RATIO", "token") == "sequence"
-        else None,
+        sequence_range=_range(algorithm) if is_sequence else None,
         reads=None if reads is None else frozenset(reads),
     )
+
+
+def _range(algorithm: Algorithm) -> tuple[float, float]:
+    return getattr(algorithm, "CLIP_LOW", math.inf), getattr(algorithm, "CLIP_HIGH", math.inf)
 
 
 def either(configured: T | None, published: T) -> T:

@@ -5,6 +5,7 @@ Unknown keys fail with a suggestion. Rooms receive their own branch, never the w
 
 from mrl.config.algorithm import AlgorithmConfig, MaskConfig
 from mrl.config.branch import Branch
+from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig, EvalSetConfig
 from mrl.config.guards import GuardConfig
 from mrl.config.load import dump_recipe, load_recipe
@@ -26,6 +27,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "DebugConfig",
+    "DiagnosisConfig",
     "EnvironmentConfig",
     "EvalConfig",
     "EvalSetConfig",

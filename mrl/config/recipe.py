@@ -6,6 +6,7 @@ from pydantic import Field
 
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.branch import Branch
+from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig
 from mrl.config.guards import GuardConfig
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
@@ -48,6 +49,12 @@ class Recipe(Branch):
     data: DataConfig
     warm_start: WarmStartConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
+    diagnosis: DiagnosisConfig = DiagnosisConfig()
     debug: DebugConfig = DebugConfig()
     output_dir: str
     seed: int = 0
+
+    @property
+    def captures_routes(self) -> bool:
+        """The engine is asked for the experts that it chose."""
+        return self.moe.routing_replay == "r3" or self.diagnosis.capture_routes
