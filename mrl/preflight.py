@@ -23,6 +23,7 @@ from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
 from mrl.rollout.sglang_server.arguments import check_server_args
+from mrl.on_policy_checks import check_on_policy
 from mrl.run_folder import RunFolder, saved_step
 from mrl.tail_checks import check_importance, check_started, check_unfinished
 from mrl.types import Prompt
@@ -95,6 +96,7 @@ def check(recipe: Recipe, world: int) -> Plan:
     reference = _read_reference(recipe.algorithm, model)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)
+    check_on_policy(recipe, dims, model)
     check_unfinished(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
     context_len = _context_len(recipe, model)
     algorithm = load_algorithm(recipe.algorithm.name)
