@@ -19,11 +19,11 @@ from mrl.data.chat import ChatTurns
 from mrl.environments import resolve_environment
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
+from mrl.on_policy_checks import check_on_policy
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
 from mrl.rollout.sglang_server.arguments import check_server_args
-from mrl.on_policy_checks import check_on_policy
 from mrl.run_folder import RunFolder, saved_step
 from mrl.tail_checks import check_importance, check_started, check_unfinished
 from mrl.types import Prompt

@@ -5,7 +5,8 @@ the place of torch's; they enter through the layer spec and the config. Everythi
 forward (norms, rotary embedding, softmax of the router, sums over the experts) already gives each token
 the same bits whatever stands beside it, and the engine's plugin follows it.
 
-Dimensions: n packed tokens of this rank, h heads, g query groups, d and e head sizes of keys and values.
+Dimensions: n packed tokens of this rank, h heads, g query groups, d and e head sizes of keys
+and values.
 """
 
 from __future__ import annotations

@@ -54,7 +54,9 @@ def attention(
     """
     _check(query=query, key=key, value=value)
     (num_queries, heads, key_size), (num_keys, groups, value_size) = query.shape, value.shape
-    legend = f"M = {num_queries} queries, S = {num_keys} keys, g = {groups} groups, h = {heads} heads"
+    legend = (
+        f"M = {num_queries} queries, S = {num_keys} keys, g = {groups} groups, h = {heads} heads"
+    )
     float32, int32 = (torch.float32,), (torch.int32,)
     backend.check_tensor("key", key, (num_keys, groups, key_size), float32, query.device, legend)
     for name, bound in (("first_key", first_key), ("key_count", key_count)):
