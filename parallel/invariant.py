@@ -111,7 +111,7 @@ def output_layer(config: TransformerConfig, present: ColumnParallelLinear) -> to
         bias=False,
         gather_output=present.gather_output,
         skip_weight_param_allocation=True,
-        tp_group=present.tp_group,
+        tp_group=present.tp_group,  # pyright: ignore[reportArgumentType]
     )
     layer.weight = present.weight
     return layer

@@ -65,7 +65,9 @@ def _attention() -> Cause:
 
     def torch_way(q: Tensor, seen: int, causal: bool) -> Tensor:
         batch = [x.transpose(0, 1).unsqueeze(0) for x in (q, k[:seen], v[:seen])]
-        out = F.scaled_dot_product_attention(*batch, is_causal=causal, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            batch[0], batch[1], batch[2], is_causal=causal, enable_gqa=True
+        )
         return out[0].transpose(0, 1)
 
     decoded = torch.cat([torch_way(q[t : t + 1], t + 1, False) for t in range(num)])

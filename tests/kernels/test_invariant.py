@@ -110,7 +110,9 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match=r"x: got torch.bfloat16 on cpu, expected torch.float32"):
         invariant.silu(x.bfloat16())
     heads = torch.randn(2, 4, 8)
-    with pytest.raises(ValueError, match=r"query 1 sees 3 keys from 0 on, expected at least 1 of 2"):
+    with pytest.raises(
+        ValueError, match=r"query 1 sees 3 keys from 0 on, expected at least 1 of 2"
+    ):
         attend(heads, heads, heads, [0, 0], [1, 3])
     with pytest.raises(ValueError, match=r"query 0 sees 0 keys"):
         attend(heads, heads, heads, [0, 0], [0, 1])

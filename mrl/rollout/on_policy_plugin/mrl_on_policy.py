@@ -13,7 +13,7 @@ import numpy
 import torch
 import torch.nn.functional as F
 
-from mrl.kernels import invariant
+from mrl.kernels.invariant import attention, linear, silu
 from mrl.kernels.vp_logprob import vp_logprob
 
 
@@ -39,7 +39,7 @@ def register():
 def apply_linear(method, layer, x, bias=None):
     if bias is not None:
         raise ValueError("true_on_policy: a linear layer has a bias, which the trainer's have not")
-    return invariant.linear(x, layer.weight)
+    return linear(x, layer.weight)
 
 
 def rms_norm(norm, x, residual=None, post_residual_addition=None, quant_linear=None):
@@ -101,7 +101,7 @@ def attend(query, output, cache, seen, scaling):
     starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
     num_queries = torch.tensor([len(counts) for counts in seen])
     output.copy_(
-        invariant.attention(
+        attention(
             query,
             k_cache[places],
             v_cache[places],
@@ -133,14 +133,14 @@ def run_experts(layer, x, topk_output, moe_runner_config):
     out = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         tokens, place = torch.where(ids == expert)
-        gate, up = invariant.linear(x[tokens], layer.w13_weight[expert]).chunk(2, dim=-1)
-        inner = invariant.silu(gate) * up * weights[tokens, place].unsqueeze(-1)
-        out[tokens] += invariant.linear(inner, layer.w2_weight[expert])
+        gate, up = linear(x[tokens], layer.w13_weight[expert]).chunk(2, dim=-1)
+        inner = silu(gate) * up * weights[tokens, place].unsqueeze(-1)
+        out[tokens] += linear(inner, layer.w2_weight[expert])
     return out
 
 
 def compute_logits(processor, hidden_states, lm_head, embedding_bias=None):
-    return invariant.linear(hidden_states, lm_head.weight)
+    return linear(hidden_states, lm_head.weight)
 
 
 def sample(original, sampler, logits_output, sampling_info, return_logprob, *rest, **options):
