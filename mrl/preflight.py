@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mrl import console
-from mrl.algorithms import load_algorithm
+from mrl.algorithms import check_algorithm, load_algorithm
 from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig, MoeConfig, Recipe
 from mrl.data import Demonstration, read_demonstrations, read_prompts
@@ -19,6 +19,7 @@ from mrl.data.chat import ChatTurns
 from mrl.environments import resolve_environment
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
+from mrl.eval_sets import EvalSet, read_eval_sets
 from mrl.on_policy_checks import check_on_policy
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
@@ -48,6 +49,7 @@ class Plan:
     prompts: list[Prompt]
     demonstrations: list[Demonstration]
     """Of the warm start; empty without one."""
+    eval_sets: list[EvalSet]
     context_len: int
     resume_step: int | None
     """The checkpoint that the run continues from, unless a file of it turns out to be damaged."""
@@ -100,7 +102,9 @@ def check(recipe: Recipe, world: int) -> Plan:
     check_unfinished(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
     context_len = _context_len(recipe, model)
     algorithm = load_algorithm(recipe.algorithm.name)
-    algorithm.advantages(torch.tensor([0.0, 1.0]), recipe.algorithm)  # refuses the supervised loss
+    check_algorithm(recipe.algorithm)
+    # Refuses the supervised loss.
+    algorithm.advantages([torch.tensor([0.0, 1.0])], recipe.algorithm)
     _check_task(recipe)
     tokenizer = load_tokenizer(model)
     prompts = read_prompts(
@@ -113,6 +117,10 @@ def check(recipe: Recipe, world: int) -> Plan:
     check_started(recipe.rollout, len(prompts))
     _check_prompts(recipe, prompts, tokenizer)
     demonstrations = _demonstrations(recipe, tokenizer, context_len)
+    eval_sets = read_eval_sets(recipe, tokenizer, context_len)
+    for each in eval_sets:
+        _check_task(each.recipe)
+        _check_prompts(each.recipe, each.prompts, tokenizer)
     folder.check(recipe)
     resume_step = _resume_step(folder)
     _check_saved_rollouts(recipe, resume_step or 0)
@@ -125,6 +133,7 @@ def check(recipe: Recipe, world: int) -> Plan:
         tokenizer,
         prompts,
         demonstrations,
+        eval_sets,
         context_len,
         resume_step,
     )

@@ -3,8 +3,10 @@
 Unknown keys fail with a suggestion. Rooms receive their own branch, never the whole tree.
 """
 
-from mrl.config.algorithm import AlgorithmConfig
+from mrl.config.algorithm import AlgorithmConfig, MaskConfig
 from mrl.config.branch import Branch
+from mrl.config.evaluation import EvalConfig, EvalSetConfig
+from mrl.config.guards import GuardConfig
 from mrl.config.load import dump_recipe, load_recipe
 from mrl.config.recipe import DebugConfig, Recipe
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
@@ -25,6 +27,10 @@ __all__ = [
     "DataConfig",
     "DebugConfig",
     "EnvironmentConfig",
+    "EvalConfig",
+    "EvalSetConfig",
+    "GuardConfig",
+    "MaskConfig",
     "ModelConfig",
     "MoeConfig",
     "OptimizerConfig",
