@@ -41,6 +41,8 @@ class Learner:
             self.groups,
             recipe.train.micro_batch_tokens,
             self.exchange.deliver if replays_rollout else None,
+            config=recipe.algorithm,
+            max_response_len=recipe.rollout.max_response_len,
         )
         flat = [micro for batch in batches for micro in batch.micro_batches]
         replay: RecordedRoutes | bool = replays_rollout

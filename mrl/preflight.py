@@ -98,7 +98,9 @@ def check(recipe: Recipe, world: int) -> Plan:
     check_unfinished(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
     context_len = _context_len(recipe, model)
     algorithm = load_algorithm(recipe.algorithm.name)
-    algorithm.advantages(torch.tensor([0.0, 1.0]), recipe.algorithm)  # refuses the supervised loss
+    algorithm.advantages(
+        [torch.tensor([0.0, 1.0])], recipe.algorithm
+    )  # refuses the supervised loss
     _check_task(recipe)
     tokenizer = load_tokenizer(model)
     prompts = read_prompts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.algorithms.base import importance_weight
+from mrl.algorithms.corrections import importance_weight
 from mrl.config import AlgorithmConfig, Recipe, RolloutConfig
 from mrl.errors import InputError
 

@@ -15,8 +15,19 @@ from mrl.errors import InputError
 
 __all__ = ["Algorithm", "list_algorithms", "load_algorithm"]
 
-_PARTS = ("__init__", "base", "value_loss")
-"""Files of this folder that are no algorithms."""
+_PARTS = (
+    "__init__",
+    "advantages",
+    "aggregation",
+    "base",
+    "check",
+    "corrections",
+    "gae",
+    "kl",
+    "ratio_loss",
+    "value_loss",
+)
+"""Files of this folder that are no algorithms: what these share."""
 _FUNCTIONS = ("advantages", "sequence_weights", "loss")
 
 

@@ -3,7 +3,7 @@
 Unknown keys fail with a suggestion. Rooms receive their own branch, never the whole tree.
 """
 
-from mrl.config.algorithm import AlgorithmConfig
+from mrl.config.algorithm import AlgorithmConfig, MaskConfig
 from mrl.config.branch import Branch
 from mrl.config.load import dump_recipe, load_recipe
 from mrl.config.recipe import DebugConfig, Recipe
@@ -25,6 +25,7 @@ __all__ = [
     "DataConfig",
     "DebugConfig",
     "EnvironmentConfig",
+    "MaskConfig",
     "ModelConfig",
     "MoeConfig",
     "OptimizerConfig",

@@ -56,7 +56,8 @@ def pack(sequences: list[dict[str, Tensor]], weights: Tensor) -> tuple[Tensor, M
 def global_weights(name: str, sequences: list[dict[str, Tensor]]) -> Tensor:
     counts = torch.tensor([int(s["mask"].sum()) for s in sequences])
     algorithm = load_algorithm(name)
-    return algorithm.sequence_weights(counts, int(counts.sum()), int((counts > 0).sum()))
+    samples = int((counts > 0).sum())
+    return algorithm.sequence_weights(counts, int(counts.sum()), samples, CONFIG, 10)
 
 
 @pytest.mark.parametrize("name", list_algorithms())
@@ -105,7 +106,7 @@ def test_weights_are_the_published_means() -> None:
     counts, total, samples = torch.tensor([2, 0, 8]), 10, 2
     expected = {"gspo": [0.5, 0.0, 0.5], "grpo": [0.25, 0.0, 0.0625], "nll": [0.1, 0.0, 0.1]}
     for name, weights in expected.items():
-        got = load_algorithm(name).sequence_weights(counts, total, samples)
+        got = load_algorithm(name).sequence_weights(counts, total, samples, CONFIG, 16)
         assert torch.equal(got, torch.tensor(weights))
 
 
