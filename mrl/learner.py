@@ -9,14 +9,17 @@ from typing import Any
 import torch
 
 from moe.provenance import provenance_metrics
+from mrl import console
 from mrl.batching import make_train_batches, split_evenly
 from mrl.collect import Clock
 from mrl.exchange import RouteExchange
+from mrl.guards import UpdateGuard, check_finite, check_first_update, sequence_clip
 from mrl.metrics import mismatch_statistics
 from mrl.preflight import Plan
 from mrl.types import LossOutput, MicroBatch, Sample, SampleGroup, TrainBatch
 from parallel.forward import PassOutput, RecordedRoutes
 from parallel.groups import Groups
+from parallel.implementation import choose_dtype
 from parallel.policy import Policy, with_old_logprobs, with_ref_logprobs
 from parallel.reduce import merge, reduce_statistics
 
@@ -29,9 +32,15 @@ class Learner:
     groups: Groups
     policy: Policy
     exchange: RouteExchange
+    _has_updated: bool = False
+    """Since the start of this process."""
 
-    def learn(self, groups: list[SampleGroup], clock: Clock) -> dict[str, float]:
-        """Old (and reference) log-probs, then one optimizer step per mini-batch."""
+    def learn(self, step: int, groups: list[SampleGroup], clock: Clock) -> dict[str, float]:
+        """Old (and reference) log-probs, then one optimizer step per mini-batch.
+
+        Raises RunFailed, with the weights as they were, where something is not finite, and in the first
+        update of a start where the trainer disagrees with itself.
+        """
         recipe, algorithm = self.plan.recipe, self.plan.algorithm
         self.policy.onload()
         replays_rollout = recipe.moe.routing_replay == "r3"
@@ -48,6 +57,7 @@ class Learner:
         replay: RecordedRoutes | bool = replays_rollout
         with clock.part("logprob"):
             old = self.policy.logprobs(flat, replay)
+        check_finite(step, flat, old.logprobs)
         if recipe.moe.routing_replay == "r2":
             replay = old.native_routes
         flat = with_old_logprobs(flat, old)
@@ -61,17 +71,34 @@ class Learner:
         steps = []
         with clock.part("train"):
             done = 0
+            guard_metrics: dict[str, float] = {}
             for batch in batches:
                 share = slice(done, done + len(batch.micro_batches))
                 done = share.stop
                 routes = replay if isinstance(replay, bool) else replay[share]
                 ready = TrainBatch(flat[share], batch.num_loss_tokens, batch.num_samples)
-                steps.append(self.policy.train_step(ready, loss, routes))
-        metrics = self._learning_metrics(flat, old, steps)
+                guard = self._guard(step, is_first=not steps)
+                steps.append(self.policy.train_step(ready, guard.watch(loss), routes, guard.check))
+                guard_metrics |= guard.metrics
+        metrics = self._learning_metrics(flat, old, steps) | guard_metrics
         if replays_rollout:
             metrics |= provenance_metrics(_samples(groups)[0])
             metrics["routing/wire_bytes_per_token"] = self.exchange.bytes_per_token
         return metrics
+
+    def _guard(self, step: int, *, is_first: bool) -> UpdateGuard:
+        """Of one optimizer step; `is_first`: of the step's rollout."""
+        algorithm = self.plan.algorithm
+        clip = sequence_clip(algorithm, self.plan.recipe.algorithm)
+        judge = None
+        if not self._has_updated:
+            judge, self._has_updated = self._judge_first, True
+        return UpdateGuard(step, same_weights=is_first, clip=clip, judge=judge)
+
+    def _judge_first(self, metrics: dict[str, float]) -> None:
+        recipe = self.plan.recipe
+        warn = console.warning if self.groups.rank == 0 else lambda text: None
+        check_first_update(metrics, recipe.guards, choose_dtype(recipe.model.dtype), warn)
 
     def _learning_metrics(
         self, flat: list[MicroBatch], old: PassOutput, steps: list[Any]

@@ -126,7 +126,7 @@ class Trainer:
         if recipe.environment is not None:
             metrics |= episode_metrics(groups)
         if not recipe.debug.rollout_only:
-            metrics |= self.learner.learn(groups, clock)
+            metrics |= self.learner.learn(self.step, groups, clock)
             memory |= memory_statistics("train", self.policy.ledger.where())
         metrics |= reduce_statistics(memory | self.collector.statistics())
         metrics["weight_version"] = max(

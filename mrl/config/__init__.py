@@ -5,6 +5,7 @@ Unknown keys fail with a suggestion. Rooms receive their own branch, never the w
 
 from mrl.config.algorithm import AlgorithmConfig, MaskConfig
 from mrl.config.branch import Branch
+from mrl.config.guards import GuardConfig
 from mrl.config.load import dump_recipe, load_recipe
 from mrl.config.recipe import DebugConfig, Recipe
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
@@ -25,6 +26,7 @@ __all__ = [
     "DataConfig",
     "DebugConfig",
     "EnvironmentConfig",
+    "GuardConfig",
     "MaskConfig",
     "ModelConfig",
     "MoeConfig",
