@@ -31,9 +31,10 @@ COMMON = (
     "rollout.prompts_per_step=8",
     "rollout.samples_per_prompt=8",
     "rollout.max_response_len=8",
-    "rollout.min_response_len=8",
+    "rollout.min_response_len=0",
+    "train.num_steps_per_rollout=2",
     "rollout.canary_prompts=0",
-    "optimizer.lr=1e-2",
+    "optimizer.lr=5e-3",
     "checkpoint.save_every=0",
 )
 
