@@ -5,6 +5,7 @@ Unknown keys fail with a suggestion. Rooms receive their own branch, never the w
 
 from mrl.config.algorithm import AlgorithmConfig, MaskConfig
 from mrl.config.branch import Branch
+from mrl.config.critic import CriticConfig
 from mrl.config.guards import GuardConfig
 from mrl.config.load import dump_recipe, load_recipe
 from mrl.config.recipe import DebugConfig, Recipe
@@ -23,6 +24,7 @@ __all__ = [
     "AlgorithmConfig",
     "Branch",
     "CheckpointConfig",
+    "CriticConfig",
     "DataConfig",
     "DebugConfig",
     "EnvironmentConfig",

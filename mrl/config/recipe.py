@@ -6,6 +6,7 @@ from pydantic import Field
 
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.branch import Branch
+from mrl.config.critic import CriticConfig
 from mrl.config.guards import GuardConfig
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
 from mrl.config.training import (
@@ -35,6 +36,7 @@ class Recipe(Branch):
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     moe: MoeConfig = MoeConfig()
     guards: GuardConfig = GuardConfig()
     reward: str | None = None
