@@ -186,7 +186,7 @@ class Learner:
     def _learning_metrics(
         self, flat: list[MicroBatch], old: PassOutput | None, steps: list[StepOutput]
     ) -> dict[str, float]:
-        """`old`: the pass before the update, over all micro-batches or those of the first mini-batch."""
+        """`old`: before the update, over all micro-batches or those of the first mini-batch."""
         assert old is not None
         trained = merge([step.stats for step in steps])
         coverage = "routing/replay_coverage"
