@@ -53,8 +53,8 @@ class SignalRounds:
         )
 
     def result(self) -> list[SampleGroup]:
-        """prompts_per_step groups in the order of their ids: those with a signal, and where they are too
-        few the first of the others, which leave the loss (`mrl.shaping`)."""
+        """prompts_per_step groups in the order of their ids: those with a signal, and where they are
+        too few the first of the others, which leave the loss (`mrl.shaping`)."""
         chosen = [*self._kept, *self._flat[: self.num_missing]]
         return sorted(chosen, key=lambda group: group.samples[0].group_id)
 

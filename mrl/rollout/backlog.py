@@ -82,7 +82,7 @@ def plan_step(
 def fresh_plan(
     prompts: Sequence[Prompt], samples_per_prompt: int, seed: int, first_id: int
 ) -> StepPlan:
-    """A round within a step: these prompts alone, all of them wanted. Group i has the id first_id + i."""
+    """A round within a step: these prompts alone, all of them wanted; group i has id first_id + i."""
     started = _fresh(prompts, samples_per_prompt, seed)
     numbered = [_numbered(one, first_id + i) for i, one in enumerate(started)]
     return StepPlan(numbered, len(numbered), is_long_round=False, rest=[])

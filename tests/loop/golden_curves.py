@@ -1,4 +1,4 @@
-"""Every algorithm on the toy task, a few steps each, all with one engine; their curves on file.
+"""Every algorithm on the toy task, a few steps each; their curves on file.
 
 `python -m tests.loop.golden_curves [NAME ...]` runs them (all by default) and writes
 tests/loop/golden/NAME.json anew: after a change that is meant to change the numbers, and only then.
@@ -14,90 +14,64 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.algorithms import list_algorithms
-from mrl.config import load_recipe
-from mrl.preflight import check
-from mrl.run_folder import RunFolder
-from mrl.toy_model import write_toy_model
-from parallel import prepare
-from parallel.groups import init_groups
-from tests.loop.stepped import SteppedRun
+from tests.loop.shared_engine import SharedEngine
 from tests.ranks import run_ranks
 
-REPOSITORY = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 NUM_STEPS = 12
 KEYS = ("loss/policy", "grad_norm", "reward/mean")
-COMMON = (
-    "rollout.prompts_per_step=8",
-    "rollout.samples_per_prompt=8",
-    "rollout.max_response_len=8",
-    "rollout.min_response_len=0",
-    "train.num_steps_per_rollout=2",
-    "rollout.canary_prompts=0",
-    "optimizer.lr=5e-3",
-    "checkpoint.save_every=0",
-)
 
 Curve = list[dict[str, float]]
-"""KEYS of each step, and whatever else a test wants to see."""
+"""The metrics of each step; KEYS of them on file."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """In what an algorithm's run differs from the others, and why."""
+    """In what an algorithm's run differs from the others."""
 
     overrides: tuple[str, ...] = ()
-    num_steps: int = NUM_STEPS
     why: str = ""
 
 
-VARIANTS: dict[str, Variant] = {}
-"""What is not here runs the common task: 8 prompts x 8 samples x 8 letters, lr 1e-2, 12 steps."""
+FASTER = Variant(("optimizer.lr=1e-2",), "a std over the whole step makes its advantages smaller")
+CRITIC = ("critic.lr=1e-2",)
+VARIANTS: dict[str, Variant] = {
+    "reinforce_pp": FASTER,
+    "decoupled_ppo": FASTER,
+    "a3po": FASTER,
+    "dapo": Variant(
+        ("algorithm.dynamic_sampling=true", "algorithm.overlong_buffer_len=2"),
+        "with its two parts that are the loop's",
+    ),
+    "ppo": Variant(("optimizer.lr=1e-2", *CRITIC), "its critic starts from nothing"),
+    "vapo": Variant(
+        ("optimizer.lr=1e-2", *CRITIC, "critic.warmup_steps=1"),
+        "as ppo; in the first step only the critic is trained",
+    ),
+}
+"""What is not here runs the task of `shared_engine.SMALL` for NUM_STEPS steps."""
 
 NOT_RL = ("nll",)
-"""Algorithms that train from demonstrations: they have no reward to raise."""
+"""Trains from demonstrations: it has no reward to raise."""
 
 
 def algorithms() -> list[str]:
     return [name for name in list_algorithms() if name not in NOT_RL]
 
 
-def run_all(names: Sequence[str], scratch: Path) -> dict[str, Curve]:
-    """The curves of `names`, algorithms of the folder or from outside, one engine for all."""
-    write_toy_model(scratch / "model", num_layers=2)
-    prepare()
-    groups = engine = None
-    curves: dict[str, Curve] = {}
+def curve_of(name: str, engine: SharedEngine) -> Curve:
+    """`name`: an algorithm of the folder, or a module from outside."""
+    given = [f"algorithm.name={name}", f"train.num_steps={NUM_STEPS}"]
+    run = engine.run(name, [*given, *VARIANTS.get(name, Variant()).overrides])
+    return [run.run_step() for _ in range(NUM_STEPS)]
+
+
+def record(names: Sequence[str], scratch: Path) -> dict[str, Curve]:
+    engine = SharedEngine(scratch)
     try:
-        for name in names:
-            variant = VARIANTS.get(name, Variant())
-            recipe = load_recipe(
-                REPOSITORY / "launch/recipes/toy_moe.yaml",
-                [
-                    f"model.path={scratch / 'model'}",
-                    f"output_dir={scratch / name}",
-                    f"algorithm.name={name}",
-                    f"train.num_steps={variant.num_steps}",
-                    *COMMON,
-                    *variant.overrides,
-                ],
-            )
-            folder = RunFolder(recipe.output_dir)
-            plan = check(recipe, 1)
-            folder.open(recipe)
-            groups = groups or init_groups(plan.dims, recipe.seed)
-            run = SteppedRun(plan, groups, folder)
-            engine = run.begin(engine)
-            curves[name] = [run.run_step() for _ in range(variant.num_steps)]
+        return {name: curve_of(name, engine) for name in names}
     finally:
-        if engine is not None:
-            engine.stop()
-    return curves
-
-
-def record(names: Sequence[str], folder: Path) -> dict[str, Curve]:
-    """`run_all` in a process of its own, whose world is one rank."""
-    return run_ranks(1, run_all, list(names), folder / "runs", folder=folder / "out")[0]
+        engine.stop()
 
 
 def read_golden(name: str) -> Curve:
@@ -106,13 +80,20 @@ def read_golden(name: str) -> Curve:
 
 def write_golden(name: str, curve: Curve) -> None:
     """One line a step, six digits: what another machine could not reproduce says nothing."""
-    rows = [json.dumps({key: float(f"{row[key]:.6g}") for key in KEYS}) for row in curve]
+    rows = [
+        json.dumps(
+            {key: None if row[key] != row[key] else float(f"{row[key]:.6g}") for key in KEYS}
+        )
+        for row in curve
+    ]
     (GOLDEN / f"{name}.json").write_text("[\n " + ",\n ".join(rows) + "\n]\n")
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        curves = record(sys.argv[1:] or algorithms(), Path(scratch))
+    names = sys.argv[1:] or algorithms()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Path(folder) / "runs"
+        (curves,) = run_ranks(1, record, names, runs, folder=Path(folder) / "out")
     for name, curve in curves.items():
         write_golden(name, curve)
         print(name, [round(row["reward/mean"], 3) for row in curve])
