@@ -58,6 +58,13 @@ class SignalRounds:
         chosen = [*self._kept, *self._flat[: self.num_missing]]
         return sorted(chosen, key=lambda group: group.samples[0].group_id)
 
+    def complaint(self) -> str:
+        """Of groups that stayed missing, in words."""
+        return (
+            f"{self.num_missing} of {self._config.prompts_per_step} groups have no signal after "
+            f"rollout.dynamic_sampling_rounds={self._num_rounds}; they leave the loss"
+        )
+
     def metrics(self) -> dict[str, float]:
         """Rounds, prompts drawn, groups without a signal by cause, groups that stayed missing, and the
         mean reward of all that was drawn: that of the step's own groups leaves out the extremes."""

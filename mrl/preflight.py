@@ -17,7 +17,7 @@ from mrl.algorithm_checks import (
     read_critic,
     read_reference,
 )
-from mrl.algorithms import load_algorithm
+from mrl.algorithms import check_algorithm, load_algorithm
 from mrl.algorithms.base import Algorithm, traits
 from mrl.config import MoeConfig, Recipe
 from mrl.data import Demonstration, read_demonstrations, read_prompts
@@ -25,6 +25,7 @@ from mrl.data.chat import ChatTurns
 from mrl.environments import resolve_environment
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
+from mrl.eval_sets import EvalSet, read_eval_sets
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
@@ -55,6 +56,7 @@ class Plan:
     prompts: list[Prompt]
     demonstrations: list[Demonstration]
     """Of the warm start; empty without one."""
+    eval_sets: list[EvalSet]
     context_len: int
     resume_step: int | None
     """The checkpoint that the run continues from, unless a file of it turns out to be damaged."""
@@ -106,9 +108,9 @@ def check(recipe: Recipe, world: int) -> Plan:
     check_unfinished(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
     context_len = _context_len(recipe, model)
     algorithm = load_algorithm(recipe.algorithm.name)
-    algorithm.advantages(
-        [torch.tensor([0.0, 1.0])], recipe.algorithm
-    )  # refuses the supervised loss
+    check_algorithm(recipe.algorithm)
+    # Refuses the supervised loss.
+    algorithm.advantages([torch.tensor([0.0, 1.0])], recipe.algorithm)
     critic = read_critic(recipe, traits(algorithm).needs_critic, model, dims)
     check_shaping(recipe)
     check_dynamic_sampling(recipe)
@@ -124,6 +126,10 @@ def check(recipe: Recipe, world: int) -> Plan:
     check_started(recipe.rollout, len(prompts))
     _check_prompts(recipe, prompts, tokenizer)
     demonstrations = _demonstrations(recipe, tokenizer, context_len)
+    eval_sets = read_eval_sets(recipe, tokenizer, context_len)
+    for each in eval_sets:
+        _check_task(each.recipe)
+        _check_prompts(each.recipe, each.prompts, tokenizer)
     folder.check(recipe)
     resume_step = _resume_step(folder)
     _check_saved_rollouts(recipe, resume_step or 0)
@@ -137,6 +143,7 @@ def check(recipe: Recipe, world: int) -> Plan:
         tokenizer,
         prompts,
         demonstrations,
+        eval_sets,
         context_len,
         resume_step,
     )

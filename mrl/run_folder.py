@@ -4,6 +4,7 @@ OUTPUT_DIR/config.yaml            the resolved recipe
 OUTPUT_DIR/metrics.jsonl          one object a step
 OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts);
                                   dropped_0/: of steps that a restart did again
+OUTPUT_DIR/evals/                 step_000000.json: metrics of those weights, .jsonl: the samples
 OUTPUT_DIR/checkpoints/           iter_0000010/, latest_checkpointed_iteration.txt
 OUTPUT_DIR/logs/                  the engines' logs
 """
@@ -28,6 +29,8 @@ MAY_CHANGE = (
     "train.num_steps",
     "checkpoint",
     "debug.save_rollouts",
+    "eval",
+    "guards",
     "parallel",
     "rollout.tensor_parallel_size",
     "optimizer.use_distributed_optimizer",
@@ -45,6 +48,7 @@ class RunFolder:
         self.rollouts = self.root / "rollouts"
         self.checkpoints = self.root / "checkpoints"
         self.logs = self.root / "logs"
+        self.evals = self.root / "evals"
         self._lock: IO[str] | None = None
 
     def check(self, recipe: Recipe) -> None:
@@ -144,6 +148,15 @@ class RunFolder:
                     }
                 )
         self.rollout_file(step).write_text("".join(_line(row) for row in rows))
+
+    def write_evaluation(
+        self, version: int, metrics: dict[str, float], rows: Sequence[dict[str, Any]]
+    ) -> None:
+        """What an evaluation of weights `version` gave: its numbers, and one line a sample."""
+        self.evals.mkdir(parents=True, exist_ok=True)
+        file = self.evals / f"step_{version:06d}.json"
+        file.write_text(_line({"step": version, **metrics}))
+        file.with_suffix(".jsonl").write_text("".join(_line(row) for row in rows))
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
         """What `write_rollouts` wrote."""

@@ -97,6 +97,8 @@ class Trainer:
                     console.step_line(metrics, num_steps=recipe.train.num_steps)
                 self.checkpoints.poll()
                 self._save_if_due()
+            if recipe.eval.every:
+                self._evaluate_last()
             self.checkpoints.finish()
         except BaseException:
             self.checkpoints.rescue()
@@ -118,6 +120,26 @@ class Trainer:
             self._save()
         if self.is_main:
             self.folder.rewind(self.step)
+
+    def evaluate(self, step: int | None = None) -> dict[str, float]:
+        """`eval/*` of the run's checkpoint (the newest, or that of `step`), else of the model."""
+        try:
+            with self._progress(self.collector.start_text):
+                self.collector.start(self.policy)
+            if step is not None:
+                self.step = self.checkpoints.load(step, self.policy).step
+            elif self.plan.resume_step is not None:
+                self.step = self.checkpoints.load_newest(self.policy).step
+            return self.collector.evaluate(self.step, self.policy, Clock())
+        finally:
+            self.collector.close()
+
+    def _evaluate_last(self) -> None:
+        """Of the final weights, which no step generates with: into `evals/` alone."""
+        with self._progress("evaluating the final weights"):
+            metrics = self.collector.evaluate(self.step, self.policy, Clock())
+        if self.is_main:
+            console.evaluation(metrics)
 
     def run_step(self) -> dict[str, float]:
         """One step; returns its metrics, the same on every rank but for the times."""

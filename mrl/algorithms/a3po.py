@@ -1,4 +1,4 @@
-"""A-3PO (AReaL): decoupled PPO without the pass that computes the proximal policy.
+"""A-3PO (arXiv 2512.06547; AReaL): decoupled PPO without the pass that computes the proximal policy.
 
 That policy is put between the one that sampled a token and the present one, in log space, the nearer to
 the present one the staler the token. N packed tokens.
@@ -15,6 +15,7 @@ from mrl.config import AlgorithmConfig
 from mrl.types import UNKNOWN_VERSION, LossOutput, MicroBatch
 
 NEEDS_OLD_LOGPROBS = False
+CORRECTS_ROLLOUT = True
 READS = decoupled_ppo.READS
 
 advantages = decoupled_ppo.advantages

@@ -7,6 +7,7 @@ sequences. What algorithms share stands beside them: `advantages`, `aggregation`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -71,8 +72,12 @@ class Traits:
     """`NEEDS_CRITIC = False`: `loss` reads `token_advantages`."""
     needs_old_logprobs: bool
     """`NEEDS_OLD_LOGPROBS = True`: the pass before the update."""
+    corrects_rollout: bool
+    """`CORRECTS_ROLLOUT = False`: weighs tokens by exp(old - rollout) without `importance`."""
     whitens: bool
     """`WHITENS = False`: the token advantages, by `algorithm.whiten`'s default."""
+    sequence_range: tuple[float, float] | None
+    """(`CLIP_LOW`, `CLIP_HIGH`) where `RATIO = "sequence"`: how far below and above 1 it may go."""
     reads: frozenset[str] | None
     """`READS`: fields of AlgorithmConfig that not every algorithm reads; None: unknown, unchecked."""
 
@@ -83,7 +88,14 @@ def traits(algorithm: Algorithm) -> Traits:
     return Traits(
         needs_critic=getattr(algorithm, "NEEDS_CRITIC", False),
         needs_old_logprobs=getattr(algorithm, "NEEDS_OLD_LOGPROBS", True),
+        corrects_rollout=getattr(algorithm, "CORRECTS_ROLLOUT", False),
         whitens=getattr(algorithm, "WHITENS", False),
+        sequence_range=(
+            getattr(algorithm, "CLIP_LOW", math.inf),
+            getattr(algorithm, "CLIP_HIGH", math.inf),
+        )
+        if getattr(algorithm, "RATIO", "token") == "sequence"
+        else None,
         reads=None if reads is None else frozenset(reads),
     )
 

@@ -16,6 +16,7 @@ from mrl.config import AlgorithmConfig
 from mrl.kernels import ImportanceWeight
 from mrl.types import LossOutput, MicroBatch
 
+CORRECTS_ROLLOUT = True
 READS = ("clip_low", "clip_high", "dual_clip")
 CLIP_LOW = 0.2
 CLIP_HIGH = 0.2

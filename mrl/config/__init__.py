@@ -6,6 +6,7 @@ Unknown keys fail with a suggestion. Rooms receive their own branch, never the w
 from mrl.config.algorithm import AlgorithmConfig, MaskConfig
 from mrl.config.branch import Branch
 from mrl.config.critic import CriticConfig
+from mrl.config.evaluation import EvalConfig, EvalSetConfig
 from mrl.config.guards import GuardConfig
 from mrl.config.load import dump_recipe, load_recipe
 from mrl.config.recipe import DebugConfig, Recipe
@@ -28,6 +29,8 @@ __all__ = [
     "DataConfig",
     "DebugConfig",
     "EnvironmentConfig",
+    "EvalConfig",
+    "EvalSetConfig",
     "GuardConfig",
     "MaskConfig",
     "ModelConfig",

@@ -7,6 +7,7 @@ from pydantic import Field
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.branch import Branch
 from mrl.config.critic import CriticConfig
+from mrl.config.evaluation import EvalConfig
 from mrl.config.guards import GuardConfig
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
 from mrl.config.training import (
@@ -38,6 +39,7 @@ class Recipe(Branch):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
     moe: MoeConfig = MoeConfig()
+    eval: EvalConfig = EvalConfig()
     guards: GuardConfig = GuardConfig()
     reward: str | None = None
     """A file of mrl/rewards/, or `file.py:func`, or `package.module:func`."""
