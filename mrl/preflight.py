@@ -83,6 +83,7 @@ class Plan:
              f"{rollout.engine} {_version(rollout.engine)}, {self.num_engines} engine(s) of tensor "
              f"parallel size {rollout.tensor_parallel_size}"),
             ("algorithm", f"{recipe.algorithm.name}, routing replay {recipe.moe.routing_replay}"),
+            *([("critic", f"{self.critic.path}: {self.critic.describe()}")] if self.critic else []),
             ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, {_task(recipe)}"),
             ("a step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "
              f"= {samples}{started}, up to {rollout.max_response_len} tokens each, "

@@ -40,10 +40,13 @@ VARIANTS: dict[str, Variant] = {
     "decoupled_ppo": FASTER,
     "a3po": FASTER,
     "dapo": Variant(
-        ("algorithm.dynamic_sampling=true", "algorithm.overlong_buffer_len=2"),
-        "with its two parts that are the loop's",
+        ("optimizer.lr=1e-2", "algorithm.dynamic_sampling=true"),
+        "with its part that is the loop's",
     ),
-    "ppo": Variant(("optimizer.lr=1e-2", *CRITIC), "its critic starts from nothing"),
+    "ppo": Variant(
+        ("optimizer.lr=1e-2", *CRITIC, "algorithm.lam=1.0", "algorithm.lam_critic=1.0"),
+        "its critic starts from nothing, and with lambda 0.95 learns of rewards through itself",
+    ),
     "vapo": Variant(
         ("optimizer.lr=1e-2", *CRITIC, "critic.warmup_steps=1"),
         "as ppo; in the first step only the critic is trained",
