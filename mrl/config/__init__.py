@@ -5,6 +5,7 @@ Unknown keys fail with a suggestion. Rooms receive their own branch, never the w
 
 from mrl.config.algorithm import AlgorithmConfig, MaskConfig
 from mrl.config.branch import Branch
+from mrl.config.critic import CriticConfig
 from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig, EvalSetConfig
 from mrl.config.guards import GuardConfig
@@ -25,6 +26,7 @@ __all__ = [
     "AlgorithmConfig",
     "Branch",
     "CheckpointConfig",
+    "CriticConfig",
     "DataConfig",
     "DebugConfig",
     "DiagnosisConfig",
