@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from mrl.commands import check, evaluate, export, toy_model, train
+from mrl.commands import check, evaluate, export, reward, toy_model, train
 
-ALL: tuple[ModuleType, ...] = (toy_model, check, train, evaluate, export)
+ALL: tuple[ModuleType, ...] = (toy_model, check, train, evaluate, export, reward)
 """In the order of `mrl --help`."""
