@@ -56,7 +56,7 @@ class RunFolder:
             )
         if not self.config.exists():
             return
-        old, new = _flat(load_recipe(self.config).model_dump()), _flat(recipe.model_dump())
+        old, new = flatten(load_recipe(self.config).model_dump()), flatten(recipe.model_dump())
         changed = [
             f"{key}: {old.get(key)!r} there, {new.get(key)!r} now"
             for key in sorted(old.keys() | new.keys())
@@ -176,11 +176,12 @@ def _line(row: dict[str, Any]) -> str:
     return json.dumps(clean, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Branches as dotted keys, as overrides write them."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat
