@@ -51,8 +51,8 @@ def detect(tokens: LossTokens) -> Finding | None:
         name="shifted_routes",
         severity=tokens.severity(best.moved - best.here),
         text=(
-            f"captured routes are off by {abs(best.shift)} token(s): in layer {number}, {best.here:.0%} of "
-            f"row t agree with the trainer's router at token t and {best.moved:.0%} with token {token}; "
+            f"captured routes are off by {abs(best.shift)} token(s): in layer {number}, "
+            f"{best.here:.0%} of row t agree with the trainer at t, {best.moved:.0%} at {token}; "
             f"so in {len(also)} of {len(record.layer_numbers)} MoE layers"
         ),
         where={

@@ -24,7 +24,7 @@ def detect(tokens: LossTokens) -> Finding | None:
         name="stale_weights",
         severity=tokens.severity(share),
         text=(
-            f"{float(stale.double().mean()):.0%} of the loss tokens were sampled by older weights (most by "
+            f"{len(d[stale]) / len(d):.0%} of the loss tokens were sampled by older weights (mostly "
             f"version {common}; the trainer holds {record.version}): their mean |old - rollout| is "
             f"{float(d[stale].mean()):.2g}{rest}"
         ),
