@@ -16,6 +16,7 @@ from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig, MoeConfig, Recipe
 from mrl.data import Demonstration, read_demonstrations, read_prompts
 from mrl.data.chat import ChatTurns
+from mrl.diagnosis.checks import check_capture
 from mrl.environments import resolve_environment
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
@@ -225,6 +226,7 @@ def _check_moe(recipe: Recipe, model: HfModel) -> None:
             f"moe.routing_replay is {recipe.moe.routing_replay}, but {model.path} has no MoE layers; "
             "set it to off"
         )
+    check_capture(recipe, model)
     _check_balancing(recipe.moe, model)
 
 
