@@ -81,7 +81,7 @@ def test_another_layout_is_told_from_the_same_bits(recorded: Path, tmp_path: Pat
     args = (str(run), 2, str(tmp_path / "again"))
     codes = run_ranks(2, replayed, *args, folder=tmp_path / "out")
     report = json.loads((tmp_path / "again.json").read_text())
-    assert codes == [1, 1] if report["differences"] else [0, 0]
+    assert codes == [int(bool(report["differences"]))] * 2
     for before, again in report["differences"].values():
         assert again == pytest.approx(before, rel=1e-3, abs=1e-5)
 
@@ -122,7 +122,7 @@ def test_where_two_runs_part(
 
     other = Path(shutil.copytree(recorded, tmp_path / "other"))
     rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
-    rows[1]["grad_norm"] *= 1.5
+    rows[1]["grad_norm"] += 0.5
     rows[1]["time/step_s"] += 1
     text = "".join(json.dumps(row) + "\n" for row in rows[:3])
     (other / "metrics.jsonl").write_text(text)
