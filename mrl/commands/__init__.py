@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from mrl.commands import check, diff, export, replay, toy_model, train, why
+from mrl.commands import check, diff, evaluate, export, replay, toy_model, train, why
 
-ALL: tuple[ModuleType, ...] = (toy_model, check, train, export, why, replay, diff)
+ALL: tuple[ModuleType, ...] = (toy_model, check, train, evaluate, export, why, replay, diff)
 """In the order of `mrl --help`."""

@@ -96,8 +96,8 @@ def explain(run: RunFolder, step: int) -> Explanation:
         there = "none" if last is None else f"0 to {last}"
         raise InputError(f"{run.root} has no step {step} in metrics.jsonl, which holds {there}")
     numbers = step_numbers(row, [r for r in rows if r["step"] != step])
-    path = run.root / "tokens" / f"step_{step:06d}.safetensors"
-    decomposition = _decomposition(run.root / "diagnosis" / f"step_{step:06d}.json")
+    path = run.token_file(step)
+    decomposition = _decomposition(run.diagnosis_file(step))
     if not path.is_file():
         missing = (
             f"there is no token record of step {step} ({path}): diagnosis.save_tokens_every=1 writes "
