@@ -24,7 +24,7 @@ from parallel.manifest import candidates, damage, folder_name, step_of
 if TYPE_CHECKING:
     from mrl.trainer import Trainer
 
-ENGINE = ("rollout/", "routing/wire_bytes_per_token")
+ENGINE = ("rollout/", "eval/", "routing/wire_bytes_per_token")
 """Metrics of the engine, and of which rank rolled out what."""
 
 
@@ -112,6 +112,7 @@ def replay_recipe(source: Source, output: Path) -> Recipe:
     tree["debug"] |= {
         "load_rollouts": str(source.run.rollouts), "save_rollouts": False, "rollout_only": False
     }  # fmt: skip
+    tree["eval"] = {}  # it needs an engine
     tree["diagnosis"]["save_tokens_every"] = 1
     return Recipe.model_validate(tree)
 
