@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mrl.kernels.digest import add_digests, digests_of
@@ -36,6 +37,19 @@ class StaleExpert:
 
 
 @dataclass(frozen=True)
+class PerturbedExpert:
+    """One expert is off by a random change of `size` times the norm of each of its matrices."""
+
+    layer: int
+    expert: int
+    size: float
+
+    def affects(self, name: str) -> bool:
+        """As StaleExpert.affects."""
+        return StaleExpert(self.layer, self.expert, 0).affects(name)
+
+
+@dataclass(frozen=True)
 class ShiftedRoutes:
     """Row t of what the engine returns is that of token t - shift."""
 
@@ -49,7 +63,7 @@ class OtherTemperature:
     temperature: float
 
 
-Fault = StaleExpert | ShiftedRoutes | OtherTemperature
+Fault = StaleExpert | PerturbedExpert | ShiftedRoutes | OtherTemperature
 
 
 class Engine(sglang.Engine):
@@ -69,13 +83,19 @@ class Engine(sglang.Engine):
         for bucket in buckets:
             seen |= {name: tensor.clone() for name, tensor in bucket.tensors}
             fault = self.fault
-            if not isinstance(fault, StaleExpert):
+            if not isinstance(fault, StaleExpert | PerturbedExpert):
                 yield bucket
                 continue
             for name, tensor in bucket.tensors:
                 if fault.affects(name):
-                    tensor.copy_(self._history[fault.version][name])
+                    tensor.copy_(self._wrong(fault, name, tensor))
             yield dataclasses.replace(bucket, digest=add_digests(digests_of(bucket.tensors)))
+
+    def _wrong(self, fault: StaleExpert | PerturbedExpert, name: str, tensor: Tensor) -> Tensor:
+        if isinstance(fault, StaleExpert):
+            return self._history[fault.version][name]
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+        return tensor + fault.size * float(tensor.norm() / noise.norm()) * noise
 
     def generate(
         self, requests: Sequence[Request], *, reuse_cache: bool = False

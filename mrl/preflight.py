@@ -87,9 +87,7 @@ class Plan:
 
 def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Plan:
     """Validate a recipe for `world` ranks. Raises InputError with the first thing that is wrong.
-
-    `saved_steps`: those that `debug.load_rollouts` has to have; by default all that are left.
-    """
+    `saved_steps`: those that `debug.load_rollouts` must have, by default all that are left."""
     dims = ParallelDims.create(recipe.parallel, world)
     folder = RunFolder(recipe.output_dir)
     model = HfModel.read(recipe.model.path)

