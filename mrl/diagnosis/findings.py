@@ -67,8 +67,8 @@ def _verdict(tokens: LossTokens, usual: float | None, *, spread: bool) -> Findin
             "stale_weights",
             tokens.severity(1.0),
             f"{numbers}, {times} what is usual in this run, and no sample, expert, temperature or "
-            "shift of routes stands out: the engine does not hold the trainer's weights, in all of the model "
-            "or outside its experts",
+            "shift of routes stands out: the engine does not hold the trainer's weights, of the "
+            "whole model or outside its experts",
             {"usual": usual},
             is_cause=True,
         )

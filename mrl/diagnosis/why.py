@@ -37,7 +37,7 @@ NEXT = {
     "stale_expert": "the engine holds other weights for this expert: turn the canaries on "
     "(rollout.canary_prompts=4) and look at the export of that layer (mrl export, a custom engine)",
     "stale_weights": "tokens of older versions: rollout.unfinished=drop, or algorithm.importance "
-    "corrects them; of the version that they should be of: turn the canaries on (rollout.canary_prompts=4)",
+    "corrects them; of the right version: turn the canaries on (rollout.canary_prompts=4)",
     "router_disagreement": "replay the rollout's routes: moe.routing_replay=r3",
     "extreme_tokens": "read the tokens below; a correction bounds their weight: algorithm.importance",
     "extreme_sample": "read the sample below; its routes or its cache may be another request's",
