@@ -26,7 +26,7 @@ from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
 from mrl.rollout.sglang_server.arguments import check_server_args
-from mrl.run_folder import RunFolder, saved_step
+from mrl.run_folder import RunFolder, check_saved_steps
 from mrl.tail_checks import check_importance, check_started, check_unfinished
 from mrl.types import Prompt
 from parallel.dims import ParallelDims
@@ -125,7 +125,9 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
         _check_prompts(each.recipe, each.prompts, tokenizer)
     folder.check(recipe)
     resume_step = _resume_step(folder)
-    _check_saved_rollouts(recipe, saved_steps or range(resume_step or 0, recipe.train.num_steps))
+    if recipe.debug.load_rollouts is not None:
+        left = range(resume_step or 0, recipe.train.num_steps)
+        check_saved_steps(recipe.debug.load_rollouts, saved_steps or left)
     return Plan(
         recipe,
         dims,
@@ -198,18 +200,6 @@ def _demonstrations(recipe: Recipe, tokenizer: Any, context_len: int) -> list[De
             f"{batch_size}; add rows or lower it"
         )
     return demonstrations
-
-
-def _check_saved_rollouts(recipe: Recipe, steps: range) -> None:
-    if recipe.debug.load_rollouts is None:
-        return
-    for step in steps:
-        file = saved_step(recipe.debug.load_rollouts, step)
-        if not file.is_file():
-            raise InputError(
-                f"debug.load_rollouts: no {file}; write it with debug.save_rollouts=true, and keep "
-                "train.num_steps within the saved steps"
-            )
 
 
 def load_tokenizer(model: HfModel) -> Any:

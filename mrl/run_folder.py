@@ -19,7 +19,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -173,6 +173,17 @@ class RunFolder:
 def saved_step(rollouts: str | Path, step: int) -> Path:
     """The file with all tensors of a step, in the `rollouts` folder of a run."""
     return Path(rollouts) / f"step_{step:06d}.safetensors"
+
+
+def check_saved_steps(rollouts: str, steps: Iterable[int]) -> None:
+    """Raise InputError where the rollouts of one of `steps` are not there."""
+    for step in steps:
+        file = saved_step(rollouts, step)
+        if not file.is_file():
+            raise InputError(
+                f"debug.load_rollouts: no {file}; write it with debug.save_rollouts=true, and keep "
+                "train.num_steps within the saved steps"
+            )
 
 
 def _set_aside(folder: Path, step: int) -> None:
