@@ -32,7 +32,7 @@ from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
 from mrl.rollout.sglang_server.arguments import check_server_args
-from mrl.run_folder import RunFolder, saved_step
+from mrl.run_folder import RunFolder, check_saved_steps
 from mrl.tail_checks import check_importance, check_started, check_unfinished
 from mrl.types import Prompt
 from parallel.dims import ParallelDims
@@ -95,8 +95,9 @@ class Plan:
         ]  # fmt: skip
 
 
-def check(recipe: Recipe, world: int) -> Plan:
-    """Validate a recipe for `world` ranks. Raises InputError with the first thing that is wrong."""
+def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Plan:
+    """Validate a recipe for `world` ranks. Raises InputError with the first thing that is wrong.
+    `saved_steps`: those that `debug.load_rollouts` must have, by default all that are left."""
     dims = ParallelDims.create(recipe.parallel, world)
     folder = RunFolder(recipe.output_dir)
     model = HfModel.read(recipe.model.path)
@@ -136,7 +137,9 @@ def check(recipe: Recipe, world: int) -> Plan:
         _check_prompts(each.recipe, each.prompts, tokenizer)
     folder.check(recipe)
     resume_step = _resume_step(folder)
-    _check_saved_rollouts(recipe, resume_step or 0)
+    if recipe.debug.load_rollouts is not None:
+        left = range(resume_step or 0, recipe.train.num_steps)
+        check_saved_steps(recipe.debug.load_rollouts, saved_steps or left)
     return Plan(
         recipe,
         dims,
@@ -210,18 +213,6 @@ def _demonstrations(recipe: Recipe, tokenizer: Any, context_len: int) -> list[De
             f"{batch_size}; add rows or lower it"
         )
     return demonstrations
-
-
-def _check_saved_rollouts(recipe: Recipe, first_step: int) -> None:
-    if recipe.debug.load_rollouts is None:
-        return
-    for step in range(first_step, recipe.train.num_steps):
-        file = saved_step(recipe.debug.load_rollouts, step)
-        if not file.is_file():
-            raise InputError(
-                f"debug.load_rollouts: no {file}; write it with debug.save_rollouts=true, and keep "
-                "train.num_steps within the saved steps"
-            )
 
 
 def load_tokenizer(model: HfModel) -> Any:

@@ -19,7 +19,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,7 +66,7 @@ class RunFolder:
             )
         if not self.config.exists():
             return
-        old, new = _flat(load_recipe(self.config).model_dump()), _flat(recipe.model_dump())
+        old, new = flatten(load_recipe(self.config).model_dump()), flatten(recipe.model_dump())
         changed = [
             f"{key}: {old.get(key)!r} there, {new.get(key)!r} now"
             for key in sorted(old.keys() | new.keys())
@@ -175,6 +175,17 @@ def saved_step(rollouts: str | Path, step: int) -> Path:
     return Path(rollouts) / f"step_{step:06d}.safetensors"
 
 
+def check_saved_steps(rollouts: str, steps: Iterable[int]) -> None:
+    """Raise InputError where the rollouts of one of `steps` are not there."""
+    for step in steps:
+        file = saved_step(rollouts, step)
+        if not file.is_file():
+            raise InputError(
+                f"debug.load_rollouts: no {file}; write it with debug.save_rollouts=true, and keep "
+                "train.num_steps within the saved steps"
+            )
+
+
 def _set_aside(folder: Path, step: int) -> None:
     """Files of steps from `step` on."""
     dropped = [f for f in folder.glob("step_*") if _step_of_file(f) >= step]
@@ -204,11 +215,12 @@ def _line(row: dict[str, Any]) -> str:
     return json.dumps(clean, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Branches as dotted keys, as overrides write them."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from mrl.commands import check, evaluate, export, reward, toy_model, train
+from mrl.commands import check, diff, evaluate, export, replay, reward, toy_model, train, why
 
-ALL: tuple[ModuleType, ...] = (toy_model, check, train, evaluate, export, reward)
+ALL: tuple[ModuleType, ...] = (toy_model, check, train, evaluate, export, why, replay, diff, reward)
 """In the order of `mrl --help`."""
