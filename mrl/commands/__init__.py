@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from mrl.commands import check, export, toy_model, train
+from mrl.commands import check, export, toy_model, train, view
 
-ALL: tuple[ModuleType, ...] = (toy_model, check, train, export)
+ALL: tuple[ModuleType, ...] = (toy_model, check, train, export, view)
 """In the order of `mrl --help`."""
