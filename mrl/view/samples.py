@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,14 +70,14 @@ def choose_samples(summaries: Sequence[dict[str, Any]], limit: int) -> list[int]
     story. Samples without a reward come last in the rankings by reward.
     """
 
-    def ranked(key: str, sign: int) -> list[int]:
+    def ranked(key: str, sign: int, size: Callable[[float], float] = float) -> list[int]:
         def place(i: int) -> tuple[bool, float]:
             value = summaries[i][key]
-            return (value is None, 0.0 if value is None else -sign * value)
+            return (value is None, 0.0 if value is None else -sign * size(value))
 
         return sorted(range(len(summaries)), key=place)
 
-    rankings = [ranked("max_d", 1), ranked("abs_advantage", 1), ranked("reward", 1),
+    rankings = [ranked("max_d", 1), ranked("top_advantage", 1, abs), ranked("reward", 1),
                 ranked("reward", -1)]  # fmt: skip
     turns = itertools.chain.from_iterable(zip(*rankings, strict=True))
     return list(dict.fromkeys(turns))[:limit]
@@ -104,14 +104,14 @@ def _summary(record: TokenRecord, i: int, rows: Sequence[dict[str, Any]]) -> dic
     d = (record.old_logprobs[tokens] - record.rollout_logprobs[tokens])[mask].double()
     d = d[d.isfinite()]
     advantages = record.advantages[tokens][mask]
-    largest = float(advantages.abs().max()) if len(advantages) else None
+    largest = float(advantages[advantages.abs().argmax()]) if len(advantages) else None
     names = ("group_id", "prompt_id", "source", "finish_reason")
     return {
         "id": number,
         "num_tokens": tokens.stop - tokens.start,
         "num_loss_tokens": int(mask.sum()),
         "reward": short(row.get("reward"), 5),
-        "abs_advantage": short(largest, 5),
+        "top_advantage": short(largest, 5),
         "max_d": short(float(d.abs().max()), 4) if len(d) else None,
         "mean_d": short(float(d.abs().mean()), 4) if len(d) else None,
         "num_extreme": int((d.abs() > EXTREME).sum()),

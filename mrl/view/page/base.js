@@ -30,7 +30,7 @@ function number(value) {
   const size = Math.abs(value);
   if (value === 0) return "0";
   if (Number.isInteger(value) && size < 1e6) return String(value);
-  if (size >= 1e5 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
+  if (size >= 1e5 || size < 1e-3) return value.toExponential(2).replace(/\.?0*e\+?/, "e");
   return String(Number(value.toPrecision(4)));
 }
 

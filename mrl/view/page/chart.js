@@ -20,7 +20,7 @@ function chart(spec) {
   const values = keys.map(() => h("span", { class: "value" }));
   const legend = h("ul", { class: "legend" }, keys.map((key, i) =>
     h("li", {}, h("span", { class: `swatch c${i % 8}`, "aria-hidden": "true" }),
-      h("span", { class: "key" }, spec.labels ? spec.labels[i] : key), " ", values[i])));
+      h("span", { class: "key" }, spec.labels ? spec.labels[i] : key), " ", values[i])), spec.note ? h("li", { class: "key" }, spec.note) : null);
   const figure = h("figure", { class: "chart", tabindex: "0", "aria-labelledby": title.id, "data-keys": keys.join(" "),
     onkeydown: moveCursor }, h("figcaption", {}, title, at, spec.stacked ? null : button), plot, legend);
   const show = spec.format || number;
@@ -130,7 +130,7 @@ function scaleOf(values, log, fromZero, bottom, top) {
 function axes(x, y, first, last, width, show) {
   const below = HEIGHT - EDGE.bottom;
   const marks = y.marks.map((value) => [
-    svg("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: y.at(value), y2: y.at(value) }),
+    svg("line", { class: "gridline", x1: EDGE.left, x2: width - EDGE.right, y1: y.at(value), y2: y.at(value) }),
     svg("text", { class: "mark", x: EDGE.left - 6, y: y.at(value) + 4, "text-anchor": "end" }, show(value))]);
   const steps = first === last ? [first] : ticks(first, last, width / 90, true);
   return [marks, steps.map((step) =>

@@ -3,7 +3,7 @@
 const MAX_FOUND = 60;
 
 const USUAL = [
-  { title: "Reward", match: ["reward/mean"], spread: { key: "reward/mean", by: "reward/std" }, help: "band: one standard deviation" },
+  { title: "Reward", match: ["reward/mean"], spread: { key: "reward/mean", by: "reward/std" }, note: "band: one standard deviation" },
   { title: "Response length", match: ["response_len/mean"] },
   { title: "Loss", match: [/^loss\//] },
   { title: "Gradient norm", match: ["grad_norm"] },

@@ -24,7 +24,8 @@ const MAX_COLUMNS = 240;
 function mismatchDashboard() {
   return h("div", {},
     h("p", { class: "note" }, "\u0394 is the trainer's log-prob before the update less the engine's, on tokens of the loss."),
-    chartGrid(MISMATCH), layerHeatmap(), decomposition(), expertLoad());
+    chartGrid(MISMATCH),
+    h("div", { class: "blocks" }, layerHeatmap(), expertLoad()), decomposition());
 }
 
 /** Families of keys that end in /layer_NN -> [{layer, series}, ...] by layer. */
@@ -88,13 +89,13 @@ function decomposed(found) {
   const levels = Object.entries(found.levels);
   const layers = Array.isArray(found.layers) ? found.layers : [];
   const first = found.first_divergent_layer;
-  return h("div", {},
+  return h("div", {}, h("div", { class: "blocks" },
     h("div", { class: "scroll" }, h("table", {},
       h("caption", {}, `Gap by what is replayed, ${number(found.num_tokens)} tokens`),
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "level"), columns.map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, levels.map(([name, values]) => h("tr", {}, h("th", { scope: "row" }, LEVELS[name] || name),
         columns.map((column) => h("td", {}, number(values && values[column])))))))),
-    layers.length ? layerBars(layers, first) : null,
+    layers.length ? layerBars(layers, first) : null),
     h("p", { class: "note" }, first === null || first === undefined ? "No layer where activations diverge." : `Activations diverge first in layer ${first}.`));
 }
 

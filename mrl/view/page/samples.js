@@ -2,7 +2,7 @@
 
 const ORDERS = [
   ["max_d", "largest |\u0394|", (sample) => -(sample.max_d ?? -1)],
-  ["advantage", "largest |advantage|", (sample) => -(sample.abs_advantage ?? -1)],
+  ["advantage", "largest |advantage|", (sample) => -Math.abs(sample.top_advantage ?? 0)],
   ["high", "highest reward", (sample) => -(sample.reward ?? -Infinity)],
   ["low", "lowest reward", (sample) => sample.reward ?? Infinity],
   ["number", "number", (sample) => sample.id],
@@ -68,7 +68,7 @@ function sampleBrowser() {
 }
 
 function sampleTable(samples, pick) {
-  const columns = [["reward", (s) => number(s.reward)], ["|advantage|", (s) => number(s.abs_advantage)], ["max |\u0394|", (s) => number(s.max_d)],
+  const columns = [["reward", (s) => number(s.reward)], ["advantage", (s) => number(s.top_advantage)], ["max |\u0394|", (s) => number(s.max_d)],
     ["mean |\u0394|", (s) => number(s.mean_d)], ["extreme", (s) => String(s.num_extreme)], ["tokens", (s) => `${s.num_loss_tokens} / ${s.num_tokens}`],
     ["group", (s) => s.group_id ?? "\u2013"], ["end", (s) => s.finish_reason ?? "\u2013"], ["prompt", (s) => s.source ?? s.prompt_id ?? "\u2013"]];
   return h("table", {},

@@ -37,7 +37,7 @@ function routesOf(sample, step, token) {
     const ids = routes.captured.slice(place * step.topk, (place + 1) * step.topk);
     const i = routes.differ.get(place);
     const captured = ids.includes(null) ? null : ids;
-    if (i === undefined) return { layer, captured, native: captured, margin: null, differs: false };
+    if (i === undefined) return { layer, captured, native: null, margin: null, differs: false };
     return { layer, captured, native: routes.native.slice(i * step.topk, (i + 1) * step.topk), margin: routes.margins[i] ?? null, differs: true };
   });
 }
@@ -128,5 +128,5 @@ function routeTable(sample, step, token) {
     h("caption", {}, `Experts of this token as an input, ${rows.filter((row) => row.differs).length} of ${rows.length} layers differ`),
     h("thead", {}, h("tr", {}, ["layer", "captured", "trainer's own", "margin"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, rows.map((row) => h("tr", { class: row.differs ? "differs" : null },
-      h("th", { scope: "row" }, `${row.layer}${row.differs ? " \u2260" : ""}`), h("td", {}, list(row.captured)), h("td", {}, list(row.native)), h("td", {}, row.differs ? number(row.margin) : ""))))));
+      h("th", { scope: "row" }, `${row.layer}${row.differs ? " \u2260" : ""}`), h("td", {}, list(row.captured)), h("td", {}, row.differs ? list(row.native) : row.captured ? "same" : list(null)), h("td", {}, row.differs ? number(row.margin) : ""))))));
 }
