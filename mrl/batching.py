@@ -73,11 +73,13 @@ def make_train_batches(
     groups: Groups,
     micro_batch_tokens: int,
     routes: RouteSource | None = held_routes,
+    drops_stale: bool = True,
 ) -> list[TrainBatch]:
     """`make_train_batch` of each mini-batch (samples, advantages) of a step.
 
-    `routes`: where those to be replayed come from; None for no replay. Rows that other weights chose
-    than their tokens were sampled with are not replayed, and their tokens leave the loss.
+    `routes`: where those to be replayed or compared come from; None for neither. Rows that other
+    weights chose than their tokens were sampled with are not among them, and their tokens leave the
+    loss if `drops_stale`: a replay would have to do without those rows.
 
     Micro-batches may run in one pass whatever mini-batch they belong to, so where they have to be of
     one length, they all are.
@@ -90,10 +92,11 @@ def make_train_batches(
         for share in shares
         for members in share
     )
+    drops = drops_stale and routes is not None
     fetched = _fetch_routes([samples for samples, _ in parts], plans, routes)
     return [
         _pack_share(
-            samples if routes is None else [without_stale_tokens(sample) for sample in samples],
+            [without_stale_tokens(sample) for sample in samples] if drops else samples,
             advantages,
             algorithm,
             groups,

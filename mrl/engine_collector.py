@@ -74,7 +74,7 @@ class EngineCollector:
                 model=recipe.model,
                 config=recipe.rollout,
                 log_path=folder.logs / f"engine_{self.engine_number:02d}.log",
-                return_routes=recipe.moe.routing_replay == "r3",
+                return_routes=recipe.captures_routes,
                 gpu_ids=_gpu_ids(groups, tp),
                 seed=recipe.seed,
             )

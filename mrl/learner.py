@@ -11,11 +11,12 @@ import torch
 from moe.provenance import provenance_metrics
 from mrl.batching import make_train_batches, split_evenly
 from mrl.collect import Clock
+from mrl.diagnosis.collect import Diagnosis
+from mrl.diagnosis.mismatch import mismatch_statistics
 from mrl.exchange import RouteExchange
-from mrl.metrics import mismatch_statistics
 from mrl.preflight import Plan
-from mrl.types import LossOutput, MicroBatch, Sample, SampleGroup, TrainBatch
-from parallel.forward import PassOutput, RecordedRoutes
+from mrl.types import LossOutput, MicroBatch, Sample, SampleGroup, Statistics, TrainBatch
+from parallel.forward import PassOutput, RecordedRoutes, without_gates
 from parallel.groups import Groups
 from parallel.policy import Policy, with_old_logprobs, with_ref_logprobs
 from parallel.reduce import merge, reduce_statistics
@@ -29,9 +30,13 @@ class Learner:
     groups: Groups
     policy: Policy
     exchange: RouteExchange
+    diagnosis: Diagnosis
 
-    def learn(self, groups: list[SampleGroup], clock: Clock) -> dict[str, float]:
-        """Old (and reference) log-probs, then one optimizer step per mini-batch."""
+    def learn(self, groups: list[SampleGroup], clock: Clock, step: int) -> dict[str, float]:
+        """Old (and reference) log-probs, then one optimizer step per mini-batch.
+
+        `step` is the number of the step, and of the weights that it updates.
+        """
         recipe, algorithm = self.plan.recipe, self.plan.algorithm
         self.policy.onload()
         replays_rollout = recipe.moe.routing_replay == "r3"
@@ -40,18 +45,22 @@ class Learner:
             algorithm,
             self.groups,
             recipe.train.micro_batch_tokens,
-            self.exchange.deliver if replays_rollout else None,
+            self.exchange.deliver if recipe.captures_routes else None,
+            drops_stale=replays_rollout,
         )
         flat = [micro for batch in batches for micro in batch.micro_batches]
         replay: RecordedRoutes | bool = replays_rollout
         with clock.part("logprob"):
-            old = self.policy.logprobs(flat, replay)
+            old = self.policy.logprobs(flat, replay, self.diagnosis.observe(step))
         if recipe.moe.routing_replay == "r2":
             replay = old.native_routes
         flat = with_old_logprobs(flat, old)
         if recipe.algorithm.kl_coef:
             with clock.part("ref_logprob"), self.policy.reference():
-                flat = with_ref_logprobs(flat, self.policy.logprobs(flat, replay))
+                ids = without_gates(replay)  # the reference's gates are its own
+                flat = with_ref_logprobs(flat, self.policy.logprobs(flat, ids))
+        with clock.part("diagnosis"):
+            diagnosed = self.diagnosis.before_update(step, _samples(groups)[0], flat, old)
 
         def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
             return algorithm.loss(logprobs, batch, recipe.algorithm)
@@ -65,14 +74,15 @@ class Learner:
                 routes = replay if isinstance(replay, bool) else replay[share]
                 ready = TrainBatch(flat[share], batch.num_loss_tokens, batch.num_samples)
                 steps.append(self.policy.train_step(ready, loss, routes))
-        metrics = self._learning_metrics(flat, old, steps)
+        mismatch = mismatch_statistics(flat, old, step) if self.groups.reports_loss else {}
+        metrics = self._learning_metrics(mismatch, old, steps) | diagnosed
         if replays_rollout:
             metrics |= provenance_metrics(_samples(groups)[0])
             metrics["routing/wire_bytes_per_token"] = self.exchange.bytes_per_token
         return metrics
 
     def _learning_metrics(
-        self, flat: list[MicroBatch], old: PassOutput, steps: list[Any]
+        self, mismatch: Statistics, old: PassOutput, steps: list[Any]
     ) -> dict[str, float]:
         trained = merge([step.stats for step in steps])
         coverage = "routing/replay_coverage"
@@ -80,7 +90,6 @@ class Learner:
         before = {k: v for k, v in old.routing.items() if k != coverage}
         after = {k: v for k, v in trained.items() if k == coverage or k not in before}
         both = merge([{k: v for k, v in s.items() if k == coverage} for s in (old.routing, after)])
-        mismatch = mismatch_statistics(flat, old) if self.groups.reports_loss else {}
         metrics = reduce_statistics({**after, **before, **both, **mismatch})
         metrics["loss/policy"] /= len(steps)
         return {

@@ -1,4 +1,4 @@
-"""What a step measures, as statistics of this rank; ranks are united by parallel.reduce."""
+"""What a step measures of its samples, the same on every rank. See also mrl.diagnosis.mismatch."""
 
 from __future__ import annotations
 
@@ -6,31 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mrl.types import Max, Mean, MicroBatch, Sample, SampleGroup, Statistics
-from parallel.forward import PassOutput
-from parallel.reduce import merge
-
-
-def mismatch_statistics(batches: Sequence[MicroBatch], output: PassOutput) -> Statistics:
-    """Trainer before the update against the rollout engine, on the tokens of the loss.
-
-    d = old - rollout log-prob. `mismatch/k3` estimates KL(rollout || trainer) from the rollout's own
-    samples by exp(d) - 1 - d (Schulman's k3). Empty where this rank holds no log-probs.
-    """
-    parts: list[Statistics] = []
-    for batch, old, entropy in zip(batches, output.logprobs, output.entropies, strict=False):
-        mask = batch.loss_mask.to(old.device)
-        d = (old - batch.rollout_logprobs.to(old.device))[mask].double()
-        count = mask.sum().double()
-        part: Statistics = {
-            "mismatch/logprob_abs_mean": Mean(d.abs().sum(), count),
-            "mismatch/k3": Mean((d.expm1() - d).sum(), count),
-            "entropy": Mean(entropy[mask].double().sum(), count),
-        }
-        if d.numel():
-            part["mismatch/logprob_abs_max"] = Max(d.abs().max())
-        parts.append(part)
-    return merge(parts)
+from mrl.types import Sample, SampleGroup
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:

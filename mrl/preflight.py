@@ -16,6 +16,7 @@ from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig, MoeConfig, Recipe
 from mrl.data import Demonstration, read_demonstrations, read_prompts
 from mrl.data.chat import ChatTurns
+from mrl.diagnosis.checks import check_capture
 from mrl.environments import resolve_environment
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
@@ -82,8 +83,11 @@ class Plan:
         ]  # fmt: skip
 
 
-def check(recipe: Recipe, world: int) -> Plan:
-    """Validate a recipe for `world` ranks. Raises InputError with the first thing that is wrong."""
+def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Plan:
+    """Validate a recipe for `world` ranks. Raises InputError with the first thing that is wrong.
+
+    `saved_steps`: those that `debug.load_rollouts` has to have; by default all that are left.
+    """
     dims = ParallelDims.create(recipe.parallel, world)
     folder = RunFolder(recipe.output_dir)
     model = HfModel.read(recipe.model.path)
@@ -113,7 +117,7 @@ def check(recipe: Recipe, world: int) -> Plan:
     demonstrations = _demonstrations(recipe, tokenizer, context_len)
     folder.check(recipe)
     resume_step = _resume_step(folder)
-    _check_saved_rollouts(recipe, resume_step or 0)
+    _check_saved_rollouts(recipe, saved_steps or range(resume_step or 0, recipe.train.num_steps))
     return Plan(
         recipe,
         dims,
@@ -187,10 +191,10 @@ def _demonstrations(recipe: Recipe, tokenizer: Any, context_len: int) -> list[De
     return demonstrations
 
 
-def _check_saved_rollouts(recipe: Recipe, first_step: int) -> None:
+def _check_saved_rollouts(recipe: Recipe, steps: range) -> None:
     if recipe.debug.load_rollouts is None:
         return
-    for step in range(first_step, recipe.train.num_steps):
+    for step in steps:
         file = saved_step(recipe.debug.load_rollouts, step)
         if not file.is_file():
             raise InputError(
@@ -222,6 +226,7 @@ def _check_moe(recipe: Recipe, model: HfModel) -> None:
             f"moe.routing_replay is {recipe.moe.routing_replay}, but {model.path} has no MoE layers; "
             "set it to off"
         )
+    check_capture(recipe, model)
     _check_balancing(recipe.moe, model)
 
 

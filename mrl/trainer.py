@@ -17,6 +17,7 @@ from mrl import console
 from mrl.batching import set_advantages
 from mrl.collect import Clock, Collector, SavedCollector
 from mrl.completions import completions
+from mrl.diagnosis.collect import Diagnosis
 from mrl.engine_collector import EngineCollector
 from mrl.exchange import RouteExchange
 from mrl.learner import Learner
@@ -60,7 +61,8 @@ class Trainer:
             )
         self.collector = self._make_collector()
         self.exchange = RouteExchange(self.groups, self.policy.moe_layers)
-        self.learner = Learner(self.plan, self.groups, self.policy, self.exchange)
+        diagnosis = Diagnosis(self.plan, self.groups, self.policy, self.folder)
+        self.learner = Learner(self.plan, self.groups, self.policy, self.exchange, diagnosis)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints,
             self.groups,
@@ -126,7 +128,7 @@ class Trainer:
         if recipe.environment is not None:
             metrics |= episode_metrics(groups)
         if not recipe.debug.rollout_only:
-            metrics |= self.learner.learn(groups, clock)
+            metrics |= self.learner.learn(groups, clock, self.step)
             memory |= memory_statistics("train", self.policy.ledger.where())
         metrics |= reduce_statistics(memory | self.collector.statistics())
         metrics["weight_version"] = max(

@@ -235,7 +235,18 @@ class Max:
     value: Tensor
 
 
-Statistics = dict[str, Mean | Sum | Max]
+@dataclass(frozen=True)
+class Quantiles:
+    """A statistic reported as quantiles over micro-batches and ranks, each under a key of its own."""
+
+    counts: Tensor
+    """i64[bins], as `mrl.histogram` counts them."""
+    reported: tuple[tuple[str, float], ...]
+    """(metric key, quantile)."""
+
+
+Statistic = Mean | Sum | Max | Quantiles
+Statistics = dict[str, Statistic]
 """By metric key, e.g. `ratio/mean`."""
 
 

@@ -14,7 +14,7 @@ from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.shared_memory import SharedMemory
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch, WeightBucket
 from parallel.export import export_buckets
-from parallel.forward import LossFunction, PassOutput, RecordedRoutes
+from parallel.forward import LossFunction, Observe, PassOutput, RecordedRoutes
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger, parameter_tensors
@@ -95,9 +95,14 @@ class Policy:
         """The MoE layers of this rank's chunks, Megatron's numbers."""
         return tuple(n for replay in self.runner.replays.values() for n in replay.layers)
 
-    def logprobs(self, batches: Sequence[MicroBatch], replay: RecordedRoutes | bool) -> PassOutput:
+    def logprobs(
+        self,
+        batches: Sequence[MicroBatch],
+        replay: RecordedRoutes | bool,
+        observe: Observe | None = None,
+    ) -> PassOutput:
         """Log-probs and entropies under the present weights, without gradients."""
-        return self.trained.evaluate(batches, replay)
+        return self.trained.evaluate(batches, replay, observe=observe)
 
     def score(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Log-probs f32[T] at temperature 1 of sequences i64[T], 0 first; the same on every rank."""

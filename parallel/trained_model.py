@@ -16,7 +16,14 @@ from moe.align import router_rows
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.types import MicroBatch
 from parallel.balancing import RouterLosses
-from parallel.forward import Head, LossFunction, PassOutput, PipelineRunner, RecordedRoutes
+from parallel.forward import (
+    Head,
+    LossFunction,
+    Observe,
+    PassOutput,
+    PipelineRunner,
+    RecordedRoutes,
+)
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype, choose_implementation
@@ -72,7 +79,14 @@ class TrainedModel:
         )
         self.weights = WeightMap(model, groups, self.chunks)
         self.router_losses = RouterLosses(moe, map(unwrap, self.chunks))
-        self.runner = PipelineRunner(self.chunks, groups, head, recompute, self.router_losses)
+        self.runner = PipelineRunner(
+            self.chunks,
+            groups,
+            head,
+            recompute,
+            self.router_losses,
+            record_gates=moe.replay == "ids_weights",
+        )
         self.optimizer: Any = None
         self.scheduler: Any = None
         ledger.own(prefix + "parameters", lambda: parameter_tensors(self.chunks))
@@ -97,6 +111,7 @@ class TrainedModel:
         batches: Sequence[MicroBatch],
         replay: RecordedRoutes | bool,
         head: Head | None = None,
+        observe: Observe | None = None,
     ) -> PassOutput:
         """All micro-batches forward under the present weights, without gradients.
 
@@ -105,7 +120,7 @@ class TrainedModel:
         self.require("parameters")
         for chunk in self.chunks:
             chunk.eval()
-        return self.runner.run(batches, None, replay, head)
+        return self.runner.run(batches, None, replay, head, observe)
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: LossFunction, replay: RecordedRoutes | bool

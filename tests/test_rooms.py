@@ -13,12 +13,13 @@ MAX_LINES = 350
 
 BASE = {
     *("mrl", "mrl.types", "mrl.config", "mrl.errors"),
-    *("mrl.processes", "mrl.shared_memory", "mrl.plugins"),
+    *("mrl.histogram", "mrl.processes", "mrl.shared_memory", "mrl.plugins"),
 }
 """Everyone may import these; `mrl` itself holds the version only."""
 ROOMS = {
     "mrl.types": set(),
     "mrl.errors": set(),
+    "mrl.histogram": set(),
     "mrl.processes": set(),
     "mrl.shared_memory": set(),
     "mrl.plugins": set(),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from mrl.commands import check, export, toy_model, train, view
+from mrl.commands import check, diff, export, replay, toy_model, train, view, why
 
-ALL: tuple[ModuleType, ...] = (toy_model, check, train, export, view)
+ALL: tuple[ModuleType, ...] = (toy_model, check, train, export, view, why, replay, diff)
 """In the order of `mrl --help`."""

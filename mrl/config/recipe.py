@@ -49,3 +49,8 @@ class Recipe(Branch):
     debug: DebugConfig = DebugConfig()
     output_dir: str
     seed: int = 0
+
+    @property
+    def captures_routes(self) -> bool:
+        """The engine is asked for the experts that it chose."""
+        return self.moe.routing_replay == "r3" or self.diagnosis.capture_routes

@@ -1,0 +1,69 @@
+"""What is wrong between engine and trainer in one step: findings, the diagnosis first.
+
+Causes come before descriptions, and each kind by severity. Where nothing is named, the last word says
+whether the mismatch is one to worry about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mrl.diagnosis.detectors import (
+    extremes,
+    router,
+    shifted_routes,
+    stale_expert,
+    stale_weights,
+    temperature,
+)
+from mrl.diagnosis.detectors.base import HALF_PRECISION_GAP, Finding, LossTokens
+from mrl.diagnosis.tokens import TokenRecord
+
+__all__ = ["DETECTORS", "NEGLIGIBLE", "Finding", "find"]
+
+NEGLIGIBLE = 1e-5
+"""Mean |old - rollout| of two float32 engines that do everything right: nothing to explain."""
+NOISE_SHARE = 0.3
+"""A description goes before `noise` where it explains more of the mismatch than this."""
+DETECTORS: tuple[Callable[[LossTokens], Finding | None], ...] = (
+    shifted_routes.detect,
+    temperature.detect,
+    stale_expert.detect,
+    stale_weights.detect,
+    router.detect,
+    extremes.detect_tokens,
+    extremes.detect_samples,
+)
+
+
+def find(record: TokenRecord) -> list[Finding]:
+    """All findings, never none; the first is the diagnosis."""
+    tokens = LossTokens(record)
+    if not len(tokens.d):
+        return [Finding("no_tokens", 0.0, "the record holds no loss token with finite log-probs")]
+    found = [finding for detect in DETECTORS if (finding := detect(tokens)) is not None]
+    if not any(finding.is_cause for finding in found):
+        found.append(_verdict(tokens))
+    place = {"nothing_wrong": 0}
+    return sorted(found, key=lambda f: (place.get(f.name, 1), not f.is_cause, -f.severity))
+
+
+def _verdict(tokens: LossTokens) -> Finding:
+    """What is left to say where no cause stands out."""
+    mean = tokens.mean_abs
+    numbers = f"mean |old - rollout| is {mean:.2g} over {len(tokens.d)} loss tokens"
+    if mean <= NEGLIGIBLE:
+        return Finding("nothing_wrong", 0.0, f"{numbers}: two float32 engines that agree")
+    if mean <= 3 * HALF_PRECISION_GAP:
+        return Finding(
+            "noise",
+            tokens.severity(NOISE_SHARE),
+            f"{numbers}, spread over tokens, layers and experts: what half precision or other kernels "
+            f"leave (about {HALF_PRECISION_GAP:g} in bfloat16)",
+        )
+    return Finding(
+        "unexplained",
+        tokens.severity(1.0),
+        f"{numbers}, more than half precision leaves, and no detector knows its pattern: compare the "
+        "weights (rollout.canary_prompts), dtype and model of both sides",
+    )
