@@ -38,7 +38,9 @@ def run(args: argparse.Namespace) -> None:
     write(target, page)
     for note in data["notes"]:
         print(note)
-    print(f"wrote {target}, {len(page) / 1e6:.1f} MB: open it in a browser, here or copied elsewhere")
+    print(
+        f"wrote {target}, {len(page) / 1e6:.1f} MB: open it in a browser, here or copied elsewhere"
+    )
 
 
 def read_steps(text: str) -> range:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from mrl import __version__
+from mrl.diagnosis.findings import find
 from mrl.diagnosis.tokens import load_tokens
 from mrl.errors import InputError
 from mrl.view.samples import pack_step
@@ -62,7 +63,7 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
     drawn = curves(rows)
     if drawn["thinned"]:
         notes.append("Long curves are thinned; the extremes of every stretch of steps are kept.")
-    records, used = _read_samples(run, rows, steps, max_samples, notes)
+    packed = _read_samples(run, rows, steps, max_samples, notes)
     return {
         "run": str(run),
         "summary": _summary(recipe),
@@ -71,8 +72,8 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
         "versions": _versions(run),
         "metrics": drawn,
         "diagnosis": _read_diagnosis(run, notes),
-        "findings": _findings(used, rows, notes),
-        "steps": records,
+        "findings": _worst_and_last(packed),
+        "steps": packed,
         "notes": notes,
     }
 
@@ -95,14 +96,14 @@ def _read_samples(
     steps: range | None,
     max_samples: int,
     notes: list[str],
-) -> tuple[list[dict[str, Any]], list[Any]]:
-    """-> (packed steps, the token records they come from)."""
+) -> list[dict[str, Any]]:
+    """Packed steps, each with its `findings`, the diagnosis first."""
     files = {_step_of(file): file for file in (run / "tokens").glob("step_*.safetensors")}
     recorded = sorted(files)
     if not recorded:
         notes.append("No token records (tokens/): the run was made with diagnosis.save_tokens_every=0, "
                      "or by an older mrl. The sample browser needs them.")  # fmt: skip
-        return [], []
+        return []
     if steps is None:
         wanted = choose_steps(recorded, rows, MAX_STEPS)
     else:
@@ -112,7 +113,7 @@ def _read_samples(
                 f"--steps: {run}/tokens has no record of these steps; it has {len(recorded)}, from "
                 f"step {recorded[0]} to {recorded[-1]}"
             )
-    packed, records = [], []
+    packed: list[dict[str, Any]] = []
     for step in wanted:
         try:
             record = load_tokens(files[step])
@@ -121,15 +122,19 @@ def _read_samples(
             continue
         rollouts = _read_rollouts(run / "rollouts" / f"step_{step:06d}.jsonl")
         share = MAX_SAMPLE_BYTES // len(wanted)
-        packed.append(pack_step(record, rollouts, max_samples, share))
-        records.append(record)
+        findings = [
+            {"name": found.name, "severity": short(found.severity, 2), "text": found.text}
+            for found in find(record)
+        ]
+        step_data = pack_step(record, rollouts, max_samples, share)
+        packed.append(step_data | {"findings": findings})
     shown = sum(len(step["samples"]) for step in packed)
     everything = sum(step["num_samples"] for step in packed)
     notes.append(
         f"Samples of {len(packed)} of {len(recorded)} steps with a token record; {shown} of the "
         f"{everything} samples of these steps. Others: mrl view RUN --steps 10:20 --max-samples 64."
     )
-    return packed, records
+    return packed
 
 
 def _read_rollouts(path: Path) -> list[dict[str, Any]]:
@@ -154,8 +159,13 @@ def _read_diagnosis(run: Path, notes: list[str]) -> list[dict[str, Any]]:
     return read
 
 
-def _findings(records: list[Any], rows: list[dict[str, Any]], notes: list[str]) -> list[Any]:
-    return []
+def _worst_and_last(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Findings for the top of the page: of the last step, and of the one with the worst diagnosis."""
+    if not steps:
+        return []
+    worst = max(steps, key=lambda step: step["findings"][0]["severity"] or 0)
+    shown = [worst] if worst is steps[-1] else [worst, steps[-1]]
+    return [{"step": step["step"], **finding} for step in shown for finding in step["findings"]]
 
 
 def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, Any], str]:

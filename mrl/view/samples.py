@@ -84,7 +84,7 @@ def choose_samples(summaries: Sequence[dict[str, Any]], limit: int) -> list[int]
 
 
 def routes_differ(record: TokenRecord, tokens: slice) -> Tensor:
-    """bool[n, L]: another set of experts than the trainer's router would choose; the order is no matter.
+    """bool[n, L]: another set of experts than the trainer's router would choose, in any order.
 
     False where no route was captured.
     """
@@ -120,7 +120,7 @@ def _summary(record: TokenRecord, i: int, rows: Sequence[dict[str, Any]]) -> dic
 
 
 def _tokens(record: TokenRecord, i: int) -> dict[str, Any]:
-    """Numbers of each token. The old log-prob is the rollout's plus `d`: a tiny `d` keeps its digits."""
+    """Numbers of each token. The old log-prob is rollout + `d`: so a tiny `d` keeps its digits."""
     tokens = record.sample(i)
     rollout, mask = record.rollout_logprobs[tokens], record.loss_mask[tokens]
     d = record.old_logprobs[tokens].double() - rollout.double()
@@ -168,7 +168,8 @@ def _load(record: TokenRecord) -> list[list[int]]:
 def _runs(values: Tensor) -> list[list[float | int | None]]:
     """[value, how often in a row], ...: masks, versions and advantages seldom change."""
     return [
-        [short(value, 5), sum(1 for _ in same)] for value, same in itertools.groupby(values.tolist())
+        [short(value, 5), sum(1 for _ in same)]
+        for value, same in itertools.groupby(values.tolist())
     ]
 
 

@@ -1,7 +1,7 @@
 """metrics.jsonl as curves of bounded size.
 
-A row may lack keys that other rows have: a curve holds the rows that have its key. A value that is not a
-finite number is None: the page marks it, and leaves a gap.
+A row may lack keys that other rows have: a curve holds the rows that have its key. A value that is not
+a finite number is None: the page marks it, and leaves a gap.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A headless Chromium over the DevTools protocol: open a file, click, look, and hear every complaint.
 
-The protocol goes over two pipes (`--remote-debugging-pipe`: JSON, each message ended by a zero byte), so
-it takes no port and no package. requirements/browser.sh says where the browser comes from.
+The protocol goes over two pipes (`--remote-debugging-pipe`: JSON, each message ended by a zero byte),
+so it takes no port and no package. requirements/browser.sh says where the browser comes from.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ def decomposition() -> dict[str, object]:
         for name, value in (("none", 0.02), ("ids", 0.004), ("weights", 0.001))
     }
     layers = [
-        {"layer": n, "gap_without": 0.01 * n, "hidden_rel_diff": 1e-3 * n} for n in range(1, 4)
+        {"layer": n, "gap_without": 0.01 * n, "gap_first": None, "hidden_rel_diff": 1e-3 * n}
+        for n in range(1, 4)
     ]
     found = {"step": 0, "num_tokens": 96, "levels": levels, "layers": layers}
     return found | {"first_divergent_layer": 2}

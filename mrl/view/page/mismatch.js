@@ -99,9 +99,9 @@ function decomposed(found) {
     h("p", { class: "note" }, first === null || first === undefined ? "No layer where activations diverge." : `Activations diverge first in layer ${first}.`));
 }
 
-/** Two bars a layer; the longest of each kind fills its column. */
+/** Bars of each layer; the longest of each kind fills its column. */
 function layerBars(layers, first) {
-  const kinds = [["gap_without", "gap without its replay"], ["hidden_rel_diff", "relative difference of hidden states"]];
+  const kinds = [["gap_without", "gap, all replayed but this"], ["gap_first", "gap, replayed up to this"], ["hidden_rel_diff", "difference of hidden states, relative"]];
   const largest = kinds.map(([name]) => Math.max(0, ...layers.map((layer) => Math.abs(layer[name] ?? 0))));
   const bar = (value, most, i) => {
     const inner = h("span", { class: `bar c${i}` });

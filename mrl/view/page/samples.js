@@ -14,6 +14,7 @@ function sampleBrowser() {
   if (!DATA.steps.length) return h("p", { class: "note" }, "No token records in this page; see the notes under Run.");
   const list = h("div", { class: "scroll tall sample-list" });
   const detail = h("div", { class: "sample-detail" });
+  const findings = h("ul", { class: "findings" });
   const about = h("p", { class: "note", id: "about-step" });
   const steps = select("Step", DATA.steps.map((step, i) => [i, String(step.step)]), (i) => showStep(Number(i)));
   const orders = select("Sorted by", ORDERS.map(([name, text]) => [name, text]), (name) => { browser.order = name; showList(); });
@@ -29,6 +30,7 @@ function sampleBrowser() {
     steps.box.value = String(i);
     const { samples, num_samples: all, version, temperature, replay } = browser.step;
     about.textContent = `${samples.length} of the ${all} samples of step ${browser.step.step}; trainer's weights ${version}, temperature ${number(temperature)}, routing replay ${replay}.`;
+    findings.replaceChildren(...browser.step.findings.map(findingLine));
     browser.sample = null;
     showList();
   }
@@ -64,7 +66,11 @@ function sampleBrowser() {
   };
   const colours = select("Colour", COLOURINGS, (kind) => { browser.colouring = kind; if (browser.sample) pick(browser.sample); });
   showStep(DATA.steps.length - 1);
-  return h("div", {}, h("p", { class: "choices" }, steps.element, buttons, orders.element, colours.element), about, list, detail);
+  return h("div", {}, h("p", { class: "choices" }, steps.element, buttons, orders.element, colours.element), about, findings, list, detail);
+}
+
+function findingLine({ name, severity, text }) {
+  return h("li", { class: severity >= 0.1 ? "severe" : null }, h("strong", {}, name), `, severity ${number(severity)}: ${text}.`);
 }
 
 function sampleTable(samples, pick) {
