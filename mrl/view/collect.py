@@ -58,7 +58,7 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
         what = "has neither metrics.jsonl nor config.yaml" if run.is_dir() else "is not a folder"
         raise InputError(f"{run} {what}; give the output_dir of a run")
     rows, num_bad = read_rows(metrics)
-    notes = [f"{num_bad} lines of metrics.jsonl could not be read."] if num_bad else []
+    notes = [f"Lines of metrics.jsonl that could not be read: {num_bad}."] if num_bad else []
     recipe, config_text = _read_config(config, notes)
     drawn = curves(rows)
     if drawn["thinned"]:
@@ -160,12 +160,13 @@ def _read_diagnosis(run: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _worst_and_last(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Findings for the top of the page: of the last step, and of the one with the worst diagnosis."""
+    """For the top of the page: the first two findings of the step with the worst diagnosis, and of the
+    last; the sample browser shows all of each step."""
     if not steps:
         return []
     worst = max(steps, key=lambda step: step["findings"][0]["severity"] or 0)
     shown = [worst] if worst is steps[-1] else [worst, steps[-1]]
-    return [{"step": step["step"], **finding} for step in shown for finding in step["findings"]]
+    return [{"step": step["step"], **finding} for step in shown for finding in step["findings"][:2]]
 
 
 def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, Any], str]:

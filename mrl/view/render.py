@@ -1,9 +1,9 @@
 """The page: one template, its styles and scripts in line, its data as JSON.
 
-What a model wrote is on this page, so nothing of the data is ever markup. Jinja2 escapes it; in the
-JSON block `<` is written as an escape, so that no text can end the block; the scripts make text nodes only,
-which `require-trusted-types-for` enforces; and the Content-Security-Policy allows the page's own style
-and script by their hashes, and no request at all.
+What a model wrote is on this page, so nothing of the data is ever markup. Jinja2 escapes it. In the
+JSON block `<` is written as an escape, so that no text can end the block. The scripts make text nodes
+only, which `require-trusted-types-for` enforces. The Content-Security-Policy allows the page's own
+style and script by their hashes, and no request at all.
 """
 
 from __future__ import annotations

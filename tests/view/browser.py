@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
 OWN = Path(sys.prefix) / "browser"
 """Where requirements/browser.sh puts it: `.venv/browser`."""
 FLAGS = (
@@ -34,6 +36,15 @@ def find_browser() -> str | None:
     found = [os.environ.get("MRL_CHROMIUM"), str(own) if own.exists() else None]
     names = ("chromium", "chromium-browser", "google-chrome")
     return next((path for path in (*found, *map(shutil.which, names)) if path), None)
+
+
+def open_browser() -> Page:
+    """Skips the test, by name, where there is no browser; in CI that is a failure."""
+    executable = find_browser()
+    if executable is None and not os.environ.get("CI"):
+        pytest.skip("no browser: make test brings one where npm is, or set MRL_CHROMIUM")
+    assert executable is not None, "no browser in CI: requirements/browser.sh brings one with npm"
+    return Page(executable)
 
 
 class Page:
@@ -97,6 +108,13 @@ class Page:
         while not self._loads:
             self._read()
         self.settle()
+
+    def assert_quiet(self, file: Path) -> None:
+        """No error, no warning, and nothing was asked for but the file itself."""
+        assert self.errors == []
+        assert [url for url in self.requests if not url.startswith("data:")] == [
+            file.resolve().as_uri()
+        ]
 
     def settle(self) -> None:
         self.evaluate(

@@ -74,7 +74,7 @@ def record(step: int, num_samples: int) -> TokenRecord:
     ids = torch.arange(TOKENS).repeat(num_samples) % (len(HOSTILE) + 1)
     mask = (torch.arange(TOKENS) >= PROMPT).repeat(num_samples)
     d = torch.arange(1, num_samples + 1).repeat_interleave(TOKENS) * 0.1
-    d[TOKENS + 10] = 1.5
+    d[TOKENS + 10 : TOKENS + 11] = 1.5
     rollout = -torch.rand(count, generator=generator) * mask
     experts = torch.rand(count, LAYERS, EXPERTS, generator=generator).topk(TOPK).indices
     experts = experts.to(torch.int16)
