@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mrl.errors import InputError
 from mrl.rollout.saved import load_groups, without_route_ids
 from mrl.run_folder import saved_step
 from mrl.types import SampleGroup, Statistics
@@ -46,6 +47,10 @@ class Collector(Protocol):
 
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
         """Groups in prompt order with rewards; times `sync`, `rollout` and `score`."""
+        ...
+
+    def evaluate(self, version: int, policy: Policy, clock: Clock) -> dict[str, float]:
+        """`eval/*` of the policy's present weights, on the recipe's evaluation sets."""
         ...
 
     def statistics(self) -> Statistics:
@@ -85,6 +90,11 @@ class SavedCollector:
                 group if i % world == rank else without_route_ids(group)
                 for i, group in enumerate(everything)
             ]
+
+    def evaluate(self, version: int, policy: Policy, clock: Clock) -> dict[str, float]:
+        raise InputError(
+            "evaluation: debug.load_rollouts starts no engine; leave it out to evaluate"
+        )
 
     def statistics(self) -> Statistics:
         return {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,11 +21,10 @@ from mrl import console
 from mrl.canary import canary_sequences, check_canaries, default_tolerance
 from mrl.collect import Clock
 from mrl.data import PromptCursor
-from mrl.episodes import Episodes
 from mrl.errors import RunFailed
+from mrl.evaluation import Evaluation, Evaluator
 from mrl.memory_watch import MemoryWatch
 from mrl.preflight import Plan
-from mrl.rewards.runner import check_failures
 from mrl.rollout import load_engine
 from mrl.rollout.backlog import Backlog, StepPlan
 from mrl.rollout.base import (
@@ -34,12 +33,10 @@ from mrl.rollout.base import (
     WEIGHTS,
     EngineLost,
     RolloutEngine,
-    SamplingParams,
 )
-from mrl.rollout.saved import decode_groups, encode_groups
-from mrl.rollout.scheduling import Round
 from mrl.run_folder import RunFolder
 from mrl.scoring import Scoring
+from mrl.tasks import Task, make_task, share_scored, share_unfinished
 from mrl.types import Max, SampleGroup, Statistics
 from parallel.groups import Groups
 from parallel.implementation import choose_dtype
@@ -79,6 +76,9 @@ class EngineCollector:
                 seed=recipe.seed,
             )
             self.scoring = Scoring(recipe, plan.tokenizer)
+        self.evaluator = Evaluator(
+            plan, groups, folder, self.engine_number if self.engine else None
+        )
 
     def start(self, policy: Policy) -> None:
         # The engine sizes its KV cache by the memory that it finds free now.
@@ -93,15 +93,32 @@ class EngineCollector:
 
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
         plan = self.backlog.begin_step(self.cursor.next, self.plan.recipe.seed * 1_000_003 + step)
-        own = self._own_work(plan)
-        self._generate_all(step, own, policy, clock)
+        own = self._own_task(plan)
+        evaluation = self._evaluation_due(step)
+        tasks = ([own] if own else []) + (evaluation.tasks if evaluation else [])
+        self._generate_all(step, tasks, policy, clock)
+        recipe = self.plan.recipe
         with clock.part("score"):
-            groups = self._share(*(self.scoring.finish() if self.scoring else ([], 0)))
-            partial = self._share_unfinished(own)
+            groups = share_scored(own, recipe, self.groups)
+            resumes = recipe.rollout.unfinished == "resume"
+            partial = share_unfinished(own, self.groups) if resumes else []
+        if evaluation is not None:
+            with clock.part("eval"):
+                self._statistics |= as_statistics(evaluation.finish())
         self._statistics |= self.watch.metrics()
         numbers = self.backlog.end_step(plan, groups, partial, step)
-        self._statistics |= {key: Max(torch.tensor(value)) for key, value in numbers.items()}
+        self._statistics |= as_statistics(numbers)
         return groups
+
+    def evaluate(self, version: int, policy: Policy, clock: Clock) -> dict[str, float]:
+        evaluation = self.evaluator.begin(version)
+        self._generate_all(version, evaluation.tasks, policy, clock)
+        with clock.part("eval"):
+            return evaluation.finish()
+
+    def _evaluation_due(self, step: int) -> Evaluation | None:
+        every = self.plan.recipe.eval.every
+        return self.evaluator.begin(step) if every and step % every == 0 else None
 
     def statistics(self) -> Statistics:
         return self._statistics
@@ -148,47 +165,29 @@ class EngineCollector:
         yield
         self.verify_s += time.perf_counter() - start
 
-    def _own_work(self, plan: StepPlan) -> Round | Episodes | None:
+    def _own_task(self, plan: StepPlan) -> Task | None:
         """This engine's share of what the step starts."""
         if self.scoring is None:
             return None
-        rollout = self.plan.recipe.rollout
         started, num_wanted = plan.share(self.engine_number, self.plan.num_engines)
-        sampling = SamplingParams(
-            max_new_tokens=rollout.max_response_len,
-            min_new_tokens=rollout.min_response_len,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-        )
         groups, seeds = [one.group for one in started], [one.seed for one in started]
-        environments = self.scoring.environments
-        if environments is None:
-            return Round(groups, sampling, seeds, num_wanted)
-        return Episodes(
-            groups,
-            environments,
-            self.plan.tokenizer,
-            sampling=sampling,
-            max_turns=environments.config.max_turns,
-            context_len=self.plan.context_len,
-            seeds=seeds,
-            step_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
+        recipe = self.plan.recipe
+        return make_task(
+            self.plan, recipe, self.scoring, groups, seeds, num_wanted, clock_name="rollout"
         )
 
     def _generate_all(
-        self, step: int, own: Round | Episodes | None, policy: Policy, clock: Clock
+        self, version: int, tasks: Sequence[Task], policy: Policy, clock: Clock
     ) -> None:
         """Sync and generate until no engine has anything left; groups are scored as they finish."""
-        if self.scoring is not None:
-            self.scoring.begin_step()
         num_restarts, recovery_s, canary, self.verify_s = 0, 0.0, 0.0, 0.0
         while True:
-            wanted = own is not None and not own.is_over
+            left = [task for task in tasks if not task.is_over]
             with clock.part("sync"):
-                canary = max(canary, self.sync(step, policy, wanted=wanted))
-            with clock.part("rollout"):
-                if wanted and self._lost is None:
-                    self._generate(own)
+                canary = max(canary, self.sync(version, policy, wanted=bool(left)))
+            if left and self._lost is None:
+                self._generate(left, clock)
+            with clock.part("rollout"):  # the wait for the slowest engine is part of it
                 num_lost = _sum_over_ranks(self._lost is not None)
             if not num_lost:
                 break
@@ -198,7 +197,7 @@ class EngineCollector:
                 self._replace_lost(num_restarts)
                 num_lost = _sum_over_ranks(self._lost is not None)
             recovery_s += time.perf_counter() - start
-            if not _sum_over_ranks(own is not None and not own.is_over):
+            if not _sum_over_ranks(any(not task.is_over for task in tasks)):
                 break
         self._statistics = {
             "rollout/engine_restarts": Max(torch.tensor(float(num_restarts))),
@@ -207,16 +206,16 @@ class EngineCollector:
             "time/verify_s": Max(torch.tensor(self.verify_s)),
         }
 
-    def _generate(self, own: Round | Episodes | None) -> None:
-        assert own is not None
+    def _generate(self, tasks: Sequence[Task], clock: Clock) -> None:
         assert self.engine is not None
-        assert self.scoring is not None
         with self._noting_loss():
-            for group in own.finished(self.engine):
-                self.scoring.begin(group)
-            self.watch.read("awake", self.engine.process_id)
-            self.engine.sleep()
-            self.watch.read("asleep", self.engine.process_id)
+            for task in tasks:
+                with clock.part(task.clock_name):
+                    task.run(self.engine)
+            with clock.part("rollout"):
+                self.watch.read("awake", self.engine.process_id)
+                self.engine.sleep()
+                self.watch.read("asleep", self.engine.process_id)
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
@@ -248,39 +247,6 @@ class EngineCollector:
         except RuntimeError as error:
             self._lost = error if isinstance(error, EngineLost) else EngineLost(str(error))
 
-    def _share(self, own: Sequence[SampleGroup], num_failed: int) -> list[SampleGroup]:
-        """Everybody's groups on every rank, the ids of their routes where they were rolled out only;
-        raises where too many rewards failed over all."""
-        if self.groups.dims.world == 1:
-            return list(own)
-        parts: list[tuple[bytes, int]] = [(b"", 0)] * self.groups.dims.world
-        mine = encode_groups(own, with_routes=False) if own else b""
-        dist.all_gather_object(parts, (mine, num_failed))
-        everything = list(own)
-        for rank, (part, _) in enumerate(parts):
-            if part and rank != self.groups.rank:
-                everything += decode_groups(part)
-        recipe = self.plan.recipe
-        check_failures(
-            f"reward {recipe.reward!r}"
-            if recipe.environment is None
-            else f"environment {recipe.environment.name!r}",
-            sum(failed for _, failed in parts),
-            sum(len(group.samples) for group in everything),
-        )
-        return sorted(everything, key=lambda group: group.samples[0].group_id)
-
-    def _share_unfinished(self, own: Round | Episodes | None) -> list[SampleGroup]:
-        """On every rank what all engines left, where it is resumed; nothing otherwise."""
-        if self.plan.recipe.rollout.unfinished != "resume":
-            return []
-        left = own.unfinished if isinstance(own, Round) else []
-        if self.groups.dims.world == 1:
-            return left
-        parts = [b""] * self.groups.dims.world
-        dist.all_gather_object(parts, encode_groups(left) if left else b"")
-        return [group for part in parts if part for group in decode_groups(part)]
-
     def state_dict(self) -> dict[str, Any]:
         return {**self.cursor.state_dict(), "backlog": self.backlog.state_dict()}
 
@@ -296,6 +262,12 @@ class EngineCollector:
         finally:
             if self.scoring is not None:
                 self.scoring.close()
+            self.evaluator.close()
+
+
+def as_statistics(numbers: Mapping[str, float]) -> Statistics:
+    """Numbers that are the same on every rank."""
+    return {key: Max(torch.tensor(value)) for key, value in numbers.items()}
 
 
 def _sum_over_ranks(number: int | bool) -> int:

@@ -9,15 +9,18 @@ from typing import Any
 import torch
 
 from moe.provenance import provenance_metrics
+from mrl import console
 from mrl.batching import make_train_batches, split_evenly
 from mrl.collect import Clock
 from mrl.diagnosis.collect import Diagnosis
 from mrl.diagnosis.mismatch import mismatch_statistics
 from mrl.exchange import RouteExchange
+from mrl.guards import UpdateGuard, check_finite, check_first_update, sequence_clip
 from mrl.preflight import Plan
 from mrl.types import LossOutput, MicroBatch, Sample, SampleGroup, Statistics, TrainBatch
 from parallel.forward import PassOutput, RecordedRoutes, without_gates
 from parallel.groups import Groups
+from parallel.implementation import choose_dtype
 from parallel.policy import Policy, with_old_logprobs, with_ref_logprobs
 from parallel.reduce import merge, reduce_statistics
 
@@ -31,11 +34,15 @@ class Learner:
     policy: Policy
     exchange: RouteExchange
     diagnosis: Diagnosis
+    _has_updated: bool = False
+    """Since the start of this process."""
 
-    def learn(self, groups: list[SampleGroup], clock: Clock, step: int) -> dict[str, float]:
+    def learn(self, step: int, groups: list[SampleGroup], clock: Clock) -> dict[str, float]:
         """Old (and reference) log-probs, then one optimizer step per mini-batch.
 
-        `step` is the number of the step, and of the weights that it updates.
+        `step` is the number of the step, and of the weights that it updates. Raises RunFailed, with the
+        weights as they were, where something is not finite, and in the first update of a start where
+        the trainer disagrees with itself.
         """
         recipe, algorithm = self.plan.recipe, self.plan.algorithm
         self.policy.onload()
@@ -61,6 +68,7 @@ class Learner:
                 flat = with_ref_logprobs(flat, self.policy.logprobs(flat, ids))
         with clock.part("diagnosis"):
             diagnosed = self.diagnosis.before_update(step, _samples(groups)[0], flat, old)
+        check_finite(step, flat, old.logprobs)  # with the tokens on file
 
         def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
             return algorithm.loss(logprobs, batch, recipe.algorithm)
@@ -68,18 +76,35 @@ class Learner:
         steps = []
         with clock.part("train"):
             done = 0
+            guard_metrics: dict[str, float] = {}
             for batch in batches:
                 share = slice(done, done + len(batch.micro_batches))
                 done = share.stop
                 routes = replay if isinstance(replay, bool) else replay[share]
                 ready = TrainBatch(flat[share], batch.num_loss_tokens, batch.num_samples)
-                steps.append(self.policy.train_step(ready, loss, routes))
+                guard = self._guard(step, is_first=not steps)
+                steps.append(self.policy.train_step(ready, guard.watch(loss), routes, guard.check))
+                guard_metrics |= guard.metrics
         mismatch = mismatch_statistics(flat, old, step) if self.groups.reports_loss else {}
-        metrics = self._learning_metrics(mismatch, old, steps) | diagnosed
+        metrics = self._learning_metrics(mismatch, old, steps) | guard_metrics | diagnosed
         if replays_rollout:
             metrics |= provenance_metrics(_samples(groups)[0])
             metrics["routing/wire_bytes_per_token"] = self.exchange.bytes_per_token
         return metrics
+
+    def _guard(self, step: int, *, is_first: bool) -> UpdateGuard:
+        """Of one optimizer step; `is_first`: of the step's rollout."""
+        algorithm = self.plan.algorithm
+        clip = sequence_clip(algorithm, self.plan.recipe.algorithm)
+        judge = None
+        if not self._has_updated:
+            judge, self._has_updated = self._judge_first, True
+        return UpdateGuard(step, same_weights=is_first, clip=clip, judge=judge)
+
+    def _judge_first(self, metrics: dict[str, float]) -> None:
+        recipe = self.plan.recipe
+        warn = console.warning if self.groups.rank == 0 else lambda text: None
+        check_first_update(metrics, recipe.guards, choose_dtype(recipe.model.dtype), warn)
 
     def _learning_metrics(
         self, mismatch: Statistics, old: PassOutput, steps: list[Any]

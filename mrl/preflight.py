@@ -20,6 +20,7 @@ from mrl.diagnosis.checks import check_capture
 from mrl.environments import resolve_environment
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
+from mrl.eval_sets import EvalSet, read_eval_sets
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
@@ -48,6 +49,7 @@ class Plan:
     prompts: list[Prompt]
     demonstrations: list[Demonstration]
     """Of the warm start; empty without one."""
+    eval_sets: list[EvalSet]
     context_len: int
     resume_step: int | None
     """The checkpoint that the run continues from, unless a file of it turns out to be damaged."""
@@ -115,6 +117,10 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
     check_started(recipe.rollout, len(prompts))
     _check_prompts(recipe, prompts, tokenizer)
     demonstrations = _demonstrations(recipe, tokenizer, context_len)
+    eval_sets = read_eval_sets(recipe, tokenizer, context_len)
+    for each in eval_sets:
+        _check_task(each.recipe)
+        _check_prompts(each.recipe, each.prompts, tokenizer)
     folder.check(recipe)
     resume_step = _resume_step(folder)
     _check_saved_rollouts(recipe, saved_steps or range(resume_step or 0, recipe.train.num_steps))
@@ -127,6 +133,7 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
         tokenizer,
         prompts,
         demonstrations,
+        eval_sets,
         context_len,
         resume_step,
     )

@@ -5,6 +5,7 @@ OUTPUT_DIR/metrics.jsonl          one object a step
 OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts)
 OUTPUT_DIR/tokens/                step_000000.safetensors: what trainer and engine made of each token
 OUTPUT_DIR/diagnosis/             step_000000.json: the gap between them, by layer
+OUTPUT_DIR/evals/                 step_000000.json: metrics of those weights, .jsonl: the samples
 OUTPUT_DIR/checkpoints/           iter_0000010/, latest_checkpointed_iteration.txt
 OUTPUT_DIR/logs/                  the engines' logs
 
@@ -32,6 +33,8 @@ MAY_CHANGE = (
     "checkpoint",
     "debug.save_rollouts",
     "diagnosis",
+    "eval",
+    "guards",
     "parallel",
     "rollout.tensor_parallel_size",
     "optimizer.use_distributed_optimizer",
@@ -51,6 +54,7 @@ class RunFolder:
         self.diagnosis = self.root / "diagnosis"
         self.checkpoints = self.root / "checkpoints"
         self.logs = self.root / "logs"
+        self.evals = self.root / "evals"
         self._lock: IO[str] | None = None
 
     def check(self, recipe: Recipe) -> None:
@@ -141,6 +145,15 @@ class RunFolder:
                     }
                 )
         self.rollout_file(step).write_text("".join(_line(row) for row in rows))
+
+    def write_evaluation(
+        self, version: int, metrics: dict[str, float], rows: Sequence[dict[str, Any]]
+    ) -> None:
+        """What an evaluation of weights `version` gave: its numbers, and one line a sample."""
+        self.evals.mkdir(parents=True, exist_ok=True)
+        file = self.evals / f"step_{version:06d}.json"
+        file.write_text(_line({"step": version, **metrics}))
+        file.with_suffix(".jsonl").write_text("".join(_line(row) for row in rows))
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
         """What `write_rollouts` wrote."""

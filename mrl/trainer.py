@@ -96,6 +96,8 @@ class Trainer:
                     console.step_line(metrics, num_steps=recipe.train.num_steps)
                 self.checkpoints.poll()
                 self._save_if_due()
+            if recipe.eval.every:
+                self._evaluate_last()
             self.checkpoints.finish()
         except BaseException:
             self.checkpoints.rescue()
@@ -117,6 +119,26 @@ class Trainer:
         if self.is_main:
             self.folder.rewind(self.step)
 
+    def evaluate(self, step: int | None = None) -> dict[str, float]:
+        """`eval/*` of the run's checkpoint (the newest, or that of `step`), else of the model."""
+        try:
+            with self._progress(self.collector.start_text):
+                self.collector.start(self.policy)
+            if step is not None:
+                self.step = self.checkpoints.load(step, self.policy).step
+            elif self.plan.resume_step is not None:
+                self.step = self.checkpoints.load_newest(self.policy).step
+            return self.collector.evaluate(self.step, self.policy, Clock())
+        finally:
+            self.collector.close()
+
+    def _evaluate_last(self) -> None:
+        """Of the final weights, which no step generates with: into `evals/` alone."""
+        with self._progress("evaluating the final weights"):
+            metrics = self.collector.evaluate(self.step, self.policy, Clock())
+        if self.is_main:
+            console.evaluation(metrics)
+
     def run_step(self) -> dict[str, float]:
         """One step; returns its metrics, the same on every rank but for the times."""
         start, clock, recipe = time.perf_counter(), Clock(), self.plan.recipe
@@ -128,7 +150,7 @@ class Trainer:
         if recipe.environment is not None:
             metrics |= episode_metrics(groups)
         if not recipe.debug.rollout_only:
-            metrics |= self.learner.learn(groups, clock, self.step)
+            metrics |= self.learner.learn(self.step, groups, clock)
             memory |= memory_statistics("train", self.policy.ledger.where())
         metrics |= reduce_statistics(memory | self.collector.statistics())
         metrics["weight_version"] = max(

@@ -131,7 +131,7 @@ class Critic:
     def train_step(self, batch: TrainBatch, loss: LossFunction) -> StepOutput:
         """One optimizer step; `loss` gets the values f32[N] with gradient. Reports `loss/value`.
 
-        Raises RuntimeError, with the weights untouched, when a gradient is not finite.
+        Raises RunFailed, with the weights untouched, when a gradient is not finite.
         """
         step = self.trained.train_step(batch.micro_batches, loss, False)
         stats: Statistics = {}

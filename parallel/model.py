@@ -157,7 +157,7 @@ def build_chunks(
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=use_distributed_optimizer,
-        check_for_nan_in_grad=True,  # raises before the optimizer touches a weight
+        check_for_nan_in_grad=False,  # raises on one rank while others wait: see TrainedModel
     )
     return [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -121,13 +121,14 @@ class Policy:
             yield
 
     def train_step(
-        self, batch: TrainBatch, loss: LossFunction, replay: RecordedRoutes | bool
+        self,
+        batch: TrainBatch,
+        loss: LossFunction,
+        replay: RecordedRoutes | bool,
+        before_update: Callable[[], None] | None = None,
     ) -> StepOutput:
-        """One optimizer step on the global batch.
-
-        Raises RuntimeError, with the weights untouched, when a gradient is not finite.
-        """
-        step = self.trained.train_step(batch.micro_batches, loss, replay)
+        """One optimizer step on the global batch. As `TrainedModel.train_step`."""
+        step = self.trained.train_step(batch.micro_batches, loss, replay, before_update)
         return StepOutput(step.grad_norm, step.lr, self._step_statistics(step.output))
 
     def _step_statistics(self, output: PassOutput) -> Statistics:

@@ -6,14 +6,16 @@ is the head of its runner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
 from moe.align import router_rows
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
+from mrl.errors import RunFailed
 from mrl.types import MicroBatch
 from parallel.balancing import RouterLosses
 from parallel.forward import (
@@ -123,11 +125,16 @@ class TrainedModel:
         return self.runner.run(batches, None, replay, head, observe)
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss: LossFunction, replay: RecordedRoutes | bool
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossFunction,
+        replay: RecordedRoutes | bool,
+        before_update: Callable[[], None] | None = None,
     ) -> Step:
-        """Gradients of all micro-batches, then one optimizer step.
+        """Gradients of all micro-batches, then one optimizer step; between them `before_update`, which
+        may raise: on all ranks or on none.
 
-        Raises RuntimeError, with the weights untouched, when a gradient is not finite.
+        Raises RunFailed, with the weights untouched, when a gradient is not finite.
         """
         self.require(*KINDS)
         for chunk in self.chunks:
@@ -138,12 +145,30 @@ class TrainedModel:
         num_tokens = torch.tensor(counted, device=self.groups.device)
         self.router_losses.begin_step(num_tokens, self.groups.dp)
         output = self.runner.run(micro_batches, loss, replay)
+        if before_update is not None:
+            before_update()
+        self._require_finite_gradients()
         lr = float(self.optimizer.param_groups[0]["lr"])
         ok, grad_norm, _ = self.optimizer.step()
         if not ok:
-            raise RuntimeError("the optimizer refused the step: a gradient is not finite")
+            raise RunFailed("the optimizer refused the step: a gradient is not finite")
         self.scheduler.step(1)
         return Step(output, float(grad_norm), lr)
+
+    def _require_finite_gradients(self) -> None:
+        """Raise RunFailed, on all ranks, where a gradient of any rank is not finite. A collective.
+
+        Megatron's own check raises on the rank that has it while the others wait in a collective.
+        """
+        norms = [tensor.norm() for tensor in gradient_tensors(self.chunks)]
+        bad = (~torch.stack(norms).isfinite()).any().float()
+        if self.groups.dims.world > 1:
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        if bool(bad):
+            raise RunFailed(
+                "a gradient of the weights is not finite, though those of the log-probs are: the "
+                "backward pass of the model overflowed; the weights are as before this update"
+            )
 
     def offload_optimizer(self) -> None:
         """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""

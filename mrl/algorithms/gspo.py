@@ -19,6 +19,7 @@ from mrl.algorithms.base import (
 from mrl.config import AlgorithmConfig
 from mrl.types import LossOutput, MicroBatch
 
+RATIO = "sequence"
 CLIP_LOW = 3e-4  # section 5.1
 CLIP_HIGH = 4e-4
 

@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from mrl.commands import check, diff, export, replay, toy_model, train, view, why
+from mrl.commands import check, diff, evaluate, export, replay, toy_model, train, view, why
 
-ALL: tuple[ModuleType, ...] = (toy_model, check, train, export, view, why, replay, diff)
+ALL: tuple[ModuleType, ...] = (
+    toy_model,
+    check,
+    train,
+    evaluate,
+    export,
+    view,
+    why,
+    replay,
+    diff,
+)
 """In the order of `mrl --help`."""

@@ -6,6 +6,8 @@ Unknown keys fail with a suggestion. Rooms receive their own branch, never the w
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.branch import Branch
 from mrl.config.diagnosis import DiagnosisConfig
+from mrl.config.evaluation import EvalConfig, EvalSetConfig
+from mrl.config.guards import GuardConfig
 from mrl.config.load import dump_recipe, load_recipe
 from mrl.config.recipe import DebugConfig, Recipe
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
@@ -27,6 +29,9 @@ __all__ = [
     "DebugConfig",
     "DiagnosisConfig",
     "EnvironmentConfig",
+    "EvalConfig",
+    "EvalSetConfig",
+    "GuardConfig",
     "ModelConfig",
     "MoeConfig",
     "OptimizerConfig",

@@ -7,6 +7,8 @@ from pydantic import Field
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.branch import Branch
 from mrl.config.diagnosis import DiagnosisConfig
+from mrl.config.evaluation import EvalConfig
+from mrl.config.guards import GuardConfig
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
 from mrl.config.training import (
     CheckpointConfig,
@@ -36,6 +38,8 @@ class Recipe(Branch):
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     moe: MoeConfig = MoeConfig()
+    eval: EvalConfig = EvalConfig()
+    guards: GuardConfig = GuardConfig()
     reward: str | None = None
     """A file of mrl/rewards/, or `file.py:func`, or `package.module:func`."""
     reward_timeout_s: float = Field(default=30.0, gt=0)

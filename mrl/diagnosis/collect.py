@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mrl.diagnosis.decompose import decompose
-from mrl.diagnosis.gather import choose, fill, gather, route_parts, token_parts
+from mrl.diagnosis.gather import gather_tokens
 from mrl.diagnosis.tokens import TokenRecord, save_tokens
 from mrl.preflight import Plan
 from mrl.run_folder import RunFolder
@@ -75,15 +75,14 @@ class Diagnosis:
     ) -> TokenRecord | None:
         """On rank 0. A collective."""
         recipe, model = self.plan.recipe, self.plan.model
-        chosen = choose(samples, batches, old, self.groups, recipe.diagnosis.max_tokens)
-        tokens = token_parts(batches, old, chosen) if self.groups.reports_loss else []
-        routes = route_parts(self.policy, batches, old, chosen)
-        everyone = gather((tokens, *routes), self.groups)
-        if everyone is None:
-            return None
         layers = model.moe_layer_numbers
-        filled: dict[str, Any] = fill(everyone, sum(chosen.lengths), layers)
-        has_routes = "native_ids" in filled
+        limit = recipe.diagnosis.max_tokens
+        gathered = gather_tokens(self.policy, samples, batches, old, layers, limit)
+        if gathered is None:
+            return None
+        chosen, tensors = gathered
+        fields: dict[str, Any] = {**tensors}
+        has_routes = "native_ids" in fields
         return TokenRecord(
             step=step,
             version=step,
@@ -94,8 +93,8 @@ class Diagnosis:
             num_samples_of_step=len(samples),
             sample_ids=torch.tensor(chosen.ids, dtype=torch.int64),
             cu_seqlens=chosen.cu_seqlens,
-            pieces=self._texts(filled["token_ids"].unique().tolist()),
-            **filled,
+            pieces=self._texts(fields["token_ids"].unique().tolist()),
+            **fields,
         )
 
     def _texts(self, token_ids: list[int]) -> dict[int, str]:

@@ -83,6 +83,28 @@ def _while_they_fit(numbers: Sequence[int], lengths: Sequence[int], budget: int)
     return chosen
 
 
+def gather_tokens(
+    policy: Policy,
+    samples: Sequence[Sample],
+    batches: Sequence[MicroBatch],
+    old: PassOutput,
+    layer_numbers: Sequence[int],
+    max_tokens: int,
+) -> tuple[Chosen, dict[str, Tensor]] | None:
+    """The samples of the record and its tensors per token, on rank 0. A collective.
+
+    `samples` of all ranks; `batches` of this one, and what the pass `old` over them gave, with its
+    `observed` rows where routes are to be recorded; layer_numbers: all L MoE layers of the model.
+    """
+    groups = policy.groups
+    chosen = choose(samples, batches, old, groups, max_tokens)
+    tokens = token_parts(batches, old, chosen) if groups.reports_loss else []
+    everyone = gather((tokens, *route_parts(policy, batches, old, chosen)), groups)
+    if everyone is None:
+        return None
+    return chosen, fill(everyone, sum(chosen.lengths), layer_numbers)
+
+
 def choose(
     samples: Sequence[Sample],
     batches: Sequence[MicroBatch],

@@ -11,7 +11,6 @@ from mrl.diagnosis.mismatch import gap_statistics, mismatch_statistics
 from mrl.histogram import log_histogram, quantile
 from mrl.types import Max, Mean, MicroBatch, Statistics
 from parallel.forward import PassOutput
-
 from parallel.reduce import merge
 
 

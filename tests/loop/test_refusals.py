@@ -34,6 +34,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "reward file": (["reward=nowhere.py:f"], ["nowhere.py"]),
     "engine": (["rollout.engine=sglnag"], ["sglnag", "sglang"]),
     "replay": (["moe.routing_replay=r4"], ["moe.routing_replay", "'r4'"]),
+    "gate weights that nobody recorded": (
+        ["moe.replay=ids_weights"],
+        ["moe.replay is ids_weights", "routing_replay is r3", "set it to r2"],
+    ),
     "balancing without a type": (
         ["moe.aux_loss_coeff=1e-3"],
         ["moe.aux_loss_coeff is 0.001", "load_balancing_type is none", "choose a type"],
