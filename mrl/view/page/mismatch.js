@@ -47,7 +47,8 @@ function layerHeatmap() {
   const show = (name) => place.replaceChildren(familyMap(name, families.get(name)));
   const choice = select("By layer and step:", names.map((name) => [name, FAMILY_NAMES[name] || name]), show);
   show(names[0]);
-  return h("div", { class: "block" }, h("h3", {}, "Layers"), choice.element, place);
+  return h("div", { class: "block" }, h("h3", {}, "Layers"), choice.element, place,
+    h("p", { class: "note" }, "A click on a cell, or Enter, opens the samples of its step where the page has them."));
 }
 
 /** Long runs: one column is the largest value of several steps. */

@@ -20,12 +20,13 @@ function unpack(sample, step) {
 
 function readIds(text, numExperts) {
   const raw = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-  const view = new DataView(raw.buffer);
-  const [size, none] = numExperts <= 0xff ? [1, 0xff] : [2, 0xffff];
-  return Array.from({ length: raw.length / size }, (_, i) => {
-    const id = size === 1 ? raw[i] : view.getUint16(2 * i, true);
-    return id === none ? null : id;
-  });
+  return numExperts <= 0xff ? raw : new Uint16Array(raw.buffer);
+}
+
+/** `count` ids from `start` on; null where there was no route. */
+function idsAt(ids, start, count) {
+  const found = Array.from(ids.subarray(start, start + count));
+  return found.includes(ids.BYTES_PER_ELEMENT === 1 ? 0xff : 0xffff) ? null : found;
 }
 
 /** Routes of a token: [{layer, captured, native, margin, differs}, ...]; null without routes. */
@@ -34,11 +35,10 @@ function routesOf(sample, step, token) {
   if (!routes) return null;
   return step.layers.map((layer, l) => {
     const place = token * step.layers.length + l;
-    const ids = routes.captured.slice(place * step.topk, (place + 1) * step.topk);
     const i = routes.differ.get(place);
-    const captured = ids.includes(null) ? null : ids;
+    const captured = idsAt(routes.captured, place * step.topk, step.topk);
     if (i === undefined) return { layer, captured, native: null, margin: null, differs: false };
-    return { layer, captured, native: routes.native.slice(i * step.topk, (i + 1) * step.topk), margin: routes.margins[i] ?? null, differs: true };
+    return { layer, captured, native: idsAt(routes.native, i * step.topk, step.topk), margin: routes.margins[i] ?? null, differs: true };
   });
 }
 
@@ -55,7 +55,7 @@ function shades(kind, sample, step) {
   const { mask, differing, advantage } = unpack(sample, step);
   const off = (values) => values.map((value, i) => (mask[i] && value !== null ? value : null));
   const scaled = (values) => {
-    const largest = Math.max(1e-30, ...values.map((v) => Math.abs(v ?? 0)));
+    const largest = values.reduce((most, v) => Math.max(most, Math.abs(v ?? 0)), 1e-30);
     return values.map((value) => (value === null ? null : value / largest));
   };
   if (kind === "d") return off(sample.d).map((d) => (d === null ? null : Math.max(-1, Math.min(1, d / EXTREME))));
