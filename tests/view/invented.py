@@ -11,8 +11,8 @@ import torch
 from mrl.diagnosis.tokens import TokenRecord, save_tokens
 
 HOSTILE = (
-    "</script><img src=x onerror=\"document.title='owned'\">",
-    "<!--<script>",
+    "</script ><img src=x onerror=\"document.title='owned'\">",
+    "<!--<script >",
     "{{ 7 * 7 }}",
     "\u202edrawkcab\x07",
     "\ud800",
