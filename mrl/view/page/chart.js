@@ -17,10 +17,11 @@ function chart(spec) {
   const button = h("button", { type: "button", class: "small", "aria-pressed": String(state.log),
     "aria-label": `Log scale of ${spec.title}`, onclick: () => setLog(!state.log) }, "log");
   const plot = h("div", { class: "plot" });
+  const labels = spec.labels || shortLabels(keys);
   const values = keys.map(() => h("span", { class: "value" }));
   const legend = h("ul", { class: "legend" }, keys.map((key, i) =>
     h("li", {}, h("span", { class: `swatch c${i % 8}`, "aria-hidden": "true" }),
-      h("span", { class: "key" }, spec.labels ? spec.labels[i] : key), " ", values[i])), spec.note ? h("li", { class: "key" }, spec.note) : null);
+      h("span", { class: "key", title: key }, labels[i]), " ", values[i])), spec.note ? h("li", { class: "key" }, spec.note) : null);
   const figure = h("figure", { class: "chart", tabindex: "0", "aria-labelledby": title.id, "data-keys": keys.join(" "),
     onkeydown: moveCursor }, h("figcaption", {}, title, at, spec.stacked ? null : button), plot, legend);
   const show = spec.format || number;
@@ -69,6 +70,14 @@ function chart(spec) {
   return figure;
 }
 
+/** Keys without the folders that all of them share. */
+function shortLabels(keys) {
+  const parts = keys.map((key) => key.split("/"));
+  let shared = 0;
+  while (keys.length > 1 && parts.every((part) => part.length > shared + 1 && part[shared] === parts[0][shared])) shared += 1;
+  return parts.map((part) => part.slice(shared).join("/"));
+}
+
 /** The SVG, the scales behind it and a sentence about what it cannot show. */
 function drawPlot(spec, keys, log, width, show) {
   const curvesOf = keys.map((key) => ({ steps: stepsOf(SERIES[key]), values: SERIES[key].v }));
@@ -83,7 +92,9 @@ function drawPlot(spec, keys, log, width, show) {
   const x = (step) => EDGE.left + (last === first ? inner / 2 : ((step - first) / (last - first)) * inner);
   const stepAt = (at) => (last === first ? first : first + ((at - EDGE.left) / inner) * (last - first));
   const line = svg("line", { class: "cursor", y1: EDGE.top, y2: HEIGHT - EDGE.bottom, visibility: "hidden" });
-  const notFinite = lines.flatMap((curve) => curve.steps.filter((_, i) => curve.values[i] === null));
+  // A curve without any value is one that does not apply, such as margins where no route differs.
+  const empty = keys.filter((_, i) => curvesOf[i].values.every((v) => v === null));
+  const notFinite = [...new Set(lines.flatMap((curve, i) => (empty.includes(keys[i]) ? [] : curve.steps.filter((_, at) => curve.values[at] === null))))];
   const element = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": describe(spec, keys, show) },
     axes(x, y, first, last, width, show),
     band ? svg("path", { class: "band", d: area(band.low, band.high, x, y.at) }) : null,
@@ -91,7 +102,7 @@ function drawPlot(spec, keys, log, width, show) {
     spec.stacked ? null : lines.map((curve, i) => drawLine(curve, x, y.at, log, `c${i % 8}`)),
     notFinite.map((step) => svg("text", { class: "not-finite", x: x(step), y: EDGE.top + 8, "text-anchor": "middle" }, "\u00d7")),
     line);
-  const notes = [notFinite.length ? `\u00d7: not finite at ${notFinite.length} step(s).` : "", hidden ? `${hidden} value(s) of 0 or less have no place on a log scale.` : ""];
+  const notes = [empty.length ? `No finite value at any step: ${shortLabels(empty).join(", ")}.` : "", notFinite.length ? `\u00d7: not finite at ${notFinite.length} step(s).` : "", hidden ? `${hidden} value(s) of 0 or less have no place on a log scale.` : ""];
   return { element, x, stepAt, line, note: notes.filter(Boolean).join(" ") };
 }
 

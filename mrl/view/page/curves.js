@@ -11,6 +11,8 @@ const USUAL = [
   { title: "Clipped share", match: [/^ratio\/.*clip/] },
   { title: "Entropy", match: ["entropy"] },
   { title: "KL to the reference", match: [/^kl(\/|$)/, /^ref\/kl/] },
+  { title: "Importance weights", match: [/^importance\//] },
+  { title: "Critic", match: [/^value\/(?!lr$)/] },
   { title: "Evaluation", match: [/^eval\//] },
   { title: "Seconds a step", match: [/^time\/(?!step_s|recovery_s|verify_s).*_s$/], stacked: true },
   { title: "Step time", match: ["time/step_s"] },
