@@ -151,8 +151,12 @@ def test_nothing_is_wider_than_the_window(page, invented, width, height, dark):
 
 @pytest.mark.parametrize("num_steps", [0, 1, 5000])
 def test_any_length_of_run(page, tmp_path, num_steps):
-    rows = [{"step": i, "reward/mean": None if i % 3 else i / 7, "routing/disagreement/layer_01": 0.5,
-             "time/train_s": 1.0, "mismatch/p50": 0.0, "routing/margin_at_disagreement": None} for i in range(num_steps)]  # fmt: skip
+    margin = "routing/margin_at_disagreement"
+    fixed = {"routing/disagreement/layer_01": 0.5, "time/train_s": 1.0, "mismatch/p50": 0.0}
+    rows = [
+        {"step": i, "reward/mean": None if i % 3 else i / 7, **fixed, margin: None}
+        for i in range(num_steps)
+    ]
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     main(["view", str(tmp_path)])
@@ -160,7 +164,7 @@ def test_any_length_of_run(page, tmp_path, num_steps):
     page.open(tmp_path / "view.html")
     assert page.count("#curves .chart") == (2 if num_steps else 0)
     if num_steps:
-        assert "No finite value at any step" in page.text('[data-keys="routing/margin_at_disagreement"]')
+        assert "No finite value at any step" in page.text(f'[data-keys="{margin}"]')
     assert ("No step is done" in page.text("#curves")) == (num_steps == 0)
     page.assert_quiet(tmp_path / "view.html")
     assert (tmp_path / "view.html").stat().st_size < 300_000
