@@ -37,8 +37,12 @@ demo: setup  ## Train a toy MoE from scratch with the real Megatron-core and the
 	$(BIN)/mrl train launch/recipes/toy_moe.yaml
 
 # Two workers: most of the time goes into starts that use one core. tests/conftest.py says how.
-test: setup  ## Run the tests
+test: setup $(VENV)/browser/chromium  ## Run the tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# For the tests of `mrl view`. Where it cannot be had the script says so, and those tests are skipped.
+$(VENV)/browser/chromium: requirements/browser.sh | $(VENV)/.packages
+	bash requirements/browser.sh $(VENV)/browser
 
 lint: setup  ## Check style, formatting and types
 	$(BIN)/ruff check

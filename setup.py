@@ -94,7 +94,13 @@ setup(
     package_dir={"": "."},  # with this, an editable install is one .pth line: new rooms just appear
     packages=find_packages(include=["mrl", "mrl.*", "parallel", "parallel.*", "moe", "moe.*"]),
     package_data={
-        "mrl": ["rollout/cpu_stubs/**", "rollout/server_plugin/**", "rollout/on_policy_plugin/**"]
+        "mrl": [
+            "rollout/cpu_stubs/**",
+            "rollout/server_plugin/**",
+            "rollout/on_policy_plugin/**",
+            "rollout/routing_weights_plugin/**",
+            "view/page/*",
+        ]
     },
     ext_modules=[
         Pybind11Extension(

@@ -107,9 +107,9 @@ class Diagnosis:
 
     def _texts(self, token_ids: list[int]) -> dict[int, str]:
         new = [i for i in token_ids if i not in self._pieces]
-        # Of an empty list transformers makes one empty text.
-        texts = self.plan.tokenizer.batch_decode([[i] for i in new]) if new else []
-        self._pieces |= dict(zip(new, texts, strict=True))
+        if new:  # of an empty list, transformers gives one empty text
+            texts = self.plan.tokenizer.batch_decode([[i] for i in new])
+            self._pieces |= dict(zip(new, texts, strict=True))
         return {i: self._pieces[i] for i in token_ids}
 
     def _decompose(self, step: int, batch: MicroBatch) -> dict[str, float]:
