@@ -71,7 +71,8 @@ class Plan:
              f"({why}), {choose_dtype(recipe.model.dtype)}".replace("torch.", "")),
             ("rollout", f"saved: {source}" if source else
              f"{rollout.engine} {_version(rollout.engine)}, {self.num_engines} engine(s) of tensor "
-             f"parallel size {rollout.tensor_parallel_size}"),
+             f"parallel size {rollout.tensor_parallel_size}, "
+             f"{choose_dtype(rollout.engine_dtype(recipe.model))}".replace("torch.", "")),
             ("algorithm", f"{recipe.algorithm.name}, routing replay {recipe.moe.routing_replay}"),
             ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, {_task(recipe)}"),
             ("a step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "
