@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench layouts conformance faults rollout-bench gpu-check clean
+.PHONY: help setup demo test lint bench layouts conformance faults stability rollout-bench gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -61,6 +61,9 @@ conformance: setup  ## What an engine owes, against a real SGLang: 1 and 2 ranks
 
 faults: setup  ## Kill the engine 20 times in a real run, and hang it; 6 minutes
 	$(BIN)/python -m benchmarks.faults $(BENCH_ARGS)
+
+stability: setup  ## MoE stability: 6 corrections x 5 seeds, bf16 engine, fp32 trainer; 30 minutes
+	$(BIN)/python -W ignore -m benchmarks.stability $(BENCH_ARGS)
 
 rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route bytes, replay, long tails; 10 minutes
 	$(BIN)/python -m benchmarks.throughput

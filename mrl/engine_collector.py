@@ -59,8 +59,9 @@ class EngineCollector:
         self.scoring: Scoring | None = None
         self._lost: EngineLost | None = None
         self._canaries = canary_sequences(plan.prompts, recipe.rollout.canary_prompts)
+        self._dtype = choose_dtype(recipe.rollout.engine_dtype(recipe.model))
         self._tolerance = recipe.rollout.canary_tolerance or default_tolerance(
-            choose_dtype(recipe.model.dtype)
+            choose_dtype(recipe.model.dtype), self._dtype
         )
         self._count = SyncCount()
         self.watch = MemoryWatch(groups.device, console.warning)
@@ -159,7 +160,8 @@ class EngineCollector:
         with self._verifying():
             expected = policy.score(self._canaries) if self._canaries else []
         dist.barrier()  # an engine wakes on the devices of several ranks
-        buckets = policy.export(version, self.plan.recipe.rollout.weight_bucket_mb << 20)
+        max_bytes = self.plan.recipe.rollout.weight_bucket_mb << 20
+        buckets = policy.export(version, max_bytes, self._dtype)
         try:
             if engine is not None:
                 with self._noting_loss():

@@ -83,7 +83,8 @@ class Plan:
              f"({why}), {choose_dtype(recipe.model.dtype)}".replace("torch.", "")),
             ("rollout", f"saved: {source}" if source else
              f"{rollout.engine} {_version(rollout.engine)}, {self.num_engines} engine(s) of tensor "
-             f"parallel size {rollout.tensor_parallel_size}"),
+             f"parallel size {rollout.tensor_parallel_size}, "
+             f"{choose_dtype(rollout.engine_dtype(recipe.model))}".replace("torch.", "")),
             ("algorithm", f"{recipe.algorithm.name}, routing replay {recipe.moe.routing_replay}"),
             *([("critic", f"{self.critic.path}: {self.critic.describe()}")] if self.critic else []),
             ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, {_task(recipe)}"),

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
@@ -159,10 +160,12 @@ class Policy:
         losses = [{**loss.stats, "loss/policy": Sum(loss.loss_sum)} for loss in output.losses]
         return merge([*losses, output.routing])
 
-    def export(self, version: int, max_bytes: int) -> Iterator[WeightBucket]:
-        """The whole model under HF names; every rank must drain the iterator."""
+    def export(
+        self, version: int, max_bytes: int, dtype: torch.dtype | None = None
+    ) -> Iterator[WeightBucket]:
+        """The whole model under HF names, cast to `dtype`; every rank must drain the iterator."""
         self.ledger.require_on_device("parameters")
-        return export_buckets(self.weights, version, max_bytes, self._export_memory)
+        return export_buckets(self.weights, version, max_bytes, self._export_memory, dtype)
 
 
 def with_old_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:

@@ -8,11 +8,15 @@ from typing import Any, Literal
 from pydantic import Field
 
 from mrl.config.branch import Branch
+from mrl.config.training import ModelConfig
 
 
 class RolloutConfig(Branch):
     engine: str = "sglang"
     """A file of mrl/rollout/, or `package.module` from outside."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What the engine holds and computes in; `auto`: as the trainer (`model.dtype`). Weights are cast
+    on the way to it, before they are digested."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that one engine spans."""
     prompts_per_step: int = Field(default=16, ge=1)
@@ -65,8 +69,12 @@ class RolloutConfig(Branch):
     canary_prompts: int = Field(default=4, ge=0)
     """Prompts whose log-probs trainer and engine must agree on after every sync; 0 turns it off."""
     canary_tolerance: float | None = Field(default=None, gt=0)
-    """Mean absolute difference of their log-probs; by default 1e-3 in float32, and 0.1 in half
-    precision, where a few tokens take other experts."""
+    """Mean absolute difference of their log-probs; by default 1e-3 where both are float32, and 0.1
+    where one is in half precision, and a few tokens take other experts."""
+
+    def engine_dtype(self, model: ModelConfig) -> Literal["auto", "float32", "bfloat16"]:
+        """What is asked for the engine; `auto` where the device decides."""
+        return model.dtype if self.dtype == "auto" else self.dtype
 
     @property
     def num_started(self) -> int:

@@ -13,7 +13,8 @@ class ModelConfig(Branch):
     path: str
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """`auto`: bfloat16 on GPUs, float32 on CPUs. Both engines use it."""
+    """`auto`: bfloat16 on GPUs, float32 on CPUs. The rollout engine's too, unless `rollout.dtype` says
+    otherwise."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """`auto`: TransformerEngine where it is installed and there is a GPU; the plan says which."""
 

@@ -123,10 +123,10 @@ def build(
     )
 
 
-def exported(policy: Policy) -> dict[str, Tensor]:
+def exported(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """The whole model under HF names, every name exactly once, each bucket with its own digest."""
     pairs, is_first = [], True
-    for bucket in policy.export(0, 4096):
+    for bucket in policy.export(0, 4096, dtype):
         pairs += [(name, tensor.clone()) for name, tensor in bucket.tensors]
         assert (bucket.digest_s > 0) == is_first  # taken before it, for all
         assert bucket.digest == add_digests(digests_of(bucket.tensors))
@@ -174,6 +174,10 @@ def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dic
         true_on_policy=layout.true_on_policy,
     )
     loaded = exported(policy)
+    for dtype in (torch.bfloat16, torch.float32):  # for an engine of another precision
+        cast = exported(policy, dtype)
+        assert all(torch.equal(cast[name], full.to(dtype)) for name, full in loaded.items())
+        assert {tensor.dtype for tensor in cast.values()} == {dtype}
     _, routing = ready_batch(policy, groups, samples)
     return {
         "loaded": loaded,

@@ -32,6 +32,7 @@ def server_settings(
     The recipe's own (`config.server_args`) come last. Raises InputError for one that it may not set.
     """
     check_server_args(config.server_args)
+    dtype = config.engine_dtype(model)
     settings: dict[str, Any] = {
         "model_path": model.path,
         "trust_remote_code": False,
@@ -51,7 +52,7 @@ def server_settings(
         settings["max_running_requests"] = config.max_running_requests
     if on_gpu:
         settings |= {
-            "dtype": "bfloat16" if model.dtype == "auto" else model.dtype,
+            "dtype": "bfloat16" if dtype == "auto" else dtype,
             "mem_fraction_static": config.mem_fraction_static,
             "enable_memory_saver": True,
             "enable_weights_cpu_backup": keep_weights_on_host,
@@ -61,7 +62,7 @@ def server_settings(
     else:
         settings |= {
             "device": "cpu",
-            "dtype": "float32" if model.dtype == "auto" else model.dtype,
+            "dtype": "float32" if dtype == "auto" else dtype,
             "attention_backend": "torch_native",
             # An idle scheduler spins: it would take a core from the trainer while it trains.
             "sleep_on_idle": True,
