@@ -125,18 +125,9 @@ def check(recipe: Recipe, world: int) -> Plan:
     resume_step = _resume_step(folder)
     _check_saved_rollouts(recipe, resume_step or 0)
     return Plan(
-        recipe,
-        dims,
-        model,
-        reference,
-        algorithm,
-        tokenizer,
-        prompts,
-        demonstrations,
-        eval_sets,
-        context_len,
-        resume_step,
-    )
+        recipe, dims, model, reference, algorithm, tokenizer, prompts, demonstrations,
+        eval_sets, context_len, resume_step,
+    )  # fmt: skip
 
 
 def _task(recipe: Recipe) -> str:
