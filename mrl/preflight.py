@@ -142,19 +142,9 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
         left = range(resume_step or 0, recipe.train.num_steps)
         check_saved_steps(recipe.debug.load_rollouts, saved_steps or left)
     return Plan(
-        recipe,
-        dims,
-        model,
-        reference,
-        critic,
-        algorithm,
-        tokenizer,
-        prompts,
-        demonstrations,
-        eval_sets,
-        context_len,
-        resume_step,
-    )
+        recipe, dims, model, reference, critic, algorithm, tokenizer, prompts, demonstrations,
+        eval_sets, context_len, resume_step,
+    )  # fmt: skip
 
 
 def _task(recipe: Recipe) -> str:

@@ -1,8 +1,8 @@
 """SGLang plugin of `rollout.return_routing_weights`: gate weights come back beside the expert ids.
 
 SGLang keeps the ids of each token's experts as int32 and returns them with a request. Here its buffers
-are twice as wide: K ids, then the bits of the K float32 weights that the experts were given, in
-the same order. On the path only where the recipe asks for them; read by moe/trace.py.
+are twice as wide: K ids, then the bits of the K float32 weights that the experts were given, in that
+order. On the path only where the recipe asks for them; read by moe/trace.py.
 """
 
 import torch

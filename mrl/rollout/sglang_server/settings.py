@@ -13,6 +13,7 @@ from mrl.rollout.sglang_server.arguments import check_server_args
 CPU_STUBS = Path(__file__).parents[1] / "cpu_stubs"
 SERVER_PLUGIN = Path(__file__).parents[1] / "server_plugin"
 ON_POLICY_PLUGIN = Path(__file__).parents[1] / "on_policy_plugin"
+ROUTING_WEIGHTS_PLUGIN = Path(__file__).parents[1] / "routing_weights_plugin"
 CPU_MAX_TOTAL_TOKENS = 16_384
 
 
@@ -72,7 +73,11 @@ def server_settings(
 
 
 def server_environment(
-    gpu_ids: Sequence[int | str], tensor_parallel_size: int, *, true_on_policy: bool = False
+    gpu_ids: Sequence[int | str],
+    tensor_parallel_size: int,
+    *,
+    true_on_policy: bool = False,
+    return_routing_weights: bool = False,
 ) -> dict[str, str]:
     """On top of the trainer's environment. PYTHONPATH here comes before everything else."""
     if gpu_ids:
@@ -81,6 +86,7 @@ def server_environment(
             "PYTHONPATH": str(SERVER_PLUGIN),
         }
     plugins = [SERVER_PLUGIN, CPU_STUBS] + [ON_POLICY_PLUGIN] * true_on_policy
+    plugins += [ROUTING_WEIGHTS_PLUGIN] * return_routing_weights
     environment = {
         "SGLANG_USE_CPU_ENGINE": "1",
         # A toy model on two threads is 20 to 40 times slower than on one.
