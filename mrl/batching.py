@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,14 +19,19 @@ from mrl.types import PackedRoutes, Sample, SampleGroup, TrainBatch
 from parallel.groups import Groups
 from parallel.packing import WeightedSample, pack, plan, round_up
 
+_PUBLISHED = AlgorithmConfig()
+
 
 def set_advantages(
     groups: Sequence[SampleGroup], algorithm: Algorithm, config: AlgorithmConfig
 ) -> None:
     """Fill in every group's advantages; a sample without a reward leaves the loss altogether."""
-    for group in groups:
+    rewards = [group.rewards for group in groups if group.rewards is not None]
+    assert len(rewards) == len(groups)
+    advantages = algorithm.advantages(rewards, config)
+    for group, own in zip(groups, advantages, strict=True):
         assert group.rewards is not None
-        group.advantages = algorithm.advantages(group.rewards, config)
+        group.advantages = own
         group.samples = [
             _without_loss(sample) if abstained else sample
             for sample, abstained in zip(group.samples, group.rewards.isnan().tolist(), strict=True)
@@ -73,9 +79,14 @@ def make_train_batches(
     groups: Groups,
     micro_batch_tokens: int,
     routes: RouteSource | None = held_routes,
+    *,
     drops_stale: bool = True,
+    config: AlgorithmConfig = _PUBLISHED,
+    max_response_len: int = 0,
 ) -> list[TrainBatch]:
     """`make_train_batch` of each mini-batch (samples, advantages) of a step.
+
+    `config`, `max_response_len`: what `algorithm.sequence_weights` wants to know of the recipe.
 
     `routes`: where those to be replayed or compared come from; None for neither. Rows that other
     weights chose than their tokens were sampled with are not among them, and their tokens leave the
@@ -98,7 +109,7 @@ def make_train_batches(
         _pack_share(
             [without_stale_tokens(sample) for sample in samples] if drops else samples,
             advantages,
-            algorithm,
+            partial(_weights, algorithm, config, max_response_len),
             groups,
             shares[groups.dp_rank],
             own_routes,
@@ -171,21 +182,18 @@ def _plan(
 def _pack_share(
     samples: Sequence[Sample],
     advantages: Sequence[float],
-    algorithm: Algorithm,
+    weights_of: Callable[[Sequence[Sample], Sequence[float]], _Weights],
     groups: Groups,
     share: list[list[int]],
     routes: Mapping[int, PackedRoutes],
     first_id: int,
     min_tokens: int,
 ) -> TrainBatch:
-    num_loss_tokens = torch.stack([s.loss_mask.sum() for s in samples])
-    total_tokens = int(num_loss_tokens.sum())
-    total_samples = int((num_loss_tokens > 0).sum())
-    weights = algorithm.sequence_weights(num_loss_tokens, total_tokens, total_samples)
+    weights = weights_of(samples, advantages)
     weighted = [
-        WeightedSample(sample, advantage, weight, first_id + i, routes.get(i))
-        for i, (sample, advantage, weight) in enumerate(
-            zip(samples, advantages, weights.tolist(), strict=True)
+        WeightedSample(sample, advantage, weight, first_id + i, nll_weight, routes.get(i))
+        for i, (sample, advantage, weight, nll_weight) in enumerate(
+            zip(samples, advantages, weights.loss, weights.nll, strict=True)
         )
     ]
     micro_batches = [
@@ -197,4 +205,29 @@ def _pack_share(
         )
         for members in share
     ]
-    return TrainBatch(micro_batches, total_tokens, total_samples)
+    return TrainBatch(micro_batches, weights.num_loss_tokens, weights.num_samples)
+
+
+class _Weights(NamedTuple):
+    """What the samples of an optimizer step count, and what they were divided by."""
+
+    loss: list[float]
+    nll: Sequence[float | None]
+    num_loss_tokens: int
+    num_samples: int
+
+
+def _weights(
+    algorithm: Algorithm,
+    config: AlgorithmConfig,
+    max_response_len: int,
+    samples: Sequence[Sample],
+    advantages: Sequence[float],
+) -> _Weights:
+    counts = torch.stack([s.loss_mask.sum() for s in samples])
+    num_tokens, num_samples = int(counts.sum()), int((counts > 0).sum())
+    weights = algorithm.sequence_weights(counts, num_tokens, num_samples, config, max_response_len)
+    nll: Sequence[float | None] = [None] * len(samples)
+    if (nll_weights := getattr(algorithm, "nll_weights", None)) is not None:
+        nll = nll_weights(counts, torch.tensor(advantages), config).tolist()
+    return _Weights(weights.tolist(), nll, num_tokens, num_samples)

@@ -54,6 +54,8 @@ class Learner:
             recipe.train.micro_batch_tokens,
             self.exchange.deliver if recipe.captures_routes else None,
             drops_stale=replays_rollout,
+            config=recipe.algorithm,
+            max_response_len=recipe.rollout.max_response_len,
         )
         flat = [micro for batch in batches for micro in batch.micro_batches]
         replay: RecordedRoutes | bool = replays_rollout

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mrl import console
-from mrl.algorithms import load_algorithm
+from mrl.algorithms import check_algorithm, load_algorithm
 from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig, MoeConfig, Recipe
 from mrl.data import Demonstration, read_demonstrations, read_prompts
@@ -21,6 +21,7 @@ from mrl.environments import resolve_environment
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
 from mrl.eval_sets import EvalSet, read_eval_sets
+from mrl.on_policy_checks import check_on_policy
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
@@ -98,10 +99,13 @@ def check(recipe: Recipe, world: int) -> Plan:
     reference = _read_reference(recipe.algorithm, model)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)
+    check_on_policy(recipe, dims, model)
     check_unfinished(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
     context_len = _context_len(recipe, model)
     algorithm = load_algorithm(recipe.algorithm.name)
-    algorithm.advantages(torch.tensor([0.0, 1.0]), recipe.algorithm)  # refuses the supervised loss
+    check_algorithm(recipe.algorithm)
+    # Refuses the supervised loss.
+    algorithm.advantages([torch.tensor([0.0, 1.0])], recipe.algorithm)
     _check_task(recipe)
     tokenizer = load_tokenizer(model)
     prompts = read_prompts(

@@ -58,6 +58,7 @@ class Trainer:
                 temperature=recipe.rollout.temperature,
                 reference=self.plan.reference,
                 moe=recipe.moe,
+                true_on_policy=recipe.rollout.true_on_policy,
             )
         self.collector = self._make_collector()
         self.exchange = RouteExchange(self.groups, self.policy.moe_layers)

@@ -51,6 +51,7 @@ class Policy:
         temperature: float,
         reference: HfModel | None = None,
         moe: MoeConfig = MoeConfig(),  # noqa: B008
+        true_on_policy: bool = False,
     ) -> None:
         self.groups = groups
         self._export_memory = SharedMemory()
@@ -64,6 +65,7 @@ class Policy:
             distributed_optimizer=optimizer.use_distributed_optimizer,
             moe=moe,
             ledger=self.ledger,
+            true_on_policy=true_on_policy,
         )
         self._reference: ReferenceWeights | None = None
         if reference is not None:

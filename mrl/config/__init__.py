@@ -3,7 +3,7 @@
 Unknown keys fail with a suggestion. Rooms receive their own branch, never the whole tree.
 """
 
-from mrl.config.algorithm import AlgorithmConfig
+from mrl.config.algorithm import AlgorithmConfig, MaskConfig
 from mrl.config.branch import Branch
 from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig, EvalSetConfig
@@ -32,6 +32,7 @@ __all__ = [
     "EvalConfig",
     "EvalSetConfig",
     "GuardConfig",
+    "MaskConfig",
     "ModelConfig",
     "MoeConfig",
     "OptimizerConfig",

@@ -35,6 +35,9 @@ class RolloutConfig(Branch):
     server_args: dict[str, Any] = Field(default_factory=dict)
     """Fields of SGLang's ServerArgs to set, by their Python names (`attention_backend: triton`), on top
     of what mrl sets. Those that mrl answers for itself are refused, with the key that sets them."""
+    true_on_policy: bool = False
+    """Trainer and engine compute the same bits: old log-probs equal the engine's, routes agree. On
+    CPUs in float32, and slower; docs/on_policy.md says what it takes, and where it is refused."""
     weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """How weights reach the engine. `tensor`: handles to the trainer's memory (shared memory on CPUs,
     CUDA IPC on GPUs). `distributed`: a process group with the engine's ranks (gloo; refused on GPUs,
