@@ -158,9 +158,9 @@ def token_parts(batches: Sequence[MicroBatch], old: PassOutput, chosen: Chosen) 
 
 
 def _token_advantages(batch: MicroBatch) -> Tensor:
-    """f32[N]."""
+    """f32[N]: what the loss takes."""
     if batch.token_advantages is not None:
-        return batch.token_advantages
+        return batch.token_advantages.cpu()
     return batch.advantages.repeat_interleave(batch.cu_seqlens.diff().long())
 
 
