@@ -43,7 +43,8 @@ class Recipe(Branch):
     eval: EvalConfig = EvalConfig()
     guards: GuardConfig = GuardConfig()
     reward: str | None = None
-    """A file of mrl/rewards/, or `file.py:func`, or `package.module:func`."""
+    """A file of mrl/rewards/, `file.py:func`, `package.module:func`, the address of a reward server
+    (`http://host:port`) or a reward model (`reward_model:folder`); see docs/rewards.md."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """For one call of the reward function; over it, the call is killed and the samples masked."""
     environment: EnvironmentConfig | None = None

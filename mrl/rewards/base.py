@@ -11,37 +11,23 @@ from mrl.errors import InputError
 from mrl.plugins import Kind, resolve
 from mrl.processes import START_TIMEOUT_S, JsonWorker, WorkerLost
 
+_NOT_REWARDS = frozenset({"__init__", "base", "runner", "worker", "answers"}) | frozenset(
+    {"remote", "server", "reward_model", "trial", "trial_cases"}
+)
 _KIND = Kind(
     noun="reward",
     package="mrl.rewards",
-    not_plugins=frozenset(
-        [
-            "__init__",
-            "base",
-            "runner",
-            "worker",
-            "answers",
-            "remote",
-            "reward_model",
-            "server",
-            "trial",
-            "trial_cases",
-        ]
-    ),
+    not_plugins=_NOT_REWARDS,
     attribute="reward",
     form="function",
     example="func",
 )
-
-
 REWARD_MODEL = "reward_model:"
 """What a spec begins with that names the folder of a reward model."""
 DEFAULT_TIMEOUT_S = 30.0
 """Of one call, where nothing else is said; the recipe says `reward_timeout_s`."""
 MODEL_START_TIMEOUT_S = 1800.0
 """For reading a reward model."""
-
-
 HANG = "hang"
 """The kind of a call without an answer; the others are below."""
 

@@ -108,6 +108,8 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # keeps the connection open
+    disable_nagle_algorithm = True  # else 40 ms a call: body and header wait for each other
+    wbufsize = -1
 
     def do_GET(self) -> None:
         self._send(200, {"reward": self._rewards().spec})
