@@ -93,7 +93,14 @@ if CUDA:
 setup(
     package_dir={"": "."},  # with this, an editable install is one .pth line: new rooms just appear
     packages=find_packages(include=["mrl", "mrl.*", "parallel", "parallel.*", "moe", "moe.*"]),
-    package_data={"mrl": ["rollout/cpu_stubs/**", "rollout/server_plugin/**", "view/page/*"]},
+    package_data={
+        "mrl": [
+            "rollout/cpu_stubs/**",
+            "rollout/server_plugin/**",
+            "rollout/on_policy_plugin/**",
+            "view/page/*",
+        ]
+    },
     ext_modules=[
         Pybind11Extension(
             "mrl._C",

@@ -19,7 +19,7 @@ enum class Ratio : int { kToken, kSequence };
 enum class Clip : int { kNone, kPpo, kCispo, kSapo };
 enum class Importance : int { kNone, kTis, kMis };
 enum class Level : int { kToken, kSequence };
-enum class Kl : int { kNone, kK1, kK2, kK3 };
+enum class Kl : int { kNone, kK1, kK2, kK3, kK1Plus, kK3Plus };
 
 struct PolicyLossOptions {
   Ratio ratio;

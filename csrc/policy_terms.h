@@ -51,7 +51,7 @@ MRL_FN Objective<F> SapoObjective(const F& r, const F& a, const RatioBounds& bou
 }
 
 // A KL estimator and its derivative by logp, with d = ref - logp (Schulman, "Approximating KL
-// divergence", 2020).
+// divergence", 2020). The last two: the value of k1 or k3 with the derivative of k2.
 template <class F>
 struct KlTerm {
   F value, slope;
@@ -61,8 +61,9 @@ template <class F>
 MRL_FN KlTerm<F> KlPenalty(Kl kind, const F& d) {
   if (kind == Kl::kK1) return {F(0.0f) - d, F(1.0f)};
   if (kind == Kl::kK2) return {F(0.5f) * d * d, F(0.0f) - d};
+  if (kind == Kl::kK1Plus) return {F(0.0f) - d, F(0.0f) - d};
   const auto terms = Exp(d);
-  return {terms.k3, F(0.0f) - terms.exp_minus_1};
+  return {terms.k3, F(0.0f) - (kind == Kl::kK3Plus ? d : terms.exp_minus_1)};
 }
 
 // The weight as applied: into [low, high] (TIS), or 0 outside of it (MIS). NaN stays.

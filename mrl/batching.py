@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,26 +14,30 @@ from moe.provenance import stale_rows, without_stale_tokens
 from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig
 from mrl.errors import InputError
+from mrl.shaping import outside_loss, shaped_rewards, without_loss
 from mrl.types import PackedRoutes, Sample, SampleGroup, TrainBatch
 from parallel.groups import Groups
 from parallel.packing import WeightedSample, pack, plan, round_up
 
+_PUBLISHED = AlgorithmConfig()
+
 
 def set_advantages(
-    groups: Sequence[SampleGroup], algorithm: Algorithm, config: AlgorithmConfig
+    groups: Sequence[SampleGroup],
+    algorithm: Algorithm,
+    config: AlgorithmConfig,
+    max_response_len: int = 0,
 ) -> None:
-    """Fill in every group's advantages; a sample without a reward leaves the loss altogether."""
-    for group in groups:
-        assert group.rewards is not None
-        group.advantages = algorithm.advantages(group.rewards, config)
+    """Fill in every group's advantages, of the shaped rewards; samples that teach nothing leave the
+    loss altogether (`mrl.shaping`)."""
+    rewards = [shaped_rewards(group, config, max_response_len) for group in groups]
+    advantages = algorithm.advantages(rewards, config)
+    for group, own in zip(groups, advantages, strict=True):
+        group.advantages = own
         group.samples = [
-            _without_loss(sample) if abstained else sample
-            for sample, abstained in zip(group.samples, group.rewards.isnan().tolist(), strict=True)
+            without_loss(sample) if outside else sample
+            for sample, outside in zip(group.samples, outside_loss(group, config), strict=True)
         ]
-
-
-def _without_loss(sample: Sample) -> Sample:
-    return dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
 
 
 def split_evenly(groups: Sequence[SampleGroup], parts: int) -> list[list[SampleGroup]]:
@@ -73,9 +77,16 @@ def make_train_batches(
     groups: Groups,
     micro_batch_tokens: int,
     routes: RouteSource | None = held_routes,
+    *,
     drops_stale: bool = True,
+    config: AlgorithmConfig = _PUBLISHED,
+    max_response_len: int = 0,
+    version: int | None = None,
 ) -> list[TrainBatch]:
     """`make_train_batch` of each mini-batch (samples, advantages) of a step.
+
+    `config`, `max_response_len`: what `algorithm.sequence_weights` wants to know of the recipe.
+    `version`: of the weights before the update.
 
     `routes`: where those to be replayed or compared come from; None for neither. Rows that other
     weights chose than their tokens were sampled with are not among them, and their tokens leave the
@@ -98,12 +109,13 @@ def make_train_batches(
         _pack_share(
             [without_stale_tokens(sample) for sample in samples] if drops else samples,
             advantages,
-            algorithm,
+            partial(_weights, algorithm, config, max_response_len),
             groups,
             shares[groups.dp_rank],
             own_routes,
             first_id,
             min_tokens=longest if dims.equal_micro_batches else 1,
+            version=version,
         )
         for (samples, advantages), shares, own_routes, first_id in zip(
             parts, plans, fetched, _first_ids([samples for samples, _ in parts]), strict=True
@@ -171,21 +183,19 @@ def _plan(
 def _pack_share(
     samples: Sequence[Sample],
     advantages: Sequence[float],
-    algorithm: Algorithm,
+    weights_of: Callable[[Sequence[Sample], Sequence[float]], _Weights],
     groups: Groups,
     share: list[list[int]],
     routes: Mapping[int, PackedRoutes],
     first_id: int,
     min_tokens: int,
+    version: int | None,
 ) -> TrainBatch:
-    num_loss_tokens = torch.stack([s.loss_mask.sum() for s in samples])
-    total_tokens = int(num_loss_tokens.sum())
-    total_samples = int((num_loss_tokens > 0).sum())
-    weights = algorithm.sequence_weights(num_loss_tokens, total_tokens, total_samples)
+    weights = weights_of(samples, advantages)
     weighted = [
-        WeightedSample(sample, advantage, weight, first_id + i, routes.get(i))
-        for i, (sample, advantage, weight) in enumerate(
-            zip(samples, advantages, weights.tolist(), strict=True)
+        WeightedSample(sample, advantage, weight, first_id + i, nll_weight, routes.get(i))
+        for i, (sample, advantage, weight, nll_weight) in enumerate(
+            zip(samples, advantages, weights.loss, weights.nll, strict=True)
         )
     ]
     micro_batches = [
@@ -194,7 +204,33 @@ def _pack_share(
             groups.dims.token_multiple,
             sequence_multiple=groups.dims.sequence_multiple,
             min_tokens=min_tokens,
+            version=version,
         )
         for members in share
     ]
-    return TrainBatch(micro_batches, total_tokens, total_samples)
+    return TrainBatch(micro_batches, weights.num_loss_tokens, weights.num_samples)
+
+
+class _Weights(NamedTuple):
+    """What the samples of an optimizer step count, and what they were divided by."""
+
+    loss: list[float]
+    nll: Sequence[float | None]
+    num_loss_tokens: int
+    num_samples: int
+
+
+def _weights(
+    algorithm: Algorithm,
+    config: AlgorithmConfig,
+    max_response_len: int,
+    samples: Sequence[Sample],
+    advantages: Sequence[float],
+) -> _Weights:
+    counts = torch.stack([s.loss_mask.sum() for s in samples])
+    num_tokens, num_samples = int(counts.sum()), int((counts > 0).sum())
+    weights = algorithm.sequence_weights(counts, num_tokens, num_samples, config, max_response_len)
+    nll: Sequence[float | None] = [None] * len(samples)
+    if (nll_weights := getattr(algorithm, "nll_weights", None)) is not None:
+        nll = nll_weights(counts, torch.tensor(advantages), config).tolist()
+    return _Weights(weights.tolist(), nll, num_tokens, num_samples)

@@ -35,6 +35,25 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
+@dataclass
+class SyncCount:
+    """Of a step's syncs and rounds."""
+
+    restarts: int = 0
+    recovery_s: float = 0.0
+    canary: float = 0.0
+    verify_s: float = 0.0
+    """What digests and canaries took, within `time/sync_s`."""
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "rollout/engine_restarts": float(self.restarts),
+            "rollout/canary_abs_mean": self.canary,
+            "time/recovery_s": self.recovery_s,
+            "time/verify_s": self.verify_s,
+        }
+
+
 class Collector(Protocol):
     """Gives a step's scored groups; every method is called on all ranks."""
 

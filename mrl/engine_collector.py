@@ -19,8 +19,9 @@ from torch import Tensor
 
 from mrl import console
 from mrl.canary import canary_sequences, check_canaries, default_tolerance
-from mrl.collect import Clock
+from mrl.collect import Clock, SyncCount
 from mrl.data import PromptCursor
+from mrl.dynamic_sampling import SignalRounds
 from mrl.errors import RunFailed
 from mrl.evaluation import Evaluation, Evaluator
 from mrl.memory_watch import MemoryWatch
@@ -61,8 +62,7 @@ class EngineCollector:
         self._tolerance = recipe.rollout.canary_tolerance or default_tolerance(
             choose_dtype(recipe.model.dtype)
         )
-        self.verify_s = 0.0
-        """What digests and canaries of the step took, within `time/sync_s`."""
+        self._count = SyncCount()
         self.watch = MemoryWatch(groups.device, console.warning)
         self._statistics: Statistics = {}
         self.backlog = Backlog(recipe.rollout)
@@ -92,25 +92,49 @@ class EngineCollector:
         policy.onload()
 
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
-        plan = self.backlog.begin_step(self.cursor.next, self.plan.recipe.seed * 1_000_003 + step)
-        own = self._own_task(plan)
+        seed = self.plan.recipe.seed * 1_000_003 + step
+        self._count = SyncCount()
+        plan = self.backlog.begin_step(self.cursor.next, seed)
         evaluation = self._evaluation_due(step)
-        tasks = ([own] if own else []) + (evaluation.tasks if evaluation else [])
-        self._generate_all(step, tasks, policy, clock)
+        also = evaluation.tasks if evaluation else []
+        groups, partial = self._round(step, plan, policy, clock, also)
+        numbers = self.backlog.end_step(plan, groups, partial, step)
+        if evaluation is not None:
+            with clock.part("eval"):
+                numbers |= evaluation.finish()
+        if self.plan.recipe.algorithm.dynamic_sampling:
+            groups, more = self._rounds_after(groups, step, seed, policy, clock)
+            numbers |= more
+        self._statistics = as_statistics(numbers | self._count.metrics()) | self.watch.metrics()
+        return groups
+
+    def _round(
+        self, step: int, plan: StepPlan, policy: Policy, clock: Clock, also: Sequence[Task] = ()
+    ) -> tuple[list[SampleGroup], list[SampleGroup]]:
+        """The scored groups of a plan, and those that it left unfinished, both on every rank."""
+        own = self._own_task(plan)
+        self._generate_all(step, [*([own] if own else []), *also], policy, clock)
         recipe = self.plan.recipe
         with clock.part("score"):
             groups = share_scored(own, recipe, self.groups)
             resumes = recipe.rollout.unfinished == "resume"
-            partial = share_unfinished(own, self.groups) if resumes else []
-        if evaluation is not None:
-            with clock.part("eval"):
-                self._statistics |= as_statistics(evaluation.finish())
-        self._statistics |= self.watch.metrics()
-        numbers = self.backlog.end_step(plan, groups, partial, step)
-        self._statistics |= as_statistics(numbers)
-        return groups
+            return groups, share_unfinished(own, self.groups) if resumes else []
+
+    def _rounds_after(
+        self, groups: list[SampleGroup], step: int, seed: int, policy: Policy, clock: Clock
+    ) -> tuple[list[SampleGroup], dict[str, float]]:
+        """The step's groups after dynamic sampling; each round sends the weights anew."""
+        rounds = SignalRounds(self.plan.recipe.rollout)
+        rounds.add(groups)
+        while not rounds.is_over:
+            plan = rounds.next_round(self.cursor.next, seed)
+            rounds.add(self._round(step, plan, policy, clock)[0])
+        if rounds.num_missing and self.groups.rank == 0:
+            console.warning(f"step {step}: {rounds.complaint()}")
+        return rounds.result(), rounds.metrics()
 
     def evaluate(self, version: int, policy: Policy, clock: Clock) -> dict[str, float]:
+        self._count = SyncCount()
         evaluation = self.evaluator.begin(version)
         self._generate_all(version, evaluation.tasks, policy, clock)
         with clock.part("eval"):
@@ -127,7 +151,7 @@ class EngineCollector:
         """Bring the engine to the policy's weights and awake; the policy leaves the device.
 
         A collective; where not `wanted`, this rank's engine is left asleep. Returns the mean
-        |difference| of the canaries' log-probs, 0 without. `verify_s` grows by what proof costs.
+        |difference| of the canaries' log-probs, 0 without.
         """
         engine = self.engine if wanted else None
         policy.onload()  # a step that only rolled out left it on the host
@@ -140,7 +164,7 @@ class EngineCollector:
             if engine is not None:
                 with self._noting_loss():
                     engine.wake((WEIGHTS,))
-                    self.verify_s += engine.update_weights(buckets, version).digest_s
+                    self._count.verify_s += engine.update_weights(buckets, version).digest_s
         finally:
             for _ in buckets:  # the gathers are collectives: follow them to the end
                 pass
@@ -163,7 +187,7 @@ class EngineCollector:
     def _verifying(self) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.verify_s += time.perf_counter() - start
+        self._count.verify_s += time.perf_counter() - start
 
     def _own_task(self, plan: StepPlan) -> Task | None:
         """This engine's share of what the step starts."""
@@ -180,11 +204,11 @@ class EngineCollector:
         self, version: int, tasks: Sequence[Task], policy: Policy, clock: Clock
     ) -> None:
         """Sync and generate until no engine has anything left; groups are scored as they finish."""
-        num_restarts, recovery_s, canary, self.verify_s = 0, 0.0, 0.0, 0.0
+        count = self._count
         while True:
             left = [task for task in tasks if not task.is_over]
             with clock.part("sync"):
-                canary = max(canary, self.sync(version, policy, wanted=bool(left)))
+                count.canary = max(count.canary, self.sync(version, policy, wanted=bool(left)))
             if left and self._lost is None:
                 self._generate(left, clock)
             with clock.part("rollout"):  # the wait for the slowest engine is part of it
@@ -193,18 +217,12 @@ class EngineCollector:
                 break
             start = time.perf_counter()
             while num_lost:  # the next one may be lost while it starts
-                num_restarts += num_lost
-                self._replace_lost(num_restarts)
+                count.restarts += num_lost
+                self._replace_lost(count.restarts)
                 num_lost = _sum_over_ranks(self._lost is not None)
-            recovery_s += time.perf_counter() - start
+            count.recovery_s += time.perf_counter() - start
             if not _sum_over_ranks(any(not task.is_over for task in tasks)):
                 break
-        self._statistics = {
-            "rollout/engine_restarts": Max(torch.tensor(float(num_restarts))),
-            "rollout/canary_abs_mean": Max(torch.tensor(canary)),
-            "time/recovery_s": Max(torch.tensor(recovery_s)),
-            "time/verify_s": Max(torch.tensor(self.verify_s)),
-        }
 
     def _generate(self, tasks: Sequence[Task], clock: Clock) -> None:
         assert self.engine is not None

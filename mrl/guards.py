@@ -9,7 +9,6 @@ N packed tokens of a micro-batch, B its sequences.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.algorithms.base import Algorithm, either
+from mrl.algorithms.base import Algorithm, either, traits
 from mrl.config import AlgorithmConfig, GuardConfig
 from mrl.errors import RunFailed
 from mrl.kernels import seq_logratio
@@ -176,8 +175,8 @@ def check_finite(step: int, batches: Sequence[MicroBatch], logprobs: Sequence[Te
 
 def sequence_clip(algorithm: Algorithm, config: AlgorithmConfig) -> float | None:
     """The narrower side of the range of a sequence ratio, None for an algorithm without one."""
-    if getattr(algorithm, "RATIO", "token") != "sequence":
+    published = traits(algorithm).sequence_range
+    if published is None:
         return None
-    low = either(config.clip_low, getattr(algorithm, "CLIP_LOW", math.inf))
-    high = either(config.clip_high, getattr(algorithm, "CLIP_HIGH", math.inf))
-    return min(low, high)
+    low, high = published
+    return min(either(config.clip_low, low), either(config.clip_high, high))

@@ -11,9 +11,15 @@ from typing import Any
 import torch
 
 from mrl import console
-from mrl.algorithms import load_algorithm
-from mrl.algorithms.base import Algorithm
-from mrl.config import AlgorithmConfig, MoeConfig, Recipe
+from mrl.algorithm_checks import (
+    check_dynamic_sampling,
+    check_shaping,
+    read_critic,
+    read_reference,
+)
+from mrl.algorithms import check_algorithm, load_algorithm
+from mrl.algorithms.base import Algorithm, traits
+from mrl.config import MoeConfig, Recipe
 from mrl.data import Demonstration, read_demonstrations, read_prompts
 from mrl.data.chat import ChatTurns
 from mrl.diagnosis.checks import check_capture
@@ -21,6 +27,7 @@ from mrl.environments import resolve_environment
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
 from mrl.eval_sets import EvalSet, read_eval_sets
+from mrl.on_policy_checks import check_on_policy
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
@@ -44,6 +51,8 @@ class Plan:
     model: HfModel
     reference: HfModel | None
     """Of the KL penalty; None where there is none."""
+    critic: HfModel | None
+    """What the critic starts from; None where the algorithm needs none."""
     algorithm: Algorithm
     tokenizer: Any
     prompts: list[Prompt]
@@ -76,6 +85,7 @@ class Plan:
              f"{rollout.engine} {_version(rollout.engine)}, {self.num_engines} engine(s) of tensor "
              f"parallel size {rollout.tensor_parallel_size}"),
             ("algorithm", f"{recipe.algorithm.name}, routing replay {recipe.moe.routing_replay}"),
+            *([("critic", f"{self.critic.path}: {self.critic.describe()}")] if self.critic else []),
             ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, {_task(recipe)}"),
             ("a step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "
              f"= {samples}{started}, up to {rollout.max_response_len} tokens each, "
@@ -98,13 +108,19 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
         check_names(model, tensors.names)
     choose_implementation(recipe.model.transformer_impl)
     _check_moe(recipe, model)
-    reference = _read_reference(recipe.algorithm, model)
+    reference = read_reference(recipe.algorithm, model)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)
+    check_on_policy(recipe, dims, model)
     check_unfinished(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
     context_len = _context_len(recipe, model)
     algorithm = load_algorithm(recipe.algorithm.name)
-    algorithm.advantages(torch.tensor([0.0, 1.0]), recipe.algorithm)  # refuses the supervised loss
+    check_algorithm(recipe.algorithm)
+    # Refuses the supervised loss.
+    algorithm.advantages([torch.tensor([0.0, 1.0])], recipe.algorithm)
+    critic = read_critic(recipe, traits(algorithm).needs_critic, model, dims)
+    check_shaping(recipe)
+    check_dynamic_sampling(recipe)
     _check_task(recipe)
     tokenizer = load_tokenizer(model)
     prompts = read_prompts(
@@ -129,6 +145,7 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
         dims,
         model,
         reference,
+        critic,
         algorithm,
         tokenizer,
         prompts,
@@ -266,29 +283,6 @@ def _check_balancing(moe: MoeConfig, model: HfModel) -> None:
             f"{model.architecture.model_type} have no expert bias; set it to 0, or balance with "
             "moe.load_balancing_type"
         )
-
-
-def _read_reference(algorithm: AlgorithmConfig, model: HfModel) -> HfModel | None:
-    path = algorithm.reference_path
-    if not algorithm.kl_coef:
-        if path is not None:
-            raise InputError(
-                f"algorithm.reference_path is {path}, but algorithm.kl_coef is 0; give it a weight, or "
-                "leave the reference out"
-            )
-        return None
-    if path is None:
-        return model
-    try:
-        reference = HfModel.read(path)
-    except InputError as error:
-        raise InputError(str(error).replace("model.path", "algorithm.reference_path")) from None
-    if differences := model.differences(reference):
-        raise InputError(
-            f"algorithm.reference_path {path}: {', '.join(differences)}; give a model of the "
-            f"architecture and sizes of {model.path}"
-        )
-    return reference
 
 
 def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:

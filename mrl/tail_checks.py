@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mrl.algorithms.base import importance_weight
+from mrl.algorithms import load_algorithm, traits
+from mrl.algorithms.corrections import importance_weight
 from mrl.config import AlgorithmConfig, Recipe, RolloutConfig
 from mrl.errors import InputError
 
@@ -37,7 +38,8 @@ def check_unfinished(recipe: Recipe, num_engines: int) -> None:
             f"rollout.unfinished is {rollout.unfinished}, but with rollout.over_sampling 1.0 every "
             "prompt finishes; start more than a step needs (e.g. 1.5), or leave it at drop"
         )
-    if rollout.unfinished == "resume" and recipe.algorithm.importance == "none":
+    corrects = traits(load_algorithm(recipe.algorithm.name)).corrects_rollout
+    if rollout.unfinished == "resume" and recipe.algorithm.importance == "none" and not corrects:
         raise InputError(
             "rollout.unfinished is resume, but algorithm.importance is none: tokens of older weights "
             "would count as if the present ones had sampled them; set algorithm.importance=tis"

@@ -196,6 +196,18 @@ class MicroBatch:
     """f32[N], on the last pipeline stage."""
     ref_logprobs: Tensor | None = None
     """f32[N], on the last pipeline stage."""
+    token_advantages: Tensor | None = None
+    """f32[N]: take the place of `advantages`, on the last pipeline stage. With a critic, `advantages`
+    are the rewards."""
+    old_values: Tensor | None = None
+    """f32[N]: the critic's before the update, on the last pipeline stage."""
+    returns: Tensor | None = None
+    """f32[N]: what the critic learns, on the last pipeline stage."""
+    nll_weight: Tensor | None = None
+    """f32[B]: what the log-likelihood of each sequence counts beside the policy loss; carries its own
+    global normaliser."""
+    version: int | None = None
+    """The trainer's weights at the rollout; the staleness of a token is version - weight_versions."""
 
     @property
     def num_tokens(self) -> int:

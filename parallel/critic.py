@@ -138,4 +138,4 @@ class Critic:
         if self.groups.reports_loss:
             losses = step.output.losses
             stats = merge([{**each.stats, "loss/value": Sum(each.loss_sum)} for each in losses])
-        return StepOutput(step.grad_norm, step.lr, stats)
+        return StepOutput(step.grad_norm, step.lr, stats, step.output)

@@ -32,6 +32,8 @@ class WeightedSample:
     seq_weight: float
     sample_id: int = -1
     """Its number in the step."""
+    nll_weight: float | None = None
+    """What its log-likelihood counts beside the policy loss; all samples have one, or none has."""
     routes: PackedRoutes | None = None
     """Of its T-1 routed tokens, in the layers of this rank; None where every router decides."""
 
@@ -81,11 +83,13 @@ def pack(
     *,
     sequence_multiple: int = 1,
     min_tokens: int = 1,
+    version: int | None = None,
 ) -> MicroBatch:
     """Lay samples end to end, each padded to a multiple of `sequence_multiple` tokens.
 
     What is missing to a multiple of `token_multiple`, and to `min_tokens`, is one more sequence.
-    Padding has no loss and native routes. No samples give an empty micro-batch of padding.
+    Padding has no loss and native routes. No samples give an empty micro-batch of padding. `version`:
+    the trainer's weights at the rollout.
     """
     lengths = [len(s.sample.token_ids) for s in samples]
     rooms = [round_up(n, sequence_multiple) for n in lengths]
@@ -109,6 +113,8 @@ def pack(
     def per_sequence(values: list[float]) -> Tensor:
         return torch.tensor(values + [0.0] * bool(padding), dtype=torch.float32)
 
+    nll_weights = [s.nll_weight for s in samples if s.nll_weight is not None]
+
     return MicroBatch(
         input_ids=per_token("token_ids", torch.int64),
         position_ids=torch.cat([torch.arange(n) for n in rooms]),
@@ -123,6 +129,8 @@ def pack(
             torch.full((total,), UNKNOWN_VERSION, dtype=torch.int32),
         ),
         routes=routes,
+        nll_weight=per_sequence(nll_weights) if len(nll_weights) == len(samples) else None,
+        version=version,
     )
 
 

@@ -35,6 +35,8 @@ class StepOutput:
     lr: float
     stats: Statistics
     """This rank's share, `loss/policy` among them."""
+    output: PassOutput
+    """What its forward pass gave, under the weights before the step."""
 
 
 class Policy:
@@ -51,6 +53,7 @@ class Policy:
         temperature: float,
         reference: HfModel | None = None,
         moe: MoeConfig = MoeConfig(),  # noqa: B008
+        true_on_policy: bool = False,
     ) -> None:
         self.groups = groups
         self._export_memory = SharedMemory()
@@ -64,6 +67,7 @@ class Policy:
             distributed_optimizer=optimizer.use_distributed_optimizer,
             moe=moe,
             ledger=self.ledger,
+            true_on_policy=true_on_policy,
         )
         self._reference: ReferenceWeights | None = None
         if reference is not None:
@@ -74,9 +78,26 @@ class Policy:
         self.trained.make_optimizer(optimizer)
         self.runner = self.trained.runner
         self.reset_optimizer = self.trained.make_optimizer
-        self.offload_optimizer = self.trained.offload_optimizer
+        self._companion: TrainedModel | None = None
         self.offload_parameters = self.trained.offload_parameters
-        self.onload = self.trained.onload
+
+    def share_device(self, companion: TrainedModel) -> None:
+        """A critic of the same ledger: it leaves the device before the engine wakes, and returns with
+        the policy."""
+        self._companion = companion
+
+    def offload_optimizer(self) -> None:
+        """As `TrainedModel.offload_optimizer`; of a companion, which no engine reads, all leaves."""
+        self.trained.offload_optimizer()
+        if self._companion is not None:
+            self._companion.offload_optimizer()
+            self._companion.offload_parameters()
+
+    def onload(self) -> None:
+        """As `TrainedModel.onload`, of the companion too."""
+        self.trained.onload()
+        if self._companion is not None:
+            self._companion.onload()
 
     @property
     def chunks(self) -> list[Any]:
@@ -129,7 +150,8 @@ class Policy:
     ) -> StepOutput:
         """One optimizer step on the global batch. As `TrainedModel.train_step`."""
         step = self.trained.train_step(batch.micro_batches, loss, replay, before_update)
-        return StepOutput(step.grad_norm, step.lr, self._step_statistics(step.output))
+        stats = self._step_statistics(step.output)
+        return StepOutput(step.grad_norm, step.lr, stats, step.output)
 
     def _step_statistics(self, output: PassOutput) -> Statistics:
         if not self.groups.reports_loss:

@@ -64,20 +64,34 @@ class TrainedModel:
         ledger: Ledger,
         prefix: str = "",
         output_layer: OutputLayer | None = None,
+        true_on_policy: bool = False,
     ) -> None:
-        """`prefix`: of its kinds in the ledger. `output_layer`: in the place of the vocabulary's."""
+        """`prefix`: of its kinds in the ledger. `output_layer`: in the place of the vocabulary's.
+        `true_on_policy`: layers that compute each token as the engine does (`parallel.invariant`)."""
         self.groups, self.ledger, self._prefix = groups, ledger, prefix
         implementation, _ = choose_implementation(config.transformer_impl)
         self._dtype = choose_dtype(config.dtype)
         self._settings = build_config(
-            model, groups, self._dtype, implementation, recompute, moe.expert_bias_update_rate
+            model,
+            groups,
+            self._dtype,
+            implementation,
+            recompute,
+            moe.expert_bias_update_rate,
+            true_on_policy,
         )
         # The loss carries its own normaliser; Megatron would divide by the number of tokens.
         self._settings.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: (
             finalize_model_grads(chunks, None, **kw)
         )
         self.chunks = build_chunks(
-            model, groups, self._settings, implementation, distributed_optimizer, output_layer
+            model,
+            groups,
+            self._settings,
+            implementation,
+            distributed_optimizer,
+            output_layer,
+            true_on_policy,
         )
         self.weights = WeightMap(model, groups, self.chunks)
         self.router_losses = RouterLosses(moe, map(unwrap, self.chunks))

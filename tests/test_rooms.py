@@ -29,7 +29,10 @@ ROOMS = {
     "mrl.rewards": set(),
     "mrl.environments": {"mrl.rewards"},
     "mrl.data": set(),
-    "mrl.rollout": {"moe.trace", "mrl.kernels.digest"},
+    "mrl.rollout": {
+        *("moe.trace", "mrl.kernels.digest"),
+        *("mrl.kernels.invariant", "mrl.kernels.vp_logprob"),
+    },
     "moe": {"mrl.kernels"},
     "parallel": {"mrl.kernels", "moe"},
 }

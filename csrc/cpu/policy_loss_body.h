@@ -211,6 +211,8 @@ inline void RunPolicyBlock(const PolicyBlock& block, const PolicyLossOptions& o,
     if (o.kl == Kl::kK1) PenalizeTokens<Kl::kK1>(block, lanes);
     if (o.kl == Kl::kK2) PenalizeTokens<Kl::kK2>(block, lanes);
     if (o.kl == Kl::kK3) PenalizeTokens<Kl::kK3>(block, lanes);
+    if (o.kl == Kl::kK1Plus) PenalizeTokens<Kl::kK1Plus>(block, lanes);
+    if (o.kl == Kl::kK3Plus) PenalizeTokens<Kl::kK3Plus>(block, lanes);
   }
   const bool cispo = o.clip == Clip::kCispo;
   if (o.ratio == Ratio::kSequence) {

@@ -10,13 +10,26 @@ import importlib
 from pathlib import Path
 from typing import cast
 
-from mrl.algorithms.base import Algorithm
+from mrl.algorithms import check
+from mrl.algorithms.base import Algorithm, traits
+from mrl.config import AlgorithmConfig
 from mrl.errors import InputError
 
-__all__ = ["Algorithm", "list_algorithms", "load_algorithm"]
+__all__ = ["Algorithm", "check_algorithm", "list_algorithms", "load_algorithm", "traits"]
 
-_PARTS = ("__init__", "base", "value_loss")
-"""Files of this folder that are no algorithms."""
+_PARTS = (
+    "__init__",
+    "advantages",
+    "aggregation",
+    "base",
+    "check",
+    "corrections",
+    "gae",
+    "kl",
+    "ratio_loss",
+    "value_loss",
+)
+"""Files of this folder that are no algorithms: what these share."""
 _FUNCTIONS = ("advantages", "sequence_weights", "loss")
 
 
@@ -50,6 +63,11 @@ def load_algorithm(name: str) -> Algorithm:
             f"with the functions {', '.join(_FUNCTIONS)}"
         )
     return cast(Algorithm, module)
+
+
+def check_algorithm(config: AlgorithmConfig) -> None:
+    """Raise InputError for an unknown name, and for options that make no sense together."""
+    check.check_algorithm(config, traits(load_algorithm(config.name)))
 
 
 def _unknown(name: str, known: list[str]) -> str:

@@ -4,38 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mrl.algorithms.base import (
-    clipped_loss,
-    either,
-    group_advantages,
-    importance_weight,
-    kl_penalty,
-    weight_where_loss,
-)
+from mrl.algorithms.advantages import group_normalised
+from mrl.algorithms.aggregation import weights_by
+from mrl.algorithms.ratio_loss import ppo_clip, ratio_loss
 from mrl.config import AlgorithmConfig
 from mrl.types import LossOutput, MicroBatch
 
+READS = ("clip_low", "clip_high", "dual_clip")
 CLIP_LOW = 0.2
 CLIP_HIGH = 0.2
 
-advantages = group_advantages
-
-
-def sequence_weights(
-    num_loss_tokens: Tensor, num_loss_tokens_total: int, num_samples_total: int
-) -> Tensor:
-    """Token mean per sequence, then mean over samples: 1/(|y| * num_samples_total), f32[S]."""
-    return weight_where_loss(num_loss_tokens, num_loss_tokens * num_samples_total)
+advantages = group_normalised
+sequence_weights = weights_by("seq_mean_token_mean")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
     """Eq. 3 with beta = kl_coef, negated and weighted. Raises ValueError without `old_logprobs`."""
-    return clipped_loss(
-        logprobs,
-        batch,
-        ratio="token",
-        clip_low=either(config.clip_low, CLIP_LOW),
-        clip_high=either(config.clip_high, CLIP_HIGH),
-        kl=kl_penalty(config),
-        importance=importance_weight(config),
-    )
+    clip = ppo_clip(config, CLIP_LOW, CLIP_HIGH)
+    return ratio_loss(logprobs, batch, config, ratio="token", clip=clip)

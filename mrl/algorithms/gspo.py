@@ -8,39 +8,35 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mrl.algorithms.base import (
-    clipped_loss,
-    either,
-    group_advantages,
-    importance_weight,
-    kl_penalty,
-    weight_where_loss,
-)
+from mrl.algorithms.advantages import group_normalised
+from mrl.algorithms.aggregation import weights_by
+from mrl.algorithms.ratio_loss import ppo_clip, ratio_loss
 from mrl.config import AlgorithmConfig
 from mrl.types import LossOutput, MicroBatch
 
 RATIO = "sequence"
+READS = ("clip_low", "clip_high", "dual_clip")
 CLIP_LOW = 3e-4  # section 5.1
 CLIP_HIGH = 4e-4
 
-advantages = group_advantages
-
-
-def sequence_weights(
-    num_loss_tokens: Tensor, num_loss_tokens_total: int, num_samples_total: int
-) -> Tensor:
-    """Mean over sequences: 1/num_samples_total, f32[S]; 0 without a loss token."""
-    return weight_where_loss(num_loss_tokens, num_samples_total)
+advantages = group_normalised
+sequence_weights = weights_by("seq_mean_token_mean", ratio="sequence")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Eq. 5, negated and weighted. Raises ValueError without `old_logprobs`."""
-    return clipped_loss(
-        logprobs,
-        batch,
-        ratio="sequence",
-        clip_low=either(config.clip_low, CLIP_LOW),
-        clip_high=either(config.clip_high, CLIP_HIGH),
-        kl=kl_penalty(config),
-        importance=importance_weight(config),
-    )
+    """Eq. 5, negated and weighted.
+
+    Raises ValueError without `old_logprobs`, and with token advantages: a sequence has one here.
+    """
+    if batch.token_advantages is not None:
+        raise ValueError(
+            "MicroBatch.token_advantages: got a tensor, but gspo has one a sequence; "
+            "expected gspo_token"
+        )
+    return sequence_loss(logprobs, batch, config)
+
+
+def sequence_loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
+    """GSPO's loss with GSPO's clip range, of whatever advantages there are."""
+    clip = ppo_clip(config, CLIP_LOW, CLIP_HIGH)
+    return ratio_loss(logprobs, batch, config, ratio="sequence", clip=clip)

@@ -6,28 +6,27 @@ no advantages: asked for them, as the algorithm of an RL run would be, it refuse
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from mrl.algorithms.base import weight_where_loss
+from mrl.algorithms.aggregation import weights_by
 from mrl.config import AlgorithmConfig
 from mrl.errors import InputError
 from mrl.types import LossOutput, MicroBatch
 
+READS = ()
 
-def advantages(rewards: Tensor, config: AlgorithmConfig) -> Tensor:
+sequence_weights = weights_by("token_mean")
+
+
+def advantages(rewards: Sequence[Tensor], config: AlgorithmConfig) -> list[Tensor]:
     """Raises InputError: zeros would let an RL run train on its own samples, good and bad."""
     raise InputError(
         "algorithm.name: got 'nll', the supervised loss of warm starts, which has no advantages; "
         "expected an RL algorithm such as gspo or grpo"
     )
-
-
-def sequence_weights(
-    num_loss_tokens: Tensor, num_loss_tokens_total: int, num_samples_total: int
-) -> Tensor:
-    """Token mean over the step: 1/num_loss_tokens_total, f32[S]; 0 without a loss token."""
-    return weight_where_loss(num_loss_tokens, num_loss_tokens_total)
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:

@@ -9,7 +9,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrl.types import LossOutput, Mean
+from mrl.config import AlgorithmConfig
+from mrl.types import LossOutput, Mean, MicroBatch
+
+
+def critic_loss(values: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
+    """`value_loss` of a micro-batch, weighted as its policy loss: the loss of `Critic.train_step`.
+
+    values f32[N] with gradient. Raises ValueError without `old_values` or `returns`.
+    """
+    if batch.old_values is None or batch.returns is None:
+        raise ValueError("MicroBatch.old_values, returns: got None, expected f32[N] of the critic")
+    return value_loss(
+        values,
+        batch.old_values,
+        batch.returns,
+        batch.loss_mask,
+        batch.cu_seqlens,
+        batch.seq_weight,
+        clip=config.value_clip,
+    )
 
 
 def value_loss(

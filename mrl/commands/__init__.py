@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from mrl.commands import check, diff, evaluate, export, replay, toy_model, train, view, why
+from mrl.commands import (
+    check,
+    diff,
+    evaluate,
+    export,
+    replay,
+    reward,
+    toy_model,
+    train,
+    view,
+    why,
+)
 
 ALL: tuple[ModuleType, ...] = (
     toy_model,
@@ -15,6 +26,7 @@ ALL: tuple[ModuleType, ...] = (
     train,
     evaluate,
     export,
+    reward,
     view,
     why,
     replay,

@@ -3,8 +3,9 @@
 Unknown keys fail with a suggestion. Rooms receive their own branch, never the whole tree.
 """
 
-from mrl.config.algorithm import AlgorithmConfig
+from mrl.config.algorithm import AlgorithmConfig, MaskConfig
 from mrl.config.branch import Branch
+from mrl.config.critic import CriticConfig
 from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig, EvalSetConfig
 from mrl.config.guards import GuardConfig
@@ -25,6 +26,7 @@ __all__ = [
     "AlgorithmConfig",
     "Branch",
     "CheckpointConfig",
+    "CriticConfig",
     "DataConfig",
     "DebugConfig",
     "DiagnosisConfig",
@@ -32,6 +34,7 @@ __all__ = [
     "EvalConfig",
     "EvalSetConfig",
     "GuardConfig",
+    "MaskConfig",
     "ModelConfig",
     "MoeConfig",
     "OptimizerConfig",

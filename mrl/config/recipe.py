@@ -6,6 +6,7 @@ from pydantic import Field
 
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.branch import Branch
+from mrl.config.critic import CriticConfig
 from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig
 from mrl.config.guards import GuardConfig
@@ -37,6 +38,7 @@ class Recipe(Branch):
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     moe: MoeConfig = MoeConfig()
     eval: EvalConfig = EvalConfig()
     guards: GuardConfig = GuardConfig()

@@ -35,6 +35,9 @@ class RolloutConfig(Branch):
     server_args: dict[str, Any] = Field(default_factory=dict)
     """Fields of SGLang's ServerArgs to set, by their Python names (`attention_backend: triton`), on top
     of what mrl sets. Those that mrl answers for itself are refused, with the key that sets them."""
+    true_on_policy: bool = False
+    """Trainer and engine compute the same bits: old log-probs equal the engine's, routes agree. On
+    CPUs in float32, and slower; docs/on_policy.md says what it takes, and where it is refused."""
     weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """How weights reach the engine. `tensor`: handles to the trainer's memory (shared memory on CPUs,
     CUDA IPC on GPUs). `distributed`: a process group with the engine's ranks (gloo; refused on GPUs,
@@ -47,6 +50,9 @@ class RolloutConfig(Branch):
     with short answers. `resume` (APRIL, arXiv 2509.18521): continued first in the next step under its
     newer weights; needs `algorithm.importance`. `defer` (RollPacker, arXiv 2509.21009): started anew in
     a step that waits for all, once so many have gathered."""
+    dynamic_sampling_rounds: int = Field(default=4, ge=1)
+    """With `algorithm.dynamic_sampling`: times that a step draws prompts until prompts_per_step of them
+    have a signal; each round draws as many as are missing. Then it trains with what there is."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     request_timeout_s: float = Field(default=1800.0, gt=0)
     """For all completions of a step, or of one turn of its conversations."""

@@ -57,13 +57,21 @@ class Diagnosis:
                 self.folder.tokens.mkdir(exist_ok=True)
                 save_tokens(self.folder.token_file(step), record)
             old.observed.clear()
-        every = self.plan.recipe.diagnosis.decompose_every
-        if not every or step % every:
+        if not self._decomposes(step):
             return {}
+        every = self.plan.recipe.diagnosis.decompose_every
         return self._decompose(step, batches[(step // every) % len(batches)])
+
+    def is_due(self, step: int) -> bool:
+        """Whether `before_update` has anything to do."""
+        return self._saves_tokens(step) or self._decomposes(step)
 
     def _saves_tokens(self, step: int) -> bool:
         every = self.plan.recipe.diagnosis.save_tokens_every
+        return bool(every) and step % every == 0
+
+    def _decomposes(self, step: int) -> bool:
+        every = self.plan.recipe.diagnosis.decompose_every
         return bool(every) and step % every == 0
 
     def token_record(

@@ -159,8 +159,8 @@ def token_parts(batches: Sequence[MicroBatch], old: PassOutput, chosen: Chosen) 
 
 def _token_advantages(batch: MicroBatch) -> Tensor:
     """f32[N]."""
-    if len(batch.advantages) == batch.num_tokens:
-        return batch.advantages
+    if batch.token_advantages is not None:
+        return batch.token_advantages
     return batch.advantages.repeat_interleave(batch.cu_seqlens.diff().long())
 
 

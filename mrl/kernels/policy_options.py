@@ -13,7 +13,7 @@ RATIOS = ("token", "sequence")
 _CLIPS = ("none", "ppo", "cispo", "sapo")
 _IMPORTANCE = ("none", "tis", "mis")
 _LEVELS = ("token", "sequence")
-_KLS = ("none", "k1", "k2", "k3")
+_KLS = ("none", "k1", "k2", "k3", "k1+", "k3+")
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,11 @@ class ImportanceWeight:
 class KlPenalty:
     """coef * KL(current || ref), by an estimator of one sample with d = ref - logp (Schulman 2020).
 
-    `k1` = -d, `k2` = d^2 / 2, `k3` = exp(d) - 1 - d; differentiated as they stand.
+    `k1` = -d, `k2` = d^2 / 2, `k3` = exp(d) - 1 - d; differentiated as they stand. `k1+`, `k3+`: their
+    value with the derivative of `k2`, whose expectation is the gradient of the KL.
     """
 
-    kind: Literal["k1", "k2", "k3"]
+    kind: Literal["k1", "k2", "k3", "k1+", "k3+"]
     coef: float
 
     def __post_init__(self) -> None:

@@ -102,7 +102,9 @@ class Engine:
                 first_version=first_version,
                 keep_weights_on_host=keep_weights_on_host,
             ),
-            server_environment(gpu_ids, config.tensor_parallel_size),
+            server_environment(
+                gpu_ids, config.tensor_parallel_size, true_on_policy=config.true_on_policy
+            ),
             Path(log_path),
         )
         self._weights_folder = Path(log_path).with_suffix(".weights")

@@ -42,7 +42,9 @@ def test_the_loss_is_that_of_the_tokens_of_the_policy_alone(name):
     for keep in (torch.ones_like(MASK), MASK):
         logprobs = now[keep].clone().requires_grad_()
         mask = MASK[keep]
-        (weight,) = algorithm.sequence_weights(mask.sum()[None], int(mask.sum()), 1).tolist()
+        total = int(mask.sum())
+        weights = algorithm.sequence_weights(mask.sum()[None], total, 1, AlgorithmConfig(), 99)
+        (weight,) = weights.tolist()
         batch = batch_of(logprobs, old[keep], mask, lengths=[int(keep.sum())], weight=weight)
         loss = algorithm.loss(logprobs, batch, AlgorithmConfig()).loss_sum
         loss.backward()

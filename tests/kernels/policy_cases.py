@@ -26,7 +26,14 @@ WEIGHTS = (
     ImportanceWeight("mis", "token", 0.7, 1.4),
     ImportanceWeight("mis", "sequence", 0.9, 1.1),
 )
-KLS = (None, KlPenalty("k1", 0.1), KlPenalty("k2", 0.1), KlPenalty("k3", 0.1))
+KLS = (
+    None,
+    KlPenalty("k1", 0.1),
+    KlPenalty("k2", 0.1),
+    KlPenalty("k3", 0.1),
+    KlPenalty("k1+", 0.1),
+    KlPenalty("k3+", 0.1),
+)
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 TOKEN_BUDGET = 64.0
 
@@ -55,6 +62,8 @@ FEW_OPTIONS = [
     Options("sequence", CLIPS[2], WEIGHTS[3], KLS[2]),
     Options("sequence", CLIPS[3], WEIGHTS[2], KLS[1]),
     Options("sequence", CLIPS[4], WEIGHTS[4], None),
+    Options("token", CLIPS[1], None, KLS[4]),
+    Options("sequence", CLIPS[1], None, KLS[5]),
     Options("sequence", CLIPS[0], None, None),
 ]
 

@@ -159,5 +159,5 @@ def test_options_are_all_covered() -> None:
     assert {clip for _, clip in seen} == {"none", "ppo", "cispo", "sapo"}
     weights = {(o.importance.kind, o.importance.level) for o in FEW_OPTIONS if o.importance}
     assert len(weights) == 4
-    assert {o.kl.kind for o in FEW_OPTIONS if o.kl} == {"k1", "k2", "k3"}
+    assert {o.kl.kind for o in FEW_OPTIONS if o.kl} == {"k1", "k2", "k3", "k1+", "k3+"}
     assert isinstance(FEW_OPTIONS[0], Options)

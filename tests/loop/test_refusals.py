@@ -58,6 +58,19 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["algorithm.reference_path=/nowhere"],
         ["algorithm.reference_path is /nowhere", "kl_coef is 0"],
     ),
+    "on-policy dtype": (
+        ["rollout.true_on_policy=true", "model.dtype=bfloat16"],
+        ["model.dtype is bfloat16, but rollout.true_on_policy needs float32"],
+    ),
+    "on-policy attention": (
+        [
+            "rollout.true_on_policy=true",
+            "rollout.server_args.attention_backend=intel_amx",
+        ],
+        [
+            "server_args.attention_backend is intel_amx, but rollout.true_on_policy needs torch_native"
+        ],
+    ),
     "over-sampling": (["rollout.over_sampling=0.5"], ["rollout.over_sampling", "0.5"]),
     "nothing to resume": (
         ["rollout.unfinished=resume"],

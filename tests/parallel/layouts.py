@@ -61,6 +61,7 @@ class Layout:
     dtype: str = "float32"
     distributed_optimizer: bool = False
     recompute: bool = True
+    true_on_policy: bool = False
 
     @property
     def name(self) -> str:
@@ -79,6 +80,8 @@ class Layout:
             text += " distributed optimizer"
         if not self.recompute:
             text += " no recompute"
+        if self.true_on_policy:
+            text += " true on-policy"
         return text + (" bf16" if self.dtype == "bfloat16" else "")
 
 
@@ -99,6 +102,7 @@ def build(
     *,
     dtype: Any = "float32",
     distributed_optimizer: bool = False,
+    true_on_policy: bool = False,
 ) -> Policy:
     return Policy(
         HfModel.read(model_path),
@@ -115,6 +119,7 @@ def build(
         ),
         recompute=recompute,
         temperature=0.8,
+        true_on_policy=true_on_policy,
     )
 
 
@@ -166,6 +171,7 @@ def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dic
         layout.recompute,
         dtype=layout.dtype,
         distributed_optimizer=layout.distributed_optimizer,
+        true_on_policy=layout.true_on_policy,
     )
     loaded = exported(policy)
     _, routing = ready_batch(policy, groups, samples)

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from mrl.data.reasoning_gym import task_rows
+from mrl.rewards.answers import answer_of
 from mrl.rewards.first_char import reward as first_char
-from mrl.rewards.reasoning_gym import answer_of
 from mrl.rewards.reasoning_gym import reward as reasoning_gym
 from mrl.rewards.repeat import reward as repeat
 

@@ -104,7 +104,7 @@ def test_with_ids_and_weights_the_routers_do_not_matter(model_type: str, tmp_pat
 
 
 def partly_stale(sample: Sample) -> Sample:
-    """Its prompt, and so its first token, was routed by newer weights than its tokens were sampled with."""
+    """Its prompt, and so its first token, was routed by newer weights than sampled its tokens."""
     assert sample.routing is not None
     rows, cut = sample.routing.num_rows, sample.prompt_len
     spans = (VersionSpan(1, 0, cut), VersionSpan(0, cut, rows))

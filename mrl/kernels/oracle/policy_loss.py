@@ -104,12 +104,19 @@ def _sequence(logp, held, old, advantage, rollout, importance, ref, kl, ratio, c
     loss = -(weight[used] * objective[used]).sum()
     if kl is not None:
         d = ref - logp
-        terms = {"k1": -d, "k2": d**2 / 2, "k3": d.expm1() - d}[kl.kind]
+        terms = _kl_terms(kl.kind.rstrip("+"), d)
+        if kl.kind.endswith("+"):  # the value of the one, the gradient of k2
+            fixed = ref - held
+            terms = _kl_terms(kl.kind[:2], fixed) + _kl_terms("k2", d) - _kl_terms("k2", fixed)
         row |= {"ref_kl_sum": float(terms.detach().sum())}
         penalty = kl.coef * terms.sum()
         row["kl_loss"] = float(penalty.detach())
         loss = loss + penalty
     return {**row, "objective": loss}
+
+
+def _kl_terms(kind, d):
+    return {"k1": -d, "k2": d**2 / 2, "k3": d.expm1() - d}[kind]
 
 
 def _objective(r, seen, a, logp, clip):

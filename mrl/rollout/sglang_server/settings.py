@@ -12,6 +12,7 @@ from mrl.rollout.sglang_server.arguments import check_server_args
 
 CPU_STUBS = Path(__file__).parents[1] / "cpu_stubs"
 SERVER_PLUGIN = Path(__file__).parents[1] / "server_plugin"
+ON_POLICY_PLUGIN = Path(__file__).parents[1] / "on_policy_plugin"
 CPU_MAX_TOTAL_TOKENS = 16_384
 
 
@@ -55,6 +56,8 @@ def server_settings(
             "enable_memory_saver": True,
             "enable_weights_cpu_backup": keep_weights_on_host,
         }
+        if config.true_on_policy:
+            settings["enable_deterministic_inference"] = True
     else:
         settings |= {
             "device": "cpu",
@@ -67,13 +70,16 @@ def server_settings(
     return settings | config.server_args
 
 
-def server_environment(gpu_ids: Sequence[int | str], tensor_parallel_size: int) -> dict[str, str]:
+def server_environment(
+    gpu_ids: Sequence[int | str], tensor_parallel_size: int, *, true_on_policy: bool = False
+) -> dict[str, str]:
     """On top of the trainer's environment. PYTHONPATH here comes before everything else."""
     if gpu_ids:
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpu_ids),
             "PYTHONPATH": str(SERVER_PLUGIN),
         }
+    plugins = [SERVER_PLUGIN, CPU_STUBS] + [ON_POLICY_PLUGIN] * true_on_policy
     environment = {
         "SGLANG_USE_CPU_ENGINE": "1",
         # A toy model on two threads is 20 to 40 times slower than on one.
@@ -81,7 +87,7 @@ def server_environment(gpu_ids: Sequence[int | str], tensor_parallel_size: int) 
         # SGLang would compile a few functions of a line or two at the first request of two ranks.
         "TORCHDYNAMO_DISABLE": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(SERVER_PLUGIN), str(CPU_STUBS)]),
+        "PYTHONPATH": os.pathsep.join(str(folder) for folder in plugins),
     }
     if tensor_parallel_size > 1:
         cores = sorted(os.sched_getaffinity(0))

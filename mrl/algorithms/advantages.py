@@ -1,0 +1,82 @@
+"""Rewards of a whole step -> advantages, as the algorithms define them.
+
+Dimensions: G samples of a group. Each takes f32[G] of every group and gives f32[G] of every group, in
+the same order. NaN is an abstention: advantage 0, and it counts for nobody else. Where all scored
+rewards that are compared are equal, the advantages are exactly 0, whatever rounding does to their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mrl.config import AlgorithmConfig
+
+Rewards = Sequence[Tensor]
+
+
+def group_normalised(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
+    """(R - mean) / std over the group (GRPO, arXiv 2402.03300 section 4.1.2).
+
+    std is the sample one (divides by G - 1), as in TRL and verl, at least `min_group_std`, plus
+    `advantage_eps`. A single scored sample has nothing to compare with: 0.
+    """
+    return _each(rewards, lambda values: _centred(values) / _spread(values, config))
+
+
+def group_centred(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
+    """R - mean over the group (Dr.GRPO, arXiv 2503.20783 section 3.2)."""
+    return _each(rewards, _centred)
+
+
+def leave_one_out(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
+    """R - mean of the group's other samples (RLOO, arXiv 2402.14740 eq. 5): (R - mean) G / (G - 1)."""
+    return _each(rewards, lambda v: _centred(v) * (len(v) / max(len(v) - 1, 1)))
+
+
+def batch_normalised(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
+    """(R - mean) / std over all samples of the step (REINFORCE++, arXiv 2501.03262)."""
+    everything = torch.cat(list(rewards))
+    (result,) = _each([everything], lambda values: _centred(values) / _spread(values, config))
+    return list(result.split([len(group) for group in rewards]))
+
+
+def centred_then_batch_normalised(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
+    """R - mean over the group, then divided by the std of that over the step (REINFORCE++-baseline)."""
+    centred = group_centred(rewards, config)
+    scored = [own[~group.isnan()] for own, group in zip(centred, rewards, strict=True)]
+    spread = _spread(torch.cat(scored).double(), config)
+    return [own / spread for own in centred]
+
+
+def raw_rewards(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
+    """R: what a critic's baseline, or a penalty of each token, is still taken off."""
+    return _each(rewards, lambda values: values)
+
+
+def _each(rewards: Rewards, compute: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return [_scored(group, compute) for group in rewards]
+
+
+def _scored(rewards: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """`compute` of the f64 rewards that are none of NaN; raises ValueError on an infinite one."""
+    if bool(rewards.isinf().any()):
+        raise ValueError(f"rewards: got {rewards.tolist()}, expected finite numbers or NaN")
+    scored = ~rewards.isnan()
+    result = torch.zeros_like(rewards, dtype=torch.float32)
+    if bool(scored.any()):
+        result[scored] = compute(rewards[scored].double()).float()
+    return result
+
+
+def _centred(values: Tensor) -> Tensor:
+    if bool(values.min() == values.max()):
+        return torch.zeros_like(values)
+    return values - values.mean()
+
+
+def _spread(values: Tensor, config: AlgorithmConfig) -> float:
+    std = float(values.std()) if len(values) > 1 else 0.0
+    return max(std, config.min_group_std) + config.advantage_eps

@@ -1,0 +1,98 @@
+"""What a recipe's `algorithm` may ask for: everything that can be known before the start."""
+
+from __future__ import annotations
+
+from mrl.algorithms.base import Traits
+from mrl.algorithms.corrections import MASK_RANGES
+from mrl.config import AlgorithmConfig, MaskConfig
+from mrl.errors import InputError
+
+_NOT_FOR_ALL = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "tau_positive",
+    "tau_negative",
+    "gamma",
+    "lam",
+    "lam_alpha",
+    "lam_critic",
+    "whiten",
+    "value_clip",
+    "nll_coef",
+)
+"""Fields that an algorithm has to name in READS to be given them."""
+
+
+def check_algorithm(config: AlgorithmConfig, traits: Traits) -> None:
+    """Raise InputError for what the algorithm of `traits` does not read, and for contradictions."""
+    defaults = AlgorithmConfig()
+    for name in _NOT_FOR_ALL:
+        value = getattr(config, name)
+        if traits.reads is None or name in traits.reads or value == getattr(defaults, name):
+            continue
+        raise InputError(
+            f"algorithm.{name} is {value}, but {config.name} does not read it; leave it out, or "
+            "choose an algorithm that does (docs/algorithms.md)"
+        )
+    _check_clip(config)
+    _check_kl(config, defaults)
+    _check_lambda(config, defaults)
+    for mask in config.masks:
+        _check_mask(mask)
+    names = [mask.name for mask in config.masks]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"algorithm.masks: got {name} twice, expected each name once")
+
+
+def _check_clip(config: AlgorithmConfig) -> None:
+    high = config.clip_high
+    if config.dual_clip is not None and high is not None and config.dual_clip <= 1 + high:
+        raise InputError(
+            f"algorithm.dual_clip is {config.dual_clip:g}, expected above 1 + clip_high = {1 + high:g}"
+        )
+
+
+def _check_kl(config: AlgorithmConfig, defaults: AlgorithmConfig) -> None:
+    if not config.kl_coef:
+        for name in ("kl_in", "kl_target"):
+            value = getattr(config, name)
+            if value != getattr(defaults, name):
+                raise InputError(
+                    f"algorithm.{name} is {value}, but algorithm.kl_coef is 0; give it a first "
+                    f"value, or leave {name} out"
+                )
+    if config.kl_in == "reward" and config.kl_estimator not in ("k1", "k2", "k3"):
+        raise InputError(
+            f"algorithm.kl_estimator is {config.kl_estimator}, which differs in its gradient, and a "
+            "reward has none; with kl_in reward choose k1, k2 or k3"
+        )
+
+
+def _check_lambda(config: AlgorithmConfig, defaults: AlgorithmConfig) -> None:
+    if isinstance(config.lam, float) and not 0 <= config.lam <= 1:
+        raise InputError(f"algorithm.lam is {config.lam:g}, expected 0 to 1, or adaptive")
+    if isinstance(config.lam, float) and config.lam_alpha != defaults.lam_alpha:
+        raise InputError(
+            f"algorithm.lam_alpha is {config.lam_alpha:g}, but lam is {config.lam:g}; set lam to "
+            "adaptive, or leave lam_alpha out"
+        )
+
+
+def _check_mask(mask: MaskConfig) -> None:
+    name = f"algorithm.masks: {mask.name}"
+    if mask.name == "opsm":
+        if mask.high is None or mask.low is not None:
+            raise InputError(
+                f"{name}: got low {mask.low}, high {mask.high}, expected high alone, the largest mean "
+                "of rollout - logp; no value is published, slime's is 1e-4 and TRL suggests 0.5"
+            )
+        return
+    low, high = MASK_RANGES[mask.name]
+    low = low if mask.low is None else mask.low
+    high = high if mask.high is None else mask.high
+    if mask.name == "dppo" and not (low <= 1 and high <= 1):
+        raise InputError(f"{name}: got low {low:g}, high {high:g}, expected at most 1 each")
+    if mask.name != "dppo" and not low <= 1 <= high:
+        raise InputError(f"{name}: got the range [{low:g}, {high:g}], expected one around 1")

@@ -1,0 +1,98 @@
+"""Token advantages and a critic's returns from its values, by GAE over `mrl.kernels.packed_gae`.
+
+Steps are the loss tokens of a sequence. Dimensions: N packed tokens of a micro-batch, B its sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms.base import either
+from mrl.config import AlgorithmConfig
+from mrl.kernels import packed_gae
+from mrl.types import MicroBatch
+
+
+@dataclass(frozen=True)
+class Lambdas:
+    """An algorithm's published lambdas, where the recipe gives none."""
+
+    policy: float | Literal["adaptive"]
+    critic: float
+
+
+PPO = Lambdas(policy=0.95, critic=0.95)
+MONTE_CARLO = Lambdas(policy=1.0, critic=1.0)
+
+
+def token_advantages(
+    values: Tensor,
+    sequence_rewards: Tensor,
+    token_penalties: Tensor | None,
+    batch: MicroBatch,
+    config: AlgorithmConfig,
+    *,
+    published: Lambdas = PPO,
+) -> tuple[Tensor, Tensor]:
+    """Advantages f32[N] and returns f32[N], both 0 off the loss tokens.
+
+    values: f32[N]; zeros and lambda 1 give each token the rewards from it on. sequence_rewards: f32[B],
+    earned at the last loss token. token_penalties: f32[N], taken off the reward of each loss token.
+    Returns are by the critic's lambda, advantages by the policy's (decoupled GAE, arXiv 2503.01491).
+    """
+    mask, cu_seqlens = batch.loss_mask, batch.cu_seqlens
+    rewards = _at_last_loss_token(sequence_rewards, mask, cu_seqlens)
+    if token_penalties is not None:
+        rewards = rewards - torch.where(mask, token_penalties, 0.0)
+
+    def gae(lam: float | Tensor) -> tuple[Tensor, Tensor]:
+        return packed_gae(rewards, values, mask, cu_seqlens, gamma=config.gamma, lam=lam)
+
+    lam = either(config.lam, published.policy)
+    lam_critic = either(config.lam_critic, published.critic)
+    if lam == "adaptive":
+        advantages, _ = gae(adaptive_lambda(mask, cu_seqlens, config.lam_alpha))
+        return advantages, gae(lam_critic)[1]
+    advantages, returns = gae(float(lam))
+    return advantages, returns if lam == lam_critic else gae(lam_critic)[1]
+
+
+def adaptive_lambda(loss_mask: Tensor, cu_seqlens: Tensor, alpha: float) -> Tensor:
+    """f32[B]: 1 - 1 / (alpha * loss tokens), at least 0 (VAPO, arXiv 2504.05118 eq. 9)."""
+    running = torch.nn.functional.pad(loss_mask.long().cumsum(0), (1, 0))
+    tokens = running[cu_seqlens.long()].diff().double()
+    return (1.0 - 1.0 / (alpha * tokens).clamp(min=1.0)).float()
+
+
+def _at_last_loss_token(sequence_rewards: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """f32[N]: each sequence's reward at its last loss token; sequences without one have nowhere."""
+    num_tokens, device = mask.numel(), mask.device
+    lengths = cu_seqlens.diff().long()
+    sequences = torch.arange(len(lengths), device=device)
+    sequences = sequences.repeat_interleave(lengths, output_size=num_tokens)
+    places = torch.where(mask, torch.arange(num_tokens, device=device), -1)
+    last = torch.full_like(lengths, -1).scatter_reduce(0, sequences, places, "amax")
+    earned = torch.where(last >= 0, sequence_rewards, 0.0)
+    return sequence_rewards.new_zeros(num_tokens).index_add(0, last.clamp(min=0), earned)
+
+
+def moments(advantages: Tensor, loss_mask: Tensor) -> Tensor:
+    """f64[3]: number, sum and sum of squares over the loss tokens; to be added up over all ranks."""
+    values = torch.where(loss_mask, advantages, 0.0).double()
+    return torch.stack([loss_mask.sum().double(), values.sum(), values.square().sum()])
+
+
+def mean_and_std(total: Tensor) -> tuple[float, float]:
+    """Of the global `moments`: mean and population std; (0, 0) of no token."""
+    count, first, second = total.tolist()
+    mean = first / max(count, 1.0)
+    return mean, max(second / max(count, 1.0) - mean * mean, 0.0) ** 0.5
+
+
+def whiten(advantages: Tensor, mean: float, std: float, eps: float = 1e-8) -> Tensor:
+    """(A - mean) / (std + eps), f32[N], by moments over all loss tokens of the step."""
+    return ((advantages.double() - mean) / (std + eps)).float()

@@ -1,0 +1,50 @@
+"""PPO with a critic (arXiv 1707.06347; for language models arXiv 2203.02155).
+
+Token advantages are GAE's, whitened over the step; the critic's loss is `value_loss.critic_loss`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mrl.algorithms.advantages import raw_rewards
+from mrl.algorithms.aggregation import weights_by
+from mrl.algorithms.ratio_loss import ppo_clip, ratio_loss
+from mrl.config import AlgorithmConfig
+from mrl.types import LossOutput, MicroBatch
+
+NEEDS_CRITIC = True
+WHITENS = True
+READS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "gamma",
+    "lam",
+    "lam_alpha",
+    "lam_critic",
+    "whiten",
+    "value_clip",
+)
+CLIP_LOW = 0.2
+CLIP_HIGH = 0.2
+
+advantages = raw_rewards
+sequence_weights = weights_by("token_mean")
+
+
+def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
+    """Eq. 7, negated and weighted. Raises ValueError without `old_logprobs`, `token_advantages`."""
+    return critic_policy_loss(logprobs, batch, config, CLIP_LOW, CLIP_HIGH)
+
+
+def critic_policy_loss(
+    logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig, low: float, high: float
+) -> LossOutput:
+    """PPO's loss with a published clip range; refuses a batch that no critic has judged."""
+    if batch.token_advantages is None:
+        raise ValueError(
+            "MicroBatch.token_advantages: got None, expected f32[N], those of the critic's values"
+        )
+    clip = ppo_clip(config, low, high)
+    return ratio_loss(logprobs, batch, config, ratio="token", clip=clip)

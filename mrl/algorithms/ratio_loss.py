@@ -1,0 +1,109 @@
+"""The policy loss of a micro-batch through the fused kernel: what every ratio algorithm calls.
+
+Dimensions: N packed tokens of a micro-batch, B its sequences.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mrl.algorithms.base import either
+from mrl.algorithms.corrections import importance_weight, masked_advantages
+from mrl.algorithms.kl import kl_penalty, unbiased_kl, uses_unbiased
+from mrl.config import AlgorithmConfig
+from mrl.kernels import Clip, ImportanceWeight, KlPenalty, PolicyLoss, RatioKind, policy_loss
+from mrl.types import LossOutput, Max, Mean, MicroBatch, Statistics
+
+
+def ppo_clip(config: AlgorithmConfig, low: float, high: float) -> Clip:
+    """PPO's clip with the recipe's range, or the published one, and its dual clip."""
+    return Clip(
+        "ppo",
+        low=either(config.clip_low, low),
+        high=either(config.clip_high, high),
+        dual=config.dual_clip,
+    )
+
+
+def ratio_loss(
+    logprobs: Tensor,
+    batch: MicroBatch,
+    config: AlgorithmConfig,
+    *,
+    ratio: RatioKind,
+    clip: Clip,
+    old: Tensor | None = None,
+    importance: ImportanceWeight | None = None,
+) -> LossOutput:
+    """`mrl.kernels.policy_loss` of a micro-batch against `old`, with corrections, KL and statistics.
+
+    old: f32[N] that the ratio is against, by default the batch's `old_logprobs`. importance: by default
+    what the recipe says; it and the masks are of `old` against `rollout_logprobs`, so each token is
+    corrected for the weights that sampled it, whichever these were. The KL is against `ref_logprobs`,
+    weighted as the rest of the loss; masks and weights leave it alone.
+
+    `kl/ref` is the mean of its estimator over loss tokens; `importance/mean` is of the weights as
+    applied, `importance/clip_frac` the share that lay outside their range.
+    Raises ValueError where log-probs that are needed are None.
+    """
+    if old is None:
+        old = _old_logprobs(batch)
+    importance = importance or importance_weight(config)
+    kl = kl_penalty(config)
+    advantages, mask_stats = batch.advantages, {}
+    if config.masks:
+        advantages, mask_stats = masked_advantages(logprobs, old, batch, config)
+    elif batch.token_advantages is not None:
+        advantages = batch.token_advantages
+    result = policy_loss(
+        logprobs,
+        old,
+        batch.loss_mask,
+        batch.cu_seqlens,
+        advantages,
+        batch.seq_weight,
+        ratio=ratio,
+        clip=clip,
+        token_advantages=bool(config.masks) or batch.token_advantages is not None,
+        ref_logprobs=batch.ref_logprobs if kl else None,
+        kl=kl,
+        rollout_logprobs=batch.rollout_logprobs if importance else None,
+        importance=importance,
+    )
+    loss, stats = result.loss, mask_stats | _statistics(result, batch, kl, importance)
+    if uses_unbiased(config):
+        term, total = unbiased_kl(logprobs, old, batch, ratio)
+        loss = loss + config.kl_coef * term
+        stats["kl/ref"] = Mean(total, batch.loss_mask.count_nonzero())
+    return LossOutput(loss, stats)
+
+
+def _old_logprobs(batch: MicroBatch) -> Tensor:
+    if batch.old_logprobs is None:
+        raise ValueError(
+            "MicroBatch.old_logprobs: got None, expected f32[N], the trainer's log-probs from "
+            "before the update"
+        )
+    return batch.old_logprobs
+
+
+def _statistics(
+    result: PolicyLoss,
+    batch: MicroBatch,
+    kl: KlPenalty | None,
+    importance: ImportanceWeight | None,
+) -> Statistics:
+    count = result.stat("ratio_count")
+    clipped = result.stat("clip_high_count") + result.stat("clip_low_count")
+    stats: Statistics = {
+        "ratio/mean": Mean(result.stat("ratio_sum"), count),
+        "ratio/max": Max(result.stat("ratio_max")),
+        "ratio/clip_frac": Mean(clipped, count),
+    }
+    if kl:
+        stats["kl/ref"] = Mean(result.stat("ref_kl_sum"), batch.loss_mask.count_nonzero())
+    if importance:
+        weights = result.stat("weight_count")
+        stats["importance/mean"] = Mean(result.stat("weight_sum"), weights)
+        stats["importance/clip_frac"] = Mean(result.stat("truncated_count"), weights)
+    return stats

@@ -1,0 +1,15 @@
+"""RLOO (arXiv 2402.14740): REINFORCE with the mean of the group's other samples as the baseline.
+
+The gradient is A * grad log p(response), a sum over tokens. Later updates of a rollout are held in by
+PPO's clip, which does nothing on the first.
+"""
+
+from mrl.algorithms import grpo
+from mrl.algorithms.advantages import leave_one_out
+from mrl.algorithms.aggregation import weights_by
+
+READS = grpo.READS
+
+advantages = leave_one_out
+sequence_weights = weights_by("seq_mean_token_sum")
+loss = grpo.loss

@@ -1,0 +1,69 @@
+"""What a recipe's `algorithm` branch may not ask for, said in one line before the start."""
+
+from __future__ import annotations
+
+import pytest
+
+from mrl.algorithms import check_algorithm, list_algorithms
+from mrl.config import AlgorithmConfig
+from mrl.errors import InputError
+
+
+@pytest.mark.parametrize("name", list_algorithms())
+def test_every_algorithm_takes_its_defaults(name) -> None:
+    check_algorithm(AlgorithmConfig(name=name))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"name": "ppo", "lam": 0.9, "lam_critic": 1.0, "value_clip": None, "whiten": False},
+        {"name": "ppo", "lam": "adaptive", "lam_alpha": 0.1, "kl_coef": 0.1, "kl_in": "reward"},
+        {"name": "vapo", "nll_coef": 0.2, "dual_clip": 3.0},
+        {"name": "sapo", "tau_positive": 1.5, "importance": "tis", "aggregation": "token_mean"},
+        {"name": "gspo", "masks": [{"name": "opsm", "high": 0.5}, {"name": "token_mask"}]},
+        {"name": "grpo", "kl_coef": 0.1, "kl_target": 0.01, "kl_estimator": "k3_unbiased"},
+    ],
+)
+def test_what_makes_sense_passes(given) -> None:
+    check_algorithm(AlgorithmConfig(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"name": "sapo", "clip_low": 0.1}, "clip_low is 0.1, but sapo does not read it"),
+        ({"name": "cispo", "dual_clip": 3}, "dual_clip is 3.0, but cispo does not read it"),
+        ({"name": "gspo", "lam": 0.9}, "lam is 0.9, but gspo does not read it"),
+        ({"name": "ppo", "nll_coef": 0.1}, "nll_coef is 0.1, but ppo does not read it"),
+        ({"name": "grpo", "value_clip": None}, "value_clip is None, but grpo does not read it"),
+        (
+            {"name": "grpo", "clip_high": 2, "dual_clip": 2.5},
+            "dual_clip is 2.5, expected above 1 + clip_high = 3",
+        ),
+        ({"kl_in": "reward"}, "kl_in is reward, but algorithm.kl_coef is 0"),
+        ({"kl_target": 0.1}, "kl_target is 0.1, but algorithm.kl_coef is 0"),
+        (
+            {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k3+"},
+            "kl_estimator is k3+, which differs in its gradient",
+        ),
+        ({"name": "ppo", "lam": 1.5}, "lam is 1.5, expected 0 to 1"),
+        ({"name": "ppo", "lam": 0.9, "lam_alpha": 0.1}, "lam_alpha is 0.1, but lam is 0.9"),
+        ({"masks": [{"name": "opsm"}]}, "opsm: got low None, high None, expected high alone"),
+        (
+            {"masks": [{"name": "dppo", "high": 2}]},
+            "dppo: got low 0.15, high 2, expected at most 1",
+        ),
+        (
+            {"masks": [{"name": "token_mask", "low": 1.2}]},
+            "token_mask: got the range [1.2, 5], expected one around 1",
+        ),
+        ({"masks": [{"name": "token_mask"}, {"name": "token_mask"}]}, "token_mask twice"),
+        ({"name": "gsppo"}, "did you mean 'gspo'"),
+    ],
+)
+def test_what_makes_none_is_refused_in_one_line(given, reason) -> None:
+    with pytest.raises(InputError) as caught:
+        check_algorithm(AlgorithmConfig(**given))
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)

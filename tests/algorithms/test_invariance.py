@@ -1,0 +1,119 @@
+"""The one invariant: however a step is split, its loss and gradient are those of the definition.
+
+Every algorithm of the folder, any options, any split of the step into data-parallel ranks and
+micro-batches, any packing order, padding and dropped samples, against one fp64 run over the whole
+step. Context-parallel ranks gather whole sequences before the loss (parallel/logprobs.py), so to the
+loss they are one rank; sequences cut between ranks are in tests/kernels/test_policy_loss_bits.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mrl.algorithms import check_algorithm, list_algorithms, load_algorithm, traits
+from mrl.config import AlgorithmConfig, MaskConfig
+from tests.algorithms import oracle
+from tests.algorithms.cases import Drawn, draw, nll_weights, pack, sequence_weights
+
+MASKS = (
+    MaskConfig(name="token_mask", low=0.8, high=1.3),
+    MaskConfig(name="sequence_mask", low=0.9, high=1.1),
+    MaskConfig(name="opsm", high=0.02),
+    MaskConfig(name="dppo", low=0.02, high=0.03),
+)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "aggregation": st.sampled_from(
+            [
+                None,
+                "token_mean",
+                "seq_mean_token_mean",
+                "seq_mean_token_sum",
+                "seq_mean_token_sum_norm",
+            ]
+        ),
+        "importance": st.sampled_from(["none", "tis", "mis"]),
+        "importance_level": st.sampled_from(["token", "sequence"]),
+        "masks": st.lists(st.sampled_from(MASKS), unique=True, max_size=4).map(tuple),
+        "kl_coef": st.sampled_from([0.0, 0.1]),
+        "kl_estimator": st.sampled_from(["k1", "k2", "k3", "k1+", "k3+", "k3_unbiased"]),
+        "clip_low": st.sampled_from([None, 0.1]),
+        "clip_high": st.sampled_from([None, 0.15]),
+        "dual_clip": st.sampled_from([None, 1.3]),
+    }
+)
+
+
+_CLIPS = ("clip_low", "clip_high", "dual_clip")
+
+
+def test_every_algorithm_has_a_definition_to_be_compared_with() -> None:
+    """A new file in mrl/algorithms needs a line in tests/algorithms/oracle.py."""
+    assert set(list_algorithms()) == set(oracle.RULES)
+
+
+def readable(name: str, options: dict) -> AlgorithmConfig:
+    """The options that the algorithm reads."""
+    reads = traits(load_algorithm(name)).reads or ()
+    config = AlgorithmConfig(
+        name=name,
+        **{k: None if k in _CLIPS and k not in reads else v for k, v in options.items()},
+    )
+    check_algorithm(config)
+    return config
+
+
+def run(
+    name: str, drawn: list[Drawn], split: list[list[int]], config: AlgorithmConfig, padding: int
+):
+    """Loss and gradient by sequence, added up over the micro-batches of all ranks."""
+    weights, nll = sequence_weights(name, drawn, config), nll_weights(name, drawn, config)
+    total = torch.zeros((), dtype=torch.float64)
+    grads: list[torch.Tensor] = [torch.empty(0)] * len(drawn)
+    for members in split:
+        chosen = [drawn[i] for i in members]
+        own = None if nll is None else nll[members]
+        logprobs, batch = pack(name, chosen, weights[members], own, padding)
+        loss = load_algorithm(name).loss(logprobs, batch, config).loss_sum
+        (grad,) = torch.autograd.grad(loss, logprobs)
+        total += loss.detach()
+        parts = grad.split([*(len(d) for d in chosen), *([padding] if padding else [])])
+        for i, part in zip(members, parts, strict=False):
+            grads[i] = part
+        if padding:
+            assert not parts[-1].any()
+    return total, grads
+
+
+@pytest.mark.parametrize("name", list_algorithms())
+@given(
+    data=st.data(),
+    lengths=st.lists(st.sampled_from([2, 3, 5, 9, 17, 31]), min_size=1, max_size=7),
+    seed=st.integers(0, 2**31),
+    scale=st.sampled_from([1e-3, 0.1, 0.5]),
+    options=OPTIONS,
+    padding=st.sampled_from([0, 3]),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_split_is_the_definition(name, data, lengths, seed, scale, options, padding) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    dropped = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+    drawn = [
+        draw(n, rng, scale=scale, dropped=out and i > 0)
+        for i, (n, out) in enumerate(zip(lengths, dropped, strict=True))
+    ]
+    order = data.draw(st.permutations(range(len(drawn))))
+    cuts = data.draw(st.lists(st.integers(0, len(drawn)), max_size=4).map(sorted))
+    split = [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, len(drawn)], strict=True)]
+    config = readable(name, options)
+    expected = oracle.loss(name, drawn, config)
+    assume(expected.margin > 3e-6)  # else fp32 may see a ratio on the other side of its bound
+
+    total, grads = run(name, drawn, [members for members in split if members], config, padding)
+    torch.testing.assert_close(total, expected.value, rtol=2e-5, atol=2e-6)
+    largest = max(float(g.abs().max()) for g in expected.grads)
+    for got, wanted in zip(grads, expected.grads, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=2e-5, atol=2e-6 * largest + 1e-12)
