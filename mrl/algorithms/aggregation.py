@@ -7,8 +7,7 @@ numerator only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +18,19 @@ from mrl.kernels import RatioKind
 Aggregation = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
 ]
-SequenceWeights = Callable[[Tensor, int, int, AlgorithmConfig, int], Tensor]
+
+
+class SequenceWeights(Protocol):
+    """`Algorithm.sequence_weights`."""
+
+    def __call__(
+        self,
+        num_loss_tokens: Tensor,
+        num_loss_tokens_total: int,
+        num_samples_total: int,
+        config: AlgorithmConfig,
+        max_response_len: int,
+    ) -> Tensor: ...
 
 
 def weights_by(published: Aggregation, ratio: RatioKind = "token") -> SequenceWeights:
