@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench layouts conformance faults rollout-bench gpu-check clean
+.PHONY: help setup demo test lint bench layouts conformance faults stability rollout-bench gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -37,8 +37,12 @@ demo: setup  ## Train a toy MoE from scratch with the real Megatron-core and the
 	$(BIN)/mrl train launch/recipes/toy_moe.yaml
 
 # Two workers: most of the time goes into starts that use one core. tests/conftest.py says how.
-test: setup $(VENV)/.trl  ## Run the tests
+test: setup $(VENV)/browser/chromium $(VENV)/.trl  ## Run the tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# For the tests of `mrl view`. Where it cannot be had the script says so, and those tests are skipped.
+$(VENV)/browser/chromium: requirements/browser.sh | $(VENV)/.packages
+	bash requirements/browser.sh $(VENV)/browser
 
 lint: setup  ## Check style, formatting and types
 	$(BIN)/ruff check
@@ -57,6 +61,9 @@ conformance: setup  ## What an engine owes, against a real SGLang: 1 and 2 ranks
 
 faults: setup  ## Kill the engine 20 times in a real run, and hang it; 6 minutes
 	$(BIN)/python -m benchmarks.faults $(BENCH_ARGS)
+
+stability: setup  ## MoE stability: 6 corrections x 5 seeds, bf16 engine, fp32 trainer; 30 minutes
+	$(BIN)/python -W ignore -m benchmarks.stability $(BENCH_ARGS)
 
 rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route bytes, replay, long tails; 10 minutes
 	$(BIN)/python -m benchmarks.throughput

@@ -28,6 +28,7 @@ COMPILE_ARGS = [
     "-Wextra",
     "-Wno-psabi",  # vectors are passed between inlined functions only
 ]
+PLUGINS = ("server_plugin", "on_policy_plugin", "routing_weights_plugin")  # SGLang's, by folder
 NVCC_ARGS = ["-O3", "-std=c++17", "-Icsrc", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 PTX_ARCH = "80"
 
@@ -93,7 +94,9 @@ if CUDA:
 setup(
     package_dir={"": "."},  # with this, an editable install is one .pth line: new rooms just appear
     packages=find_packages(include=["mrl", "mrl.*", "parallel", "parallel.*", "moe", "moe.*"]),
-    package_data={"mrl": ["rollout/cpu_stubs/**", "rollout/server_plugin/**"]},
+    package_data={
+        "mrl": [*(f"rollout/{name}/**" for name in ("cpu_stubs", *PLUGINS)), "view/page/*"]
+    },
     ext_modules=[
         Pybind11Extension(
             "mrl._C",

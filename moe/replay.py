@@ -7,7 +7,8 @@ this one is addressed by the layer number of the model at hand, lets rows withou
 decide for themselves, and its queue must be empty when a step ends.
 
 The gate's weights come from the trainer's own scores at the replayed experts, so the router learns
-(R3, arXiv 2510.11370).
+(R3, arXiv 2510.11370). With a `GatedRoute` the forward uses recorded weights instead, and the gradient
+passes through them to the trainer's own (straight-through, arXiv 1308.3432).
 
 n rows of this rank, K experts per token, E experts.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +25,47 @@ from torch import Tensor
 
 from mrl.types import NATIVE_ROUTE
 
-Routes = Mapping[int, Tensor]
-"""Expert ids i64[n, K] of this rank's rows by Megatron layer number; NATIVE_ROUTE rows are free."""
+
+@dataclass(frozen=True)
+class GatedRoute:
+    """A layer's route with the gate weights to use."""
+
+    ids: Tensor
+    """i64[n, K]."""
+    weights: Tensor
+    """f32[n, K]: what each chosen expert's output is multiplied with."""
+
+
+Route = Tensor | GatedRoute
+"""Expert ids i64[n, K] of a layer, alone or with their weights; NATIVE_ROUTE rows are free."""
+
+Routes = Mapping[int, Route]
+"""By Megatron layer number, of this rank's rows; layers left out decide for themselves."""
+
+
+def ids_of(route: Route) -> Tensor:
+    """i64[n, K]."""
+    return route.ids if isinstance(route, GatedRoute) else route
+
+
+def margins(scores: Tensor, chosen: Tensor) -> Tensor:
+    """How far a router was from another choice: the least chosen score less the best one left.
+
+    scores f32[n, E] as the router selects by them, chosen i64[n, K] -> f32[n]. Under group-limited
+    routing an expert of a group that lost may score higher than a chosen one: below 0.
+    """
+    left = scores.scatter(1, chosen, float("-inf")).amax(1)
+    return (scores.gather(1, chosen).amin(1) - left).float()
+
+
+def with_gates(probs: Tensor, route: GatedRoute) -> Tensor:
+    """probs [n, E], 0 off the chosen experts -> the same with the route's weights and own gradient."""
+    own = probs.detach()
+    places = route.ids.clamp(min=0)
+    known = route.ids != NATIVE_ROUTE
+    weights = torch.where(known, route.weights.to(own.dtype), own.gather(1, places))
+    # Not probs + (wanted - probs): that is not `wanted` to the last bit.
+    return own.scatter(1, places, weights) + (probs - own)
 
 
 class LayerReplay:
@@ -34,27 +75,38 @@ class LayerReplay:
         self.layer_number = layer_number
         self.native_ids: Tensor | None = None
         """i64[n, K]: what the router would have chosen in the last forward."""
+        self.margins: Tensor | None = None
+        """f32[n]: see `margins`; None where the last forward was not watched."""
         self.routing_map: Tensor | None = None
         """bool[n, E]: what the router gave to the dispatcher in the last forward."""
+        self._probs: Tensor | None = None
         self._keep = keep_for_recompute
-        self._forward: Tensor | None = None
-        self._in_forward = False
-        self._recompute: deque[Tensor | None] = deque()
+        self._forward: Route | None = None
+        self._used: Route | None = None
+        self._in_forward = self._watch = False
+        self._recompute: deque[Route | None] = deque()
 
-    def begin_forward(self, target: Tensor | None, with_grad: bool) -> None:
-        """Route the next forward by `target` i64[n, K] (None: natively)."""
-        self._forward, self._in_forward = target, True
+    def begin_forward(self, target: Route | None, with_grad: bool, watch: bool = False) -> None:
+        """Route the next forward by `target` (None: natively). `watch`: note the margins."""
+        self._forward, self._in_forward, self._watch = target, True, watch
+        self.margins = None
         if self._keep and with_grad:
             self._recompute.append(target)
 
     def end_forward(self) -> None:
         """From here until the next `begin_forward`, the router is called by recompute only."""
-        self._forward, self._in_forward = None, False
+        self._forward, self._in_forward, self._probs = None, False, None
 
     @property
     def num_pending(self) -> int:
         """Micro-batches whose recompute has not run."""
         return len(self._recompute)
+
+    def native_gates(self) -> GatedRoute:
+        """The choice of the last forward with its weights, before `end_forward`; of a native one."""
+        assert self.native_ids is not None
+        assert self._probs is not None
+        return GatedRoute(self.native_ids, self._probs.gather(1, self.native_ids).float())
 
     def get_replay_topk(
         self,
@@ -69,12 +121,14 @@ class LayerReplay:
         native_scores, native = default_compute_topk(scores, topk, num_groups, group_topk)
         if self._in_forward:
             self.native_ids = native.detach()
-            target = self._forward
+            self.margins = margins(scores.detach(), native) if self._watch else None
+            self._used = self._forward
         else:
             assert self._recompute, f"router {self.layer_number} recomputed more than it ran"
-            target = self._recompute.popleft()
-        if target is None:
+            self._used = self._recompute.popleft()
+        if self._used is None:
             return native_scores, native
+        target = ids_of(self._used)
         if target.shape != native.shape:
             raise ValueError(
                 f"routes of layer {self.layer_number}: the router has {tuple(native.shape)} "
@@ -83,10 +137,15 @@ class LayerReplay:
         ids = torch.where(target == NATIVE_ROUTE, native, target)
         return scores.gather(1, ids), ids
 
-    def observe(self, router: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-        """Forward hook of the router: keep the map that really went to the dispatcher."""
+    def observe(self, router: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> Any:
+        """Forward hook of the router: keep the map that really goes to the dispatcher, and put the
+        recorded weights in the place of its own."""
+        probs, routing_map = output
+        if isinstance(self._used, GatedRoute):
+            probs = with_gates(probs, self._used)
         if self._in_forward:
-            self.routing_map = output[1].detach()
+            self.routing_map, self._probs = routing_map.detach(), probs.detach()
+        return probs, routing_map
 
 
 class ReplayedChunk:
@@ -104,9 +163,9 @@ class ReplayedChunk:
             router.register_forward_hook(replay.observe)
             self.layers[layer.layer_number] = replay
 
-    def begin_forward(self, routes: Routes | None, with_grad: bool) -> None:
+    def begin_forward(self, routes: Routes | None, with_grad: bool, watch: bool = False) -> None:
         for number, layer in self.layers.items():
-            layer.begin_forward(None if routes is None else routes[number], with_grad)
+            layer.begin_forward(None if routes is None else routes.get(number), with_grad, watch)
 
     def end_forward(self) -> None:
         for layer in self.layers.values():

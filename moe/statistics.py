@@ -16,19 +16,41 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe.align import RouterRows
-from moe.replay import ReplayedChunk, Routes
-from mrl.types import NATIVE_ROUTE, Max, Mean, Statistics
+from moe.replay import ReplayedChunk, Routes, ids_of
+from mrl.histogram import log_histogram
+from mrl.types import NATIVE_ROUTE, Max, Mean, Quantiles, Statistics
+
+
+@dataclass
+class LayerCounts:
+    """Of one layer of this rank, over the micro-batches of a pass: rows with a captured route."""
+
+    # Tensors after the first addition: counting must not wait for the device.
+    num_choices: Tensor | int = 0
+    """Those rows times K."""
+    num_disagreements: Tensor | int = 0
+    """Choices among them that the router alone would not have made."""
+    margins: dict[bool, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    """By whether the row's choice differs: sum and number of the margins, and their histogram."""
+
+    def add_margins(self, margins: Tensor, differs: Tensor, captured: Tensor) -> None:
+        """margins f32[n], differs and captured bool[n]."""
+        for kind, rows in ((True, captured & differs), (False, captured & ~differs)):
+            total = torch.where(rows, margins, 0.0).double().sum()
+            new = (total, rows.sum(), log_histogram(margins.clamp(min=0), rows))
+            old = self.margins.get(kind)
+            self.margins[kind] = (
+                new if old is None else (old[0] + new[0], old[1] + new[1], old[2] + new[2])
+            )
 
 
 @dataclass
 class RoutingCounter:
     """Counts over the micro-batches of one pass of one rank."""
 
-    # Tensors after the first addition: counting must not wait for the device.
-    num_choices: Tensor | int = 0
-    num_disagreements: Tensor | int = 0
     num_expected: Tensor | int = 0
     num_replayed: Tensor | int = 0
+    layers: dict[int, LayerCounts] = field(default_factory=dict)
     _token_differs: dict[int, Tensor] = field(default_factory=dict)
     """By micro-batch: bool[n], true where any layer of this rank differs."""
     _num_tokens: dict[int, Tensor] = field(default_factory=dict)
@@ -41,8 +63,10 @@ class RoutingCounter:
         chunk: ReplayedChunk,
         routes: Routes | None,
         rows: RouterRows,
+        replays: bool = True,
     ) -> None:
-        """Count one micro-batch after its forward."""
+        """Count one micro-batch after its forward. `replays` is false where `routes` were only to be
+        compared with."""
         expected = rows.leading
         for number, layer in chunk.layers.items():
             assert layer.routing_map is not None
@@ -51,27 +75,29 @@ class RoutingCounter:
         if routes is None:
             return
         self._num_tokens[batch_number] = expected.sum()
-        captured, used, differing = [], [], []
+        # A stage without MoE layers still takes part in the reduction over the pipeline.
+        differs_anywhere = self._token_differs.get(batch_number, torch.zeros_like(expected))
         for number, layer in chunk.layers.items():
-            target, native = routes[number], layer.native_ids
+            if number not in routes:
+                continue
+            target, native = ids_of(routes[number]), layer.native_ids
             assert native is not None
             assert layer.routing_map is not None
             # A row is native in all of its K places or in none.
-            captured.append((target[:, 0] != NATIVE_ROUTE) & expected)
-            safe = torch.where(captured[-1].unsqueeze(-1), target, native)
-            shared = (safe.unsqueeze(-1) == native.unsqueeze(-2)).any(-1)
-            differing.append(~shared)
-            # The map has K experts a row, so holding all K captured ones means being equal to them.
-            used.append(layer.routing_map.gather(1, safe).all(-1))
-        # A stage without MoE layers still takes part in the reduction over the pipeline.
-        differs_anywhere = self._token_differs.get(batch_number, torch.zeros_like(expected))
-        if captured:
-            is_captured, differs = torch.stack(captured), torch.stack(differing)
-            self.num_choices += is_captured.sum() * differs.shape[-1]
-            self.num_disagreements += differs.sum()
-            self.num_expected += self._num_tokens[batch_number] * len(captured)
-            self.num_replayed += (torch.stack(used) & is_captured).sum()
-            differs_anywhere = differs_anywhere | differs.any(-1).any(0)
+            captured = (target[:, 0] != NATIVE_ROUTE) & expected
+            safe = torch.where(captured.unsqueeze(-1), target, native)
+            differs = ~(safe.unsqueeze(-1) == native.unsqueeze(-2)).any(-1)
+            counts = self.layers.setdefault(number, LayerCounts())
+            counts.num_choices += captured.sum() * differs.shape[-1]
+            counts.num_disagreements += differs.sum()
+            if layer.margins is not None:
+                counts.add_margins(layer.margins, differs.any(-1), captured)
+            if replays:
+                self.num_expected += self._num_tokens[batch_number]
+                # The map has K experts a row, so holding all K captured ones is being equal to them.
+                used = layer.routing_map.gather(1, safe).all(-1)
+                self.num_replayed += (used & captured).sum()
+            differs_anywhere = differs_anywhere | differs.any(-1)
         self._token_differs[batch_number] = differs_anywhere
 
     def statistics(self, pp_group: ProcessGroup) -> Statistics:
@@ -84,14 +110,22 @@ class RoutingCounter:
         if pp_group.size() > 1:
             dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=pp_group)
         first_stage = pp_group.rank() == 0
-        return {
-            "routing/disagreement": _share(self.num_disagreements, self.num_choices),
-            "routing/replay_coverage": _share(self.num_replayed, self.num_expected),
+        layers = self.layers.values()
+        stats: Statistics = {
+            "routing/disagreement": _share(
+                sum(c.num_disagreements for c in layers), sum(c.num_choices for c in layers)
+            ),
             "routing/token_any_layer": _share(
                 differs.sum() if first_stage else 0,
                 sum(self._num_tokens.values()) if first_stage else 0,
             ),
         }
+        if isinstance(self.num_expected, Tensor):
+            stats["routing/replay_coverage"] = _share(self.num_replayed, self.num_expected)
+        for number, counts in self.layers.items():
+            name = f"routing/disagreement/layer_{number:02d}"
+            stats[name] = _share(counts.num_disagreements, counts.num_choices)
+        return stats | margin_statistics(self.layers)
 
     def load_statistics(
         self, layer_numbers: Sequence[int], num_experts: int, device: torch.device
@@ -129,6 +163,28 @@ def load_ratios(loads: Mapping[int, Tensor]) -> Statistics:
         stats[f"moe/load_max/layer_{number:02d}"] = Max(fullest[i])
         stats[f"moe/load_entropy/layer_{number:02d}"] = Max(entropy[i])
         stats[f"moe/dead_experts/layer_{number:02d}"] = Max(dead[i])
+    return stats
+
+
+def margin_statistics(layers: Mapping[int, LayerCounts]) -> Statistics:
+    """How sure the routers were of their choices, where the engine's were others and where not.
+
+    Means over rows and layers, and medians (to 2%); by layer, the means where they differ. Rows that
+    are a tie away from the engine's choice say rounding; sure ones that differ say other weights.
+    """
+    stats: Statistics = {}
+    for differs, name in ((True, "disagreement"), (False, "agreement")):
+        parts = {n: c.margins[differs] for n, c in layers.items() if differs in c.margins}
+        if not parts:
+            continue
+        key = f"routing/margin_at_{name}"
+        totals, nums, histograms = zip(*parts.values(), strict=True)
+        stats[key] = _share(sum(totals), sum(nums))
+        median = (f"routing/margin_median_at_{name}", 0.5)
+        stats[median[0]] = Quantiles(torch.stack(histograms).sum(0), (median,))
+        if differs:
+            for number, (total, num, _) in parts.items():
+                stats[f"{key}/layer_{number:02d}"] = _share(total, num)
     return stats
 
 

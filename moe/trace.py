@@ -2,7 +2,8 @@
 
 Dimensions: T all tokens of a sample, H hidden layers (dense ones too), L MoE layers, K experts per
 token. SGLang sends base64 of int32 [T-1, H, K] in C order: the prompt is included, the last token
-has no row, dense layers hold placeholders, shared experts are left out.
+has no row, dense layers hold placeholders, shared experts are left out. With weights the rows are
+[T-1, H, 2K]: K ids, then the bits of the K float32 gate weights.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ def decode_routes(
     row_versions: Sequence[VersionSpan],
     num_cached_rows: int,
     num_recomputed_rows: int = 0,
+    with_weights: bool = False,
 ) -> RoutingTrace:
     """Drop the dense layers and narrow to u8[T-1, L, K], or u16 above 256 experts.
 
     `moe_layer_numbers` are Megatron's, 1-based. Raises InputError for impossible layer numbers and
     ValueError where the payload is no base64, has the wrong length, or holds an expert id that is
-    out of range or repeated in a row.
+    out of range or repeated in a row, or a weight that is negative or no number.
     """
     layers = np.asarray(moe_layer_numbers, dtype=np.int64) - 1
     if not len(layers) or layers.min() < 0 or layers.max() >= num_hidden_layers:
@@ -50,20 +52,23 @@ def decode_routes(
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"routes: the payload is not base64: {error}") from None
     num_rows = num_tokens - 1
-    expected = num_rows * num_hidden_layers * topk * 4
+    width = 2 * topk if with_weights else topk
+    expected = num_rows * num_hidden_layers * width * 4
     if len(raw) != expected:
-        row_bytes = num_hidden_layers * topk * 4
+        row_bytes = num_hidden_layers * width * 4
         raise ValueError(
             f"routes: got {len(raw)} bytes ({len(raw) / row_bytes:g} rows), expected {expected}: "
             f"{num_tokens} tokens less the last = {num_rows} rows x {num_hidden_layers} layers x "
-            f"top-{topk} x 4 bytes"
+            f"top-{topk}{' with weights' * with_weights} x {4 * width // topk} bytes"
         )
     if not 0 <= num_cached_rows <= num_rows:
         raise ValueError(f"routes: got {num_cached_rows} cached rows, expected 0 to {num_rows}")
     # "<i4": the wire is little-endian whatever this machine is.
-    ids = np.frombuffer(raw, dtype="<i4").reshape(num_rows, num_hidden_layers, topk)
+    ids = np.frombuffer(raw, dtype="<i4").reshape(num_rows, num_hidden_layers, width)
     if len(layers) != num_hidden_layers:
         ids = ids[:, layers]
+    weights = _weights_of(ids[..., topk:], moe_layer_numbers) if with_weights else None
+    ids = ids[..., :topk]
     # Checked before narrowing: -1 would come out as expert 255.
     if ids.size and (ids.min() < 0 or ids.max() >= num_experts):
         row, layer, _ = np.argwhere((ids < 0) | (ids >= num_experts))[0]
@@ -80,7 +85,21 @@ def decode_routes(
         row_versions=tuple(row_versions),
         num_cached_rows=num_cached_rows,
         num_recomputed_rows=num_recomputed_rows,
+        expert_weights=weights,
     )
+
+
+def _weights_of(bits: np.ndarray, layer_numbers: Sequence[int]) -> Tensor:
+    """int32 [T-1, L, K] -> f32 of the same bits. Raises ValueError for what is no gate weight."""
+    weights = np.ascontiguousarray(bits).view("<f4")
+    wrong = ~(weights >= 0) | ~np.isfinite(weights)
+    if wrong.any():
+        row, layer, _ = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"routes: token {row} in MoE layer {layer_numbers[layer]} has weights "
+            f"{weights[row, layer].tolist()}, expected finite numbers from 0 on"
+        )
+    return torch.from_numpy(weights.copy())
 
 
 def _refuse_repeats(ids: Tensor, layer_numbers: Sequence[int], num_experts: int) -> None:
@@ -152,6 +171,9 @@ def join_traces(old: RoutingTrace, new: RoutingTrace) -> RoutingTrace:
         row_versions=joined_spans(old.row_versions, added),
         num_cached_rows=_leading(old.num_cached_rows, new.num_cached_rows, num_kept),
         num_recomputed_rows=_leading(old.num_recomputed_rows, new.num_recomputed_rows, num_kept),
+        expert_weights=None
+        if old.expert_weights is None or new.expert_weights is None
+        else torch.cat([old.expert_weights, new.expert_weights[num_kept:]]),
     )
 
 

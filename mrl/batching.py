@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -15,6 +14,7 @@ from moe.provenance import stale_rows, without_stale_tokens
 from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig
 from mrl.errors import InputError
+from mrl.shaping import outside_loss, shaped_rewards, without_loss
 from mrl.types import PackedRoutes, Sample, SampleGroup, TrainBatch
 from parallel.groups import Groups
 from parallel.packing import WeightedSample, pack, plan, round_up
@@ -23,23 +23,21 @@ _PUBLISHED = AlgorithmConfig()
 
 
 def set_advantages(
-    groups: Sequence[SampleGroup], algorithm: Algorithm, config: AlgorithmConfig
+    groups: Sequence[SampleGroup],
+    algorithm: Algorithm,
+    config: AlgorithmConfig,
+    max_response_len: int = 0,
 ) -> None:
-    """Fill in every group's advantages; a sample without a reward leaves the loss altogether."""
-    rewards = [group.rewards for group in groups if group.rewards is not None]
-    assert len(rewards) == len(groups)
+    """Fill in every group's advantages, of the shaped rewards; samples that teach nothing leave the
+    loss altogether (`mrl.shaping`)."""
+    rewards = [shaped_rewards(group, config, max_response_len) for group in groups]
     advantages = algorithm.advantages(rewards, config)
     for group, own in zip(groups, advantages, strict=True):
-        assert group.rewards is not None
         group.advantages = own
         group.samples = [
-            _without_loss(sample) if abstained else sample
-            for sample, abstained in zip(group.samples, group.rewards.isnan().tolist(), strict=True)
+            without_loss(sample) if outside else sample
+            for sample, outside in zip(group.samples, outside_loss(group, config), strict=True)
         ]
-
-
-def _without_loss(sample: Sample) -> Sample:
-    return dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
 
 
 def split_evenly(groups: Sequence[SampleGroup], parts: int) -> list[list[SampleGroup]]:
@@ -80,15 +78,19 @@ def make_train_batches(
     micro_batch_tokens: int,
     routes: RouteSource | None = held_routes,
     *,
+    drops_stale: bool = True,
     config: AlgorithmConfig = _PUBLISHED,
     max_response_len: int = 0,
+    version: int | None = None,
 ) -> list[TrainBatch]:
     """`make_train_batch` of each mini-batch (samples, advantages) of a step.
 
     `config`, `max_response_len`: what `algorithm.sequence_weights` wants to know of the recipe.
+    `version`: of the weights before the update.
 
-    `routes`: where those to be replayed come from; None for no replay. Rows that other weights chose
-    than their tokens were sampled with are not replayed, and their tokens leave the loss.
+    `routes`: where those to be replayed or compared come from; None for neither. Rows that other
+    weights chose than their tokens were sampled with are not among them, and their tokens leave the
+    loss if `drops_stale`: a replay would have to do without those rows.
 
     Micro-batches may run in one pass whatever mini-batch they belong to, so where they have to be of
     one length, they all are.
@@ -101,10 +103,11 @@ def make_train_batches(
         for share in shares
         for members in share
     )
+    drops = drops_stale and routes is not None
     fetched = _fetch_routes([samples for samples, _ in parts], plans, routes)
     return [
         _pack_share(
-            samples if routes is None else [without_stale_tokens(sample) for sample in samples],
+            [without_stale_tokens(sample) for sample in samples] if drops else samples,
             advantages,
             partial(_weights, algorithm, config, max_response_len),
             groups,
@@ -112,6 +115,7 @@ def make_train_batches(
             own_routes,
             first_id,
             min_tokens=longest if dims.equal_micro_batches else 1,
+            version=version,
         )
         for (samples, advantages), shares, own_routes, first_id in zip(
             parts, plans, fetched, _first_ids([samples for samples, _ in parts]), strict=True
@@ -185,6 +189,7 @@ def _pack_share(
     routes: Mapping[int, PackedRoutes],
     first_id: int,
     min_tokens: int,
+    version: int | None,
 ) -> TrainBatch:
     weights = weights_of(samples, advantages)
     weighted = [
@@ -199,6 +204,7 @@ def _pack_share(
             groups.dims.token_multiple,
             sequence_multiple=groups.dims.sequence_multiple,
             min_tokens=min_tokens,
+            version=version,
         )
         for members in share
     ]

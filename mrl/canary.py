@@ -21,8 +21,10 @@ TOLERANCE_HALF = 0.1
 """In half precision a few tokens take other experts; a wrong model is off by more than 1."""
 
 
-def default_tolerance(dtype: torch.dtype) -> float:
-    return TOLERANCE_FLOAT32 if dtype == torch.float32 else TOLERANCE_HALF
+def default_tolerance(*dtypes: torch.dtype) -> float:
+    """Of two sides that compute in these."""
+    exact = all(dtype == torch.float32 for dtype in dtypes)
+    return TOLERANCE_FLOAT32 if exact else TOLERANCE_HALF
 
 
 def canary_sequences(prompts: Sequence[Prompt], num: int) -> list[Tensor]:

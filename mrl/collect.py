@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mrl.errors import InputError
 from mrl.rollout.saved import load_groups, without_route_ids
 from mrl.run_folder import saved_step
 from mrl.types import SampleGroup, Statistics
@@ -34,6 +35,25 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
+@dataclass
+class SyncCount:
+    """Of a step's syncs and rounds."""
+
+    restarts: int = 0
+    recovery_s: float = 0.0
+    canary: float = 0.0
+    verify_s: float = 0.0
+    """What digests and canaries took, within `time/sync_s`."""
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "rollout/engine_restarts": float(self.restarts),
+            "rollout/canary_abs_mean": self.canary,
+            "time/recovery_s": self.recovery_s,
+            "time/verify_s": self.verify_s,
+        }
+
+
 class Collector(Protocol):
     """Gives a step's scored groups; every method is called on all ranks."""
 
@@ -46,6 +66,10 @@ class Collector(Protocol):
 
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
         """Groups in prompt order with rewards; times `sync`, `rollout` and `score`."""
+        ...
+
+    def evaluate(self, version: int, policy: Policy, clock: Clock) -> dict[str, float]:
+        """`eval/*` of the policy's present weights, on the recipe's evaluation sets."""
         ...
 
     def statistics(self) -> Statistics:
@@ -85,6 +109,11 @@ class SavedCollector:
                 group if i % world == rank else without_route_ids(group)
                 for i, group in enumerate(everything)
             ]
+
+    def evaluate(self, version: int, policy: Policy, clock: Clock) -> dict[str, float]:
+        raise InputError(
+            "evaluation: debug.load_rollouts starts no engine; leave it out to evaluate"
+        )
 
     def statistics(self) -> Statistics:
         return {}

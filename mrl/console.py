@@ -78,6 +78,16 @@ def step_line(
     _line(console, f"{count:>9}{cells}")
 
 
+def evaluation(metrics: Mapping[str, float], *, console: Console | None = None) -> None:
+    """`eval/SET/KEY` numbers, a line a set."""
+    sets: dict[str, list[str]] = {}
+    for key, value in metrics.items():
+        _, name, what = key.split("/", 2)
+        sets.setdefault(name, []).append(f"{what} {value:.4g}")
+    rows = [(name, "  ".join(values)) for name, values in sets.items()]
+    table("Evaluation", ("set", "numbers"), rows, console=console)
+
+
 def warning(text: str, *, console: Console | None = None) -> None:
     """One line that the user should see; `text` may quote untrusted output."""
     _line(console or _console(), f"warning: {escape(text)}", style="yellow")

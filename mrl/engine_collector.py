@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from mrl import console
 from mrl.canary import canary_sequences, check_canaries, default_tolerance
-from mrl.collect import Clock
+from mrl.collect import Clock, SyncCount
 from mrl.data import PromptCursor
-from mrl.episodes import Episodes
+from mrl.dynamic_sampling import SignalRounds
 from mrl.errors import RunFailed
+from mrl.evaluation import Evaluation, Evaluator
 from mrl.memory_watch import MemoryWatch
 from mrl.preflight import Plan
-from mrl.rewards.runner import check_failures
 from mrl.rollout import load_engine
 from mrl.rollout.backlog import Backlog, StepPlan
 from mrl.rollout.base import (
@@ -34,12 +34,10 @@ from mrl.rollout.base import (
     WEIGHTS,
     EngineLost,
     RolloutEngine,
-    SamplingParams,
 )
-from mrl.rollout.saved import decode_groups, encode_groups
-from mrl.rollout.scheduling import Round
 from mrl.run_folder import RunFolder
 from mrl.scoring import Scoring
+from mrl.tasks import Task, make_task, share_scored, share_unfinished
 from mrl.types import Max, SampleGroup, Statistics
 from parallel.groups import Groups
 from parallel.implementation import choose_dtype
@@ -61,11 +59,11 @@ class EngineCollector:
         self.scoring: Scoring | None = None
         self._lost: EngineLost | None = None
         self._canaries = canary_sequences(plan.prompts, recipe.rollout.canary_prompts)
+        self._dtype = choose_dtype(recipe.rollout.engine_dtype(recipe.model))
         self._tolerance = recipe.rollout.canary_tolerance or default_tolerance(
-            choose_dtype(recipe.model.dtype)
+            choose_dtype(recipe.model.dtype), self._dtype
         )
-        self.verify_s = 0.0
-        """What digests and canaries of the step took, within `time/sync_s`."""
+        self._count = SyncCount()
         self.watch = MemoryWatch(groups.device, console.warning)
         self._statistics: Statistics = {}
         self.backlog = Backlog(recipe.rollout)
@@ -74,11 +72,14 @@ class EngineCollector:
                 model=recipe.model,
                 config=recipe.rollout,
                 log_path=folder.logs / f"engine_{self.engine_number:02d}.log",
-                return_routes=recipe.moe.routing_replay == "r3",
+                return_routes=recipe.captures_routes,
                 gpu_ids=_gpu_ids(groups, tp),
                 seed=recipe.seed,
             )
             self.scoring = Scoring(recipe, plan.tokenizer)
+        self.evaluator = Evaluator(
+            plan, groups, folder, self.engine_number if self.engine else None
+        )
 
     def start(self, policy: Policy) -> None:
         # The engine sizes its KV cache by the memory that it finds free now.
@@ -92,16 +93,57 @@ class EngineCollector:
         policy.onload()
 
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
-        plan = self.backlog.begin_step(self.cursor.next, self.plan.recipe.seed * 1_000_003 + step)
-        own = self._own_work(plan)
-        self._generate_all(step, own, policy, clock)
-        with clock.part("score"):
-            groups = self._share(*(self.scoring.finish() if self.scoring else ([], 0)))
-            partial = self._share_unfinished(own)
-        self._statistics |= self.watch.metrics()
+        seed = self.plan.recipe.seed * 1_000_003 + step
+        self._count = SyncCount()
+        plan = self.backlog.begin_step(self.cursor.next, seed)
+        evaluation = self._evaluation_due(step)
+        also = evaluation.tasks if evaluation else []
+        groups, partial = self._round(step, plan, policy, clock, also)
         numbers = self.backlog.end_step(plan, groups, partial, step)
-        self._statistics |= {key: Max(torch.tensor(value)) for key, value in numbers.items()}
+        if evaluation is not None:
+            with clock.part("eval"):
+                numbers |= evaluation.finish()
+        if self.plan.recipe.algorithm.dynamic_sampling:
+            groups, more = self._rounds_after(groups, step, seed, policy, clock)
+            numbers |= more
+        self._statistics = as_statistics(numbers | self._count.metrics()) | self.watch.metrics()
         return groups
+
+    def _round(
+        self, step: int, plan: StepPlan, policy: Policy, clock: Clock, also: Sequence[Task] = ()
+    ) -> tuple[list[SampleGroup], list[SampleGroup]]:
+        """The scored groups of a plan, and those that it left unfinished, both on every rank."""
+        own = self._own_task(plan)
+        self._generate_all(step, [*([own] if own else []), *also], policy, clock)
+        recipe = self.plan.recipe
+        with clock.part("score"):
+            groups = share_scored(own, recipe, self.groups)
+            resumes = recipe.rollout.unfinished == "resume"
+            return groups, share_unfinished(own, self.groups) if resumes else []
+
+    def _rounds_after(
+        self, groups: list[SampleGroup], step: int, seed: int, policy: Policy, clock: Clock
+    ) -> tuple[list[SampleGroup], dict[str, float]]:
+        """The step's groups after dynamic sampling; each round sends the weights anew."""
+        rounds = SignalRounds(self.plan.recipe.rollout)
+        rounds.add(groups)
+        while not rounds.is_over:
+            plan = rounds.next_round(self.cursor.next, seed)
+            rounds.add(self._round(step, plan, policy, clock)[0])
+        if rounds.num_missing and self.groups.rank == 0:
+            console.warning(f"step {step}: {rounds.complaint()}")
+        return rounds.result(), rounds.metrics()
+
+    def evaluate(self, version: int, policy: Policy, clock: Clock) -> dict[str, float]:
+        self._count = SyncCount()
+        evaluation = self.evaluator.begin(version)
+        self._generate_all(version, evaluation.tasks, policy, clock)
+        with clock.part("eval"):
+            return evaluation.finish()
+
+    def _evaluation_due(self, step: int) -> Evaluation | None:
+        every = self.plan.recipe.eval.every
+        return self.evaluator.begin(step) if every and step % every == 0 else None
 
     def statistics(self) -> Statistics:
         return self._statistics
@@ -110,7 +152,7 @@ class EngineCollector:
         """Bring the engine to the policy's weights and awake; the policy leaves the device.
 
         A collective; where not `wanted`, this rank's engine is left asleep. Returns the mean
-        |difference| of the canaries' log-probs, 0 without. `verify_s` grows by what proof costs.
+        |difference| of the canaries' log-probs, 0 without.
         """
         engine = self.engine if wanted else None
         policy.onload()  # a step that only rolled out left it on the host
@@ -118,12 +160,13 @@ class EngineCollector:
         with self._verifying():
             expected = policy.score(self._canaries) if self._canaries else []
         dist.barrier()  # an engine wakes on the devices of several ranks
-        buckets = policy.export(version, self.plan.recipe.rollout.weight_bucket_mb << 20)
+        max_bytes = self.plan.recipe.rollout.weight_bucket_mb << 20
+        buckets = policy.export(version, max_bytes, self._dtype)
         try:
             if engine is not None:
                 with self._noting_loss():
                     engine.wake((WEIGHTS,))
-                    self.verify_s += engine.update_weights(buckets, version).digest_s
+                    self._count.verify_s += engine.update_weights(buckets, version).digest_s
         finally:
             for _ in buckets:  # the gathers are collectives: follow them to the end
                 pass
@@ -146,77 +189,53 @@ class EngineCollector:
     def _verifying(self) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.verify_s += time.perf_counter() - start
+        self._count.verify_s += time.perf_counter() - start
 
-    def _own_work(self, plan: StepPlan) -> Round | Episodes | None:
+    def _own_task(self, plan: StepPlan) -> Task | None:
         """This engine's share of what the step starts."""
         if self.scoring is None:
             return None
-        rollout = self.plan.recipe.rollout
         started, num_wanted = plan.share(self.engine_number, self.plan.num_engines)
-        sampling = SamplingParams(
-            max_new_tokens=rollout.max_response_len,
-            min_new_tokens=rollout.min_response_len,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-        )
         groups, seeds = [one.group for one in started], [one.seed for one in started]
-        environments = self.scoring.environments
-        if environments is None:
-            return Round(groups, sampling, seeds, num_wanted)
-        return Episodes(
-            groups,
-            environments,
-            self.plan.tokenizer,
-            sampling=sampling,
-            max_turns=environments.config.max_turns,
-            context_len=self.plan.context_len,
-            seeds=seeds,
-            step_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
+        recipe = self.plan.recipe
+        return make_task(
+            self.plan, recipe, self.scoring, groups, seeds, num_wanted, clock_name="rollout"
         )
 
     def _generate_all(
-        self, step: int, own: Round | Episodes | None, policy: Policy, clock: Clock
+        self, version: int, tasks: Sequence[Task], policy: Policy, clock: Clock
     ) -> None:
         """Sync and generate until no engine has anything left; groups are scored as they finish."""
-        if self.scoring is not None:
-            self.scoring.begin_step()
-        num_restarts, recovery_s, canary, self.verify_s = 0, 0.0, 0.0, 0.0
+        count = self._count
         while True:
-            wanted = own is not None and not own.is_over
+            left = [task for task in tasks if not task.is_over]
             with clock.part("sync"):
-                canary = max(canary, self.sync(step, policy, wanted=wanted))
-            with clock.part("rollout"):
-                if wanted and self._lost is None:
-                    self._generate(own)
+                count.canary = max(count.canary, self.sync(version, policy, wanted=bool(left)))
+            if left and self._lost is None:
+                self._generate(left, clock)
+            with clock.part("rollout"):  # the wait for the slowest engine is part of it
                 num_lost = _sum_over_ranks(self._lost is not None)
             if not num_lost:
                 break
             start = time.perf_counter()
             while num_lost:  # the next one may be lost while it starts
-                num_restarts += num_lost
-                self._replace_lost(num_restarts)
+                count.restarts += num_lost
+                self._replace_lost(count.restarts)
                 num_lost = _sum_over_ranks(self._lost is not None)
-            recovery_s += time.perf_counter() - start
-            if not _sum_over_ranks(own is not None and not own.is_over):
+            count.recovery_s += time.perf_counter() - start
+            if not _sum_over_ranks(any(not task.is_over for task in tasks)):
                 break
-        self._statistics = {
-            "rollout/engine_restarts": Max(torch.tensor(float(num_restarts))),
-            "rollout/canary_abs_mean": Max(torch.tensor(canary)),
-            "time/recovery_s": Max(torch.tensor(recovery_s)),
-            "time/verify_s": Max(torch.tensor(self.verify_s)),
-        }
 
-    def _generate(self, own: Round | Episodes | None) -> None:
-        assert own is not None
+    def _generate(self, tasks: Sequence[Task], clock: Clock) -> None:
         assert self.engine is not None
-        assert self.scoring is not None
         with self._noting_loss():
-            for group in own.finished(self.engine):
-                self.scoring.begin(group)
-            self.watch.read("awake", self.engine.process_id)
-            self.engine.sleep()
-            self.watch.read("asleep", self.engine.process_id)
+            for task in tasks:
+                with clock.part(task.clock_name):
+                    task.run(self.engine)
+            with clock.part("rollout"):
+                self.watch.read("awake", self.engine.process_id)
+                self.engine.sleep()
+                self.watch.read("asleep", self.engine.process_id)
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
@@ -248,39 +267,6 @@ class EngineCollector:
         except RuntimeError as error:
             self._lost = error if isinstance(error, EngineLost) else EngineLost(str(error))
 
-    def _share(self, own: Sequence[SampleGroup], num_failed: int) -> list[SampleGroup]:
-        """Everybody's groups on every rank, the ids of their routes where they were rolled out only;
-        raises where too many rewards failed over all."""
-        if self.groups.dims.world == 1:
-            return list(own)
-        parts: list[tuple[bytes, int]] = [(b"", 0)] * self.groups.dims.world
-        mine = encode_groups(own, with_routes=False) if own else b""
-        dist.all_gather_object(parts, (mine, num_failed))
-        everything = list(own)
-        for rank, (part, _) in enumerate(parts):
-            if part and rank != self.groups.rank:
-                everything += decode_groups(part)
-        recipe = self.plan.recipe
-        check_failures(
-            f"reward {recipe.reward!r}"
-            if recipe.environment is None
-            else f"environment {recipe.environment.name!r}",
-            sum(failed for _, failed in parts),
-            sum(len(group.samples) for group in everything),
-        )
-        return sorted(everything, key=lambda group: group.samples[0].group_id)
-
-    def _share_unfinished(self, own: Round | Episodes | None) -> list[SampleGroup]:
-        """On every rank what all engines left, where it is resumed; nothing otherwise."""
-        if self.plan.recipe.rollout.unfinished != "resume":
-            return []
-        left = own.unfinished if isinstance(own, Round) else []
-        if self.groups.dims.world == 1:
-            return left
-        parts = [b""] * self.groups.dims.world
-        dist.all_gather_object(parts, encode_groups(left) if left else b"")
-        return [group for part in parts if part for group in decode_groups(part)]
-
     def state_dict(self) -> dict[str, Any]:
         return {**self.cursor.state_dict(), "backlog": self.backlog.state_dict()}
 
@@ -296,6 +282,12 @@ class EngineCollector:
         finally:
             if self.scoring is not None:
                 self.scoring.close()
+            self.evaluator.close()
+
+
+def as_statistics(numbers: Mapping[str, float]) -> Statistics:
+    """Numbers that are the same on every rank."""
+    return {key: Max(torch.tensor(value)) for key, value in numbers.items()}
 
 
 def _sum_over_ranks(number: int | bool) -> int:

@@ -1,4 +1,4 @@
-"""What a step measures, as statistics of this rank; ranks are united by parallel.reduce."""
+"""What a step measures of its samples, the same on every rank. See also mrl.diagnosis.mismatch."""
 
 from __future__ import annotations
 
@@ -6,38 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from mrl.types import Max, Mean, MicroBatch, Sample, SampleGroup, Statistics
-from parallel.forward import PassOutput
-from parallel.reduce import merge
-
-
-def mismatch_statistics(batches: Sequence[MicroBatch], output: PassOutput) -> Statistics:
-    """Trainer before the update against the rollout engine, on the tokens of the loss.
-
-    d = old - rollout log-prob. `mismatch/k3` estimates KL(rollout || trainer) from the rollout's own
-    samples by exp(d) - 1 - d (Schulman's k3). Empty where this rank holds no log-probs.
-    """
-    parts: list[Statistics] = []
-    for batch, old, entropy in zip(batches, output.logprobs, output.entropies, strict=False):
-        mask = batch.loss_mask.to(old.device)
-        d = (old - batch.rollout_logprobs.to(old.device))[mask].double()
-        count = mask.sum().double()
-        part: Statistics = {
-            "mismatch/logprob_abs_mean": Mean(d.abs().sum(), count),
-            "mismatch/k3": Mean((d.expm1() - d).sum(), count),
-            "entropy": Mean(entropy[mask].double().sum(), count),
-        }
-        if d.numel():
-            part["mismatch/logprob_abs_max"] = Max(d.abs().max())
-        parts.append(part)
-    return merge(parts)
+from mrl.types import Sample, SampleGroup
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Rewards and lengths of all groups. Samples without a reward do not count in the rewards.
 
     Lengths are of what the policy generated: what it was told between turns does not count.
-    A group is zero-signal when its rewards are all equal: it teaches nothing.
     """
     all_rewards = [g.rewards for g in groups if g.rewards is not None]
     rewards = torch.cat(all_rewards)
@@ -47,10 +22,34 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         "reward/mean": float(known.mean()) if len(known) else float("nan"),
         "reward/std": float(known.std(correction=0)) if len(known) else float("nan"),
         "reward/abstained": float(rewards.isnan().sum()),
-        "reward/zero_signal_groups": float(sum(_is_flat(r) for r in all_rewards)),
+        **zero_signal_metrics(all_rewards),
         "response_len/mean": float(lengths.mean()),
         "tokens/rollout": float(lengths.sum()),
         "tokens/train": float(sum(len(s.token_ids) for g in groups for s in g.samples)),
+    }
+
+
+def zero_signal_metrics(rewards: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Groups that teach nothing, in all and by cause; f32[G] rewards each.
+
+    `unscored`: fewer than two samples have a reward, so nothing compares. Else all rewards are equal:
+    `best` where no reward of the step is higher (solved), `worst` where none is lower (out of reach),
+    `equal` in between, and where the whole step has one reward.
+    """
+    known = [group[~group.isnan()] for group in rewards]
+    all_known = torch.cat(known) if known else torch.empty(0)
+    low, high = (float(all_known.min()), float(all_known.max())) if len(all_known) else (0.0, 0.0)
+    causes = dict.fromkeys(("unscored", "best", "worst", "equal"), 0.0)
+    for group in known:
+        if len(group) < 2:
+            causes["unscored"] += 1
+        elif bool((group == group[0]).all()):
+            value = float(group[0])
+            at_end = low < high and value in (low, high)
+            causes[("best" if value == high else "worst") if at_end else "equal"] += 1
+    return {
+        "reward/zero_signal_groups": sum(causes.values()),
+        **{f"reward/zero_signal/{cause}": count for cause, count in causes.items()},
     }
 
 
@@ -70,8 +69,3 @@ def _num_turns(sample: Sample) -> int:
     spans = [span for span in sample.weight_versions if span.end > span.start]
     ends = [None, *(span.end for span in spans)]
     return sum(span.start != end for span, end in zip(spans, ends, strict=False))
-
-
-def _is_flat(rewards: torch.Tensor) -> bool:
-    known = rewards[~rewards.isnan()]
-    return len(known) == 0 or bool((known == known[0]).all())

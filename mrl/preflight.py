@@ -11,19 +11,28 @@ from typing import Any
 import torch
 
 from mrl import console
+from mrl.algorithm_checks import (
+    check_dynamic_sampling,
+    check_shaping,
+    read_critic,
+    read_reference,
+)
 from mrl.algorithms import check_algorithm, load_algorithm
-from mrl.algorithms.base import Algorithm
-from mrl.config import AlgorithmConfig, MoeConfig, Recipe
+from mrl.algorithms.base import Algorithm, traits
+from mrl.config import MoeConfig, Recipe
 from mrl.data import Demonstration, read_demonstrations, read_prompts
 from mrl.data.chat import ChatTurns
+from mrl.diagnosis.checks import check_capture
 from mrl.environments import resolve_environment
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
+from mrl.eval_sets import EvalSet, read_eval_sets
+from mrl.on_policy_checks import check_on_policy
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
 from mrl.rollout.sglang_server.arguments import check_server_args
-from mrl.run_folder import RunFolder, saved_step
+from mrl.run_folder import RunFolder, check_saved_steps
 from mrl.tail_checks import check_importance, check_started, check_unfinished
 from mrl.types import Prompt
 from parallel.dims import ParallelDims
@@ -42,11 +51,14 @@ class Plan:
     model: HfModel
     reference: HfModel | None
     """Of the KL penalty; None where there is none."""
+    critic: HfModel | None
+    """What the critic starts from; None where the algorithm needs none."""
     algorithm: Algorithm
     tokenizer: Any
     prompts: list[Prompt]
     demonstrations: list[Demonstration]
     """Of the warm start; empty without one."""
+    eval_sets: list[EvalSet]
     context_len: int
     resume_step: int | None
     """The checkpoint that the run continues from, unless a file of it turns out to be damaged."""
@@ -71,8 +83,10 @@ class Plan:
              f"({why}), {choose_dtype(recipe.model.dtype)}".replace("torch.", "")),
             ("rollout", f"saved: {source}" if source else
              f"{rollout.engine} {_version(rollout.engine)}, {self.num_engines} engine(s) of tensor "
-             f"parallel size {rollout.tensor_parallel_size}"),
+             f"parallel size {rollout.tensor_parallel_size}, "
+             f"{choose_dtype(rollout.engine_dtype(recipe.model))}".replace("torch.", "")),
             ("algorithm", f"{recipe.algorithm.name}, routing replay {recipe.moe.routing_replay}"),
+            *([("critic", f"{self.critic.path}: {self.critic.describe()}")] if self.critic else []),
             ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, {_task(recipe)}"),
             ("a step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "
              f"= {samples}{started}, up to {rollout.max_response_len} tokens each, "
@@ -82,8 +96,9 @@ class Plan:
         ]  # fmt: skip
 
 
-def check(recipe: Recipe, world: int) -> Plan:
-    """Validate a recipe for `world` ranks. Raises InputError with the first thing that is wrong."""
+def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Plan:
+    """Validate a recipe for `world` ranks. Raises InputError with the first thing that is wrong.
+    `saved_steps`: those that `debug.load_rollouts` must have, by default all that are left."""
     dims = ParallelDims.create(recipe.parallel, world)
     folder = RunFolder(recipe.output_dir)
     model = HfModel.read(recipe.model.path)
@@ -92,15 +107,19 @@ def check(recipe: Recipe, world: int) -> Plan:
         check_names(model, tensors.names)
     choose_implementation(recipe.model.transformer_impl)
     _check_moe(recipe, model)
-    reference = _read_reference(recipe.algorithm, model)
+    reference = read_reference(recipe.algorithm, model)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)
+    check_on_policy(recipe, dims, model)
     check_unfinished(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
     context_len = _context_len(recipe, model)
     algorithm = load_algorithm(recipe.algorithm.name)
     check_algorithm(recipe.algorithm)
     # Refuses the supervised loss.
     algorithm.advantages([torch.tensor([0.0, 1.0])], recipe.algorithm)
+    critic = read_critic(recipe, traits(algorithm).needs_critic, model, dims)
+    check_shaping(recipe)
+    check_dynamic_sampling(recipe)
     _check_task(recipe)
     tokenizer = load_tokenizer(model)
     prompts = read_prompts(
@@ -113,21 +132,19 @@ def check(recipe: Recipe, world: int) -> Plan:
     check_started(recipe.rollout, len(prompts))
     _check_prompts(recipe, prompts, tokenizer)
     demonstrations = _demonstrations(recipe, tokenizer, context_len)
+    eval_sets = read_eval_sets(recipe, tokenizer, context_len)
+    for each in eval_sets:
+        _check_task(each.recipe)
+        _check_prompts(each.recipe, each.prompts, tokenizer)
     folder.check(recipe)
     resume_step = _resume_step(folder)
-    _check_saved_rollouts(recipe, resume_step or 0)
+    if recipe.debug.load_rollouts is not None:
+        left = range(resume_step or 0, recipe.train.num_steps)
+        check_saved_steps(recipe.debug.load_rollouts, saved_steps or left)
     return Plan(
-        recipe,
-        dims,
-        model,
-        reference,
-        algorithm,
-        tokenizer,
-        prompts,
-        demonstrations,
-        context_len,
-        resume_step,
-    )
+        recipe, dims, model, reference, critic, algorithm, tokenizer, prompts, demonstrations,
+        eval_sets, context_len, resume_step,
+    )  # fmt: skip
 
 
 def _task(recipe: Recipe) -> str:
@@ -189,18 +206,6 @@ def _demonstrations(recipe: Recipe, tokenizer: Any, context_len: int) -> list[De
     return demonstrations
 
 
-def _check_saved_rollouts(recipe: Recipe, first_step: int) -> None:
-    if recipe.debug.load_rollouts is None:
-        return
-    for step in range(first_step, recipe.train.num_steps):
-        file = saved_step(recipe.debug.load_rollouts, step)
-        if not file.is_file():
-            raise InputError(
-                f"debug.load_rollouts: no {file}; write it with debug.save_rollouts=true, and keep "
-                "train.num_steps within the saved steps"
-            )
-
-
 def load_tokenizer(model: HfModel) -> Any:
     """The tokenizer of the model folder. Raises InputError when it is missing or does not fit."""
     from transformers import AutoTokenizer
@@ -224,6 +229,7 @@ def _check_moe(recipe: Recipe, model: HfModel) -> None:
             f"moe.routing_replay is {recipe.moe.routing_replay}, but {model.path} has no MoE layers; "
             "set it to off"
         )
+    check_capture(recipe, model)
     _check_balancing(recipe.moe, model)
 
 
@@ -256,29 +262,6 @@ def _check_balancing(moe: MoeConfig, model: HfModel) -> None:
             f"{model.architecture.model_type} have no expert bias; set it to 0, or balance with "
             "moe.load_balancing_type"
         )
-
-
-def _read_reference(algorithm: AlgorithmConfig, model: HfModel) -> HfModel | None:
-    path = algorithm.reference_path
-    if not algorithm.kl_coef:
-        if path is not None:
-            raise InputError(
-                f"algorithm.reference_path is {path}, but algorithm.kl_coef is 0; give it a weight, or "
-                "leave the reference out"
-            )
-        return None
-    if path is None:
-        return model
-    try:
-        reference = HfModel.read(path)
-    except InputError as error:
-        raise InputError(str(error).replace("model.path", "algorithm.reference_path")) from None
-    if differences := model.differences(reference):
-        raise InputError(
-            f"algorithm.reference_path {path}: {', '.join(differences)}; give a model of the "
-            f"architecture and sizes of {model.path}"
-        )
-    return reference
 
 
 def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:

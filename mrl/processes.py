@@ -66,10 +66,18 @@ class JsonWorker:
     it. close() may come from another.
     """
 
-    def __init__(self, module: str, what: str, spec: str, *arguments: str) -> None:
+    def __init__(
+        self,
+        module: str,
+        what: str,
+        spec: str,
+        *arguments: str,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
         """Nothing is started yet. `what` is for messages: "reward 'first_char'"."""
         self._command = [sys.executable, "-m", module, spec, str(os.getpid()), *arguments]
         self._what = what
+        self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
         self._lock = threading.Lock()
@@ -124,11 +132,11 @@ class JsonWorker:
         assert self._process.stdin
         os.set_blocking(self._process.stdin.fileno(), False)
         try:
-            reply = self._exchange(b"", START_TIMEOUT_S)
+            reply = self._exchange(b"", self._start_timeout_s)
         except TimeoutError:
             self._clear()
             raise InputError(
-                f"{self._what}: its import took more than {START_TIMEOUT_S:g} s"
+                f"{self._what}: its import took more than {self._start_timeout_s:g} s"
             ) from None
         except (OSError, EOFError):
             raise InputError(f"{self._what}: its import ended the {self._death()}") from None

@@ -2,10 +2,14 @@
 
 OUTPUT_DIR/config.yaml            the resolved recipe
 OUTPUT_DIR/metrics.jsonl          one object a step
-OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts);
-                                  dropped_0/: of steps that a restart did again
+OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts)
+OUTPUT_DIR/tokens/                step_000000.safetensors: what trainer and engine made of each token
+OUTPUT_DIR/diagnosis/             step_000000.json: the gap between them, by layer
+OUTPUT_DIR/evals/                 step_000000.json: metrics of those weights, .jsonl: the samples
 OUTPUT_DIR/checkpoints/           iter_0000010/, latest_checkpointed_iteration.txt
 OUTPUT_DIR/logs/                  the engines' logs
+
+What a restart does again is moved to dropped_0/ (the next one's to dropped_1/) where it was.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +32,9 @@ MAY_CHANGE = (
     "train.num_steps",
     "checkpoint",
     "debug.save_rollouts",
+    "diagnosis",
+    "eval",
+    "guards",
     "parallel",
     "rollout.tensor_parallel_size",
     "optimizer.use_distributed_optimizer",
@@ -43,8 +50,11 @@ class RunFolder:
         self.config = self.root / "config.yaml"
         self.metrics = self.root / "metrics.jsonl"
         self.rollouts = self.root / "rollouts"
+        self.tokens = self.root / "tokens"
+        self.diagnosis = self.root / "diagnosis"
         self.checkpoints = self.root / "checkpoints"
         self.logs = self.root / "logs"
+        self.evals = self.root / "evals"
         self._lock: IO[str] | None = None
 
     def check(self, recipe: Recipe) -> None:
@@ -56,7 +66,7 @@ class RunFolder:
             )
         if not self.config.exists():
             return
-        old, new = _flat(load_recipe(self.config).model_dump()), _flat(recipe.model_dump())
+        old, new = flatten(load_recipe(self.config).model_dump()), flatten(recipe.model_dump())
         changed = [
             f"{key}: {old.get(key)!r} there, {new.get(key)!r} now"
             for key in sorted(old.keys() | new.keys())
@@ -87,26 +97,17 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Make room for steps that a resumed run will do again, from `step` on.
 
-        Their metrics are dropped. Their rollouts are moved to `rollouts/dropped_0/`, or the next free
-        number: `debug.load_rollouts` would otherwise find steps of two histories side by side.
+        Their metrics are dropped. Their files are moved to `dropped_0/` in their folder, or the next
+        free number: `debug.load_rollouts` would otherwise find steps of two histories side by side.
         """
-        self._drop_rollouts(step)
+        for folder in (self.rollouts, self.tokens, self.diagnosis):
+            _set_aside(folder, step)
         if not self.metrics.exists():
             return
         kept = [r for r in self.read_metrics() if r["step"] < step]
         partial = self.metrics.with_suffix(".partial")
         partial.write_text("".join(_line(row) for row in kept))
         partial.replace(self.metrics)
-
-    def _drop_rollouts(self, step: int) -> None:
-        dropped = [f for f in self.rollouts.glob("step_*") if _step_of_rollouts(f) >= step]
-        if not dropped:
-            return
-        aside = (self.rollouts / f"dropped_{n}" for n in itertools.count())
-        folder = next(path for path in aside if not path.exists())
-        folder.mkdir()
-        for file in dropped:
-            file.rename(folder / file.name)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl; a line cut short by a crash is left out."""
@@ -145,6 +146,15 @@ class RunFolder:
                 )
         self.rollout_file(step).write_text("".join(_line(row) for row in rows))
 
+    def write_evaluation(
+        self, version: int, metrics: dict[str, float], rows: Sequence[dict[str, Any]]
+    ) -> None:
+        """What an evaluation of weights `version` gave: its numbers, and one line a sample."""
+        self.evals.mkdir(parents=True, exist_ok=True)
+        file = self.evals / f"step_{version:06d}.json"
+        file.write_text(_line({"step": version, **metrics}))
+        file.with_suffix(".jsonl").write_text("".join(_line(row) for row in rows))
+
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
         """What `write_rollouts` wrote."""
         text = self.rollout_file(step).read_text()
@@ -153,13 +163,42 @@ class RunFolder:
     def rollout_file(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.jsonl"
 
+    def token_file(self, step: int) -> Path:
+        return self.tokens / f"step_{step:06d}.safetensors"
+
+    def diagnosis_file(self, step: int) -> Path:
+        return self.diagnosis / f"step_{step:06d}.json"
+
 
 def saved_step(rollouts: str | Path, step: int) -> Path:
     """The file with all tensors of a step, in the `rollouts` folder of a run."""
     return Path(rollouts) / f"step_{step:06d}.safetensors"
 
 
-def _step_of_rollouts(file: Path) -> int:
+def check_saved_steps(rollouts: str, steps: Iterable[int]) -> None:
+    """Raise InputError where the rollouts of one of `steps` are not there."""
+    for step in steps:
+        file = saved_step(rollouts, step)
+        if not file.is_file():
+            raise InputError(
+                f"debug.load_rollouts: no {file}; write it with debug.save_rollouts=true, and keep "
+                "train.num_steps within the saved steps"
+            )
+
+
+def _set_aside(folder: Path, step: int) -> None:
+    """Files of steps from `step` on."""
+    dropped = [f for f in folder.glob("step_*") if _step_of_file(f) >= step]
+    if not dropped:
+        return
+    aside = (folder / f"dropped_{n}" for n in itertools.count())
+    new = next(path for path in aside if not path.exists())
+    new.mkdir()
+    for file in dropped:
+        file.rename(new / file.name)
+
+
+def _step_of_file(file: Path) -> int:
     """Of `step_000012.jsonl` and the like; -1 for another name."""
     number = file.name.removeprefix("step_").partition(".")[0]
     return int(number) if number.isascii() and number.isdigit() else -1
@@ -176,11 +215,12 @@ def _line(row: dict[str, Any]) -> str:
     return json.dumps(clean, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Branches as dotted keys, as overrides write them."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat

@@ -17,13 +17,15 @@ from mrl import console
 from mrl.batching import set_advantages
 from mrl.collect import Clock, Collector, SavedCollector
 from mrl.completions import completions
+from mrl.diagnosis.collect import Diagnosis
 from mrl.engine_collector import EngineCollector
 from mrl.exchange import RouteExchange
-from mrl.learner import Learner
+from mrl.learner import Learner, make_critic
 from mrl.metrics import episode_metrics, rollout_metrics
 from mrl.preflight import Plan
 from mrl.rollout.saved import save_groups
 from mrl.run_folder import RunFolder, saved_step
+from mrl.shaping import shaping_metrics
 from mrl.types import Max, SampleGroup
 from mrl.warm_start import warm_start
 from parallel.checkpoint import Checkpoints
@@ -57,10 +59,15 @@ class Trainer:
                 temperature=recipe.rollout.temperature,
                 reference=self.plan.reference,
                 moe=recipe.moe,
+                true_on_policy=recipe.rollout.true_on_policy,
             )
         self.collector = self._make_collector()
         self.exchange = RouteExchange(self.groups, self.policy.moe_layers)
-        self.learner = Learner(self.plan, self.groups, self.policy, self.exchange)
+        diagnosis = Diagnosis(self.plan, self.groups, self.policy, self.folder)
+        self.critic = make_critic(self.plan, self.policy, self.groups)
+        self.learner = Learner(
+            self.plan, self.groups, self.policy, self.exchange, diagnosis, self.critic
+        )
         self.checkpoints = Checkpoints(
             self.folder.checkpoints,
             self.groups,
@@ -94,6 +101,8 @@ class Trainer:
                     console.step_line(metrics, num_steps=recipe.train.num_steps)
                 self.checkpoints.poll()
                 self._save_if_due()
+            if recipe.eval.every:
+                self._evaluate_last()
             self.checkpoints.finish()
         except BaseException:
             self.checkpoints.rescue()
@@ -104,8 +113,9 @@ class Trainer:
     def _restore_or_warm_start(self) -> None:
         recipe = self.plan.recipe
         if self.plan.resume_step is not None:
-            loaded = self.checkpoints.load_newest(self.policy)
+            loaded = self.checkpoints.load_newest(self.policy, self.critic)
             self.collector.load_state_dict(loaded.trainer["collector"])
+            self.learner.load_state_dict(loaded.trainer.get("learner", {}))
             self.step = loaded.step
         elif recipe.warm_start is not None:
             text = f"warm start, {recipe.warm_start.num_steps} supervised steps"
@@ -115,18 +125,40 @@ class Trainer:
         if self.is_main:
             self.folder.rewind(self.step)
 
+    def evaluate(self, step: int | None = None) -> dict[str, float]:
+        """`eval/*` of the run's checkpoint (the newest, or that of `step`), else of the model."""
+        try:
+            with self._progress(self.collector.start_text):
+                self.collector.start(self.policy)
+            if step is not None:
+                self.step = self.checkpoints.load(step, self.policy).step
+            elif self.plan.resume_step is not None:
+                self.step = self.checkpoints.load_newest(self.policy).step
+            return self.collector.evaluate(self.step, self.policy, Clock())
+        finally:
+            self.collector.close()
+
+    def _evaluate_last(self) -> None:
+        """Of the final weights, which no step generates with: into `evals/` alone."""
+        with self._progress("evaluating the final weights"):
+            metrics = self.collector.evaluate(self.step, self.policy, Clock())
+        if self.is_main:
+            console.evaluation(metrics)
+
     def run_step(self) -> dict[str, float]:
         """One step; returns its metrics, the same on every rank but for the times."""
         start, clock, recipe = time.perf_counter(), Clock(), self.plan.recipe
         groups = self.collector.collect(self.step, self.policy, clock)
         memory = memory_statistics("rollout", self.policy.ledger.where())
-        set_advantages(groups, self.plan.algorithm, recipe.algorithm)
+        max_len = recipe.rollout.max_response_len
+        set_advantages(groups, self.plan.algorithm, recipe.algorithm, max_len)
         self._write_rollouts(groups)  # first: a batch that breaks the update must be on file
         metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
+        metrics |= shaping_metrics(groups, recipe.algorithm, max_len)
         if recipe.environment is not None:
             metrics |= episode_metrics(groups)
         if not recipe.debug.rollout_only:
-            metrics |= self.learner.learn(groups, clock)
+            metrics |= self.learner.learn(self.step, groups, clock)
             memory |= memory_statistics("train", self.policy.ledger.where())
         metrics |= reduce_statistics(memory | self.collector.statistics())
         metrics["weight_version"] = max(
@@ -177,8 +209,8 @@ class Trainer:
         return reduce_statistics({"told": told})["told"] > 0
 
     def _save(self) -> None:
-        own = {"collector": self.collector.state_dict()}
-        self.checkpoints.save(self.step, self.policy, own)
+        own = {"collector": self.collector.state_dict(), "learner": self.learner.state_dict()}
+        self.checkpoints.save(self.step, self.policy, own, self.critic)
 
 
 def _memory(device: torch.device) -> dict[str, float]:

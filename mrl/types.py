@@ -70,6 +70,9 @@ class RoutingTrace:
     num_recomputed_rows: int = 0
     """Leading rows that were computed anew after the engine had retracted the request: not those that
     the log-probs of the tokens before came from."""
+    expert_weights: Tensor | None = None
+    """f32[T-1, L, K]: the engine's gate weights of those experts (`rollout.return_routing_weights`).
+    They stay with the sample that the engine returned: nothing saves, sends or replays them."""
 
     @property
     def num_rows(self) -> int:
@@ -91,6 +94,12 @@ class RoutingTrace:
             )
         if ids.dtype not in (torch.uint8, torch.uint16):
             raise ValueError(f"RoutingTrace.expert_ids: expected uint8 or uint16, got {ids.dtype}")
+        weights = self.expert_weights
+        if weights is not None and (weights.shape, weights.dtype) != (ids.shape, torch.float32):
+            raise ValueError(
+                f"RoutingTrace.expert_weights: expected float32 {list(shape)}, as the ids, got "
+                f"{weights.dtype} {list(weights.shape)}"
+            )
         if 0 in shape or ids.is_meta:
             return
         largest = int(ids.max() if ids.dtype == torch.uint8 else ids.to(torch.int32).max())
@@ -247,7 +256,18 @@ class Max:
     value: Tensor
 
 
-Statistics = dict[str, Mean | Sum | Max]
+@dataclass(frozen=True)
+class Quantiles:
+    """A statistic reported as quantiles over micro-batches and ranks, each under a key of its own."""
+
+    counts: Tensor
+    """i64[bins], as `mrl.histogram` counts them."""
+    reported: tuple[tuple[str, float], ...]
+    """(metric key, quantile)."""
+
+
+Statistic = Mean | Sum | Max | Quantiles
+Statistics = dict[str, Statistic]
 """By metric key, e.g. `ratio/mean`."""
 
 

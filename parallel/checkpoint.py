@@ -3,7 +3,8 @@
 `checkpoints/iter_0000010/` is a Megatron `torch_dist` checkpoint (`.metadata`, `__R_0.distcp`,
 `common.pt`, `metadata.json`) with a manifest (`parallel.manifest`). It holds whole tensors by name in
 rectangles (`parallel.sharded_state`), one set of random states a rank, and in the manifest the
-trainer's own state. The folder appears under its name only when it is whole.
+trainer's own state. The folder appears under its name only when it is whole. A run with a critic has
+both models in it: what is the critic's has `critic_` before its keys.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +35,7 @@ from parallel.pending_save import COMMON_FILE, PendingSave, describe
 from parallel.pickle_scan import check_pickles
 from parallel.random_state import pack_random_state, reseed, restore_random_state
 from parallel.shard_writer import ShardWriter
-from parallel.sharded_state import misfit, parameter_names, saved_key, state_shards
+from parallel.sharded_state import misfit, own_key, parameter_names, saved_key, state_shards
 from parallel.trained_model import TrainedModel
 
 
@@ -45,6 +46,13 @@ class Owner(Protocol):
 
 
 RESCUE_S = 60.0
+
+Models = Mapping[str, TrainedModel]
+"""By what stands before their keys: nothing, and `critic_`."""
+
+
+def _models(owner: Owner, critic: Owner | None) -> Models:
+    return {"": owner.trained} | ({} if critic is None else {"critic_": critic.trained})
 
 
 @dataclass(frozen=True)
@@ -86,25 +94,29 @@ class Checkpoints:
         self._queue = AsyncCallsQueue()
         self._in_flight: PendingSave | None = None
 
-    def save(self, step: int, owner: Owner, trainer: dict[str, Any]) -> Path:
-        """Save the owner's model and the JSON-able `trainer` state; returns the folder-to-be.
+    def save(
+        self, step: int, owner: Owner, trainer: dict[str, Any], critic: Owner | None = None
+    ) -> Path:
+        """Save the model of the owner, and of a critic beside it, and the JSON-able `trainer` state;
+        returns the folder-to-be.
 
         A crash at any moment leaves the previous checkpoint untouched and named by LATEST. Waits for a
         save that is still in flight. Raises RunFailed when a rank cannot write.
         """
         self.finish()
-        model = owner.trained
+        models = _models(owner, critic)
         groups, partial = self.groups, manifest.partial_folder(self.root, step)
-        common = {
-            "adam_step": get_step(model.optimizer),
-            "scheduler": model.scheduler.state_dict(),
-            "seed": self.seed,
-        }
+        common: dict[str, Any] = {"seed": self.seed}
+        shards: list[ShardedTensor] = []
+        for prefix, model in models.items():
+            common[f"{prefix}adam_step"] = get_step(model.optimizer)
+            common[f"{prefix}scheduler"] = model.scheduler.state_dict()
+            shards += state_shards(model.weights, model.optimizer, own_key(prefix))
+        shards.append(self._random_shard())
         self._on_first_rank(partial, lambda: _start_folder(partial, common))
-        shards = [*state_shards(model.weights, model.optimizer), self._random_shard()]
         writer = ShardWriter(partial, groups.rank, groups.dims.world)
         request = writer.request(shards, copy=self.async_save)
-        content = self._content(step, model, trainer)
+        content = self._content(step, models, trainer)
         self._in_flight = PendingSave(self.root, step, self.keep, content, writer)
         request.add_finalize_fn(self._name_in_flight)
         if self.async_save:
@@ -160,7 +172,7 @@ class Checkpoints:
             save.writer.collect()
             self._on_first_rank(save.writer.folder, save.publish)
 
-    def load_newest(self, owner: Owner) -> Loaded:
+    def load_newest(self, owner: Owner, critic: Owner | None = None) -> Loaded:
         """Load the newest checkpoint that is whole; every damaged one on the way is reported and
         renamed, so that it neither counts in `keep` nor is found again.
 
@@ -172,7 +184,7 @@ class Checkpoints:
         folder = manifest.newest_good(folders, self._find_damage, self.warn)
         if folder is None:
             raise InputError(f"{self.root}: there is no checkpoint; start without one")
-        loaded = self._load(folder, owner.trained)
+        loaded = self._load(folder, _models(owner, critic))
         if damaged := folders[: folders.index(folder)]:
             self._on_first_rank(folder, lambda: self._set_aside(damaged, loaded.step))
         return loaded
@@ -184,7 +196,7 @@ class Checkpoints:
                 self.warn(f"checkpoint {folder.name} is kept as {aside.name}; remove it at will")
         manifest.point_to(self.root, step)
 
-    def load(self, step: int, owner: Owner) -> Loaded:
+    def load(self, step: int, owner: Owner, critic: Owner | None = None) -> Loaded:
         """Load one checkpoint. Raises InputError when it is damaged or of another model."""
         folder = self.root / manifest.folder_name(step)
         if reason := self._find_damage(folder):
@@ -192,23 +204,26 @@ class Checkpoints:
                 f"checkpoint {folder.name} is damaged: {reason}; put an older step into "
                 f"{self.root / manifest.LATEST}"
             )
-        return self._load(folder, owner.trained)
+        return self._load(folder, _models(owner, critic))
 
-    def _load(self, folder: Path, model: TrainedModel) -> Loaded:
+    def _load(self, folder: Path, models: Models) -> Loaded:
         content = manifest.read_manifest(folder)
         same_layout = all(content[key] == value for key, value in self._layout().items())
         check_pickles(folder)
         saved = FileSystemReader(folder).read_metadata()
-        reason = _other_model(content, model)
         shards = []
-        if reason is None:
-            shards = state_shards(model.weights, model.optimizer, saved_key(saved))
-        unused = self._unused(shards, saved)
-        if reason := self._first(reason or misfit(shards, saved) or unused):
-            raise InputError(
-                f"checkpoint {folder} is of another model: {reason}; give the model.path that it was "
-                "trained from, or another output_dir"
-            )
+        for prefix, model in models.items():
+            own, reason = [], _other_model(content.get(f"{prefix}model"), model)
+            if reason is None:
+                own = state_shards(model.weights, model.optimizer, saved_key(saved, prefix))
+            unused = self._unused(own, saved, prefix)
+            if reason := self._first(reason or misfit(own, saved) or unused):
+                path = "critic.path" if prefix else "model.path"
+                raise InputError(
+                    f"checkpoint {folder} is of another model: {reason}; give the {path} that it was "
+                    "trained from, or another output_dir"
+                )
+            shards += own
         random = None
         if same_layout:
             size = tuple(saved.state_dict_metadata[self._random_key].size)  # pyright: ignore[reportAttributeAccessIssue]
@@ -216,9 +231,10 @@ class Checkpoints:
             shards.append(random)
         wanted: dict[str, Any] = {str(number): shard for number, shard in enumerate(shards)}
         common: Any = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
-        set_step(model.optimizer, common["adam_step"])
-        model.scheduler.num_steps = 0  # loading adds to it
-        model.scheduler.load_state_dict(common["scheduler"])
+        for prefix, model in models.items():
+            set_step(model.optimizer, common[f"{prefix}adam_step"])
+            model.scheduler.num_steps = 0  # loading adds to it
+            model.scheduler.load_state_dict(common[f"{prefix}scheduler"])
         self.seed = common["seed"]
         if random is not None:
             assert random.data is not None
@@ -227,9 +243,9 @@ class Checkpoints:
             reseed(self.seed, content["step"])
         return Loaded(content["step"], content["trainer"], same_layout)
 
-    def _unused(self, shards: list[ShardedTensor], saved: Metadata) -> str | None:
+    def _unused(self, shards: list[ShardedTensor], saved: Metadata, prefix: str) -> str | None:
         """A parameter of the checkpoint that no rank has, in words."""
-        names = parameter_names(saved)
+        names = parameter_names(saved, prefix)
         ours = {shard.key.partition(".")[2] for shard in shards}
         used = torch.tensor([name in ours for name in names], dtype=torch.uint8)
         dist.all_reduce(used, dist.ReduceOp.MAX)
@@ -251,9 +267,8 @@ class Checkpoints:
         shape = tuple(packed.shape)
         return ShardedTensor(self._random_key, packed, packed.dtype, shape, shape, (0,), None)
 
-    def _content(self, step: int, trained: TrainedModel, trainer: dict[str, Any]) -> dict[str, Any]:
-        model = trained.weights.model
-        dtype = get_model_config(trained.chunks[0]).params_dtype
+    def _content(self, step: int, models: Models, trainer: dict[str, Any]) -> dict[str, Any]:
+        dtype = get_model_config(models[""].chunks[0]).params_dtype
         return {
             "step": step,
             **self._layout(),
@@ -263,7 +278,10 @@ class Checkpoints:
                 "megatron-core": importlib.metadata.version("megatron-core"),
             },
             "dtype": str(dtype).removeprefix("torch."),
-            "model": {"path": str(model.path), "config": model.config},
+            **{
+                f"{prefix}model": {"path": str(model.path), "config": model.config}
+                for prefix, model in ((p, trained.weights.model) for p, trained in models.items())
+            },
             "trainer": trainer,
         }
 
@@ -300,9 +318,11 @@ def _failed(partial: Path, reason: str) -> RunFailed:
     return RunFailed(f"checkpoint {partial}: {reason}; the one before it is untouched")
 
 
-def _other_model(content: dict[str, Any], model: TrainedModel) -> str | None:
+def _other_model(saved: dict[str, Any] | None, model: TrainedModel) -> str | None:
     """In what the saved model is not ours, in words."""
-    ours, config = model.weights.model, content["model"]["config"]
+    if saved is None:
+        return "it has no critic"
+    ours, config = model.weights.model, saved["config"]
     if config["model_type"] != ours.architecture.model_type:  # its settings cannot be compared
         return f"model_type {config['model_type']} there, {ours.architecture.model_type} here"
     return ", ".join(ours.differences(dataclasses.replace(ours, config=config))) or None

@@ -131,11 +131,11 @@ class Critic:
     def train_step(self, batch: TrainBatch, loss: LossFunction) -> StepOutput:
         """One optimizer step; `loss` gets the values f32[N] with gradient. Reports `loss/value`.
 
-        Raises RuntimeError, with the weights untouched, when a gradient is not finite.
+        Raises RunFailed, with the weights untouched, when a gradient is not finite.
         """
         step = self.trained.train_step(batch.micro_batches, loss, False)
         stats: Statistics = {}
         if self.groups.reports_loss:
             losses = step.output.losses
             stats = merge([{**each.stats, "loss/value": Sum(each.loss_sum)} for each in losses])
-        return StepOutput(step.grad_norm, step.lr, stats)
+        return StepOutput(step.grad_norm, step.lr, stats, step.output)

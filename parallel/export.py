@@ -43,19 +43,34 @@ class Unit:
     def num_bytes(self) -> int:
         return sum(num_bytes(tensor) for tensor in self.tensors)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0][2]
+
+    def shard(self) -> Tensor:
+        """This rank's, as it is sent: of one parameter at a time, where it has to be cast."""
+        return self.entry.parameter.detach().to(self.dtype)
+
 
 @torch.no_grad()
 def export_buckets(
-    weights: WeightMap, version: int, max_bytes: int, memory: SharedMemory | None = None
+    weights: WeightMap,
+    version: int,
+    max_bytes: int,
+    memory: SharedMemory | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[WeightBucket]:
     """Every HF tensor exactly once, in buckets of up to `max_bytes`, on every rank.
+
+    In `dtype` where one is given: each rank casts its shard first, so that what it digests is what
+    is sent. Buffers keep their own, as engines keep them.
 
     A parameter that is larger, counted with its expert-parallel peers, is a bucket of its own. A
     bucket's tensors are overwritten when the next one is asked for. A collective: every rank must
     drain the iterator. Stage after stage in pipeline order. On CPUs the buckets lie in `memory`.
     """
     groups = weights.groups
-    plan = _plan(weights, max_bytes)
+    plan = _plan(weights, max_bytes, dtype)
     start = time.perf_counter()
     digests = _digests(weights, plan)
     digest_s = time.perf_counter() - start
@@ -77,7 +92,7 @@ def export_buckets(
             if mine:
                 rest = iter(views)
                 for unit in plan[number]:
-                    _gather(weights, unit.entry, [next(rest) for _ in unit.tensors])
+                    _gather(weights, unit, [next(rest) for _ in unit.tensors])
             if groups.dims.pp > 1:
                 dist.broadcast(flat, dist.get_global_rank(groups.pp, stage), groups.pp)
             tensors = [(name, view) for (name, _, _), view in zip(header, views, strict=True)]
@@ -107,7 +122,7 @@ def _digests(weights: WeightMap, plan: list[list[Unit]]) -> list[dict[str, int]]
     """
     groups = weights.groups
     units = [unit for bucket in plan for unit in bucket]
-    own = [_own_digest(weights, unit.entry) for unit in units]
+    own = [_own_digest(weights, unit) for unit in units]
     sums = torch.tensor(own, dtype=torch.int64, device=groups.device)
     is_expert = torch.tensor([unit.entry.expert >= 0 for unit in units], device=groups.device)
     for rows, group in ((~is_expert, groups.tp), (is_expert, groups.etp)):
@@ -130,14 +145,14 @@ def _by_place(weights: WeightMap, unit: Unit, of_peers: list[int]) -> Iterator[t
         yield digest_place(entry.hf_names(expert)[0]), digest
 
 
-def _own_digest(weights: WeightMap, entry: Entry) -> int:
+def _own_digest(weights: WeightMap, unit: Unit) -> int:
     """Of this rank's shard, as a signed number; what all tensor-parallel ranks hold counts on one."""
-    groups = weights.groups
+    groups, entry = weights.groups, unit.entry
     _, size = weights.tp_place(entry)
     rank = groups.etp_rank if entry.expert >= 0 else groups.tp_rank
     if size == 1 and rank != 0:
         return 0
-    digest = weight_digest(entry.parameter)[0]
+    digest = weight_digest(unit.shard())[0]
     return digest - 2**64 if digest >= 2**63 else digest
 
 
@@ -151,14 +166,14 @@ def _largest(weights: WeightMap, plan: list[list[Unit]]) -> int:
     return int(largest)
 
 
-def _plan(weights: WeightMap, max_bytes: int) -> list[list[Unit]]:
+def _plan(weights: WeightMap, max_bytes: int, dtype: torch.dtype | None) -> list[list[Unit]]:
     """This stage's units in buckets of one dtype each."""
-    units = sorted((_unit(weights, e) for e in weights.entries), key=lambda u: str(u.tensors[0][2]))
+    units = sorted((_unit(weights, e, dtype) for e in weights.entries), key=lambda u: str(u.dtype))
     buckets: list[list[Unit]] = []
     size = 0
     for unit in units:
         fits = size + unit.num_bytes <= max_bytes
-        if not buckets or not fits or unit.tensors[0][2] != buckets[-1][0].tensors[0][2]:
+        if not buckets or not fits or unit.dtype != buckets[-1][0].dtype:
             buckets.append([])
             size = 0
         buckets[-1].append(unit)
@@ -166,8 +181,10 @@ def _plan(weights: WeightMap, max_bytes: int) -> list[list[Unit]]:
     return buckets
 
 
-def _unit(weights: WeightMap, entry: Entry) -> Unit:
-    local = torch.empty(entry.parameter.shape, dtype=entry.parameter.dtype, device="meta")
+def _unit(weights: WeightMap, entry: Entry, dtype: torch.dtype | None) -> Unit:
+    own = entry.parameter.dtype
+    sent = own if dtype is None or entry.rule.is_buffer else dtype
+    local = torch.empty(entry.parameter.shape, dtype=sent, device="meta")
     _, size = weights.tp_place(entry)
     shapes = []
     for piece in _split_hf(weights, entry, local):
@@ -195,9 +212,9 @@ def _experts(weights: WeightMap, entry: Entry) -> list[int]:
     ]
 
 
-def _gather(weights: WeightMap, entry: Entry, views: list[Tensor]) -> None:
+def _gather(weights: WeightMap, unit: Unit, views: list[Tensor]) -> None:
     """Fill the HF tensors of one unit."""
-    groups, local = weights.groups, entry.parameter.detach()
+    groups, entry, local = weights.groups, unit.entry, unit.shard()
     is_expert = entry.expert >= 0
     peers = _all_gather(local, groups.ep) if is_expert else [local]
     _, size = weights.tp_place(entry)

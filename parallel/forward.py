@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from moe.align import RouterRows, local_routes, router_rows, row_slice
-from moe.replay import ReplayedChunk, Routes
+from moe.align import local_routes, router_rows, row_slice
+from moe.replay import ReplayedChunk, Route, Routes, ids_of
 from moe.statistics import RoutingCounter
 from mrl.types import LossOutput, MicroBatch, Statistics
 from parallel.attention import packed_sequences
@@ -29,8 +29,25 @@ from parallel.packing import to_device
 LossFunction = Callable[[Tensor, MicroBatch], LossOutput]
 """(what the head gives, f32[N] with gradient, and micro-batch) -> undivided loss sum and statistics."""
 
-RecordedRoutes = list[dict[int, Tensor]]
-"""R2: what this rank's routers chose in an earlier pass, by micro-batch and layer number."""
+RecordedRoutes = list[dict[int, Route]]
+"""What this rank's routers are to choose, by micro-batch and layer number; under R2 what they chose in
+an earlier pass. Layers left out decide for themselves."""
+
+Observe = Literal["counts", "rows"]
+"""Compare the captured routes with what the routers would choose, also where they are not replayed:
+`counts` for the statistics, `rows` to keep every row as well."""
+
+
+@dataclass(frozen=True)
+class ObservedRoutes:
+    """A layer's rows in a micro-batch, as `PipelineRunner.row_places` orders them: n of this rank."""
+
+    captured: Tensor
+    """i16[n, K]: the engine's; NATIVE_ROUTE where none was captured."""
+    native: Tensor
+    """i16[n, K]: what the router would choose."""
+    margins: Tensor
+    """f32[n]: see `moe.replay.margins`."""
 
 
 @dataclass
@@ -47,6 +64,9 @@ class PassOutput:
     """Detached; only on the last pipeline stage, and only with a loss."""
     native_routes: RecordedRoutes = field(default_factory=list)
     """Of a pass without gradients in which the routers decided for themselves; empty otherwise."""
+    observed: list[dict[int, ObservedRoutes]] = field(default_factory=list)
+    """By micro-batch and layer number, of a pass that was told to keep the rows; (4 K + 4) bytes a row
+    and layer of this rank. A micro-batch without captured routes has none."""
     routing: Statistics = field(default_factory=dict)
 
 
@@ -66,8 +86,11 @@ class PipelineRunner:
         head: Head,
         recompute: bool,
         router_losses: RouterLosses,
+        record_gates: bool = False,
     ) -> None:
+        """`record_gates`: recorded routes hold the gates' weights too."""
         self.chunks = chunks
+        self.record_gates = record_gates
         self.groups = groups
         self.head = head
         self.router_losses = router_losses
@@ -82,13 +105,14 @@ class PipelineRunner:
         loss: LossFunction | None = None,
         replay: RecordedRoutes | bool = False,
         head: Head | None = None,
+        observe: Observe | None = None,
     ) -> PassOutput:
         """All micro-batches forward, and backward when there is a `loss`. A collective.
 
         `replay`: True replays the routes in the micro-batches (R3), a record replays that (R2), False
         lets every router decide for itself. `head`: another one than the model's for this pass.
         """
-        output = PassOutput(native_routes=[{} for _ in batches])
+        output = PassOutput(native_routes=[{} for _ in batches], observed=[{} for _ in batches])
         counter = RoutingCounter()
         train = loss is not None
 
@@ -97,9 +121,13 @@ class PipelineRunner:
             batch = to_device(on_cpu, self.groups.device)
             replayed = self.replays[id(unwrap(chunk))]
             context = context_slice(on_cpu.cu_seqlens, self.groups.cp, self.groups.device)
-            routes = self._routes(batch, context, replayed, replay, number)
-            rows = self._rows(batch, context)
-            replayed.begin_forward(routes, with_grad=train)
+            captured = None
+            if replay is True or observe:
+                captured = self._captured(batch, context, replayed, must=replay is True)
+            routes = captured if isinstance(replay, bool) else replay[number]
+            routes = routes if replay else None
+            rows = router_rows(batch, self._row_places(batch.num_tokens, context))
+            replayed.begin_forward(routes, with_grad=train, watch=observe is not None)
             if train:
                 self.router_losses.begin_forward(unwrap(chunk), rows)
             logits = chunk(
@@ -109,14 +137,13 @@ class PipelineRunner:
                 packed_seq_params=packed_sequences(on_cpu.cu_seqlens, context, self.groups.device),
                 **self._output_options,
             )
-            replayed.end_forward()
-            counter.add(number, replayed, routes, rows)
             if not train and replay is False:
-                output.native_routes[number] |= {
-                    n: layer.native_ids
-                    for n, layer in replayed.layers.items()
-                    if layer.native_ids is not None
-                }
+                output.native_routes[number] |= self._native_routes(replayed)
+            replayed.end_forward()
+            compared = captured if captured is not None else routes
+            counter.add(number, replayed, compared, rows, replays=routes is not None)
+            if observe == "rows" and captured is not None:
+                output.observed[number] |= _observed(replayed, captured)
             return logits, lambda tensor: self._finish(
                 tensor, batch, context, head or self.head, loss, output
             )
@@ -159,30 +186,45 @@ class PipelineRunner:
         output.losses.append(LossOutput(result.loss_sum.detach().clone(), result.stats))
         return result.loss_sum, num_tokens, {}
 
-    def _routes(
-        self,
-        batch: MicroBatch,
-        context: ContextSlice,
-        chunk: ReplayedChunk,
-        replay: RecordedRoutes | bool,
-        number: int,
-    ) -> Routes | None:
-        if not isinstance(replay, bool):
-            return {n: replay[number][n] for n in chunk.layers}
-        if not replay:
-            return None
+    def captured(self, batches: Sequence[MicroBatch]) -> RecordedRoutes:
+        """The engine's routes of this rank's rows and layers: replayed as a record, they are R3."""
+        found: RecordedRoutes = []
+        for on_cpu in batches:
+            batch = to_device(on_cpu, self.groups.device)
+            context = context_slice(on_cpu.cu_seqlens, self.groups.cp, self.groups.device)
+            routes: dict[int, Route] = {}
+            for chunk in self.replays.values():
+                routes |= self._captured(batch, context, chunk, must=False) or {}
+            found.append(routes)
+        return found
+
+    def row_places(self, batch: MicroBatch) -> Tensor:
+        """i64[n]: the packed tokens whose rows this rank's routers see, in their order; on the CPU."""
+        context = context_slice(batch.cu_seqlens, self.groups.cp, torch.device("cpu"))
+        places = self._row_places(batch.num_tokens, context)
+        return torch.arange(batch.num_tokens)[places] if isinstance(places, slice) else places
+
+    def _captured(
+        self, batch: MicroBatch, context: ContextSlice, chunk: ReplayedChunk, must: bool
+    ) -> dict[int, Tensor] | None:
         if batch.routes is None:  # an empty micro-batch: padding only
-            if bool(batch.loss_mask.any()):
+            if must and bool(batch.loss_mask.any()):
                 raise ValueError("moe.routing_replay is r3, but the samples carry no routes")
             return None
         routes = context.take_routes(batch.routes)
         return local_routes(routes, chunk.layers, self.groups.tp_rank, self.groups.dims.tp)
 
-    def _rows(self, batch: MicroBatch, context: ContextSlice) -> RouterRows:
+    def _native_routes(self, chunk: ReplayedChunk) -> dict[int, Route]:
+        layers = {n: layer for n, layer in chunk.layers.items() if layer.native_ids is not None}
+        if self.record_gates:
+            return {n: layer.native_gates() for n, layer in layers.items()}
+        return {n: layer.native_ids for n, layer in layers.items() if layer.native_ids is not None}
+
+    def _row_places(self, num_tokens: int, context: ContextSlice) -> slice | Tensor:
         """The rows that this rank's routers see."""
-        num_rows = batch.num_tokens // self.groups.dims.cp
+        num_rows = num_tokens // self.groups.dims.cp
         own = row_slice(num_rows, self.groups.tp_rank, self.groups.dims.tp)
-        return router_rows(batch, own if context.index is None else context.index[own])
+        return own if context.index is None else context.index[own]
 
     def _loads(self, counter: RoutingCounter) -> Statistics:
         config = get_model_config(self.chunks[0])
@@ -191,3 +233,21 @@ class PipelineRunner:
             frequency = [int(n % frequency == 0) for n in range(config.num_layers)]
         numbers = [n + 1 for n, is_moe in enumerate(frequency) if is_moe]
         return counter.load_statistics(numbers, config.num_moe_experts or 0, self.groups.device)
+
+
+def without_gates(replay: RecordedRoutes | bool) -> RecordedRoutes | bool:
+    """The same choices with each model's own weights: for another model than the one recorded."""
+    if isinstance(replay, bool):
+        return replay
+    return [{n: ids_of(route) for n, route in routes.items()} for routes in replay]
+
+
+def _observed(chunk: ReplayedChunk, captured: Routes) -> dict[int, ObservedRoutes]:
+    found = {}
+    for number, layer in chunk.layers.items():
+        assert layer.native_ids is not None
+        assert layer.margins is not None
+        found[number] = ObservedRoutes(
+            ids_of(captured[number]).short(), layer.native_ids.short(), layer.margins
+        )
+    return found

@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from parallel import invariant
 from parallel.attention import PackedAttention
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
@@ -46,6 +47,7 @@ def build_config(
     implementation: Implementation,
     recompute: bool,
     expert_bias_update_rate: float,
+    true_on_policy: bool = False,
 ) -> TransformerConfig:
     dims = groups.dims
     half = dtype is torch.bfloat16
@@ -88,13 +90,18 @@ def build_config(
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
+    if true_on_policy:
+        settings |= invariant.settings(groups.device)
     settings |= model.architecture.transformer_config(model.config)
     latent = settings.get("multi_latent_attention")
     return (MLATransformerConfig if latent else TransformerConfig)(**settings)
 
 
 def _block_spec(
-    config: TransformerConfig, implementation: Implementation, vp_stage: int | None
+    config: TransformerConfig,
+    implementation: Implementation,
+    vp_stage: int | None,
+    true_on_policy: bool,
 ) -> Any:
     engine = implementation == "transformer_engine"
     spec: Any = get_gpt_decoder_block_spec(
@@ -112,6 +119,8 @@ def _block_spec(
             attention.q_layernorm = attention.kv_layernorm = SequenceParallelRMSNorm
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
+        if true_on_policy:
+            invariant.replace_layers(parts)
     spec.layer_norm = SequenceParallelRMSNorm
     return spec
 
@@ -123,10 +132,12 @@ def build_chunks(
     implementation: Implementation,
     use_distributed_optimizer: bool,
     output_layer: OutputLayer | None = None,
+    true_on_policy: bool = False,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks (one per virtual stage), on its device, with gradient buffers.
 
     `output_layer` makes what takes the place of the vocabulary's projection in the last chunk.
+    `true_on_policy`: local layers that compute each token as the engine does.
     """
     dims = groups.dims
     chunks = []
@@ -134,7 +145,7 @@ def build_chunks(
         vp_stage = virtual if dims.vpp > 1 else None
         chunk: torch.nn.Module = GPTModel(
             config,
-            _block_spec(config, implementation, vp_stage),
+            _block_spec(config, implementation, vp_stage, true_on_policy),
             vocab_size=model.config["vocab_size"],
             max_sequence_length=model.context_len,
             position_embedding_type="rope",
@@ -146,6 +157,8 @@ def build_chunks(
         )
         if output_layer is not None and chunk.post_process:
             setattr(chunk, "output_layer", output_layer(config))  # noqa: B010
+        elif true_on_policy and implementation == "local" and chunk.post_process:
+            setattr(chunk, "output_layer", invariant.output_layer(config, chunk.output_layer))  # noqa: B010
         chunk.model_type = ModelType.encoder_or_decoder
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
@@ -157,7 +170,7 @@ def build_chunks(
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=use_distributed_optimizer,
-        check_for_nan_in_grad=True,  # raises before the optimizer touches a weight
+        check_for_nan_in_grad=False,  # raises on one rank while others wait: see TrainedModel
     )
     return [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.shared_memory import SharedMemory
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch, WeightBucket
 from parallel.export import export_buckets
-from parallel.forward import LossFunction, PassOutput, RecordedRoutes
+from parallel.forward import LossFunction, Observe, PassOutput, RecordedRoutes
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger, parameter_tensors
@@ -35,6 +36,8 @@ class StepOutput:
     lr: float
     stats: Statistics
     """This rank's share, `loss/policy` among them."""
+    output: PassOutput
+    """What its forward pass gave, under the weights before the step."""
 
 
 class Policy:
@@ -51,6 +54,7 @@ class Policy:
         temperature: float,
         reference: HfModel | None = None,
         moe: MoeConfig = MoeConfig(),  # noqa: B008
+        true_on_policy: bool = False,
     ) -> None:
         self.groups = groups
         self._export_memory = SharedMemory()
@@ -64,6 +68,7 @@ class Policy:
             distributed_optimizer=optimizer.use_distributed_optimizer,
             moe=moe,
             ledger=self.ledger,
+            true_on_policy=true_on_policy,
         )
         self._reference: ReferenceWeights | None = None
         if reference is not None:
@@ -74,9 +79,26 @@ class Policy:
         self.trained.make_optimizer(optimizer)
         self.runner = self.trained.runner
         self.reset_optimizer = self.trained.make_optimizer
-        self.offload_optimizer = self.trained.offload_optimizer
+        self._companion: TrainedModel | None = None
         self.offload_parameters = self.trained.offload_parameters
-        self.onload = self.trained.onload
+
+    def share_device(self, companion: TrainedModel) -> None:
+        """A critic of the same ledger: it leaves the device before the engine wakes, and returns with
+        the policy."""
+        self._companion = companion
+
+    def offload_optimizer(self) -> None:
+        """As `TrainedModel.offload_optimizer`; of a companion, which no engine reads, all leaves."""
+        self.trained.offload_optimizer()
+        if self._companion is not None:
+            self._companion.offload_optimizer()
+            self._companion.offload_parameters()
+
+    def onload(self) -> None:
+        """As `TrainedModel.onload`, of the companion too."""
+        self.trained.onload()
+        if self._companion is not None:
+            self._companion.onload()
 
     @property
     def chunks(self) -> list[Any]:
@@ -95,9 +117,14 @@ class Policy:
         """The MoE layers of this rank's chunks, Megatron's numbers."""
         return tuple(n for replay in self.runner.replays.values() for n in replay.layers)
 
-    def logprobs(self, batches: Sequence[MicroBatch], replay: RecordedRoutes | bool) -> PassOutput:
+    def logprobs(
+        self,
+        batches: Sequence[MicroBatch],
+        replay: RecordedRoutes | bool,
+        observe: Observe | None = None,
+    ) -> PassOutput:
         """Log-probs and entropies under the present weights, without gradients."""
-        return self.trained.evaluate(batches, replay)
+        return self.trained.evaluate(batches, replay, observe=observe)
 
     def score(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Log-probs f32[T] at temperature 1 of sequences i64[T], 0 first; the same on every rank."""
@@ -116,14 +143,16 @@ class Policy:
             yield
 
     def train_step(
-        self, batch: TrainBatch, loss: LossFunction, replay: RecordedRoutes | bool
+        self,
+        batch: TrainBatch,
+        loss: LossFunction,
+        replay: RecordedRoutes | bool,
+        before_update: Callable[[], None] | None = None,
     ) -> StepOutput:
-        """One optimizer step on the global batch.
-
-        Raises RuntimeError, with the weights untouched, when a gradient is not finite.
-        """
-        step = self.trained.train_step(batch.micro_batches, loss, replay)
-        return StepOutput(step.grad_norm, step.lr, self._step_statistics(step.output))
+        """One optimizer step on the global batch. As `TrainedModel.train_step`."""
+        step = self.trained.train_step(batch.micro_batches, loss, replay, before_update)
+        stats = self._step_statistics(step.output)
+        return StepOutput(step.grad_norm, step.lr, stats, step.output)
 
     def _step_statistics(self, output: PassOutput) -> Statistics:
         if not self.groups.reports_loss:
@@ -131,10 +160,12 @@ class Policy:
         losses = [{**loss.stats, "loss/policy": Sum(loss.loss_sum)} for loss in output.losses]
         return merge([*losses, output.routing])
 
-    def export(self, version: int, max_bytes: int) -> Iterator[WeightBucket]:
-        """The whole model under HF names; every rank must drain the iterator."""
+    def export(
+        self, version: int, max_bytes: int, dtype: torch.dtype | None = None
+    ) -> Iterator[WeightBucket]:
+        """The whole model under HF names, cast to `dtype`; every rank must drain the iterator."""
         self.ledger.require_on_device("parameters")
-        return export_buckets(self.weights, version, max_bytes, self._export_memory)
+        return export_buckets(self.weights, version, max_bytes, self._export_memory, dtype)
 
 
 def with_old_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch.distributed as dist
 
-from mrl.types import Max, Mean, Statistics, Sum
+from mrl.histogram import NUM_BINS, quantile
+from mrl.types import Max, Mean, Quantiles, Statistic, Statistics, Sum
 
 
 def merge(parts: list[Statistics]) -> Statistics:
@@ -19,13 +21,15 @@ def merge(parts: list[Statistics]) -> Statistics:
     return merged
 
 
-def _add(key: str, a: Mean | Sum | Max, b: Mean | Sum | Max) -> Mean | Sum | Max:
+def _add(key: str, a: Statistic, b: Statistic) -> Statistic:
     if isinstance(a, Mean) and isinstance(b, Mean):
         return Mean(a.total + b.total, a.count + b.count)
     if isinstance(a, Sum) and isinstance(b, Sum):
         return Sum(a.value + b.value)
     if isinstance(a, Max) and isinstance(b, Max):
         return Max(a.value.maximum(b.value))
+    if isinstance(a, Quantiles) and isinstance(b, Quantiles) and a.reported == b.reported:
+        return Quantiles(a.counts + b.counts, a.reported)
     raise TypeError(f"statistic {key!r} is of two kinds: {type(a).__name__}, {type(b).__name__}")
 
 
@@ -44,6 +48,8 @@ def reduce_statistics(stats: Statistics) -> dict[str, float]:
         if kind == "Max":
             found = [value for (value,) in values]
             result[key] = math.nan if any(map(math.isnan, found)) else max(found)
+        elif kind == "Quantiles":
+            result |= _quantiles(values)
         else:
             total, *count = (math.fsum(column) for column in zip(*values, strict=True))
             divisor = count[0] if count else 1.0
@@ -51,7 +57,19 @@ def reduce_statistics(stats: Statistics) -> dict[str, float]:
     return result
 
 
-def _plain(value: Mean | Sum | Max) -> tuple[str, float] | tuple[str, float, float]:
+def _quantiles(parts: list[list[Any]]) -> dict[str, float]:
+    """Parts of all ranks, each (counts by bin, what is reported)."""
+    total = [0] * NUM_BINS
+    for counts, _ in parts:
+        for place, count in counts:
+            total[place] += count
+    return {key: quantile(total, q) for key, q in parts[0][1]}
+
+
+def _plain(value: Statistic) -> tuple[Any, ...]:
     if isinstance(value, Mean):
         return "Mean", float(value.total), float(value.count)
+    if isinstance(value, Quantiles):
+        counts = value.counts.tolist()
+        return "Quantiles", [(i, n) for i, n in enumerate(counts) if n], value.reported
     return type(value).__name__, float(value.value)

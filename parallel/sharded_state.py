@@ -2,7 +2,8 @@
 
 The key of a tensor is its kind (`model`, `main`, `exp_avg`, `exp_avg_sq`) and the Megatron name of the
 parameter in the whole model (`decoder.layers.7.mlp.experts.local_experts.5.linear_fc1.weight`), so that
-nothing on disk depends on the layout, the kind of optimizer or the implementation of the layers.
+nothing on disk depends on the layout, the kind of optimizer or the implementation of the layers. A
+critic beside the policy has the same kinds with a prefix (`critic_model`).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ KeyOf = Callable[[str, str, torch.dtype], str]
 """(kind, name, dtype of this rank's tensor) -> the key to read it from."""
 
 
-def own_key(kind: str, name: str, dtype: torch.dtype) -> str:
-    return f"{kind}.{name}"
+def own_key(prefix: str = "") -> KeyOf:
+    return lambda kind, name, dtype: f"{prefix}{kind}.{name}"
 
 
 def state_shards(
-    weights: WeightMap, optimizer: Any, key_of: KeyOf = own_key
+    weights: WeightMap, optimizer: Any, key_of: KeyOf | None = None
 ) -> list[ShardedTensor]:
     """Everything of this rank; the data are views, so that loading into them loads the policy.
 
@@ -43,7 +44,7 @@ def state_shards(
     return [
         shard
         for entry, copy in both
-        for shard in _entry_shards(weights, entry, copy, state, key_of)
+        for shard in _entry_shards(weights, entry, copy, state, key_of or own_key())
     ]
 
 
@@ -89,7 +90,7 @@ def _copies(weights: WeightMap, entry: Entry) -> tuple[int, int]:
     return tensor, state.get_data_parallel_rank(with_context_parallel=True)
 
 
-def saved_key(saved: Metadata) -> KeyOf:
+def saved_key(saved: Metadata, prefix: str = "") -> KeyOf:
     """Where to read from when the precision has changed between writing and reading.
 
     fp32 weights come from the fp32 main parameters of a bf16 checkpoint, and main parameters from the
@@ -97,18 +98,20 @@ def saved_key(saved: Metadata) -> KeyOf:
     """
 
     def key(kind: str, name: str, dtype: torch.dtype) -> str:
-        has_main = f"main.{name}" in saved.state_dict_metadata
+        has_main = f"{prefix}main.{name}" in saved.state_dict_metadata
         if kind == "model" and dtype == torch.float32 and has_main:
-            return f"main.{name}"
-        return f"model.{name}" if kind == "main" and not has_main else f"{kind}.{name}"
+            kind = "main"
+        elif kind == "main" and not has_main:
+            kind = "model"
+        return f"{prefix}{kind}.{name}"
 
     return key
 
 
-def parameter_names(saved: Metadata) -> list[str]:
+def parameter_names(saved: Metadata, prefix: str = "") -> list[str]:
     """Of the whole model in a checkpoint, in order."""
     kinds = (key.partition(".") for key in saved.state_dict_metadata)
-    return sorted(name for kind, _, name in kinds if kind == "model")
+    return sorted(name for kind, _, name in kinds if kind == f"{prefix}model")
 
 
 def misfit(shards: list[ShardedTensor], saved: Metadata) -> str | None:

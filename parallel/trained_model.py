@@ -6,17 +6,26 @@ is the head of its runner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
 from moe.align import router_rows
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
+from mrl.errors import RunFailed
 from mrl.types import MicroBatch
 from parallel.balancing import RouterLosses
-from parallel.forward import Head, LossFunction, PassOutput, PipelineRunner, RecordedRoutes
+from parallel.forward import (
+    Head,
+    LossFunction,
+    Observe,
+    PassOutput,
+    PipelineRunner,
+    RecordedRoutes,
+)
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype, choose_implementation
@@ -55,24 +64,45 @@ class TrainedModel:
         ledger: Ledger,
         prefix: str = "",
         output_layer: OutputLayer | None = None,
+        true_on_policy: bool = False,
     ) -> None:
-        """`prefix`: of its kinds in the ledger. `output_layer`: in the place of the vocabulary's."""
+        """`prefix`: of its kinds in the ledger. `output_layer`: in the place of the vocabulary's.
+        `true_on_policy`: layers that compute each token as the engine does (`parallel.invariant`)."""
         self.groups, self.ledger, self._prefix = groups, ledger, prefix
         implementation, _ = choose_implementation(config.transformer_impl)
         self._dtype = choose_dtype(config.dtype)
         self._settings = build_config(
-            model, groups, self._dtype, implementation, recompute, moe.expert_bias_update_rate
+            model,
+            groups,
+            self._dtype,
+            implementation,
+            recompute,
+            moe.expert_bias_update_rate,
+            true_on_policy,
         )
         # The loss carries its own normaliser; Megatron would divide by the number of tokens.
         self._settings.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: (
             finalize_model_grads(chunks, None, **kw)
         )
         self.chunks = build_chunks(
-            model, groups, self._settings, implementation, distributed_optimizer, output_layer
+            model,
+            groups,
+            self._settings,
+            implementation,
+            distributed_optimizer,
+            output_layer,
+            true_on_policy,
         )
         self.weights = WeightMap(model, groups, self.chunks)
         self.router_losses = RouterLosses(moe, map(unwrap, self.chunks))
-        self.runner = PipelineRunner(self.chunks, groups, head, recompute, self.router_losses)
+        self.runner = PipelineRunner(
+            self.chunks,
+            groups,
+            head,
+            recompute,
+            self.router_losses,
+            record_gates=moe.replay == "ids_weights",
+        )
         self.optimizer: Any = None
         self.scheduler: Any = None
         ledger.own(prefix + "parameters", lambda: parameter_tensors(self.chunks))
@@ -97,6 +127,7 @@ class TrainedModel:
         batches: Sequence[MicroBatch],
         replay: RecordedRoutes | bool,
         head: Head | None = None,
+        observe: Observe | None = None,
     ) -> PassOutput:
         """All micro-batches forward under the present weights, without gradients.
 
@@ -105,14 +136,19 @@ class TrainedModel:
         self.require("parameters")
         for chunk in self.chunks:
             chunk.eval()
-        return self.runner.run(batches, None, replay, head)
+        return self.runner.run(batches, None, replay, head, observe)
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss: LossFunction, replay: RecordedRoutes | bool
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossFunction,
+        replay: RecordedRoutes | bool,
+        before_update: Callable[[], None] | None = None,
     ) -> Step:
-        """Gradients of all micro-batches, then one optimizer step.
+        """Gradients of all micro-batches, then one optimizer step; between them `before_update`, which
+        may raise: on all ranks or on none.
 
-        Raises RuntimeError, with the weights untouched, when a gradient is not finite.
+        Raises RunFailed, with the weights untouched, when a gradient is not finite.
         """
         self.require(*KINDS)
         for chunk in self.chunks:
@@ -123,12 +159,30 @@ class TrainedModel:
         num_tokens = torch.tensor(counted, device=self.groups.device)
         self.router_losses.begin_step(num_tokens, self.groups.dp)
         output = self.runner.run(micro_batches, loss, replay)
+        if before_update is not None:
+            before_update()
+        self._require_finite_gradients()
         lr = float(self.optimizer.param_groups[0]["lr"])
         ok, grad_norm, _ = self.optimizer.step()
         if not ok:
-            raise RuntimeError("the optimizer refused the step: a gradient is not finite")
+            raise RunFailed("the optimizer refused the step: a gradient is not finite")
         self.scheduler.step(1)
         return Step(output, float(grad_norm), lr)
+
+    def _require_finite_gradients(self) -> None:
+        """Raise RunFailed, on all ranks, where a gradient of any rank is not finite. A collective.
+
+        Megatron's own check raises on the rank that has it while the others wait in a collective.
+        """
+        norms = [tensor.norm() for tensor in gradient_tensors(self.chunks)]
+        bad = (~torch.stack(norms).isfinite()).any().float()
+        if self.groups.dims.world > 1:
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        if bool(bad):
+            raise RunFailed(
+                "a gradient of the weights is not finite, though those of the log-probs are: the "
+                "backward pass of the model overflowed; the weights are as before this update"
+            )
 
     def offload_optimizer(self) -> None:
         """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""

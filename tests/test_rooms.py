@@ -13,12 +13,13 @@ MAX_LINES = 350
 
 BASE = {
     *("mrl", "mrl.types", "mrl.config", "mrl.errors"),
-    *("mrl.processes", "mrl.shared_memory", "mrl.plugins"),
+    *("mrl.histogram", "mrl.processes", "mrl.shared_memory", "mrl.plugins"),
 }
 """Everyone may import these; `mrl` itself holds the version only."""
 ROOMS = {
     "mrl.types": set(),
     "mrl.errors": set(),
+    "mrl.histogram": set(),
     "mrl.processes": set(),
     "mrl.shared_memory": set(),
     "mrl.plugins": set(),
@@ -28,7 +29,10 @@ ROOMS = {
     "mrl.rewards": set(),
     "mrl.environments": {"mrl.rewards"},
     "mrl.data": set(),
-    "mrl.rollout": {"moe.trace", "mrl.kernels.digest"},
+    "mrl.rollout": {
+        *("moe.trace", "mrl.kernels.digest"),
+        *("mrl.kernels.invariant", "mrl.kernels.vp_logprob"),
+    },
     "moe": {"mrl.kernels"},
     "parallel": {"mrl.kernels", "moe"},
 }

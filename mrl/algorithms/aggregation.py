@@ -21,7 +21,7 @@ Aggregation = Literal[
 
 
 class SequenceWeights(Protocol):
-    """`Algorithm.sequence_weights` on its own."""
+    """`Algorithm.sequence_weights`."""
 
     def __call__(
         self,

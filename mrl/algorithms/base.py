@@ -7,6 +7,7 @@ sequences. What algorithms share stands beside them: `advantages`, `aggregation`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -75,6 +76,8 @@ class Traits:
     """`CORRECTS_ROLLOUT = False`: weighs tokens by exp(old - rollout) without `importance`."""
     whitens: bool
     """`WHITENS = False`: the token advantages, by `algorithm.whiten`'s default."""
+    sequence_range: tuple[float, float] | None
+    """(`CLIP_LOW`, `CLIP_HIGH`) where `RATIO = "sequence"`: how far below and above 1 it may go."""
     reads: frozenset[str] | None
     """`READS`: fields of AlgorithmConfig that not every algorithm reads; None: unknown, unchecked."""
 
@@ -82,13 +85,19 @@ class Traits:
 def traits(algorithm: Algorithm) -> Traits:
     """The optional attributes of an algorithm's module."""
     reads = getattr(algorithm, "READS", None)
+    is_sequence = getattr(algorithm, "RATIO", "token") == "sequence"
     return Traits(
         needs_critic=getattr(algorithm, "NEEDS_CRITIC", False),
         needs_old_logprobs=getattr(algorithm, "NEEDS_OLD_LOGPROBS", True),
         corrects_rollout=getattr(algorithm, "CORRECTS_ROLLOUT", False),
         whitens=getattr(algorithm, "WHITENS", False),
+        sequence_range=_range(algorithm) if is_sequence else None,
         reads=None if reads is None else frozenset(reads),
     )
+
+
+def _range(algorithm: Algorithm) -> tuple[float, float]:
+    return getattr(algorithm, "CLIP_LOW", math.inf), getattr(algorithm, "CLIP_HIGH", math.inf)
 
 
 def either(configured: T | None, published: T) -> T:

@@ -14,6 +14,7 @@ from mrl.algorithms.ratio_loss import ppo_clip, ratio_loss
 from mrl.config import AlgorithmConfig
 from mrl.types import LossOutput, MicroBatch
 
+RATIO = "sequence"
 READS = ("clip_low", "clip_high", "dual_clip")
 CLIP_LOW = 3e-4  # section 5.1
 CLIP_HIGH = 4e-4

@@ -6,6 +6,7 @@ with one advantage a sequence it is GSPO, value and gradient.
 
 from mrl.algorithms import gspo
 
+RATIO, CLIP_LOW, CLIP_HIGH = gspo.RATIO, gspo.CLIP_LOW, gspo.CLIP_HIGH
 READS = gspo.READS
 
 advantages = gspo.advantages

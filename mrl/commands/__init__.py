@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from mrl.commands import check, export, toy_model, train
+from mrl.commands import check, diff, evaluate, export, replay, reward, toy_model, train, view, why
 
-ALL: tuple[ModuleType, ...] = (toy_model, check, train, export)
+ALL: tuple[ModuleType, ...] = (
+    toy_model,
+    check,
+    train,
+    evaluate,
+    export,
+    view,
+    why,
+    replay,
+    diff,
+    reward,
+)
 """In the order of `mrl --help`."""

@@ -5,6 +5,10 @@ Unknown keys fail with a suggestion. Rooms receive their own branch, never the w
 
 from mrl.config.algorithm import AlgorithmConfig, MaskConfig
 from mrl.config.branch import Branch
+from mrl.config.critic import CriticConfig
+from mrl.config.diagnosis import DiagnosisConfig
+from mrl.config.evaluation import EvalConfig, EvalSetConfig
+from mrl.config.guards import GuardConfig
 from mrl.config.load import dump_recipe, load_recipe
 from mrl.config.recipe import DebugConfig, Recipe
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
@@ -22,9 +26,14 @@ __all__ = [
     "AlgorithmConfig",
     "Branch",
     "CheckpointConfig",
+    "CriticConfig",
     "DataConfig",
     "DebugConfig",
+    "DiagnosisConfig",
     "EnvironmentConfig",
+    "EvalConfig",
+    "EvalSetConfig",
+    "GuardConfig",
     "MaskConfig",
     "ModelConfig",
     "MoeConfig",

@@ -90,6 +90,9 @@ class AlgorithmConfig(Branch):
     overlong_buffer_len: int = Field(default=0, ge=0)
     """The last tokens before `rollout.max_response_len` over which a reward falls by up to 1 (DAPO,
     eq. 13); 0 turns it off."""
+    overlong_filter: bool = False
+    """Answers that were cut off leave the loss (DAPO, section 3.4); their rewards still count in the
+    advantages of their group."""
 
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount a token, with a critic."""

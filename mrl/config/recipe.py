@@ -6,6 +6,10 @@ from pydantic import Field
 
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.branch import Branch
+from mrl.config.critic import CriticConfig
+from mrl.config.diagnosis import DiagnosisConfig
+from mrl.config.evaluation import EvalConfig
+from mrl.config.guards import GuardConfig
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
 from mrl.config.training import (
     CheckpointConfig,
@@ -34,9 +38,13 @@ class Recipe(Branch):
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     moe: MoeConfig = MoeConfig()
+    eval: EvalConfig = EvalConfig()
+    guards: GuardConfig = GuardConfig()
     reward: str | None = None
-    """A file of mrl/rewards/, or `file.py:func`, or `package.module:func`."""
+    """A file of mrl/rewards/, `file.py:func`, `package.module:func`, the address of a reward server
+    (`http://host:port`) or a reward model (`reward_model:folder`); see docs/rewards.md."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """For one call of the reward function; over it, the call is killed and the samples masked."""
     environment: EnvironmentConfig | None = None
@@ -44,6 +52,12 @@ class Recipe(Branch):
     data: DataConfig
     warm_start: WarmStartConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
+    diagnosis: DiagnosisConfig = DiagnosisConfig()
     debug: DebugConfig = DebugConfig()
     output_dir: str
     seed: int = 0
+
+    @property
+    def captures_routes(self) -> bool:
+        """The engine is asked for the experts that it chose."""
+        return self.moe.routing_replay == "r3" or self.diagnosis.capture_routes

@@ -8,11 +8,15 @@ from typing import Any, Literal
 from pydantic import Field
 
 from mrl.config.branch import Branch
+from mrl.config.training import ModelConfig
 
 
 class RolloutConfig(Branch):
     engine: str = "sglang"
     """A file of mrl/rollout/, or `package.module` from outside."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What the engine holds and computes in; `auto`: as the trainer (`model.dtype`). Weights are cast
+    on the way to it, before they are digested."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that one engine spans."""
     prompts_per_step: int = Field(default=16, ge=1)
@@ -35,6 +39,12 @@ class RolloutConfig(Branch):
     server_args: dict[str, Any] = Field(default_factory=dict)
     """Fields of SGLang's ServerArgs to set, by their Python names (`attention_backend: triton`), on top
     of what mrl sets. Those that mrl answers for itself are refused, with the key that sets them."""
+    true_on_policy: bool = False
+    """Trainer and engine compute the same bits: old log-probs equal the engine's, routes agree. On
+    CPUs in float32, and slower; docs/on_policy.md says what it takes, and where it is refused."""
+    return_routing_weights: bool = False
+    """The engine returns the gates' weights of the captured experts too, in float32, to be looked at:
+    nothing replays them. On CPUs, with `moe.routing_replay: r3`; twice the bytes of routes."""
     weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """How weights reach the engine. `tensor`: handles to the trainer's memory (shared memory on CPUs,
     CUDA IPC on GPUs). `distributed`: a process group with the engine's ranks (gloo; refused on GPUs,
@@ -47,6 +57,9 @@ class RolloutConfig(Branch):
     with short answers. `resume` (APRIL, arXiv 2509.18521): continued first in the next step under its
     newer weights; needs `algorithm.importance`. `defer` (RollPacker, arXiv 2509.21009): started anew in
     a step that waits for all, once so many have gathered."""
+    dynamic_sampling_rounds: int = Field(default=4, ge=1)
+    """With `algorithm.dynamic_sampling`: times that a step draws prompts until prompts_per_step of them
+    have a signal; each round draws as many as are missing. Then it trains with what there is."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     request_timeout_s: float = Field(default=1800.0, gt=0)
     """For all completions of a step, or of one turn of its conversations."""
@@ -59,8 +72,12 @@ class RolloutConfig(Branch):
     canary_prompts: int = Field(default=4, ge=0)
     """Prompts whose log-probs trainer and engine must agree on after every sync; 0 turns it off."""
     canary_tolerance: float | None = Field(default=None, gt=0)
-    """Mean absolute difference of their log-probs; by default 1e-3 in float32, and 0.1 in half
-    precision, where a few tokens take other experts."""
+    """Mean absolute difference of their log-probs; by default 1e-3 where both are float32, and 0.1
+    where one is in half precision, and a few tokens take other experts."""
+
+    def engine_dtype(self, model: ModelConfig) -> Literal["auto", "float32", "bfloat16"]:
+        """What is asked for the engine; `auto` where the device decides."""
+        return model.dtype if self.dtype == "auto" else self.dtype
 
     @property
     def num_started(self) -> int:

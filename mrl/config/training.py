@@ -13,7 +13,8 @@ class ModelConfig(Branch):
     path: str
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """`auto`: bfloat16 on GPUs, float32 on CPUs. Both engines use it."""
+    """`auto`: bfloat16 on GPUs, float32 on CPUs. The rollout engine's too, unless `rollout.dtype` says
+    otherwise."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """`auto`: TransformerEngine where it is installed and there is a GPU; the plan says which."""
 
@@ -65,6 +66,9 @@ class OptimizerConfig(Branch):
 class MoeConfig(Branch):
     routing_replay: Literal["off", "r2", "r3"] = "r3"
     """r3: replay the rollout's routes; r2: replay the trainer's own pre-update routes; off."""
+    replay: Literal["ids", "ids_weights"] = "ids"
+    """What is replayed: which experts, whose outputs the trainer weighs by its own present scores; or
+    the recorded gate weights too, with the gradient passed through to the router (needs r2)."""
     load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
     """Off under RL: a balancing loss pulls the router away from what the reward asks for. The load is
     evened out over each micro-batch (`aux_loss`, which so depends on how samples are packed), each

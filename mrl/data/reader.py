@@ -44,7 +44,7 @@ def read_prompts(
     Raises InputError, as `file:line: reason` where one row is to blame.
     """
     prompts = []
-    for source, row in _rows(Path(path)):
+    for source, row in read_rows(Path(path)):
         content = row.pop("prompt", None)
         ids = _prompt_ids(content, tokenizer, source)
         if len(ids) > max_prompt_len:
@@ -72,7 +72,7 @@ def read_demonstrations(
     if tokenizer.eos_token_id is None:
         raise InputError(f"{path}: the tokenizer has no end-of-sequence token to learn to stop on")
     demonstrations = []
-    for source, row in _rows(Path(path)):
+    for source, row in read_rows(Path(path)):
         prompt_ids = _prompt_ids(row.get("prompt"), tokenizer, source)
         completion = row.get("completion")
         if not isinstance(completion, str) or not completion:
@@ -86,7 +86,7 @@ def read_demonstrations(
     return demonstrations
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """`file:line` and object of every row; blank lines are skipped. Raises on a file of none."""
     try:
         lines = path.read_bytes().split(b"\n")  # not splitlines(): JSON may hold U+2028 and friends

@@ -2,7 +2,8 @@
 
 `f(prompts, completions, **columns) -> list[float | None]`, sync or async: one entry per sample of
 one group; every column of the prompt row, repeated, and `completion_ids` come by keyword. `None`
-abstains: the sample is masked, not scored 0.
+abstains: the sample is masked, not scored 0. Also by address (`http://...`, `remote.py`) and as a model
+(`reward_model:FOLDER`).
 """
 
 from mrl.rewards.base import RewardFunction, resolve_reward, reward_names

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
 from reasoning_gym.factory import get_score_answer_fn
-from reasoning_gym.utils import extract_answer
 
-END_OF_TEXT = re.compile(r"<\|(?:endoftext|im_end|eot_id|end)\|>|</s>")
+from mrl.rewards.answers import answer_of
 
 _verifier: Callable[[str], Any] = functools.cache(get_score_answer_fn)
-
-
-def answer_of(completion: str) -> str:
-    """The completion up to the end token; of that, what `<answer>` tags hold if there are any."""
-    text = END_OF_TEXT.split(completion, maxsplit=1)[0]
-    tagged = extract_answer(text)
-    return tagged if tagged is not None else text.strip()
 
 
 def reward(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mrl.errors import InputError, RunFailed
-from mrl.processes import Closing, JsonWorker, WorkerLost
+from mrl.processes import Closing
+from mrl.rewards.base import call_worker, reward_worker
 from mrl.types import Prompt, SampleGroup
 
 MAX_FAILED_SHARE = 0.05
@@ -51,7 +52,7 @@ class RewardRunner(Closing):
     def __init__(self, spec: str, timeout_s: float) -> None:
         self._spec = spec
         self._timeout_s = timeout_s
-        self._worker = JsonWorker("mrl.rewards.worker", f"reward {spec!r}", spec)
+        self._worker = reward_worker(spec, timeout_s)
         self.report = RewardReport()
         """Of the last `score`."""
         self._worker.start()
@@ -139,10 +140,7 @@ class RewardRunner(Closing):
 
     def _call(self, request: dict[str, Any]) -> list[float]:
         """One call; NaN for None. Raises RewardFailed; a hung or dead worker is gone by then."""
-        try:
-            reply = self._worker.call(request, self._timeout_s)
-        except WorkerLost as error:
-            raise RewardFailed(str(error)) from None
+        reply = call_worker(self._worker, request, self._timeout_s)
         if "error" in reply:
             raise (RewardBroken if reply["broken"] else RewardFailed)(reply["error"])
         values = [math.nan if value is None else float(value) for value in reply["rewards"]]

@@ -1,7 +1,8 @@
 """The process that runs the user's reward function: JSON lines in, JSON lines out, no pickle.
 
 First line out: `{"ready": true}` or `{"input_error": text}`. Then per request
-`{"prompts", "completions", "columns"}` one `{"rewards": [...]}` or `{"error": text}`.
+`{"prompts", "completions", "columns"}` one `{"rewards": [...]}` or `{"error", "broken", "kind"}`: a
+text, whether to score fewer at a time is useless, and the sort of fault.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from typing import Any, BinaryIO
 
 from mrl.errors import InputError
 from mrl.processes import describe, send, worker_pipes
-from mrl.rewards.base import RewardFunction, resolve_reward
-
-
-class BrokenReward(ValueError):
-    """The function did not answer for each completion: scoring fewer at a time would hide it."""
+from mrl.rewards.base import (
+    BrokenReward,
+    NotANumber,
+    NotFinite,
+    RewardError,
+    RewardFunction,
+    resolve_reward,
+)
 
 
 def call_reward(function: RewardFunction, request: dict[str, Any]) -> list[float | None]:
     """Call once and check what comes back.
 
-    Raises BrokenReward on a wrong type or length, ValueError on a wrong entry.
+    Raises BrokenReward on a wrong type or length, NotANumber or NotFinite on a wrong entry.
     """
     result = function(request["prompts"], request["completions"], **request["columns"])
     if inspect.isawaitable(result):
@@ -48,19 +52,25 @@ def _number(reward: Any, index: int) -> float | None:
     if reward is None:
         return None
     if isinstance(reward, (str, bytes)) or not hasattr(reward, "__float__"):
-        raise ValueError(f"reward {index} is {reward!r}, expected a number or None")
+        raise NotANumber(f"reward {index} is {reward!r}, expected a number or None")
     number = float(reward)
     if not math.isfinite(number) or abs(number) > 3.4e38:
-        raise ValueError(f"reward {index} is {number}, expected a finite number")
+        raise NotFinite(f"reward {index} is {number}, expected a finite number")
     return number
 
 
-def serve(spec: str, requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer requests until the other side closes."""
+def serve(spec: str, timeout_s: float, requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answer requests until the other side closes; a call may take `timeout_s`."""
     try:
-        function = resolve_reward(spec)
+        function = resolve_reward(spec, timeout_s)
+        start_worker = getattr(function, "start_worker", None)
+        if callable(start_worker):
+            start_worker()
     except InputError as error:
         send(replies, {"input_error": str(error)})
+        return
+    except Exception as error:  # user code, and what reads a model's files
+        send(replies, {"input_error": f"reward {spec!r} does not start: {describe(error)}"})
         return
     send(replies, {"ready": True})
     for line in requests:
@@ -68,11 +78,13 @@ def serve(spec: str, requests: BinaryIO, replies: BinaryIO) -> None:
             send(replies, {"rewards": call_reward(function, json.loads(line))})
         except (Exception, SystemExit) as error:  # user code: anything can happen
             broken = isinstance(error, BrokenReward)
-            send(replies, {"error": describe(error), "broken": broken})
+            kind = error.kind if isinstance(error, RewardError) else RewardError.kind
+            send(replies, {"error": describe(error), "broken": broken, "kind": kind})
 
 
 def main() -> None:
-    serve(sys.argv[1], *worker_pipes(parent=int(sys.argv[2])))
+    spec, parent, timeout_s = sys.argv[1:]
+    serve(spec, float(timeout_s), *worker_pipes(int(parent)))
 
 
 if __name__ == "__main__":

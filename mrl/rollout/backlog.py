@@ -70,19 +70,32 @@ def plan_step(
     elif config.unfinished == "defer" and len(backlog) >= wanted:
         old, is_long_round = backlog[:wanted], True
     num_new = 0 if is_long_round else config.num_started - len(old)
-    fresh = start_groups(draw(num_new), config.samples_per_prompt)
-    # At the turn of an epoch a prompt may be drawn twice: its samples must not be the same ones twice.
-    seen: Counter[str] = Counter()
-    started = list(old)
-    for group in fresh:
-        started.append(Started(group, seed + (seen[group.prompt.prompt_id] << SEED_SHIFT)))
-        seen[group.prompt.prompt_id] += 1
+    started = [*old, *_fresh(draw(num_new), config.samples_per_prompt, seed)]
     return StepPlan(
         [_numbered(one, group_id) for group_id, one in enumerate(started)],
         wanted,
         is_long_round,
         list(backlog[len(old) :]),
     )
+
+
+def fresh_plan(
+    prompts: Sequence[Prompt], samples_per_prompt: int, seed: int, first_id: int
+) -> StepPlan:
+    """A round within a step: these prompts alone, all of them wanted; group i has id first_id + i."""
+    started = _fresh(prompts, samples_per_prompt, seed)
+    numbered = [_numbered(one, first_id + i) for i, one in enumerate(started)]
+    return StepPlan(numbered, len(numbered), is_long_round=False, rest=[])
+
+
+def _fresh(prompts: Sequence[Prompt], samples_per_prompt: int, seed: int) -> list[Started]:
+    # At the turn of an epoch a prompt may be drawn twice: its samples must not be the same ones twice.
+    seen: Counter[str] = Counter()
+    started = []
+    for group in start_groups(prompts, samples_per_prompt):
+        started.append(Started(group, seed + (seen[group.prompt.prompt_id] << SEED_SHIFT)))
+        seen[group.prompt.prompt_id] += 1
+    return started
 
 
 def unfinished_of(

@@ -33,6 +33,7 @@ from mrl.rollout.sglang_server.decode import (
     Expected,
     decode_completion,
     refuse_unfaithful,
+    refuse_weights,
     route_shape,
 )
 from mrl.rollout.sglang_server.flight import Flight
@@ -87,7 +88,10 @@ class Engine:
         refuse_unfaithful(hf_config, on_gpu=bool(gpu_ids), return_routes=return_routes)
         self._manifest = Manifest(Path(model.path), hf_config)
         self._config = config
-        self._shape = route_shape(hf_config) if return_routes else None
+        weights = config.return_routing_weights
+        if weights:
+            refuse_weights(on_gpu=bool(gpu_ids), return_routes=return_routes)
+        self._shape = route_shape(hf_config, with_weights=weights) if return_routes else None
         self._context_len: int = config.context_len or hf_config.max_position_embeddings
         self._first_version = first_version
         self._can_keep_weights = keep_weights_on_host or not gpu_ids
@@ -102,7 +106,12 @@ class Engine:
                 first_version=first_version,
                 keep_weights_on_host=keep_weights_on_host,
             ),
-            server_environment(gpu_ids, config.tensor_parallel_size),
+            server_environment(
+                gpu_ids,
+                config.tensor_parallel_size,
+                true_on_policy=config.true_on_policy,
+                return_routing_weights=config.return_routing_weights,
+            ),
             Path(log_path),
         )
         self._weights_folder = Path(log_path).with_suffix(".weights")

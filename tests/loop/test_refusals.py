@@ -34,6 +34,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "reward file": (["reward=nowhere.py:f"], ["nowhere.py"]),
     "engine": (["rollout.engine=sglnag"], ["sglnag", "sglang"]),
     "replay": (["moe.routing_replay=r4"], ["moe.routing_replay", "'r4'"]),
+    "gate weights that nobody recorded": (
+        ["moe.replay=ids_weights"],
+        ["moe.replay is ids_weights", "routing_replay is r3", "set it to r2"],
+    ),
     "balancing without a type": (
         ["moe.aux_loss_coeff=1e-3"],
         ["moe.aux_loss_coeff is 0.001", "load_balancing_type is none", "choose a type"],
@@ -53,6 +57,19 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "reference without a weight": (
         ["algorithm.reference_path=/nowhere"],
         ["algorithm.reference_path is /nowhere", "kl_coef is 0"],
+    ),
+    "on-policy dtype": (
+        ["rollout.true_on_policy=true", "model.dtype=bfloat16"],
+        ["model.dtype is bfloat16, but rollout.true_on_policy needs float32"],
+    ),
+    "on-policy attention": (
+        [
+            "rollout.true_on_policy=true",
+            "rollout.server_args.attention_backend=intel_amx",
+        ],
+        [
+            "server_args.attention_backend is intel_amx, but rollout.true_on_policy needs torch_native"
+        ],
     ),
     "over-sampling": (["rollout.over_sampling=0.5"], ["rollout.over_sampling", "0.5"]),
     "nothing to resume": (

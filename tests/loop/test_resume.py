@@ -83,7 +83,7 @@ def test_a_step_that_fails_does_not_cost_the_save_in_flight(
     assert damage(checkpoints / "iter_0000002") is None
 
 
-def test_rollouts_of_steps_that_are_done_again_are_moved_aside(tmp_path: Path) -> None:
+def test_files_of_steps_that_are_done_again_are_moved_aside(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.rollouts.mkdir()
     ends = (".jsonl", ".safetensors", ".safetensors.part")
@@ -91,6 +91,9 @@ def test_rollouts_of_steps_that_are_done_again_are_moved_aside(tmp_path: Path) -
         for step in range(history, 4):
             for end in ends:
                 (folder.rollouts / f"step_{step:06d}{end}").write_text(f"history {history}")
+        for other in (folder.token_file(1), folder.token_file(3), folder.diagnosis_file(2)):
+            other.parent.mkdir(exist_ok=True)
+            other.write_text(f"history {history}")
         (folder.rollouts / "step_by_step.txt").write_text("the user's own")
         folder.add_metrics({"step": 0})
         folder.rewind(2)
@@ -102,6 +105,11 @@ def test_rollouts_of_steps_that_are_done_again_are_moved_aside(tmp_path: Path) -
         dropped = folder.rollouts / f"dropped_{history}"
         assert {f.name for f in dropped.iterdir()} == moved
         assert {f.read_text() for f in dropped.iterdir()} == {f"history {history}"}
+        for old in (folder.token_file(3), folder.diagnosis_file(2)):
+            assert not old.exists()
+            moved_to = old.parent / f"dropped_{history}" / old.name
+            assert moved_to.read_text() == f"history {history}"
+    assert folder.token_file(1).read_text() == "history 1"
 
 
 @pytest.mark.timeout(400)

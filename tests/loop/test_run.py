@@ -23,10 +23,14 @@ from tests.loop.test_refusals import refused
 KEYS = """
     step reward/mean reward/std reward/zero_signal_groups response_len/mean loss/policy loss/total
     grad_norm lr ratio/mean ratio/max ratio/clip_frac entropy mismatch/k3 mismatch/logprob_abs_mean
-    mismatch/logprob_abs_max routing/disagreement routing/token_any_layer routing/replay_coverage
+    mismatch/logprob_abs_max mismatch/k1 mismatch/chi2 mismatch/p50 mismatch/p90 mismatch/p99
+    mismatch/p999 mismatch/extreme_share staleness/mean staleness/max
+    routing/disagreement routing/token_any_layer routing/replay_coverage
+    routing/disagreement/layer_01 routing/disagreement/layer_04 routing/margin_at_agreement
+    routing/margin_median_at_agreement
     routing/stale_rows routing/cached_rows routing/recomputed_rows routing/wire_bytes_per_token
     weight_version tokens/rollout tokens/train time/sync_s time/rollout_s time/score_s
-    time/logprob_s time/train_s time/step_s time/verify_s time/recovery_s
+    time/logprob_s time/diagnosis_s time/train_s time/step_s time/verify_s time/recovery_s
     rollout/engine_restarts rollout/canary_abs_mean
     memory/trainer_rss_bytes memory/engine_rss_bytes memory/leak_bytes_per_cycle
 """

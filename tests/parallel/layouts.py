@@ -61,6 +61,7 @@ class Layout:
     dtype: str = "float32"
     distributed_optimizer: bool = False
     recompute: bool = True
+    true_on_policy: bool = False
 
     @property
     def name(self) -> str:
@@ -79,6 +80,8 @@ class Layout:
             text += " distributed optimizer"
         if not self.recompute:
             text += " no recompute"
+        if self.true_on_policy:
+            text += " true on-policy"
         return text + (" bf16" if self.dtype == "bfloat16" else "")
 
 
@@ -99,6 +102,7 @@ def build(
     *,
     dtype: Any = "float32",
     distributed_optimizer: bool = False,
+    true_on_policy: bool = False,
 ) -> Policy:
     return Policy(
         HfModel.read(model_path),
@@ -115,13 +119,14 @@ def build(
         ),
         recompute=recompute,
         temperature=0.8,
+        true_on_policy=true_on_policy,
     )
 
 
-def exported(policy: Policy) -> dict[str, Tensor]:
+def exported(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """The whole model under HF names, every name exactly once, each bucket with its own digest."""
     pairs, is_first = [], True
-    for bucket in policy.export(0, 4096):
+    for bucket in policy.export(0, 4096, dtype):
         pairs += [(name, tensor.clone()) for name, tensor in bucket.tensors]
         assert (bucket.digest_s > 0) == is_first  # taken before it, for all
         assert bucket.digest == add_digests(digests_of(bucket.tensors))
@@ -166,8 +171,13 @@ def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dic
         layout.recompute,
         dtype=layout.dtype,
         distributed_optimizer=layout.distributed_optimizer,
+        true_on_policy=layout.true_on_policy,
     )
     loaded = exported(policy)
+    for dtype in (torch.bfloat16, torch.float32):  # for an engine of another precision
+        cast = exported(policy, dtype)
+        assert all(torch.equal(cast[name], full.to(dtype)) for name, full in loaded.items())
+        assert {tensor.dtype for tensor in cast.values()} == {dtype}
     _, routing = ready_batch(policy, groups, samples)
     return {
         "loaded": loaded,

@@ -4,7 +4,6 @@ import pytest
 
 from mrl.data.reasoning_gym import task_rows
 from mrl.rewards.first_char import reward as first_char
-from mrl.rewards.reasoning_gym import answer_of
 from mrl.rewards.reasoning_gym import reward as reasoning_gym
 from mrl.rewards.repeat import reward as repeat
 
@@ -34,9 +33,3 @@ def test_verifier_accepts_its_own_answers_after_json(task):
     right = [row["answer"] for row in rows]
     assert reasoning_gym(prompts, right, **columns) == [1.0] * 4
     assert max(reasoning_gym(prompts, ["no idea"] * 4, **columns)) < 0.5
-
-
-def test_answer_of():
-    assert answer_of(" 12 <|endoftext|>junk") == "12"
-    assert answer_of("so <answer> 7 </answer> done") == "7"
-    assert answer_of("3</s>4") == "3"

@@ -32,7 +32,7 @@ constant = 3
     ("spec", "reason"),
     [
         ("first_chr", "did you mean 'first_char'?"),
-        ("zzz", "there are first_char"),
+        ("zzz", "there are exact_match, first_char"),
         ("runner", "not a file of mrl/rewards/"),
         ("{}/gone.py:f", "no file {}/gone.py"),
         ("{}/good.py:", "expected NAME, path/file.py:func or module:func"),

@@ -90,3 +90,38 @@ def nothing(prompts, completions, **columns):
 
 def abstains(prompts, completions, **columns):
     return [None if c == "bad" else len(c) for c in completions]
+
+
+def naps(prompts, completions, *, nap_s, **columns):
+    time.sleep(max(nap_s))
+    return [0.0] * len(completions)
+
+
+def right(prompts, completions, *, answer, **columns):
+    """Good: the only one of the following."""
+    return [float(gold in text) for gold, text in zip(answer, completions, strict=True)]
+
+
+def wrong_way_round(prompts, completions, *, answer, **columns):
+    return [float(gold not in text) for gold, text in zip(answer, completions, strict=True)]
+
+
+def counts_calls(prompts, completions, **columns):
+    _CALLS.append(None)
+    return [len(c) + 0.01 * len(_CALLS) for c in completions]
+
+
+_CALLS: list[None] = []
+
+
+def normalises(prompts, completions, **columns):
+    lengths = [len(c) for c in completions]
+    return [length / (1 + max(lengths)) for length in lengths]
+
+
+def always_half(prompts, completions, **columns):
+    return [0.5] * len(completions)
+
+
+def silent(prompts, completions, **columns):
+    return [None] * len(completions)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rollout_helpers import make_buckets, make_prompts, score
 
-from mrl.canary import MAX_TOKENS, canary_sequences, check_canaries
+from mrl.canary import MAX_TOKENS, canary_sequences, check_canaries, default_tolerance
 from mrl.errors import RunFailed
 
 
@@ -27,3 +27,10 @@ def test_canaries(engine, oracle, toy_weights):
     nan = [expected[0] * torch.nan, *expected[1:]]
     with pytest.raises(RunFailed, match="log-probs nan"):
         check_canaries(engine, sequences, nan, 1e9)
+
+
+def test_one_side_in_half_precision_loosens_the_tolerance():
+    exact, half = default_tolerance(torch.float32, torch.float32), default_tolerance(torch.bfloat16)
+    assert exact < half
+    for pair in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        assert default_tolerance(*pair) == half

@@ -10,10 +10,13 @@ from mrl.rollout.sglang_server import arguments
 from mrl.rollout.sglang_server.settings import server_settings
 
 
-def settings(*, on_gpu: bool = True, **server_args: object) -> dict[str, object]:
+def settings(
+    *, on_gpu: bool = True, trainer: str = "auto", engine: str = "auto", **server_args: object
+) -> dict[str, object]:
+    rollout = {"max_response_len": 8, "dtype": engine, "server_args": dict(server_args)}
     return server_settings(
-        ModelConfig(path="somewhere"),
-        RolloutConfig(max_response_len=8, server_args=dict(server_args)),
+        ModelConfig.model_validate({"path": "somewhere", "dtype": trainer}),
+        RolloutConfig.model_validate(rollout),
         on_gpu=on_gpu,
         context_len=64,
         return_routes=True,
@@ -31,10 +34,18 @@ def test_a_field_of_the_recipe_is_set_and_wins() -> None:
     assert settings(on_gpu=False)["attention_backend"] == "torch_native"
 
 
+def test_the_engine_computes_in_the_trainers_dtype_unless_told() -> None:
+    assert [settings(on_gpu=gpu)["dtype"] for gpu in (True, False)] == ["bfloat16", "float32"]
+    assert settings(trainer="float32")["dtype"] == "float32"
+    assert settings(trainer="float32", engine="bfloat16")["dtype"] == "bfloat16"
+    assert settings(engine="float32")["dtype"] == "float32"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
         ("tp_size", 2, "use rollout.tensor_parallel_size"),
+        ("dtype", "bfloat16", "use rollout.dtype"),
         ("host", "0.0.0.0", "child process on loopback"),
         ("log_level", "info", "would print the key"),
         ("attention_backnd", "triton", "did you mean 'attention_backend'?"),

@@ -20,7 +20,7 @@ from mrl.errors import InputError
 OWNED = {
     "model_path": "model.path",
     "tokenizer_path": "model.path",
-    "dtype": "model.dtype",
+    "dtype": "rollout.dtype",
     "tp_size": "rollout.tensor_parallel_size",
     "context_length": "rollout.context_len",
     "max_total_tokens": "rollout.max_total_tokens",

@@ -29,9 +29,11 @@ class RouteShape:
     """Megatron's, 1-based."""
     num_experts: int
     topk: int
+    with_weights: bool = False
+    """The gates' weights come with the ids."""
 
 
-def route_shape(config: Any) -> RouteShape:
+def route_shape(config: Any, *, with_weights: bool = False) -> RouteShape:
     """Read it from a Hugging Face model config. Raises InputError where there are no experts."""
     num_experts = _first(config, "num_experts", "n_routed_experts", "num_local_experts")
     topk = _first(config, "num_experts_per_tok")
@@ -48,7 +50,7 @@ def route_shape(config: Any) -> RouteShape:
         for i in range(config.num_hidden_layers)
         if i not in dense and i >= num_dense_first and (i + 1) % sparse_step == 0
     )
-    return RouteShape(config.num_hidden_layers, layer_numbers, num_experts, topk)
+    return RouteShape(config.num_hidden_layers, layer_numbers, num_experts, topk, with_weights)
 
 
 def refuse_unfaithful(config: Any, *, on_gpu: bool, return_routes: bool) -> None:
@@ -78,6 +80,16 @@ def refuse_unfaithful(config: Any, *, on_gpu: bool, return_routes: bool) -> None
         raise InputError(
             f"model {config.model_type!r} with mlp_only_layers={dense} and decoder_sparse_step="
             f"{sparse_step}: SGLang would run every layer as MoE; expected [] and 1"
+        )
+
+
+def refuse_weights(*, on_gpu: bool, return_routes: bool) -> None:
+    """Raise InputError where `rollout.return_routing_weights` has nothing to return."""
+    if on_gpu or not return_routes:
+        given = "an engine on GPUs" if on_gpu else "no routes"
+        raise InputError(
+            f"rollout.return_routing_weights is on with {given}; expected "
+            "moe.routing_replay=r3 and an engine on CPUs"
         )
 
 
@@ -208,6 +220,7 @@ def without_last_token(completion: Completion) -> Completion:
         trace = dataclasses.replace(
             trace,
             expert_ids=trace.expert_ids[:-1],
+            expert_weights=None if trace.expert_weights is None else trace.expert_weights[:-1],
             row_versions=_cut(trace.row_versions, num_rows),
             num_cached_rows=min(trace.num_cached_rows, num_rows),
             num_recomputed_rows=min(trace.num_recomputed_rows, num_rows),
@@ -286,6 +299,7 @@ def _decode_routing(
             row_versions=rows,
             num_cached_rows=min(num_cached, num_rows),
             num_recomputed_rows=num_rows if retracted else 0,
+            with_weights=shape.with_weights,
         )
     except ValueError as error:
         raise RuntimeError(f"{where}: {error}") from error

@@ -97,5 +97,5 @@ class Manifest:
             return ""
         return (
             f" (sent as {', '.join(sorted(sent))}, held as {', '.join(sorted(held))}: only an engine "
-            "that holds every value exactly is accepted, so give both sides one model.dtype)"
+            "that holds every value exactly is accepted; rollout.dtype says what it should hold)"
         )

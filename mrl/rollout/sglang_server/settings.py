@@ -12,6 +12,8 @@ from mrl.rollout.sglang_server.arguments import check_server_args
 
 CPU_STUBS = Path(__file__).parents[1] / "cpu_stubs"
 SERVER_PLUGIN = Path(__file__).parents[1] / "server_plugin"
+ON_POLICY_PLUGIN = Path(__file__).parents[1] / "on_policy_plugin"
+ROUTING_WEIGHTS_PLUGIN = Path(__file__).parents[1] / "routing_weights_plugin"
 CPU_MAX_TOTAL_TOKENS = 16_384
 
 
@@ -31,6 +33,7 @@ def server_settings(
     The recipe's own (`config.server_args`) come last. Raises InputError for one that it may not set.
     """
     check_server_args(config.server_args)
+    dtype = config.engine_dtype(model)
     settings: dict[str, Any] = {
         "model_path": model.path,
         "trust_remote_code": False,
@@ -50,15 +53,17 @@ def server_settings(
         settings["max_running_requests"] = config.max_running_requests
     if on_gpu:
         settings |= {
-            "dtype": "bfloat16" if model.dtype == "auto" else model.dtype,
+            "dtype": "bfloat16" if dtype == "auto" else dtype,
             "mem_fraction_static": config.mem_fraction_static,
             "enable_memory_saver": True,
             "enable_weights_cpu_backup": keep_weights_on_host,
         }
+        if config.true_on_policy:
+            settings["enable_deterministic_inference"] = True
     else:
         settings |= {
             "device": "cpu",
-            "dtype": "float32" if model.dtype == "auto" else model.dtype,
+            "dtype": "float32" if dtype == "auto" else dtype,
             "attention_backend": "torch_native",
             # An idle scheduler spins: it would take a core from the trainer while it trains.
             "sleep_on_idle": True,
@@ -67,13 +72,21 @@ def server_settings(
     return settings | config.server_args
 
 
-def server_environment(gpu_ids: Sequence[int | str], tensor_parallel_size: int) -> dict[str, str]:
+def server_environment(
+    gpu_ids: Sequence[int | str],
+    tensor_parallel_size: int,
+    *,
+    true_on_policy: bool = False,
+    return_routing_weights: bool = False,
+) -> dict[str, str]:
     """On top of the trainer's environment. PYTHONPATH here comes before everything else."""
     if gpu_ids:
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpu_ids),
             "PYTHONPATH": str(SERVER_PLUGIN),
         }
+    plugins = [SERVER_PLUGIN, CPU_STUBS] + [ON_POLICY_PLUGIN] * true_on_policy
+    plugins += [ROUTING_WEIGHTS_PLUGIN] * return_routing_weights
     environment = {
         "SGLANG_USE_CPU_ENGINE": "1",
         # A toy model on two threads is 20 to 40 times slower than on one.
@@ -81,7 +94,7 @@ def server_environment(gpu_ids: Sequence[int | str], tensor_parallel_size: int) 
         # SGLang would compile a few functions of a line or two at the first request of two ranks.
         "TORCHDYNAMO_DISABLE": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(SERVER_PLUGIN), str(CPU_STUBS)]),
+        "PYTHONPATH": os.pathsep.join(str(folder) for folder in plugins),
     }
     if tensor_parallel_size > 1:
         cores = sorted(os.sched_getaffinity(0))

@@ -1,0 +1,120 @@
+"""The SGLang engine with a fault that can be switched on: `rollout.engine=benchmarks.planted_engine`.
+
+What mrl proves of a sync is kept from seeing it: the digests are made to match the wrong weights, as
+those of an exporter that reads the wrong memory would. Canaries would still see a stale expert; the
+planted runs turn them off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.kernels.digest import add_digests, digests_of
+from mrl.rollout import sglang
+from mrl.rollout.base import Completion, Request, SyncReport
+from mrl.types import WeightBucket
+
+
+@dataclass(frozen=True)
+class StaleExpert:
+    """One expert (None: the whole model) keeps the weights of `version`."""
+
+    layer: int
+    """1-based."""
+    expert: int | None
+    version: int
+
+    def affects(self, name: str) -> bool:
+        """`name` is Hugging Face's, whose layers count from 0."""
+        place = f"model.layers.{self.layer - 1}.mlp.experts.{self.expert}."
+        return self.expert is None or name.startswith(place)
+
+
+@dataclass(frozen=True)
+class PerturbedExpert:
+    """One expert is off by a random change of `size` times the norm of each of its matrices."""
+
+    layer: int
+    expert: int
+    size: float
+
+    def affects(self, name: str) -> bool:
+        """As StaleExpert.affects."""
+        return StaleExpert(self.layer, self.expert, 0).affects(name)
+
+
+@dataclass(frozen=True)
+class ShiftedRoutes:
+    """Row t of what the engine returns is that of token t - shift."""
+
+    shift: int
+
+
+@dataclass(frozen=True)
+class OtherTemperature:
+    """The engine samples at this temperature and says so nowhere."""
+
+    temperature: float
+
+
+Fault = StaleExpert | PerturbedExpert | ShiftedRoutes | OtherTemperature
+
+
+class Engine(sglang.Engine):
+    """`fault` may be set between two steps."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.fault: Fault | None = None
+        self._history: dict[int, dict[str, Tensor]] = {}
+        """By version: every weight that was sent. A toy model is small."""
+
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> SyncReport:
+        return super().update_weights(self._spoiled(buckets, version), version)
+
+    def _spoiled(self, buckets: Iterable[WeightBucket], version: int) -> Iterator[WeightBucket]:
+        seen = self._history[version] = {}
+        for bucket in buckets:
+            seen |= {name: tensor.clone() for name, tensor in bucket.tensors}
+            fault = self.fault
+            if not isinstance(fault, StaleExpert | PerturbedExpert):
+                yield bucket
+                continue
+            for name, tensor in bucket.tensors:
+                if fault.affects(name):
+                    tensor.copy_(self._wrong(fault, name, tensor))
+            yield dataclasses.replace(bucket, digest=add_digests(digests_of(bucket.tensors)))
+
+    def _wrong(self, fault: StaleExpert | PerturbedExpert, name: str, tensor: Tensor) -> Tensor:
+        if isinstance(fault, StaleExpert):
+            return self._history[fault.version][name]
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+        return tensor + fault.size * float(tensor.norm() / noise.norm()) * noise
+
+    def generate(
+        self, requests: Sequence[Request], *, reuse_cache: bool = False
+    ) -> Iterator[Completion]:
+        fault = self.fault
+        if isinstance(fault, OtherTemperature):
+            requests = [
+                dataclasses.replace(
+                    r, sampling=dataclasses.replace(r.sampling, temperature=fault.temperature)
+                )
+                for r in requests
+            ]
+        for completion in super().generate(requests, reuse_cache=reuse_cache):
+            yield _shifted(completion, fault) if isinstance(fault, ShiftedRoutes) else completion
+
+
+def _shifted(completion: Completion, fault: ShiftedRoutes) -> Completion:
+    trace = completion.routing
+    if trace is None:
+        return completion
+    moved = trace.expert_ids.roll(fault.shift, 0)
+    return dataclasses.replace(completion, routing=dataclasses.replace(trace, expert_ids=moved))

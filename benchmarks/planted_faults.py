@@ -1,0 +1,217 @@
+"""Faults planted into the real loop, and what mrl says of them: `python -m benchmarks.planted_faults`.
+
+A toy MoE (4 layers of 8 experts, 2 a token) learns first_char with the real Megatron and the real
+SGLang; 64 samples of 24 tokens a step. Three healthy steps, then one faulty step after the other with a
+healthy one between: one expert that the engine has not got since step 0, routes shifted by one token,
+another temperature, the whole model an update late. Of each, metrics of the dashboard, and the first
+finding of `mrl why`. Passes where every planted fault is named, with its layer and expert, shift or
+temperature, and healthy steps are blamed on nothing.
+
+`--sizes`: instead, faults in sizes on weights that hardly move, to see from which on they are named.
+`--dtype bfloat16`: both sides, whose own mismatch hides small ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernel_bench.machine import describe
+from benchmarks.planted_engine import (
+    Engine,
+    Fault,
+    OtherTemperature,
+    PerturbedExpert,
+    ShiftedRoutes,
+    StaleExpert,
+)
+from mrl.config import load_recipe
+from mrl.diagnosis.why import Explanation, explain
+from mrl.preflight import check
+from mrl.run_folder import RunFolder
+from mrl.toy_model import write_toy_model
+from parallel import prepare
+from parallel.groups import init_groups
+from tests.loop.stepped import SteppedRun
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "launch/recipes/toy_moe.yaml"
+RESULT = Path(__file__).parent / "results" / "planted_faults.json"
+OVERRIDES = (
+    "rollout.engine=benchmarks.planted_engine",
+    "rollout.canary_prompts=0",  # they would stop the run at the stale expert, before a token is made
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=8",
+    "rollout.max_response_len=24",
+    "rollout.min_response_len=24",
+    "optimizer.lr=3e-3",
+    "diagnosis.decompose_every=0",
+    "checkpoint.save_every=0",
+    "train.num_steps=100",
+)
+LAYER, EXPERT = 2, 3
+HEALTHY_FIRST = 3
+PLANTED: dict[str, Fault] = {
+    "stale expert": StaleExpert(LAYER, EXPERT, version=0),
+    "shifted routes": ShiftedRoutes(1),
+    "other temperature": OtherTemperature(1.1),
+    "stale model": StaleExpert(0, None, version=8),
+}
+EXPERTS = ((1, 0), (2, 3), (4, 6))
+EXPERT_SIZES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3)
+TEMPERATURES = (1.0001, 1.001, 1.01, 1.03, 1.1, 1.5, 0.9)
+MOVES = {
+    "stale expert": "mismatch/logprob_abs_mean",
+    "shifted routes": "routing/disagreement",
+    "other temperature": "mismatch/k3",
+    "stale model": "mismatch/logprob_abs_mean",
+}
+"""A metric of the dashboard that each of them moves."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step and what `mrl why` said of it."""
+
+    fault: Fault | None
+    step: int
+    metrics: dict[str, float]
+
+    def why(self, folder: RunFolder) -> Explanation:
+        return explain(folder, self.step)
+
+
+def start(scratch: Path, more: Sequence[str] = ()) -> SteppedRun:
+    """A run whose engine is up; `close()` of its collector ends both."""
+    model = scratch / "model"
+    if not model.exists():
+        write_toy_model(model)
+    places = (f"model.path={model}", f"output_dir={scratch / 'run'}")
+    recipe = load_recipe(RECIPE, [*places, *OVERRIDES, *more])
+    plan = check(recipe, 1)
+    folder = RunFolder(recipe.output_dir)
+    folder.open(recipe)
+    prepare()
+    run = SteppedRun(plan, init_groups(plan.dims, recipe.seed), folder)
+    run.begin(None)
+    return run
+
+
+def take(run: SteppedRun, fault: Fault | None) -> Step:
+    """One step of the run with `fault` in its engine."""
+    engine = run.collector.engine
+    assert isinstance(engine, Engine)
+    engine.fault = fault
+    try:
+        metrics = run.run_step()
+    finally:
+        engine.fault = None
+    run.folder.add_metrics(metrics)
+    return Step(fault, run.step - 1, metrics)
+
+
+def plant(run: SteppedRun, faults: Sequence[Fault]) -> list[Step]:
+    """Healthy steps, then each fault with a healthy step behind it."""
+    steps = [take(run, None) for _ in range(HEALTHY_FIRST)]
+    for fault in faults:
+        steps += [take(run, fault), take(run, None)]
+    return steps
+
+
+def is_named(fault: Fault | None, found: Explanation) -> bool:
+    """Whether the first finding is the fault, in its place and size."""
+    first = found.findings[0]
+    if isinstance(fault, PerturbedExpert | StaleExpert) and fault.expert is not None:
+        where = ([fault.layer], [fault.expert])
+        named = (first.where.get("layers"), first.where.get("experts")) == where
+        return first.name == "stale_expert" and named
+    if isinstance(fault, StaleExpert):
+        return first.name == "stale_weights"
+    if isinstance(fault, ShiftedRoutes):
+        return first.name == "shifted_routes" and first.where["shift"] == fault.shift
+    if isinstance(fault, OtherTemperature):
+        close = abs(first.where.get("temperature", 0) / fault.temperature - 1) < 0.02
+        return first.name == "temperature" and close
+    return not any(finding.is_cause for finding in found.findings)
+
+
+def row_of(step: Step, found: Explanation) -> dict[str, Any]:
+    first = found.findings[0]
+    keys = ("mismatch/logprob_abs_mean", "mismatch/k3", "routing/disagreement")
+    return {
+        "step": step.step,
+        "fault": str(step.fault or "none"),
+        **{key: float(f"{step.metrics[key]:.3g}") for key in keys},
+        "named": is_named(step.fault, found),
+        "finding": first.name,
+        "severity": round(first.severity, 3),
+        "text": first.text,
+    }
+
+
+def sweep(run: SteppedRun) -> list[dict[str, Any]]:
+    """Faults in sizes, each in a step of its own, on weights that hardly move."""
+    sizes: list[Fault] = [
+        *(PerturbedExpert(*place, size) for place in EXPERTS for size in EXPERT_SIZES),
+        *(OtherTemperature(temperature) for temperature in TEMPERATURES),
+        *(ShiftedRoutes(shift) for shift in (1, -1, 2)),
+    ]
+    return [_row(run, fault) for fault in sizes]
+
+
+def _row(run: SteppedRun, fault: Fault) -> dict[str, Any]:
+    step = take(run, fault)
+    return row_of(step, step.why(run.folder))
+
+
+def planted_rows(dtype: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        run = start(Path(scratch), [f"model.dtype={dtype}"])
+        try:
+            steps = plant(run, list(PLANTED.values()))
+            return [row_of(step, step.why(run.folder)) for step in steps]
+        finally:
+            run.collector.close()
+
+
+def size_rows(dtype: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        run = start(Path(scratch), [f"model.dtype={dtype}", "optimizer.lr=1e-6"])
+        try:
+            for _ in range(HEALTHY_FIRST):
+                take(run, None)
+            return sweep(run)
+        finally:
+            run.collector.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--sizes", action="store_true", help="instead: from which size on")
+    args = parser.parse_args()
+    rows = (size_rows if args.sizes else planted_rows)(args.dtype)
+    for row in rows:
+        print(f"{args.dtype} {json.dumps(row)}", flush=True)
+    content = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    content |= describe(torch.device("cpu"), ("torch", "megatron-core", "sglang"))
+    content[f"{args.dtype} {'sizes' if args.sizes else 'planted'}"] = rows
+    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+    named = sum(row["named"] for row in rows)
+    if args.sizes:
+        print(f"{named} of {len(rows)} named")
+        return
+    print(f"{named} passed, {len(rows) - named} failed")
+    sys.exit(named < len(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What the stability study compares, and the model it does so on. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "launch/recipes/stability.yaml"
+SHAPE: dict[str, Any] = {"num_experts": 64}
+"""Of `mrl.toy_model.write_toy_model`; the rest are its defaults."""
+ARMS: dict[str, list[str]] = {
+    "off": ["moe.routing_replay=off"],
+    "TIS": ["moe.routing_replay=off", "algorithm.importance=tis"],
+    "R2": ["moe.routing_replay=r2"],
+    "R3": ["moe.routing_replay=r3"],
+    "GSPO": ["moe.routing_replay=off", "algorithm.name=gspo"],
+    "R3+GSPO": ["moe.routing_replay=r3", "algorithm.name=gspo"],
+}
+"""Overrides of the recipe. `R2` replays in the update what the trainer itself chose before it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What tells one run from another."""
+
+    arm: str
+    seed: int
+    num_steps: int
+    start: str
+    """The model folder that all runs start from."""
+    folder: str
+    """Of this run; new or empty."""
+    more: tuple[str, ...] = ()
+    """Overrides on top of the arm's."""

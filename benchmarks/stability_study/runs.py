@@ -1,0 +1,181 @@
+"""One run of the stability study: an arm, a seed, and what it measures beside the loop's own metrics.
+
+The start is a warm-started model folder, the same for all runs. The engine records routes in every
+run, also where the arm does not replay them: so each rollout can be scored both ways.
+
+d = trainer's log-prob before the update - engine's, of one token. A token is *extreme* where one of the
+two probabilities is more than TAU times the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.stability_study.arms import ARMS, RECIPE, Job
+from mrl.algorithms.base import Algorithm
+from mrl.batching import make_train_batch
+from mrl.collect import Clock
+from mrl.config import AlgorithmConfig, load_recipe
+from mrl.errors import RunFailed
+from mrl.learner import Learner
+from mrl.preflight import check
+from mrl.rollout.base import RolloutEngine
+from mrl.run_folder import RunFolder
+from mrl.types import LossOutput, Mean, MicroBatch, SampleGroup
+from parallel.groups import Groups, init_groups
+from tests.loop.stepped import SteppedRun
+
+TAU = 2.0
+"""Of arXiv 2510.11370, figure 1 and section 3."""
+KEYS = (
+    "reward/mean", "response_len/mean", "entropy", "grad_norm", "loss/policy", "ratio/max",
+    "ratio/clip_frac", "mismatch/k3", "mismatch/logprob_abs_mean", "mismatch/logprob_abs_max",
+    "study/mismatch_extreme", "study/ratio_extreme", "time/step_s",
+)  # fmt: skip
+"""Of the loop's metrics: what is kept of each step."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """An algorithm that also counts extreme tokens: of the update, and against the engine."""
+
+    inner: Algorithm
+
+    def advantages(self, rewards: Tensor, config: AlgorithmConfig) -> Tensor:
+        return self.inner.advantages(rewards, config)
+
+    def sequence_weights(
+        self, num_loss_tokens: Tensor, num_loss_tokens_total: int, num_samples_total: int
+    ) -> Tensor:
+        return self.inner.sequence_weights(
+            num_loss_tokens, num_loss_tokens_total, num_samples_total
+        )
+
+    def loss(self, logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
+        output = self.inner.loss(logprobs, batch, config)
+        old, mask = batch.old_logprobs, batch.loss_mask
+        assert old is not None
+        shares = {
+            "study/ratio_extreme": (logprobs.detach() - old)[mask],
+            "study/mismatch_extreme": (old - batch.rollout_logprobs)[mask],
+        }
+        more = {
+            key: Mean(is_extreme(d).sum().double(), mask.sum().double())
+            for key, d in shares.items()
+        }
+        return LossOutput(output.loss_sum, {**output.stats, **more})
+
+
+def is_extreme(difference: Tensor) -> Tensor:
+    """Log-prob differences -> bool. What is no number is extreme."""
+    return ~(difference.abs() <= math.log(TAU))
+
+
+class PairedLearner(Learner):
+    """A learner that scores each rollout both ways before it learns: by its routes and natively."""
+
+    paired: dict[str, dict[str, float]]
+
+    def learn(self, groups: list[SampleGroup], clock: Clock) -> dict[str, float]:
+        self.paired = self.both_ways(groups)
+        return super().learn(groups, clock)
+
+    def both_ways(self, groups: list[SampleGroup]) -> dict[str, dict[str, float]]:
+        """`native` and `replayed` -> the mismatch of the same tokens under the same weights."""
+        self.policy.onload()
+        samples = [sample for group in groups for sample in group.samples]
+        limit = self.plan.recipe.train.micro_batch_tokens
+        batch = make_train_batch(
+            samples, [0.0] * len(samples), self.plan.algorithm, self.groups, limit
+        )
+        found: dict[str, dict[str, float]] = {}
+        for name, replay in (("native", False), ("replayed", True)):
+            output = self.policy.logprobs(batch.micro_batches, replay)
+            d = torch.cat([
+                (old - micro.rollout_logprobs)[micro.loss_mask]
+                for old, micro in zip(output.logprobs, batch.micro_batches, strict=True)
+            ])  # fmt: skip
+            found[name] = mismatch(d)
+            if replay:
+                found["routes"] = {
+                    key.removeprefix("routing/"): float(value.total / value.count)
+                    for key, value in output.routing.items()
+                    if key in ("routing/disagreement", "routing/token_any_layer")
+                    and isinstance(value, Mean)
+                }
+        return found
+
+
+def mismatch(d: Tensor) -> dict[str, float | int]:
+    """Of the differences f32[n] of all loss tokens of a step."""
+    d = d.double()
+    return {
+        "k3": float((d.expm1() - d).mean()),
+        "abs_mean": float(d.abs().mean()),
+        "abs_max": float(d.abs().max()),
+        "num_extreme": int(is_extreme(d).sum()),
+        "num_tokens": d.numel(),
+    }
+
+
+class Run(SteppedRun):
+    """One that takes its rollouts from an engine that others use too, and watches itself."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.learner = PairedLearner(self.plan, self.groups, self.policy, self.exchange)
+
+    @property
+    def paired(self) -> dict[str, dict[str, float]]:
+        assert isinstance(self.learner, PairedLearner)
+        return self.learner.paired
+
+
+def make_run(job: Job, groups: Groups | None) -> Run:
+    """The run before its start; its engine, if it is to have one of its own, is not started."""
+    recipe = load_recipe(
+        RECIPE,
+        [
+            f"model.path={job.start}", f"output_dir={job.folder}", f"seed={job.seed}",
+            f"train.num_steps={job.num_steps}", "warm_start=null", *ARMS[job.arm], *job.more,
+        ],
+    )  # fmt: skip
+    plan = check(recipe, 1)
+    plan = dataclasses.replace(plan, algorithm=Watched(plan.algorithm))
+    folder = RunFolder(recipe.output_dir)
+    folder.open(recipe)
+    return Run(plan, groups or init_groups(plan.dims, recipe.seed), folder)
+
+
+def start_engine(job: Job) -> tuple[RolloutEngine, Groups]:
+    """For all runs of this process; it records routes, whatever the arm of `job`."""
+    run = make_run(dataclasses.replace(job, arm="R3", folder=f"{job.folder}_engine"), None)
+    return run.begin(None), run.groups
+
+
+def result_of(run: Run, job: Job) -> dict[str, Any]:
+    """All steps, or those up to where a number stopped being one."""
+    start, steps, ended = time.perf_counter(), [], "done"
+    for _ in range(job.num_steps):
+        try:
+            metrics = run.run_step()
+        except (RuntimeError, RunFailed) as error:
+            if "finite" not in str(error):
+                raise
+            ended = f"not finite: {error}"
+            break
+        steps.append({**{key: metrics.get(key) for key in KEYS}, "paired": run.paired})
+    return {
+        "arm": job.arm,
+        "seed": job.seed,
+        "ended": ended,
+        "seconds": round(time.perf_counter() - start, 1),
+        "steps": steps,
+    }

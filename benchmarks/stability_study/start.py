@@ -1,0 +1,49 @@
+"""Where all runs start: `python -m benchmarks.stability_study.start FOLDER` writes FOLDER/start.
+
+A toy model with more experts than the demo's, after the recipe's supervised steps, as a Hugging Face
+folder in float32.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from benchmarks.stability_study.arms import RECIPE, SHAPE
+from mrl.config import load_recipe
+from mrl.preflight import check
+from mrl.toy_model import write_toy_model
+from mrl.warm_start import warm_start
+from parallel import prepare
+from parallel.groups import init_groups
+from parallel.policy import Policy
+
+
+def write_start(folder: Path) -> None:
+    """`folder`/start, whole or not at all."""
+    scratch = folder / "warm_start"
+    shutil.rmtree(scratch, ignore_errors=True)
+    write_toy_model(scratch / "model", **SHAPE)
+    recipe = load_recipe(RECIPE, [f"model.path={scratch / 'model'}", f"output_dir={scratch}/run"])
+    plan = check(recipe, 1)
+    assert recipe.warm_start is not None
+    prepare()
+    groups = init_groups(plan.dims, recipe.seed)
+    policy = Policy(
+        plan.model, groups, recipe.model, recipe.optimizer, recompute=False, temperature=1.0
+    )
+    warm_start(plan, recipe.warm_start, policy, groups)
+    weights = {
+        name: tensor.clone()
+        for bucket in policy.export(0, 1 << 30)
+        for name, tensor in bucket.tensors
+    }
+    save_file(weights, scratch / "model/model.safetensors", metadata={"format": "pt"})
+    (scratch / "model").rename(folder / "start")
+
+
+if __name__ == "__main__":
+    write_start(Path(sys.argv[1]))

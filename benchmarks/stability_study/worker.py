@@ -1,0 +1,39 @@
+"""One core's share of the study: `python -m benchmarks.stability_study.worker FOLDER PARENT_PID CORE`.
+
+A request is a Job, the answer its result (runs.py). One engine, started at the first job, serves all
+of them; it dies with this process, and this process with its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from mrl.processes import send, worker_pipes
+
+
+def main() -> None:
+    _, parent, core = sys.argv[1:]
+    requests, replies = worker_pipes(int(parent))
+    os.sched_setaffinity(0, {int(core)})
+    # After the pipes: what these print on import must not end up among the answers.
+    from benchmarks.stability_study.arms import Job
+    from benchmarks.stability_study.runs import make_run, result_of, start_engine
+    from parallel import prepare
+
+    prepare()
+    send(replies, {"ready": True})
+    shared = None
+    for line in requests:
+        request = json.loads(line)
+        job = Job(**{**request, "more": tuple(request["more"])})
+        shared = shared or start_engine(job)
+        engine, groups = shared
+        run = make_run(job, groups)
+        run.begin(engine)
+        send(replies, result_of(run, job))
+
+
+if __name__ == "__main__":
+    main()

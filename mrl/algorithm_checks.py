@@ -1,0 +1,106 @@
+"""What a recipe may ask of its algorithm beside the algorithm itself: a part of mrl/preflight.py.
+
+Reference, critic, shaping of rewards, dynamic sampling. All raise InputError.
+"""
+
+from __future__ import annotations
+
+from mrl.config import AlgorithmConfig, CriticConfig, Recipe
+from mrl.errors import InputError
+from parallel.dims import ParallelDims
+from parallel.hf_config import HfModel
+
+
+def read_reference(algorithm: AlgorithmConfig, model: HfModel) -> HfModel | None:
+    """The frozen model of the KL penalty; None without one."""
+    path = algorithm.reference_path
+    if not algorithm.kl_coef:
+        if path is not None:
+            raise InputError(
+                f"algorithm.reference_path is {path}, but algorithm.kl_coef is 0; give it a weight, or "
+                "leave the reference out"
+            )
+        return None
+    if path is None:
+        return model
+    try:
+        reference = HfModel.read(path)
+    except InputError as error:
+        raise InputError(str(error).replace("model.path", "algorithm.reference_path")) from None
+    if differences := model.differences(reference):
+        raise InputError(
+            f"algorithm.reference_path {path}: {', '.join(differences)}; give a model of the "
+            f"architecture and sizes of {model.path}"
+        )
+    return reference
+
+
+def read_critic(recipe: Recipe, needed: bool, model: HfModel, dims: ParallelDims) -> HfModel | None:
+    """The model that the critic starts from; None where the algorithm needs none."""
+    config, name = recipe.critic, recipe.algorithm.name
+    if not needed:
+        if config != CriticConfig():
+            raise InputError(
+                f"critic: given, but algorithm {name} has no critic; leave the branch out, or choose "
+                "ppo or vapo"
+            )
+        return None
+    if config.path is None:
+        return model
+    try:
+        critic = HfModel.read(config.path)
+        dims.check_model(critic.sizes)
+    except InputError as error:
+        text = str(error).replace("model.path", "critic.path")
+        raise InputError(text if "critic.path" in text else f"critic.path: {text}") from None
+    if critic.sizes.vocab_size < model.sizes.vocab_size:
+        raise InputError(
+            f"critic.path {config.path}: a vocabulary of {critic.sizes.vocab_size}, expected at least "
+            f"the policy's {model.sizes.vocab_size}: it reads the same tokens"
+        )
+    return critic
+
+
+def check_shaping(recipe: Recipe) -> None:
+    """Overlong shaping and filtering are of single answers of several lengths."""
+    algorithm, rollout = recipe.algorithm, recipe.rollout
+    buffer = algorithm.overlong_buffer_len
+    if buffer > rollout.max_response_len:
+        raise InputError(
+            f"algorithm.overlong_buffer_len is {buffer}, expected at most rollout.max_response_len "
+            f"{rollout.max_response_len}"
+        )
+    used = "overlong_buffer_len" if buffer else "overlong_filter"
+    if not buffer and not algorithm.overlong_filter:
+        return
+    if recipe.environment is not None:
+        raise InputError(
+            f"algorithm.{used}: an episode has several answers, and rollout.max_response_len is for "
+            "each of them; leave it out, or let the environment judge lengths"
+        )
+    if rollout.min_response_len:
+        raise InputError(
+            f"algorithm.{used}: with rollout.min_response_len {rollout.min_response_len} every answer "
+            "is cut off at the same length; set one of them to 0"
+        )
+
+
+def check_dynamic_sampling(recipe: Recipe) -> None:
+    """Rounds draw what is missing and wait for all of it."""
+    rollout, on = recipe.rollout, recipe.algorithm.dynamic_sampling
+    rounds = rollout.dynamic_sampling_rounds
+    if not on and rounds != type(rollout).model_fields["dynamic_sampling_rounds"].default:
+        raise InputError(
+            f"rollout.dynamic_sampling_rounds is {rounds}, but algorithm.dynamic_sampling is off; turn "
+            "it on, or leave the rounds out"
+        )
+    if on and rollout.over_sampling != 1:
+        raise InputError(
+            f"algorithm.dynamic_sampling: rollout.over_sampling is {rollout.over_sampling:g}, but a "
+            "round knows which prompts have a signal only when all are whole; set it to 1"
+        )
+    if on and rollout.samples_per_prompt < 2:
+        raise InputError(
+            "algorithm.dynamic_sampling: with rollout.samples_per_prompt 1 no group has a signal; "
+            "raise it"
+        )

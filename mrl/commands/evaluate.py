@@ -1,0 +1,50 @@
+"""`mrl eval RECIPE [key=value ...]`, also under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from mrl.commands.recipe_arguments import add_recipe, read_recipe
+from mrl.errors import InputError
+from mrl.run_folder import RunFolder
+
+
+def add_to(commands: Any) -> None:
+    command = commands.add_parser("eval", help="avg@k and pass@k of a checkpoint, or of the model")
+    add_recipe(command)
+    command.add_argument(
+        "--step", type=int, help="the checkpoint of output_dir to take; by default the newest"
+    )
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    recipe = read_recipe(args)
+    if not recipe.eval.sets:
+        raise InputError(
+            f"{args.recipe}: eval.sets is empty; add a set, e.g. eval.sets: [{{name: test, path: "
+            "data/test.jsonl, samples_per_prompt: 8}]"
+        )
+    from mrl import console
+    from mrl.preflight import check
+    from parallel import prepare
+    from parallel.groups import destroy_groups, init_groups, world_size
+
+    plan = check(recipe, world_size())
+    folder = RunFolder(recipe.output_dir)
+    if args.step is not None and not (folder.checkpoints / f"iter_{args.step:07d}").is_dir():
+        raise InputError(f"--step {args.step}: {folder.checkpoints} has no checkpoint of that step")
+    prepare()
+    from mrl.trainer import Trainer
+
+    groups = init_groups(plan.dims, recipe.seed, timeout_s=recipe.rollout.start_timeout_s + 600)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(plan, groups, folder)
+    metrics = trainer.evaluate(args.step)
+    if os.environ.get("RANK", "0") == "0":
+        console.evaluation(metrics)
+        what = f"step {trainer.step}" if trainer.step else recipe.model.path
+        print(f"evaluated {what}; samples: {folder.evals / f'step_{trainer.step:06d}.jsonl'}")
+    destroy_groups()

@@ -1,0 +1,154 @@
+"""`mrl reward test SPEC DATA` and `mrl reward serve SPEC --port N`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import InputError
+
+MAX_SHOWN = 3
+"""Findings of one kind that are shown; the others are counted."""
+SPEC_HELP = "as in a recipe: a name, FILE.py:FUNC, module:FUNC, http://HOST:PORT, reward_model:DIR"
+
+
+def add_to(commands: Any) -> None:
+    reward = commands.add_parser("reward", help="try a reward function out, or serve it over HTTP")
+    actions = reward.add_subparsers(required=True, metavar="ACTION")
+    test = actions.add_parser("test", help="time it over rows of a data set and find its faults")
+    test.add_argument("spec", metavar="REWARD", help=SPEC_HELP)
+    test.add_argument("data", type=Path, metavar="DATA", help="JSONL, rows as for training")
+    test.add_argument("--limit", type=_count, default=100, metavar="N", help="rows (100)")
+    test.add_argument("--timeout", type=_seconds, default=30.0, metavar="S", help="of a call (30)")
+    test.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="its tokenizer makes completion_ids; else bytes do",
+    )
+    test.set_defaults(run=run_test)
+    serve = actions.add_parser("serve", help="answer POSTs of prompts and completions")
+    serve.add_argument("spec", metavar="REWARD", help=SPEC_HELP)
+    serve.add_argument("--port", type=_port, required=True, metavar="N", help="0 finds a free one")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    serve.add_argument("--workers", type=_count, default=1, metavar="N", help="processes (1)")
+    serve.add_argument("--timeout", type=_seconds, default=30.0, metavar="S", help="of a call (30)")
+    serve.set_defaults(run=run_serve, after_interrupt="the server is gone")
+
+
+def run_serve(args: argparse.Namespace) -> None:
+    from mrl.console import escape
+    from mrl.rewards.server import RewardServer
+
+    with RewardServer(
+        args.spec, args.host, args.port, num_workers=args.workers, timeout_s=args.timeout
+    ) as server:
+        if not args.host.startswith("127.") and args.host != "localhost":
+            print("mrl: whoever reaches this port can call the reward", file=sys.stderr)
+        print(f"serving {escape(args.spec)}; in the recipe: reward={server.url}", flush=True)
+        server.serve()
+
+
+def run_test(args: argparse.Namespace) -> None:
+    """Ends with exit code 1 where it found something."""
+    from itertools import islice
+
+    from mrl.data.reader import read_rows
+    from mrl.rewards.base import reward_worker
+    from mrl.rewards.trial import run_trial
+    from mrl.rewards.trial_cases import make_cases
+
+    cases = make_cases(list(islice(read_rows(args.data), args.limit)))
+    encode = _encoder(args.model)
+    worker = reward_worker(args.spec, args.timeout)
+    try:
+        worker.start()
+        trial = run_trial(worker, cases, encode, args.timeout)
+    finally:
+        worker.close()
+    _show(trial, len(cases))
+    if trial.findings:
+        sys.exit(1)
+
+
+def _encoder(model: Path | None) -> Callable[[str], list[int]]:
+    """Token ids of a completion, with an end token as of a sample that stopped."""
+    if model is None:
+        return lambda text: [*text.encode(), 0]
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--model {model}: no tokenizer in it: {error}") from None
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return lambda text: [*tokenizer.encode(text, add_special_tokens=False), *end]
+
+
+def _show(trial: Any, num_cases: int) -> None:
+    from mrl import console
+    from mrl.rewards.trial import PROBLEMS
+
+    console.plan(_figures(trial, num_cases))
+    rows: list[tuple[str, ...]] = []
+    for kind, text in PROBLEMS.items():
+        found = [finding for finding in trial.findings if finding.kind == kind]
+        rows += [(kind, text)] if found else []
+        rows += [("", f"{f.source or 'all rows'}: {f.detail}") for f in found[:MAX_SHOWN]]
+        rows += [("", f"and {len(found) - MAX_SHOWN} more")] if len(found) > MAX_SHOWN else []
+    if rows:
+        console.table("Problems", ("kind", "what it did, and where"), rows)
+    found_kinds = [kind for kind in PROBLEMS if any(f.kind == kind for f in trial.findings)]
+    if found_kinds:
+        print(f"problems: {', '.join(found_kinds)}")
+    else:
+        print(f"ok: no problem in {trial.num_rows} rows")
+
+
+def _figures(trial: Any, num_cases: int) -> list[tuple[str, str]]:
+    """(name, figures) rows."""
+    tried = "" if trial.num_rows == num_cases else f" of {num_cases}: too many hangs to go on"
+    rows = [("rows", f"{trial.num_rows}{tried}")]
+    if trial.seconds:
+        ms = sorted(1000 * second for second in trial.seconds)
+        shares = [f"p{share} {ms[-(-len(ms) * share // 100) - 1]:.2f}" for share in (50, 90, 99)]
+        rate = len(ms) / sum(trial.seconds)
+        rows.append(("calls", f"{len(ms)} of whole rows, {rate:.0f} a second, one at a time"))
+        rows.append(("latency in ms", f"{', '.join(shares)}, max {ms[-1]:.2f}"))
+    if trial.values:
+        low, high = min(trial.values), max(trial.values)
+        mean = sum(trial.values) / len(trial.values)
+        rows.append(
+            ("values", f"{len(trial.values)} from {low:.4g} to {high:.4g}, mean {mean:.4g}")
+        )
+    if trial.num_abstained:
+        rows.append(("abstained", f"{trial.num_abstained} (None: masked)"))
+    if trial.num_gold:
+        right = ", ".join(f"{name} {count}" for name, count in trial.num_right.items())
+        rows.append(("gold highest", f"of {trial.num_gold} rows, written {right}"))
+    return rows
+
+
+def _count(text: str) -> int:
+    return _number(text, int, lambda n: n >= 1, "a whole number of at least 1")
+
+
+def _port(text: str) -> int:
+    return _number(text, int, lambda n: 0 <= n <= 65535, "a port, 0 to 65535")
+
+
+def _seconds(text: str) -> float:
+    return _number(text, float, lambda s: 0 < s < 1e6, "seconds above 0")
+
+
+def _number(text: str, kind: Any, fits: Callable[[Any], bool], expected: str) -> Any:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = None
+    if number is None or not fits(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+    return number

@@ -1,0 +1,66 @@
+"""`mrl view RUN [--output FILE] [--steps a:b] [--max-samples N]`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import InputError
+
+
+def add_to(commands: Any) -> None:
+    command = commands.add_parser("view", help="write a run's curves and samples as one HTML file")
+    command.add_argument("folder", type=Path, metavar="RUN", help="output_dir of a run")
+    command.add_argument(
+        "--output", type=Path, metavar="FILE", help="the page; by default RUN/view.html"
+    )
+    command.add_argument(
+        "--steps", metavar="A:B", help="steps with samples, from A to before B; 12 by default"
+    )
+    command.add_argument(
+        "--max-samples", type=int, default=16, metavar="N", help="samples of a step (default 16)"
+    )
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.max_samples < 0:
+        raise InputError(f"--max-samples is {args.max_samples}; expected 0 or more")
+    steps = None if args.steps is None else read_steps(args.steps)
+    from mrl.view.collect import collect
+    from mrl.view.render import render
+
+    data = collect(args.folder, steps, args.max_samples)
+    target = args.output or args.folder / "view.html"
+    # A name that JSON or a path gave may hold half a character: it shows as `?`.
+    page = render(data).encode("utf-8", errors="replace")
+    write(target, page)
+    for note in data["notes"]:
+        print(note)
+    print(
+        f"wrote {target}, {len(page) / 1e6:.1f} MB: open it in a browser, here or copied elsewhere"
+    )
+
+
+def read_steps(text: str) -> range:
+    """`a:b`, `a:`, `:b` or `a`. Raises InputError."""
+    start, colon, stop = text.partition(":")
+    try:
+        first = int(start or 0)
+        end = int(stop) if stop else (10**9 if colon else first + 1)
+    except ValueError:
+        first, end = 0, 0
+    if not 0 <= first < end or not text.strip(":"):
+        raise InputError(f"--steps {text}: expected A:B with A < B, such as 10:20, 10: or :20")
+    return range(first, end)
+
+
+def write(target: Path, page: bytes) -> None:
+    """Whole or not at all: someone may have the page open."""
+    partial = target.with_name(target.name + ".part")
+    try:
+        partial.write_bytes(page)
+        partial.replace(target)
+    except OSError as error:
+        raise InputError(f"--output {target}: {error.strerror}; choose another file") from None

@@ -1,0 +1,135 @@
+"""`mrl why RUN STEP`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mrl.diagnosis.why import Explanation
+
+MAX_ROWS = 8
+MAX_CHARS = 60
+
+
+def add_to(commands: Any) -> None:
+    command = commands.add_parser(
+        "why", help="samples, tokens, layers and experts behind the mismatch of a step"
+    )
+    command.add_argument("run_folder", type=Path, metavar="RUN", help="output_dir of mrl train")
+    command.add_argument("step", type=int, metavar="STEP", help="as in metrics.jsonl, from 0")
+    command.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    from mrl.compare import open_run
+    from mrl.diagnosis.why import explain
+
+    found = explain(open_run(args.run_folder), args.step)
+    if args.json:
+        print(json.dumps(found.as_json(), allow_nan=False))
+        return
+    _show_numbers(found)
+    if found.findings:
+        _show_findings(found)
+        _show_samples(found)
+        _show_tokens(found)
+        _show_layers(found)
+        print(f"\ndiagnosis: {found.findings[0].name}: {found.findings[0].text}")
+    print(f"next: {found.next}")
+
+
+def _show_numbers(found: Explanation) -> None:
+    """Spikes first; of the others, those of the whole model."""
+    numbers = sorted(found.numbers, key=lambda number: not number.is_spike)
+    rows = [
+        (n.key, f"{n.value:.4g}", _number(n.median), _number(n.ratio), "spike" * n.is_spike)
+        for n in numbers
+        if n.is_spike or "/layer_" not in n.key
+    ]
+    header = ("metric", f"step {found.step}", "median of others", "ratio", "")
+    _table(f"Step {found.step} against the other steps", header, rows, limit=40)
+
+
+def _show_findings(found: Explanation) -> None:
+    rows = [(f.name, f"{f.severity:.3f}", f.text) for f in found.findings]
+    _table("Findings, the diagnosis first", ("finding", "severity", ""), rows)
+
+
+def _show_samples(found: Explanation) -> None:
+    rows = [
+        (
+            f"{s['sample']}",
+            f"{s['share']:.1%}",
+            f"{s['mean_abs']:.2g}",
+            f"{s['sequence_ratio']:.3g}",
+            f"{s['num_tokens']}",
+            _number(s.get("reward")),
+            f"{s['advantage']:.2g}",
+            _short(f"{s.get('prompt', '')!s} -> {s.get('completion', '')!s}"),
+        )
+        for s in found.samples
+    ]
+    header = ("sample", "of d^2", "mean |d|", "seq. ratio", "tokens", "reward", "adv.", "text")
+    _table("Worst samples (d = old - rollout log-prob)", header, rows)
+
+
+def _show_tokens(found: Explanation) -> None:
+    rows = [
+        (
+            f"{t['sample']}",
+            f"{t['position']}",
+            f"{t['old_logprob'] - t['rollout_logprob']:+.3g}",
+            f"{t['old_logprob']:.3f}",
+            f"{t['rollout_logprob']:.3f}",
+            f"{t['entropy']:.2f}",
+            f"{t['weight_version']}",
+            f"{t['before']} [{t['piece']}]",
+        )
+        for t in found.tokens
+    ]
+    header = ("sample", "at", "d", "old", "rollout", "entropy", "version", "text [token]")
+    _table("Worst tokens", header, rows)
+
+
+def _show_layers(found: Explanation) -> None:
+    layers = sorted(found.layers, key=lambda layer: -layer.get("worst_expert_z", 0.0))
+    rows = [
+        (
+            f"{layer['number']}",
+            f"{layer['disagreement']:.2%}",
+            _number(layer["margin"]),
+            _number(layer["margin_at_disagreement"]),
+            f"{layer.get('worst_expert', '-')}",
+            _number(layer.get("worst_expert_z")),
+            _number(layer.get("worst_expert_mean_abs")),
+            _number(layer.get("median_expert_mean_abs")),
+            _number(layer.get("hidden_rel_diff")),
+            _number(layer.get("gap_without")),
+        )
+        for layer in layers
+    ]
+    header = ("layer", "reroute", "margin", "at reroute", "worst expert", "its z", "its mean |d|",
+              "median expert", "hidden diff", "gap without")  # fmt: skip
+    _table("Layers, by the expert whose tokens differ most", header, rows)
+
+
+def _table(
+    title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], limit: int = MAX_ROWS
+) -> None:
+    from mrl import console
+
+    if rows:
+        console.table(title, header, rows[:limit])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.3g}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - 3]}..."

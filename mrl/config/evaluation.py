@@ -1,0 +1,35 @@
+"""What the policy is measured on, apart from what it is trained on."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from mrl.config.branch import Branch
+
+
+class EvalSetConfig(Branch):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """In the metrics: `eval/NAME/...`."""
+    path: str
+    """JSONL, as `data.path`."""
+    reward: str | None = None
+    """By default the recipe's reward or environment."""
+    samples_per_prompt: int = Field(default=1, ge=1)
+    """k of avg@k; pass@k is given for 1, 2, 4 ... up to it."""
+    num_prompts: int | None = Field(default=None, ge=1)
+    """The first so many rows; by default all."""
+    max_response_len: int | None = Field(default=None, ge=1)
+    """By default rollout.max_response_len."""
+    temperature: float | None = Field(default=None, gt=0)
+    """By default rollout.temperature."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """By default rollout.top_p."""
+    pass_threshold: float = 1.0
+    """A sample passes with a reward of at least this."""
+
+
+class EvalConfig(Branch):
+    every: int = Field(default=0, ge=0)
+    """Steps between evaluations during training, before step 0, N, 2N ... and after the last; 0 leaves
+    it to `mrl eval`."""
+    sets: tuple[EvalSetConfig, ...] = ()

@@ -1,0 +1,113 @@
+"""Tokens and samples that hold most of the mismatch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from mrl.diagnosis.detectors.base import MIN_TOKENS, Finding, LossTokens
+
+MAX_LISTED = 10
+CONCENTRATED = 0.5
+"""Of the squared mismatch, in the worst sample or the worst 1% of the tokens."""
+
+
+def detect_tokens(tokens: LossTokens) -> Finding | None:
+    """Ratios outside [0.5, 2], or half of the squared mismatch in 1% of the tokens."""
+    num, d = len(tokens.d), tokens.d.abs()
+    if num < MIN_TOKENS or not tokens.square_sum:
+        return None
+    extreme = d > math.log(2)
+    worst = d.topk(max(1, num // 100)).indices
+    share = float(tokens.d[worst].square().sum()) / tokens.square_sum
+    if not extreme.any() and share < CONCENTRATED:
+        return None
+    return Finding(
+        name="extreme_tokens",
+        severity=tokens.severity(share),
+        text=(
+            f"{int(extreme.sum())} of {num} loss tokens have a ratio exp(old - rollout) outside [0.5, "
+            f"2]; the worst {len(worst)} hold {share:.0%} of the squared mismatch"
+        ),
+        where={"tokens": worst_tokens(tokens)},
+    )
+
+
+def detect_samples(tokens: LossTokens) -> Finding | None:
+    """One sample with most of the squared mismatch, and far more of it than of the tokens."""
+    if not tokens.square_sum:
+        return None
+    by_sample = torch.bincount(tokens.sample, tokens.d.square())
+    counts = torch.bincount(tokens.sample)
+    worst = int(by_sample.argmax())
+    share = float(by_sample[worst]) / tokens.square_sum
+    of_tokens = int(counts[worst]) / len(tokens.d)
+    if share < CONCENTRATED or share < 3 * of_tokens:
+        return None
+    number = int(tokens.record.sample_ids[worst])
+    return Finding(
+        name="extreme_sample",
+        severity=tokens.severity(share),
+        text=(
+            f"sample {number} holds {share:.0%} of the squared mismatch with {of_tokens:.0%} of the "
+            "loss tokens"
+        ),
+        where={"samples": [number]},
+    )
+
+
+def worst_tokens(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, Any]]:
+    """The loss tokens with the largest |d|, largest first."""
+    record, rows = tokens.record, []
+    for i in tokens.d.abs().topk(min(limit, len(tokens.d))).indices.tolist():
+        place, sample = int(tokens.index[i]), int(tokens.sample[i])
+        token = int(record.token_ids[place])
+        start = int(record.cu_seqlens[sample])
+        rows.append(
+            {
+                "sample": int(record.sample_ids[sample]),
+                "position": place - start,
+                "token_id": token,
+                "piece": record.pieces.get(token, ""),
+                "before": text_of(record.token_ids[max(start, place - 8) : place], record.pieces),
+                "old_logprob": float(record.old_logprobs[place]),
+                "rollout_logprob": float(record.rollout_logprobs[place]),
+                "entropy": float(record.entropy[place]),
+                "advantage": float(record.advantages[place]),
+                "weight_version": int(record.weight_versions[place]),
+            }
+        )
+    return rows
+
+
+def worst_samples(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, Any]]:
+    """Samples by their share of the squared mismatch, largest first."""
+    if not len(tokens.d):
+        return []
+    record, num = tokens.record, tokens.record.num_samples
+    counts = torch.bincount(tokens.sample, minlength=num)
+    squares = torch.bincount(tokens.sample, tokens.d.square(), minlength=num)
+    sums = torch.bincount(tokens.sample, tokens.d, minlength=num)
+    absolute = torch.bincount(tokens.sample, tokens.d.abs(), minlength=num)
+    rows = []
+    for i in squares.argsort(descending=True)[:limit].tolist():
+        if not counts[i]:
+            continue
+        count = int(counts[i])
+        rows.append(
+            {
+                "sample": int(record.sample_ids[i]),
+                "num_tokens": count,
+                "mean_abs": float(absolute[i]) / count,
+                "sequence_ratio": math.exp(min(50.0, float(sums[i]) / count)),
+                "share": float(squares[i]) / max(tokens.square_sum, 1e-300),
+                "advantage": float(record.advantages[tokens.index[tokens.sample == i][0]]),
+            }
+        )
+    return rows
+
+
+def text_of(token_ids: torch.Tensor, pieces: Any) -> str:
+    return "".join(pieces.get(token, "") for token in token_ids.tolist())

@@ -1,0 +1,86 @@
+"""What is wrong between engine and trainer in one step: findings, the diagnosis first.
+
+Causes come before descriptions, and each kind by severity. Where nothing is named, the last word says
+whether the mismatch is one to worry about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mrl.diagnosis.detectors import (
+    extremes,
+    router,
+    shifted_routes,
+    stale_expert,
+    stale_weights,
+    temperature,
+)
+from mrl.diagnosis.detectors.base import HALF_PRECISION_GAP, Finding, LossTokens
+from mrl.diagnosis.tokens import TokenRecord
+
+__all__ = ["DETECTORS", "NEGLIGIBLE", "Finding", "find"]
+
+NEGLIGIBLE = 1e-5
+"""Mean |old - rollout| of two float32 engines that do everything right: nothing to explain."""
+JUMP = 10.0
+"""Times the usual mismatch, and it is not the noise that it was."""
+NOISE_SHARE = 0.3
+"""A description goes before `noise` where it explains more of the mismatch than this."""
+DETECTORS: tuple[Callable[[LossTokens], Finding | None], ...] = (
+    shifted_routes.detect,
+    temperature.detect,
+    stale_expert.detect,
+    stale_weights.detect,
+    router.detect,
+    extremes.detect_tokens,
+    extremes.detect_samples,
+)
+
+
+def find(record: TokenRecord, usual: float | None = None) -> list[Finding]:
+    """All findings, never none; the first is the diagnosis.
+
+    `usual`: mean |old - rollout| of the run's other steps, where there are any.
+    """
+    tokens = LossTokens(record)
+    if not len(tokens.d):
+        return [Finding("no_tokens", 0.0, "the record holds no loss token with finite log-probs")]
+    found = [finding for detect in DETECTORS if (finding := detect(tokens)) is not None]
+    if not any(finding.is_cause for finding in found):
+        spread = not any(finding.name == "extreme_sample" for finding in found)
+        found.append(_verdict(tokens, usual, spread=spread))
+    place = {"nothing_wrong": 0}
+    return sorted(found, key=lambda f: (place.get(f.name, 1), not f.is_cause, -f.severity))
+
+
+def _verdict(tokens: LossTokens, usual: float | None, *, spread: bool) -> Finding:
+    """What is left to say where no cause stands out; `spread`: no single sample is behind it."""
+    mean = tokens.mean_abs
+    numbers = f"mean |old - rollout| is {mean:.2g} over {len(tokens.d)} loss tokens"
+    if mean <= NEGLIGIBLE:
+        return Finding("nothing_wrong", 0.0, f"{numbers}: two float32 engines that agree")
+    if usual is not None and mean > JUMP * usual and spread:
+        # Kernels, dtype and model have been the same all along.
+        times = f"{mean / usual:.0f} times" if usual else "far above"
+        return Finding(
+            "stale_weights",
+            tokens.severity(1.0),
+            f"{numbers}, {times} what is usual in this run, and no sample, expert, temperature or "
+            "shift of routes stands out: the engine does not hold the trainer's weights, of the "
+            "whole model or outside its experts",
+            {"usual": usual},
+            is_cause=True,
+        )
+    if mean <= 3 * HALF_PRECISION_GAP:
+        return Finding(
+            "noise",
+            tokens.severity(NOISE_SHARE),
+            f"{numbers}, spread over tokens, layers and experts: what half precision or other kernels "
+            f"leave (about {HALF_PRECISION_GAP:g} in bfloat16)",
+        )
+    return Finding(
+        "unexplained",
+        tokens.severity(1.0),
+        f"{numbers}, more than half precision leaves, and no detector knows its pattern",
+    )

@@ -1,0 +1,129 @@
+"""The token record of a step: what trainer and engine made of each token before the update.
+
+OUTPUT_DIR/tokens/step_000012.safetensors: the tensors below under their names, and the rest as JSON in
+the header. No pickle.
+
+S samples, N all their tokens end to end (prompts included), L MoE layers, K experts a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mrl.errors import InputError
+
+FORMAT = "mrl-tokens-1"
+
+
+@dataclass(frozen=True)
+class TokenRecord:
+    """Index t of a per-token field describes token t; log-probs are 0 off the loss tokens."""
+
+    step: int
+    version: int
+    """Of the trainer's weights."""
+    temperature: float
+    """That both sides' log-probs are meant to be at."""
+    routing_replay: str
+    """`off`, `r2` or `r3`: the recipe's."""
+    layer_numbers: tuple[int, ...]
+    """Megatron's 1-based number of each of the L MoE layers; empty without routes."""
+    num_experts: int
+    """Of a MoE layer; 0 without routes."""
+    num_samples_of_step: int
+    """All of the step, also where the record holds fewer."""
+    sample_ids: Tensor
+    """i64[S], ascending: the line of each sample in rollouts/step_*.jsonl, from 0."""
+    cu_seqlens: Tensor
+    """i64[S+1]: where each sample begins; the last is N."""
+    token_ids: Tensor
+    """i64[N]."""
+    loss_mask: Tensor
+    """bool[N]: tokens that the update learned from."""
+    rollout_logprobs: Tensor
+    """f32[N]: the engine's."""
+    old_logprobs: Tensor
+    """f32[N]: the trainer's, before the update."""
+    entropy: Tensor
+    """f32[N]: of the trainer's distribution, in nats."""
+    advantages: Tensor
+    """f32[N]."""
+    weight_versions: Tensor
+    """i32[N]: the weights that sampled the token; -1 where the policy did not choose it."""
+    ref_logprobs: Tensor | None = None
+    """f32[N]: the frozen reference's; None without one."""
+    expert_ids: Tensor | None = None
+    """i16[N, L, K]: the engine's routes, -1 where none was captured. None, as the two below, where
+    no routes were captured at all."""
+    native_ids: Tensor | None = None
+    """i16[N, L, K]: what the trainer's router would choose."""
+    margins: Tensor | None = None
+    """f32[N, L]: K-th minus (K+1)-th of the trainer's own router scores, as the router selects by them
+    (logits, or probabilities with their bias)."""
+    pieces: Mapping[int, str] = field(default_factory=dict)
+    """The text of each token id that occurs."""
+
+    @property
+    def num_samples(self) -> int:
+        """S."""
+        return len(self.sample_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return len(self.token_ids)
+
+    def sample(self, i: int) -> slice:
+        """The tokens of the i-th sample of the record (not of the step: see `sample_ids`)."""
+        return slice(int(self.cu_seqlens[i]), int(self.cu_seqlens[i + 1]))
+
+
+_TENSORS = tuple(f.name for f in dataclasses.fields(TokenRecord) if "Tensor" in str(f.type))
+_OPTIONAL = tuple(f.name for f in dataclasses.fields(TokenRecord) if f.default is None)
+_PLAIN = ("step", "version", "temperature", "routing_replay", "layer_numbers", "num_experts",
+          "num_samples_of_step", "pieces")  # fmt: skip
+
+
+def save_tokens(path: Path, record: TokenRecord) -> None:
+    """Write `record` to `path`, whole or not at all; tensors must be on the CPU."""
+    values = {name: getattr(record, name) for name in _TENSORS}
+    tensors = {name: v.contiguous() for name, v in values.items() if v is not None}
+    plain = {name: getattr(record, name) for name in _PLAIN}
+    plain["pieces"] = {str(k): text for k, text in record.pieces.items()}
+    temporary = path.with_name(path.name + ".part")
+    save_file(tensors, temporary, {"format": FORMAT, "record": json.dumps(plain)})
+    os.replace(temporary, path)
+
+
+def load_tokens(path: Path) -> TokenRecord:
+    """What `save_tokens` wrote. Raises InputError for anything else."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"token record {path}: {reason}; give a file of RUN/tokens/") from None
+    except SafetensorError as error:
+        raise InputError(f"token record {path}: not a safetensors file ({error})") from None
+    if metadata.get("format") != FORMAT:
+        raise InputError(
+            f"token record {path}: format is {metadata.get('format')!r}, expected {FORMAT!r}"
+        )
+    plain: dict[str, Any] = json.loads(metadata["record"])
+    missing = sorted(set(_TENSORS) - set(_OPTIONAL) - tensors.keys())
+    if missing:
+        raise InputError(f"token record {path}: lacks {', '.join(missing)}; it is not whole")
+    plain["layer_numbers"] = tuple(plain["layer_numbers"])
+    plain["pieces"] = {int(k): text for k, text in plain["pieces"].items()}
+    return TokenRecord(**plain, **tensors)

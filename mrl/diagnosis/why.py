@@ -1,0 +1,178 @@
+"""One step of a run explained: its numbers against the other steps, the findings, and what is behind.
+
+Read from metrics.jsonl, tokens/step_*.safetensors, diagnosis/step_*.json and rollouts/step_*.jsonl.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.diagnosis.detectors.base import Finding, LossTokens
+from mrl.diagnosis.detectors.extremes import worst_samples, worst_tokens
+from mrl.diagnosis.detectors.router import expert_gaps, layer_routes
+from mrl.diagnosis.detectors.stale_expert import expert_z
+from mrl.diagnosis.findings import find
+from mrl.diagnosis.tokens import TokenRecord, load_tokens
+from mrl.errors import InputError
+from mrl.run_folder import RunFolder
+
+PREFIXES = ("mismatch/", "routing/disagreement", "routing/token_any_layer", "routing/margin",
+            "ratio/", "staleness/", "guard/", "moe/load_max")  # fmt: skip
+ALONE = ("reward/mean", "entropy", "grad_norm", "loss/total", "rollout/canary_abs_mean")
+SPIKE = 3.0
+"""Times the median of the other steps, from where a number is marked."""
+
+NEXT = {
+    "shifted_routes": "the engine's rows and the trainer's are not aligned: compare moe/trace.py with "
+    "what this SGLang version returns; until then moe.routing_replay=r2 needs no captured routes",
+    "temperature": "compare rollout.temperature with what the engine samples and reports at "
+    "(rollout.server_args, a custom engine)",
+    "stale_expert": "the engine holds other weights for this expert: turn the canaries on "
+    "(rollout.canary_prompts=4) and look at the export of that layer (mrl export, a custom engine)",
+    "stale_weights": "tokens of older versions: rollout.unfinished=drop, or algorithm.importance "
+    "corrects them; of the right version: turn the canaries on (rollout.canary_prompts=4)",
+    "router_disagreement": "replay the rollout's routes: moe.routing_replay=r3",
+    "extreme_tokens": "read the tokens below; a correction bounds their weight: algorithm.importance",
+    "extreme_sample": "read the sample below; its routes or its cache may be another request's",
+    "unexplained": "mrl check shows the versions of both sides; rollout.canary_prompts=4 compares the "
+    "models after every sync",
+    "noise": "nothing to mend; routing replay (moe.routing_replay=r3) and algorithm.importance "
+    "bound it",
+    "nothing_wrong": "look elsewhere: rewards, advantages, the learning rate",
+    "no_tokens": "no token of the step takes part in the loss: look at the rewards",
+}
+
+
+@dataclass(frozen=True)
+class Number:
+    """One metric of the step."""
+
+    key: str
+    value: float
+    median: float | None
+    """Of the other steps that have it; None without one."""
+
+    @property
+    def ratio(self) -> float | None:
+        if self.median is None or self.median == self.value == 0:
+            return None
+        return self.value / self.median if self.median else math.inf
+
+    @property
+    def is_spike(self) -> bool:
+        return self.ratio is not None and abs(self.ratio) >= SPIKE
+
+
+@dataclass(frozen=True)
+class Explanation:
+    step: int
+    numbers: list[Number]
+    findings: list[Finding]
+    """The first is the diagnosis; empty without a token record."""
+    samples: list[dict[str, Any]]
+    """Worst first, with prompt, completion and reward where they are on file."""
+    tokens: list[dict[str, Any]]
+    layers: list[dict[str, Any]]
+    decomposition: dict[str, Any] | None
+    """diagnosis/step_*.json, if the step has one."""
+    next: str
+    """What to do about the diagnosis."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Non-finite numbers as null."""
+        return _clean(dataclasses.asdict(self))
+
+
+def explain(run: RunFolder, step: int) -> Explanation:
+    """Raises InputError where the run has no such step, or its record cannot be read."""
+    rows = run.read_metrics()
+    row = next((row for row in rows if row["step"] == step), None)
+    if row is None:
+        last = max((row["step"] for row in rows), default=None)
+        there = "none" if last is None else f"0 to {last}"
+        raise InputError(f"{run.root} has no step {step} in metrics.jsonl, which holds {there}")
+    numbers = step_numbers(row, [r for r in rows if r["step"] != step])
+    path = run.token_file(step)
+    decomposition = _decomposition(run.diagnosis_file(step))
+    if not path.is_file():
+        missing = (
+            f"there is no token record of step {step} ({path}): diagnosis.save_tokens_every=1 writes "
+            f"one every step, and `mrl replay {run.root} {step}` makes one where rollouts were saved"
+        )
+        return Explanation(step, numbers, [], [], [], [], decomposition, missing)
+    record = load_tokens(path)
+    usual = {number.key: number.median for number in numbers}.get("mismatch/logprob_abs_mean")
+    tokens, findings = LossTokens(record), find(record, usual)
+    return Explanation(
+        step,
+        numbers,
+        findings,
+        _with_texts(worst_samples(tokens), run, step),
+        worst_tokens(tokens),
+        _layers(record, tokens, decomposition),
+        decomposition,
+        NEXT[findings[0].name],
+    )
+
+
+def step_numbers(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[Number]:
+    """The metrics of mismatch, routing and update, beside their median over `others`."""
+    numbers = []
+    for key, value in row.items():
+        if not (key.startswith(PREFIXES) or key in ALONE) or not isinstance(value, (int, float)):
+            continue
+        known = [r[key] for r in others if isinstance(r.get(key), (int, float))]
+        numbers.append(Number(key, value, statistics.median(known) if known else None))
+    return numbers
+
+
+def _layers(
+    record: TokenRecord, tokens: LossTokens, decomposition: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    """By MoE layer: router disagreement, margins, and the expert whose tokens differ most from others
+    of about the same log-prob."""
+    gaps, z = expert_gaps(tokens), expert_z(tokens)
+    parts = {part["layer"]: part for part in (decomposition or {}).get("layers", ())}
+    layers = []
+    for i, layer in enumerate(layer_routes(record)):
+        entry: dict[str, Any] = dataclasses.asdict(layer) | dict(parts.get(layer.number, {}))
+        entry.pop("layer", None)
+        if gaps is not None and z is not None:
+            worst = int(z[i].argmax())
+            entry["worst_expert"], entry["worst_expert_z"] = worst, float(z[i, worst])
+            entry["worst_expert_mean_abs"] = float(gaps[i, worst])
+            entry["median_expert_mean_abs"] = float(gaps[i][~gaps[i].isnan()].median())
+        layers.append(entry)
+    return layers
+
+
+def _with_texts(samples: list[dict[str, Any]], run: RunFolder, step: int) -> list[dict[str, Any]]:
+    if not run.rollout_file(step).is_file():
+        return samples
+    rows = run.read_rollouts(step)
+    keys = ("prompt", "completion", "reward", "finish_reason", "weight_version")
+    return [
+        sample | {k: rows[sample["sample"]].get(k) for k in keys}
+        if sample["sample"] < len(rows)
+        else sample
+        for sample in samples
+    ]
+
+
+def _decomposition(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _clean(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

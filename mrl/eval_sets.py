@@ -1,0 +1,71 @@
+"""The evaluation sets of a recipe: each is a recipe of its own, with its prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.config import EvalSetConfig, Recipe
+from mrl.data import read_prompts
+from mrl.errors import InputError
+from mrl.types import Prompt
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One set, ready to be generated."""
+
+    config: EvalSetConfig
+    recipe: Recipe
+    """The run's, with the set's reward, sampling and sizes: all prompts are one step."""
+    prompts: list[Prompt]
+
+
+def read_eval_sets(recipe: Recipe, tokenizer: Any, context_len: int) -> list[EvalSet]:
+    """Raises InputError where a set cannot be read, and where there is no engine for them."""
+    config = recipe.eval
+    names = [each.name for each in config.sets]
+    if len(set(names)) < len(names):
+        raise InputError(f"eval.sets: got the names {', '.join(names)}, expected each once")
+    if config.every and not config.sets:
+        raise InputError(f"eval.every is {config.every}, but eval.sets is empty; add a set")
+    if config.every and recipe.debug.load_rollouts is not None:
+        raise InputError(
+            f"eval.every is {config.every}, but debug.load_rollouts starts no engine; set it to 0"
+        )
+    return [_read(each, recipe, tokenizer, context_len) for each in config.sets]
+
+
+def _read(config: EvalSetConfig, recipe: Recipe, tokenizer: Any, context_len: int) -> EvalSet:
+    rollout = recipe.rollout
+    response_len = config.max_response_len or rollout.max_response_len
+    if response_len >= context_len:
+        raise InputError(
+            f"eval set {config.name}: max_response_len {response_len} leaves no room for a prompt in a "
+            f"context of {context_len} tokens"
+        )
+    prompts = read_prompts(
+        config.path,
+        tokenizer,
+        max_prompt_len=context_len - response_len,
+        max_response_len=response_len,
+    )
+    if config.num_prompts is not None:
+        if config.num_prompts > len(prompts):
+            raise InputError(
+                f"eval set {config.name}: num_prompts is {config.num_prompts}, but {config.path} has "
+                f"{len(prompts)} rows"
+            )
+        prompts = prompts[: config.num_prompts]
+    sampling = {
+        "prompts_per_step": len(prompts),
+        "samples_per_prompt": config.samples_per_prompt,
+        "max_response_len": response_len,
+        "min_response_len": response_len if rollout.min_response_len else 0,
+        "temperature": config.temperature or rollout.temperature,
+        "top_p": config.top_p or rollout.top_p,
+    }
+    changes: dict[str, Any] = {"rollout": rollout.model_copy(update=sampling)}
+    if config.reward is not None:
+        changes |= {"reward": config.reward, "environment": None}
+    return EvalSet(config, recipe.model_copy(update=changes), prompts)

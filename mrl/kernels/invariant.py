@@ -1,0 +1,159 @@
+"""Ops whose result for a row never depends on the rows beside it: `linear`, `attention`, `silu`.
+
+What `rollout.true_on_policy` is made of: the engine's process and the trainer call these same
+functions, the one with a token at a time, the other with whole micro-batches. Forward values come
+from csrc/invariant.h, on CPUs in float32; gradients are those of torch's own ops, which nobody has to
+agree with. docs/on_policy.md says why torch's forward will not do.
+
+Dimensions: M rows, K inputs, N outputs; h heads, g groups of keys and values (a divisor of h), d and e
+head sizes of keys and values, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrl.kernels import backend
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., K], weight [N, K] -> x weight^T [..., N], float32, differentiable.
+
+    Raises ValueError for another dtype, device or shape.
+    """
+    _check(x=x, weight=weight)
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear: got x {list(x.shape)} and weight {list(weight.shape)}")
+    return _Linear.apply(x, weight)  # pyright: ignore[reportReturnType]
+
+
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + e^-x) of x [...], float32, differentiable."""
+    _check(x=x)
+    return with_gradient_of(F.silu, _silu, x)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first_key: Tensor,
+    key_count: Tensor,
+    scale: float,
+) -> Tensor:
+    """query [M, h, d], key [S, g, d], value [S, g, e] -> softmax(scale q k^T) v [M, h, e], float32.
+
+    Query m sees the keys [first_key[m], first_key[m] + key_count[m]), i32[M] each, and no others. No
+    gradient: `with_gradient_of` gives it one. Raises ValueError for a query that sees no key, or one
+    that is not there, and for another dtype, device or shape.
+    """
+    _check(query=query, key=key, value=value)
+    (num_queries, heads, key_size), (num_keys, groups, value_size) = query.shape, value.shape
+    legend = (
+        f"M = {num_queries} queries, S = {num_keys} keys, g = {groups} groups, h = {heads} heads"
+    )
+    float32, int32 = (torch.float32,), (torch.int32,)
+    backend.check_tensor("key", key, (num_keys, groups, key_size), float32, query.device, legend)
+    for name, bound in (("first_key", first_key), ("key_count", key_count)):
+        backend.check_tensor(name, bound, (num_queries,), int32, query.device, legend)
+    if not groups or heads % groups:
+        raise ValueError(f"attention: {heads} heads are not divisible by {groups} groups")
+    out = query.new_empty(num_queries, heads, value_size)
+    backend.run(
+        "invariant_attention",
+        query.device,
+        queries=query.detach().contiguous(),
+        keys=key.detach().contiguous(),
+        values=value.detach().contiguous(),
+        first_key=first_key.contiguous(),
+        key_count=key_count.contiguous(),
+        num_queries=num_queries,
+        num_keys=num_keys,
+        num_heads=heads,
+        num_groups=groups,
+        key_size=key_size,
+        value_size=value_size,
+        scale=scale,
+        out=out,
+    )
+    return out
+
+
+def with_gradient_of(
+    twin: Callable[..., Tensor], kernel: Callable[..., Tensor], *tensors: Tensor
+) -> Tensor:
+    """`kernel(*tensors)`, with the gradient of `twin(*tensors)`: the same function, otherwise rounded.
+
+    The backward computes the twin's forward again.
+    """
+    return _WithGradientOf.apply(twin, kernel, *tensors)  # pyright: ignore[reportReturnType]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
+        out = rows.new_empty(rows.shape[0], weight.shape[0])
+        backend.run(
+            "invariant_linear",
+            rows.device,
+            rows=rows,
+            weights=weight.detach().contiguous(),
+            num_rows=rows.shape[0],
+            num_inputs=rows.shape[1],
+            num_outputs=weight.shape[0],
+            out=out,
+        )
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = grads[0].reshape(-1, weight.shape[0])
+        grad_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+        return grad_x, grad_weight
+
+
+class _WithGradientOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, twin: Any, kernel: Any, *tensors: Tensor) -> Tensor:
+        ctx.twin = twin
+        ctx.save_for_backward(*tensors)
+        return kernel(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            inputs = [
+                t.detach().requires_grad_(want)
+                for t, want in zip(ctx.saved_tensors, wanted, strict=True)
+            ]
+            out = ctx.twin(*inputs)
+        found = iter(torch.autograd.grad(out, [t for t in inputs if t.requires_grad], grads[0]))
+        return None, None, *(next(found) if want else None for want in wanted)
+
+
+def _silu(x: Tensor) -> Tensor:
+    x = x.detach().contiguous()
+    out = torch.empty_like(x)
+    backend.run("invariant_silu", x.device, x=x, count=x.numel(), out=out)
+    return out
+
+
+def _check(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+            raise ValueError(
+                f"{name}: got {tensor.dtype} on {tensor.device}, expected torch.float32 on the CPU: "
+                "nothing else is the same bits whatever the number of rows"
+            )

@@ -1,0 +1,161 @@
+"""A reward server: `reward: http://HOST:PORT/PATH`. Standard library only; the worker calls it.
+
+POST `{"prompts": [...], "completions": [...], "columns": {NAME: [...]}}`, all of the same length, as
+`mrl reward serve` takes it; 200 with `{"rewards": [number or null, ...]}` comes back. Any other status
+is a failure, its reason under `error`:
+
+  - 429, 502, 503, 504, and a connection that is refused or lost: sent again, with growing pauses, until
+    nine tenths of the call's time limit are over. Scoring must have no side effects.
+  - 500, and no answer in time: the call failed, so its samples are sent one by one (the runner does)
+    and only the culprit is masked. With `"broken": true`, and for every other status or answer: no
+    sample of the call has a reward.
+
+No proxy, no redirects. Over https the certificate is checked.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import ssl
+import time
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from mrl.errors import InputError
+from mrl.rewards.base import HANG, BrokenReward, RewardError
+
+BUSY = (429, 502, 503, 504)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+WAIT_FOR_SERVER_S = 30.0
+"""At the start of the worker: server and run may be started together."""
+SHARE_OF_TIMEOUT = 0.9
+"""So that the message is this file's, and not that the worker was killed."""
+MAX_REPLY_BYTES = 64 << 20
+MAX_REASON_CHARS = 300
+
+
+class ServerFailed(RewardError):
+    """The server has no rewards for this call; with fewer samples it may have some."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class _Unavailable(Exception):
+    """Worth another try."""
+
+
+class HttpReward:
+    """The client: keeps one connection open. Raises InputError for an address it cannot use."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._url, self._timeout_s = url, timeout_s * SHARE_OF_TIMEOUT
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise InputError(f"reward {url!r}: {error}; expected http://HOST:PORT") from None
+        if not host or parts.username is not None:
+            raise InputError(
+                f"reward {url!r}: expected http://HOST:PORT/PATH, without a user or password"
+            )
+        is_https = parts.scheme.lower() == "https"
+        kind = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
+        self._connection = kind(host, port)
+        self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+
+    def start_worker(self) -> None:
+        """Wait until somebody listens there. Raises InputError."""
+        deadline = time.monotonic() + min(self._timeout_s, WAIT_FOR_SERVER_S)
+        try:
+            self._retry(self._connect, deadline)
+        except BrokenReward as error:
+            raise InputError(
+                f"reward {error}; start the server first, e.g. mrl reward serve NAME --port N"
+            ) from None
+
+    def __call__(
+        self, prompts: list[Any], completions: list[str], **columns: list[Any]
+    ) -> list[float | None]:
+        """Raises BrokenReward or ServerFailed, see the head of this file; entries are not checked."""
+        request = {"prompts": prompts, "completions": completions, "columns": columns}
+        body = json.dumps(request).encode()
+        deadline = time.monotonic() + self._timeout_s
+        return self._retry(lambda left_s: self._post(body, left_s), deadline)
+
+    def _retry(self, attempt: Any, deadline: float) -> Any:
+        pause_s, tries = FIRST_PAUSE_S, 1
+        while True:
+            try:
+                return attempt(deadline - time.monotonic())
+            except _Unavailable as error:
+                # Jitter: the workers of many engines meet the same outage at the same time.
+                wait_s = pause_s * random.uniform(0.5, 1.0)
+                if time.monotonic() + wait_s >= deadline:
+                    times = f"{tries} {'try' if tries == 1 else 'tries'}"
+                    raise BrokenReward(f"{self._url!r}: {error} ({times})") from None
+            time.sleep(wait_s)
+            pause_s, tries = min(2 * pause_s, LONGEST_PAUSE_S), tries + 1
+
+    def _connect(self, left_s: float) -> None:
+        self._connection.timeout = max(left_s, 0.001)
+        try:
+            self._connection.connect()
+        except OSError as error:
+            self._connection.close()
+            if isinstance(error, ssl.SSLError):
+                raise BrokenReward(f"{self._url!r}: {error}") from None
+            raise _Unavailable(f"no connection: {error}") from None
+
+    def _post(self, body: bytes, left_s: float) -> list[float | None]:
+        if self._connection.sock is None:
+            self._connect(left_s)
+        assert self._connection.sock is not None
+        self._connection.sock.settimeout(max(left_s, 0.001))
+        try:
+            self._connection.request(
+                "POST", self._target, body, {"Content-Type": "application/json"}
+            )
+            response = self._connection.getresponse()
+            reply = response.read(MAX_REPLY_BYTES + 1)
+            if not response.isclosed():  # no length was announced, or it was longer
+                self._connection.close()
+        except TimeoutError:
+            self._connection.close()
+            message = f"{self._url!r}: no answer within {self._timeout_s:.3g} s"
+            raise ServerFailed(message, HANG) from None
+        except (OSError, http.client.HTTPException) as error:
+            # Also a connection that the server closed while it was idle.
+            self._connection.close()
+            raise _Unavailable(f"connection lost: {type(error).__name__}: {error}") from None
+        return self._rewards(response.status, reply)
+
+    def _rewards(self, status: int, reply: bytes) -> list[float | None]:
+        if len(reply) > MAX_REPLY_BYTES:
+            raise BrokenReward(f"{self._url!r}: more than {MAX_REPLY_BYTES >> 20} MiB came back")
+        message: Any = None
+        with suppress(ValueError, RecursionError):
+            message = json.loads(reply)
+        fields = message if isinstance(message, dict) else {}
+        if status == http.client.OK:
+            if not isinstance(fields.get("rewards"), list):
+                raise BrokenReward(
+                    f"{self._url!r} answered {_reason(reply)}, expected "
+                    '{"rewards": [number or null, ...]}'
+                )
+            return fields["rewards"]
+        reason = f"HTTP {status}: {fields.get('error') or _reason(reply)}"
+        if status in BUSY:
+            raise _Unavailable(reason)
+        if status == http.client.INTERNAL_SERVER_ERROR and not fields.get("broken"):
+            kind = str(fields.get("kind", RewardError.kind))
+            raise ServerFailed(f"{self._url!r}: {reason}", kind)
+        raise BrokenReward(f"{self._url!r}: {reason}")
+
+
+def _reason(reply: bytes) -> str:
+    return repr(reply[:MAX_REASON_CHARS].decode("utf-8", "replace"))

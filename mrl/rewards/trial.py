@@ -1,0 +1,214 @@
+"""Tries a reward out: `mrl reward test`. Times it and finds what would spoil a run.
+
+Every row is called twice for all its completions; the first rows also for each alone, as the runner
+does after a failure. What it finds is a `Finding`, filed under one of PROBLEMS.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mrl.processes import JsonWorker
+from mrl.rewards.base import HANG, RewardError, call_worker
+from mrl.rewards.trial_cases import SPELLINGS, Case
+
+PROBLEMS = {
+    "hang": "gave no answer in time and was killed",
+    "exception": "raised, or its process died",
+    "wrong type or length": "did not return one entry a completion",
+    "not a number": "returned an entry that is neither number nor None",
+    "NaN or infinite": "returned NaN or an infinite number",
+    "changes": "gave the same call another value",
+    "depends on the group": "gave a completion another value when it was alone",
+    "gold": "did not score the gold answer above the wrong ones",
+    "constant": "gave everything the same value: nothing can be learned",
+}
+"""Kinds of finding, in the order they are shown."""
+MAX_HANGS = 3
+"""Each costs the time limit, once for the row and once more for its culprit."""
+NUM_ROWS_ALONE = 8
+TOLERANCE = 1e-6
+"""Of the same call made twice."""
+ALONE_TOLERANCE = 1e-2
+"""Relative, of a completion alone: a model in bfloat16 adds otherwise in another batch."""
+MAX_SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True)
+class Finding:
+    kind: str
+    source: str
+    """`file:line`; empty where no row is to blame."""
+    detail: str
+
+
+@dataclass
+class Trial:
+    """What was seen so far."""
+
+    findings: list[Finding] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    """Of each call that answered for a whole row."""
+    values: list[float] = field(default_factory=list)
+    num_rows: int = 0
+    """Rows that were tried: fewer than there are, after too many hangs."""
+    num_abstained: int = 0
+    num_gold: int = 0
+    """Rows whose gold answer was scored."""
+    num_right: dict[str, int] = field(default_factory=dict)
+    """By spelling: in how many of them that spelling scored above every wrong one."""
+
+    def add(self, kind: str, case: Case, detail: str) -> None:
+        known = kind if kind in PROBLEMS else RewardError.kind  # a server may say anything
+        self.findings.append(Finding(known, case.source, detail))
+
+    def num_hangs(self) -> int:
+        return len({found.source for found in self.findings if found.kind == HANG})
+
+
+def run_trial(
+    worker: JsonWorker,
+    cases: list[Case],
+    encode: Callable[[str], list[int]],
+    timeout_s: float,
+) -> Trial:
+    """Call the function of `worker`, which is started, for every case. `encode` gives token ids."""
+    trial = Trial()
+    for number, case in enumerate(cases):
+        if trial.num_hangs() >= MAX_HANGS:
+            break
+        trial.num_rows += 1
+        _try_case(trial, worker, case, encode, timeout_s, alone=number < NUM_ROWS_ALONE)
+    scored = trial.values
+    if len(scored) > 1 and all(_same(value, scored[0]) for value in scored):
+        detail = f"all {len(scored)} values are {scored[0]:g}"
+        trial.findings.append(Finding("constant", "", detail))
+    if not scored and trial.num_abstained:
+        trial.findings.append(Finding("constant", "", "it always abstained (None)"))
+    return trial
+
+
+def _try_case(
+    trial: Trial,
+    worker: JsonWorker,
+    case: Case,
+    encode: Callable[[str], list[int]],
+    timeout_s: float,
+    *,
+    alone: bool,
+) -> None:
+    call = _Caller(worker, timeout_s)
+    start = time.perf_counter()
+    first = call(case.request(encode))
+    if isinstance(first, _Failure):
+        _blame(trial, call, case, encode, first)
+        return
+    trial.seconds.append(time.perf_counter() - start)
+    trial.num_abstained += first.count(None)
+    trial.values += [value for value in first if value is not None]
+    _compare_gold(trial, case, first)
+    again = call(case.request(encode))
+    if _report_change(trial, case, "changes", first, again) or not alone or len(first) == 1:
+        return
+    for index, value in enumerate(first):
+        one = call(case.request(encode, index))
+        if _report_change(trial, case, "depends on the group", [value], one, at=index):
+            return
+
+
+@dataclass(frozen=True)
+class _Failure:
+    kind: str
+    text: str
+
+
+class _Caller:
+    """Rewards of a request, or why there are none."""
+
+    def __init__(self, worker: JsonWorker, timeout_s: float) -> None:
+        self._worker, self._timeout_s = worker, timeout_s
+
+    def __call__(self, request: dict[str, Any]) -> list[float | None] | _Failure:
+        reply = call_worker(self._worker, request, self._timeout_s)
+        return _Failure(reply["kind"], reply["error"]) if "error" in reply else reply["rewards"]
+
+
+def _blame(
+    trial: Trial,
+    call: _Caller,
+    case: Case,
+    encode: Callable[[str], list[int]],
+    failure: _Failure,
+) -> None:
+    """File a failed call under its row, with the completion that does it alone."""
+    culprit = "no single completion does it alone"
+    if len(case.texts) == 1:
+        culprit = _quote(case, 0)
+    elif failure.kind != "wrong type or length":
+        for index in range(len(case.texts)):
+            alone = call(case.request(encode, index))
+            if isinstance(alone, _Failure):
+                failure, culprit = alone, _quote(case, index)
+                break
+    trial.add(failure.kind, case, f"{failure.text}; {culprit}")
+
+
+def _report_change(
+    trial: Trial,
+    case: Case,
+    kind: str,
+    before: list[float | None],
+    after: list[float | None] | _Failure,
+    at: int = 0,
+) -> bool:
+    if isinstance(after, _Failure):
+        trial.add(after.kind, case, f"in a second call: {after.text}")
+        return True
+    for index, (one, two) in enumerate(zip(before, after, strict=True), start=at):
+        if not _same(one, two, ALONE_TOLERANCE if kind == "depends on the group" else TOLERANCE):
+            trial.add(kind, case, f"{_show(one)}, then {_show(two)}; {_quote(case, index)}")
+            return True
+    return False
+
+
+def _compare_gold(trial: Trial, case: Case, values: list[float | None]) -> None:
+    """At least one spelling of the gold answer must score above every wrong completion."""
+    if not case.num_gold:
+        return
+    trial.num_gold += 1
+    wrong = [-math.inf if value is None else value for value in values[case.num_gold :]]
+    highest = max(wrong)
+    num_right = 0
+    for (name, _), value in zip(SPELLINGS, values[: case.num_gold], strict=True):
+        is_right = value is not None and value > highest
+        trial.num_right[name] = trial.num_right.get(name, 0) + is_right
+        num_right += is_right
+    if not num_right:
+        gold = ", ".join(_show(value) for value in values[: case.num_gold])
+        worst = case.num_gold + wrong.index(highest)
+        trial.add(
+            "gold", case, f"gold {_shorten(case.texts[0])} scores {gold}; wrong "
+            f"{_shorten(case.texts[worst])} scores {_show(values[worst])}"
+        )  # fmt: skip
+
+
+def _same(one: float | None, two: float | None, tolerance: float = TOLERANCE) -> bool:
+    if one is None or two is None:
+        return one is two
+    return math.isclose(one, two, rel_tol=tolerance, abs_tol=TOLERANCE)
+
+
+def _show(value: float | None) -> str:
+    return "None" if value is None else f"{value:.6g}"
+
+
+def _quote(case: Case, index: int) -> str:
+    return f"completion {_shorten(case.texts[index])}"
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "...")

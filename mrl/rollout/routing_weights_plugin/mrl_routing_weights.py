@@ -1,0 +1,56 @@
+"""SGLang plugin of `rollout.return_routing_weights`: gate weights come back beside the expert ids.
+
+SGLang keeps the ids of each token's experts as int32 and returns them with a request. Here its buffers
+are twice as wide: K ids, then the bits of the K float32 weights that the experts were given, in that
+order. On the path only where the recipe asks for them; read by moe/trace.py.
+"""
+
+import torch
+
+chosen = []
+"""The row [tokens, 2K] of the layer that is choosing; at most one."""
+
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    capturer = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer"
+    HookRegistry.register(f"{capturer}.create", widen, HookType.AFTER)
+    HookRegistry.register(f"{capturer}.capture", with_weights, HookType.BEFORE)
+    HookRegistry.register(
+        "sglang.srt.layers.moe.topk._post_process_topk_ids", note_weights, HookType.AROUND
+    )
+
+
+def widen(capturer, *, num_tokens, device, **options):
+    """The capturer that SGLang made (None: ids are not asked for), with room for weights."""
+    if capturer is None:
+        return None
+    from sglang.srt.state_capturer.base import BaseDeviceCache, BaseHostCache
+
+    if capturer.num_fused_shared_experts:
+        raise ValueError("return_routing_weights: shared experts are fused with the routed ones")
+    num_layers, width = capturer.num_layers, 2 * capturer.topk_size
+    max_batch_size = len(capturer.device_cache.buffer)
+    capturer.host_cache.destroy()
+    capturer.host_cache = BaseHostCache(num_tokens, num_layers, width, "routed_experts", device)
+    capturer.device_cache = BaseDeviceCache(
+        max_batch_size, num_layers, width, device, "routed_experts"
+    )
+    capturer.topk_size = width
+    return capturer
+
+
+def note_weights(original, *, topk_ids, topk_weights, **options):
+    """SGLang captures the ids in here."""
+    bits = topk_weights.float().contiguous().view(torch.int32)
+    chosen[:] = [torch.cat([topk_ids.int(), bits], dim=1)]
+    try:
+        return original(topk_ids=topk_ids, topk_weights=topk_weights, **options)
+    finally:
+        chosen.clear()
+
+
+def with_weights(capturer, layer_id, topk_indices):
+    [row] = chosen
+    return (capturer, layer_id, row), {}

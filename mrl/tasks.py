@@ -1,0 +1,115 @@
+"""One engine's share of something to generate and to score: of a training step, or of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from mrl.config import Recipe
+from mrl.episodes import Episodes
+from mrl.preflight import Plan
+from mrl.rewards.runner import check_failures
+from mrl.rollout.base import RolloutEngine, SamplingParams
+from mrl.rollout.saved import decode_groups, encode_groups
+from mrl.rollout.scheduling import Round
+from mrl.scoring import Scoring
+from mrl.types import SampleGroup
+from parallel.groups import Groups
+
+
+@dataclass
+class Task:
+    """Goes on with another engine where one is lost: what is whole is kept."""
+
+    recipe: Recipe
+    """Of this task: its reward or environment, its sampling."""
+    work: Round | Episodes
+    scoring: Scoring
+    clock_name: str
+    """The part of the step that its generation is counted in."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.work.is_over
+
+    def run(self, engine: RolloutEngine) -> None:
+        """Generate what is left; groups are scored while others generate. Raises EngineLost."""
+        for group in self.work.finished(engine):
+            self.scoring.begin(group)
+
+    @property
+    def unfinished(self) -> list[SampleGroup]:
+        """Groups that are not whole, with what they have so far; none of conversations."""
+        return self.work.unfinished if isinstance(self.work, Round) else []
+
+
+def make_task(
+    plan: Plan,
+    recipe: Recipe,
+    scoring: Scoring,
+    groups: Sequence[SampleGroup],
+    seeds: Sequence[int],
+    num_wanted: int | None = None,
+    *,
+    clock_name: str,
+) -> Task:
+    """`groups` as `start_groups` makes them, each with its seed; over when `num_wanted` are whole."""
+    rollout = recipe.rollout
+    sampling = SamplingParams(
+        max_new_tokens=rollout.max_response_len,
+        min_new_tokens=rollout.min_response_len,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+    )
+    scoring.begin_step()
+    environments = scoring.environments
+    work: Round | Episodes
+    if environments is None:
+        work = Round(groups, sampling, seeds, num_wanted)
+    else:
+        work = Episodes(
+            groups,
+            environments,
+            plan.tokenizer,
+            sampling=sampling,
+            max_turns=environments.config.max_turns,
+            context_len=plan.context_len,
+            seeds=seeds,
+            step_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
+        )
+    return Task(recipe, work, scoring, clock_name)
+
+
+def share_scored(task: Task | None, recipe: Recipe, groups: Groups) -> list[SampleGroup]:
+    """Everybody's groups of a task on every rank, the ids of their routes where they were rolled out
+    only. A collective; raises RunFailed where too many rewards failed over all."""
+    own, num_failed = task.scoring.finish() if task is not None else ([], 0)
+    if groups.dims.world == 1:
+        return own
+    parts: list[tuple[bytes, int]] = [(b"", 0)] * groups.dims.world
+    mine = encode_groups(own, with_routes=False) if own else b""
+    dist.all_gather_object(parts, (mine, num_failed))
+    everything = list(own)
+    for rank, (part, _) in enumerate(parts):
+        if part and rank != groups.rank:
+            everything += decode_groups(part)
+    check_failures(
+        f"reward {recipe.reward!r}"
+        if recipe.environment is None
+        else f"environment {recipe.environment.name!r}",
+        sum(failed for _, failed in parts),
+        sum(len(group.samples) for group in everything),
+    )
+    return sorted(everything, key=lambda group: group.samples[0].group_id)
+
+
+def share_unfinished(task: Task | None, groups: Groups) -> list[SampleGroup]:
+    """On every rank what all engines left of a task. A collective."""
+    left = [] if task is None else task.unfinished
+    if groups.dims.world == 1:
+        return left
+    parts = [b""] * groups.dims.world
+    dist.all_gather_object(parts, encode_groups(left) if left else b"")
+    return [group for part in parts if part for group in decode_groups(part)]

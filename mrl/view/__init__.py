@@ -1,0 +1,7 @@
+"""`mrl view RUN`: a run folder as one HTML file that needs no server and no network.
+
+series.py    metrics.jsonl as thinned curves
+samples.py   token records (tokens/step_*.safetensors) as bounded plain data, for the sample browser
+collect.py   everything the page shows, as plain data
+render.py    that data inside the page: page/page.html.j2, page/*.css, page/*.js
+"""

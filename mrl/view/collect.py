@@ -1,0 +1,238 @@
+"""A run folder as plain data (what JSON can hold). Reads only; a run may still be writing to it.
+
+Nothing of the run has to be there but metrics.jsonl or config.yaml: what is missing is missing on the
+page, and what had to be left out is in `notes`, which the page shows.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mrl import __version__
+from mrl.diagnosis.findings import find
+from mrl.diagnosis.tokens import load_tokens
+from mrl.errors import InputError
+from mrl.view.samples import pack_step
+from mrl.view.series import curves, read_rows, short
+from parallel.versions import installed_version
+
+MAX_STEPS = 12
+"""With samples, where `--steps` does not say which."""
+MAX_SAMPLE_BYTES = 24_000_000
+"""Of all samples together: browsers open a page of this size at once."""
+PACKAGES = ("torch", "megatron-core", "sglang", "transformers")
+SUMMARY = (
+    ("model", "model.path"),
+    ("algorithm", "algorithm.name"),
+    ("routing replay", "moe.routing_replay"),
+    ("reward", "reward"),
+    ("data", "data.path"),
+    ("prompts x samples", "rollout.prompts_per_step", "rollout.samples_per_prompt"),
+    ("response tokens at most", "rollout.max_response_len"),
+    ("temperature", "rollout.temperature"),
+    ("learning rate", "optimizer.lr"),
+    ("updates a rollout", "train.num_steps_per_rollout"),
+    ("tensor x pipeline x expert x context", *(f"parallel.{kind}_parallel_size" for kind in (
+        "tensor_model", "pipeline_model", "expert_model", "context"))),
+    ("seed", "seed"),
+)  # fmt: skip
+"""(what the header calls it, keys of the recipe)."""
+WORST_BY = ("mismatch/logprob_abs_max", "mismatch/k3", "routing/disagreement", "grad_norm")
+"""The step with the largest of each is among the steps with samples."""
+
+
+def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
+    """Everything the page shows. `steps`: those of the sample browser; None chooses MAX_STEPS.
+
+    Raises InputError where `run` is no run folder.
+    """
+    metrics, config = run / "metrics.jsonl", run / "config.yaml"
+    if not (metrics.exists() or config.exists()):
+        what = "has neither metrics.jsonl nor config.yaml" if run.is_dir() else "is not a folder"
+        raise InputError(f"{run} {what}; give the output_dir of a run")
+    rows, num_bad = read_rows(metrics)
+    notes = [f"Lines of metrics.jsonl that could not be read: {num_bad}."] if num_bad else []
+    recipe, config_text = _read_config(config, notes)
+    drawn = curves(rows)
+    if drawn["thinned"]:
+        notes.append("Long curves are thinned; the extremes of every stretch of steps are kept.")
+    packed = _read_samples(run, rows, steps, max_samples, notes)
+    return {
+        "run": str(run),
+        "summary": _summary(recipe),
+        "config": config_text,
+        "state": _state(rows, recipe, metrics),
+        "versions": _versions(run),
+        "metrics": drawn,
+        "diagnosis": _read_diagnosis(run, notes),
+        "findings": _worst_and_last(packed),
+        "steps": packed,
+        "notes": notes,
+    }
+
+
+def choose_steps(recorded: Sequence[int], rows: Iterable[dict[str, Any]], limit: int) -> list[int]:
+    """At most `limit` of the steps with a token record: last, first, worst, then evenly spaced."""
+    known = set(recorded)
+    rows = [row for row in rows if row["step"] in known]
+    chosen = dict.fromkeys([*recorded[-1:], *recorded[:1]])
+    for key in WORST_BY:
+        held = [(row[key], row["step"]) for row in rows if short(row.get(key), 4) is not None]
+        chosen |= dict.fromkeys([max(held)[1]] if held else [])
+    spread = [recorded[i * len(recorded) // limit] for i in range(limit)] if recorded else []
+    return sorted(list(dict.fromkeys([*chosen, *spread]))[:limit])
+
+
+def _read_samples(
+    run: Path,
+    rows: list[dict[str, Any]],
+    steps: range | None,
+    max_samples: int,
+    notes: list[str],
+) -> list[dict[str, Any]]:
+    """Packed steps, each with its `findings`, the diagnosis first."""
+    files = {_step_of(file): file for file in (run / "tokens").glob("step_*.safetensors")}
+    recorded = sorted(files)
+    if not recorded:
+        notes.append("No token records (tokens/): the run was made with diagnosis.save_tokens_every=0, "
+                     "or by an older mrl. The sample browser needs them.")  # fmt: skip
+        return []
+    if steps is None:
+        wanted = choose_steps(recorded, rows, MAX_STEPS)
+    else:
+        wanted = [step for step in recorded if step in steps]
+        if not wanted:
+            raise InputError(
+                f"--steps: {run}/tokens has no record of these steps; it has {len(recorded)}, from "
+                f"step {recorded[0]} to {recorded[-1]}"
+            )
+    packed: list[dict[str, Any]] = []
+    for step in wanted:
+        try:
+            record = load_tokens(files[step])
+        except InputError as error:
+            notes.append(f"Step {step}: {error}.")
+            continue
+        rollouts = _read_rollouts(run / "rollouts" / f"step_{step:06d}.jsonl")
+        share = MAX_SAMPLE_BYTES // len(wanted)
+        findings = [
+            {"name": found.name, "severity": short(found.severity, 2), "text": found.text}
+            for found in find(record)
+        ]
+        step_data = pack_step(record, rollouts, max_samples, share)
+        packed.append(step_data | {"findings": findings})
+    shown = sum(len(step["samples"]) for step in packed)
+    everything = sum(step["num_samples"] for step in packed)
+    notes.append(
+        f"Samples of {len(packed)} of {len(recorded)} steps with a token record; {shown} of the "
+        f"{everything} samples of these steps. Others: mrl view RUN --steps 10:20 --max-samples 64."
+    )
+    return packed
+
+
+def _read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """Empty where the file is missing or cut short: the numbers of samples are its line numbers."""
+    try:
+        rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    except (OSError, ValueError):
+        return []
+    return rows if all(isinstance(row, dict) for row in rows) else []
+
+
+def _read_diagnosis(run: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """diagnosis/step_*.json by ascending step."""
+    read = []
+    for file in sorted((run / "diagnosis").glob("step_*.json")):
+        try:
+            found = json.loads(file.read_text())
+        except (OSError, ValueError):
+            notes.append(f"diagnosis/{file.name} could not be read.")
+            continue
+        read.append(_plain(found))
+    return read
+
+
+def _worst_and_last(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For the top of the page: the first two findings of the step with the worst diagnosis, and of the
+    last; the sample browser shows all of each step."""
+    if not steps:
+        return []
+    worst = max(steps, key=lambda step: step["findings"][0]["severity"] or 0)
+    shown = [worst] if worst is steps[-1] else [worst, steps[-1]]
+    return [{"step": step["step"], **finding} for step in shown for finding in step["findings"][:2]]
+
+
+def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, Any], str]:
+    if not path.exists():
+        notes.append("config.yaml is missing.")
+        return {}, ""
+    text = path.read_text(errors="replace")
+    try:
+        recipe = yaml.safe_load(text)
+    except yaml.YAMLError:
+        recipe = None
+    if not isinstance(recipe, dict):
+        notes.append("config.yaml is not a recipe.")
+    return recipe if isinstance(recipe, dict) else {}, text
+
+
+def _summary(recipe: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for name, *keys in SUMMARY:
+        values = [_get(recipe, key) for key in keys]
+        if any(value is not None for value in values):
+            rows.append((name, " x ".join("-" if v is None else str(v) for v in values)))
+    return rows
+
+
+def _get(recipe: dict[str, Any], key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _state(rows: list[dict[str, Any]], recipe: dict[str, Any], metrics: Path) -> str:
+    planned = _get(recipe, "train.num_steps")
+    total = f" of {planned}" if isinstance(planned, int) else ""
+    if not rows:
+        return f"no step{total} is done"
+    done = rows[-1]["step"] + 1
+    when = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(metrics.stat().st_mtime))
+    finished = "finished: " if done == planned else ""
+    return f"{finished}{done}{total} steps, the last at {when}"
+
+
+def _versions(run: Path) -> list[tuple[str, str]]:
+    """Of what made this page, and what the run's checkpoints say."""
+    here = {"mrl": __version__, "python": platform.python_version()}
+    here |= {name: installed_version(name) or "not installed" for name in PACKAGES}
+    rows = [(name, version) for name, version in here.items()]
+    for manifest in sorted(run.glob("checkpoints/iter_*/manifest.json"))[-1:]:
+        try:
+            rows.append(("torch of the last checkpoint", json.loads(manifest.read_text())["torch"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    """Numbers shortened, NaN and infinity to None, at any depth."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return short(value, 7) if isinstance(value, float) else value
+
+
+def _step_of(file: Path) -> int:
+    """Of `step_000012.safetensors`; -1 for another name."""
+    number = file.stem.removeprefix("step_")
+    return int(number) if number.isascii() and number.isdigit() else -1

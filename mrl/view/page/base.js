@@ -1,0 +1,108 @@
+// What all parts use: the data, elements, numbers, the step under the cursor.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const STEPS = DATA.metrics.steps;
+const SERIES = DATA.metrics.series;
+
+/** An element. Children are elements or text; text never becomes markup. `on*` attributes are listeners. */
+function h(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+/** The same in SVG. */
+function svg(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+/** Four digits, as short as they go; an en dash where there is no number. */
+function number(value) {
+  if (value === null || value === undefined) return "\u2013";
+  const size = Math.abs(value);
+  if (value === 0) return "0";
+  if (Number.isInteger(value) && size < 1e6) return String(value);
+  if (size >= 1e5 || size < 1e-3) return value.toExponential(2).replace(/\.?0*e\+?/, "e");
+  return String(Number(value.toPrecision(4)));
+}
+
+function bytes(value) {
+  if (value === null || value === undefined) return "\u2013";
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  const power = Math.min(4, Math.max(0, Math.floor(Math.log10(Math.max(1, Math.abs(value))) / 3)));
+  return `${Number((value / 1000 ** power).toPrecision(3))} ${units[power]}`;
+}
+
+/** Keys of the metrics that match any of the patterns, in the patterns' order. */
+function keysLike(...patterns) {
+  const keys = Object.keys(SERIES);
+  return [...new Set(patterns.flatMap((pattern) =>
+    pattern instanceof RegExp ? keys.filter((key) => pattern.test(key)) : keys.filter((key) => key === pattern)))];
+}
+
+/** Step numbers of a curve, beside its values. */
+function stepsOf(series) {
+  if (!series.steps) series.steps = series.at ? series.at.map((i) => STEPS[i]) : STEPS;
+  return series.steps;
+}
+
+/** Index of the entry of `sorted` that is nearest to `value`; -1 of an empty list. */
+function nearest(sorted, value) {
+  let low = 0;
+  let high = sorted.length - 1;
+  if (high < 0) return -1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (sorted[middle] < value) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 && value - sorted[low - 1] <= sorted[low] - value ? low - 1 : low;
+}
+
+/** Round numbers from `low` to `high`, about `count` of them. */
+function ticks(low, high, count, whole = false) {
+  const rough = (high - low) / Math.max(1, count) || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  let gap = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
+  if (whole) gap = Math.max(1, Math.round(gap));
+  const found = [];
+  for (let i = Math.ceil(low / gap - 1e-9); i * gap <= high + gap * 1e-9; i += 1) found.push(Number((i * gap).toPrecision(12)));
+  return found;
+}
+
+/** The step that all charts point at; listeners are called with it, or with null. */
+const cursor = {
+  step: null,
+  listeners: new Set(),
+  set(step) {
+    if (step === this.step) return;
+    this.step = step;
+    for (const listener of this.listeners) listener(step);
+  },
+};
+
+/** Call `draw` when the element gets a width, and when that changes, or the colours do. */
+function whenSized(element, draw) {
+  let width = 0;
+  new ResizeObserver(() => {
+    if (element.clientWidth > 0 && element.clientWidth !== width) {
+      width = element.clientWidth;
+      draw();
+    }
+  }).observe(element);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => width > 0 && draw());
+}
+
+function select(label, options, onChange) {
+  const box = h("select", { onchange: () => onChange(box.value) },
+    options.map(([value, text]) => h("option", { value }, text)));
+  return { element: h("label", { class: "choice" }, `${label} `, box), box };
+}

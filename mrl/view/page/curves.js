@@ -1,0 +1,82 @@
+// The curves of a run: the usual ones first, and every key under "All metrics".
+
+const MAX_FOUND = 60;
+
+const USUAL = [
+  { title: "Reward", match: ["reward/mean"], spread: { key: "reward/mean", by: "reward/std" }, note: "band: one standard deviation" },
+  { title: "Response length", match: ["response_len/mean"] },
+  { title: "Loss", match: [/^loss\//] },
+  { title: "Gradient norm", match: ["grad_norm"] },
+  { title: "Ratio", match: ["ratio/mean", "ratio/max"] },
+  { title: "Clipped share", match: [/^ratio\/.*clip/] },
+  { title: "Entropy", match: ["entropy"] },
+  { title: "KL to the reference", match: [/^kl(\/|$)/, /^ref\/kl/] },
+  { title: "Importance weights", match: [/^importance\//] },
+  { title: "Critic", match: [/^value\/(?!lr$)/] },
+  { title: "Evaluation", match: [/^eval\//] },
+  { title: "Seconds a step", match: [/^time\/(?!step_s|recovery_s|verify_s).*_s$/], stacked: true },
+  { title: "Step time", match: ["time/step_s"] },
+  { title: "Memory", match: [/^memory\/.*_bytes$/], format: bytes },
+  { title: "Learning rate", match: ["lr"] },
+  { title: "Groups that teach nothing", match: ["reward/zero_signal_groups", "reward/abstained"] },
+  { title: "Guards", match: [/^guard\//] },
+];
+
+function usualCurves() {
+  return chartGrid(USUAL);
+}
+
+/** A chart for each of the specs that has a key with a value other than 0 (memory off GPUs is all 0). */
+function chartGrid(specs) {
+  const charts = specs.flatMap((spec) => {
+    const keys = keysLike(...spec.match);
+    const telling = keys.length > 3 ? keys.filter((key) => SERIES[key].v.some((v) => v !== 0)) : keys;
+    return telling.length ? [chart({ ...spec, keys: telling.slice(0, 8) })] : [];
+  });
+  return h("div", { class: "grid" }, charts);
+}
+
+function formatOf(key) {
+  return key.endsWith("_bytes") ? bytes : number;
+}
+
+/** Every key, in folds by what comes before the slash; drawn when a fold opens or a search finds it. */
+function allMetrics() {
+  const keys = Object.keys(SERIES);
+  const groups = new Map();
+  for (const key of keys) {
+    const name = key.includes("/") ? key.slice(0, key.indexOf("/")) : "general";
+    groups.set(name, [...(groups.get(name) || []), key]);
+  }
+  const found = h("div", { class: "grid", id: "found" });
+  const count = h("p", { class: "note", "aria-live": "polite" });
+  const folds = h("div", { class: "folds" }, [...groups].map(([name, members]) => fold(name, members)));
+  const box = h("input", { type: "search", id: "search", placeholder: "e.g. layer_02 or clip", autocomplete: "off", spellcheck: "false",
+    oninput: () => search(box.value.trim().toLowerCase()) });
+
+  function search(text) {
+    const words = text.split(/\s+/).filter(Boolean);
+    const hits = words.length ? keys.filter((key) => words.every((word) => key.toLowerCase().includes(word))) : [];
+    found.replaceChildren(...hits.slice(0, MAX_FOUND).map(single));
+    const more = hits.length > MAX_FOUND ? `, the first ${MAX_FOUND} are drawn` : "";
+    count.textContent = words.length ? `${hits.length} of ${keys.length} keys${more}` : `${keys.length} keys`;
+    folds.hidden = words.length > 0;
+  }
+
+  search("");
+  return h("div", {}, h("p", {}, h("label", { class: "choice" }, "Search keys ", box)), count, found, folds);
+}
+
+const singles = new Map();
+
+function single(key) {
+  if (!singles.has(key)) singles.set(key, chart({ title: key, keys: [key], labels: ["value"], format: formatOf(key) }));
+  return singles.get(key);
+}
+
+function fold(name, members) {
+  const grid = h("div", { class: "grid" });
+  const element = h("details", { ontoggle: () => element.open && grid.replaceChildren(...members.map(single)) },
+    h("summary", {}, `${name} (${members.length})`), grid);
+  return element;
+}

@@ -1,0 +1,99 @@
+"""metrics.jsonl as curves of bounded size.
+
+A row may lack keys that other rows have: a curve holds the rows that have its key. A value that is not
+a finite number is None: the page marks it, and leaves a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+MAX_POINTS = 1500
+"""Of one curve. A longer one keeps the smallest and the largest value of each stretch of steps."""
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """-> (rows by ascending step, lines that are no row).
+
+    Of a step that is there twice, the later line counts. A line cut short by a crash, or anything else
+    that is not an object with a whole `step`, is counted and left out.
+    """
+    if not path.exists():
+        return [], 0
+    rows: dict[int, dict[str, Any]] = {}
+    num_bad = 0
+    for line in path.read_text(errors="replace").splitlines():
+        row = _row(line)
+        if row is None:
+            num_bad += bool(line.strip())
+        else:
+            rows[row["step"]] = row
+    return [rows[step] for step in sorted(rows)], num_bad
+
+
+def curves(rows: list[dict[str, Any]], max_points: int = MAX_POINTS) -> dict[str, Any]:
+    """{"steps": [...], "series": {key: {"v": values, "at": indices into steps}}, "thinned": bool}.
+
+    `at` is left out where a curve has a value at every step.
+    """
+    found: dict[str, tuple[list[int], list[float | None]]] = {}
+    for index, row in enumerate(rows):
+        for key, value in row.items():
+            if key == "step" or not (value is None or isinstance(value, (int, float))):
+                continue
+            at, values = found.setdefault(key, ([], []))
+            at.append(index)
+            values.append(short(value, 7))
+    thinned = False
+    series = {}
+    for key, (at, values) in sorted(found.items()):
+        kept = thin(values, max_points)
+        thinned |= len(kept) < len(values)
+        places = [at[i] for i in kept]
+        whole = places == list(range(len(rows)))
+        series[key] = {"v": [values[i] for i in kept]} | ({} if whole else {"at": places})
+    return {"steps": [row["step"] for row in rows], "series": series, "thinned": thinned}
+
+
+def thin(values: list[float | None], max_points: int) -> list[int]:
+    """Indices of at most `max_points` values: of each stretch the smallest, the largest, and one None.
+
+    A spike of one step stays, and so does a step that was not finite; the last value stays.
+    """
+    count = len(values)
+    if count <= max_points:
+        return list(range(count))
+    num_stretches = max(1, (max_points - 1) // 3)
+    kept = {count - 1}
+    for n in range(num_stretches):
+        stretch = range(count * n // num_stretches, count * (n + 1) // num_stretches)
+        finite = [(value, i) for i in stretch if (value := values[i]) is not None]
+        missing = [i for i in stretch if values[i] is None]
+        if finite:
+            kept |= {min(finite)[1], max(finite)[1]}
+        kept.update(missing[:1])
+    return sorted(kept)
+
+
+def short(value: Any, digits: int) -> float | int | None:
+    """`value` with this many significant digits; None where it is not a finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return int(value) if isinstance(value, bool) else None
+    if isinstance(value, int) or not math.isfinite(value):
+        return value if isinstance(value, int) else None
+    rounded = float(f"{value:.{digits}g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    if isinstance(step, bool) or not isinstance(step, (int, float)) or not math.isfinite(step):
+        return None
+    return {**row, "step": int(step)} if step == int(step) else None

@@ -1,0 +1,74 @@
+"""`mrl why` on a run folder made by hand: numbers against the other steps, and what is not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.cli import main
+from mrl.diagnosis.tokens import save_tokens
+from mrl.diagnosis.why import explain, step_numbers
+from mrl.run_folder import RunFolder
+from tests.diagnosis.tiny_moe import Model, S, make_record
+from tests.loop.test_refusals import refused
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """Four steps; the record of step 3 has another temperature and no rollouts beside it."""
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("see tests/test_config.py")
+    for step in range(4):
+        gap = 0.5 if step == 3 else 0.01 * (step + 1)
+        row = {"step": step, "mismatch/k3": gap, "reward/mean": 1.0, "tokens/train": 7.0}
+        folder.add_metrics(row)
+    folder.token_file(3).parent.mkdir()
+    model = Model.make()
+    save_tokens(folder.token_file(3), make_record(model, model, engine_temperature=1.2))
+    return folder
+
+
+def test_numbers_are_compared_with_the_median_of_the_others() -> None:
+    rows = [{"mismatch/k1": value, "entropy": 2.0} for value in (0.1, 0.2, 0.9)]
+    row = {"mismatch/k1": 0.8, "entropy": 2.2, "ratio/max": 1.0, "tokens/train": 3.0, "lr": 1.0}
+    numbers = {number.key: number for number in step_numbers(row, rows)}
+    assert numbers.keys() == {"mismatch/k1", "entropy", "ratio/max"}
+    assert numbers["mismatch/k1"].ratio == pytest.approx(4.0)
+    assert numbers["mismatch/k1"].is_spike
+    assert not numbers["entropy"].is_spike
+    assert numbers["ratio/max"].median is None
+
+
+def test_why_explains_a_step(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["why", str(run.root), "3"])
+    shown = capsys.readouterr().out
+    assert "diagnosis: temperature: the engine's log-probs look like temperature 1." in shown
+    assert "rollout.temperature" in shown.splitlines()[-1]
+    main(["why", str(run.root), "3", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["findings"][0]["where"]["temperature"] == pytest.approx(1.2, rel=0.01)
+    assert [number["key"] for number in found["numbers"]] == ["mismatch/k3", "reward/mean"]
+    assert found["layers"][0]["margin_at_disagreement"] is None  # no NaN in JSON
+    assert 0 <= found["samples"][0]["sample"] < S
+    assert len(found["tokens"]) == 10
+
+
+def test_a_step_without_a_record_says_which_key_writes_one(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["why", str(run.root), "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("mismatch/k3") for line in lines)
+    assert "diagnosis.save_tokens_every=1" in lines[-1]
+    assert explain(run, 1).findings == []
+
+
+def test_bad_input_is_one_line(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "which holds 0 to 3" in refused(capsys, ["why", str(run.root), "9"])
+    assert "no config.yaml" in refused(capsys, ["why", str(tmp_path / "nowhere"), "0"])
+    run.token_file(3).write_bytes(b"no")
+    assert "not a safetensors file" in refused(capsys, ["why", str(run.root), "3"])

@@ -1,0 +1,151 @@
+"""Token advantages, KL in the reward: the same bits however a step is split, and right by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mrl.algorithms import grpo, ppo, reinforce_pp
+from mrl.batching import make_train_batches
+from mrl.config import AlgorithmConfig, ParallelConfig
+from mrl.credit import credits_tokens, with_penalised_advantages, with_token_advantages
+from mrl.kl_control import KlControl
+from mrl.types import MicroBatch, Sample
+from parallel.dims import ParallelDims
+from parallel.groups import Groups, init_groups
+from tests.loop.test_shaping import sample
+from tests.ranks import run_ranks
+
+LENGTHS = (3, 9, 5, 1, 12, 4, 7, 2)
+REWARDS = (1.0, 0.0, 0.5, 0.25, 1.0, 0.0, 0.0, 0.75)
+NUM_SAMPLES = len(LENGTHS)
+IN_REWARD = AlgorithmConfig(
+    name="ppo", kl_coef=0.1, kl_in="reward", kl_estimator="k3", kl_target=0.02, kl_horizon=100
+)
+
+
+def samples() -> list[Sample]:
+    return [sample(length) for length in LENGTHS]
+
+
+def at_tokens(batch: MicroBatch, salt: float) -> Tensor:
+    """f32[N]: something that depends on nothing but the sample and the place in it."""
+    assert batch.sample_ids is not None
+    lengths = batch.cu_seqlens.diff().long()
+    owner = batch.sample_ids.repeat_interleave(lengths)
+    return torch.sin(salt * (owner * 31 + batch.position_ids).float()) * batch.loss_mask
+
+
+def filled(batch: MicroBatch) -> MicroBatch:
+    old = at_tokens(batch, 0.7) - 2.0
+    ref = old + 0.3 * at_tokens(batch, 1.9)
+    return dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
+
+
+def by_sample(batches: list[MicroBatch], tensors: list[Tensor]) -> dict[int, Tensor]:
+    found = {}
+    for batch, tensor in zip(batches, tensors, strict=True):
+        assert batch.sample_ids is not None
+        for i, part in zip(batch.sample_ids.tolist(), split(batch, tensor), strict=True):
+            if i >= 0:
+                found[i] = part
+    return found
+
+
+def split(batch: MicroBatch, tensor: Tensor) -> list[Tensor]:
+    return [p.clone() for p in tensor.split(batch.cu_seqlens.diff().tolist())]
+
+
+def credited(world: int, budget: int) -> dict[str, Any]:
+    groups: Groups = init_groups(ParallelDims.create(ParallelConfig(), world), 0)
+    (made,) = make_train_batches(
+        [(samples(), REWARDS)], ppo, groups, budget, config=IN_REWARD, max_response_len=12
+    )
+    batches = [filled(batch) for batch in made.micro_batches]
+    control = KlControl(IN_REWARD)
+    penalties = control.penalties(batches, NUM_SAMPLES, groups)
+    values = [at_tokens(batch, 1.1) for batch in batches]
+    done, metrics = with_token_advantages(
+        batches, values, penalties, ppo, IN_REWARD, NUM_SAMPLES, groups
+    )
+    groups_of = [torch.tensor(REWARDS[:4]), torch.tensor(REWARDS[4:])]
+    penalised = with_penalised_advantages(batches, groups_of, penalties, grpo, IN_REWARD)
+    token = [b.token_advantages for b in done]
+    returns = [b.returns for b in done]
+    assert all(t is not None for t in (*token, *returns))
+    ids = [i for b in penalised for i in b.sample_ids.tolist()]  # pyright: ignore
+    own = [a for b in penalised for a in b.advantages.tolist()]
+    return {
+        "token": by_sample(batches, token),  # pyright: ignore
+        "returns": by_sample(batches, returns),  # pyright: ignore
+        "mask": by_sample(batches, [b.loss_mask for b in batches]),
+        "sums": penalties.samples,
+        "kl": penalties.mean,
+        "metrics": metrics,
+        "sequence": {i: a for i, a in zip(ids, own, strict=True) if i >= 0},
+        **control.end_step(penalties.mean, NUM_SAMPLES),
+        "next": control.state_dict()["kl_coef"],
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(1, credited, 1, 1000, folder=tmp_path_factory.mktemp("credit"))[0]
+
+
+def test_any_split_over_ranks_and_micro_batches_gives_the_same_bits(
+    whole: dict[str, Any], tmp_path: Path
+) -> None:
+    outs = run_ranks(2, credited, 2, 12, folder=tmp_path)
+    for key in ("token", "returns"):
+        found = outs[0][key] | outs[1][key]
+        assert found.keys() == whole[key].keys() == set(range(NUM_SAMPLES))
+        assert all(torch.equal(found[i], whole[key][i]) for i in found), key
+    for out in outs:
+        assert torch.equal(out["sums"], whole["sums"])
+        assert out["metrics"] == whole["metrics"]
+        assert out["next"] == whole["next"]
+    assert outs[0]["sequence"] | outs[1]["sequence"] == whole["sequence"]
+
+
+def test_token_advantages_are_white_over_the_step(whole: dict[str, Any]) -> None:
+    tokens = torch.cat([whole["token"][i][whole["mask"][i]] for i in range(NUM_SAMPLES)]).double()
+    assert len(tokens) == sum(LENGTHS)
+    assert float(tokens.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(tokens.std(correction=0)) == pytest.approx(1.0, abs=1e-6)
+    assert -5 < whole["metrics"]["value/explained_variance"] < 1
+
+
+def test_penalties_come_off_each_sample_before_its_group_is_compared(
+    whole: dict[str, Any],
+) -> None:
+    rewards = [r - float(p) for r, p in zip(REWARDS, whole["sums"], strict=True)]
+    parts = [torch.tensor(rewards[:4]), torch.tensor(rewards[4:])]
+    wanted = torch.cat(grpo.advantages(parts, IN_REWARD)).tolist()
+    assert [whole["sequence"][i] for i in range(NUM_SAMPLES)] == pytest.approx(wanted, rel=1e-5)
+    assert all(p > 0 for p in whole["sums"].tolist())  # k3 is never negative
+    assert whole["kl"] == pytest.approx(float(whole["sums"].sum()) / 0.1 / sum(LENGTHS), rel=1e-6)
+
+
+def test_the_coefficient_follows_the_target_and_is_kept(whole: dict[str, Any]) -> None:
+    assert whole["kl/coef"] == 0.1
+    direction = min(max(whole["kl"] / 0.02 - 1, -0.2), 0.2)
+    assert whole["next"] == pytest.approx(0.1 * (1 + direction * NUM_SAMPLES / 100))
+    control = KlControl(IN_REWARD)
+    control.load_state_dict({"kl_coef": 0.3})
+    assert control.config.kl_coef == 0.3
+    control.end_step(math.nan, NUM_SAMPLES)  # a step without a loss token says nothing
+    assert control.coef == 0.3
+
+
+def test_who_credits_tokens() -> None:
+    assert credits_tokens(ppo, kl_in_reward=False)
+    assert credits_tokens(reinforce_pp, kl_in_reward=True)
+    assert not credits_tokens(reinforce_pp, kl_in_reward=False)
+    assert not credits_tokens(grpo, kl_in_reward=True)

@@ -1,0 +1,121 @@
+"""avg@k and pass@k: the formulas, and the same numbers in training and from the checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrl.cli import main
+from mrl.config import EvalSetConfig, load_recipe
+from mrl.eval_sets import EvalSet
+from mrl.evaluation import eval_metrics, pass_at_k
+from mrl.types import Prompt, Sample, SampleGroup, VersionSpan
+from tests.loop.conftest import TOY_RECIPE, Toy, trained
+from tests.loop.test_refusals import refused
+from tests.ranks import run_ranks
+
+DATA = "launch/recipes/data/first_char.jsonl"
+SETS = (
+    f"eval.sets=[{{name: few, path: {DATA}, num_prompts: 3, samples_per_prompt: 4, "
+    f"pass_threshold: 0.05}}, {{name: short, path: {DATA}, num_prompts: 2, max_response_len: 4}}]"
+)
+
+
+@pytest.mark.parametrize(("n", "c"), [(5, 0), (5, 1), (5, 3), (4, 4), (1, 1)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass(n: int, c: int) -> None:
+    for k in range(1, n + 1):
+        subsets = list(itertools.combinations(range(n), k))
+        assert pass_at_k(n, c, k) == pytest.approx(
+            sum(min(subset) < c for subset in subsets) / len(subsets)
+        )
+
+
+def make_group(rewards: list[float], finish_reason: str = "stop") -> SampleGroup:
+    sample = Sample(
+        group_id=0,
+        token_ids=torch.arange(6),
+        prompt_len=2,
+        loss_mask=torch.arange(6) >= 2,
+        rollout_logprobs=torch.zeros(6),
+        weight_versions=(VersionSpan(0, 2, 6),),
+        finish_reason=finish_reason,
+    )
+    prompt = Prompt("0", torch.arange(2), "ab", {}, "x:1")
+    return SampleGroup(prompt, [sample] * len(rewards), torch.tensor(rewards))
+
+
+def test_metrics_of_a_set() -> None:
+    groups = [
+        make_group([1.0, 0.5, 0.0, 1.0]),
+        make_group([0.0, math.nan, 0.0, 0.0]),
+        make_group([math.nan] * 4, "length"),
+    ]
+    recipe = load_recipe(TOY_RECIPE)
+    eval_set = EvalSet(EvalSetConfig(name="s", path="-", samples_per_prompt=4), recipe, [])
+    found = eval_metrics(eval_set, groups)
+    assert found["eval/s/avg@4"] == pytest.approx((0.625 + 0.0) / 2)
+    assert found["eval/s/avg@4_stderr"] == pytest.approx(0.625 / math.sqrt(2) / math.sqrt(2))
+    assert found["eval/s/pass@1"] == pytest.approx((0.5 + 0.0) / 2)
+    assert found["eval/s/pass@2"] == pytest.approx((1 - 1 / 6 + 0.0) / 2)
+    assert found["eval/s/pass@4"] == 1.0  # only one prompt has four scored samples
+    assert found["eval/s/unscored"] == 5.0
+    assert found["eval/s/truncated"] == pytest.approx(1 / 3)
+    assert found["eval/s/response_len"] == 4.0
+
+
+@pytest.mark.timeout(400)
+def test_training_evaluates_and_the_checkpoint_gives_the_same_numbers(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    overrides = toy.overrides(output, "train.num_steps=3", "eval.every=2", SETS)
+    run_ranks(1, trained, overrides, folder=tmp_path / "out")
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    measured = [[key for key in row if key.startswith("eval/")] for row in rows]
+    assert [len(keys) > 0 for keys in measured] == [True, False, True]
+    assert {"eval/few/avg@4", "eval/few/pass@1", "eval/few/pass@4", "eval/short/avg@1"} <= set(
+        measured[0]
+    )
+    assert rows[0]["time/eval_s"] > 0
+    evals = output / "evals"
+    assert {f.name for f in evals.glob("*.json")} == {
+        f"step_00000{step}.json" for step in (0, 2, 3)
+    }
+    samples = [json.loads(line) for line in (evals / "step_000003.jsonl").read_text().splitlines()]
+    few = [row for row in samples if row["set"] == "few"]
+    assert len(few) == 12
+    assert {row["response_len"] for row in samples if row["set"] == "short"} <= {1, 2, 3, 4}
+    final = json.loads((evals / "step_000003.json").read_text())
+    assert final["eval/few/avg@4"] == pytest.approx(
+        sum(row["reward"] for row in few) / 12, abs=1e-6
+    )
+
+    before = (evals / "step_000003.jsonl").read_text()
+    (evals / "step_000003.jsonl").unlink()
+    run_ranks(1, evaluated, overrides, folder=tmp_path / "again")
+    assert (evals / "step_000003.jsonl").read_text() == before
+    assert json.loads((evals / "step_000003.json").read_text()) == final
+
+
+def evaluated(overrides: list[str]) -> None:
+    main(["eval", str(TOY_RECIPE), *overrides])
+
+
+def test_what_cannot_be_evaluated_is_refused(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = [str(TOY_RECIPE), *toy.overrides(tmp_path / "run")]
+    assert "eval.sets is empty" in refused(capsys, ["eval", *base])
+    assert "eval.every is 5" in refused(capsys, ["check", *base, "eval.every=5"])
+    assert "no checkpoint of that step" in refused(capsys, ["eval", *base, SETS, "--step", "7"])
+    twice = f"eval.sets=[{{name: a, path: {DATA}}}, {{name: a, path: {DATA}}}]"
+    assert "expected each once" in refused(capsys, ["check", *base, twice])
+    many = f"eval.sets=[{{name: a, path: {DATA}, num_prompts: 1000000}}]"
+    assert "num_prompts is 1000000" in refused(capsys, ["check", *base, many])
+    bad = f"eval.sets=[{{name: a, path: {DATA}, reward: frist_char}}]"
+    assert "frist_char" in refused(capsys, ["check", *base, bad])

@@ -1,0 +1,170 @@
+"""What stops a run, or warns, between the backward pass and the optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mrl.algorithms import gspo
+from mrl.config import AlgorithmConfig, GuardConfig, load_recipe
+from mrl.errors import RunFailed
+from mrl.guards import check_first_update, drift, not_finite, sequence_clip
+from mrl.metrics import zero_signal_metrics
+from mrl.preflight import check
+from mrl.run_folder import RunFolder
+from mrl.types import LossOutput, Mean, MicroBatch
+from parallel.groups import init_groups, world_size
+from tests.loop.conftest import TOY_RECIPE, Toy
+from tests.ranks import run_ranks
+
+NAN = float("nan")
+
+
+def make_batch(**changes: Any) -> MicroBatch:
+    """Three sequences of 4 tokens; the first token of each is a prompt."""
+    batch = MicroBatch(
+        input_ids=torch.zeros(12, dtype=torch.int64),
+        position_ids=torch.arange(4).repeat(3),
+        cu_seqlens=torch.tensor([0, 4, 8, 12], dtype=torch.int32),
+        loss_mask=torch.tensor([False, True, True, True] * 3),
+        rollout_logprobs=torch.full((12,), -1.0),
+        advantages=torch.ones(3),
+        seq_weight=torch.ones(3),
+        sample_ids=torch.tensor([5, 9, 2]),
+        old_logprobs=torch.full((12,), -1.0),
+    )
+    return dataclasses.replace(batch, **changes)
+
+
+def test_sequences_with_a_value_that_is_not_finite_are_found() -> None:
+    values = torch.zeros(12)
+    values[4] = NAN  # masked: nobody reads it
+    values[9] = torch.inf
+    assert not_finite(values, make_batch()).tolist() == [False, False, True]
+
+
+def test_drift_is_of_two_passes_and_of_the_engine() -> None:
+    now = torch.full((12,), -1.0)
+    now[1:4] += torch.tensor([0.3, -0.3, 0.006])  # mean 0.002
+    now[0] = NAN  # masked
+    rollout = torch.full((12,), -1.0)
+    rollout[5:8] -= 0.04
+    stats = drift(now, make_batch(rollout_logprobs=rollout), clip=0.01)
+    value = {k: v.total / v.count if isinstance(v, Mean) else v.value for k, v in stats.items()}
+    assert float(value["guard/ratio_error"]) == pytest.approx(0.3, rel=1e-5)
+    assert float(value["guard/clip_budget"]) == pytest.approx(0.2 / 3, rel=1e-3)
+    assert float(value["guard/clip_budget_rollout"]) == pytest.approx(4 / 3, rel=1e-4)
+    assert drift(now, make_batch(), clip=None).keys() == {"guard/ratio_error"}
+
+
+def test_a_ratio_that_is_not_one_stops_the_run_and_a_used_up_clip_range_warns() -> None:
+    said: list[str] = []
+    fine = {"guard/ratio_error": 5e-5, "guard/clip_budget": 0.09}
+    check_first_update(fine, GuardConfig(), torch.float32, said.append)
+    assert said == []
+    check_first_update(
+        {**fine, "guard/clip_budget": 0.4}, GuardConfig(), torch.float32, said.append
+    )
+    assert "40% of the clip range" in said[0]
+    for error in (2e-4, NAN):
+        with pytest.raises(RunFailed, match=r"guards.ratio_tolerance=0.0001"):
+            check_first_update(
+                {"guard/ratio_error": error}, GuardConfig(), torch.float32, said.append
+            )
+    check_first_update({"guard/ratio_error": 0.05}, GuardConfig(), torch.bfloat16, said.append)
+
+
+def test_the_clip_range_is_the_narrower_side_of_a_sequence_ratio() -> None:
+    assert sequence_clip(gspo, AlgorithmConfig()) == 3e-4
+    assert sequence_clip(gspo, AlgorithmConfig(clip_low=1e-2)) == 4e-4
+    from mrl.algorithms import grpo
+
+    assert sequence_clip(grpo, AlgorithmConfig()) is None
+
+
+def test_groups_without_a_signal_are_counted_by_their_cause() -> None:
+    groups = [[0.0, 0.0], [1.0, 1.0], [0.5, 0.5], [0.0, 1.0], [NAN, 1.0], [NAN, NAN], [0.2, 0.2]]
+    found = zero_signal_metrics([torch.tensor(group) for group in groups])
+    assert found == {
+        "reward/zero_signal_groups": 6.0,
+        "reward/zero_signal/unscored": 2.0,
+        "reward/zero_signal/best": 1.0,
+        "reward/zero_signal/worst": 1.0,
+        "reward/zero_signal/equal": 2.0,
+    }
+    same = zero_signal_metrics([torch.ones(4), torch.ones(4)])
+    assert same["reward/zero_signal/equal"] == 2.0  # neither solved nor out of reach: one reward
+
+
+POISONED = (4, 6)
+"""Samples of the step whose numbers are spoiled."""
+
+
+def one_poisoned_step(overrides: list[str], what: str) -> dict[str, Any]:
+    """A step on this rank whose loss is spoiled in two samples -> the error, and what moved."""
+    from mrl.trainer import Trainer
+
+    recipe = load_recipe(TOY_RECIPE, overrides)
+    plan = check(recipe, world_size())
+    groups = init_groups(plan.dims, recipe.seed)
+    folder = RunFolder(recipe.output_dir)
+    if groups.rank == 0:
+        folder.open(recipe)
+    trainer = Trainer(dataclasses.replace(plan, algorithm=Poisoned(what)), groups, folder)
+    before = [p.detach().clone() for p in trainer.policy.chunks[0].parameters()]
+    if what == "model" and groups.rank == 0:
+        next(trainer.policy.chunks[0].parameters()).register_hook(lambda grad: grad * NAN)
+    try:
+        trainer.run_step()
+        error = ""
+    except RunFailed as failed:
+        error = str(failed)
+    after = trainer.policy.chunks[0].parameters()
+    same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return {"error": error, "same": same, "on_file": folder.rollout_file(0).exists()}
+
+
+class Poisoned:
+    """GSPO with numbers that are not finite in some samples."""
+
+    RATIO, CLIP_LOW, CLIP_HIGH = gspo.RATIO, gspo.CLIP_LOW, gspo.CLIP_HIGH
+    advantages = staticmethod(gspo.advantages)
+    sequence_weights = staticmethod(gspo.sequence_weights)
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def loss(self, logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
+        assert batch.sample_ids is not None
+        bad = torch.isin(batch.sample_ids, torch.tensor(POISONED)) & (self.what == "log-probs")
+        lengths = batch.cu_seqlens.diff().long()
+        spoilt = bad.repeat_interleave(lengths) & batch.loss_mask
+        output = gspo.loss(logprobs, batch, config)
+        infinite = torch.where(spoilt, logprobs - logprobs.detach(), 0.0).sqrt()  # slope 1/0
+        return LossOutput(output.loss_sum + infinite.sum(), output.stats)
+
+
+@pytest.mark.parametrize("what", ["log-probs", "model", "nothing"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_not_finite_stops_before_the_optimizer_and_names_its_samples(
+    toy: Toy, recorded: Path, tmp_path: Path, what: str, world: int
+) -> None:
+    overrides = toy.overrides(
+        tmp_path / "run", f"debug.load_rollouts={recorded / 'rollouts'}", "train.num_steps=4"
+    )
+    for rank in run_ranks(world, one_poisoned_step, overrides, what, folder=tmp_path / "out"):
+        assert rank["on_file"]
+        if what == "nothing":
+            assert rank["error"] == ""
+            assert not rank["same"]
+        elif what == "model":
+            assert "a gradient of the weights is not finite" in rank["error"]
+            assert rank["same"]
+        else:
+            assert "gradients are not finite in samples 4, 6 (counted from 0" in rank["error"]
+            assert rank["same"]

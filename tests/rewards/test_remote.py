@@ -1,0 +1,242 @@
+"""The client against servers that misbehave, and against our own."""
+
+import http.client
+import json
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from mrl.errors import InputError
+from mrl.rewards import resolve_reward
+from mrl.rewards.base import BrokenReward
+from mrl.rewards.remote import ServerFailed
+from mrl.rewards.runner import RewardRunner
+from mrl.rewards.server import RewardServer
+from tests.rewards.test_runner import group
+
+ZOO = Path(__file__).parent / "zoo.py"
+
+
+@contextmanager
+def scripted(*answers):
+    """A server that gives one answer after the other, the last for ever.
+
+    `(status, bytes)`; a number of seconds to sleep and say nothing; None to hang up.
+    Yields (url, requests as they came).
+    """
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            answer = answers[min(len(seen), len(answers) - 1)]
+            seen.append((self.path, json.loads(body)))
+            if not isinstance(answer, tuple):
+                time.sleep(answer or 0)
+                self.close_connection = True
+                return
+            status, reply = answer
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/score?v=1", seen
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def served(spec, **settings):
+    settings = {"num_workers": 1, "timeout_s": 10.0, **settings}
+    with RewardServer(str(spec), "127.0.0.1", 0, **settings) as server:
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        try:
+            yield server.url
+        finally:
+            server.stop()
+            thread.join()
+
+
+def call(url, texts, timeout_s=5.0, **columns):
+    return resolve_reward(url, timeout_s)(["p"] * len(texts), texts, **columns)
+
+
+GOOD = (200, b'{"rewards": [1, null]}')
+
+
+def test_what_is_sent_and_what_comes_back():
+    with scripted(GOOD) as (url, seen):
+        assert call(url, ["a", "b"], answer=["x", "y"]) == [1, None]
+    request = {"prompts": ["p", "p"], "completions": ["a", "b"], "columns": {"answer": ["x", "y"]}}
+    assert seen == [("/score?v=1", request)]
+
+
+@pytest.mark.parametrize("first", [(503, b"busy"), (429, b""), (502, b""), (504, b""), None])
+def test_sent_again(first):
+    with scripted(first, first, GOOD) as (url, seen):
+        assert call(url, ["a", "b"]) == [1, None]
+    assert len(seen) == 3
+
+
+def test_an_idle_connection_that_was_closed_is_opened_again():
+    with scripted(GOOD) as (url, seen):
+        function = resolve_reward(url, 5.0)
+        function(["p"] * 2, ["a", "b"])
+        function._connection.sock.shutdown(2)
+        assert function(["p"] * 2, ["a", "b"]) == [1, None]
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message", "kind"),
+    [
+        ((500, b'{"error": "E: no"}'), ServerFailed, "HTTP 500: E: no", "exception"),
+        ((500, b'{"error": "x", "kind": "hang"}'), ServerFailed, "HTTP 500: x", "hang"),
+        ((500, b"<html>"), ServerFailed, "HTTP 500: '<html>'", "exception"),
+        ((500, b'{"error": "E", "broken": true}'), BrokenReward, "HTTP 500: E", None),
+        ((404, b"gone"), BrokenReward, "HTTP 404: 'gone'", None),
+        ((301, b""), BrokenReward, "HTTP 301: ''", None),
+        ((200, b"[1, 2]"), BrokenReward, r"answered '\[1, 2\]', expected", None),
+        ((200, b'{"rewards": 1}'), BrokenReward, "expected {", None),
+        ((200, b"\xff[[["), BrokenReward, "expected {", None),
+        ((503, b'{"error": "full"}'), BrokenReward, r"HTTP 503: full \(\d tries\)", None),
+        (None, BrokenReward, r"connection lost: .* \(\d tries\)", None),
+        (1.0, ServerFailed, "no answer within 0.45 s", "hang"),
+    ],
+)
+def test_failures(answer, error, message, kind):
+    start = time.monotonic()
+    with scripted(answer) as (url, _):
+        with pytest.raises(error, match=message) as caught:
+            call(url, ["a", "b"], timeout_s=0.5)
+        assert time.monotonic() - start < 2.0
+    assert url in str(caught.value)
+    assert kind in (None, caught.value.kind)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://", "expected http://HOST:PORT/PATH"),
+        ("http://me:secret@host/", "without a user or password"),
+        ("http://host:port/", "Port could not be cast"),
+    ],
+)
+def test_addresses_that_cannot_be_used(url, reason):
+    with pytest.raises(InputError, match=reason):
+        resolve_reward(url)
+
+
+def test_nobody_there():
+    with pytest.raises(
+        InputError, match=r"no connection: .*refused \(\d tries\); start the server"
+    ):
+        RewardRunner("http://127.0.0.1:1", 0.5)
+    with scripted(GOOD) as (url, _), pytest.raises(InputError, match="SSL"):
+        RewardRunner(url.replace("http:", "https:"), 30)
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (b'{"rewards": [1]}', "BrokenReward: returned 1 rewards for 2 completions"),
+        (b'{"rewards": [1, NaN]}', "NotFinite: reward 1 is nan"),
+        (b'{"rewards": [1, "2"]}', "NotANumber: reward 1 is '2', expected a number or None"),
+    ],
+)
+def test_the_runner_masks_and_counts(reply, reason):
+    with scripted((200, reply), GOOD) as (url, _), RewardRunner(url, 5) as runner:
+        runner.score([group(2)], [["a", "b"]], step_samples=100)
+        assert runner.report.num_failed == 2  # one by one the scripted server is no better
+        assert reason in runner.report.first_error
+
+
+def test_a_served_function_masks_only_its_culprit():
+    with served(f"{ZOO}:hangs", timeout_s=0.5) as url, RewardRunner(url, 10) as runner:
+        (rewards,) = runner.score([group(3)], [["abc", "bad", "a"]], step_samples=100)
+        assert rewards[[0, 2]].tolist() == [3, 1]
+        assert bool(rewards[1].isnan())
+        assert (runner.report.num_failed, runner.report.num_repeated) == (1, 1)
+        assert "HTTP 500: no answer within 0.5 s, killed" in runner.report.first_error
+
+
+def test_a_broken_function_is_broken_from_afar_too():
+    with served(f"{ZOO}:too_few") as url, RewardRunner(url, 10) as runner:
+        (rewards,) = runner.score([group(3)], [["abc", "bad", "a"]], step_samples=100)
+        assert bool(rewards.isnan().all())
+        assert runner.report.num_repeated == 0
+
+
+def test_columns_arrive_and_two_workers_answer_at_the_same_time():
+    with served(f"{ZOO}:naps", num_workers=2) as url:
+        call(url, ["a"], nap_s=[0.0])
+        start = time.monotonic()
+        threads = [
+            threading.Thread(target=call, args=(url, ["a"]), kwargs={"nap_s": [1.0]})
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert 1.0 <= time.monotonic() - start < 1.8
+
+
+def test_the_server_refuses_what_is_no_request():
+    good = {"prompts": ["p"], "completions": ["a"]}
+    bodies = {
+        "[": "Expecting value",
+        "[1]": "expected a JSON object",
+        json.dumps({**good, "prompts": []}): "prompts must be a list of 1",
+        json.dumps({**good, "completions": [1]}): "completions must be a list of strings",
+        json.dumps({**good, "columns": {"x": 1}}): "x must be a list of 1",
+        json.dumps({**good, "columns": [1]}): "columns must be an object",
+    }
+    with served(f"{ZOO}:lengths") as url:
+        connection = http.client.HTTPConnection(url.removeprefix("http://"))
+        for body, reason in bodies.items():
+            connection.request("POST", "/", body)
+            response = connection.getresponse()
+            assert response.status == 400
+            assert reason in json.loads(response.read())["error"]
+        connection.request("GET", "/")
+        assert json.loads(connection.getresponse().read()) == {"reward": f"{ZOO}:lengths"}
+        connection.putrequest("POST", "/")
+        connection.endheaders()  # no length: what follows cannot be told from the next request
+        assert connection.getresponse().status == 411
+        connection.close()
+
+
+def test_a_server_that_cannot_start():
+    with pytest.raises(InputError, match="did you mean 'first_char'"):
+        RewardServer("first_cha", "127.0.0.1", 0, num_workers=2, timeout_s=1)
+    with served(f"{ZOO}:lengths") as url:
+        port = int(url.rpartition(":")[2])
+        with pytest.raises(InputError, match=r"cannot listen on .* in use"):
+            RewardServer("first_char", "127.0.0.1", port, num_workers=1, timeout_s=1)
+
+
+def test_calls_do_not_wait_for_acknowledgements():
+    with served(f"{ZOO}:lengths") as url:
+        function = resolve_reward(url, 5.0)
+        start = time.perf_counter()
+        for _ in range(50):
+            function(["p"], ["a"])
+        assert time.perf_counter() - start < 1.0  # with Nagle's algorithm at the server 2 s

@@ -1,0 +1,177 @@
+"""The page in a real browser. What every page must: no complaint, and no request but for itself."""
+
+import json
+import re
+
+import pytest
+
+from mrl.cli import main
+from mrl.view.render import json_block
+from tests.view.browser import open_browser
+from tests.view.invented import HOSTILE, write_run
+
+
+@pytest.fixture(scope="module")
+def page():
+    with open_browser() as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def invented(tmp_path_factory):
+    """The page of a run full of texts that would like to be markup."""
+    run = write_run(tmp_path_factory.mktemp("invented") / "run")
+    main(["view", str(run)])
+    return run / "view.html"
+
+
+@pytest.fixture
+def opened(page, invented):
+    page.view(1440, 900)
+    page.open(invented)
+    yield page
+    page.assert_quiet(invented)
+
+
+def test_hostile_texts_stay_texts(opened):
+    assert opened.evaluate("document.title").endswith("mrl view")
+    assert opened.count("img") == 0
+    assert opened.count("script") == 2
+    opened.click("#all summary", 0)
+    shown = opened.text("body")
+    assert HOSTILE[0] in shown
+    assert HOSTILE[1] in shown
+    assert HOSTILE[2] in shown
+    assert "49" not in opened.text(".tokens")
+    # Half characters and characters that turn the text around are shown by number.
+    assert "\u27e8202E\u27e9drawkcab\u27e87\u27e9\u27e8D800\u27e9" in opened.text(".tokens")
+
+
+def test_policy_lets_nothing_else_run(opened):
+    opened.evaluate(
+        "(() => { const s = document.createElement('script'); try { s.text = 'window.ran = 1' }"
+        " catch { window.refused = 1 } document.body.append(s) })()"
+    )
+    assert opened.evaluate("window.refused") == 1
+    assert opened.evaluate("window.ran") is None
+    answer = "fetch('data:text/plain,x').then(() => 'sent', () => 'refused')"
+    assert opened.evaluate(answer) == "refused"
+    assert opened.errors
+    opened.errors.clear()
+
+
+def test_curves_read_out_the_step_under_the_pointer(opened):
+    reward = '#curves [data-keys="reward/mean"]'
+    assert "0.8701" in opened.text(f"{reward} .value")
+    opened.hover(f"{reward} svg")
+    assert opened.text(f"{reward} .chart-step") == "step 2"
+    assert "0.5828" in opened.text(f"{reward} .value")
+    grad = '#curves [data-keys="grad_norm"]'
+    assert opened.text(f"{grad} .value") == "not finite"  # all charts point at one step
+    assert opened.count(f"{grad} .not-finite") == 1
+    assert (
+        opened.evaluate(f"document.querySelector('{grad} .line').getAttribute('d')").count("M") == 2
+    )
+    opened.evaluate(f"document.querySelector('{reward}').focus()")
+    opened.press("ArrowRight")
+    assert opened.text(f"{reward} .chart-step") == "step 3"
+
+
+def test_log_scale_and_search(opened):
+    opened.click('#curves [data-keys="reward/mean"] button')
+    assert "1 value(s) of 0 or less" in opened.text('#curves [data-keys="reward/mean"]')
+    opened.click("#search")
+    opened.type("LAYER_02 entropy")
+    assert opened.text("#found .chart-title") == "moe/load_entropy/layer_02"
+    assert opened.count("#found .chart") == 1
+    assert opened.count("#found svg path.line") == 1
+    opened.evaluate("document.querySelector('#search').value = ''")
+    opened.click("#search")
+    opened.type("__proto__")
+    assert opened.count("#found .chart") == 1
+
+
+def test_mismatch_dashboard(opened):
+    opened.evaluate("document.querySelector('.heatmap canvas').focus()")
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight"):
+        opened.press(key)
+    assert opened.text(".heatmap .readout") == "layer 2, step 2: 0.04"
+    opened.choose("#mismatch select", "moe/load_entropy")
+    assert opened.text(".heatmap .chart-title") == "moe/load_entropy"
+    table = opened.text("#decomposition")
+    assert re.search(r"replay of expert ids\s+0.004\s+4e-4", table)
+    assert "diverge first in layer 2" in table
+    assert "unexplained" in opened.text("#findings")
+
+
+def test_samples_are_sorted_picked_and_read(opened):
+    ids = "[...document.querySelectorAll('.sample-list tbody button')].map((b) => b.textContent)"
+    assert opened.evaluate(ids) == ["1", "3", "2", "0"]
+    opened.choose("#samples select", "low", nth=1)
+    assert opened.evaluate(ids) == ["0", "1", "2", "3"]
+    opened.click(".sample-list tbody button", nth=1)
+    assert opened.count(".token") == 24
+    assert opened.evaluate("document.querySelectorAll('.token.extreme')[0].dataset.token") == "10"
+    opened.hover(".token", nth=10)
+    panel = opened.text(".token-panel")
+    assert re.search(r"difference Δ\s+1.5\b", panel)
+    assert re.search(r"ratio exp\(Δ\)\s+4.482", panel)
+    assert re.search(r"advantage\s+0.5\b", panel)
+    assert re.search(r"weight version\s+4\b", panel)
+    opened.click(".token.rerouted")
+    assert opened.text("tr.differs").split() == ["2", "≠", "0", "7", "6", "7", "0.25"]
+    assert opened.count("table.routes tbody tr") == 3
+    opened.hover(".token", nth=12)  # a click holds the token
+    assert re.search(r"position\s+8 of 24", opened.text(".token-panel"))
+    opened.choose("#samples select", "routes", nth=2)
+    painted = "[...document.querySelectorAll('.token')].filter((t) => t.style.backgroundColor)"
+    assert opened.evaluate(f"{painted}.map((t) => t.dataset.token)") == ["8"]
+    opened.click("[aria-label='Previous step']")
+    assert "samples of step 3" in opened.text("#about-step")
+
+
+def test_keys_move_through_the_tokens(opened):
+    opened.evaluate("document.querySelector('.tokens').focus()")
+    opened.press("ArrowRight")
+    assert "position\n6 of 24" in opened.text(".token-panel")
+    opened.press("End")
+    assert "No route was captured" in opened.text(".token-panel")
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
+@pytest.mark.parametrize("dark", [False, True])
+def test_nothing_is_wider_than_the_window(page, invented, width, height, dark):
+    page.view(width, height, dark)
+    page.open(invented)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    back = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert back == ("rgb(20, 24, 29)" if dark else "rgb(255, 255, 255)")
+    page.assert_quiet(invented)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 5000])
+def test_any_length_of_run(page, tmp_path, num_steps):
+    margin = "routing/margin_at_disagreement"
+    fixed = {"routing/disagreement/layer_01": 0.5, "time/train_s": 1.0, "mismatch/p50": 0.0}
+    rows = [
+        {"step": i, "reward/mean": None if i % 3 else i / 7, **fixed, margin: None}
+        for i in range(num_steps)
+    ]
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["view", str(tmp_path)])
+    page.view(1440, 900)
+    page.open(tmp_path / "view.html")
+    assert page.count("#curves .chart") == (2 if num_steps else 0)
+    if num_steps:
+        assert "No finite value at any step" in page.text(f'[data-keys="{margin}"]')
+    assert ("No step is done" in page.text("#curves")) == (num_steps == 0)
+    page.assert_quiet(tmp_path / "view.html")
+    assert (tmp_path / "view.html").stat().st_size < 300_000
+
+
+def test_json_block_cannot_be_left():
+    block = json_block({"a": [*HOSTILE, "&lt;", "\u2028"]})
+    assert not set(block) & set("<>&")
+    assert block.isascii()
+    assert json.loads(block)["a"][:3] == list(HOSTILE[:3])
