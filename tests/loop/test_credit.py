@@ -62,8 +62,8 @@ def split(batch: MicroBatch, tensor: Tensor) -> list[Tensor]:
     return [p.clone() for p in tensor.split(batch.cu_seqlens.diff().tolist())]
 
 
-def credited(world: int, budget: int) -> dict[str, Any]:
-    groups: Groups = init_groups(ParallelDims.create(ParallelConfig(), world), 0)
+def credited(world: int, sizes: dict[str, int], budget: int) -> dict[str, Any]:
+    groups: Groups = init_groups(ParallelDims.create(ParallelConfig(**sizes), world), 0)
     (made,) = make_train_batches(
         [(samples(), REWARDS)], ppo, groups, budget, config=IN_REWARD, max_response_len=12
     )
@@ -96,13 +96,15 @@ def credited(world: int, budget: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(1, credited, 1, 1000, folder=tmp_path_factory.mktemp("credit"))[0]
+    return run_ranks(1, credited, 1, {}, 1000, folder=tmp_path_factory.mktemp("credit"))[0]
 
 
+@pytest.mark.parametrize("sizes", [{}, {"tensor_model_parallel_size": 2}], ids=["DP2", "TP2"])
 def test_any_split_over_ranks_and_micro_batches_gives_the_same_bits(
-    whole: dict[str, Any], tmp_path: Path
+    sizes: dict[str, int], whole: dict[str, Any], tmp_path: Path
 ) -> None:
-    outs = run_ranks(2, credited, 2, 12, folder=tmp_path)
+    """TP2: both ranks have every token, and each is to count once."""
+    outs = run_ranks(2, credited, 2, sizes, 12, folder=tmp_path)
     for key in ("token", "returns"):
         found = outs[0][key] | outs[1][key]
         assert found.keys() == whole[key].keys() == set(range(NUM_SAMPLES))
