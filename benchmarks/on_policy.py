@@ -9,9 +9,9 @@ prompt, decode   rows that differ, largest difference, and that in units of the 
 own op           the same of all rows where the trainer's op is given what the engine's op before it
                  gave: its own difference
 
-Then the causes one by one, batch and packing, the mismatch of four steps of `mrl train` in each mode and
-under harder conditions, and what the mode costs in CPU seconds (medians, by turns). Passes where everything is equal with the mode on. Only a whole
-run is written to the results.
+Then the causes one by one, batch and packing, the mismatch of four steps of `mrl train` in each mode
+and under harder conditions, and what the mode costs in CPU seconds (medians, by turns). Passes where
+everything is equal with the mode on. Only a whole run is written to the results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NUM_STEPS = 4
 HARD = ("rollout.temperature=0.7", "rollout.max_running_requests=7", "train.micro_batch_tokens=100",
         "moe.routing_replay=off")  # fmt: skip
 """Other batches in the engine, other packing in the trainer, and routers that decide for themselves."""
-ODD = {"hidden_size": 72, "head_dim": 24, "moe_intermediate_size": 40, "num_experts": 12,
+ODD: dict[str, Any] = {"hidden_size": 72, "head_dim": 24, "moe_intermediate_size": 40, "num_experts": 12,
        "num_experts_per_tok": 4}  # fmt: skip
 """Sizes that are no whole numbers of lanes, and a sum of four experts, whose order counts."""
 

@@ -1,7 +1,7 @@
 """What the mode costs, in CPU seconds (others use this machine too), both modes by turns.
 
-The engine: one rollout of the toy recipe, 128 requests of 9 + 32 tokens; the CPU time of all processes of
-its server. The trainer: log-probs of these tokens without gradients, and forward and backward.
+The engine: one rollout of the toy recipe, 128 requests of 9 + 32 tokens; the CPU time of all processes
+of its server. The trainer: log-probs of these tokens without gradients, and forward and backward.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from mrl.toy_model import write_toy_model
 from tests.loop.conftest import Toy, trained
 from tests.ranks import run_ranks
 
-ODD = {
+ODD: dict[str, Any] = {
     "hidden_size": 72,
     "head_dim": 24,
     "moe_intermediate_size": 40,
