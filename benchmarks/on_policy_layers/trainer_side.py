@@ -16,7 +16,7 @@ from torch import Tensor
 from mrl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from mrl.types import MicroBatch, Sample, VersionSpan
 from parallel.dims import ParallelDims
-from parallel.groups import init_groups
+from parallel.groups import Groups, init_groups
 from parallel.hf_config import HfModel
 from parallel.logprobs import LogprobHead
 from parallel.model import unwrap
@@ -24,9 +24,12 @@ from parallel.packing import WeightedSample, pack
 from parallel.policy import Policy
 
 
-def make_policy(folder: Path, true_on_policy: bool) -> Policy:
-    """On the one rank that calls."""
-    groups = init_groups(ParallelDims.create(ParallelConfig(), 1), 0)
+def join_groups() -> Groups:
+    """Of the one rank that calls, once."""
+    return init_groups(ParallelDims.create(ParallelConfig(), 1), 0)
+
+
+def make_policy(folder: Path, groups: Groups, true_on_policy: bool) -> Policy:
     model = ModelConfig(path=str(folder), dtype="float32")
     return Policy(
         HfModel.read(folder),

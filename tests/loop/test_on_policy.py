@@ -9,15 +9,26 @@ import pytest
 from benchmarks.on_policy_layers.causes import causes
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout.sglang_server.settings import server_environment, server_settings
+from mrl.toy_model import write_toy_model
 from tests.loop.conftest import Toy, trained
 from tests.ranks import run_ranks
 
+ODD: dict[str, Any] = {
+    "hidden_size": 72,
+    "head_dim": 24,
+    "moe_intermediate_size": 40,
+    "num_experts": 12,
+    "num_experts_per_tok": 4,
+}
+"""No whole numbers of lanes, and enough experts a token that the order of their sum counts."""
+
 
 @pytest.fixture(scope="module")
-def steps(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """Two steps: the second with trained weights. Other batches in the engine than in the trainer."""
     folder = tmp_path_factory.mktemp("on_policy")
-    overrides = toy.overrides(
+    write_toy_model(folder / "model", **ODD)
+    overrides = Toy(folder / "model").overrides(
         folder / "run",
         "train.num_steps=2",
         "rollout.true_on_policy=true",
