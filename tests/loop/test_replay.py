@@ -82,8 +82,8 @@ def test_another_layout_is_told_from_the_same_bits(recorded: Path, tmp_path: Pat
     codes = run_ranks(2, replayed, *args, folder=tmp_path / "out")
     report = json.loads((tmp_path / "again.json").read_text())
     assert codes == [int(bool(report["differences"]))] * 2
-    for before, again in report["differences"].values():
-        assert again == pytest.approx(before, rel=1e-3, abs=1e-5)
+    for key, (before, again) in report["differences"].items():
+        assert again == pytest.approx(before, rel=1e-2, abs=1e-4), key
 
 
 def test_what_cannot_be_replayed_is_said_in_a_line(
