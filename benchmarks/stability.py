@@ -117,7 +117,10 @@ def run_all(folder: Path, wanted: Iterable[Job]) -> Iterable[tuple[Job, dict[str
         waiting.put(job)
     cores = sorted(os.sched_getaffinity(0))
     threads = [
-        threading.Thread(target=work, args=(cores[i % len(cores)], folder, waiting, done))
+        # Daemons: after Ctrl-C nothing is waited for, and the workers die with their threads.
+        threading.Thread(
+            target=work, args=(cores[i % len(cores)], folder, waiting, done), daemon=True
+        )
         for i in range(min(NUM_WORKERS, waiting.qsize()))
     ]
     for thread in threads:

@@ -27,7 +27,7 @@ def smoothed(result: Result) -> list[float]:
 def has_collapsed(result: Result) -> bool:
     """A number stopped being one, or the reward ended below half of its best (both smoothed).
 
-    Fixed before the first run was looked at. Entropy does not count: the task has one right answer.
+    Fixed before the study was run. Entropy does not count: the task has one right answer.
     """
     if result["ended"] != "done":
         return True

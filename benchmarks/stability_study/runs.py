@@ -37,7 +37,8 @@ TAU = 2.0
 KEYS = (
     "reward/mean", "response_len/mean", "entropy", "grad_norm", "loss/policy", "ratio/max",
     "ratio/clip_frac", "mismatch/k3", "mismatch/logprob_abs_mean", "mismatch/logprob_abs_max",
-    "study/mismatch_extreme", "study/ratio_extreme", "time/step_s",
+    "study/mismatch_extreme", "study/ratio_extreme", "time/sync_s", "time/rollout_s",
+    "time/logprob_s", "time/train_s", "time/step_s",
 )  # fmt: skip
 """Of the loop's metrics: what is kept of each step."""
 
