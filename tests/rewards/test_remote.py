@@ -196,7 +196,7 @@ def test_columns_arrive_and_two_workers_answer_at_the_same_time():
             thread.start()
         for thread in threads:
             thread.join()
-        assert 1.0 <= time.monotonic() - start < 1.8
+        assert 1.0 <= time.monotonic() - start < 1.95
 
 
 def test_the_server_refuses_what_is_no_request():
@@ -236,7 +236,9 @@ def test_a_server_that_cannot_start():
 def test_calls_do_not_wait_for_acknowledgements():
     with served(f"{ZOO}:lengths") as url:
         function = resolve_reward(url, 5.0)
-        start = time.perf_counter()
-        for _ in range(50):
+        seconds = []
+        for _ in range(21):
+            start = time.perf_counter()
             function(["p"], ["a"])
-        assert time.perf_counter() - start < 1.0  # with Nagle's algorithm at the server 2 s
+            seconds.append(time.perf_counter() - start)
+    assert sorted(seconds)[10] < 0.03  # 0.04 with head and body in two packets

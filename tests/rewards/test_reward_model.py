@@ -2,7 +2,12 @@ import json
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForSequenceClassification,
+)
 
 from mrl.errors import InputError
 from mrl.rewards import resolve_reward
@@ -69,6 +74,26 @@ def test_without_a_padding_token_each_text_goes_alone(folder, tmp_path):
     before = model(["p", "p"], ["a", "longer"])
     model._model.config.pad_token_id = model._pad_id = None
     assert model(["p", "p"], ["a", "longer"]) == pytest.approx(before)
+
+
+def test_an_encoder_does_not_look_at_the_padding(tmp_path):
+    tokenizer = build_tokenizer()
+    config = BertConfig(
+        vocab_size=128,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.5,
+    )
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts = ["a", "longer text"]
+    alone = loaded(f"reward_model:{tmp_path}?batch_size=1")(["p"] * 2, texts)
+    assert loaded(f"reward_model:{tmp_path}")(["p"] * 2, texts) == pytest.approx(alone, rel=1e-5)
 
 
 def test_in_the_worker(folder):
