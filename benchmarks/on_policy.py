@@ -53,8 +53,13 @@ NUM_STEPS = 4
 HARD = ("rollout.temperature=0.7", "rollout.max_running_requests=7", "train.micro_batch_tokens=100",
         "moe.routing_replay=off")  # fmt: skip
 """Other batches in the engine, other packing in the trainer, and routers that decide for themselves."""
-ODD: dict[str, Any] = {"hidden_size": 72, "head_dim": 24, "moe_intermediate_size": 40, "num_experts": 12,
-       "num_experts_per_tok": 4}  # fmt: skip
+ODD: dict[str, Any] = {
+    "hidden_size": 72,
+    "head_dim": 24,
+    "moe_intermediate_size": 40,
+    "num_experts": 12,
+    "num_experts_per_tok": 4,
+}
 """Sizes that are no whole numbers of lanes, and a sum of four experts, whose order counts."""
 
 

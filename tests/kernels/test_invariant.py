@@ -49,8 +49,8 @@ def test_torch_does_not_do_this() -> None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, first: list[int], count: list[int]) -> Tensor:
-    bounds = (torch.tensor(x, dtype=torch.int32) for x in (first, count))
-    return invariant.attention(q, k, v, *bounds, scale=0.3)
+    start, seen = (torch.tensor(x, dtype=torch.int32) for x in (first, count))
+    return invariant.attention(q, k, v, start, seen, scale=0.3)
 
 
 @pytest.mark.parametrize(("size", "value_size"), [(16, 16), (24, 40)])
@@ -68,7 +68,7 @@ def test_attention_of_one_query_is_that_of_all(size: int, value_size: int) -> No
         assert torch.equal(attend(q[t : t + 1], k[: t + 1], v[: t + 1], [0], [t + 1])[0], whole[t])
     # The same sequence behind another one.
     behind = [torch.cat([torch.randn(9, *x.shape[1:]), x]) for x in (k, v)]
-    assert torch.equal(attend(q, *behind, [9] * num, list(range(1, num + 1))), whole)
+    assert torch.equal(attend(q, behind[0], behind[1], [9] * num, list(range(1, num + 1))), whole)
 
 
 def test_threads_do_not_change_a_bit() -> None:
