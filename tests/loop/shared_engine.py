@@ -25,6 +25,8 @@ SMALL = (
     "train.num_steps_per_rollout=2",
     "optimizer.lr=5e-3",
     "checkpoint.save_every=0",
+    "diagnosis.save_tokens_every=0",
+    "diagnosis.decompose_every=0",
 )
 """8 prompts x 8 samples x up to 8 letters, and two updates a rollout: in the second one the policy has
 moved, so that ratios and clips count."""
