@@ -4,7 +4,8 @@ A toy MoE, a bfloat16 engine against a float32 trainer, and several optimizer st
 (launch/recipes/stability.yaml): six corrections (runs.ARMS) with five seeds each, all from one
 warm-started model. Two processes, one a core, each with a real SGLang that its runs use one after the
 other. A finished run is a line of FOLDER/results.jsonl: a study that was interrupted goes on where it
-was, `--fresh` begins anew. docs/stability.md gets the table, docs/stability.svg the curves.
+was, `--fresh` begins anew. docs/stability.md gets the tables, docs/stability.svg the curves; of a study
+with other seeds or steps, files of these names in FOLDER do.
 
 The last line counts what must hold (report.checks). What the R3 paper reports is printed beside what
 was seen, and fails nothing.
@@ -45,7 +46,9 @@ from mrl.processes import JsonWorker, WorkerLost
 
 RESULT = ROOT / "benchmarks/results/stability.json"
 DOCUMENT, PLOT = ROOT / "docs/stability.md", ROOT / "docs/stability.svg"
+NUM_SEEDS = 5
 NUM_WORKERS = 2
+"""At most; one a core."""
 RUN_TIMEOUT_S = 1200.0
 
 
@@ -100,7 +103,7 @@ def work(core: int, folder: Path, waiting: queue.Queue[Job], done: queue.Queue[A
             try:
                 done.put((job, worker.call(dataclasses.asdict(job), RUN_TIMEOUT_S)))
             except WorkerLost as error:
-                done.put((job, f"the worker was lost: {error}"))
+                done.put((job, f"the worker was lost: {error}; see {folder}/worker_{core}.log"))
             shutil.rmtree(job.folder, ignore_errors=True)
     except queue.Empty:
         pass
@@ -118,10 +121,8 @@ def run_all(folder: Path, wanted: Iterable[Job]) -> Iterable[tuple[Job, dict[str
     cores = sorted(os.sched_getaffinity(0))
     threads = [
         # Daemons: after Ctrl-C nothing is waited for, and the workers die with their threads.
-        threading.Thread(
-            target=work, args=(cores[i % len(cores)], folder, waiting, done), daemon=True
-        )
-        for i in range(min(NUM_WORKERS, waiting.qsize()))
+        threading.Thread(target=work, args=(cores[i], folder, waiting, done), daemon=True)
+        for i in range(min(NUM_WORKERS, len(cores), waiting.qsize()))
     ]
     for thread in threads:
         thread.start()
@@ -143,8 +144,10 @@ def line_of(result: dict[str, Any]) -> str:
     )
 
 
-def write(results: list[dict[str, Any]], num_wanted: int, num_steps: int) -> dict[str, bool]:
-    """The result file, the table and the plot."""
+def write(
+    results: list[dict[str, Any]], num_wanted: int, num_steps: int, folder: Path | None
+) -> dict[str, bool]:
+    """The result file, the table and the plot: of the repository, or of a smaller study in `folder`."""
     rows = [row_of(arm, own) for arm in ARMS if (own := [r for r in results if r["arm"] == arm])]
     expected, found = expectations(results), checks(results, num_wanted)
     content = {
@@ -154,18 +157,21 @@ def write(results: list[dict[str, Any]], num_wanted: int, num_steps: int) -> dic
         "expectations": expected,
         "verdicts": found,
     }
-    RESULT.write_text(json.dumps(content, indent=1) + "\n")
-    PLOT.write_text(svg(results))
+    places = [RESULT, PLOT, DOCUMENT]
+    result, plot, document = [folder / p.name for p in places] if folder else places
+    result.write_text(json.dumps(content, indent=1) + "\n")
+    plot.write_text(svg(results))
     text = between_markers(DOCUMENT.read_text(), "arms", table(rows))
-    DOCUMENT.write_text(between_markers(text, "expected", expectation_table(expected)))
+    document.write_text(between_markers(text, "expected", expectation_table(expected)))
     print(f"\n{table(rows)}\n\n{expectation_table(expected)}\n")
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=load_recipe(RECIPE).train.num_steps)
+    whole = (NUM_SEEDS, load_recipe(RECIPE).train.num_steps)
+    parser.add_argument("--seeds", type=int, default=whole[0])
+    parser.add_argument("--steps", type=int, default=whole[1])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/stability")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results of the folder")
     arguments = parser.parse_args()
@@ -188,7 +194,8 @@ def main() -> None:
         print(f"[{len(results)}/{len(every)} {minutes:.1f} min] {line_of(result)}", flush=True)
     if not results:
         sys.exit("no run was made; 0 passed, 1 failed")
-    found = write(results, len(every), num_steps)
+    is_whole = (arguments.seeds, num_steps) == whole and not failed
+    found = write(results, len(every), num_steps, None if is_whole else folder)
     for text, holds in found.items():
         print(f"{'ok' if holds else 'FAILED'} {text}")
     print(f"{sum(found.values())} passed, {len(found) - sum(found.values())} failed")

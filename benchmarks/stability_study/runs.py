@@ -33,7 +33,7 @@ from parallel.groups import Groups, init_groups
 from tests.loop.stepped import SteppedRun
 
 TAU = 2.0
-"""Of arXiv 2510.11370, figure 1 and section 3."""
+"""Our choice: ratios outside of [1/2, 2]."""
 KEYS = (
     "reward/mean", "response_len/mean", "entropy", "grad_norm", "loss/policy", "ratio/max",
     "ratio/clip_frac", "mismatch/k3", "mismatch/logprob_abs_mean", "mismatch/logprob_abs_max",

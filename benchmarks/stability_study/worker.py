@@ -9,15 +9,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 from mrl.processes import send, worker_pipes
 
 
 def main() -> None:
-    _, parent, core = sys.argv[1:]
+    folder, parent, core = sys.argv[1:]
     requests, replies = worker_pipes(int(parent))
+    log = os.open(
+        Path(folder) / f"worker_{core}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+    )
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     os.sched_setaffinity(0, {int(core)})
-    # After the pipes: what these print on import must not end up among the answers.
+    # After that: what these print on import must not end up among the answers, nor on the terminal.
     from benchmarks.stability_study.arms import Job
     from benchmarks.stability_study.runs import make_run, result_of, start_engine
     from parallel import prepare
