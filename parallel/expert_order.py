@@ -39,9 +39,9 @@ class OrderedMoELayer(MoELayer):
     that of the route where one is replayed (`moe.replay.LayerReplay.chosen`)."""
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        replay: Any = self.router.router_replay
+        router: Any = self.router
         dispatcher: Any = self.token_dispatcher
-        rows = permuted_rows(dispatcher.routing_map, replay.chosen)
+        rows = permuted_rows(dispatcher.routing_map, router.router_replay.chosen)
         output = add_in_order(output, rows).view(dispatcher.hidden_shape)
         return output if shared_expert_output is None else output + shared_expert_output
 
