@@ -7,6 +7,8 @@ import os
 import sys
 from typing import NoReturn
 
+import torch
+
 from mrl import __version__
 from mrl.commands import ALL
 from mrl.console import escape
@@ -15,6 +17,7 @@ from mrl.errors import InputError, RunFailed
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `mrl` and `python -m mrl`."""
+    _use_one_thread()
     args = _parse(argv)
     try:
         args.run(args)
@@ -31,6 +34,14 @@ def main(argv: list[str] | None = None) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"mrl: interrupted; {args.after_interrupt}", file=sys.stderr)
         sys.exit(130)
+
+
+def _use_one_thread() -> None:
+    """Unless OMP_NUM_THREADS says otherwise, as torchrun does: two threads make small products on CPUs
+    many times slower, and another number of threads adds up in another order."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"  # of child processes
+        torch.set_num_threads(1)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -57,7 +57,7 @@ def processes_of(folder: Path) -> list[str]:
 def test_every_piece_of_the_run_folder_is_there(recorded: Path) -> None:
     config = yaml.safe_load((recorded / "config.yaml").read_text())
     assert config["optimizer"]["weight_decay"] == 0.0  # defaults are spelled out
-    assert load_recipe(recorded / "config.yaml").model_dump() == config
+    assert load_recipe(recorded / "config.yaml").model_dump(mode="json") == config
     for step in range(4):
         rows = (recorded / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
         assert len(rows) == 16
