@@ -67,8 +67,8 @@ def _check_kl(config: AlgorithmConfig, defaults: AlgorithmConfig) -> None:
                 )
     if config.kl_target is None and config.kl_horizon != defaults.kl_horizon:
         raise InputError(
-            f"algorithm.kl_horizon is {config.kl_horizon}, but algorithm.kl_target is not given: kl_coef "
-            "stays as it is; give a target, or leave kl_horizon out"
+            f"algorithm.kl_horizon is {config.kl_horizon}, but algorithm.kl_target is not given, so "
+            "kl_coef stays as it is; give a target, or leave kl_horizon out"
         )
     if config.kl_in == "reward" and config.kl_estimator not in ("k1", "k2", "k3"):
         raise InputError(

@@ -14,7 +14,6 @@ from mrl.config import AlgorithmConfig
 from mrl.kernels import Clip, ImportanceWeight, KlPenalty, PolicyLoss, RatioKind, policy_loss
 from mrl.types import LossOutput, Max, Mean, MicroBatch, Statistics
 
-
 PPO_CLIP_KEYS = ("clip_low", "clip_high", "dual_clip")
 """What of AlgorithmConfig `ppo_clip` reads."""
 
