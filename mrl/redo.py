@@ -147,8 +147,7 @@ def replay(source: Source, output: Path, world: int) -> Replayed:
 
 
 def _load(trainer: Trainer, source: Source) -> None:
-    """All that the run had before step `source.start`: models, optimizers, random states, and what one
-    step keeps for the next."""
+    """The weights, optimizer and random states that the run had before step `source.start`."""
     from mrl.warm_start import warm_start
     from parallel.checkpoint import Checkpoints
 
@@ -156,7 +155,7 @@ def _load(trainer: Trainer, source: Source) -> None:
     trainer.collector.start(trainer.policy)
     if source.checkpoint:
         saved = Checkpoints(source.run.checkpoints, trainer.groups, keep=1, seed=recipe.seed)
-        trainer.resume(saved.load(source.start, trainer.policy, trainer.critic))
+        trainer.step = saved.load(source.start, trainer.policy).step
     elif recipe.warm_start is not None:
         warm_start(trainer.plan, recipe.warm_start, trainer.policy, trainer.groups)
 

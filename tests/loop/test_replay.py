@@ -13,7 +13,7 @@ from mrl.compare import compare_runs
 from mrl.redo import find_source
 from mrl.rollout.saved import load_groups, save_groups
 from mrl.run_folder import saved_step
-from tests.loop.conftest import Toy, trained
+from tests.loop.conftest import Toy
 from tests.loop.test_refusals import refused
 from tests.ranks import run_ranks
 
@@ -58,32 +58,6 @@ def test_a_step_again_is_the_same_bits(
     assert report["num_metrics"] > 20
     assert report["not_measured_again"] == []
     assert not (recorded / "replay").exists()
-
-
-KEEPING = (
-    "algorithm.name=ppo",
-    "critic.lr=1e-2",
-    "algorithm.kl_coef=0.05",
-    "algorithm.kl_in=reward",
-    "algorithm.kl_target=1e-4",
-    "algorithm.kl_horizon=100",
-)
-"""Beside the policy a checkpoint has a critic, and a coefficient that has moved."""
-
-
-@pytest.mark.timeout(300)
-def test_what_a_step_keeps_for_the_next_is_replayed_too(
-    toy: Toy, recorded: Path, tmp_path: Path
-) -> None:
-    saved = (f"debug.load_rollouts={recorded / 'rollouts'}", "debug.save_rollouts=true")
-    steps = ("train.num_steps=3", "checkpoint.save_every=2")
-    overrides = toy.overrides(tmp_path / "run", *saved, *steps, *KEEPING)
-    run_ranks(1, trained, overrides, folder=tmp_path / "out")
-    args = (str(tmp_path / "run"), 2, str(tmp_path / "again"))
-    assert run_ranks(1, replayed, *args, folder=tmp_path / "out2") == [0]
-    report = json.loads((tmp_path / "again.json").read_text())
-    assert report["from"] == "iter_0000002"
-    assert report["bitwise_equal"] is True
 
 
 @pytest.mark.timeout(300)
