@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe.replay import GatedRoute, Route
 from mrl.kernels.routes import native_routes, pack_routes, unpack_routes
 from mrl.types import MicroBatch, PackedRoutes, RoutingTrace
 
@@ -29,25 +30,41 @@ def pack_traces(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> list[P
     """`pack_trace` of each, in one call of the kernel: most samples are short."""
     if not traces:
         return []
-    joined = pack_joined(traces, layers)
-    parts = joined.packed.split([trace.num_rows for trace in traces])
-    return [dataclasses.replace(joined, packed=part) for part in parts]
+    return split_rows(pack_joined(traces, layers), [trace.num_rows for trace in traces])
+
+
+def split_rows(routes: PackedRoutes, counts: Sequence[int]) -> list[PackedRoutes]:
+    """Consecutive rows, as views."""
+    parts = routes.packed.split(list(counts))
+    if routes.weights is None:
+        return [dataclasses.replace(routes, packed=part) for part in parts]
+    weights = routes.weights.split(list(counts))
+    return [
+        dataclasses.replace(routes, packed=part, weights=own)
+        for part, own in zip(parts, weights, strict=True)
+    ]
 
 
 def pack_joined(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> PackedRoutes:
     """All rows of one or more traces, end to end. Raises ValueError for traces of different models."""
-    kinds = {(t.layer_numbers, t.num_experts, t.expert_ids.shape[2]) for t in traces}
+    kinds = {
+        (t.layer_numbers, t.num_experts, t.expert_ids.shape[2], t.expert_weights is not None)
+        for t in traces
+    }
     if len(kinds) > 1:
         raise ValueError(
-            "routing traces of different models in one batch (layers, experts, experts per token): "
-            + ", ".join(map(str, sorted(kinds)))
+            "routing traces of different models in one batch (layers, experts, experts per token, with "
+            "weights): " + ", ".join(map(str, sorted(kinds)))
         )
-    ((layer_numbers, num_experts, topk),) = kinds
+    ((layer_numbers, num_experts, topk, _),) = kinds
     ids = torch.cat([trace.expert_ids for trace in traces])
+    weights = [trace.expert_weights for trace in traces if trace.expert_weights is not None]
+    gates = torch.cat(weights) if weights else None
     wanted = tuple(layers)
     if wanted != layer_numbers:
-        ids = ids[:, places_of(layer_numbers, wanted)]
-    return PackedRoutes(pack_routes(ids, num_experts), wanted, num_experts, topk)
+        places = places_of(layer_numbers, wanted)
+        ids, gates = ids[:, places], None if gates is None else gates[:, places]
+    return PackedRoutes(pack_routes(ids, num_experts), wanted, num_experts, topk, gates)
 
 
 def with_native_rows(routes: PackedRoutes, native: Tensor) -> PackedRoutes:
@@ -75,10 +92,12 @@ def join_routes(
     rooms = lengths if padded_lengths is None else padded_lengths
     num_layers = len(first.layer_numbers)
     native = native_routes(max(rooms), num_layers, first.num_experts, first.topk)
-    rows = []
+    unknown = torch.zeros(max(rooms), num_layers, first.topk)
+    rows, weights = [], []
     for part, length, room in zip(parts, lengths, rooms, strict=True):
         if part is None:
             rows.append(native[:room])
+            weights.append(unknown[:room])
             continue
         _check_same_model(part, first)
         if len(part.packed) != length - 1:
@@ -87,7 +106,13 @@ def join_routes(
                 f"has none), got {len(part.packed)}"
             )
         rows += [part.packed, native[: room - length + 1]]
-    return PackedRoutes(torch.cat(rows), first.layer_numbers, first.num_experts, first.topk)
+        if part.weights is not None:
+            weights += [part.weights, unknown[: room - length + 1]]
+    return dataclasses.replace(
+        first,
+        packed=torch.cat(rows),
+        weights=None if first.weights is None else torch.cat(weights),
+    )
 
 
 def _check_same_model(part: PackedRoutes, first: PackedRoutes) -> None:
@@ -96,7 +121,10 @@ def _check_same_model(part: PackedRoutes, first: PackedRoutes) -> None:
             f"routing traces of different layers in one batch: {part.layer_numbers} and "
             f"{first.layer_numbers}"
         )
-    kind, first_kind = (f"{p.topk} of {p.num_experts} experts" for p in (part, first))
+    kind, first_kind = (
+        f"{p.topk} of {p.num_experts} experts{' with weights' * (p.weights is not None)}"
+        for p in (part, first)
+    )
     if kind != first_kind:
         raise ValueError(
             f"routing traces of different models in one batch: {kind} and {first_kind}"
@@ -149,16 +177,24 @@ def router_rows(batch: MicroBatch, rows: slice | Tensor) -> RouterRows:
 
 def local_routes(
     routes: PackedRoutes, owned_layers: Iterable[int], tp_rank: int, tp_size: int
-) -> dict[int, Tensor]:
-    """The routes of the layers that this chunk owns, for the rows that this rank sees: i64[n, K]."""
+) -> dict[int, Route]:
+    """The routes of the layers that this chunk owns, for the rows that this rank sees; with their gate
+    weights where those were captured."""
     owned = tuple(owned_layers)
     rows = row_slice(len(routes.packed), tp_rank, tp_size)
+    places = places_of(routes.layer_numbers, owned)
     ids = unpack_routes(
         routes.packed,
         num_experts=routes.num_experts,
         topk=routes.topk,
-        layers=places_of(routes.layer_numbers, owned),
+        layers=places,
         start=rows.start,
         stop=rows.stop,
     )
-    return dict(zip(owned, ids, strict=True))
+    if routes.weights is None:
+        return dict(zip(owned, ids, strict=True))
+    weights = routes.weights[rows]
+    return {
+        number: GatedRoute(of_layer, weights[:, place])
+        for number, place, of_layer in zip(owned, places, ids, strict=True)
+    }

@@ -75,6 +75,8 @@ class LayerReplay:
         self.layer_number = layer_number
         self.native_ids: Tensor | None = None
         """i64[n, K]: what the router would have chosen in the last forward."""
+        self.chosen: Tensor | None = None
+        """i64[n, K]: what it chose in the last forward or recompute, in the order of the route."""
         self.margins: Tensor | None = None
         """f32[n]: see `margins`; None where the last forward was not watched."""
         self.routing_map: Tensor | None = None
@@ -127,6 +129,7 @@ class LayerReplay:
             assert self._recompute, f"router {self.layer_number} recomputed more than it ran"
             self._used = self._recompute.popleft()
         if self._used is None:
+            self.chosen = native
             return native_scores, native
         target = ids_of(self._used)
         if target.shape != native.shape:
@@ -134,7 +137,7 @@ class LayerReplay:
                 f"routes of layer {self.layer_number}: the router has {tuple(native.shape)} "
                 f"[rows, experts per token], the routes are {tuple(target.shape)}"
             )
-        ids = torch.where(target == NATIVE_ROUTE, native, target)
+        self.chosen = ids = torch.where(target == NATIVE_ROUTE, native, target)
         return scores.gather(1, ids), ids
 
     def observe(self, router: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> Any:

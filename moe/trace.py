@@ -140,7 +140,7 @@ def unpack_trace(routes: PackedRoutes, trace: RoutingTrace) -> RoutingTrace:
         stop=num_rows,
     )
     narrow = ids.transpose(0, 1).contiguous().to(trace.expert_ids.dtype)
-    return dataclasses.replace(trace, expert_ids=narrow)
+    return dataclasses.replace(trace, expert_ids=narrow, expert_weights=routes.weights)
 
 
 def join_traces(old: RoutingTrace, new: RoutingTrace) -> RoutingTrace:

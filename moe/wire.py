@@ -2,14 +2,14 @@
 
 The kernels' form (`mrl.kernels.routes`) starts every layer on a byte, so that a router finds its own.
 That is the same form where K ids fill whole bytes (128 experts, top 8: 7 bytes); elsewhere (8 experts,
-top 2: 6 bits) the unused bits of each layer are left out here.
+top 2: 6 bits) the unused bits of each layer are left out here. Gate weights, where they were captured,
+follow in a row of their own of 4 L K bytes.
 
 R rows, L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,13 +23,49 @@ ROWS_AT_ONCE = 4096
 """Bits take a byte each while they are moved: this bounds the memory."""
 
 
-def wire_row_bytes(num_layers: int, num_experts: int, topk: int) -> int:
-    """Bytes of one token: ceil(L * K * bits / 8), bits as in `mrl.kernels.routes`."""
-    return -(-num_layers * route_row_bits(num_experts, topk) // 8)
+def wire_row_bytes(
+    num_layers: int, num_experts: int, topk: int, *, with_weights: bool = False
+) -> int:
+    """Bytes of one token: ceil(L * K * bits / 8), bits as in `mrl.kernels.routes`; with weights
+    4 * L * K more."""
+    ids = -(-num_layers * route_row_bits(num_experts, topk) // 8)
+    return ids + 4 * num_layers * topk * with_weights
 
 
 def to_wire(routes: PackedRoutes) -> Tensor:
     """u8[R, wire_row_bytes]."""
+    ids = _ids_to_wire(routes)
+    if routes.weights is None:
+        return ids
+    weights = routes.weights.contiguous().view(torch.uint8).flatten(1)
+    return torch.cat([ids, weights], dim=1)
+
+
+def from_wire(
+    wire: Tensor,
+    layer_numbers: Sequence[int],
+    num_experts: int,
+    topk: int,
+    *,
+    with_weights: bool = False,
+) -> PackedRoutes:
+    """What `to_wire` got. Raises ValueError where the rows have another size than theirs."""
+    num_rows, num_layers = len(wire), len(layer_numbers)
+    width = wire_row_bytes(num_layers, num_experts, topk, with_weights=with_weights)
+    if wire.shape != (num_rows, width):
+        raise ValueError(
+            f"routes on the wire: expected {width} bytes a row for {num_layers} layers x top-{topk} of "
+            f"{num_experts} experts{' with weights' * with_weights}, got shape {list(wire.shape)}"
+        )
+    weights = None
+    if with_weights:
+        wire, tail = wire.split([width - 4 * num_layers * topk, 4 * num_layers * topk], dim=1)
+        weights = tail.contiguous().view(torch.float32).reshape(num_rows, num_layers, topk)
+    packed = _ids_from_wire(wire, num_layers, num_experts, topk)
+    return PackedRoutes(packed, tuple(layer_numbers), num_experts, topk, weights)
+
+
+def _ids_to_wire(routes: PackedRoutes) -> Tensor:
     packed, used = routes.packed, route_row_bits(routes.num_experts, routes.topk)
     num_rows, num_layers, size = packed.shape
     if used == 8 * size:
@@ -45,21 +81,12 @@ def to_wire(routes: PackedRoutes) -> Tensor:
     return torch.from_numpy(wire)
 
 
-def from_wire(
-    wire: Tensor, layer_numbers: Sequence[int], num_experts: int, topk: int
-) -> PackedRoutes:
-    """What `to_wire` got. Raises ValueError where the rows have another size than theirs."""
+def _ids_from_wire(wire: Tensor, num_layers: int, num_experts: int, topk: int) -> Tensor:
+    """u8[R, L, route_row_bytes]."""
     used, size = route_row_bits(num_experts, topk), route_row_bytes(num_experts, topk)
-    num_rows, num_layers = len(wire), len(layer_numbers)
-    width = wire_row_bytes(num_layers, num_experts, topk)
-    if wire.shape != (num_rows, width):
-        raise ValueError(
-            f"routes on the wire: expected {width} bytes a row for {num_layers} layers x top-{topk} of "
-            f"{num_experts} experts, got shape {list(wire.shape)}"
-        )
+    num_rows = len(wire)
     if used == 8 * size:
-        packed = wire.reshape(num_rows, num_layers, size)
-        return PackedRoutes(packed, tuple(layer_numbers), num_experts, topk)
+        return wire.reshape(num_rows, num_layers, size)
     packed = np.empty((num_rows, num_layers, size), dtype=np.uint8)
     for start in range(0, num_rows, ROWS_AT_ONCE):
         part = wire[start : start + ROWS_AT_ONCE].numpy()
@@ -67,9 +94,4 @@ def from_wire(
         packed[start : start + ROWS_AT_ONCE] = np.packbits(
             bits.reshape(len(part), num_layers, used), axis=-1, bitorder="little"
         )
-    return PackedRoutes(torch.from_numpy(packed), tuple(layer_numbers), num_experts, topk)
-
-
-def split_rows(routes: PackedRoutes, counts: Sequence[int]) -> list[PackedRoutes]:
-    """Consecutive rows, as views."""
-    return [dataclasses.replace(routes, packed=part) for part in routes.packed.split(list(counts))]
+    return torch.from_numpy(packed)

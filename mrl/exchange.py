@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.align import pack_joined, pack_traces, places_of
+from moe.align import pack_joined, pack_traces, places_of, split_rows
 from moe.trace import unpack_trace
-from moe.wire import from_wire, split_rows, to_wire, wire_row_bytes
+from moe.wire import from_wire, to_wire, wire_row_bytes
 from mrl.shared_bytes import Handle, SharedBytes
 from mrl.types import PackedRoutes, RoutingTrace, Sample, SampleGroup
 from parallel.groups import Groups
@@ -229,7 +229,12 @@ def _traces(samples: Sequence[Sample]) -> dict[int, RoutingTrace]:
 
 def _width(trace: RoutingTrace, layers: Sequence[int]) -> int:
     places_of(trace.layer_numbers, layers)
-    return wire_row_bytes(len(layers), trace.num_experts, trace.expert_ids.shape[2])
+    return wire_row_bytes(
+        len(layers),
+        trace.num_experts,
+        trace.expert_ids.shape[2],
+        with_weights=trace.expert_weights is not None,
+    )
 
 
 def _num_bytes(trace: RoutingTrace, layers: Sequence[int]) -> int:
@@ -264,6 +269,12 @@ def _empty_wire(want: Want, traces: Traces) -> Tensor:
 def _unpack(wire: Tensor, parcel: Parcel, traces: Traces) -> dict[int, PackedRoutes]:
     numbers = parcel.want.samples
     first = traces[numbers[0]]
-    routes = from_wire(wire, parcel.want.layers, first.num_experts, first.expert_ids.shape[2])
+    routes = from_wire(
+        wire,
+        parcel.want.layers,
+        first.num_experts,
+        first.expert_ids.shape[2],
+        with_weights=first.expert_weights is not None,
+    )
     parts = split_rows(routes, [traces[i].num_rows for i in numbers])
     return dict(zip(numbers, parts, strict=True))

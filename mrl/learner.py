@@ -24,7 +24,7 @@ from mrl.preflight import Plan
 from mrl.shaping import shaped_rewards
 from mrl.types import LossOutput, MicroBatch, Sample, SampleGroup, TrainBatch
 from parallel.critic import Critic
-from parallel.forward import PassOutput, RecordedRoutes, without_gates
+from parallel.forward import PassOutput, RecordedRoutes
 from parallel.groups import Groups
 from parallel.implementation import choose_dtype
 from parallel.policy import Policy, StepOutput, with_old_logprobs, with_ref_logprobs
@@ -88,8 +88,7 @@ class Learner:
             flat = with_old_logprobs(flat, before)
         if recipe.algorithm.kl_coef:
             with clock.part("ref_logprob"), self.policy.reference():
-                ids = without_gates(replay)  # the reference's gates are its own
-                reference = self.policy.logprobs(flat, ids)
+                reference = self.policy.logprobs(flat, replay)
             check_finite(step, "the reference's log-probs", flat, reference.logprobs)
             flat = with_ref_logprobs(flat, reference)
         flat, metrics = self._credit(step, flat, groups, clock)

@@ -27,6 +27,9 @@ def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
         ("parallel.expert_tensor_parallel_size", dims.etp, 1),
         ("parallel.context_parallel_size", dims.cp, 1),
         ("parallel.moe_token_dispatcher_type", dims.dispatcher, "alltoall"),
+        # There is nothing left to replay: the engine has the trainer's weights and order.
+        ("moe.replay", recipe.moe.replay, "ids"),
+        ("rollout.return_routing_weights", recipe.rollout.return_routing_weights, False),
     ]
     backend = recipe.rollout.server_args.get("attention_backend", "torch_native")
     implementation, _ = choose_implementation(recipe.model.transformer_impl)

@@ -71,8 +71,8 @@ class RoutingTrace:
     """Leading rows that were computed anew after the engine had retracted the request: not those that
     the log-probs of the tokens before came from."""
     expert_weights: Tensor | None = None
-    """f32[T-1, L, K]: the engine's gate weights of those experts (`rollout.return_routing_weights`).
-    They stay with the sample that the engine returned: nothing saves, sends or replays them."""
+    """f32[T-1, L, K]: the engine's gate weights of those experts (`rollout.return_routing_weights`);
+    on the `meta` device where the ids are."""
 
     @property
     def num_rows(self) -> int:
@@ -172,6 +172,8 @@ class PackedRoutes:
     num_experts: int
     topk: int
     """K."""
+    weights: Tensor | None = None
+    """f32[N, L, K]: the engine's gate weights of those experts; of no meaning without a route."""
 
 
 @dataclass(frozen=True)

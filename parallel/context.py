@@ -61,7 +61,8 @@ class ContextSlice:
         return values if self.index is None else values[self.index]
 
     def take_routes(self, routes: PackedRoutes) -> PackedRoutes:
-        return dataclasses.replace(routes, packed=self.take(routes.packed))
+        weights = None if routes.weights is None else self.take(routes.weights)
+        return dataclasses.replace(routes, packed=self.take(routes.packed), weights=weights)
 
     def gather(self, values: Tensor) -> Tensor:
         """[n, ...] -> [N, ...] in packed order. The gradient of a rank is that of its own values:

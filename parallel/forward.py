@@ -7,6 +7,7 @@ pass. It knows nothing of algorithms: a loss is a function from log-probs and a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -86,11 +87,11 @@ class PipelineRunner:
         head: Head,
         recompute: bool,
         router_losses: RouterLosses,
-        record_gates: bool = False,
+        gates: bool = False,
     ) -> None:
-        """`record_gates`: recorded routes hold the gates' weights too."""
+        """`gates`: replay the gate weights that are known of the routes, and record them under R2."""
         self.chunks = chunks
-        self.record_gates = record_gates
+        self._gates = gates
         self.groups = groups
         self.head = head
         self.router_losses = router_losses
@@ -125,7 +126,7 @@ class PipelineRunner:
             if replay is True or observe:
                 captured = self._captured(batch, context, replayed, must=replay is True)
             routes = captured if isinstance(replay, bool) else replay[number]
-            routes = routes if replay else None
+            routes = self._with_gates_or_not(routes) if replay else None
             rows = router_rows(batch, self._row_places(batch.num_tokens, context))
             replayed.begin_forward(routes, with_grad=train, watch=observe is not None)
             if train:
@@ -204,9 +205,23 @@ class PipelineRunner:
         places = self._row_places(batch.num_tokens, context)
         return torch.arange(batch.num_tokens)[places] if isinstance(places, slice) else places
 
+    @contextmanager
+    def replaying_gates(self, gates: bool) -> Iterator[None]:
+        """Passes in here replay the known gate weights, or the experts' ids alone."""
+        before, self._gates = self._gates, gates
+        try:
+            yield
+        finally:
+            self._gates = before
+
+    def _with_gates_or_not(self, routes: Routes | None) -> Routes | None:
+        if routes is None or self._gates:
+            return routes
+        return {number: ids_of(route) for number, route in routes.items()}
+
     def _captured(
         self, batch: MicroBatch, context: ContextSlice, chunk: ReplayedChunk, must: bool
-    ) -> dict[int, Tensor] | None:
+    ) -> dict[int, Route] | None:
         if batch.routes is None:  # an empty micro-batch: padding only
             if must and bool(batch.loss_mask.any()):
                 raise ValueError("moe.routing_replay is r3, but the samples carry no routes")
@@ -216,7 +231,7 @@ class PipelineRunner:
 
     def _native_routes(self, chunk: ReplayedChunk) -> dict[int, Route]:
         layers = {n: layer for n, layer in chunk.layers.items() if layer.native_ids is not None}
-        if self.record_gates:
+        if self._gates:
             return {n: layer.native_gates() for n, layer in layers.items()}
         return {n: layer.native_ids for n, layer in layers.items() if layer.native_ids is not None}
 
@@ -233,13 +248,6 @@ class PipelineRunner:
             frequency = [int(n % frequency == 0) for n in range(config.num_layers)]
         numbers = [n + 1 for n, is_moe in enumerate(frequency) if is_moe]
         return counter.load_statistics(numbers, config.num_moe_experts or 0, self.groups.device)
-
-
-def without_gates(replay: RecordedRoutes | bool) -> RecordedRoutes | bool:
-    """The same choices with each model's own weights: for another model than the one recorded."""
-    if isinstance(replay, bool):
-        return replay
-    return [{n: ids_of(route) for n, route in routes.items()} for routes in replay]
 
 
 def _observed(chunk: ReplayedChunk, captured: Routes) -> dict[int, ObservedRoutes]:

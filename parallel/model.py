@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from parallel import invariant
+from parallel import expert_order, invariant
 from parallel.attention import PackedAttention
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
@@ -102,11 +102,15 @@ def _block_spec(
     implementation: Implementation,
     vp_stage: int | None,
     true_on_policy: bool,
+    experts_in_order: bool,
 ) -> Any:
     engine = implementation == "transformer_engine"
     spec: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
     )
+    if experts_in_order:
+        for layer in spec.layer_specs:
+            expert_order.replace_layer(layer.submodules)
     if engine:
         return spec
     for layer in spec.layer_specs:
@@ -133,11 +137,13 @@ def build_chunks(
     use_distributed_optimizer: bool,
     output_layer: OutputLayer | None = None,
     true_on_policy: bool = False,
+    experts_in_order: bool = False,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks (one per virtual stage), on its device, with gradient buffers.
 
     `output_layer` makes what takes the place of the vocabulary's projection in the last chunk.
-    `true_on_policy`: local layers that compute each token as the engine does.
+    `true_on_policy`: local layers that compute each token as the engine does. `experts_in_order`: add a
+    token's experts in the order of its route.
     """
     dims = groups.dims
     chunks = []
@@ -145,7 +151,7 @@ def build_chunks(
         vp_stage = virtual if dims.vpp > 1 else None
         chunk: torch.nn.Module = GPTModel(
             config,
-            _block_spec(config, implementation, vp_stage, true_on_policy),
+            _block_spec(config, implementation, vp_stage, true_on_policy, experts_in_order),
             vocab_size=model.config["vocab_size"],
             max_sequence_length=model.context_len,
             position_embedding_type="rope",

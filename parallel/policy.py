@@ -132,14 +132,15 @@ class Policy:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """The frozen reference in the place of the policy; afterwards the policy, bit for bit.
+        """The frozen reference in the place of the policy; afterwards the policy, bit for bit. Replayed
+        choices hold for it too, gate weights do not: they are another model's.
 
         Raises RuntimeError where the policy was made without one.
         """
         self.ledger.require_on_device("parameters")
         if self._reference is None:
             raise RuntimeError("this policy was made without a reference model")
-        with self._reference.swapped_in():
+        with self._reference.swapped_in(), self.runner.replaying_gates(False):
             yield
 
     def train_step(

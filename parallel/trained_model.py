@@ -92,6 +92,7 @@ class TrainedModel:
             distributed_optimizer,
             output_layer,
             true_on_policy,
+            experts_in_order="order" in moe.replay,
         )
         self.weights = WeightMap(model, groups, self.chunks)
         self.router_losses = RouterLosses(moe, map(unwrap, self.chunks))
@@ -101,7 +102,7 @@ class TrainedModel:
             head,
             recompute,
             self.router_losses,
-            record_gates=moe.replay == "ids_weights",
+            gates="weights" in moe.replay,
         )
         self.optimizer: Any = None
         self.scheduler: Any = None

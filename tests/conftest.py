@@ -8,6 +8,11 @@ module fixtures are not doubled, and the tests of a file still run in their orde
 from __future__ import annotations
 
 import os
+
+# Before torch is imported, and for all that the tests start: forked ranks cannot use the threads of
+# their parent and would wait for them.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,21 +42,14 @@ KEYS = (
 """Of the loop's metrics: what is kept of each step."""
 
 
-@dataclass(frozen=True)
 class Watched:
     """An algorithm that also counts extreme tokens: of the update, and against the engine."""
 
-    inner: Algorithm
+    def __init__(self, inner: Algorithm) -> None:
+        self.inner = inner
 
-    def advantages(self, rewards: Tensor, config: AlgorithmConfig) -> Tensor:
-        return self.inner.advantages(rewards, config)
-
-    def sequence_weights(
-        self, num_loss_tokens: Tensor, num_loss_tokens_total: int, num_samples_total: int
-    ) -> Tensor:
-        return self.inner.sequence_weights(
-            num_loss_tokens, num_loss_tokens_total, num_samples_total
-        )
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def loss(self, logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
         output = self.inner.loss(logprobs, batch, config)
@@ -84,9 +76,9 @@ class PairedLearner(Learner):
 
     paired: dict[str, dict[str, float]]
 
-    def learn(self, groups: list[SampleGroup], clock: Clock) -> dict[str, float]:
+    def learn(self, step: int, groups: list[SampleGroup], clock: Clock) -> dict[str, float]:
         self.paired = self.both_ways(groups)
-        return super().learn(groups, clock)
+        return super().learn(step, groups, clock)
 
     def both_ways(self, groups: list[SampleGroup]) -> dict[str, dict[str, float]]:
         """`native` and `replayed` -> the mismatch of the same tokens under the same weights."""
@@ -131,7 +123,10 @@ class Run(SteppedRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.learner = PairedLearner(self.plan, self.groups, self.policy, self.exchange)
+        plain = self.learner
+        self.learner = PairedLearner(
+            self.plan, self.groups, self.policy, self.exchange, plain.diagnosis, plain.critic
+        )
 
     @property
     def paired(self) -> dict[str, dict[str, float]]:
@@ -149,7 +144,8 @@ def make_run(job: Job, groups: Groups | None) -> Run:
         ],
     )  # fmt: skip
     plan = check(recipe, 1)
-    plan = dataclasses.replace(plan, algorithm=Watched(plan.algorithm))
+    watched = cast(Algorithm, Watched(plan.algorithm))
+    plan = dataclasses.replace(plan, algorithm=watched)
     folder = RunFolder(recipe.output_dir)
     folder.open(recipe)
     return Run(plan, groups or init_groups(plan.dims, recipe.seed), folder)

@@ -43,8 +43,9 @@ class RolloutConfig(Branch):
     """Trainer and engine compute the same bits: old log-probs equal the engine's, routes agree. On
     CPUs in float32, and slower; docs/on_policy.md says what it takes, and where it is refused."""
     return_routing_weights: bool = False
-    """The engine returns the gates' weights of the captured experts too, in float32, to be looked at:
-    nothing replays them. On CPUs, with `moe.routing_replay: r3`; twice the bytes of routes."""
+    """The engine returns the gates' weights of the captured experts too, in float32, for
+    `moe.replay: ids_weights` and for the decomposition of the gap. On CPUs, with routes; 4 bytes more
+    for each expert id."""
     weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """How weights reach the engine. `tensor`: handles to the trainer's memory (shared memory on CPUs,
     CUDA IPC on GPUs). `distributed`: a process group with the engine's ranks (gloo; refused on GPUs,

@@ -66,9 +66,11 @@ class OptimizerConfig(Branch):
 class MoeConfig(Branch):
     routing_replay: Literal["off", "r2", "r3"] = "r3"
     """r3: replay the rollout's routes; r2: replay the trainer's own pre-update routes; off."""
-    replay: Literal["ids", "ids_weights"] = "ids"
-    """What is replayed: which experts, whose outputs the trainer weighs by its own present scores; or
-    the recorded gate weights too, with the gradient passed through to the router (needs r2)."""
+    replay: Literal["ids", "ids_order", "ids_weights", "ids_order_weights"] = "ids"
+    """What is replayed. ids: which experts, whose outputs the trainer weighs by its own present scores.
+    order: they are added in the order of the route, as the engine does, and not by their numbers.
+    weights: with the recorded gate weights, the gradient passed through to the router; under r3 these
+    need `rollout.return_routing_weights`."""
     load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
     """Off under RL: a balancing loss pulls the router away from what the reward asks for. The load is
     evened out over each micro-batch (`aux_loss`, which so depends on how samples are packed), each

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mrl.config import Recipe
 from mrl.errors import InputError
+from parallel.expert_order import check_order
 from parallel.hf_config import HfModel
 
 
@@ -13,9 +14,21 @@ def check_capture(recipe: Recipe, model: HfModel) -> None:
         raise InputError(
             f"diagnosis.capture_routes is true, but {model.path} has no MoE layers; leave it out"
         )
-    if recipe.moe.replay == "ids_weights" and recipe.moe.routing_replay != "r2":
+    if recipe.rollout.return_routing_weights and not recipe.captures_routes:
         raise InputError(
-            f"moe.replay is ids_weights, but moe.routing_replay is {recipe.moe.routing_replay}, which "
-            "has no gate weights (the engine returns expert ids only); set it to r2, or moe.replay to "
-            "ids"
+            "rollout.return_routing_weights is true, but the engine is asked for no routes; set "
+            "moe.routing_replay=r3 or diagnosis.capture_routes=true, or leave it out"
+        )
+    replay, how = recipe.moe.replay, recipe.moe.routing_replay
+    if replay != "ids" and how == "off":
+        raise InputError(
+            f"moe.replay is {replay}, but moe.routing_replay is off: nothing is replayed; set it to r2 "
+            "or r3"
+        )
+    if "order" in replay:
+        check_order(recipe.parallel.moe_token_dispatcher_type)
+    if "weights" in replay and how == "r3" and not recipe.rollout.return_routing_weights:
+        raise InputError(
+            f"moe.replay is {replay} under moe.routing_replay=r3, but the engine returns expert ids "
+            "only; set rollout.return_routing_weights=true (engines on CPUs), or moe.routing_replay=r2"
         )

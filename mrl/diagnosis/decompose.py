@@ -99,7 +99,8 @@ def decompose(
             if layer != layer_numbers[-1]:  # that is `ids`
                 runs.run(f"first/{layer}", _only(ids, {n for n in layer_numbers if n <= layer}))
     if have["weights"]:
-        runs.run("weights", captured)
+        with policy.runner.replaying_gates(True):
+            runs.run("weights", captured)
     return summarize(reduce_statistics(runs.stats), layer_numbers, looked_at)
 
 

@@ -47,24 +47,31 @@ def load_groups(path: Path) -> list[SampleGroup]:
 def without_route_ids(group: SampleGroup) -> SampleGroup:
     """The group as a rank sees it that did not roll it out."""
 
-    def bare(sample: Sample) -> Sample:
+    def without_ids(sample: Sample) -> Sample:
         trace = sample.routing
         if trace is None:
             return sample
-        ids = trace.expert_ids.to("meta")
-        return dataclasses.replace(sample, routing=dataclasses.replace(trace, expert_ids=ids))
+        weights = None if trace.expert_weights is None else trace.expert_weights.to("meta")
+        bare = dataclasses.replace(
+            trace, expert_ids=trace.expert_ids.to("meta"), expert_weights=weights
+        )
+        return dataclasses.replace(sample, routing=bare)
 
-    return dataclasses.replace(group, samples=[bare(sample) for sample in group.samples])
+    return dataclasses.replace(group, samples=[without_ids(s) for s in group.samples])
 
 
 def encode_groups(groups: Sequence[SampleGroup], *, with_routes: bool = True) -> bytes:
     """Tensors must be on the CPU. Raises ValueError where the routes of samples differ in shape.
 
-    `with_routes=False` leaves the expert ids out: what comes back has them on the meta device.
+    `with_routes=False` leaves expert ids and gate weights out: what comes back has them on the meta
+    device.
     """
     samples = [sample for group in groups for sample in group.samples]
     traces = [sample.routing for sample in samples if sample.routing is not None]
-    shapes = {(t.expert_ids.dtype, *t.expert_ids.shape[1:], t.layer_numbers) for t in traces}
+    shapes = {
+        (t.expert_ids.dtype, *t.expert_ids.shape[1:], t.layer_numbers, t.expert_weights is None)
+        for t in traces
+    }
     if len(shapes) > 1:
         raise ValueError(f"rollouts: expected one shape of routes in all samples, got {shapes}")
     tensors = {
@@ -81,6 +88,9 @@ def encode_groups(groups: Sequence[SampleGroup], *, with_routes: bool = True) ->
         if any(trace.expert_ids.is_meta for trace in traces):
             raise ValueError("rollouts: expected routes with ids, another rank holds some of them")
         tensors["expert_ids"] = torch.cat([trace.expert_ids for trace in traces])
+        weights = [t.expert_weights for t in traces if t.expert_weights is not None]
+        if weights:
+            tensors["expert_weights"] = torch.cat(weights)
     record = {
         "layer_numbers": traces[0].layer_numbers if traces else [],
         "groups": [_group_record(group) for group in groups],
@@ -154,6 +164,7 @@ def _sample_record(sample: Sample) -> dict[str, Any]:
             "num_rows": trace.num_rows,
             "num_experts": trace.num_experts,
             "topk": trace.expert_ids.shape[2],
+            "has_weights": trace.expert_weights is not None,
             "row_versions": _span_records(trace.row_versions),
             "num_cached_rows": trace.num_cached_rows,
             "num_recomputed_rows": trace.num_recomputed_rows,
@@ -210,10 +221,14 @@ def _read_trace(
     record: dict[str, Any], take: dict[str, Callable[[int], Tensor]], layer_numbers: tuple[int, ...]
 ) -> RoutingTrace:
     num_rows, num_experts = record["num_rows"], record["num_experts"]
+    weights = None
     if "expert_ids" in take:
         ids = take["expert_ids"](num_rows)
+        weights = take["expert_weights"](num_rows) if record.get("has_weights") else None
     else:
         ids = empty_trace_ids(num_rows, len(layer_numbers), num_experts, record["topk"])
+        if record.get("has_weights"):
+            weights = torch.empty(ids.shape, device="meta")
     return RoutingTrace(
         expert_ids=ids,
         layer_numbers=layer_numbers,
@@ -221,4 +236,5 @@ def _read_trace(
         row_versions=_read_spans(record["row_versions"]),
         num_cached_rows=record["num_cached_rows"],
         num_recomputed_rows=record["num_recomputed_rows"],
+        expert_weights=weights,
     )

@@ -145,6 +145,26 @@ def test_a_layer_whose_routes_are_wrong_is_named(toy: Toy, recorded: Path, tmp_p
     assert record.num_samples == 16  # of both ranks
 
 
+def test_the_engines_gate_weights_are_replayed(toy: Toy, tmp_path: Path) -> None:
+    """From a real engine, over two ranks that share its samples."""
+    weights = ("rollout.return_routing_weights=true", "moe.replay=ids_order_weights")
+    more = (
+        "train.num_steps=1",
+        "train.num_steps_per_rollout=2",
+        "debug.save_rollouts=true",
+        *weights,
+    )
+    folder = tmp_path / "run"
+    run_ranks(2, trained, toy.overrides(folder, *more), folder=tmp_path / "out")
+    (row,) = metrics(folder)
+    assert row["routing/replay_coverage"] == 1.0
+    assert row["mismatch/logprob_abs_max"] < 1e-5
+    assert row["decompose/weights/logprob_abs_mean"] < 1e-5
+    assert 0 < row["routing/wire_bytes_per_token"] - 4 * 2 * 4 < 4  # 4 layers, top-2, 4 bytes
+    traces = [s.routing for g in rolled_out(folder, 0) for s in g.samples]
+    assert all(trace is not None and trace.expert_weights is not None for trace in traces)
+
+
 def test_routes_may_be_captured_without_replay(toy: Toy, recorded: Path, tmp_path: Path) -> None:
     """They are compared, and the update is the same to the bit."""
     rollouts = with_wrong_routes(recorded, tmp_path / "rollouts")

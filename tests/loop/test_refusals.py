@@ -36,7 +36,19 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "replay": (["moe.routing_replay=r4"], ["moe.routing_replay", "'r4'"]),
     "gate weights that nobody recorded": (
         ["moe.replay=ids_weights"],
-        ["moe.replay is ids_weights", "routing_replay is r3", "set it to r2"],
+        ["moe.replay is ids_weights under", "set rollout.return_routing_weights=true"],
+    ),
+    "order without replay": (
+        ["moe.replay=ids_order", "moe.routing_replay=off"],
+        ["moe.replay is ids_order", "routing_replay is off", "set it to r2 or r3"],
+    ),
+    "order that the dispatcher does not know": (
+        ["moe.replay=ids_order", "parallel.moe_token_dispatcher_type=allgather"],
+        ["order of the experts", "is allgather", "set it to alltoall"],
+    ),
+    "weights of routes that nobody asks for": (
+        ["rollout.return_routing_weights=true", "moe.routing_replay=off"],
+        ["return_routing_weights is true", "no routes", "or leave it out"],
     ),
     "balancing without a type": (
         ["moe.aux_loss_coeff=1e-3"],

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from mrl.algorithms import gspo
 from mrl.batching import make_train_batch
-from mrl.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from mrl.config import AlgorithmConfig, ModelConfig, MoeConfig, OptimizerConfig, ParallelConfig
 from mrl.kernels.digest import add_digests, digests_of
 from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch
 from parallel.dims import ParallelDims
@@ -62,6 +62,7 @@ class Layout:
     distributed_optimizer: bool = False
     recompute: bool = True
     true_on_policy: bool = False
+    replay: Literal["ids", "ids_order_weights"] = "ids"
 
     @property
     def name(self) -> str:
@@ -82,6 +83,8 @@ class Layout:
             text += " no recompute"
         if self.true_on_policy:
             text += " true on-policy"
+        if self.replay != "ids":
+            text += f" {self.replay}"
         return text + (" bf16" if self.dtype == "bfloat16" else "")
 
 
@@ -103,6 +106,7 @@ def build(
     dtype: Any = "float32",
     distributed_optimizer: bool = False,
     true_on_policy: bool = False,
+    replay: Literal["ids", "ids_weights", "ids_order_weights"] = "ids",
 ) -> Policy:
     return Policy(
         HfModel.read(model_path),
@@ -120,6 +124,7 @@ def build(
         recompute=recompute,
         temperature=0.8,
         true_on_policy=true_on_policy,
+        moe=MoeConfig(replay=replay),
     )
 
 
@@ -172,6 +177,7 @@ def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dic
         dtype=layout.dtype,
         distributed_optimizer=layout.distributed_optimizer,
         true_on_policy=layout.true_on_policy,
+        replay=layout.replay,
     )
     loaded = exported(policy)
     for dtype in (torch.bfloat16, torch.float32):  # for an engine of another precision

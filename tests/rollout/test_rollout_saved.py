@@ -29,6 +29,7 @@ def make_sample(group_id: int, num_tokens: int, *, wide: bool = False, routed: b
         num_experts=300 if wide else 8,
         row_versions=(VersionSpan(7, 0, 1), VersionSpan(8, 1, num_tokens - 1)),
         num_cached_rows=1,
+        expert_weights=torch.rand(num_tokens - 1, 3, 2) if wide else None,
     )
     return Sample(
         group_id=group_id,
@@ -102,7 +103,12 @@ def test_without_routes_everything_but_the_ids_comes_back():
             assert sample.routing.expert_ids.shape == full.routing.expert_ids.shape
             assert sample.routing.expert_ids.dtype == full.routing.expert_ids.dtype
             group.samples[i] = dataclasses.replace(sample, routing=full.routing)
-            trace = dataclasses.replace(sample.routing, expert_ids=full.routing.expert_ids)
+            assert sample.routing.expert_weights.is_meta
+            trace = dataclasses.replace(
+                sample.routing,
+                expert_ids=full.routing.expert_ids,
+                expert_weights=full.routing.expert_weights,
+            )
             assert_equal(trace, full.routing)
     assert_equal(bare, groups)
     again = [without_route_ids(group) for group in groups]

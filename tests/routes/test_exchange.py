@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from moe.align import pack_trace
 from mrl.config import ParallelConfig
@@ -21,7 +22,7 @@ from tests.ranks import run_ranks
 NUM_LAYERS, EXPERTS, TOPK = 4, 8, 2
 
 
-def make_group(number: int, lengths: list[int]) -> SampleGroup:
+def make_group(number: int, lengths: list[int], with_weights: bool) -> SampleGroup:
     """A sample without routes where the length is 0."""
     samples = []
     for i, length in enumerate(lengths):
@@ -37,19 +38,24 @@ def make_group(number: int, lengths: list[int]) -> SampleGroup:
             rollout_logprobs=torch.zeros(len(ids) + 1),
             weight_versions=(VersionSpan(0, 2, len(ids) + 1),),
             finish_reason="stop",
-            routing=RoutingTrace(ids, (1, 2, 3, 4), EXPERTS, spans, 0) if length else None,
+            routing=RoutingTrace(
+                expert_ids=ids,
+                layer_numbers=(1, 2, 3, 4),
+                num_experts=EXPERTS,
+                row_versions=spans,
+                num_cached_rows=0,
+                expert_weights=weights.gather(2, ids.long()) if with_weights else None,
+            )
+            if length
+            else None,
         )
         samples.append(sample)
     return SampleGroup(Prompt(str(number), torch.arange(2), "x", {}, "f:1"), samples)
 
 
-def make_groups() -> list[SampleGroup]:
-    return [
-        make_group(0, [9, 4]),
-        make_group(1, [30, 0]),
-        make_group(2, [2000]),
-        make_group(3, [5]),
-    ]
+def make_groups(with_weights: bool) -> list[SampleGroup]:
+    lengths = [[9, 4], [30, 0], [2000], [5]]
+    return [make_group(i, of_group, with_weights) for i, of_group in enumerate(lengths)]
 
 
 SHARES = [{0, 2, 5}, {1, 3, 4}]
@@ -58,12 +64,12 @@ STAGES = {1: [(1, 2, 3, 4)], 2: [(1,), (2, 3, 4)], 3: [(1, 2, 3, 4), ()]}
 """Layers by stage; in the third case the second stage has none."""
 
 
-def exchange(sizes: dict[str, Any], stages: int) -> list[dict[str, Any]]:
+def exchange(sizes: dict[str, Any], stages: int, with_weights: bool) -> list[dict[str, Any]]:
     """On a rank, through memory and through messages: did it get just what it should have?"""
     dims = ParallelDims.create(ParallelConfig(**sizes), world_size())
     groups = init_groups(dims, 0)
     layers = STAGES[stages][groups.pp_rank]
-    whole = make_groups()
+    whole = make_groups(with_weights)
     mine = [
         group if i % dims.world == groups.rank else without_route_ids(group)
         for i, group in enumerate(whole)
@@ -99,8 +105,15 @@ def _same(delivered: dict[int, PackedRoutes], expected: dict[int, PackedRoutes])
     return delivered.keys() == expected.keys() and all(
         routes.layer_numbers == expected[i].layer_numbers
         and torch.equal(routes.packed, expected[i].packed)
+        and _same_weights(routes.weights, expected[i].weights)
         for i, routes in delivered.items()
     )
+
+
+def _same_weights(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or not a.numel():
+        return (a is None or not a.numel()) and (b is None or not b.numel())
+    return torch.equal(a, b)
 
 
 def _same_routes(a: Sample, b: Sample) -> bool:
@@ -108,7 +121,9 @@ def _same_routes(a: Sample, b: Sample) -> bool:
         return a.routing is b.routing
     if a.routing.expert_ids.is_meta:
         return False
-    same = dataclasses.replace(a.routing, expert_ids=b.routing.expert_ids) == b.routing
+    tensors = {"expert_ids": b.routing.expert_ids, "expert_weights": b.routing.expert_weights}
+    same = dataclasses.replace(a.routing, **tensors) == b.routing
+    same = same and _same_weights(a.routing.expert_weights, b.routing.expert_weights)
     return same and torch.equal(a.routing.expert_ids, b.routing.expert_ids)
 
 
@@ -128,7 +143,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], int, float, list[int]]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_rank_gets_its_layers_of_its_samples(name: str, tmp_path: Path) -> None:
     world, sizes, stages, size, written = LAYOUTS[name]
-    ranks = run_ranks(world, exchange, sizes, stages, folder=tmp_path)
+    ranks = run_ranks(world, exchange, sizes, stages, False, folder=tmp_path)
     for number, (memory, messages) in enumerate(ranks):
         assert memory["moved"] == [(written[number], 0)] * 2
         assert messages["moved"][0] == messages["moved"][1]
@@ -138,6 +153,16 @@ def test_each_rank_gets_its_layers_of_its_samples(name: str, tmp_path: Path) -> 
             assert result["right"]
             assert result["left"] == 0
             assert result["bytes"] == pytest.approx(size, rel=0.02)
+            assert result["whole"] == (number == 0)
+
+
+def test_weights_arrive_with_their_ids(tmp_path: Path) -> None:
+    world, sizes, stages, size, _ = LAYOUTS["PP2xDP2"]
+    ranks = run_ranks(world, exchange, sizes, stages, True, folder=tmp_path)
+    for number, results in enumerate(ranks):
+        for result in results:
+            assert result["right"]
+            assert result["bytes"] == pytest.approx(size + 4 * NUM_LAYERS * TOPK, rel=0.02)
             assert result["whole"] == (number == 0)
 
 

@@ -14,7 +14,6 @@ from moe.replay import GatedRoute, LayerReplay, margins, with_gates
 from mrl.algorithms import gspo
 from mrl.batching import make_train_batches
 from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch, VersionSpan
-from parallel.forward import without_gates
 from parallel.model import unwrap
 from tests.parallel.layouts import build, join_groups
 from tests.parallel.models import tiny_samples, write_tiny
@@ -61,24 +60,25 @@ def replayed_gates(model_path: Path, recompute: bool) -> dict[str, Any]:
     """Routes and weights of a model, replayed in one whose routers have changed."""
     groups = join_groups(model_path, {})
     policy = build(model_path, groups, recompute=recompute)
-    policy.runner.record_gates = True
     samples = tiny_samples(model_path)
     (batch,) = make_train_batches([(samples, [1.0] * len(samples))], gspo, groups, 64, None)
-    before = policy.logprobs(batch.micro_batches, False)
+    with policy.runner.replaying_gates(True):
+        before = policy.logprobs(batch.micro_batches, False)
     layers = [x for x in unwrap(policy.chunks[0]).decoder.layers if hasattr(x.mlp, "router")]
     gates = [layer.mlp.router.weight for layer in layers]
     with torch.no_grad():
         for gate in gates:
             gate.mul_(-0.7)
     record = before.native_routes
-    ids = policy.logprobs(batch.micro_batches, without_gates(record))
-    weights = policy.logprobs(batch.micro_batches, record)
+    ids = policy.logprobs(batch.micro_batches, record)
 
     def loss(logprobs: Tensor, micro: MicroBatch) -> LossOutput:
         return LossOutput((logprobs * micro.loss_mask).sum())
 
     old = [gate.detach().clone() for gate in gates]
-    policy.train_step(TrainBatch(batch.micro_batches, 1, 1), loss, record)
+    with policy.runner.replaying_gates(True):
+        weights = policy.logprobs(batch.micro_batches, record)
+        policy.train_step(TrainBatch(batch.micro_batches, 1, 1), loss, record)
     return {
         "before": torch.cat(before.logprobs),
         "ids": torch.cat(ids.logprobs),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -12,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.wire import ROWS_AT_ONCE, from_wire, split_rows, to_wire, wire_row_bytes
+from moe.align import split_rows
+from moe.wire import ROWS_AT_ONCE, from_wire, to_wire, wire_row_bytes
 from mrl.kernels.routes import native_routes, pack_routes
 from mrl.shared_bytes import SharedBytes
 from mrl.types import PackedRoutes
@@ -42,6 +44,23 @@ def test_round_trip(rows: int, layers: int, experts: int, topk: int, seed: int) 
     back = from_wire(wire, routes.layer_numbers, experts, routes.topk)
     assert torch.equal(back.packed, routes.packed)
     assert (back.layer_numbers, back.topk) == (routes.layer_numbers, routes.topk)
+
+
+def test_weights_travel_with_their_ids() -> None:
+    bare = make_routes(5, 3, 8, 2)
+    routes = dataclasses.replace(bare, weights=torch.rand(5, 3, 2))
+    wire = to_wire(routes)
+    assert wire.shape == (5, wire_row_bytes(3, 8, 2, with_weights=True))
+    assert wire.shape[1] == to_wire(bare).shape[1] + 3 * 2 * 4
+    back = from_wire(wire, routes.layer_numbers, 8, 2, with_weights=True)
+    assert torch.equal(back.packed, routes.packed)
+    assert back.weights is not None
+    assert routes.weights is not None
+    assert torch.equal(back.weights, routes.weights)
+    first, second = split_rows(back, [2, 3])
+    assert torch.equal(torch.cat([first.weights, second.weights]), routes.weights)
+    with pytest.raises(ValueError, match="of 8 experts with weights, got shape"):
+        from_wire(to_wire(bare), routes.layer_numbers, 8, 2, with_weights=True)
 
 
 def test_many_rows() -> None:
