@@ -160,16 +160,18 @@ def check_first_update(
         )
 
 
-def check_finite(step: int, batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> None:
-    """The trainer's log-probs before the update, f32[N] a micro-batch where this rank has them.
+def check_finite(
+    step: int, what: str, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]
+) -> None:
+    """`what` a pass gave, f32[N] a micro-batch where this rank has them.
 
     A collective; raises RunFailed as `raise_not_finite`.
     """
     found = []
-    for batch, values in zip(batches, logprobs, strict=False):
+    for batch, values in zip(batches, outputs, strict=False):
         assert batch.sample_ids is not None
         bad = not_finite(values.cpu(), batch)
-        found += [("log-probs before the update", n) for n in batch.sample_ids[bad].tolist()]
+        found += [(what, number) for number in batch.sample_ids[bad].tolist()]
     raise_not_finite(step, found)
 
 

@@ -88,13 +88,16 @@ class Learner:
             flat = with_old_logprobs(flat, before)
         if recipe.algorithm.kl_coef:
             with clock.part("ref_logprob"), self.policy.reference():
-                flat = with_ref_logprobs(flat, self.policy.logprobs(flat, replay))
-        flat, metrics = self._credit(flat, groups, clock)
+                reference = self.policy.logprobs(flat, replay)
+            check_finite(step, "the reference's log-probs", flat, reference.logprobs)
+            flat = with_ref_logprobs(flat, reference)
+        flat, metrics = self._credit(step, flat, groups, clock)
         if before is not None:
             with clock.part("diagnosis"):
                 samples = _samples(groups)[0]
                 metrics |= self.diagnosis.before_update(step, samples, flat, before)
-            check_finite(step, flat, before.logprobs)  # with the tokens on file
+            # With the tokens on file.
+            check_finite(step, "log-probs before the update", flat, before.logprobs)
         with clock.part("train"):
             steps, value_steps, guards = self._update(step, batches, flat, replay)
         if before is None and steps:  # the first update's own pass: the weights are the same
@@ -122,7 +125,7 @@ class Learner:
         )
 
     def _credit(
-        self, flat: list[MicroBatch], groups: list[SampleGroup], clock: Clock
+        self, step: int, flat: list[MicroBatch], groups: list[SampleGroup], clock: Clock
     ) -> tuple[list[MicroBatch], dict[str, float]]:
         """The micro-batches with the advantages that they train with, and what that measured."""
         recipe, algorithm = self.plan.recipe, self.plan.algorithm
@@ -136,6 +139,7 @@ class Learner:
             if self.critic is not None:
                 with clock.part("value"):
                     values = self.critic.values(flat)
+                check_finite(step, "the critic's values", flat, values)
             flat, of_values = with_token_advantages(
                 flat, values, penalties, algorithm, self.kl.config, num_samples, self.groups
             )

@@ -123,7 +123,11 @@ class RunFolder:
     def write_rollouts(
         self, step: int, groups: Sequence[SampleGroup], completions: Sequence[Sequence[str]]
     ) -> None:
-        """The readable record of a step, one line a sample."""
+        """The readable record of a step, one line a sample.
+
+        `weight_version` is of the last weights that a sample is from, `staleness` by how many versions
+        the step's are ahead of the first.
+        """
         rows = []
         for group, texts in zip(groups, completions, strict=True):
             rewards = [] if group.rewards is None else group.rewards.tolist()
@@ -139,6 +143,7 @@ class RunFolder:
                         "reward": rewards[i],
                         "advantage": advantages[i] if advantages else None,
                         "weight_version": sample.weight_versions[-1].version,
+                        "staleness": step - min(s.version for s in sample.weight_versions),
                         "prompt_len": sample.prompt_len,
                         "response_len": sample.num_generated,
                         "finish_reason": sample.finish_reason,

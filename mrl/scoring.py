@@ -70,6 +70,8 @@ class Scoring:
 
     def _report_failures(self) -> int:
         """Warn of samples that are masked for a fault of what scores them, and count them."""
+        if not self._begun:  # the environments' count is of the round before
+            return 0
         if self.environments is not None:
             environments = self.environments
             if environments.num_failed:

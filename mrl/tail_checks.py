@@ -9,13 +9,14 @@ from mrl.errors import InputError
 
 
 def check_importance(algorithm: AlgorithmConfig) -> None:
-    """Raise InputError for a range without a weight, and for one that holds nothing."""
-    for name in ("importance_low", "importance_high"):
+    """Raise InputError for a range or a level without a weight, and for a range that holds nothing."""
+    defaults = AlgorithmConfig()
+    for name in ("importance_low", "importance_high", "importance_level"):
         value = getattr(algorithm, name)
-        if value is not None and algorithm.importance == "none":
+        if value != getattr(defaults, name) and algorithm.importance == "none":
             raise InputError(
                 f"algorithm.{name} is {value}, but algorithm.importance is none; choose tis or mis, or "
-                "leave the range out"
+                f"leave {name} out"
             )
     try:
         importance_weight(algorithm)

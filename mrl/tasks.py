@@ -84,7 +84,8 @@ def make_task(
 
 def share_scored(task: Task | None, recipe: Recipe, groups: Groups) -> list[SampleGroup]:
     """Everybody's groups of a task on every rank, the ids of their routes where they were rolled out
-    only. A collective; raises RunFailed where too many rewards failed over all."""
+    only. A collective; raises RunFailed where rewards failed for too large a share of a whole step,
+    however few samples this round of it has."""
     own, num_failed = task.scoring.finish() if task is not None else ([], 0)
     if groups.dims.world == 1:
         return own
@@ -100,7 +101,7 @@ def share_scored(task: Task | None, recipe: Recipe, groups: Groups) -> list[Samp
         if recipe.environment is None
         else f"environment {recipe.environment.name!r}",
         sum(failed for _, failed in parts),
-        sum(len(group.samples) for group in everything),
+        recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
     )
     return sorted(everything, key=lambda group: group.samples[0].group_id)
 

@@ -16,6 +16,9 @@ from mrl.config import AlgorithmConfig
 
 Rewards = Sequence[Tensor]
 
+SPREAD_KEYS = ("min_group_std", "advantage_eps")
+"""What of AlgorithmConfig is read where rewards are divided by their std."""
+
 
 def group_normalised(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
     """(R - mean) / std over the group (GRPO, arXiv 2402.03300 section 4.1.2).

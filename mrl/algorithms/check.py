@@ -20,6 +20,8 @@ _NOT_FOR_ALL = (
     "whiten",
     "value_clip",
     "nll_coef",
+    "min_group_std",
+    "advantage_eps",
 )
 """Fields that an algorithm has to name in READS to be given them."""
 
@@ -56,13 +58,18 @@ def _check_clip(config: AlgorithmConfig) -> None:
 
 def _check_kl(config: AlgorithmConfig, defaults: AlgorithmConfig) -> None:
     if not config.kl_coef:
-        for name in ("kl_in", "kl_target"):
+        for name in ("kl_in", "kl_estimator", "kl_target", "kl_horizon"):
             value = getattr(config, name)
             if value != getattr(defaults, name):
                 raise InputError(
                     f"algorithm.{name} is {value}, but algorithm.kl_coef is 0; give it a first "
                     f"value, or leave {name} out"
                 )
+    if config.kl_target is None and config.kl_horizon != defaults.kl_horizon:
+        raise InputError(
+            f"algorithm.kl_horizon is {config.kl_horizon}, but algorithm.kl_target is not given, so "
+            "kl_coef stays as it is; give a target, or leave kl_horizon out"
+        )
     if config.kl_in == "reward" and config.kl_estimator not in ("k1", "k2", "k3"):
         raise InputError(
             f"algorithm.kl_estimator is {config.kl_estimator}, which differs in its gradient, and a "

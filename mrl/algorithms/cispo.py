@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mrl.algorithms.advantages import group_normalised
+from mrl.algorithms.advantages import SPREAD_KEYS, group_normalised
 from mrl.algorithms.aggregation import weights_by
 from mrl.algorithms.base import either
 from mrl.algorithms.ratio_loss import ratio_loss
@@ -16,7 +16,7 @@ from mrl.config import AlgorithmConfig
 from mrl.kernels import Clip
 from mrl.types import LossOutput, MicroBatch
 
-READS = ("clip_low", "clip_high")
+READS = ("clip_low", "clip_high", *SPREAD_KEYS)
 CLIP_LOW = 1.0
 CLIP_HIGH = 4.0
 

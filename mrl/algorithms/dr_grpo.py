@@ -7,8 +7,9 @@ constant in the place of each answer's length, which favours short right and lon
 from mrl.algorithms import grpo
 from mrl.algorithms.advantages import group_centred
 from mrl.algorithms.aggregation import weights_by
+from mrl.algorithms.ratio_loss import PPO_CLIP_KEYS
 
-READS = grpo.READS
+READS = PPO_CLIP_KEYS
 
 advantages = group_centred
 sequence_weights = weights_by("seq_mean_token_sum_norm")

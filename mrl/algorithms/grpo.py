@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mrl.algorithms.advantages import group_normalised
+from mrl.algorithms.advantages import SPREAD_KEYS, group_normalised
 from mrl.algorithms.aggregation import weights_by
-from mrl.algorithms.ratio_loss import ppo_clip, ratio_loss
+from mrl.algorithms.ratio_loss import PPO_CLIP_KEYS, ppo_clip, ratio_loss
 from mrl.config import AlgorithmConfig
 from mrl.types import LossOutput, MicroBatch
 
-READS = ("clip_low", "clip_high", "dual_clip")
+READS = (*PPO_CLIP_KEYS, *SPREAD_KEYS)
 CLIP_LOW = 0.2
 CLIP_HIGH = 0.2
 

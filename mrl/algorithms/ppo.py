@@ -9,16 +9,14 @@ from torch import Tensor
 
 from mrl.algorithms.advantages import raw_rewards
 from mrl.algorithms.aggregation import weights_by
-from mrl.algorithms.ratio_loss import ppo_clip, ratio_loss
+from mrl.algorithms.ratio_loss import PPO_CLIP_KEYS, ppo_clip, ratio_loss
 from mrl.config import AlgorithmConfig
 from mrl.types import LossOutput, MicroBatch
 
 NEEDS_CRITIC = True
 WHITENS = True
 READS = (
-    "clip_low",
-    "clip_high",
-    "dual_clip",
+    *PPO_CLIP_KEYS,
     "gamma",
     "lam",
     "lam_alpha",

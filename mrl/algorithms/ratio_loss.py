@@ -14,6 +14,9 @@ from mrl.config import AlgorithmConfig
 from mrl.kernels import Clip, ImportanceWeight, KlPenalty, PolicyLoss, RatioKind, policy_loss
 from mrl.types import LossOutput, Max, Mean, MicroBatch, Statistics
 
+PPO_CLIP_KEYS = ("clip_low", "clip_high", "dual_clip")
+"""What of AlgorithmConfig `ppo_clip` reads."""
+
 
 def ppo_clip(config: AlgorithmConfig, low: float, high: float) -> Clip:
     """PPO's clip with the recipe's range, or the published one, and its dual clip."""

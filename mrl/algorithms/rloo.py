@@ -7,8 +7,9 @@ PPO's clip, which does nothing on the first.
 from mrl.algorithms import grpo
 from mrl.algorithms.advantages import leave_one_out
 from mrl.algorithms.aggregation import weights_by
+from mrl.algorithms.ratio_loss import PPO_CLIP_KEYS
 
-READS = grpo.READS
+READS = PPO_CLIP_KEYS
 
 advantages = leave_one_out
 sequence_weights = weights_by("seq_mean_token_sum")

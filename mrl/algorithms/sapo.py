@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mrl.algorithms.advantages import group_normalised
+from mrl.algorithms.advantages import SPREAD_KEYS, group_normalised
 from mrl.algorithms.aggregation import weights_by
 from mrl.algorithms.base import either
 from mrl.algorithms.ratio_loss import ratio_loss
@@ -15,7 +15,7 @@ from mrl.config import AlgorithmConfig
 from mrl.kernels import Clip
 from mrl.types import LossOutput, MicroBatch
 
-READS = ("tau_positive", "tau_negative")
+READS = ("tau_positive", "tau_negative", *SPREAD_KEYS)
 TAU_POSITIVE = 1.0
 TAU_NEGATIVE = 1.05
 

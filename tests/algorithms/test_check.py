@@ -19,7 +19,8 @@ def test_every_algorithm_takes_its_defaults(name) -> None:
     [
         {"name": "ppo", "lam": 0.9, "lam_critic": 1.0, "value_clip": None, "whiten": False},
         {"name": "ppo", "lam": "adaptive", "lam_alpha": 0.1, "kl_coef": 0.1, "kl_in": "reward"},
-        {"name": "vapo", "nll_coef": 0.2, "dual_clip": 3.0},
+        {"name": "vapo", "nll_coef": 0.2, "dual_clip": 3.0, "lam_alpha": 0.1},
+        {"name": "cispo", "min_group_std": 0.0, "advantage_eps": 1e-6},
         {"name": "sapo", "tau_positive": 1.5, "importance": "tis", "aggregation": "token_mean"},
         {"name": "gspo", "masks": [{"name": "opsm", "high": 0.5}, {"name": "token_mask"}]},
         {"name": "grpo", "kl_coef": 0.1, "kl_target": 0.01, "kl_estimator": "k3_unbiased"},
@@ -47,6 +48,13 @@ def test_what_makes_sense_passes(given) -> None:
             {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k3+"},
             "kl_estimator is k3+, which differs in its gradient",
         ),
+        ({"kl_estimator": "k1"}, "kl_estimator is k1, but algorithm.kl_coef is 0"),
+        (
+            {"kl_coef": 0.1, "kl_horizon": 5},
+            "kl_horizon is 5, but algorithm.kl_target is not given",
+        ),
+        ({"name": "rloo", "min_group_std": 0.1}, "min_group_std is 0.1, but rloo does not read it"),
+        ({"name": "ppo", "advantage_eps": 0.1}, "advantage_eps is 0.1, but ppo does not read it"),
         ({"name": "ppo", "lam": 1.5}, "lam is 1.5, expected 0 to 1"),
         ({"name": "ppo", "lam": 0.9, "lam_alpha": 0.1}, "lam_alpha is 0.1, but lam is 0.9"),
         ({"masks": [{"name": "opsm"}]}, "opsm: got low None, high None, expected high alone"),

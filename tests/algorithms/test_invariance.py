@@ -58,10 +58,10 @@ def test_every_algorithm_has_a_definition_to_be_compared_with() -> None:
 def readable(name: str, options: dict) -> AlgorithmConfig:
     """The options that the algorithm reads."""
     reads = traits(load_algorithm(name)).reads or ()
-    config = AlgorithmConfig(
-        name=name,
-        **{k: None if k in _CLIPS and k not in reads else v for k, v in options.items()},
-    )
+    left_out = [key for key in _CLIPS if key not in reads]
+    if not options["kl_coef"]:
+        left_out.append("kl_estimator")
+    config = AlgorithmConfig(name=name, **{k: v for k, v in options.items() if k not in left_out})
     check_algorithm(config)
     return config
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,68 @@ def one_poisoned_step(overrides: list[str], what: str) -> dict[str, Any]:
     after = trainer.policy.chunks[0].parameters()
     same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return {"error": error, "same": same, "on_file": folder.rollout_file(0).exists()}
+
+
+def one_step_of_spoilt_outputs(overrides: list[str], what: str) -> str:
+    """A step on this rank in which the critic's values, or the reference's log-probs, are NaN in two
+    samples -> the error."""
+    from mrl.trainer import Trainer
+
+    recipe = load_recipe(TOY_RECIPE, overrides)
+    plan = check(recipe, world_size())
+    groups = init_groups(plan.dims, recipe.seed)
+    folder = RunFolder(recipe.output_dir)
+    if groups.rank == 0:
+        folder.open(recipe)
+    trainer = Trainer(plan, groups, folder)
+    if what == "values":
+        assert trainer.critic is not None
+        trainer.critic.values = spoilt(trainer.critic.values, lambda result: result)
+    else:  # after those of the policy
+        trainer.policy.logprobs = spoilt(trainer.policy.logprobs, lambda r: r.logprobs, first=1)
+    try:
+        trainer.run_step()
+    except RunFailed as failed:
+        return str(failed)
+    return ""
+
+
+def spoilt(compute: Any, outputs: Callable[[Any], list[Tensor]], first: int = 0) -> Any:
+    """`compute` of micro-batches, whose outputs from call `first` on are NaN in POISONED."""
+    calls = count()
+
+    def computed(batches: list[MicroBatch], *args: Any) -> Any:
+        result = compute(batches, *args)
+        if next(calls) >= first:
+            for batch, values in zip(batches, outputs(result), strict=True):
+                assert batch.sample_ids is not None
+                bad = torch.isin(batch.sample_ids, torch.tensor(POISONED))
+                values[bad.repeat_interleave(batch.cu_seqlens.diff()) & batch.loss_mask] = NAN
+        return result
+
+    return computed
+
+
+OUTPUTS = {
+    "values": ("the critic's values", ["algorithm.name=ppo"]),
+    "reference": (
+        "the reference's log-probs",
+        ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OUTPUTS)
+def test_a_critic_or_a_reference_that_is_not_finite_names_its_samples(
+    toy: Toy, recorded: Path, tmp_path: Path, what: str
+) -> None:
+    """Whitening would spread a NaN over all samples, and NaN rewards count as abstentions."""
+    name, more = OUTPUTS[what]
+    saved = f"debug.load_rollouts={recorded / 'rollouts'}"
+    overrides = toy.overrides(tmp_path / "run", saved, "train.num_steps=4", *more)
+    args = (overrides, what)
+    for error in run_ranks(2, one_step_of_spoilt_outputs, *args, folder=tmp_path / "out"):
+        assert f"{name} are not finite in samples 4, 6 (counted from 0" in error
 
 
 class Poisoned:

@@ -17,11 +17,12 @@ from tests.ranks import run_ranks
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "DP2": (2, []),
-    "EP2": (2, ["expert=2"]),
-    "TP2": (2, ["tensor=2"]),
-    "PP2": (2, ["pipeline=2"]),
-    "TP2xEP2": (2, ["tensor=2", "expert=2"]),
-    "PP2xEP2": (4, ["pipeline=2", "expert=2"]),
+    "EP2": (2, ["expert_model=2"]),
+    "TP2": (2, ["tensor_model=2"]),
+    "CP2": (2, ["context=2"]),
+    "PP2": (2, ["pipeline_model=2"]),
+    "TP2xEP2": (2, ["tensor_model=2", "expert_model=2"]),
+    "PP2xEP2": (4, ["pipeline_model=2", "expert_model=2"]),
 }
 
 OPTIMIZER = ("optimizer.lr=1e-3", "optimizer.adam_eps=1e-6")
@@ -51,7 +52,7 @@ def one_step(overrides: list[str]) -> dict[str, Any]:
 def run(
     toy: Toy, recorded: Path, folder: Path, world: int, sizes: list[str], *more: str
 ) -> dict[str, Any]:
-    keys = [f"parallel.{s.split('=')[0]}_model_parallel_size={s.split('=')[1]}" for s in sizes]
+    keys = [f"parallel.{s.replace('=', '_parallel_size=')}" for s in sizes]
     saved = (f"debug.load_rollouts={recorded / 'rollouts'}", "train.num_steps=4")
     overrides = toy.overrides(folder / "run", *saved, *OPTIMIZER, *keys, *more)
     return run_ranks(world, one_step, overrides, folder=folder / "out")[0]
@@ -94,6 +95,38 @@ def test_layout(
     assert ours["weights"].keys() == reference["weights"].keys()
     for key, weight in reference["weights"].items():
         assert float((ours["weights"][key] - weight).norm() / weight.norm()) < 1e-5, key
+
+
+CREDITED = (
+    "algorithm.name=ppo",
+    "critic.lr=1e-3",
+    "critic.head_std=0.1",
+    "algorithm.kl_coef=0.1",
+    "algorithm.kl_in=reward",
+    "algorithm.kl_target=1e-3",
+    "algorithm.kl_horizon=100",
+    "train.num_steps_per_rollout=2",
+)
+"""A critic, penalties of tokens, and a second update, before which the policy has moved."""
+
+
+@pytest.fixture(scope="module")
+def credited(toy: Toy, recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(toy, recorded, tmp_path_factory.mktemp("credited"), 1, [], *CREDITED)
+
+
+@pytest.mark.parametrize("name", ["CP2", "PP2"])
+def test_a_critic_and_penalties_are_those_of_one_process_in_a_layout(
+    name: str, toy: Toy, recorded: Path, credited: dict[str, Any], tmp_path: Path
+) -> None:
+    ours = run(toy, recorded, tmp_path, *LAYOUTS[name], *CREDITED)
+    for key in ("grad_norm", "loss/value", "value/grad_norm", "value/return_mean", "ratio/max"):
+        assert ours["metrics"][key] == pytest.approx(
+            credited["metrics"][key], rel=1e-4, abs=1e-7
+        ), key
+    assert ours["metrics"]["kl/coef"] == credited["metrics"]["kl/coef"]
+    for key, weight in credited["weights"].items():
+        assert float((ours["weights"][key] - weight).norm() / weight.norm()) < 1e-4, key
 
 
 def two_steps(overrides: list[str]) -> list[dict[str, float]]:

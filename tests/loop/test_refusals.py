@@ -100,6 +100,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["algorithm.importance_high=3"],
         ["algorithm.importance_high is 3.0", "importance is none", "choose tis or mis"],
     ),
+    "level without a weight": (
+        ["algorithm.importance_level=sequence"],
+        ["algorithm.importance_level is sequence", "importance is none", "choose tis or mis"],
+    ),
     "empty range": (
         ["algorithm.importance=tis", "algorithm.importance_low=3"],
         ["algorithm.importance: got the range [3.0, 2.0]", "low <= high"],

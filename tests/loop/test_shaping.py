@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from mrl.algorithms import dapo
 from mrl.batching import set_advantages
 from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.dynamic_sampling import SignalRounds
+from mrl.run_folder import RunFolder
 from mrl.shaping import shaping_metrics
 from mrl.types import Prompt, Sample, SampleGroup, VersionSpan
 
@@ -73,6 +76,18 @@ def test_groups_without_a_signal_leave_the_loss_only_where_others_take_their_pla
         set_advantages([flat, split], dapo, config, 10)
         assert in_loss(flat) == [not on, not on]
         assert in_loss(split) == [True, False, True]
+
+
+def test_the_record_of_a_sample_says_how_old_its_oldest_token_is(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.rollouts.mkdir()
+    spans = (VersionSpan(3, PROMPT_LEN, 4), VersionSpan(5, 4, 8))
+    resumed = dataclasses.replace(sample(6), weight_versions=spans)
+    one = group([0.0, 1.0], 0, resumed, dataclasses.replace(resumed, weight_versions=spans[1:]))
+    folder.write_rollouts(5, [one], [["a", "b"]])
+    rows = folder.read_rollouts(5)
+    assert [row["weight_version"] for row in rows] == [5, 5]
+    assert [row["staleness"] for row in rows] == [2, 0]
 
 
 CONFIG = RolloutConfig(
