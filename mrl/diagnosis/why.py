@@ -23,8 +23,8 @@ from mrl.diagnosis.tokens import TokenRecord, load_tokens
 from mrl.errors import InputError
 from mrl.run_folder import RunFolder
 
-PREFIXES = ("mismatch/", "decompose/", "routing/disagreement", "routing/token_any_layer", "routing/margin",
-            "ratio/", "staleness/", "guard/", "moe/load_max")  # fmt: skip
+PREFIXES = ("mismatch/", "decompose/", "routing/disagreement", "routing/token_any_layer",
+            "routing/margin", "ratio/", "staleness/", "guard/", "moe/load_max")  # fmt: skip
 ALONE = ("reward/mean", "entropy", "grad_norm", "loss/total", "rollout/canary_abs_mean")
 SPIKE = 3.0
 """Times the median of the other steps, from where a number is marked."""
