@@ -17,7 +17,7 @@ def test_the_worst_sample_is_in_the_record_wherever_it_fits(worst: int) -> None:
 
 
 def test_half_goes_to_the_largest_gaps_and_half_is_spread() -> None:
-    gaps = {i: float(i == 7 or i == 8) for i in range(20)}
+    gaps = {i: float(i in (7, 8)) for i in range(20)}
     chosen = choose_samples([10] * 20, gaps, 80)
     assert {7, 8} <= set(chosen)
     assert len(chosen) == 8

@@ -9,9 +9,9 @@ where c depends on the distribution at the position but not on the token drawn, 
 over the draws. So a regression of d on old + H has slope 1 - T/T', to all orders in T' - T, where the
 tokens were drawn from p; drawn at T', the error is of third order.
 
-Tokens that the engine drew from a wrong distribution are unlikely to the trainer: both d and old + H are
-far below 0 there, and a few of them make such a slope by themselves. A temperature makes it in the others
-too.
+Tokens that the engine drew from a wrong distribution are unlikely to the trainer: both d and old + H
+are far below 0 there, and a few of them make such a slope by themselves. A temperature makes it in the
+others too.
 """
 
 from __future__ import annotations
