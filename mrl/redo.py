@@ -155,8 +155,8 @@ def replay(source: Source, output: Path, world: int) -> Replayed:
 
 
 def _load(trainer: Trainer, source: Source) -> None:
-    """What the run had before step `source.start`: weights (the critic's too), optimizers, random
-    states, the coefficient of an adaptive KL."""
+    """All that the run had before step `source.start`: models, optimizers, random states, and what one
+    step keeps for the next."""
     from mrl.warm_start import warm_start
     from parallel.checkpoint import Checkpoints
 
@@ -164,9 +164,7 @@ def _load(trainer: Trainer, source: Source) -> None:
     trainer.collector.start(trainer.policy)
     if source.checkpoint:
         saved = Checkpoints(source.run.checkpoints, trainer.groups, keep=1, seed=recipe.seed)
-        loaded = saved.load(source.start, trainer.policy, trainer.critic)
-        trainer.learner.load_state_dict(loaded.trainer.get("learner", {}))
-        trainer.step = loaded.step
+        trainer.resume(saved.load(source.start, trainer.policy, trainer.critic))
     elif recipe.warm_start is not None:
         warm_start(trainer.plan, recipe.warm_start, trainer.policy, trainer.groups)
 
