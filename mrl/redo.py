@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mrl.algorithms import load_algorithm, traits
 from mrl.compare import MACHINE, Pair, differences, open_run
 from mrl.config import Recipe, load_recipe
 from mrl.errors import InputError
@@ -63,6 +64,8 @@ class Replayed:
 def find_source(run: Path, step: int) -> Source:
     """Raises InputError where the step cannot be done again, with those that can."""
     folder = open_run(run)
+    if load_recipe(folder.config).debug.rollout_only:
+        raise InputError(f"{run} only rolled out (debug.rollout_only); no step of it was trained")
     if not any(row["step"] == step for row in folder.read_metrics()):
         raise InputError(f"{run} has no metrics of step {step}; {_replayable(folder)}")
     whole = (path for path in candidates(folder.checkpoints) if damage(path, digests=False) is None)
@@ -103,7 +106,11 @@ def _ranges(steps: list[int]) -> str:
 
 
 def replay_recipe(source: Source, output: Path) -> Recipe:
-    """The run's recipe, from its saved rollouts into a folder of its own; token records are written."""
+    """The run's recipe, from its saved rollouts into a folder of its own.
+
+    Token records are written, but for an algorithm without a pass before the update: that of the record
+    would be one that the run may not have had, and the mismatch is measured on it.
+    """
     recipe = load_recipe(source.run.config)
     tree = recipe.model_dump()
     tree["output_dir"] = str(output)
@@ -113,7 +120,8 @@ def replay_recipe(source: Source, output: Path) -> Recipe:
         "load_rollouts": str(source.run.rollouts), "save_rollouts": False, "rollout_only": False
     }  # fmt: skip
     tree["eval"] = {}  # it needs an engine
-    tree["diagnosis"]["save_tokens_every"] = 1
+    if traits(load_algorithm(recipe.algorithm.name)).needs_old_logprobs:
+        tree["diagnosis"]["save_tokens_every"] = 1
     return Recipe.model_validate(tree)
 
 
@@ -147,7 +155,8 @@ def replay(source: Source, output: Path, world: int) -> Replayed:
 
 
 def _load(trainer: Trainer, source: Source) -> None:
-    """The weights, optimizer and random states that the run had before step `source.start`."""
+    """All that the run had before step `source.start`: models, optimizers, random states, and what one
+    step keeps for the next."""
     from mrl.warm_start import warm_start
     from parallel.checkpoint import Checkpoints
 
@@ -155,7 +164,7 @@ def _load(trainer: Trainer, source: Source) -> None:
     trainer.collector.start(trainer.policy)
     if source.checkpoint:
         saved = Checkpoints(source.run.checkpoints, trainer.groups, keep=1, seed=recipe.seed)
-        trainer.step = saved.load(source.start, trainer.policy).step
+        trainer.resume(saved.load(source.start, trainer.policy, trainer.critic))
     elif recipe.warm_start is not None:
         warm_start(trainer.plan, recipe.warm_start, trainer.policy, trainer.groups)
 

@@ -28,7 +28,7 @@ from mrl.run_folder import RunFolder, saved_step
 from mrl.shaping import shaping_metrics
 from mrl.types import Max, SampleGroup
 from mrl.warm_start import warm_start
-from parallel.checkpoint import Checkpoints
+from parallel.checkpoint import Checkpoints, Loaded
 from parallel.groups import Groups
 from parallel.ledger import memory_statistics
 from parallel.policy import Policy
@@ -113,10 +113,7 @@ class Trainer:
     def _restore_or_warm_start(self) -> None:
         recipe = self.plan.recipe
         if self.plan.resume_step is not None:
-            loaded = self.checkpoints.load_newest(self.policy, self.critic)
-            self.collector.load_state_dict(loaded.trainer["collector"])
-            self.learner.load_state_dict(loaded.trainer.get("learner", {}))
-            self.step = loaded.step
+            self.resume(self.checkpoints.load_newest(self.policy, self.critic))
         elif recipe.warm_start is not None:
             text = f"warm start, {recipe.warm_start.num_steps} supervised steps"
             with self._progress(text):
@@ -124,6 +121,12 @@ class Trainer:
             self._save()
         if self.is_main:
             self.folder.rewind(self.step)
+
+    def resume(self, loaded: Loaded) -> None:
+        """Go on after a checkpoint whose weights are loaded already."""
+        self.collector.load_state_dict(loaded.trainer["collector"])
+        self.learner.load_state_dict(loaded.trainer.get("learner", {}))
+        self.step = loaded.step
 
     def evaluate(self, step: int | None = None) -> dict[str, float]:
         """`eval/*` of the run's checkpoint (the newest, or that of `step`), else of the model."""

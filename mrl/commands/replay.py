@@ -70,7 +70,8 @@ def _show(done: Replayed) -> None:
         f"bitwise equal in all {done.num_keys} metrics"
     )  # fmt: skip
     print(f"step {source.step} again, from {source.name}: {verdict}")
-    print(f"next: mrl why {done.folder.root} {source.step}")
+    if done.folder.token_file(source.step).is_file():
+        print(f"next: mrl why {done.folder.root} {source.step}")
 
 
 def _percent(share: float | None) -> str:

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _show_numbers(found: Explanation) -> None:
     """Spikes first; of the others, those of the whole model."""
+    if not found.numbers:
+        print(f"step {found.step} has no numbers in metrics.jsonl: it died, or is not done yet")
     numbers = sorted(found.numbers, key=lambda number: not number.is_spike)
     rows = [
         (n.key, f"{n.value:.4g}", _number(n.median), _number(n.ratio), "spike" * n.is_spike)

@@ -120,5 +120,8 @@ class Diagnosis:
         if self.groups.rank == 0:
             self.folder.diagnosis.mkdir(exist_ok=True)
             text = json.dumps({"step": step, **found.as_json()}, allow_nan=False)
-            self.folder.diagnosis_file(step).write_text(text + "\n")
+            file = self.folder.diagnosis_file(step)
+            partial = file.with_name(file.name + ".part")  # `mrl why` and `mrl view` may be reading
+            partial.write_text(text + "\n")
+            partial.replace(file)
         return found.metrics()

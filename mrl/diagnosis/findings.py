@@ -6,10 +6,14 @@ whether the mismatch is one to worry about.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from mrl.diagnosis.detectors import (
     extremes,
+    not_finite,
     router,
     shifted_routes,
     stale_expert,
@@ -19,7 +23,7 @@ from mrl.diagnosis.detectors import (
 from mrl.diagnosis.detectors.base import HALF_PRECISION_GAP, Finding, LossTokens
 from mrl.diagnosis.tokens import TokenRecord
 
-__all__ = ["DETECTORS", "NEGLIGIBLE", "Finding", "find"]
+__all__ = ["DETECTORS", "NEGLIGIBLE", "Finding", "Usual", "find", "usual_mismatch"]
 
 NEGLIGIBLE = 1e-5
 """Mean |old - rollout| of two float32 engines that do everything right: nothing to explain."""
@@ -28,6 +32,7 @@ JUMP = 10.0
 NOISE_SHARE = 0.3
 """A description goes before `noise` where it explains more of the mismatch than this."""
 DETECTORS: tuple[Callable[[LossTokens], Finding | None], ...] = (
+    not_finite.detect,
     shifted_routes.detect,
     temperature.detect,
     stale_expert.detect,
@@ -38,14 +43,34 @@ DETECTORS: tuple[Callable[[LossTokens], Finding | None], ...] = (
 )
 
 
-def find(record: TokenRecord, usual: float | None = None) -> list[Finding]:
-    """All findings, never none; the first is the diagnosis.
+@dataclass(frozen=True)
+class Usual:
+    """|old - rollout| in the other steps of a run."""
 
-    `usual`: mean |old - rollout| of the run's other steps, where there are any.
-    """
+    mean: float
+    """Median over the steps of the mean over tokens."""
+    median: float
+    """Of the median over tokens."""
+
+
+def usual_mismatch(rows: Iterable[Mapping[str, Any]], step: int) -> Usual | None:
+    """Of the rows of metrics.jsonl but that of `step`; None where no other has the numbers."""
+    others = [row for row in rows if row["step"] != step]
+    found = []
+    for key in ("mismatch/logprob_abs_mean", "mismatch/p50"):
+        known = [row[key] for row in others if isinstance(row.get(key), (int, float))]
+        if not known:
+            return None
+        found.append(statistics.median(known))
+    return Usual(*found)
+
+
+def find(record: TokenRecord, usual: Usual | None = None) -> list[Finding]:
+    """All findings, never none; the first is the diagnosis. `usual`: of the run, where it is known."""
     tokens = LossTokens(record)
     if not len(tokens.d):
-        return [Finding("no_tokens", 0.0, "the record holds no loss token with finite log-probs")]
+        nothing = Finding("no_tokens", 0.0, "the record holds no loss token")
+        return [not_finite.detect(tokens) or nothing]
     found = [finding for detect in DETECTORS if (finding := detect(tokens)) is not None]
     if not any(finding.is_cause for finding in found):
         spread = not any(finding.name == "extreme_sample" for finding in found)
@@ -54,22 +79,24 @@ def find(record: TokenRecord, usual: float | None = None) -> list[Finding]:
     return sorted(found, key=lambda f: (place.get(f.name, 1), not f.is_cause, -f.severity))
 
 
-def _verdict(tokens: LossTokens, usual: float | None, *, spread: bool) -> Finding:
+def _verdict(tokens: LossTokens, usual: Usual | None, *, spread: bool) -> Finding:
     """What is left to say where no cause stands out; `spread`: no single sample is behind it."""
-    mean = tokens.mean_abs
+    mean, median = tokens.mean_abs, float(tokens.d.abs().median())
     numbers = f"mean |old - rollout| is {mean:.2g} over {len(tokens.d)} loss tokens"
     if mean <= NEGLIGIBLE:
         return Finding("nothing_wrong", 0.0, f"{numbers}: two float32 engines that agree")
-    if usual is not None and mean > JUMP * usual and spread:
+    # Other weights move every token; a few wild ones, as other routes make them, only the mean.
+    jumped = usual is not None and mean > JUMP * usual.mean and median > JUMP * usual.median
+    if usual is not None and jumped and spread:
         # Kernels, dtype and model have been the same all along.
-        times = f"{mean / usual:.0f} times" if usual else "far above"
+        times = f"{mean / usual.mean:.0f} times" if usual.mean else "far above"
         return Finding(
             "stale_weights",
             tokens.severity(1.0),
             f"{numbers}, {times} what is usual in this run, and no sample, expert, temperature or "
             "shift of routes stands out: the engine does not hold the trainer's weights, of the "
             "whole model or outside its experts",
-            {"usual": usual},
+            {"usual": usual.mean},
             is_cause=True,
         )
     if mean <= 3 * HALF_PRECISION_GAP:

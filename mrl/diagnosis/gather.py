@@ -62,11 +62,14 @@ class Chosen:
 
 def choose_samples(lengths: Sequence[int], gaps: Mapping[int, float], max_tokens: int) -> list[int]:
     """All samples where their tokens fit `max_tokens`; else half of that for the largest `gaps` (by
-    sample), and what is left for samples spread evenly over the step. Ascending."""
+    sample; the largest of all may take more), and what is left for samples spread evenly over the
+    step. Ascending."""
     if sum(lengths) <= max_tokens:
         return list(range(len(lengths)))
     by_gap = sorted(gaps, key=lambda i: (-gaps[i], i))
-    chosen = _while_they_fit(by_gap, lengths, max_tokens // 2)
+    worst = lengths[by_gap[0]] if by_gap else 0
+    half = max(max_tokens // 2, worst if worst <= max_tokens else 0)
+    chosen = _while_they_fit(by_gap, lengths, half)
     rest = [i for i in range(len(lengths)) if i not in chosen]
     left = max_tokens - sum(lengths[i] for i in chosen)
     count = int(left / (sum(lengths[i] for i in rest) / len(rest)))

@@ -121,9 +121,12 @@ def load_tokens(path: Path) -> TokenRecord:
             f"token record {path}: format is {metadata.get('format')!r}, expected {FORMAT!r}"
         )
     plain: dict[str, Any] = json.loads(metadata["record"])
-    missing = sorted(set(_TENSORS) - set(_OPTIONAL) - tensors.keys())
+    missing = sorted(({*_TENSORS, *_PLAIN} - {*_OPTIONAL}) - (tensors.keys() | plain.keys()))
     if missing:
         raise InputError(f"token record {path}: lacks {', '.join(missing)}; it is not whole")
+    unknown = sorted((tensors.keys() - {*_TENSORS}) | (plain.keys() - {*_PLAIN}))
+    if unknown:
+        raise InputError(f"token record {path}: has {', '.join(unknown)}; another mrl wrote it")
     plain["layer_numbers"] = tuple(plain["layer_numbers"])
     plain["pieces"] = {int(k): text for k, text in plain["pieces"].items()}
     return TokenRecord(**plain, **tensors)

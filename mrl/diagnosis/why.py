@@ -18,18 +18,21 @@ from mrl.diagnosis.detectors.base import Finding, LossTokens
 from mrl.diagnosis.detectors.extremes import worst_samples, worst_tokens
 from mrl.diagnosis.detectors.router import expert_gaps, layer_routes
 from mrl.diagnosis.detectors.stale_expert import expert_z
-from mrl.diagnosis.findings import find
+from mrl.diagnosis.findings import find, usual_mismatch
 from mrl.diagnosis.tokens import TokenRecord, load_tokens
 from mrl.errors import InputError
 from mrl.run_folder import RunFolder
 
-PREFIXES = ("mismatch/", "routing/disagreement", "routing/token_any_layer", "routing/margin",
-            "ratio/", "staleness/", "guard/", "moe/load_max")  # fmt: skip
+PREFIXES = ("mismatch/", "decompose/", "routing/disagreement", "routing/token_any_layer",
+            "routing/margin", "ratio/", "staleness/", "guard/", "moe/load_max")  # fmt: skip
 ALONE = ("reward/mean", "entropy", "grad_norm", "loss/total", "rollout/canary_abs_mean")
 SPIKE = 3.0
 """Times the median of the other steps, from where a number is marked."""
 
 NEXT = {
+    "not_finite": "the update was refused, so the weights are those of the steps before: read their "
+    "grad_norm, ratio/max and entropy (mrl view), and the samples above; an infinite log-prob of the "
+    "engine is a token that it calls impossible",
     "shifted_routes": "the engine's rows and the trainer's are not aligned: compare moe/trace.py with "
     "what this SGLang version returns; until then moe.routing_replay=r2 needs no captured routes",
     "temperature": "compare rollout.temperature with what the engine samples and reports at "
@@ -46,8 +49,15 @@ NEXT = {
     "noise": "nothing to mend; routing replay (moe.routing_replay=r3) and algorithm.importance "
     "bound it",
     "nothing_wrong": "look elsewhere: rewards, advantages, the learning rate",
-    "no_tokens": "no token of the step takes part in the loss: look at the rewards",
+    "no_tokens": "no token of the step takes part in the loss: look at the rewards; where all samples "
+    "are longer than diagnosis.max_tokens, raise it",
 }
+REPLAYED = {
+    "router_disagreement": "the routes are replayed (moe.routing_replay=r3), so this is what replay "
+    "bounds; what is left of the gap is in decompose/ids",
+    "noise": "nothing to mend; routes are replayed already, algorithm.importance bounds the rest",
+}
+"""In the place of NEXT where the routes were the rollout's."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,7 @@ class Number:
 class Explanation:
     step: int
     numbers: list[Number]
+    """Empty of a step that did not end."""
     findings: list[Finding]
     """The first is the diagnosis; empty without a token record."""
     samples: list[dict[str, Any]]
@@ -91,15 +102,19 @@ class Explanation:
 
 
 def explain(run: RunFolder, step: int) -> Explanation:
-    """Raises InputError where the run has no such step, or its record cannot be read."""
-    rows = run.read_metrics()
-    row = next((row for row in rows if row["step"] == step), None)
-    if row is None:
+    """A step that died has no line in metrics.jsonl, but a token record.
+
+    Raises InputError where the run has no such step, or its record cannot be read.
+    """
+    rows, path = run.read_metrics(), run.token_file(step)
+    row = next((row for row in rows if row["step"] == step), {})
+    if not row and not path.is_file():
         last = max((row["step"] for row in rows), default=None)
         there = "none" if last is None else f"0 to {last}"
-        raise InputError(f"{run.root} has no step {step} in metrics.jsonl, which holds {there}")
+        raise InputError(
+            f"{run.root} has no step {step} in metrics.jsonl, which holds {there}, and no {path.name}"
+        )
     numbers = step_numbers(row, [r for r in rows if r["step"] != step])
-    path = run.token_file(step)
     decomposition = _decomposition(run.diagnosis_file(step))
     if not path.is_file():
         missing = (
@@ -108,8 +123,7 @@ def explain(run: RunFolder, step: int) -> Explanation:
         )
         return Explanation(step, numbers, [], [], [], [], decomposition, missing)
     record = load_tokens(path)
-    usual = {number.key: number.median for number in numbers}.get("mismatch/logprob_abs_mean")
-    tokens, findings = LossTokens(record), find(record, usual)
+    tokens, findings = LossTokens(record), find(record, usual_mismatch(rows, step))
     return Explanation(
         step,
         numbers,
@@ -118,8 +132,13 @@ def explain(run: RunFolder, step: int) -> Explanation:
         worst_tokens(tokens),
         _layers(record, tokens, decomposition),
         decomposition,
-        NEXT[findings[0].name],
+        _next(findings[0], record),
     )
+
+
+def _next(diagnosis: Finding, record: TokenRecord) -> str:
+    replayed = record.routing_replay == "r3"
+    return (REPLAYED if replayed else {}).get(diagnosis.name) or NEXT[diagnosis.name]
 
 
 def step_numbers(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[Number]:

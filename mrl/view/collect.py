@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from mrl import __version__
-from mrl.diagnosis.findings import find
+from mrl.diagnosis.findings import find, usual_mismatch
 from mrl.diagnosis.tokens import load_tokens
 from mrl.errors import InputError
 from mrl.view.samples import pack_step
@@ -124,7 +124,7 @@ def _read_samples(
         share = MAX_SAMPLE_BYTES // len(wanted)
         findings = [
             {"name": found.name, "severity": short(found.severity, 2), "text": found.text}
-            for found in find(record)
+            for found in find(record, usual_mismatch(rows, step))
         ]
         step_data = pack_step(record, rollouts, max_samples, share)
         packed.append(step_data | {"findings": findings})

@@ -10,12 +10,13 @@ import torch
 
 from mrl.diagnosis.detectors import extremes, router
 from mrl.diagnosis.detectors.base import LossTokens
-from mrl.diagnosis.findings import Finding, find
+from mrl.diagnosis.findings import Finding, Usual, find, usual_mismatch
 from mrl.diagnosis.tokens import TokenRecord
 from tests.diagnosis.tiny_moe import PROMPT, Model, T, make_record
 
 FLOAT32, HALF = 1e-6, 0.02
 """Noise of logits."""
+USUAL = Usual(FLOAT32, FLOAT32)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,22 @@ def test_a_small_change_of_temperature_drowns_in_half_precision(model: Model) ->
     assert quiet[0].name == "noise"
 
 
+@pytest.mark.parametrize("share", [0.005, 0.05])
+def test_a_few_tokens_that_went_astray_are_no_temperature(model: Model, share: float) -> None:
+    """They are what the trainer finds unlikely, so a line through them has the slope of a heated
+    engine; another temperature moves all the other tokens too."""
+    sharp = dataclasses.replace(model, head=4 * model.head)
+    record = make_record(sharp, sharp, noise=FLOAT32)
+    g = torch.Generator().manual_seed(0)
+    astray = record.loss_mask & (torch.rand(record.num_tokens, generator=g) < share)
+    usual = record.old_logprobs + 1e-3 * torch.randn(record.num_tokens, generator=g)
+    rollout = torch.where(astray, -3 * torch.rand(record.num_tokens, generator=g), usual)
+    old = torch.where(astray, -8 - 4 * torch.rand(record.num_tokens, generator=g), usual)
+    found = find(dataclasses.replace(record, rollout_logprobs=rollout, old_logprobs=old))
+    assert "temperature" not in [finding.name for finding in found]
+    assert "extreme_tokens" in [finding.name for finding in found]
+
+
 @pytest.mark.parametrize("noise", [FLOAT32, HALF])
 @pytest.mark.parametrize(("layer", "expert"), [(0, 3), (1, 5), (2, 2)])
 def test_a_stale_expert_is_found(model: Model, layer: int, expert: int, noise: float) -> None:
@@ -87,11 +104,11 @@ def test_all_experts_stale_are_not_blamed_on_one(model: Model) -> None:
     engine = dataclasses.replace(model, experts=model.experts + 0.1 * model.experts.flip(1))
     record = make_record(model, engine, noise=FLOAT32)
     assert not any(finding.is_cause for finding in find(record))
-    found = find(record, usual=FLOAT32)  # in this run, kernels and dtype are not to blame
+    found = find(record, USUAL)  # in this run, kernels and dtype are not to blame
     assert found[0].name == "stale_weights"
     wild = make_record(model, model, noise=FLOAT32)
     wild.rollout_logprobs[5 * T + PROMPT] -= 3.0
-    assert find(wild, usual=FLOAT32)[0].name != "stale_weights"
+    assert find(wild, USUAL)[0].name != "stale_weights"
 
 
 def test_weights_that_the_engine_calls_older_are_named(model: Model) -> None:
@@ -147,5 +164,33 @@ def test_records_without_routes_and_without_tokens(model: Model) -> None:
     assert router.expert_gaps(LossTokens(bare)) is None
     none = dataclasses.replace(record, loss_mask=torch.zeros_like(record.loss_mask))
     assert [finding.name for finding in find(none)] == ["no_tokens"]
-    bare.rollout_logprobs[:] = float("nan")
-    assert first(bare).name == "no_tokens"
+
+
+def test_log_probs_that_are_not_finite_come_first(model: Model) -> None:
+    record = make_record(model, model, noise=FLOAT32)
+    place = 5 * T + PROMPT + 3
+    record.old_logprobs[place] = float("nan")
+    record.rollout_logprobs[7 * T + PROMPT] = -math.inf
+    found = first(record)
+    assert (found.name, found.is_cause, found.severity) == ("not_finite", True, 1.0)
+    assert found.where["samples"] == [5, 7]
+    assert found.where["tokens"][0] == {"sample": 5, "position": PROMPT + 3}
+    assert "2 of" in found.text
+    record.old_logprobs[:] = float("nan")
+    assert first(record).name == "not_finite"
+
+
+def test_wild_tokens_of_a_run_are_not_called_stale_weights(model: Model) -> None:
+    """Other weights move every token: where the median is as ever, it is not the whole model."""
+    record = make_record(model, model, noise=FLOAT32)
+    record.rollout_logprobs[PROMPT + 3 :: 2 * T] -= 3.0  # of every second sample
+    assert not any(finding.is_cause for finding in find(record, USUAL))
+
+
+def test_what_is_usual_is_what_the_other_steps_have() -> None:
+    rows = [
+        {"step": i, "mismatch/logprob_abs_mean": mean, "mismatch/p50": None if i == 1 else mean / 2}
+        for i, mean in enumerate((0.1, 0.2, 0.3, 9.0))
+    ]
+    assert usual_mismatch(rows, 3) == Usual(0.2, 0.1)
+    assert usual_mismatch(rows[:2], 0) is None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mrl.diagnosis.tokens import TokenRecord, load_tokens, save_tokens
@@ -74,4 +76,26 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         load_tokens(path)
     save_file({"token_ids": torch.zeros(1)}, path, {"format": "mrl-tokens-1", "record": "{}"})
     with pytest.raises(InputError, match="lacks advantages"):
+        load_tokens(path)
+
+
+@pytest.mark.parametrize(("tensor", "number", "word"), [("later", None, "has later; another mrl"),
+                         (None, "beta", "has beta; another mrl"),
+                         (None, None, "lacks temperature")])  # fmt: skip
+def test_a_record_of_another_version_is_refused_in_a_line(
+    tensor: str | None, number: str | None, word: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "step.safetensors"
+    save_tokens(path, make_record(routes=False))
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        plain = json.loads(file.metadata()["record"])
+    if tensor:
+        tensors[tensor] = torch.zeros(1)
+    elif number:
+        plain[number] = 1.0
+    else:
+        del plain["temperature"]
+    save_file(tensors, path, {"format": "mrl-tokens-1", "record": json.dumps(plain)})
+    with pytest.raises(InputError, match=word):
         load_tokens(path)

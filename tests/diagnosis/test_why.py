@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from mrl.cli import main
 from mrl.diagnosis.tokens import save_tokens
 from mrl.diagnosis.why import explain, step_numbers
 from mrl.run_folder import RunFolder
-from tests.diagnosis.tiny_moe import Model, S, make_record
+from tests.diagnosis.tiny_moe import PROMPT, Model, S, T, make_record
 from tests.loop.test_refusals import refused
 
 
@@ -63,6 +64,32 @@ def test_a_step_without_a_record_says_which_key_writes_one(
     assert any(line.startswith("mismatch/k3") for line in lines)
     assert "diagnosis.save_tokens_every=1" in lines[-1]
     assert explain(run, 1).findings == []
+
+
+def test_a_step_that_died_is_explained_from_its_record(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not finite: the guard stops the run before the step has a line in metrics.jsonl."""
+    model = Model.make()
+    record = make_record(model, model)
+    record.old_logprobs[5 * T + PROMPT] = float("nan")
+    save_tokens(run.token_file(4), record)
+    main(["why", str(run.root), "4"])
+    shown = capsys.readouterr().out
+    assert "step 4 has no numbers in metrics.jsonl" in shown
+    assert "diagnosis: not_finite: 1 of " in shown
+    assert "in samples 5" in shown
+    assert shown.splitlines()[-1].startswith("next: the update was refused")
+
+
+def test_what_to_do_does_not_ask_for_what_is_done(run: RunFolder) -> None:
+    model = Model.make()
+    for replay, asks in (("r3", False), ("off", True)):
+        record = make_record(model, model, noise=0.02)
+        save_tokens(run.token_file(3), dataclasses.replace(record, routing_replay=replay))
+        found = explain(run, 3)
+        assert found.findings[0].name == "noise"
+        assert ("moe.routing_replay=r3" in found.next) == asks
 
 
 def test_bad_input_is_one_line(

@@ -13,7 +13,7 @@ from mrl.compare import compare_runs
 from mrl.redo import find_source
 from mrl.rollout.saved import load_groups, save_groups
 from mrl.run_folder import saved_step
-from tests.loop.conftest import Toy
+from tests.loop.conftest import Toy, trained
 from tests.loop.test_refusals import refused
 from tests.ranks import run_ranks
 
@@ -60,6 +60,32 @@ def test_a_step_again_is_the_same_bits(
     assert not (recorded / "replay").exists()
 
 
+KEEPING = (
+    "algorithm.name=ppo",
+    "critic.lr=1e-2",
+    "algorithm.kl_coef=0.05",
+    "algorithm.kl_in=reward",
+    "algorithm.kl_target=1e-4",
+    "algorithm.kl_horizon=100",
+)
+"""Beside the policy a checkpoint has a critic, and a coefficient that has moved."""
+
+
+@pytest.mark.timeout(300)
+def test_what_a_step_keeps_for_the_next_is_replayed_too(
+    toy: Toy, recorded: Path, tmp_path: Path
+) -> None:
+    saved = (f"debug.load_rollouts={recorded / 'rollouts'}", "debug.save_rollouts=true")
+    steps = ("train.num_steps=3", "checkpoint.save_every=2")
+    overrides = toy.overrides(tmp_path / "run", *saved, *steps, *KEEPING)
+    run_ranks(1, trained, overrides, folder=tmp_path / "out")
+    args = (str(tmp_path / "run"), 2, str(tmp_path / "again"))
+    assert run_ranks(1, replayed, *args, folder=tmp_path / "out2") == [0]
+    report = json.loads((tmp_path / "again.json").read_text())
+    assert report["from"] == "iter_0000002"
+    assert report["bitwise_equal"] is True
+
+
 @pytest.mark.timeout(300)
 def test_a_step_that_comes_out_otherwise_says_in_what(changed: Path, tmp_path: Path) -> None:
     args = (str(changed), 3, str(tmp_path / "again"))
@@ -86,6 +112,34 @@ def test_another_layout_is_told_from_the_same_bits(recorded: Path, tmp_path: Pat
         assert again == pytest.approx(before, rel=1e-2, abs=1e-4), key
 
 
+AGAIN = {
+    "no pass before the update": (
+        "algorithm.name=a3po", "train.num_steps_per_rollout=2", "diagnosis.save_tokens_every=0",
+        "diagnosis.decompose_every=0",
+    ),
+    "r2": ("moe.routing_replay=r2", "train.num_steps_per_rollout=2", "algorithm.name=decoupled_ppo"),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", AGAIN)
+def test_the_passes_of_a_step_are_the_same_again(
+    kind: str, toy: Toy, recorded: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    source = f"debug.load_rollouts={recorded / 'rollouts'}"
+    more = ("train.num_steps=4", "debug.save_rollouts=true", "checkpoint.save_every=2", source)
+    run_ranks(1, trained, toy.overrides(run, *more, *AGAIN[kind]), folder=tmp_path / "first")
+    args = (str(run), 3, str(tmp_path / "again"))
+    codes = run_ranks(1, replayed, *args, folder=tmp_path / "out")
+    report = json.loads((tmp_path / "again.json").read_text())
+    assert report["differences"] == {}
+    assert report["not_measured_again"] == []
+    assert (codes, report["from"]) == ([0], "iter_0000002")
+    has_record = (tmp_path / "again/tokens/step_000003.safetensors").is_file()
+    assert has_record == (kind != "no pass before the update")
+
+
 def test_what_cannot_be_replayed_is_said_in_a_line(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +151,11 @@ def test_what_cannot_be_replayed_is_said_in_a_line(
     line = refused(capsys, ["replay", str(run), "1"])
     assert "no step_000001.safetensors" in line
     assert "can be replayed: 0, 2-3" in line
+    config = run / "config.yaml"
+    trained_config = config.read_text()
+    config.write_text(trained_config.replace("rollout_only: false", "rollout_only: true"))
+    assert "only rolled out" in refused(capsys, ["replay", str(run), "2"])
+    config.write_text(trained_config)
     shutil.rmtree(run / "checkpoints")
     assert "can be replayed: 0" in refused(capsys, ["replay", str(run), "2"])
     for file in (run / "rollouts").glob("*.safetensors"):

@@ -50,6 +50,7 @@ def metrics(step: int) -> dict[str, float | None]:
         "mismatch/k1": 1e-4 * step,
         "mismatch/k3": 1e-4 * (step + 1),
         "mismatch/chi2": 3e-4,
+        "mismatch/logprob_abs_mean": 2e-3,
         "mismatch/logprob_abs_max": 0.5 if step == 3 else 0.1,
         "time/rollout_s": 3.0,
         "time/train_s": 1.0 + step,

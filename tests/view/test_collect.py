@@ -9,7 +9,9 @@ import torch
 
 from mrl.cli import main
 from mrl.commands.view import read_steps
+from mrl.diagnosis.why import explain
 from mrl.errors import InputError
+from mrl.run_folder import RunFolder
 from mrl.view.collect import choose_steps, collect
 from mrl.view.samples import choose_samples, pack_step
 from tests.view.invented import EXPERTS, LAYERS, PROMPT, TOKENS, TOPK, record, rollout, write_run
@@ -169,3 +171,12 @@ def test_steps_of_the_command_line():
     assert read_steps("7") == range(7, 8)
     assert read_steps(":4") == range(4)
     assert 10**6 in read_steps("2:")
+
+
+def test_the_page_finds_what_mrl_why_finds(tmp_path):
+    """Also what is told by the other steps alone: all tokens are off, and by far more than usual."""
+    run = write_run(tmp_path)
+    for step in collect(run, None, 4)["steps"]:
+        found = explain(RunFolder(run), step["step"]).findings
+        assert [finding["text"] for finding in step["findings"]] == [f.text for f in found]
+        assert step["findings"][0]["name"] == "stale_weights"

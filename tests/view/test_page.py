@@ -101,7 +101,7 @@ def test_mismatch_dashboard(opened):
     table = opened.text("#decomposition")
     assert re.search(r"replay of expert ids\s+0.004\s+4e-4", table)
     assert "diverge first in layer 2" in table
-    assert "unexplained" in opened.text("#findings")
+    assert "stale_weights" in opened.text("#findings")
 
 
 def test_samples_are_sorted_picked_and_read(opened):

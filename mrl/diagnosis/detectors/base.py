@@ -19,6 +19,8 @@ HALF_PRECISION_GAP = 0.01
 """Mean |d| that bfloat16 alone leaves between two engines, about."""
 MIN_TOKENS = 30
 """Fewer say nothing about a distribution."""
+MAX_LISTED = 10
+"""Samples or tokens that a finding lists."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,12 @@ class LossTokens:
     @cached_property
     def sample(self) -> Tensor:
         """i64[M]: the sample of each, as a place in the record's `sample_ids`."""
+        return self.sample_of(self.index)
+
+    def sample_of(self, places: Tensor) -> Tensor:
+        """The same of tokens i64[n] of the record."""
         ends = self.record.cu_seqlens[1:].contiguous()
-        return torch.searchsorted(ends, self.index, right=True)
+        return torch.searchsorted(ends, places, right=True)
 
     @cached_property
     def routes(self) -> Tensor | None:

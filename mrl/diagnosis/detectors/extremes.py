@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from mrl.diagnosis.detectors.base import MIN_TOKENS, Finding, LossTokens
+from mrl.diagnosis.detectors.base import MAX_LISTED, MIN_TOKENS, Finding, LossTokens
 
-MAX_LISTED = 10
 CONCENTRATED = 0.5
 """Of the squared mismatch, in the worst sample or the worst 1% of the tokens."""
 

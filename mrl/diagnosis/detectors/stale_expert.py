@@ -109,7 +109,8 @@ def suspect(tokens: LossTokens) -> Suspect | None:
     z, num_experts = table.flatten(), tokens.record.num_experts
     places = _places(tokens.routes, num_experts)
     candidates = z.topk(min(NUM_CANDIDATES, len(z))).indices
-    inside = (places.flatten(1).unsqueeze(-1) == candidates).any(1)  # [M, C]
+    # One at a time: of a large record, M x L K x C truth values are a gigabyte.
+    inside = torch.stack([(places == each).flatten(1).any(1) for each in candidates], 1)
     t = _t_values(inside.double(), _scores(tokens))
     t[z[candidates].isinf()] = -math.inf
     order = t.argsort(descending=True)

@@ -8,6 +8,10 @@ b z_y - lse(b z). As E_p[z] = lse(z) - H, it differs from the trainer's by
 where c depends on the distribution at the position but not on the token drawn, and old + H has mean 0
 over the draws. So a regression of d on old + H has slope 1 - T/T', to all orders in T' - T, where the
 tokens were drawn from p; drawn at T', the error is of third order.
+
+Tokens that the engine drew from a wrong distribution are unlikely to the trainer: both d and old + H
+are far below 0 there, and a few of them make such a slope by themselves. A temperature makes it in the
+others too.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from mrl.diagnosis.detectors.base import MIN_TOKENS, Finding, LossTokens
 
@@ -22,6 +27,10 @@ MIN_R2 = 0.5
 """Less, and something else is behind most of the mismatch. An old policy is often a flatter one, and so
 looks a little like a higher temperature: that stays below."""
 MIN_Z = 8.0
+BULK = 0.9
+"""Share of the tokens, those with the smallest |old + H|, that must show the slope too."""
+MIN_BULK_SLOPE = 1 / 3
+"""Of the slope of all: wild tokens leave less than 0.1, a temperature 0.6 or more."""
 
 
 def detect(tokens: LossTokens) -> Finding | None:
@@ -39,6 +48,8 @@ def detect(tokens: LossTokens) -> Finding | None:
     r2 = 1 - float(residual.square().sum()) / yy
     if r2 < MIN_R2 or abs(slope) < MIN_Z * error or slope >= 1:
         return None
+    if _bulk_slope(x, y) / slope < MIN_BULK_SLOPE:
+        return None
     asked = tokens.record.temperature
     seen = asked / (1 - slope)
     spread = asked * error / (1 - slope) ** 2
@@ -52,6 +63,13 @@ def detect(tokens: LossTokens) -> Finding | None:
         where={"temperature": seen, "expected": asked, "r2": r2, "slope": slope},
         is_cause=True,
     )
+
+
+def _bulk_slope(x: Tensor, y: Tensor) -> float:
+    """Of y on x, f64[M] each, without the tokens that are farthest out."""
+    bulk = x.abs() <= x.abs().sort().values[int(BULK * (len(x) - 1))]
+    x, y = x[bulk] - x[bulk].mean(), y[bulk] - y[bulk].mean()
+    return float(x @ y) / max(float(x.square().sum()), 1e-300)
 
 
 def _hint(seen: float, asked: float) -> str:

@@ -6,7 +6,7 @@ const MISMATCH = [
     match: ["mismatch/p50", "mismatch/p90", "mismatch/p99", "mismatch/p999", "mismatch/logprob_abs_mean", "mismatch/logprob_abs_max"] },
   { title: "Extreme ratios, share of tokens", match: ["mismatch/extreme_share"] },
   { title: "Routes that differ", match: ["routing/disagreement", "routing/token_any_layer"] },
-  { title: "Router margins", match: ["routing/margin_at_disagreement", "routing/margin_at_agreement"] },
+  { title: "Router margins", match: [/^routing\/margin_(median_)?at_(dis)?agreement$/] },
   { title: "Mean |\u0394 log-prob| by what is replayed", match: [/^decompose\/.*\/logprob_abs_mean$/] },
   { title: "Replay coverage", match: ["routing/replay_coverage"] },
   { title: "Staleness, versions", match: ["staleness/mean", "staleness/max"] },
