@@ -79,7 +79,8 @@ before = set(sys.modules)
 function(["p"], ["so $y^3$"], answer=["3"])
 sys.exit(str(set(sys.modules) - before) if set(sys.modules) - before else 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=100, capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=False, timeout=100, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
