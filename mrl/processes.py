@@ -34,6 +34,12 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def die_with_torchrun() -> None:
+    """On a rank of torchrun: one that is killed would leave its ranks running."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())
+
+
 class WorkerLost(Exception):
     """The worker gave no answer and is gone, with whatever it held; the message says how."""
 

@@ -38,6 +38,12 @@ MAY_CHANGE = (
     "parallel",
     "rollout.tensor_parallel_size",
     "optimizer.use_distributed_optimizer",
+    "rollout.start_timeout_s",
+    "rollout.request_timeout_s",
+    "rollout.stall_timeout_s",
+    "rollout.max_restarts",
+    "reward_timeout_s",
+    "environment.time_limit_s",
 )
 """Keys that a restart may change and still continue the same run."""
 

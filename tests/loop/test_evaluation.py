@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from mrl.cli import main
-from mrl.config import EvalSetConfig, load_recipe
+from mrl.config import EvalSetConfig, dump_recipe, load_recipe
+from mrl.errors import InputError, RunFailed
 from mrl.eval_sets import EvalSet
 from mrl.evaluation import eval_metrics, pass_at_k
+from mrl.run_folder import RunFolder
 from mrl.types import Prompt, Sample, SampleGroup, VersionSpan
 from tests.loop.conftest import TOY_RECIPE, Toy, trained
 from tests.loop.test_refusals import refused
@@ -100,6 +103,38 @@ def test_training_evaluates_and_the_checkpoint_gives_the_same_numbers(
     run_ranks(1, evaluated, overrides, folder=tmp_path / "again")
     assert (evals / "step_000003.jsonl").read_text() == before
     assert json.loads((evals / "step_000003.json").read_text()) == final
+
+
+def test_ranks_wait_for_each_other_as_long_as_engines_may_take(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many long answers a set, and the sets one after the other; and ranks die with their torchrun."""
+    waits, parents = [], []
+
+    def init_groups(*args: object, timeout_s: float) -> None:
+        waits.append(timeout_s)
+        raise RunFailed("far enough")
+
+    monkeypatch.setattr("parallel.prepare", lambda: None)
+    monkeypatch.setattr("parallel.groups.init_groups", init_groups)
+    monkeypatch.setattr("mrl.processes.die_with_parent", parents.append)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    base = [str(TOY_RECIPE), *toy.overrides(tmp_path / "run", SETS)]
+    for command in ("eval", "train"):
+        with pytest.raises(SystemExit, match="1"):
+            main([command, *base, "rollout.request_timeout_s=5000"])
+    assert waits == [25_600.0, 25_600.0]
+    assert parents == [os.getppid()] * 2
+
+
+def test_a_run_may_go_on_with_other_time_limits(tmp_path: Path) -> None:
+    """The message of a limit that was too short says to raise it."""
+    dump_recipe(load_recipe(TOY_RECIPE), tmp_path / "config.yaml")
+    limits = ("start", "request", "stall")
+    more = [f"rollout.{name}_timeout_s=9999" for name in limits]
+    RunFolder(tmp_path).check(load_recipe(TOY_RECIPE, [*more, "reward_timeout_s=1"]))
+    with pytest.raises(InputError, match="holds a run of another recipe"):
+        RunFolder(tmp_path).check(load_recipe(TOY_RECIPE, [*more, "seed=5"]))
 
 
 def evaluated(overrides: list[str]) -> None:
