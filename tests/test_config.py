@@ -33,6 +33,7 @@ def test_the_toy_recipe_is_the_documented_run():
         ("max_response_len=3", "did you mean 'rollout.max_response_len'?"),
         ("lr=1", "unknown key 'lr'; did you mean 'optimizer.lr'?"),
         ("warm_start.num_step=1", "did you mean 'warm_start.num_steps'?"),
+        ("eval.sets=[{nam: a, path: b}]", "'eval.sets.0.nam'; did you mean 'eval.sets.name'?"),
         ("zzzzqq=1", "unknown key 'zzzzqq'"),
         ("optimizer.lr=abc", "optimizer.lr: Input should be a valid number"),
         ("optimizer.lr=-1", "optimizer.lr: Input should be greater than 0, got -1"),

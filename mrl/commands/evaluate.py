@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> None:
     from mrl.trainer import Trainer
 
     groups = init_groups(plan.dims, recipe.seed, timeout_s=recipe.longest_wait_s)
+    folder.logs = folder.evals / "logs"  # not the engines' of a run that trains meanwhile
     folder.logs.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(plan, groups, folder)
     metrics = trainer.evaluate(args.step)

@@ -103,6 +103,7 @@ def test_training_evaluates_and_the_checkpoint_gives_the_same_numbers(
     run_ranks(1, evaluated, overrides, folder=tmp_path / "again")
     assert (evals / "step_000003.jsonl").read_text() == before
     assert json.loads((evals / "step_000003.json").read_text()) == final
+    assert (evals / "logs/engine_00.log").exists()
 
 
 def test_ranks_wait_for_each_other_as_long_as_engines_may_take(
@@ -125,6 +126,17 @@ def test_ranks_wait_for_each_other_as_long_as_engines_may_take(
             main([command, *base, "rollout.request_timeout_s=5000"])
     assert waits == [25_600.0, 25_600.0]
     assert parents == [os.getppid()] * 2
+
+
+def test_evaluations_of_weights_that_a_resumed_run_drops_are_set_aside(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (0, 2, 4):
+        folder.write_evaluation(step, {"eval/s/avg@1": 0.5}, [])
+    folder.rewind(2)
+    assert sorted(f.name for f in folder.evals.glob("*.json*")) == [
+        f"step_00000{step}.{kind}" for step in (0, 2) for kind in ("json", "jsonl")
+    ]
+    assert (folder.evals / "dropped_0/step_000004.json").exists()
 
 
 def test_a_run_may_go_on_with_other_time_limits(tmp_path: Path) -> None:
