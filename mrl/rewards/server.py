@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import queue
+import socket
 import socketserver
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -67,8 +68,10 @@ class RewardServer(Closing):
 
     @property
     def url(self) -> str:
-        """With the port that was found, where 0 was asked for."""
+        """With the port that was found, where 0 was asked for; of all addresses, the machine's name."""
         host, port = self._http.server_address[:2]
+        if host == "0.0.0.0":
+            host = socket.gethostname()
         return f"http://{host}:{port}"
 
     def serve(self) -> None:
