@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -104,10 +105,11 @@ class OneAnswer:
 def test_routes_of_an_evaluation_are_not_kept(keeps: bool) -> None:
     """Of 1,000 samples of 32k tokens of a 30B model they are 12 GB."""
     seen: list[SampleGroup] = []
-    scoring = SimpleNamespace(begin=seen.append)
+    scoring: Any = SimpleNamespace(begin=seen.append)
+    engine: Any = OneAnswer()
     prompt = Prompt("0", torch.arange(2), "ab", {}, "x:1")
     work = Round(start_groups([prompt], 2), SamplingParams(max_new_tokens=1), 0)
-    Task(load_recipe(TOY_RECIPE), work, scoring, "eval", keeps_routes=keeps).run(OneAnswer())
+    Task(load_recipe(TOY_RECIPE), work, scoring, "eval", keeps_routes=keeps).run(engine)
     assert [sample.routing is not None for sample in seen[0].samples] == [keeps] * 2
 
 
