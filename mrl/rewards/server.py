@@ -6,6 +6,7 @@ function that hangs is killed after the time limit and the answer is status 500.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import queue
 import socket
@@ -69,8 +70,8 @@ class RewardServer(Closing):
     @property
     def url(self) -> str:
         """With the port that was found, where 0 was asked for; of all addresses, the machine's name."""
-        host, port = self._http.server_address[:2]
-        if host == "0.0.0.0":
+        host, port = str(self._http.server_address[0]), self._http.server_port
+        if ipaddress.ip_address(host).is_unspecified:
             host = socket.gethostname()
         return f"http://{host}:{port}"
 
