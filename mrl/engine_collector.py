@@ -287,7 +287,7 @@ class EngineCollector:
 
 def as_statistics(numbers: Mapping[str, float]) -> Statistics:
     """Numbers that are the same on every rank."""
-    return {key: Max(torch.tensor(value)) for key, value in numbers.items()}
+    return {key: Max(torch.tensor(value, dtype=torch.float64)) for key, value in numbers.items()}
 
 
 def _sum_over_ranks(number: int | bool) -> int:

@@ -62,7 +62,7 @@ def _read(config: EvalSetConfig, recipe: Recipe, tokenizer: Any, context_len: in
         "samples_per_prompt": config.samples_per_prompt,
         "max_response_len": response_len,
         "min_response_len": response_len if rollout.min_response_len else 0,
-        "temperature": config.temperature or rollout.temperature,
+        "temperature": rollout.temperature if config.temperature is None else config.temperature,
         "top_p": config.top_p or rollout.top_p,
     }
     changes: dict[str, Any] = {"rollout": rollout.model_copy(update=sampling)}

@@ -13,6 +13,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from mrl.completions import completions
 from mrl.eval_sets import EvalSet
 from mrl.preflight import Plan
@@ -48,7 +50,15 @@ class Evaluator:
         started = start_groups(eval_set.prompts, recipe.rollout.samples_per_prompt)
         own = started[self._number :: self.plan.num_engines]
         seeds = [recipe.seed] * len(own)
-        return make_task(self.plan, recipe, self._scorings[name], own, seeds, clock_name="eval")
+        return make_task(
+            self.plan,
+            recipe,
+            self._scorings[name],
+            own,
+            seeds,
+            clock_name="eval",
+            keeps_routes=False,
+        )
 
     def close(self) -> None:
         """Leave no process behind. Harmless when repeated."""
@@ -104,7 +114,7 @@ def eval_metrics(eval_set: EvalSet, groups: Sequence[SampleGroup]) -> dict[str, 
         "truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
         "unscored": float(len(samples) - sum(map(len, scored))),
     }
-    threshold = eval_set.config.pass_threshold
+    threshold = torch.tensor(eval_set.config.pass_threshold).item()  # in f32, as rewards are
     for k in _powers(k_max):
         each = [
             pass_at_k(len(rewards), sum(r >= threshold for r in rewards), k)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from mrl.config import Recipe
@@ -33,14 +35,15 @@ def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
     ]
     backend = recipe.rollout.server_args.get("attention_backend", "torch_native")
     implementation, _ = choose_implementation(recipe.model.transformer_impl)
+    dtype = _dtype(recipe.model.dtype)
     if on_cpu:
-        dtype = str(choose_dtype(recipe.model.dtype)).removeprefix("torch.")
         wanted += [
             ("model.dtype", dtype, "float32"),
             ("rollout.server_args.attention_backend", backend, "torch_native"),
         ]
     else:
         wanted.append(("model.transformer_impl", implementation, "transformer_engine"))
+    wanted.append(("rollout.dtype", _dtype(recipe.rollout.engine_dtype(recipe.model)), dtype))
     for key, value, needed in wanted:
         if value != needed:
             raise InputError(
@@ -53,3 +56,7 @@ def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
             f"rollout.true_on_policy is on, but {model.path} is a {kind} model; on CPUs it is for "
             f"{' and '.join(ON_CPUS)}"
         )
+
+
+def _dtype(asked: Literal["auto", "float32", "bfloat16"]) -> str:
+    return str(choose_dtype(asked)).removeprefix("torch.")

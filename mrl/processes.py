@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
@@ -31,6 +32,12 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before prctl
         os._exit(1)
+
+
+def die_with_torchrun() -> None:
+    """On a rank of torchrun: one that is killed would leave its ranks running."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())
 
 
 class WorkerLost(Exception):
@@ -212,9 +219,12 @@ def worker_pipes(parent: int) -> tuple[BinaryIO, BinaryIO]:
     """In the worker, first of all: (requests, replies), kept from the user's code.
 
     What that prints goes to stderr, and it reads nothing. The worker dies with process `parent`, even
-    where that is killed -9 while the user's code hangs.
+    where that is killed -9 while the user's code hangs. Where memory runs out Linux kills it first,
+    and not the trainer, which holds more.
     """
     die_with_parent(parent)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -38,6 +38,12 @@ MAY_CHANGE = (
     "parallel",
     "rollout.tensor_parallel_size",
     "optimizer.use_distributed_optimizer",
+    "rollout.start_timeout_s",
+    "rollout.request_timeout_s",
+    "rollout.stall_timeout_s",
+    "rollout.max_restarts",
+    "reward_timeout_s",
+    "environment.time_limit_s",
 )
 """Keys that a restart may change and still continue the same run."""
 
@@ -102,6 +108,7 @@ class RunFolder:
         """
         for folder in (self.rollouts, self.tokens, self.diagnosis):
             _set_aside(folder, step)
+        _set_aside(self.evals, step + 1)  # that of `step` is of the weights that it goes on with
         if not self.metrics.exists():
             return
         kept = [r for r in self.read_metrics() if r["step"] < step]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ class Task:
     scoring: Scoring
     clock_name: str
     """The part of the step that its generation is counted in."""
+    keeps_routes: bool = True
+    """Of whole groups; what is not trained on gives their memory back."""
 
     @property
     def is_over(self) -> bool:
@@ -37,7 +40,7 @@ class Task:
     def run(self, engine: RolloutEngine) -> None:
         """Generate what is left; groups are scored while others generate. Raises EngineLost."""
         for group in self.work.finished(engine):
-            self.scoring.begin(group)
+            self.scoring.begin(group if self.keeps_routes else _without_routes(group))
 
     @property
     def unfinished(self) -> list[SampleGroup]:
@@ -54,6 +57,7 @@ def make_task(
     num_wanted: int | None = None,
     *,
     clock_name: str,
+    keeps_routes: bool = True,
 ) -> Task:
     """`groups` as `start_groups` makes them, each with its seed; over when `num_wanted` are whole."""
     rollout = recipe.rollout
@@ -79,7 +83,12 @@ def make_task(
             seeds=seeds,
             step_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
         )
-    return Task(recipe, work, scoring, clock_name)
+    return Task(recipe, work, scoring, clock_name, keeps_routes)
+
+
+def _without_routes(group: SampleGroup) -> SampleGroup:
+    samples = [dataclasses.replace(sample, routing=None) for sample in group.samples]
+    return dataclasses.replace(group, samples=samples)
 
 
 def share_scored(task: Task | None, recipe: Recipe, groups: Groups) -> list[SampleGroup]:

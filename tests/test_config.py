@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mrl.config import Recipe, dump_recipe, load_recipe
+from mrl.config import EvalConfig, EvalSetConfig, Recipe, dump_recipe, load_recipe
 from mrl.errors import InputError
 
 RECIPES = sorted((Path(__file__).parents[1] / "launch/recipes").rglob("*.yaml"))
@@ -33,6 +33,7 @@ def test_the_toy_recipe_is_the_documented_run():
         ("max_response_len=3", "did you mean 'rollout.max_response_len'?"),
         ("lr=1", "unknown key 'lr'; did you mean 'optimizer.lr'?"),
         ("warm_start.num_step=1", "did you mean 'warm_start.num_steps'?"),
+        ("eval.sets=[{nam: a, path: b}]", "'eval.sets.0.nam'; did you mean 'eval.sets.name'?"),
         ("zzzzqq=1", "unknown key 'zzzzqq'"),
         ("optimizer.lr=abc", "optimizer.lr: Input should be a valid number"),
         ("optimizer.lr=-1", "optimizer.lr: Input should be greater than 0, got -1"),
@@ -101,3 +102,12 @@ def test_a_bare_off_turns_replay_off(tmp_path):
     recipe = next(iter(sorted((Path(__file__).parents[1] / "launch/recipes").glob("*.yaml"))))
     for value in ("off", '"off"'):
         assert load_recipe(recipe, [f"moe.routing_replay={value}"]).moe.routing_replay == "off"
+
+
+def test_the_example_of_the_docs_is_a_valid_one():
+    text = (Path(__file__).parents[1] / "docs/evaluation.md").read_text()
+    example = yaml.safe_load(text.partition("```yaml")[2].partition("```")[0])
+    config = EvalConfig.model_validate(example["eval"])
+    assert {key for each in config.sets for key in each.model_fields_set} == set(
+        EvalSetConfig.model_fields
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 from mrl.commands.recipe_arguments import add_recipe, read_recipe
 from mrl.errors import InputError
+from mrl.processes import die_with_torchrun
 from mrl.run_folder import RunFolder
 
 
@@ -21,6 +22,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    die_with_torchrun()
     recipe = read_recipe(args)
     if not recipe.eval.sets:
         raise InputError(
@@ -39,7 +41,8 @@ def run(args: argparse.Namespace) -> None:
     prepare()
     from mrl.trainer import Trainer
 
-    groups = init_groups(plan.dims, recipe.seed, timeout_s=recipe.rollout.start_timeout_s + 600)
+    groups = init_groups(plan.dims, recipe.seed, timeout_s=recipe.longest_wait_s)
+    folder.logs = folder.evals / "logs"  # not the engines' of a run that trains meanwhile
     folder.logs.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(plan, groups, folder)
     metrics = trainer.evaluate(args.step)

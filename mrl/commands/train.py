@@ -10,7 +10,7 @@ from typing import Any
 
 from mrl.commands.recipe_arguments import add_recipe, read_recipe
 from mrl.config import Recipe
-from mrl.processes import die_with_parent
+from mrl.processes import die_with_torchrun
 from mrl.run_folder import RunFolder
 
 
@@ -23,8 +23,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a killed torchrun would leave its ranks training
-        die_with_parent(os.getppid())
+    die_with_torchrun()
     recipe = read_recipe(args)
     from parallel.groups import destroy_groups, world_size
 
@@ -55,9 +54,7 @@ def train(recipe: Recipe, world: int) -> None:
     from mrl.trainer import Trainer
     from parallel.groups import init_groups
 
-    # Ranks wait for each other while one of them waits for its engine.
-    longest_s = max(recipe.rollout.start_timeout_s, 3 * recipe.rollout.request_timeout_s)
-    groups = init_groups(plan.dims, recipe.seed, timeout_s=longest_s + 600)
+    groups = init_groups(plan.dims, recipe.seed, timeout_s=recipe.longest_wait_s)
     Trainer(plan, groups, folder).train()
     if is_main:
         _summarize(folder, recipe)

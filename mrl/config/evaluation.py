@@ -20,8 +20,8 @@ class EvalSetConfig(Branch):
     """The first so many rows; by default all."""
     max_response_len: int | None = Field(default=None, ge=1)
     """By default rollout.max_response_len."""
-    temperature: float | None = Field(default=None, gt=0)
-    """By default rollout.temperature."""
+    temperature: float | None = Field(default=None, ge=0)
+    """By default rollout.temperature; 0 takes the likeliest token each time."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """By default rollout.top_p."""
     pass_threshold: float = 1.0

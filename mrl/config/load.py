@@ -72,7 +72,8 @@ def _explain(error: ValidationError) -> str:
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            lines.append(f"unknown key {key!r}{_suggest(key)}")
+            named = ".".join(part for part in problem["loc"] if isinstance(part, str))
+            lines.append(f"unknown key {key!r}{_suggest(named)}")
         elif problem["type"] == "missing":
             lines.append(f"{key}: required, and not given")
         else:

@@ -58,6 +58,13 @@ class Recipe(Branch):
     seed: int = 0
 
     @property
+    def longest_wait_s(self) -> float:
+        """That a rank waits for another, which waits for its engine: for a step, and for the evaluation
+        sets one after the other."""
+        num_calls = 3 + len(self.eval.sets)
+        return 600 + max(self.rollout.start_timeout_s, num_calls * self.rollout.request_timeout_s)
+
+    @property
     def captures_routes(self) -> bool:
         """The engine is asked for the experts that it chose."""
         return self.moe.routing_replay == "r3" or self.diagnosis.capture_routes

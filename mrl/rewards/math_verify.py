@@ -6,7 +6,8 @@ mathematics comes last. It is no judge of words: letters are read as a product o
 
 sympy may compute for ever (`9^{9^{9^9}}`). math-verify's own time limits are signals, which work in a
 main thread only and count an expression that was too slow as a wrong one. They are off: the limit is
-the worker's (`reward_timeout_s`), which is killed, and the one sample masked.
+the worker's (`reward_timeout_s`), which is killed, and the one sample masked. What the first parse of a
+process loads is no part of that limit: it is done when the worker starts.
 """
 
 from __future__ import annotations
@@ -47,6 +48,13 @@ def reward(
         given = _parse(last_part(answer_of(completion)))
         rewards.append(float(verify(expected, given, timeout_seconds=None)))
     return rewards
+
+
+def _start_worker() -> None:
+    reward(["p"], [r"\boxed{\frac{x^2}{2}}"], answer=["x + 1"])
+
+
+reward.start_worker = _start_worker  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def last_part(text: str) -> str:

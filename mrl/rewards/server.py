@@ -6,8 +6,10 @@ function that hangs is killed after the time limit and the answer is status 500.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import queue
+import socket
 import socketserver
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -67,8 +69,10 @@ class RewardServer(Closing):
 
     @property
     def url(self) -> str:
-        """With the port that was found, where 0 was asked for."""
-        host, port = self._http.server_address[:2]
+        """With the port that was found, where 0 was asked for; of all addresses, the machine's name."""
+        host, port = str(self._http.server_address[0]), self._http.server_port
+        if ipaddress.ip_address(host).is_unspecified:
+            host = socket.gethostname()
         return f"http://{host}:{port}"
 
     def serve(self) -> None:

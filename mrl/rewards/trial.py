@@ -25,7 +25,7 @@ PROBLEMS = {
     "changes": "gave the same call another value",
     "depends on the group": "gave a completion another value when it was alone",
     "gold": "did not score the gold answer above the wrong ones",
-    "constant": "gave everything the same value: nothing can be learned",
+    "constant": "gave everything, or all of a row, the same value: nothing can be learned",
 }
 """Kinds of finding, in the order they are shown."""
 MAX_HANGS = 3
@@ -57,6 +57,10 @@ class Trial:
     num_rows: int = 0
     """Rows that were tried: fewer than there are, after too many hangs."""
     num_abstained: int = 0
+    num_compared: int = 0
+    """Rows with several completions, all of them scored ..."""
+    num_level: int = 0
+    """... and all the same."""
     num_gold: int = 0
     """Rows whose gold answer was scored."""
     num_right: dict[str, int] = field(default_factory=dict)
@@ -87,6 +91,9 @@ def run_trial(
     if len(scored) > 1 and all(_same(value, scored[0]) for value in scored):
         detail = f"all {len(scored)} values are {scored[0]:g}"
         trial.findings.append(Finding("constant", "", detail))
+    elif trial.num_compared > 1 and trial.num_level == trial.num_compared:
+        detail = f"in each of {trial.num_compared} rows all completions have the same value"
+        trial.findings.append(Finding("constant", "", detail))
     if not scored and trial.num_abstained:
         trial.findings.append(Finding("constant", "", "it always abstained (None)"))
     return trial
@@ -110,6 +117,9 @@ def _try_case(
     trial.seconds.append(time.perf_counter() - start)
     trial.num_abstained += first.count(None)
     trial.values += [value for value in first if value is not None]
+    if len(set(case.texts)) > 1 and None not in first:
+        trial.num_compared += 1
+        trial.num_level += all(_same(value, first[0]) for value in first)
     _compare_gold(trial, case, first)
     again = call(case.request(encode))
     if _report_change(trial, case, "changes", first, again) or not alone or len(first) == 1:

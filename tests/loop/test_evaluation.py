@@ -5,16 +5,25 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from mrl.cli import main
-from mrl.config import EvalSetConfig, load_recipe
+from mrl.config import EvalSetConfig, dump_recipe, load_recipe
+from mrl.errors import InputError, RunFailed
 from mrl.eval_sets import EvalSet
 from mrl.evaluation import eval_metrics, pass_at_k
-from mrl.types import Prompt, Sample, SampleGroup, VersionSpan
+from mrl.rollout.base import Completion, Request, SamplingParams
+from mrl.rollout.scheduling import Round, start_groups
+from mrl.run_folder import RunFolder
+from mrl.tasks import Task
+from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 from tests.loop.conftest import TOY_RECIPE, Toy, trained
 from tests.loop.test_refusals import refused
 from tests.ranks import run_ranks
@@ -22,7 +31,8 @@ from tests.ranks import run_ranks
 DATA = "launch/recipes/data/first_char.jsonl"
 SETS = (
     f"eval.sets=[{{name: few, path: {DATA}, num_prompts: 3, samples_per_prompt: 4, "
-    f"pass_threshold: 0.05}}, {{name: short, path: {DATA}, num_prompts: 2, max_response_len: 4}}]"
+    f"pass_threshold: 0.05}}, {{name: short, path: {DATA}, num_prompts: 2, max_response_len: 4, "
+    "samples_per_prompt: 2, temperature: 0}]"
 )
 
 
@@ -68,6 +78,41 @@ def test_metrics_of_a_set() -> None:
     assert found["eval/s/response_len"] == 4.0
 
 
+def test_a_reward_at_the_threshold_passes() -> None:
+    """0.7 is less than 0.7 where only one of them is a float32."""
+    recipe = load_recipe(TOY_RECIPE)
+    config = EvalSetConfig(name="s", path="-", pass_threshold=0.7)
+    found = eval_metrics(EvalSet(config, recipe, []), [make_group([0.7])])
+    assert found["eval/s/pass@1"] == 1.0
+
+
+class OneAnswer:
+    """An engine that gives each request one token and its routes."""
+
+    def generate(self, requests: list[Request]) -> Iterator[Completion]:
+        for request in requests:
+            num_tokens = len(request.token_ids) + 1
+            ids = torch.zeros(num_tokens - 1, 1, 1, dtype=torch.uint8)
+            spans = (VersionSpan(0, num_tokens - 1, num_tokens),)
+            rows = (VersionSpan(0, 0, num_tokens - 1),)
+            trace = RoutingTrace(ids, (1,), 2, rows, 0)
+            yield Completion(
+                request.request_id, torch.tensor([1]), torch.zeros(1), "stop", spans, trace
+            )
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_routes_of_an_evaluation_are_not_kept(keeps: bool) -> None:
+    """Of 1,000 samples of 32k tokens of a 30B model they are 12 GB."""
+    seen: list[SampleGroup] = []
+    scoring: Any = SimpleNamespace(begin=seen.append)
+    engine: Any = OneAnswer()
+    prompt = Prompt("0", torch.arange(2), "ab", {}, "x:1")
+    work = Round(start_groups([prompt], 2), SamplingParams(max_new_tokens=1), 0)
+    Task(load_recipe(TOY_RECIPE), work, scoring, "eval", keeps_routes=keeps).run(engine)
+    assert [sample.routing is not None for sample in seen[0].samples] == [keeps] * 2
+
+
 @pytest.mark.timeout(400)
 def test_training_evaluates_and_the_checkpoint_gives_the_same_numbers(
     toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -78,18 +123,23 @@ def test_training_evaluates_and_the_checkpoint_gives_the_same_numbers(
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     measured = [[key for key in row if key.startswith("eval/")] for row in rows]
     assert [len(keys) > 0 for keys in measured] == [True, False, True]
-    assert {"eval/few/avg@4", "eval/few/pass@1", "eval/few/pass@4", "eval/short/avg@1"} <= set(
+    assert {"eval/few/avg@4", "eval/few/pass@1", "eval/few/pass@4", "eval/short/avg@2"} <= set(
         measured[0]
     )
     assert rows[0]["time/eval_s"] > 0
     evals = output / "evals"
+    first = json.loads((evals / "step_000000.json").read_text())
+    assert first == {key: rows[0][key] for key in ("step", *measured[0])}
     assert {f.name for f in evals.glob("*.json")} == {
         f"step_00000{step}.json" for step in (0, 2, 3)
     }
     samples = [json.loads(line) for line in (evals / "step_000003.jsonl").read_text().splitlines()]
     few = [row for row in samples if row["set"] == "few"]
     assert len(few) == 12
-    assert {row["response_len"] for row in samples if row["set"] == "short"} <= {1, 2, 3, 4}
+    short = [row for row in samples if row["set"] == "short"]
+    assert {row["response_len"] for row in short} <= {1, 2, 3, 4}
+    answers = [row["completion"] for row in short]
+    assert answers[::2] == answers[1::2]  # greedy: both samples of a prompt are the same
     final = json.loads((evals / "step_000003.json").read_text())
     assert final["eval/few/avg@4"] == pytest.approx(
         sum(row["reward"] for row in few) / 12, abs=1e-6
@@ -100,6 +150,50 @@ def test_training_evaluates_and_the_checkpoint_gives_the_same_numbers(
     run_ranks(1, evaluated, overrides, folder=tmp_path / "again")
     assert (evals / "step_000003.jsonl").read_text() == before
     assert json.loads((evals / "step_000003.json").read_text()) == final
+    assert (evals / "logs/engine_00.log").exists()
+
+
+def test_ranks_wait_for_each_other_as_long_as_engines_may_take(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many long answers a set, and the sets one after the other; and ranks die with their torchrun."""
+    waits, parents = [], []
+
+    def init_groups(*args: object, timeout_s: float) -> None:
+        waits.append(timeout_s)
+        raise RunFailed("far enough")
+
+    monkeypatch.setattr("parallel.prepare", lambda: None)
+    monkeypatch.setattr("parallel.groups.init_groups", init_groups)
+    monkeypatch.setattr("mrl.processes.die_with_parent", parents.append)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    base = [str(TOY_RECIPE), *toy.overrides(tmp_path / "run", SETS)]
+    for command in ("eval", "train"):
+        with pytest.raises(SystemExit, match="1"):
+            main([command, *base, "rollout.request_timeout_s=5000"])
+    assert waits == [25_600.0, 25_600.0]
+    assert parents == [os.getppid()] * 2
+
+
+def test_evaluations_of_weights_that_a_resumed_run_drops_are_set_aside(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (0, 2, 4):
+        folder.write_evaluation(step, {"eval/s/avg@1": 0.5}, [])
+    folder.rewind(2)
+    assert sorted(f.name for f in folder.evals.glob("*.json*")) == [
+        f"step_00000{step}.{kind}" for step in (0, 2) for kind in ("json", "jsonl")
+    ]
+    assert (folder.evals / "dropped_0/step_000004.json").exists()
+
+
+def test_a_run_may_go_on_with_other_time_limits(tmp_path: Path) -> None:
+    """The message of a limit that was too short says to raise it."""
+    dump_recipe(load_recipe(TOY_RECIPE), tmp_path / "config.yaml")
+    limits = ("start", "request", "stall")
+    more = [f"rollout.{name}_timeout_s=9999" for name in limits]
+    RunFolder(tmp_path).check(load_recipe(TOY_RECIPE, [*more, "reward_timeout_s=1"]))
+    with pytest.raises(InputError, match="holds a run of another recipe"):
+        RunFolder(tmp_path).check(load_recipe(TOY_RECIPE, [*more, "seed=5"]))
 
 
 def evaluated(overrides: list[str]) -> None:

@@ -74,6 +74,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["rollout.true_on_policy=true", "model.dtype=bfloat16"],
         ["model.dtype is bfloat16, but rollout.true_on_policy needs float32"],
     ),
+    "on-policy engine dtype": (
+        ["rollout.true_on_policy=true", "rollout.dtype=bfloat16"],
+        ["rollout.dtype is bfloat16, but rollout.true_on_policy needs float32"],
+    ),
     "on-policy attention": (
         [
             "rollout.true_on_policy=true",

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import time
 
 import pytest
@@ -64,6 +66,22 @@ def test_a_long_completion_is_read_from_its_end():
     assert time.perf_counter() - start < 5  # the first alone took minutes without the limit
     assert last_part("x = 12345 \n" * 500).startswith("x = 12345")
     assert len(last_part("7" * 5000)) == MAX_ANSWER_CHARS
+
+
+def test_the_first_call_has_nothing_left_to_load():
+    """After a hang the next worker's first call has the same short limit as any other."""
+    code = """
+import sys
+from mrl.rewards import resolve_reward
+function = resolve_reward("math_verify")
+function.start_worker()
+before = set(sys.modules)
+function(["p"], ["so $y^3$"], answer=["3"])
+sys.exit(str(set(sys.modules) - before) if set(sys.modules) - before else 0)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=False, timeout=100, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_expression_without_end_costs_its_own_sample_only():

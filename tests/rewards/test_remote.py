@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -222,6 +223,11 @@ def test_the_server_refuses_what_is_no_request():
         connection.endheaders()  # no length: what follows cannot be told from the next request
         assert connection.getresponse().status == 411
         connection.close()
+
+
+def test_on_all_addresses_the_server_names_the_machine():
+    with RewardServer(f"{ZOO}:lengths", "0.0.0.0", 0, num_workers=1, timeout_s=1) as server:
+        assert server.url.startswith(f"http://{socket.gethostname()}:")
 
 
 def test_a_server_that_cannot_start():

@@ -43,6 +43,12 @@ def test_sync_and_async(name):
     assert runner.report.num_failed == runner.report.num_abstained == 0
 
 
+def test_where_memory_runs_out_the_worker_goes_first():
+    """And not the trainer, which holds more of it."""
+    with RewardRunner(f"{ZOO}:lengths", 10) as runner:
+        assert Path(f"/proc/{runner._worker.pid}/oom_score_adj").read_text() == "1000\n"
+
+
 def test_columns_and_completion_ids_arrive():
     with RewardRunner(f"{ZOO}:columns_seen", 10) as runner:
         (rewards,) = runner.score([group(2, answer=10, info={"x": 1})], [["", ""]])

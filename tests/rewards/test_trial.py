@@ -52,6 +52,7 @@ def test_nothing_wrong(reward_test):
         ("wrong_way_round", QUESTIONS, "gold", "data.jsonl:1: gold '22' scores 0, 0, 0; wrong ''"),
         ("always_half", QUESTIONS, "gold, constant", "all 24 values are 0.5"),
         ("always_half", TEXTS, "constant", "all 5 values are 0.5"),
+        ("of_the_prompt", QUESTIONS, "gold, constant", "in each of 4 rows all completions have"),
         ("silent", QUESTIONS, "gold, constant", "it always abstained"),
         ("counts_calls", TEXTS, "changes", "data.jsonl:1: 1.01, then 1.02; completion 'a'"),
         ("normalises", TEXTS, "depends on the group", ":3: 0.5, then 0.666667; completion 'ef'"),
