@@ -13,8 +13,6 @@ from typing import Any
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from mrl.errors import InputError
-
 
 def permuted_rows(routing_map: Tensor, ids: Tensor) -> Tensor:
     """Where the dispatcher put each token's copy for each expert: rows by expert, then by token.
@@ -50,12 +48,3 @@ def replace_layer(layer_submodules: Any) -> None:
     """Put OrderedMoELayer into the spec of one decoder layer; dense layers stay."""
     if layer_submodules.mlp.module is MoELayer:
         layer_submodules.mlp.module = OrderedMoELayer
-
-
-def check_order(dispatcher: str) -> None:
-    """Raises InputError for a dispatcher that adds the experts where their order is unknown."""
-    if dispatcher != "alltoall":
-        raise InputError(
-            f"moe.replay asks for the order of the experts, but parallel.moe_token_dispatcher_type is "
-            f"{dispatcher}, which adds them by number before a token is back; set it to alltoall"
-        )

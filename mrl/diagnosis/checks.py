@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mrl.config import Recipe
 from mrl.errors import InputError
-from parallel.expert_order import check_order
 from parallel.hf_config import HfModel
 
 
@@ -26,9 +25,17 @@ def check_capture(recipe: Recipe, model: HfModel) -> None:
             "or r3"
         )
     if "order" in replay:
-        check_order(recipe.parallel.moe_token_dispatcher_type)
+        _check_order(recipe.parallel.moe_token_dispatcher_type)
     if "weights" in replay and how == "r3" and not recipe.rollout.return_routing_weights:
         raise InputError(
             f"moe.replay is {replay} under moe.routing_replay=r3, but the engine returns expert ids "
             "only; set rollout.return_routing_weights=true (engines on CPUs), or moe.routing_replay=r2"
+        )
+
+
+def _check_order(dispatcher: str) -> None:
+    if dispatcher != "alltoall":
+        raise InputError(
+            "moe.replay asks for the order of the experts, but parallel.moe_token_dispatcher_type is "
+            f"{dispatcher}, which adds them by number before a token is back; set it to alltoall"
         )

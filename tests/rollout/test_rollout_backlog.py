@@ -12,7 +12,7 @@ import torch
 from rollout_helpers import make_prompts
 
 from moe.trace import join_traces, joined_spans
-from mrl.config import RolloutConfig
+from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.data import PromptCursor
 from mrl.errors import InputError
 from mrl.rollout.backlog import (
@@ -230,7 +230,7 @@ def test_routes_join_where_the_new_weights_took_over() -> None:
 
 def test_engines_that_over_sample_nothing_are_refused() -> None:
     rollout = RolloutConfig(max_response_len=8, prompts_per_step=8, over_sampling=1.5)
-    recipe = SimpleNamespace(rollout=rollout, environment=None)
+    recipe = SimpleNamespace(rollout=rollout, environment=None, algorithm=AlgorithmConfig())
     check_unfinished(recipe, 4)
     with pytest.raises(
         InputError, match=r"12 prompts for 8, engine 4 of 8 starts 1 and waits for all"
