@@ -97,7 +97,7 @@ def test_a_critic_learns_and_its_warm_up_leaves_the_policy_alone(found: dict[str
         assert all(row["value/grad_norm"] > 0 for row in rows)
         explained = [row["value/explained_variance"] for row in rows]
         assert abs(explained[0]) < 1e-6  # all values are 0 at first
-        assert max(explained[-NUM_LAST:]) > 0.05
+        assert max(explained[len(rows) // 2 :]) > 0.05
         assert rows[-1]["memory/train/critic_parameters_device_bytes"] > 0
 
 
