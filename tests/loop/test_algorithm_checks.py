@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mrl.algorithm_checks import check_dynamic_sampling, check_shaping, read_critic
 from mrl.config import Recipe, load_recipe
 from mrl.errors import InputError
+from mrl.preflight.algorithm import check_dynamic_sampling, check_shaping, read_critic
 from mrl.toy_model import write_toy_model
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel

@@ -15,6 +15,7 @@ from moe.trace import join_traces, joined_spans
 from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.data import PromptCursor
 from mrl.errors import InputError
+from mrl.preflight.long_tails import check_unfinished
 from mrl.rollout.backlog import (
     Backlog,
     Started,
@@ -24,7 +25,6 @@ from mrl.rollout.backlog import (
     unfinished_of,
 )
 from mrl.rollout.scheduling import is_finished
-from mrl.tail_checks import check_unfinished
 from mrl.types import RoutingTrace, Sample, SampleGroup, VersionSpan
 
 NUM_PROMPTS = 23

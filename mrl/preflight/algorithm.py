@@ -1,4 +1,4 @@
-"""What a recipe may ask of its algorithm beside the algorithm itself: a part of mrl/preflight.py.
+"""What a recipe may ask of its algorithm beside the algorithm itself.
 
 Reference, critic, shaping of rewards, dynamic sampling. All raise InputError.
 """

@@ -1,4 +1,4 @@
-"""What a recipe may ask for against long tails: a part of mrl/preflight.py."""
+"""What a recipe may ask for against long tails."""
 
 from __future__ import annotations
 

@@ -1,99 +1,44 @@
-"""Everything that can be known before the start: checked cheapest first, every failure one line."""
+"""The checks in their order: cheapest first."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from mrl import console
-from mrl.algorithm_checks import (
+from mrl.algorithms import check_algorithm, load_algorithm
+from mrl.algorithms.base import traits
+from mrl.config import Recipe
+from mrl.data import Demonstration, read_demonstrations, read_prompts
+from mrl.data.chat import ChatTurns
+from mrl.environments import resolve_environment
+from mrl.environments.runner import check_columns as check_environment_columns
+from mrl.errors import InputError
+from mrl.eval_sets import read_eval_sets
+from mrl.preflight.algorithm import (
     check_dynamic_sampling,
     check_shaping,
     read_critic,
     read_reference,
 )
-from mrl.algorithms import check_algorithm, load_algorithm
-from mrl.algorithms.base import Algorithm, traits
-from mrl.config import MoeConfig, Recipe
-from mrl.data import Demonstration, read_demonstrations, read_prompts
-from mrl.data.chat import ChatTurns
-from mrl.diagnosis.checks import check_capture
-from mrl.environments import resolve_environment
-from mrl.environments.runner import check_columns as check_environment_columns
-from mrl.errors import InputError
-from mrl.eval_sets import EvalSet, read_eval_sets
-from mrl.on_policy_checks import check_on_policy
+from mrl.preflight.long_tails import check_importance, check_started, check_unfinished
+from mrl.preflight.moe import check_moe
+from mrl.preflight.on_policy import check_on_policy
+from mrl.preflight.plan import Plan
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine
 from mrl.rollout.sglang_server.arguments import check_server_args
 from mrl.run_folder import RunFolder, check_saved_steps
-from mrl.tail_checks import check_importance, check_started, check_unfinished
 from mrl.types import Prompt
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, check_names
-from parallel.implementation import choose_dtype, choose_implementation
+from parallel.implementation import choose_implementation
 from parallel.manifest import candidates, damage, newest_good, step_of
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A recipe that can start, with what was read to find that out."""
-
-    recipe: Recipe
-    dims: ParallelDims
-    model: HfModel
-    reference: HfModel | None
-    """Of the KL penalty; None where there is none."""
-    critic: HfModel | None
-    """What the critic starts from; None where the algorithm needs none."""
-    algorithm: Algorithm
-    tokenizer: Any
-    prompts: list[Prompt]
-    demonstrations: list[Demonstration]
-    """Of the warm start; empty without one."""
-    eval_sets: list[EvalSet]
-    context_len: int
-    resume_step: int | None
-    """The checkpoint that the run continues from, unless a file of it turns out to be damaged."""
-
-    @property
-    def num_engines(self) -> int:
-        return self.dims.world // self.recipe.rollout.tensor_parallel_size
-
-    def rows(self) -> list[tuple[str, str]]:
-        """What is about to happen, for the terminal."""
-        recipe, model, rollout = self.recipe, self.model, self.recipe.rollout
-        implementation, why = choose_implementation(recipe.model.transformer_impl)
-        samples = rollout.prompts_per_step * rollout.samples_per_prompt
-        more = rollout.num_started - rollout.prompts_per_step
-        started = f" ({more} more prompts are started: {rollout.unfinished})" if more else ""
-        resumed = "" if self.resume_step is None else f" (continues after step {self.resume_step})"
-        source = recipe.debug.load_rollouts
-        return [
-            ("model", f"{model.path}: {model.describe()}"),
-            ("layout", self.dims.describe()),
-            ("trainer", f"megatron-core {_version('megatron-core')}, {implementation} layers "
-             f"({why}), {choose_dtype(recipe.model.dtype)}".replace("torch.", "")),
-            ("rollout", f"saved: {source}" if source else
-             f"{rollout.engine} {_version(rollout.engine)}, {self.num_engines} engine(s) of tensor "
-             f"parallel size {rollout.tensor_parallel_size}, "
-             f"{choose_dtype(rollout.engine_dtype(recipe.model))}".replace("torch.", "")),
-            ("algorithm", f"{recipe.algorithm.name}, routing replay {recipe.moe.routing_replay}"),
-            *([("critic", f"{self.critic.path}: {self.critic.describe()}")] if self.critic else []),
-            ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, {_task(recipe)}"),
-            ("a step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "
-             f"= {samples}{started}, up to {rollout.max_response_len} tokens each, "
-             f"{recipe.train.num_steps_per_rollout} optimizer step(s)"),
-            ("steps", f"{recipe.train.num_steps}{resumed}"),
-            ("run folder", recipe.output_dir),
-        ]  # fmt: skip
 
 
 def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Plan:
@@ -106,7 +51,7 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
     with HfTensors(model) as tensors:
         check_names(model, tensors.names)
     choose_implementation(recipe.model.transformer_impl)
-    _check_moe(recipe, model)
+    check_moe(recipe, model)
     reference = read_reference(recipe.algorithm, model)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)
@@ -145,12 +90,6 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
         recipe, dims, model, reference, critic, algorithm, tokenizer, prompts, demonstrations,
         eval_sets, context_len, resume_step,
     )  # fmt: skip
-
-
-def _task(recipe: Recipe) -> str:
-    if recipe.environment is None:
-        return f"reward {recipe.reward}"
-    return f"environment {recipe.environment.name}, up to {recipe.environment.max_turns} turns"
 
 
 def _check_task(recipe: Recipe) -> None:
@@ -223,47 +162,6 @@ def load_tokenizer(model: HfModel) -> Any:
     return tokenizer
 
 
-def _check_moe(recipe: Recipe, model: HfModel) -> None:
-    if recipe.moe.routing_replay != "off" and not model.moe_layer_numbers:
-        raise InputError(
-            f"moe.routing_replay is {recipe.moe.routing_replay}, but {model.path} has no MoE layers; "
-            "set it to off"
-        )
-    check_capture(recipe, model)
-    _check_balancing(recipe.moe, model)
-
-
-def _check_balancing(moe: MoeConfig, model: HfModel) -> None:
-    kind, coeff = moe.load_balancing_type, moe.aux_loss_coeff
-    if coeff and kind == "none":
-        raise InputError(
-            f"moe.aux_loss_coeff is {coeff}, but moe.load_balancing_type is none; choose a type, or "
-            "set the coefficient to 0"
-        )
-    if not coeff and kind != "none":
-        raise InputError(
-            f"moe.load_balancing_type is {kind}, but moe.aux_loss_coeff is 0; give it a weight, or set "
-            "the type to none"
-        )
-    wanted = {
-        "aux_loss_coeff": coeff,
-        "z_loss_coeff": moe.z_loss_coeff,
-        "expert_bias_update_rate": moe.expert_bias_update_rate,
-    }
-    for name, value in wanted.items():
-        if value and not model.moe_layer_numbers:
-            raise InputError(
-                f"moe.{name} is {value}, but {model.path} has no MoE layers; set it to 0"
-            )
-    settings = model.architecture.transformer_config(model.config)
-    if moe.expert_bias_update_rate and not settings.get("moe_router_enable_expert_bias"):
-        raise InputError(
-            f"moe.expert_bias_update_rate is {moe.expert_bias_update_rate}, but the routers of "
-            f"{model.architecture.model_type} have no expert bias; set it to 0, or balance with "
-            "moe.load_balancing_type"
-        )
-
-
 def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
     rollout = recipe.rollout
     tp = rollout.tensor_parallel_size
@@ -316,10 +214,3 @@ def _context_len(recipe: Recipe, model: HfModel) -> int:
             f"in a context of {asked} tokens"
         )
     return asked
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -1,0 +1,81 @@
+"""What a recipe may ask of routes and routers: replay, capture, balancing. All raise InputError."""
+
+from __future__ import annotations
+
+from mrl.config import MoeConfig, Recipe
+from mrl.errors import InputError
+from parallel.hf_config import HfModel
+
+
+def check_moe(recipe: Recipe, model: HfModel) -> None:
+    if recipe.moe.routing_replay != "off" and not model.moe_layer_numbers:
+        raise InputError(
+            f"moe.routing_replay is {recipe.moe.routing_replay}, but {model.path} has no MoE layers; "
+            "set it to off"
+        )
+    _check_capture(recipe, model)
+    _check_balancing(recipe.moe, model)
+
+
+def _check_capture(recipe: Recipe, model: HfModel) -> None:
+    if recipe.diagnosis.capture_routes and not model.moe_layer_numbers:
+        raise InputError(
+            f"diagnosis.capture_routes is true, but {model.path} has no MoE layers; leave it out"
+        )
+    if recipe.rollout.return_routing_weights and not recipe.captures_routes:
+        raise InputError(
+            "rollout.return_routing_weights is true, but the engine is asked for no routes; set "
+            "moe.routing_replay=r3 or diagnosis.capture_routes=true, or leave it out"
+        )
+    replay, how = recipe.moe.replay, recipe.moe.routing_replay
+    if replay != "ids" and how == "off":
+        raise InputError(
+            f"moe.replay is {replay}, but moe.routing_replay is off: nothing is replayed; set it to r2 "
+            "or r3"
+        )
+    if "order" in replay:
+        _check_order(recipe.parallel.moe_token_dispatcher_type)
+    if "weights" in replay and how == "r3" and not recipe.rollout.return_routing_weights:
+        raise InputError(
+            f"moe.replay is {replay} under moe.routing_replay=r3, but the engine returns expert ids "
+            "only; set rollout.return_routing_weights=true (engines on CPUs), or moe.routing_replay=r2"
+        )
+
+
+def _check_order(dispatcher: str) -> None:
+    if dispatcher != "alltoall":
+        raise InputError(
+            "moe.replay asks for the order of the experts, but parallel.moe_token_dispatcher_type is "
+            f"{dispatcher}, which adds them by number before a token is back; set it to alltoall"
+        )
+
+
+def _check_balancing(moe: MoeConfig, model: HfModel) -> None:
+    kind, coeff = moe.load_balancing_type, moe.aux_loss_coeff
+    if coeff and kind == "none":
+        raise InputError(
+            f"moe.aux_loss_coeff is {coeff}, but moe.load_balancing_type is none; choose a type, or "
+            "set the coefficient to 0"
+        )
+    if not coeff and kind != "none":
+        raise InputError(
+            f"moe.load_balancing_type is {kind}, but moe.aux_loss_coeff is 0; give it a weight, or set "
+            "the type to none"
+        )
+    wanted = {
+        "aux_loss_coeff": coeff,
+        "z_loss_coeff": moe.z_loss_coeff,
+        "expert_bias_update_rate": moe.expert_bias_update_rate,
+    }
+    for name, value in wanted.items():
+        if value and not model.moe_layer_numbers:
+            raise InputError(
+                f"moe.{name} is {value}, but {model.path} has no MoE layers; set it to 0"
+            )
+    settings = model.architecture.transformer_config(model.config)
+    if moe.expert_bias_update_rate and not settings.get("moe_router_enable_expert_bias"):
+        raise InputError(
+            f"moe.expert_bias_update_rate is {moe.expert_bias_update_rate}, but the routers of "
+            f"{model.architecture.model_type} have no expert bias; set it to 0, or balance with "
+            "moe.load_balancing_type"
+        )

@@ -1,0 +1,83 @@
+"""A recipe that can start, with what was read to find that out."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.algorithms.base import Algorithm
+from mrl.config import Recipe
+from mrl.data import Demonstration
+from mrl.eval_sets import EvalSet
+from mrl.types import Prompt
+from parallel.dims import ParallelDims
+from parallel.hf_config import HfModel
+from parallel.implementation import choose_dtype, choose_implementation
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe that can start, with what was read to find that out."""
+
+    recipe: Recipe
+    dims: ParallelDims
+    model: HfModel
+    reference: HfModel | None
+    """Of the KL penalty; None where there is none."""
+    critic: HfModel | None
+    """What the critic starts from; None where the algorithm needs none."""
+    algorithm: Algorithm
+    tokenizer: Any
+    prompts: list[Prompt]
+    demonstrations: list[Demonstration]
+    """Of the warm start; empty without one."""
+    eval_sets: list[EvalSet]
+    context_len: int
+    resume_step: int | None
+    """The checkpoint that the run continues from, unless a file of it turns out to be damaged."""
+
+    @property
+    def num_engines(self) -> int:
+        return self.dims.world // self.recipe.rollout.tensor_parallel_size
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What is about to happen, for the terminal."""
+        recipe, model, rollout = self.recipe, self.model, self.recipe.rollout
+        implementation, why = choose_implementation(recipe.model.transformer_impl)
+        samples = rollout.prompts_per_step * rollout.samples_per_prompt
+        more = rollout.num_started - rollout.prompts_per_step
+        started = f" ({more} more prompts are started: {rollout.unfinished})" if more else ""
+        resumed = "" if self.resume_step is None else f" (continues after step {self.resume_step})"
+        source = recipe.debug.load_rollouts
+        return [
+            ("model", f"{model.path}: {model.describe()}"),
+            ("layout", self.dims.describe()),
+            ("trainer", f"megatron-core {_version('megatron-core')}, {implementation} layers "
+             f"({why}), {choose_dtype(recipe.model.dtype)}".replace("torch.", "")),
+            ("rollout", f"saved: {source}" if source else
+             f"{rollout.engine} {_version(rollout.engine)}, {self.num_engines} engine(s) of tensor "
+             f"parallel size {rollout.tensor_parallel_size}, "
+             f"{choose_dtype(rollout.engine_dtype(recipe.model))}".replace("torch.", "")),
+            ("algorithm", f"{recipe.algorithm.name}, routing replay {recipe.moe.routing_replay}"),
+            *([("critic", f"{self.critic.path}: {self.critic.describe()}")] if self.critic else []),
+            ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, {_task(recipe)}"),
+            ("a step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "
+             f"= {samples}{started}, up to {rollout.max_response_len} tokens each, "
+             f"{recipe.train.num_steps_per_rollout} optimizer step(s)"),
+            ("steps", f"{recipe.train.num_steps}{resumed}"),
+            ("run folder", recipe.output_dir),
+        ]  # fmt: skip
+
+
+def _task(recipe: Recipe) -> str:
+    if recipe.environment is None:
+        return f"reward {recipe.reward}"
+    return f"environment {recipe.environment.name}, up to {recipe.environment.max_turns} turns"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
