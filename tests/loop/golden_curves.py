@@ -47,7 +47,7 @@ VARIANTS: dict[str, Variant] = {
         "its critic starts from nothing: a faster one, or leaning on it more, is noise at first",
     ),
     "vapo": Variant(
-        ("optimizer.lr=1e-2", "critic.lr=1e-2", "critic.warmup_steps=1"),
+        ("optimizer.lr=1e-2", "critic.lr=1e-3", "critic.warmup_steps=1"),
         "in the first step only the critic is trained",
     ),
 }

@@ -119,15 +119,15 @@ def test_an_idle_connection_that_was_closed_is_opened_again():
         ((200, b"\xff[[["), BrokenReward, "expected {", None),
         ((503, b'{"error": "full"}'), BrokenReward, r"HTTP 503: full \(\d tries\)", None),
         (None, BrokenReward, r"connection lost: .* \(\d tries\)", None),
-        (1.0, ServerFailed, "no answer within 0.45 s", "hang"),
+        (3.0, ServerFailed, "no answer within 1.35 s", "hang"),
     ],
 )
 def test_failures(answer, error, message, kind):
     start = time.monotonic()
     with scripted(answer) as (url, _):
         with pytest.raises(error, match=message) as caught:
-            call(url, ["a", "b"], timeout_s=0.5)
-        assert time.monotonic() - start < 2.0
+            call(url, ["a", "b"], timeout_s=1.5)
+        assert time.monotonic() - start < 6.0
     assert url in str(caught.value)
     assert kind in (None, caught.value.kind)
 

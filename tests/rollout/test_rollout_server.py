@@ -208,7 +208,7 @@ def test_hung_and_maimed_server(toy_folder, tmp_path):
     start = time.monotonic()
     with pytest.raises(EngineLost, match=f"process {detokenizer.pid} died"):
         list(completions)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 10
     engine.start()
     tree = engine._server.process.tree()
     requests = make_requests(8, SamplingParams(480, 480))
