@@ -9,6 +9,7 @@ both models in it: what is the critic's has `critic_` before its keys.
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import importlib.metadata
 import shutil
@@ -24,7 +25,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.utils import get_model_config
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from mrl import __version__
 from mrl.errors import InputError, RunFailed
@@ -37,6 +38,10 @@ from parallel.random_state import pack_random_state, reseed, restore_random_stat
 from parallel.shard_writer import ShardWriter
 from parallel.sharded_state import misfit, own_key, parameter_names, saved_key, state_shards
 from parallel.trained_model import TrainedModel
+
+# Python 3.11.0 to 3.11.3 would write `getattr(_MEM_FORMAT_ENCODING, name)` into `.metadata`, and a
+# pickle that names getattr is refused: it could reach anything. This is what other versions write.
+copyreg.pickle(_MEM_FORMAT_ENCODING, lambda member: (type(member), (member.value,)))
 
 
 class Owner(Protocol):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from mrl.errors import InputError, RunFailed
 from mrl.types import Sample
@@ -32,6 +33,15 @@ from tests.parallel.test_checkpoint_layouts import build
 from tests.ranks import run_ranks
 
 NUM_DAMAGES = 200
+
+
+def test_metadata_names_no_getattr_whatever_python_wrote_it() -> None:
+    """Python 3.11.0 to 3.11.3 pickles members of an enumeration by getattr."""
+    name = f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}"
+    for member in _MEM_FORMAT_ENCODING:
+        data = pickle.dumps(member)
+        assert imported(data) == [name]
+        assert pickle.loads(data) is member
 
 
 def two_saves(model_path: Path, root: Path) -> None:
