@@ -92,12 +92,10 @@ def join_routes(
     rooms = lengths if padded_lengths is None else padded_lengths
     num_layers = len(first.layer_numbers)
     native = native_routes(max(rooms), num_layers, first.num_experts, first.topk)
-    unknown = torch.zeros(max(rooms), num_layers, first.topk)
-    rows, weights = [], []
+    rows = []
     for part, length, room in zip(parts, lengths, rooms, strict=True):
         if part is None:
             rows.append(native[:room])
-            weights.append(unknown[:room])
             continue
         _check_same_model(part, first)
         if len(part.packed) != length - 1:
@@ -106,13 +104,22 @@ def join_routes(
                 f"has none), got {len(part.packed)}"
             )
         rows += [part.packed, native[: room - length + 1]]
-        if part.weights is not None:
-            weights += [part.weights, unknown[: room - length + 1]]
     return dataclasses.replace(
-        first,
-        packed=torch.cat(rows),
-        weights=None if first.weights is None else torch.cat(weights),
+        first, packed=torch.cat(rows), weights=_join_weights(parts, first, rooms)
     )
+
+
+def _join_weights(
+    parts: Sequence[PackedRoutes | None], first: PackedRoutes, rooms: Sequence[int]
+) -> Tensor | None:
+    """f32[N, L, K], 0 where no route was captured; None where no weights were."""
+    if first.weights is None:
+        return None
+    joined = first.weights.new_zeros(sum(rooms), *first.weights.shape[1:])
+    for part, place in zip(parts, joined.split(list(rooms)), strict=True):
+        if part is not None and part.weights is not None:
+            place[: len(part.weights)] = part.weights
+    return joined
 
 
 def _check_same_model(part: PackedRoutes, first: PackedRoutes) -> None:

@@ -3,7 +3,7 @@
 The kernels' form (`mrl.kernels.routes`) starts every layer on a byte, so that a router finds its own.
 That is the same form where K ids fill whole bytes (128 experts, top 8: 7 bytes); elsewhere (8 experts,
 top 2: 6 bits) the unused bits of each layer are left out here. Gate weights, where they were captured,
-follow in a row of their own of 4 L K bytes.
+follow the ids of their row: 4 L K bytes.
 
 R rows, L MoE layers, K experts per token.
 """

@@ -39,6 +39,9 @@ class OrderedMoELayer(MoELayer):
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         router: Any = self.router
         dispatcher: Any = self.token_dispatcher
+        # What Megatron's own method would add as well; nothing in mrl turns these on.
+        assert dispatcher.shared_experts is None
+        assert not self.config.moe_latent_size
         rows = permuted_rows(dispatcher.routing_map, router.router_replay.chosen)
         output = add_in_order(output, rows).view(dispatcher.hidden_shape)
         return output if shared_expert_output is None else output + shared_expert_output
@@ -46,5 +49,5 @@ class OrderedMoELayer(MoELayer):
 
 def replace_layer(layer_submodules: Any) -> None:
     """Put OrderedMoELayer into the spec of one decoder layer; dense layers stay."""
-    if layer_submodules.mlp.module is MoELayer:
+    if issubclass(layer_submodules.mlp.module, MoELayer):
         layer_submodules.mlp.module = OrderedMoELayer

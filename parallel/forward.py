@@ -226,6 +226,11 @@ class PipelineRunner:
             if must and bool(batch.loss_mask.any()):
                 raise ValueError("moe.routing_replay is r3, but the samples carry no routes")
             return None
+        if must and self._gates and batch.routes.weights is None:
+            raise ValueError(
+                "moe.replay asks for gate weights, but the routes of the samples carry none; roll out "
+                "with rollout.return_routing_weights=true, or set moe.replay=ids"
+            )
         routes = context.take_routes(batch.routes)
         return local_routes(routes, chunk.layers, self.groups.tp_rank, self.groups.dims.tp)
 

@@ -107,17 +107,23 @@ POISONED = (4, 6)
 """Samples of the step whose numbers are spoiled."""
 
 
-def one_poisoned_step(overrides: list[str], what: str) -> dict[str, Any]:
-    """A step on this rank whose loss is spoiled in two samples -> the error, and what moved."""
+def made_trainer(overrides: list[str], **changes: Any) -> Any:
+    """Of this rank; `changes` to its plan."""
     from mrl.trainer import Trainer
 
     recipe = load_recipe(TOY_RECIPE, overrides)
-    plan = check(recipe, world_size())
+    plan = dataclasses.replace(check(recipe, world_size()), **changes)
     groups = init_groups(plan.dims, recipe.seed)
     folder = RunFolder(recipe.output_dir)
     if groups.rank == 0:
         folder.open(recipe)
-    trainer = Trainer(dataclasses.replace(plan, algorithm=Poisoned(what)), groups, folder)
+    return Trainer(plan, groups, folder)
+
+
+def one_poisoned_step(overrides: list[str], what: str) -> dict[str, Any]:
+    """A step on this rank whose loss is spoiled in two samples -> the error, and what moved."""
+    trainer = made_trainer(overrides, algorithm=Poisoned(what))
+    groups, folder = trainer.groups, trainer.folder
     before = [p.detach().clone() for p in trainer.policy.chunks[0].parameters()]
     if what == "model" and groups.rank == 0:
         next(trainer.policy.chunks[0].parameters()).register_hook(lambda grad: grad * NAN)
@@ -134,15 +140,7 @@ def one_poisoned_step(overrides: list[str], what: str) -> dict[str, Any]:
 def one_step_of_spoilt_outputs(overrides: list[str], what: str) -> str:
     """A step on this rank in which the critic's values, or the reference's log-probs, are NaN in two
     samples -> the error."""
-    from mrl.trainer import Trainer
-
-    recipe = load_recipe(TOY_RECIPE, overrides)
-    plan = check(recipe, world_size())
-    groups = init_groups(plan.dims, recipe.seed)
-    folder = RunFolder(recipe.output_dir)
-    if groups.rank == 0:
-        folder.open(recipe)
-    trainer = Trainer(plan, groups, folder)
+    trainer = made_trainer(overrides)
     if what == "values":
         assert trainer.critic is not None
         trainer.critic.values = spoilt(trainer.critic.values, lambda result: result)

@@ -97,6 +97,18 @@ def test_each_level_takes_its_part(model_type: str, tmp_path: Path) -> None:
     assert (found["ids"]["plain"] - found["ids_weights"]["plain"]).abs().max() > 1e-3
 
 
+def test_weights_that_nobody_captured_are_not_left_out_silently(tmp_path: Path) -> None:
+    """As in rollouts that were saved without them."""
+    path = write_tiny("qwen3_moe", tmp_path / "model")
+
+    def replayed() -> None:
+        groups = join_groups(path, {})
+        ready_batch(build(path, groups, replay="ids_weights"), groups, tiny_samples(path))
+
+    with pytest.raises(AssertionError, match="the routes of the samples carry none"):
+        run_ranks(1, replayed, folder=tmp_path / "out")
+
+
 def test_layouts_agree_on_weights_and_order(tmp_path: Path) -> None:
     """Slices of sequence and context parallelism, experts on other ranks, and recompute."""
     path = write_tiny("qwen3_moe", tmp_path / "model", num_experts=8, num_experts_per_tok=3)
