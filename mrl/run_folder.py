@@ -161,11 +161,14 @@ class RunFolder:
     def write_evaluation(
         self, version: int, metrics: dict[str, float], rows: Sequence[dict[str, Any]]
     ) -> None:
-        """What an evaluation of weights `version` gave: its numbers, and one line a sample."""
+        """What an evaluation of weights `version` gave: one line a sample and, when these are written,
+        its numbers."""
         self.evals.mkdir(parents=True, exist_ok=True)
-        file = self.evals / f"step_{version:06d}.json"
-        file.write_text(_line({"step": version, **metrics}))
+        file = self.evaluation_file(version)
         file.with_suffix(".jsonl").write_text("".join(_line(row) for row in rows))
+        partial = file.with_suffix(".partial")
+        partial.write_text(_line({"step": version, **metrics}))
+        partial.replace(file)
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
         """What `write_rollouts` wrote."""
@@ -174,6 +177,10 @@ class RunFolder:
 
     def rollout_file(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.jsonl"
+
+    def evaluation_file(self, version: int) -> Path:
+        """There once the evaluation of these weights is done."""
+        return self.evals / f"step_{version:06d}.json"
 
     def token_file(self, step: int) -> Path:
         return self.tokens / f"step_{step:06d}.safetensors"

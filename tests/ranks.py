@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import socket
 import traceback
 from collections.abc import Callable
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, folder: Path
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    ranks = [
-        context.Process(target=_rank, args=(rank, world, port, function, args, folder))
-        for rank in range(world)
-    ]
-    for rank in ranks:
-        rank.start()
+    ranks = [start_fork(_rank, rank, world, port, function, args, folder) for rank in range(world)]
     try:
         while any(rank.is_alive() for rank in ranks):
             for rank in ranks:
@@ -49,6 +43,20 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, folder: Path
             rank.kill()
             rank.join()
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def start_fork(function: Callable[..., Any], *args: Any) -> ForkProcess:
+    """A copy of this process that runs `function(*args)`."""
+    process = ForkProcess(target=_without_inherited_garbage, args=(function, *args))
+    process.start()
+    return process
+
+
+def _without_inherited_garbage(function: Callable[..., Any], *args: Any) -> None:
+    # A process group that an earlier test left in a reference cycle would join its thread, which
+    # only the parent has: here that is any new thread with the same stack, and it need never end.
+    gc.freeze()
+    function(*args)
 
 
 def _rank(

@@ -6,12 +6,15 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mrl.commands.recipe_arguments import add_recipe, read_recipe
 from mrl.config import Recipe
 from mrl.processes import die_with_torchrun
 from mrl.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from mrl.preflight import Plan
 
 
 def add_to(commands: Any) -> None:
@@ -43,7 +46,7 @@ def train(recipe: Recipe, world: int) -> None:
     if is_main:
         folder.open(recipe)
         console.plan(plan.rows())
-    if plan.resume_step is not None and plan.resume_step >= recipe.train.num_steps:
+    if _is_done(plan, folder):
         if is_main:
             print(
                 f"{folder.root} is done: {plan.resume_step} of {recipe.train.num_steps} steps, by the "
@@ -58,6 +61,14 @@ def train(recipe: Recipe, world: int) -> None:
     Trainer(plan, groups, folder).train()
     if is_main:
         _summarize(folder, recipe)
+
+
+def _is_done(plan: Plan, folder: RunFolder) -> bool:
+    """All steps, and the evaluation of the final weights where there is to be one."""
+    step, recipe = plan.resume_step, plan.recipe
+    if step is None or step < recipe.train.num_steps:
+        return False
+    return not recipe.eval.every or folder.evaluation_file(step).exists()
 
 
 def _summarize(folder: RunFolder, recipe: Recipe) -> None:

@@ -40,7 +40,7 @@ class RewardError(ValueError):
 
 
 class BrokenReward(RewardError):
-    """It did not answer for each completion: scoring fewer at a time would hide it, or not help."""
+    """No answer for each completion: scoring fewer at a time would hide it, or not help."""
 
     kind = "wrong type or length"
 

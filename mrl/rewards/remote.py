@@ -45,6 +45,12 @@ class ServerFailed(RewardError):
         self.kind = kind
 
 
+class ServerRefused(BrokenReward):
+    """Nobody answers, or not with rewards."""
+
+    kind = "refused"
+
+
 class _Unavailable(Exception):
     """Worth another try."""
 
@@ -73,7 +79,7 @@ class HttpReward:
         deadline = time.monotonic() + min(self._timeout_s, WAIT_FOR_SERVER_S)
         try:
             self._retry(self._connect, deadline)
-        except BrokenReward as error:
+        except ServerRefused as error:
             raise InputError(
                 f"reward {error}; start the server first, e.g. mrl reward serve NAME --port N"
             ) from None
@@ -97,7 +103,7 @@ class HttpReward:
                 wait_s = pause_s * random.uniform(0.5, 1.0)
                 if time.monotonic() + wait_s >= deadline:
                     times = f"{tries} {'try' if tries == 1 else 'tries'}"
-                    raise BrokenReward(f"{self._url!r}: {error} ({times})") from None
+                    raise ServerRefused(f"{self._url!r}: {error} ({times})") from None
             time.sleep(wait_s)
             pause_s, tries = min(2 * pause_s, LONGEST_PAUSE_S), tries + 1
 
@@ -108,7 +114,7 @@ class HttpReward:
         except OSError as error:
             self._connection.close()
             if isinstance(error, ssl.SSLError):
-                raise BrokenReward(f"{self._url!r}: {error}") from None
+                raise ServerRefused(f"{self._url!r}: {error}") from None
             raise _Unavailable(f"no connection: {error}") from None
 
     def _post(self, body: bytes, left_s: float) -> list[float | None]:
@@ -151,10 +157,11 @@ class HttpReward:
         reason = f"HTTP {status}: {fields.get('error') or _reason(reply)}"
         if status in BUSY:
             raise _Unavailable(reason)
-        if status == http.client.INTERNAL_SERVER_ERROR and not fields.get("broken"):
-            kind = str(fields.get("kind", RewardError.kind))
-            raise ServerFailed(f"{self._url!r}: {reason}", kind)
-        raise BrokenReward(f"{self._url!r}: {reason}")
+        if status != http.client.INTERNAL_SERVER_ERROR:
+            raise ServerRefused(f"{self._url!r}: {reason}")
+        if fields.get("broken"):
+            raise BrokenReward(f"{self._url!r}: {reason}")
+        raise ServerFailed(f"{self._url!r}: {reason}", str(fields.get("kind", RewardError.kind)))
 
 
 def _reason(reply: bytes) -> str:

@@ -18,6 +18,7 @@ from mrl.rewards.trial_cases import SPELLINGS, Case
 
 PROBLEMS = {
     "hang": "gave no answer in time and was killed",
+    "refused": "could not be reached, or its server answered with an error status",
     "exception": "raised, or its process died",
     "wrong type or length": "did not return one entry a completion",
     "not a number": "returned an entry that is neither number nor None",
@@ -134,6 +135,8 @@ def _try_case(
 class _Failure:
     kind: str
     text: str
+    broken: bool
+    """To score each completion alone would tell nothing."""
 
 
 class _Caller:
@@ -144,7 +147,9 @@ class _Caller:
 
     def __call__(self, request: dict[str, Any]) -> list[float | None] | _Failure:
         reply = call_worker(self._worker, request, self._timeout_s)
-        return _Failure(reply["kind"], reply["error"]) if "error" in reply else reply["rewards"]
+        if "error" in reply:
+            return _Failure(reply["kind"], reply["error"], reply["broken"])
+        return reply["rewards"]
 
 
 def _blame(
@@ -158,7 +163,7 @@ def _blame(
     culprit = "no single completion does it alone"
     if len(case.texts) == 1:
         culprit = _quote(case, 0)
-    elif failure.kind != "wrong type or length":
+    elif not failure.broken:
         for index in range(len(case.texts)):
             alone = call(case.request(encode, index))
             if isinstance(alone, _Failure):

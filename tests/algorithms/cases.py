@@ -72,6 +72,19 @@ def draw(length: int, rng: torch.Generator, *, scale: float = 0.3, dropped: bool
     )
 
 
+def padded(drawn: Drawn, multiple: int) -> Drawn:
+    """With garbage behind it, up to a multiple of `multiple` tokens: what context parallelism packs."""
+    missing = -len(drawn) % multiple
+    filling = draw(missing, torch.Generator().manual_seed(missing), dropped=True)
+    tensors = {f.name: getattr(drawn, f.name) for f in dataclasses.fields(Drawn)}
+    joined = {
+        name: torch.cat([values, getattr(filling, name)])
+        for name, values in tensors.items()
+        if isinstance(values, Tensor)
+    }
+    return dataclasses.replace(drawn, **joined)
+
+
 def sequence_weights(name: str, drawn: Sequence[Drawn], config: AlgorithmConfig) -> Tensor:
     """f32[S] by the algorithm, from the counts of the whole step."""
     counts = torch.tensor([int(d.mask.sum()) for d in drawn])

@@ -1,12 +1,13 @@
 """The one invariant: however a step is split, its loss and gradient are those of the definition.
 
 Every algorithm of the folder, any options, any split of the step into data-parallel ranks and
-micro-batches, any packing order, padding and dropped samples, against one fp64 run over the whole
-step. Context-parallel ranks gather whole sequences before the loss (parallel/logprobs.py), so to the
-loss they are one rank; sequences cut between ranks are in tests/kernels/test_policy_loss_bits.py.
+micro-batches, sequences cut between context-parallel ranks, any packing order, padding and dropped
+samples, against one fp64 run over the whole step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from mrl.algorithms import check_algorithm, list_algorithms, load_algorithm, traits
 from mrl.config import AlgorithmConfig, MaskConfig
+from parallel.context import blocks_of_rank
 from tests.algorithms import oracle
-from tests.algorithms.cases import Drawn, draw, nll_weights, pack, sequence_weights
+from tests.algorithms.cases import Drawn, draw, nll_weights, pack, padded, sequence_weights
 
 MASKS = (
     MaskConfig(name="token_mask", low=0.8, high=1.3),
@@ -66,20 +68,61 @@ def readable(name: str, options: dict) -> AlgorithmConfig:
     return config
 
 
+def on_context_ranks(
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    logprobs: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cp: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and gradient [N] where each of `cp` ranks computed the log-probs of its blocks.
+
+    As parallel/logprobs.py does it: every rank has the log-probs of all, in packed order, and the
+    gradient of its own. (The collective itself is in tests/parallel/test_context.py.)
+    """
+    bounds = cu_seqlens.tolist()
+    held = [torch.arange(len(logprobs))]
+    if cp > 1:
+        ranks = [blocks_of_rank(bounds, rank, cp) for rank in range(cp)]
+        held = [torch.cat([block.packed for block in blocks]) for blocks in ranks]
+    places = torch.cat(held).argsort()
+    values, grad = [], torch.empty_like(logprobs)
+    for rank in range(cp):
+        slices = [logprobs.detach()[index] for index in held]
+        own = slices[rank].requires_grad_()
+        value = loss(torch.cat(slices)[places])
+        (grad[held[rank]],) = torch.autograd.grad(value, own)
+        values.append(value.detach())
+    assert all(value == values[0] for value in values)
+    return values[0], grad
+
+
 def run(
-    name: str, drawn: list[Drawn], split: list[list[int]], config: AlgorithmConfig, padding: int
+    name: str,
+    drawn: list[Drawn],
+    split: list[list[int]],
+    config: AlgorithmConfig,
+    *,
+    padding: int,
+    cp: int,
 ):
     """Loss and gradient by sequence, added up over the micro-batches of all ranks."""
     weights, nll = sequence_weights(name, drawn, config), nll_weights(name, drawn, config)
+    if cp > 1:  # the packer's lengths
+        drawn, padding = [padded(d, 2 * cp) for d in drawn], padding * 2 * cp
+    algorithm = load_algorithm(name)
     total = torch.zeros((), dtype=torch.float64)
     grads: list[torch.Tensor] = [torch.empty(0)] * len(drawn)
     for members in split:
         chosen = [drawn[i] for i in members]
         own = None if nll is None else nll[members]
         logprobs, batch = pack(name, chosen, weights[members], own, padding)
-        loss = load_algorithm(name).loss(logprobs, batch, config).loss_sum
-        (grad,) = torch.autograd.grad(loss, logprobs)
-        total += loss.detach()
+        value, grad = on_context_ranks(
+            lambda gathered, batch=batch: algorithm.loss(gathered, batch, config).loss_sum,
+            logprobs,
+            batch.cu_seqlens,
+            cp,
+        )
+        total += value
         parts = grad.split([*(len(d) for d in chosen), *([padding] if padding else [])])
         for i, part in zip(members, parts, strict=False):
             grads[i] = part
@@ -96,9 +139,12 @@ def run(
     scale=st.sampled_from([1e-3, 0.1, 0.5]),
     options=OPTIONS,
     padding=st.sampled_from([0, 3]),
+    cp=st.sampled_from([1, 2, 4]),
 )
 @settings(max_examples=40, deadline=None)
-def test_any_split_is_the_definition(name, data, lengths, seed, scale, options, padding) -> None:
+def test_any_split_is_the_definition(
+    name, data, lengths, seed, scale, options, padding, cp
+) -> None:
     rng = torch.Generator().manual_seed(seed)
     dropped = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
     drawn = [
@@ -112,8 +158,12 @@ def test_any_split_is_the_definition(name, data, lengths, seed, scale, options, 
     expected = oracle.loss(name, drawn, config)
     assume(expected.margin > 3e-6)  # else fp32 may see a ratio on the other side of its bound
 
-    total, grads = run(name, drawn, [members for members in split if members], config, padding)
+    split = [members for members in split if members]
+    total, grads = run(name, drawn, split, config, padding=padding, cp=cp)
     torch.testing.assert_close(total, expected.value, rtol=2e-5, atol=2e-6)
     largest = max(float(g.abs().max()) for g in expected.grads)
     for got, wanted in zip(grads, expected.grads, strict=True):
-        torch.testing.assert_close(got.double(), wanted, rtol=2e-5, atol=2e-6 * largest + 1e-12)
+        assert not got[len(wanted) :].any()  # what fills the sequence up to the packer's length
+        torch.testing.assert_close(
+            got[: len(wanted)].double(), wanted, rtol=2e-5, atol=2e-6 * largest + 1e-12
+        )

@@ -146,11 +146,15 @@ def test_training_evaluates_and_the_checkpoint_gives_the_same_numbers(
     )
 
     before = (evals / "step_000003.jsonl").read_text()
-    (evals / "step_000003.jsonl").unlink()
-    run_ranks(1, evaluated, overrides, folder=tmp_path / "again")
-    assert (evals / "step_000003.jsonl").read_text() == before
-    assert json.loads((evals / "step_000003.json").read_text()) == final
+    for command, name in ((evaluated, "alone"), (trained, "killed_during_the_last")):
+        (evals / "step_000003.json").unlink()
+        (evals / "step_000003.jsonl").unlink()
+        run_ranks(1, command, overrides, folder=tmp_path / name)
+        assert (evals / "step_000003.jsonl").read_text() == before
+        assert json.loads((evals / "step_000003.json").read_text()) == final
     assert (evals / "logs/engine_00.log").exists()
+    again = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert again == rows
 
 
 def test_ranks_wait_for_each_other_as_long_as_engines_may_take(

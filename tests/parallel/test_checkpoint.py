@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import time
-from multiprocessing import get_context
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -30,7 +29,7 @@ from parallel.sharded_state import state_shards
 from tests.parallel.conftest import make_samples, write_model
 from tests.parallel.layouts import join_groups, loss, ready_batch
 from tests.parallel.test_checkpoint_layouts import build
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, start_fork
 
 NUM_DAMAGES = 200
 
@@ -315,10 +314,7 @@ def test_kill_9_during_a_save_leaves_a_whole_checkpoint(model_path: Path, tmp_pa
     generator = random.Random(1)
     for number in range(6):
         root = tmp_path / f"c{number}"
-        process = get_context("fork").Process(
-            target=saves_for_ever, args=(model_path, root, bool(number % 2))
-        )
-        process.start()
+        process = start_fork(saves_for_ever, model_path, root, bool(number % 2))
         while not (latest_step(root) or 0) > 1:
             time.sleep(0.01)
         time.sleep(generator.random() * 0.1)

@@ -10,6 +10,7 @@ from mrl.cli import main
 from mrl.errors import InputError
 from mrl.rewards.trial_cases import make_cases
 from mrl.toy_model import build_tokenizer
+from tests.rewards.test_remote import scripted
 
 ZOO = Path(__file__).parent / "zoo.py"
 QUESTIONS = [{"prompt": f"{n}+{n}?", "answer": str(2 * n)} for n in range(11, 15)]
@@ -69,6 +70,15 @@ def test_one_fault(reward_test, name, rows, kinds, detail):
     assert code == 1
     assert shown.endswith(f"\nproblems: {kinds}\n")
     assert detail in shown
+
+
+def test_a_server_that_refuses(reward_test):
+    with scripted((404, b"no such path")) as (url, _):
+        code, shown = reward_test(url, TEXTS)
+    assert code == 1
+    assert shown.endswith("\nproblems: refused\n")
+    assert "ServerRefused: " in shown
+    assert "HTTP 404: 'no such path'" in shown
 
 
 def test_many_hangs_end_it_early(reward_test):
