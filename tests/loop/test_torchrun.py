@@ -35,7 +35,7 @@ def test_two_ranks(rollout_tp: int, layout: str, toy: Toy, tmp_path: Path) -> No
     output = tmp_path / "run"
     overrides = toy.overrides(
         output,
-        "train.num_steps=8",
+        "train.num_steps=4",
         f"parallel.{layout}=2",
         f"rollout.tensor_parallel_size={rollout_tp}",
     )
@@ -58,14 +58,14 @@ def test_two_ranks(rollout_tp: int, layout: str, toy: Toy, tmp_path: Path) -> No
     engines = 2 // rollout_tp
     assert len(list((output / "logs").glob("engine_*.log"))) == engines
     rows = metrics(output)
-    assert [row["step"] for row in rows] == list(range(8))
+    assert [row["step"] for row in rows] == list(range(4))
     assert sum(row["rollout/engine_restarts"] for row in rows) == 1.0
     for row in rows:
         assert row["mismatch/logprob_abs_max"] <= 1e-4
         assert row["routing/replay_coverage"] == 1.0
         # 4 layers x top-2 of 8 experts: 24 bits, between two engines' ranks or from one to its pair.
         assert row["routing/wire_bytes_per_token"] == 3.0
-    for step in range(8):
+    for step in range(4):
         file = output / f"rollouts/step_{step:06d}.jsonl"
         samples = [json.loads(line) for line in file.read_text().splitlines()]
         assert [s["group_id"] for s in samples] == [i for i in range(4) for _ in range(4)]
