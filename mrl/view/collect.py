@@ -21,6 +21,7 @@ from mrl.diagnosis.tokens import load_tokens
 from mrl.errors import InputError
 from mrl.view.samples import pack_step
 from mrl.view.series import curves, read_rows, short
+from parallel.manifest import Damaged, candidates, read_manifest
 from parallel.versions import installed_version
 
 MAX_STEPS = 12
@@ -69,7 +70,7 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
         "summary": _summary(recipe),
         "config": config_text,
         "state": _state(rows, recipe, metrics),
-        "versions": _versions(run),
+        "versions": _versions(run, notes),
         "metrics": drawn,
         "diagnosis": _read_diagnosis(run, notes),
         "findings": _worst_and_last(packed),
@@ -210,16 +211,19 @@ def _state(rows: list[dict[str, Any]], recipe: dict[str, Any], metrics: Path) ->
     return f"{finished}{done}{total} steps, the last at {when}"
 
 
-def _versions(run: Path) -> list[tuple[str, str]]:
-    """Of what made this page, and what the run's checkpoints say."""
+def _versions(run: Path, notes: list[str]) -> list[tuple[str, str]]:
+    """Of what made this page, and what the run's newest checkpoint with a whole manifest says."""
     here = {"mrl": __version__, "python": platform.python_version()}
     here |= {name: installed_version(name) or "not installed" for name in PACKAGES}
     rows = [(name, version) for name, version in here.items()]
-    for manifest in sorted(run.glob("checkpoints/iter_*/manifest.json"))[-1:]:
+    for folder in candidates(run / "checkpoints"):
         try:
-            rows.append(("torch of the last checkpoint", json.loads(manifest.read_text())["torch"]))
-        except (OSError, ValueError, KeyError, TypeError):
+            versions = read_manifest(folder)["versions"]
+        except (Damaged, InputError) as error:
+            notes.append(f"Versions of {folder.name} are left out: {error}.")
             continue
+        rows += [(f"{name} of the last checkpoint", each) for name, each in versions.items()]
+        break
     return rows
 
 

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 MAX_POINTS = 1500
 """Of one curve. A longer one keeps the smallest and the largest value of each stretch of steps."""
+TOGETHER = (re.compile(r"time/.+_s"), re.compile(r"reward/(mean|std)"))
+"""Keys that the page adds up: parts of a step, and a mean with its band. Those of one pattern are
+thinned at the same steps, as a sum at a step where a part is left out is wrong."""
+
+Curve = dict[int, float | None]
+"""{index of a row: value}, ascending."""
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -37,25 +44,41 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
 def curves(rows: list[dict[str, Any]], max_points: int = MAX_POINTS) -> dict[str, Any]:
     """{"steps": [...], "series": {key: {"v": values, "at": indices into steps}}, "thinned": bool}.
 
-    `at` is left out where a curve has a value at every step.
+    `at` is left out where a curve has a value at every step. Curves of keys in TOGETHER have at most
+    `max_points` steps among them, and each has its values at all of these where it has any.
     """
-    found: dict[str, tuple[list[int], list[float | None]]] = {}
+    found: dict[str, Curve] = {}
     for index, row in enumerate(rows):
         for key, value in row.items():
-            if key == "step" or not (value is None or isinstance(value, (int, float))):
-                continue
-            at, values = found.setdefault(key, ([], []))
-            at.append(index)
-            values.append(short(value, 7))
+            if key != "step" and (value is None or isinstance(value, (int, float))):
+                found.setdefault(key, {})[index] = short(value, 7)
+    groups: dict[str | re.Pattern[str], list[Curve]] = {}
+    for key, curve in found.items():
+        groups.setdefault(_group(key), []).append(curve)
+    kept = {group: _kept(members, max_points) for group, members in groups.items()}
     thinned = False
     series = {}
-    for key, (at, values) in sorted(found.items()):
-        kept = thin(values, max_points)
-        thinned |= len(kept) < len(values)
-        places = [at[i] for i in kept]
-        whole = places == list(range(len(rows)))
-        series[key] = {"v": [values[i] for i in kept]} | ({} if whole else {"at": places})
+    for key, curve in sorted(found.items()):
+        places = [at for at in curve if at in kept[_group(key)]]
+        thinned |= len(places) < len(curve)
+        whole = len(places) == len(rows)
+        series[key] = {"v": [curve[at] for at in places]} | ({} if whole else {"at": places})
     return {"steps": [row["step"] for row in rows], "series": series, "thinned": thinned}
+
+
+def _group(key: str) -> str | re.Pattern[str]:
+    """The pattern of TOGETHER that the key matches; by itself, the key."""
+    return next((pattern for pattern in TOGETHER if pattern.fullmatch(key)), key)
+
+
+def _kept(curves: list[Curve], max_points: int) -> set[int]:
+    """The rows that these curves keep: all, or those where one of them has an extreme of a stretch."""
+    rows = set().union(*curves)
+    if len(rows) <= max_points:
+        return rows
+    share = max_points // len(curves)
+    places = [(list(curve), thin(list(curve.values()), share)) for curve in curves]
+    return {at[i] for at, chosen in places for i in chosen}
 
 
 def thin(values: list[float | None], max_points: int) -> list[int]:

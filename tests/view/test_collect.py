@@ -14,6 +14,7 @@ from mrl.errors import InputError
 from mrl.run_folder import RunFolder
 from mrl.view.collect import choose_steps, collect
 from mrl.view.samples import choose_samples, pack_step
+from parallel.manifest import folder_name, point_to, set_aside, write_manifest
 from tests.view.invented import EXPERTS, LAYERS, PROMPT, TOKENS, TOPK, record, rollout, write_run
 
 PLENTY = 10**9
@@ -143,6 +144,32 @@ def test_a_run_without_anything_but_metrics(tmp_path):
     data = collect(tmp_path, None, 4)
     assert data["steps"] == data["findings"] == data["diagnosis"] == []
     assert data["state"].startswith("1 steps")
+
+
+def write_checkpoint(run, step):
+    """The folder, with a manifest of the shape that `Checkpoints` writes."""
+    folder = run / "checkpoints" / folder_name(step)
+    folder.mkdir(parents=True)
+    versions = {"mrl": "0.0.1", "torch": f"9.{step}", "megatron-core": "0.16.1"}
+    content = {"step": step, "device": "cpu", "versions": versions, "trainer": {}}
+    write_manifest(folder, content, {})
+    point_to(folder.parent, step)
+    return folder
+
+
+def test_versions_are_those_of_the_newest_whole_checkpoint(tmp_path):
+    run = write_run(tmp_path / "run", num_steps=1)
+    set_aside(write_checkpoint(run, 30))
+    write_checkpoint(run, 10)
+    newest = write_checkpoint(run, 20)
+    shown = dict(collect(run, None, 1)["versions"])
+    assert shown["torch of the last checkpoint"] == "9.20"
+    assert shown["mrl of the last checkpoint"] == "0.0.1"
+    assert shown["megatron-core of the last checkpoint"] == "0.16.1"
+    (newest / "manifest.json").write_text("{")
+    data = collect(run, None, 1)
+    assert dict(data["versions"])["torch of the last checkpoint"] == "9.10"
+    assert "Versions of iter_0000020 are left out" in " ".join(data["notes"])
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
 """The page in a real browser. What every page must: no complaint, and no request but for itself."""
 
 import json
+import random
 import re
 
 import pytest
 
 from mrl.cli import main
+from mrl.diagnosis.tokens import save_tokens
 from mrl.view.render import json_block
 from tests.view.browser import open_browser
-from tests.view.invented import HOSTILE, write_run
+from tests.view.invented import HOSTILE, record, write_run
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +170,92 @@ def test_any_length_of_run(page, tmp_path, num_steps):
     assert ("No step is done" in page.text("#curves")) == (num_steps == 0)
     page.assert_quiet(tmp_path / "view.html")
     assert (tmp_path / "view.html").stat().st_size < 300_000
+
+
+def show(page, run, rows):
+    """Open the page of a run with these rows; returns its file."""
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["view", str(run)])
+    page.view(1440, 900)
+    page.open(run / "view.html")
+    return run / "view.html"
+
+
+@pytest.mark.parametrize("num_parts", [4, 9])
+def test_the_stack_is_the_sum_of_all_parts_at_every_step(page, tmp_path, num_parts):
+    """Parts are noisy, their sum is 10 at each of 5,000 steps: the top of the stack is level."""
+    draw = random.Random(num_parts).random
+    rows = []
+    for step in range(5000):
+        parts = [draw() * 10 / (i + 1) / num_parts for i in range(num_parts - 1)]
+        parts.append(10.0 - sum(parts))
+        rows.append({"step": step} | {f"time/part{i}_s": part for i, part in enumerate(parts)})
+    file = show(page, tmp_path, rows)
+    chart = "#curves [data-keys*='time/part0_s']"
+    assert page.count(chart) == 1
+    path = page.evaluate(f"document.querySelector(\"{chart} .area\").getAttribute('d')")
+    points = path.strip("MZ").split("L")
+    assert len(points) > 600
+    assert len({point.split(",")[1] for point in points[: len(points) // 2]}) == 1
+    assert page.count(f"{chart} .value") == min(num_parts, 8)
+    if num_parts == 9:
+        assert page.text(f"{chart} .legend li:last-child").startswith("2 others ")
+        smallest = {"time/part6_s", "time/part7_s"}
+        last = f'document.querySelector("{chart} .legend li:last-child .key")'
+        assert set(page.evaluate(f"{last}.title").split()) == smallest
+    page.assert_quiet(file)
+
+
+def test_every_key_of_the_usual_curves_is_drawn(page, tmp_path):
+    """Two evaluation sets, and more parts of the loss than a chart has colours."""
+    names = ["avg@32", "avg@32_stderr", *(f"pass@{2**i}" for i in range(6)), "response_len"]
+    keys = [f"eval/{name}/{key}" for name in ("aime", "own")
+            for key in (*names, "truncated", "unscored")]  # fmt: skip
+    keys += [f"loss/term_{i:02d}" for i in range(19)]
+    keys += [f"memory/{phase}/kind{i}_bytes" for phase in ("rollout", "train") for i in range(5)]
+    row = dict.fromkeys(keys, 0.5) | {"memory/train/kind0_bytes": 0}
+    file = show(page, tmp_path, [{"step": step} | row for step in range(3)])
+    charts = {
+        title: drawn.split()
+        for title, drawn in page.evaluate(
+            "[...document.querySelectorAll('#curves .chart')]"
+            ".map((c) => [c.querySelector('.chart-title').textContent, c.dataset.keys])"
+        )
+    }
+    assert all(len(drawn) <= 8 for drawn in charts.values())
+    shown = [key for drawn in charts.values() for key in drawn]
+    assert sorted(shown) == sorted(set(keys) - {"memory/train/kind0_bytes"})
+    assert charts["Evaluation: own"] == sorted(f"eval/own/{name}" for name in names[:-1])
+    assert charts["Evaluation, response length"] == [
+        "eval/aime/response_len",
+        "eval/own/response_len",
+    ]
+    assert [len(charts[f"Loss ({i} of 3)"]) for i in (1, 2, 3)] == [8, 8, 3]
+    assert len(charts["Memory: rollout"]) == 5
+    assert "0 at every step: 1 of the keys" in page.text("#curves")
+    page.assert_quiet(file)
+
+
+def test_a_column_of_several_steps_opens_its_worst_step_with_samples(page, tmp_path):
+    """Columns of 3 steps; samples of 31, 32 and 400; the worst of the column 30-32 has none."""
+    (tmp_path / "tokens").mkdir()
+    for step in (31, 32, 400):
+        save_tokens(tmp_path / f"tokens/step_{step:06d}.safetensors", record(step, 1))
+    values = {30: 0.9, 31: 0.4, 32: 0.6}
+    layer = "routing/disagreement/layer_01"
+    file = show(page, tmp_path, [{"step": i, layer: values.get(i, 0.1)} for i in range(500)])
+    assert "samples of step 400" in page.text("#about-step")
+    page.evaluate("document.querySelector('.heatmap canvas').focus()")
+    for _ in range(11):
+        page.press("ArrowRight")
+    assert page.text(".heatmap .readout") == "layer 1, step 30: 0.9; samples of step 32"
+    page.press("Enter")
+    assert "samples of step 32" in page.text("#about-step")
+    page.press("ArrowLeft")
+    assert page.text(".heatmap .readout").endswith("; no samples in the page")
+    page.press("Enter")
+    assert "samples of step 32" in page.text("#about-step")
+    page.assert_quiet(file)
 
 
 def test_json_block_cannot_be_left():

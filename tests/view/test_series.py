@@ -1,9 +1,10 @@
 import json
 import math
+import random
 
 import pytest
 
-from mrl.view.series import curves, read_rows, short, thin
+from mrl.view.series import MAX_POINTS, curves, read_rows, short, thin
 
 
 def test_rows_are_read_as_far_as_they_are_rows(tmp_path):
@@ -44,6 +45,33 @@ def test_thinning_says_so_and_keeps_the_places():
     assert len(series["at"]) == len(series["v"]) <= 10
     assert all(value == place % 7 for place, value in zip(series["at"], series["v"], strict=True))
     assert len(drawn["steps"]) == 100
+
+
+def test_what_the_page_adds_up_is_thinned_at_the_same_steps():
+    draw = random.Random(1).random
+    parts = [f"time/{name}_s" for name in ("rollout", "sync", "train", "logprob", "score")]
+    rows = [
+        {"step": i, "lr": draw(), "reward/mean": draw(), "reward/std": draw()}
+        | {key: draw() for key in parts}
+        | ({"time/eval_s": draw()} if i % 20 == 0 else {})
+        for i in range(5000)
+    ]
+    for n, key in enumerate([*parts, "reward/mean", "reward/std"]):
+        rows[777 + n][key] = 50.0  # a spike of each, at a step of its own
+    drawn = curves(rows)
+    assert drawn["thinned"]
+    series = drawn["series"]
+    for members in (parts, ["reward/mean", "reward/std"]):
+        at = series[members[0]]["at"]
+        assert MAX_POINTS / 4 < len(at) <= MAX_POINTS
+        assert all(series[key]["at"] == at for key in members)
+        assert all(50 in series[key]["v"] for key in members)
+    shared = set(series[parts[0]]["at"])
+    assert series["time/eval_s"]["at"] == [i for i in range(0, 5000, 20) if i in shared]
+    assert series["lr"]["at"] != series["reward/mean"]["at"]  # alone, so with more steps
+    for key, curve in series.items():
+        kept = zip(curve["at"], curve["v"], strict=True)
+        assert all(value == short(rows[i][key], 7) for i, value in kept)
 
 
 @pytest.mark.parametrize(

@@ -7,22 +7,22 @@ let chartNumber = 0;
 
 /**
  * A figure with curves. `spec`: title, keys, labels (of the keys), log (to begin with), stacked (areas on
- * top of each other), format (of values), spread ({key, by}: a band of value +- another key's).
+ * top of each other), rest (keys that are one curve, their sum), format (of values), spread ({key, by}: a
+ * band of value +- another key's).
  */
 function chart(spec) {
-  const keys = spec.keys.filter((key) => SERIES[key]);
+  const parts = partsOf(spec);
   const state = { log: Boolean(spec.log) && !spec.stacked, x: null };
   const title = h("span", { class: "chart-title", id: `chart-${(chartNumber += 1)}` }, spec.title);
   const at = h("span", { class: "chart-step" });
   const button = h("button", { type: "button", class: "small", "aria-pressed": String(state.log),
     "aria-label": `Log scale of ${spec.title}`, onclick: () => setLog(!state.log) }, "log");
   const plot = h("div", { class: "plot" });
-  const labels = spec.labels || shortLabels(keys);
-  const values = keys.map(() => h("span", { class: "value" }));
-  const legend = h("ul", { class: "legend" }, keys.map((key, i) =>
+  const values = parts.map(() => h("span", { class: "value" }));
+  const legend = h("ul", { class: "legend" }, parts.map(({ key, label }, i) =>
     h("li", {}, h("span", { class: `swatch c${i % 8}`, "aria-hidden": "true" }),
-      h("span", { class: "key", title: key }, labels[i]), " ", values[i])), spec.note ? h("li", { class: "key" }, spec.note) : null);
-  const figure = h("figure", { class: "chart", tabindex: "0", "aria-labelledby": title.id, "data-keys": keys.join(" "),
+      h("span", { class: "key", title: key }, label), " ", values[i])), spec.note ? h("li", { class: "key" }, spec.note) : null);
+  const figure = h("figure", { class: "chart", tabindex: "0", "aria-labelledby": title.id, "data-keys": parts.map((part) => part.key).join(" "),
     onkeydown: moveCursor }, h("figcaption", {}, title, at, spec.stacked ? null : button), plot, legend);
   const show = spec.format || number;
 
@@ -42,8 +42,7 @@ function chart(spec) {
 
   function readout(step) {
     at.textContent = step === null ? "" : `step ${step}`;
-    keys.forEach((key, i) => {
-      const series = SERIES[key];
+    parts.forEach(({ series }, i) => {
       const place = step === null ? series.v.length - 1 : nearest(stepsOf(series), step);
       const other = step !== null && stepsOf(series)[place] !== step ? ` (step ${stepsOf(series)[place]})` : "";
       values[i].textContent = (series.v[place] === null ? "not finite" : show(series.v[place])) + other;
@@ -54,7 +53,7 @@ function chart(spec) {
   }
 
   function draw() {
-    const drawn = drawPlot(spec, keys, state.log, Math.max(160, plot.clientWidth), show);
+    const drawn = drawPlot(spec, parts, state.log, Math.max(160, plot.clientWidth), show);
     Object.assign(state, drawn);
     plot.replaceChildren(drawn.element, ...(drawn.note ? [h("p", { class: "note" }, drawn.note)] : []));
     drawn.element.addEventListener("pointermove", (event) => {
@@ -70,6 +69,20 @@ function chart(spec) {
   return figure;
 }
 
+/** The curves of a chart. */
+function partsOf(spec) {
+  const keys = spec.keys.filter((key) => SERIES[key]);
+  const labels = spec.labels || shortLabels(keys);
+  const parts = keys.map((key, i) => ({ key, label: labels[i], series: SERIES[key] }));
+  if (!spec.rest) return parts;
+  const sum = stack(spec.rest.map((key) => curveOf(SERIES[key]))).pop();
+  return [...parts, { key: spec.rest.join(" "), label: `${spec.rest.length} others`, series: { v: sum.values, steps: sum.steps } }];
+}
+
+function curveOf(series) {
+  return { steps: stepsOf(series), values: series.v };
+}
+
 /** Keys without the folders that all of them share. */
 function shortLabels(keys) {
   const parts = keys.map((key) => key.split("/"));
@@ -79,8 +92,8 @@ function shortLabels(keys) {
 }
 
 /** The SVG, the scales behind it and a sentence about what it cannot show. */
-function drawPlot(spec, keys, log, width, show) {
-  const curvesOf = keys.map((key) => ({ steps: stepsOf(SERIES[key]), values: SERIES[key].v }));
+function drawPlot(spec, parts, log, width, show) {
+  const curvesOf = parts.map(({ series }) => curveOf(series));
   const lines = spec.stacked ? stack(curvesOf) : curvesOf;
   const band = spec.spread && SERIES[spec.spread.key] && SERIES[spec.spread.by] && !log ? bandOf(spec.spread) : null;
   let shown = lines.concat(band ? [band.low, band.high] : []).flatMap((line) => line.values).filter((v) => v !== null);
@@ -93,28 +106,28 @@ function drawPlot(spec, keys, log, width, show) {
   const stepAt = (at) => (last === first ? first : first + ((at - EDGE.left) / inner) * (last - first));
   const line = svg("line", { class: "cursor", y1: EDGE.top, y2: HEIGHT - EDGE.bottom, visibility: "hidden" });
   // A curve without any value is one that does not apply, such as margins where no route differs.
-  const empty = keys.filter((_, i) => curvesOf[i].values.every((v) => v === null));
-  const notFinite = [...new Set(lines.flatMap((curve, i) => (empty.includes(keys[i]) ? [] : curve.steps.filter((_, at) => curve.values[at] === null))))];
-  const element = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": describe(spec, keys, show) },
+  const empty = parts.filter((_, i) => curvesOf[i].values.every((v) => v === null));
+  const notFinite = [...new Set(lines.flatMap((curve, i) => (empty.includes(parts[i]) ? [] : curve.steps.filter((_, at) => curve.values[at] === null))))];
+  const element = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": describe(spec, parts, show) },
     axes(x, y, first, last, width, show),
     band ? svg("path", { class: "band", d: area(band.low, band.high, x, y.at) }) : null,
     spec.stacked ? lines.map((top, i) => svg("path", { class: `area c${i % 8}`, d: area(i ? lines[i - 1] : zero(top), top, x, y.at) })).reverse() : null,
     spec.stacked ? null : lines.map((curve, i) => drawLine(curve, x, y.at, log, `c${i % 8}`)),
     notFinite.map((step) => svg("text", { class: "not-finite", x: x(step), y: EDGE.top + 8, "text-anchor": "middle" }, "\u00d7")),
     line);
-  const notes = [empty.length ? `No finite value at any step: ${shortLabels(empty).join(", ")}.` : "", notFinite.length ? `\u00d7: not finite at ${notFinite.length} step(s).` : "", hidden ? `${hidden} value(s) of 0 or less have no place on a log scale.` : ""];
+  const notes = [empty.length ? `No finite value at any step: ${shortLabels(empty.map(({ key }) => key)).join(", ")}.` : "", notFinite.length ? `\u00d7: not finite at ${notFinite.length} step(s).` : "", hidden ? `${hidden} value(s) of 0 or less have no place on a log scale.` : ""];
   return { element, x, stepAt, line, note: notes.filter(Boolean).join(" ") };
 }
 
-function describe(spec, keys, show) {
-  const parts = keys.map((key) => {
-    const finite = SERIES[key].v.filter((v) => v !== null);
+function describe(spec, parts, show) {
+  const said = parts.map(({ key, series }) => {
+    const finite = series.v.filter((v) => v !== null);
     if (!finite.length) return `${key}: no finite value`;
     let [low, high] = [Infinity, -Infinity];
     for (const v of finite) [low, high] = [Math.min(low, v), Math.max(high, v)];
     return `${key}: ${show(low)} to ${show(high)}, last ${show(finite[finite.length - 1])}`;
   });
-  return `${spec.title}. ${parts.join("; ")}`;
+  return `${spec.title}. ${said.join("; ")}`;
 }
 
 /** {at(value) -> pixel, marks: values with a grid line}. */

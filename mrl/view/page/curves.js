@@ -1,7 +1,9 @@
 // The curves of a run: the usual ones first, and every key under "All metrics".
 
 const MAX_FOUND = 60;
+const MAX_KEYS = 8; // of one chart: there are as many colours
 
+/** `by`: key -> what its chart is about, where a spec makes several charts. */
 const USUAL = [
   { title: "Reward", match: ["reward/mean"], spread: { key: "reward/mean", by: "reward/std" }, note: "band: one standard deviation" },
   { title: "Response length", match: ["response_len/mean"] },
@@ -13,10 +15,13 @@ const USUAL = [
   { title: "KL to the reference", match: [/^kl(\/|$)/, /^ref\/kl/] },
   { title: "Importance weights", match: [/^importance\//] },
   { title: "Critic", match: [/^value\/(?!lr$)/] },
-  { title: "Evaluation", match: [/^eval\//] },
+  { title: "Evaluation", match: [/^eval\/[^/]+\/(avg|pass)@/], by: (key) => key.split("/")[1] },
+  { title: "Evaluation, response length", match: [/^eval\/[^/]+\/response_len$/] },
+  { title: "Evaluation, truncated share", match: [/^eval\/[^/]+\/truncated$/] },
+  { title: "Evaluation, unscored samples", match: [/^eval\/[^/]+\/unscored$/] },
   { title: "Seconds a step", match: [/^time\/(?!step_s|recovery_s|verify_s).*_s$/], stacked: true },
   { title: "Step time", match: ["time/step_s"] },
-  { title: "Memory", match: [/^memory\/.*_bytes$/], format: bytes },
+  { title: "Memory", match: [/^memory\/.*_bytes$/], format: bytes, by: (key) => key.split("/").slice(1, -1).join("/") },
   { title: "Learning rate", match: ["lr"] },
   { title: "Groups that teach nothing", match: ["reward/zero_signal_groups", "reward/abstained"] },
   { title: "Guards", match: [/^guard\//] },
@@ -26,14 +31,37 @@ function usualCurves() {
   return chartGrid(USUAL);
 }
 
-/** A chart for each of the specs that has a key with a value other than 0 (memory off GPUs is all 0). */
+/** The charts of the specs. Of more than three keys those that are always 0 (memory off GPUs) are left out. */
 function chartGrid(specs) {
+  const zeros = [];
   const charts = specs.flatMap((spec) => {
     const keys = keysLike(...spec.match);
     const telling = keys.length > 3 ? keys.filter((key) => SERIES[key].v.some((v) => v !== 0)) : keys;
-    return telling.length ? [chart({ ...spec, keys: telling.slice(0, 8) })] : [];
+    zeros.push(...keys.filter((key) => !telling.includes(key)));
+    return split(spec, telling).map(chart);
   });
-  return h("div", { class: "grid" }, charts);
+  const note = zeros.length ? h("p", { class: "note" }, `Not drawn here, as they are 0 at every step: ${zeros.length} of the keys under All metrics.`) : null;
+  return h("div", {}, h("div", { class: "grid" }, charts), note);
+}
+
+/** Specs of charts with at most MAX_KEYS curves each, which hold all `keys`. A stack stays one: its smallest are summed. */
+function split(spec, keys) {
+  if (spec.stacked && keys.length > MAX_KEYS) {
+    const total = (key) => SERIES[key].v.reduce((sum, v) => sum + v, 0);
+    const rest = [...keys].sort((a, b) => total(b) - total(a)).slice(MAX_KEYS - 1);
+    return [{ ...spec, keys: keys.filter((key) => !rest.includes(key)), rest }];
+  }
+  const groups = new Map();
+  for (const key of keys) {
+    const name = spec.by ? spec.by(key) : "";
+    groups.set(name, [...(groups.get(name) || []), key]);
+  }
+  return [...groups].flatMap(([name, members]) => {
+    const title = name ? `${spec.title}: ${name}` : spec.title;
+    const count = Math.ceil(members.length / MAX_KEYS);
+    return Array.from({ length: count }, (_, i) => ({
+      ...spec, title: count > 1 ? `${title} (${i + 1} of ${count})` : title, keys: members.slice(i * MAX_KEYS, (i + 1) * MAX_KEYS) }));
+  });
 }
 
 function formatOf(key) {

@@ -7,7 +7,7 @@ const PALETTE = {
 
 /**
  * A figure. `spec`: title, rows and columns (labels), value(row, column) -> number or null, rowName,
- * columnName, onPick(row, column), cursorColumn(step) -> column or -1.
+ * columnName, remark(row, column) -> what the readout says beside the value, onPick(row, column).
  */
 function heatmap(spec) {
   const canvas = h("canvas", { tabindex: "0", role: "img" });
@@ -30,7 +30,7 @@ function heatmap(spec) {
     Object.assign(picked, { row, column });
     const there = row >= 0 && column >= 0;
     const value = there ? spec.value(row, column) : null;
-    readout.textContent = there ? `${spec.rowName} ${spec.rows[row]}, ${spec.columnName} ${spec.columns[column]}: ${value === null ? "none" : number(value)}` : "";
+    readout.textContent = there ? `${spec.rowName} ${spec.rows[row]}, ${spec.columnName} ${spec.columns[column]}: ${value === null ? "none" : number(value)}${spec.remark ? spec.remark(row, column) : ""}` : "";
     draw();
   }
 

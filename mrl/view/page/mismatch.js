@@ -49,7 +49,7 @@ function layerHeatmap() {
   const choice = select("By layer and step:", names.map((name) => [name, FAMILY_NAMES[name] || name]), show);
   show(names[0]);
   return h("div", { class: "block" }, h("h3", {}, "Layers"), choice.element, place,
-    h("p", { class: "note" }, "A click on a cell, or Enter, opens the samples of its step where the page has them."));
+    h("p", { class: "note" }, "A click on a cell, or Enter, opens the samples of its step where the page has them; of a column of several steps, those of the one with the largest value among these."));
 }
 
 /** Long runs: one column is the largest value of several steps. */
@@ -65,12 +65,29 @@ function familyMap(name, rows) {
     });
     return line;
   });
+  const toOpen = (row, column) => stepToOpen(rows[row].series, (step) => place.get(step) === column);
   return heatmap({
     title: `${name}${size > 1 ? `, largest of ${size} steps` : ""}`,
     rows: rows.map((row) => String(row.layer)), columns: columns.map(String), rowName: "layer", columnName: "step",
     value: (row, column) => cells[row][column],
-    onPick: (_, column) => browser.goTo(columns[column]),
+    remark: (row, column) => {
+      const step = toOpen(row, column);
+      if (step === null) return "; no samples in the page";
+      return size > 1 ? `; samples of step ${step}` : "";
+    },
+    onPick: (row, column) => browser.goTo(toOpen(row, column)),
   });
+}
+
+/** Of the steps with samples in the page that `fits` takes, the one with the largest value; or null. */
+function stepToOpen(series, fits) {
+  const steps = stepsOf(series);
+  const valueAt = (step) => {
+    const at = nearest(steps, step);
+    return steps[at] === step ? series.v[at] ?? -Infinity : -Infinity;
+  };
+  const found = DATA.steps.map(({ step }) => step).filter(fits);
+  return found.length ? found.reduce((best, step) => (valueAt(step) > valueAt(best) ? step : best)) : null;
 }
 
 function decomposition() {
