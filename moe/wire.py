@@ -60,7 +60,9 @@ def from_wire(
     weights = None
     if with_weights:
         wire, tail = wire.split([width - 4 * num_layers * topk, 4 * num_layers * topk], dim=1)
-        weights = tail.contiguous().view(torch.float32).reshape(num_rows, num_layers, topk)
+        # Not contiguous(): of a single row that is the slice itself, at an offset no float may have.
+        tail = tail.clone(memory_format=torch.contiguous_format)
+        weights = tail.view(torch.float32).reshape(num_rows, num_layers, topk)
     packed = _ids_from_wire(wire, num_layers, num_experts, topk)
     return PackedRoutes(packed, tuple(layer_numbers), num_experts, topk, weights)
 

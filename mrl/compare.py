@@ -7,9 +7,9 @@ do not count.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from mrl.errors import InputError
 from mrl.rollout.saved import load_groups
 from mrl.run_folder import RunFolder, flatten, saved_step
 from mrl.types import Sample
+from parallel.manifest import Damaged, candidates, read_manifest
 
 MACHINE = ("time/", "memory/")
 """Metrics that differ between two starts of one run."""
@@ -130,9 +131,11 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _versions(folder: RunFolder) -> dict[str, str]:
-    """As its newest checkpoint says; empty without one."""
-    manifests = sorted(folder.checkpoints.glob("iter_*/manifest.json"))
-    return json.loads(manifests[-1].read_text()).get("versions", {}) if manifests else {}
+    """As its newest checkpoint with a readable manifest says; empty without one."""
+    for checkpoint in candidates(folder.checkpoints):
+        with suppress(Damaged, InputError):
+            return read_manifest(checkpoint).get("versions", {})
+    return {}
 
 
 def _metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> Parting | None:

@@ -9,7 +9,6 @@ What the engine measured is not measured again, and times and memory are the mac
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from mrl.algorithms import load_algorithm, traits
 from mrl.compare import MACHINE, Pair, differences, open_run
 from mrl.config import Recipe, load_recipe
 from mrl.errors import InputError
+from mrl.finite import finite_or_null
 from mrl.run_folder import RunFolder, saved_step
 from parallel.manifest import candidates, damage, folder_name, step_of
 
@@ -173,12 +173,8 @@ def _compare(source: Source, row: dict[str, Any]) -> tuple[int, list[Pair], list
     """Metrics that both have, those of them that differ as a file holds them, and those that only the
     file has."""
     (old,) = (r for r in source.run.read_metrics() if r["step"] == source.step)
-    again = {key: _as_filed(value) for key, value in row.items()}
+    again = finite_or_null(row)
     keys = [key for key in old if not key.startswith((*MACHINE, *ENGINE))]
     both = [key for key in keys if key in again]
     pairs = differences({k: old[k] for k in both}, {k: again[k] for k in both})
     return len(both), pairs, sorted(set(keys) - set(both))
-
-
-def _as_filed(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

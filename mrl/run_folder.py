@@ -17,7 +17,6 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
-import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import IO, Any
 
 from mrl.config import Recipe, dump_recipe, load_recipe
 from mrl.errors import InputError
+from mrl.finite import finite_or_null
 from mrl.types import SampleGroup
 
 MAY_CHANGE = (
@@ -112,9 +112,7 @@ class RunFolder:
         if not self.metrics.exists():
             return
         kept = [r for r in self.read_metrics() if r["step"] < step]
-        partial = self.metrics.with_suffix(".partial")
-        partial.write_text("".join(_line(row) for row in kept))
-        partial.replace(self.metrics)
+        _write_whole(self.metrics, "".join(_line(row) for row in kept))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl; a line cut short by a crash is left out."""
@@ -156,7 +154,7 @@ class RunFolder:
                         "finish_reason": sample.finish_reason,
                     }
                 )
-        self.rollout_file(step).write_text("".join(_line(row) for row in rows))
+        _write_whole(self.rollout_file(step), "".join(_line(row) for row in rows))
 
     def write_evaluation(
         self, version: int, metrics: dict[str, float], rows: Sequence[dict[str, Any]]
@@ -166,9 +164,7 @@ class RunFolder:
         self.evals.mkdir(parents=True, exist_ok=True)
         file = self.evaluation_file(version)
         file.with_suffix(".jsonl").write_text("".join(_line(row) for row in rows))
-        partial = file.with_suffix(".partial")
-        partial.write_text(_line({"step": version, **metrics}))
-        partial.replace(file)
+        _write_whole(file, _line({"step": version, **metrics}))
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
         """What `write_rollouts` wrote."""
@@ -217,6 +213,13 @@ def _set_aside(folder: Path, step: int) -> None:
         file.rename(new / file.name)
 
 
+def _write_whole(file: Path, text: str) -> None:
+    """Whoever reads it meanwhile, or after a crash, finds all of it or what was there before."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(file)
+
+
 def _step_of_file(file: Path) -> int:
     """Of `step_000012.jsonl` and the like; -1 for another name."""
     number = file.name.removeprefix("step_").partition(".")[0]
@@ -228,10 +231,7 @@ def _may_change(key: str) -> bool:
 
 
 def _line(row: dict[str, Any]) -> str:
-    clean = {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
-    }
-    return json.dumps(clean, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(finite_or_null(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

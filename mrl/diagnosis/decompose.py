@@ -22,6 +22,7 @@ from torch import Tensor
 from moe.align import router_rows
 from moe.replay import GatedRoute, Route, ids_of
 from mrl.diagnosis.mismatch import gap_statistics
+from mrl.finite import finite_or_null
 from mrl.types import Max, MicroBatch, Statistics, Sum
 from parallel.forward import RecordedRoutes
 from parallel.layer_outputs import LayerOutputs
@@ -69,7 +70,7 @@ class Decomposition:
 
     def as_json(self) -> dict[str, Any]:
         """Numbers that are not finite become None."""
-        return _clean(dataclasses.asdict(self))
+        return finite_or_null(dataclasses.asdict(self))
 
 
 def decompose(
@@ -189,11 +190,3 @@ def summarize(
         )
     divergent = (gap.layer for gap in layers if gap.hidden_rel_diff > NOISE)
     return Decomposition(int(found["num_tokens"]), levels, layers, next(divergent, None))
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _clean(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_clean(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,6 +21,7 @@ from mrl.diagnosis.detectors.stale_expert import expert_z
 from mrl.diagnosis.findings import find, usual_mismatch
 from mrl.diagnosis.tokens import TokenRecord, load_tokens
 from mrl.errors import InputError
+from mrl.finite import finite_or_null
 from mrl.run_folder import RunFolder
 
 PREFIXES = ("mismatch/", "decompose/", "routing/disagreement", "routing/token_any_layer",
@@ -97,8 +98,12 @@ class Explanation:
     """What to do about the diagnosis."""
 
     def as_json(self) -> dict[str, Any]:
-        """Non-finite numbers as null."""
-        return _clean(dataclasses.asdict(self))
+        """Non-finite numbers as null; `numbers` with their `ratio` and `is_spike`."""
+        numbers = [
+            {**dataclasses.asdict(n), "ratio": n.ratio, "is_spike": n.is_spike}
+            for n in self.numbers
+        ]
+        return finite_or_null({**dataclasses.asdict(self), "numbers": numbers})
 
 
 def explain(run: RunFolder, step: int) -> Explanation:
@@ -187,11 +192,3 @@ def _with_texts(samples: list[dict[str, Any]], run: RunFolder, step: int) -> lis
 
 def _decomposition(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.is_file() else None
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _clean(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_clean(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -51,6 +51,7 @@ def test_why_explains_a_step(run: RunFolder, capsys: pytest.CaptureFixture[str])
     found = json.loads(capsys.readouterr().out)
     assert found["findings"][0]["where"]["temperature"] == pytest.approx(1.2, rel=0.01)
     assert [number["key"] for number in found["numbers"]] == ["mismatch/k3", "reward/mean"]
+    assert all({"value", "median", "ratio", "is_spike"} <= n.keys() for n in found["numbers"])
     assert found["layers"][0]["margin_at_disagreement"] is None  # no NaN in JSON
     assert 0 <= found["samples"][0]["sample"] < S
     assert len(found["tokens"]) == 10

@@ -46,18 +46,20 @@ def test_round_trip(rows: int, layers: int, experts: int, topk: int, seed: int) 
     assert (back.layer_numbers, back.topk) == (routes.layer_numbers, routes.topk)
 
 
-def test_weights_travel_with_their_ids() -> None:
-    bare = make_routes(5, 3, 8, 2)
-    routes = dataclasses.replace(bare, weights=torch.rand(5, 3, 2))
+@pytest.mark.parametrize("rows", [1, 5])
+def test_weights_travel_with_their_ids(rows: int) -> None:
+    """One row of 3 bytes of ids: its weights begin where no float may."""
+    bare = make_routes(rows, 3, 8, 2)
+    routes = dataclasses.replace(bare, weights=torch.rand(rows, 3, 2))
     wire = to_wire(routes)
-    assert wire.shape == (5, wire_row_bytes(3, 8, 2, with_weights=True))
+    assert wire.shape == (rows, wire_row_bytes(3, 8, 2, with_weights=True))
     assert wire.shape[1] == to_wire(bare).shape[1] + 3 * 2 * 4
     back = from_wire(wire, routes.layer_numbers, 8, 2, with_weights=True)
     assert torch.equal(back.packed, routes.packed)
     assert back.weights is not None
     assert routes.weights is not None
     assert torch.equal(back.weights, routes.weights)
-    first, second = split_rows(back, [2, 3])
+    first, second = split_rows(back, [rows // 2, rows - rows // 2])
     assert torch.equal(torch.cat([first.weights, second.weights]), routes.weights)
     with pytest.raises(ValueError, match="of 8 experts with weights, got shape"):
         from_wire(to_wire(bare), routes.layer_numbers, 8, 2, with_weights=True)
