@@ -28,12 +28,16 @@ def set_advantages(
     config: AlgorithmConfig,
     max_response_len: int = 0,
 ) -> None:
-    """Fill in every group's advantages, of the shaped rewards; samples that teach nothing leave the
-    loss altogether (`mrl.shaping`)."""
+    """Fill in every group's advantages, of the shaped rewards."""
     rewards = [shaped_rewards(group, config, max_response_len) for group in groups]
     advantages = algorithm.advantages(rewards, config)
     for group, own in zip(groups, advantages, strict=True):
         group.advantages = own
+
+
+def drop_from_loss(groups: Sequence[SampleGroup], config: AlgorithmConfig) -> None:
+    """Samples that teach nothing (`mrl.shaping`) lose their loss tokens."""
+    for group in groups:
         group.samples = [
             without_loss(sample) if outside else sample
             for sample, outside in zip(group.samples, outside_loss(group, config), strict=True)

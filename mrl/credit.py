@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms import gae
+from mrl.algorithms.advantages import SPREAD_KEYS
 from mrl.algorithms.base import Algorithm, either, traits
 from mrl.config import AlgorithmConfig
 from mrl.kl_control import Penalties
@@ -58,7 +59,11 @@ def with_token_advantages(
     count, first, second = total[:3]
     if either(config.whiten, traits(algorithm).whitens):
         mean, std = gae.mean_and_std(torch.tensor([count, first, second], dtype=torch.float64))
-        results = [(gae.whiten(a, mean, std), returns) for a, returns in results]
+        if set(SPREAD_KEYS) <= (traits(algorithm).reads or set()):
+            spread = max(std, config.min_group_std) + config.advantage_eps
+        else:
+            spread = std + gae.WHITEN_EPS
+        results = [(gae.whiten(a, mean, spread), returns) for a, returns in results]
     filled = [
         dataclasses.replace(batch, token_advantages=a, returns=returns, old_values=own)
         for batch, (a, returns), own in zip(batches, results, values, strict=False)
@@ -96,10 +101,16 @@ def with_penalised_advantages(
 ) -> list[MicroBatch]:
     """The micro-batches with the advantages of rewards that each sample's penalties are taken off.
 
-    rewards: f32[G] of all groups of the step, S samples in all, the same on every rank.
+    rewards: f32[G] of all groups of the step, S samples in all, the same on every rank. A sample
+    outside the loss, whose reward still counts, pays the mean of its group: were it free, it would
+    look better than those that pay.
     """
     sizes = [len(group) for group in rewards]
-    off = penalties.samples.to(torch.float32).split(sizes)
+    paid = penalties.samples.to(torch.float32).split(sizes)
+    off = [
+        torch.where(has, own, own[has].mean()) if bool(has.any()) else own
+        for own, has in zip(paid, penalties.has_tokens.split(sizes), strict=True)
+    ]
     advantages = torch.cat(
         algorithm.advantages([r - p for r, p in zip(rewards, off, strict=True)], config)
     )

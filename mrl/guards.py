@@ -39,6 +39,8 @@ class UpdateGuard:
     """The narrower side of a sequence ratio's range, where the algorithm has one."""
     judge: Callable[[dict[str, float]], None] | None = None
     """Gets `guard/*` over all ranks before the first update of a start, and may raise."""
+    what: str = "log-probs"
+    """What the loss is given."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`guard/*` over all ranks, after `check`."""
     _bad: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
@@ -51,7 +53,7 @@ class UpdateGuard:
         def watched(logprobs: Tensor, batch: MicroBatch) -> LossOutput:
             output = loss(logprobs, batch)
             now = logprobs.detach()
-            self._note("log-probs", batch, now)
+            self._note(self.what, batch, now)
             self._note("losses", batch, output.loss_sum.detach().expand(len(now)))
             if logprobs.requires_grad:
                 logprobs.register_hook(lambda grad: self._note("gradients", batch, grad))

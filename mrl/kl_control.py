@@ -29,6 +29,8 @@ class Penalties:
     """f32[N] a micro-batch, on the last pipeline stage."""
     samples: Tensor
     """f64[S]: their sums, on every rank."""
+    has_tokens: Tensor
+    """bool[S]: samples with a loss token; the others have nothing to sum."""
     mean: float
     """The estimator itself, a token, over the step."""
 
@@ -62,7 +64,7 @@ class KlControl:
         columns = [torch.stack([term, torch.ones_like(term)], dim=1) for term in terms]
         sums, counts = sample_sums(columns, batches, num_samples, groups).unbind(1)
         mean = float(sums.sum() / counts.sum().clamp(min=1))
-        return Penalties([self.coef * term for term in terms], self.coef * sums, mean)
+        return Penalties([self.coef * term for term in terms], self.coef * sums, counts > 0, mean)
 
     def end_step(self, measured: float, num_samples: int) -> dict[str, float]:
         """The next step's coefficient, after `measured` a token; metrics of this one's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from parallel.groups import Groups
 from parallel.implementation import choose_dtype
 from parallel.policy import Policy, StepOutput, with_old_logprobs, with_ref_logprobs
 from parallel.reduce import merge, reduce_statistics
+
+_NO_UPDATE = {"loss/policy": math.nan, "loss/total": math.nan, "grad_norm": 0.0, "lr": 0.0}
 
 
 @dataclass
@@ -101,12 +104,16 @@ class Learner:
         with clock.part("train"):
             steps, value_steps, guards = self._update(step, batches, flat, replay)
         if before is None and steps:  # the first update's own pass: the weights are the same
+            empty = takewhile(lambda batch: not batch.num_loss_tokens, batches)
+            flat = flat[sum(len(batch.micro_batches) for batch in empty) :]
             before = steps[0].output
         metrics |= self._learning_metrics(step, flat, before, steps) | guards
         metrics |= self._value_metrics(value_steps)
         if recipe.algorithm.kl_coef:
             num_samples = sum(batch.num_samples for batch in batches)
-            metrics |= self.kl.end_step(metrics.get("kl/ref", math.nan), num_samples)
+            # A policy that was not trained, as in a critic's warm-up, says nothing of its coefficient.
+            measured = metrics.get("kl/ref", math.nan) if steps else math.nan
+            metrics |= self.kl.end_step(measured, num_samples)
         if replays_rollout:
             metrics |= provenance_metrics(_samples(groups)[0])
             metrics["routing/wire_bytes_per_token"] = self.exchange.bytes_per_token
@@ -157,7 +164,11 @@ class Learner:
         flat: list[MicroBatch],
         replay: RecordedRoutes | bool,
     ) -> tuple[list[StepOutput], list[StepOutput], dict[str, float]]:
-        """Steps of the policy, of the critic, and `guard/*`."""
+        """Steps of the policy, of the critic, and `guard/*`.
+
+        A mini-batch without a loss token on any rank updates nothing: Adam would move the weights by
+        what it remembers.
+        """
         algorithm, config = self.plan.algorithm, self.kl.config
 
         def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
@@ -167,11 +178,14 @@ class Learner:
             return critic_loss(values, batch, config)
 
         trains_policy = self.critic is None or step >= self.plan.recipe.critic.warmup_steps
-        steps, value_steps, done = [], [], 0
+        steps, value_steps, done, num_empty = [], [], 0, 0
         metrics: dict[str, float] = {}
         for batch in batches:
             share = slice(done, done + len(batch.micro_batches))
             done = share.stop
+            if not batch.num_loss_tokens:
+                num_empty += 1
+                continue
             ready = TrainBatch(flat[share], batch.num_loss_tokens, batch.num_samples)
             if trains_policy:
                 routes = replay if isinstance(replay, bool) else replay[share]
@@ -179,8 +193,15 @@ class Learner:
                 steps.append(self.policy.train_step(ready, guard.watch(loss), routes, guard.check))
                 metrics |= guard.metrics
             if self.critic is not None:
-                value_steps.append(self.critic.train_step(ready, value_loss))
-        return steps, value_steps, metrics
+                guard = UpdateGuard(step, same_weights=False, clip=None, what="values")
+                watched = guard.watch(value_loss)
+                value_steps.append(self.critic.train_step(ready, watched, guard.check))
+        if num_empty and self.groups.rank == 0:
+            console.warning(
+                f"step {step}: {num_empty} of {len(batches)} mini-batches have no loss token and "
+                "update nothing"
+            )
+        return steps, value_steps, {**metrics, "train/empty_mini_batches": float(num_empty)}
 
     def _guard(self, step: int, *, is_first: bool) -> UpdateGuard:
         """Of one optimizer step; `is_first`: of the step's rollout."""
@@ -199,8 +220,10 @@ class Learner:
     def _learning_metrics(
         self, step: int, flat: list[MicroBatch], old: PassOutput | None, steps: list[StepOutput]
     ) -> dict[str, float]:
-        """`old`: before the update, over all micro-batches or those of the first mini-batch."""
-        assert old is not None
+        """`old`: before the update, over all micro-batches or those of the first mini-batch; None
+        where there was no pass at all, as no token is in the loss."""
+        if old is None:
+            return dict(_NO_UPDATE)
         trained = merge([step.stats for step in steps])
         coverage = "routing/replay_coverage"
         # Disagreement is measured before the update; coverage must hold in every pass.
@@ -209,14 +232,8 @@ class Learner:
         both = merge([{k: v for k, v in s.items() if k == coverage} for s in (old.routing, after)])
         mismatch = mismatch_statistics(flat, old, step) if self.groups.reports_loss else {}
         metrics = reduce_statistics({**after, **before, **both, **mismatch})
-        if not steps:  # the critic alone was trained
-            return {
-                **metrics,
-                "loss/policy": math.nan,
-                "loss/total": math.nan,
-                "grad_norm": 0.0,
-                "lr": 0.0,
-            }
+        if not steps:  # the critic alone was trained, or nothing was
+            return {**metrics, **_NO_UPDATE}
         metrics["loss/policy"] /= len(steps)
         return {
             **metrics,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mrl import console
-from mrl.batching import set_advantages
+from mrl.batching import drop_from_loss, set_advantages
 from mrl.collect import Clock, Collector, SavedCollector
 from mrl.completions import completions
 from mrl.diagnosis.collect import Diagnosis
@@ -26,7 +26,7 @@ from mrl.preflight import Plan
 from mrl.rollout.saved import save_groups
 from mrl.run_folder import RunFolder, saved_step
 from mrl.shaping import shaping_metrics
-from mrl.types import Max, SampleGroup
+from mrl.types import Max, SampleGroup, Statistics
 from mrl.warm_start import warm_start
 from parallel.checkpoint import Checkpoints, Loaded
 from parallel.groups import Groups
@@ -155,7 +155,8 @@ class Trainer:
         memory = memory_statistics("rollout", self.policy.ledger.where())
         max_len = recipe.rollout.max_response_len
         set_advantages(groups, self.plan.algorithm, recipe.algorithm, max_len)
-        self._write_rollouts(groups)  # first: a batch that breaks the update must be on file
+        self._write_rollouts(groups)  # first: a batch that breaks the update must be on file, whole
+        drop_from_loss(groups, recipe.algorithm)
         metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
         metrics |= shaping_metrics(groups, recipe.algorithm, max_len)
         if recipe.environment is not None:
@@ -163,6 +164,7 @@ class Trainer:
         if not recipe.debug.rollout_only:
             metrics |= self.learner.learn(self.step, groups, clock)
             memory |= memory_statistics("train", self.policy.ledger.where())
+        memory |= _device_memory(self.groups.device)
         metrics |= reduce_statistics(memory | self.collector.statistics())
         metrics["weight_version"] = max(
             sample.weight_versions[-1].version for group in groups for sample in group.samples
@@ -170,7 +172,7 @@ class Trainer:
         metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         metrics["time/step_s"] = time.perf_counter() - start
         self.step += 1
-        return metrics | _memory(self.groups.device)
+        return metrics
 
     def _progress(self, text: str) -> AbstractContextManager[None]:
         return console.progress(text) if self.is_main else nullcontext()
@@ -216,13 +218,13 @@ class Trainer:
         self.checkpoints.save(self.step, self.policy, own, self.critic)
 
 
-def _memory(device: torch.device) -> dict[str, float]:
-    """GPU memory of this rank in bytes; nothing on a CPU."""
+def _device_memory(device: torch.device) -> Statistics:
+    """GPU memory since the last call, of the rank that has most; nothing on a CPU."""
     if device.type != "cuda":
         return {}
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return {
-        "memory/allocated_bytes": float(torch.cuda.memory_allocated(device)),
-        "memory/peak_bytes": float(peak),
+        "memory/allocated_bytes": Max(torch.tensor(float(torch.cuda.memory_allocated(device)))),
+        "memory/peak_bytes": Max(torch.tensor(float(peak))),
     }

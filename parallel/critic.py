@@ -7,7 +7,7 @@ routes natively: its routers are another model's, and the rollout's routes say n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -128,12 +128,18 @@ class Critic:
         """f32[N] a micro-batch on the last pipeline stage, none on the others; no gradients."""
         return self.trained.evaluate(batches, False).values
 
-    def train_step(self, batch: TrainBatch, loss: LossFunction) -> StepOutput:
+    def train_step(
+        self,
+        batch: TrainBatch,
+        loss: LossFunction,
+        before_update: Callable[[], None] | None = None,
+    ) -> StepOutput:
         """One optimizer step; `loss` gets the values f32[N] with gradient. Reports `loss/value`.
 
-        Raises RunFailed, with the weights untouched, when a gradient is not finite.
+        `before_update` may raise, on all ranks or on none. Raises RunFailed, with the weights
+        untouched, when a gradient is not finite.
         """
-        step = self.trained.train_step(batch.micro_batches, loss, False)
+        step = self.trained.train_step(batch.micro_batches, loss, False, before_update)
         stats: Statistics = {}
         if self.groups.reports_loss:
             losses = step.output.losses

@@ -181,7 +181,7 @@ class TrainedModel:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         if bool(bad):
             raise RunFailed(
-                "a gradient of the weights is not finite, though those of the log-probs are: the "
+                "a gradient of the weights is not finite, though those of its outputs are: the "
                 "backward pass of the model overflowed; the weights are as before this update"
             )
 

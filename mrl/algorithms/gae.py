@@ -19,13 +19,16 @@ from mrl.types import MicroBatch
 
 @dataclass(frozen=True)
 class Lambdas:
-    """An algorithm's published lambdas, where the recipe gives none."""
+    """An algorithm's published lambdas, where the recipe gives none. Where both are the same number
+    the critic's follows the recipe's `lam`: PPO has one lambda."""
 
     policy: float | Literal["adaptive"]
     critic: float
 
 
 PPO = Lambdas(policy=0.95, critic=0.95)
+WHITEN_EPS = 1e-8
+"""Added to the standard deviation, where the recipe has no say in it."""
 MONTE_CARLO = Lambdas(policy=1.0, critic=1.0)
 
 
@@ -53,7 +56,8 @@ def token_advantages(
         return packed_gae(rewards, values, mask, cu_seqlens, gamma=config.gamma, lam=lam)
 
     lam = either(config.lam, published.policy)
-    lam_critic = either(config.lam_critic, published.critic)
+    one = published.policy == published.critic and lam != "adaptive"
+    lam_critic = either(config.lam_critic, float(lam) if one else published.critic)
     if lam == "adaptive":
         advantages, _ = gae(adaptive_lambda(mask, cu_seqlens, config.lam_alpha))
         return advantages, gae(lam_critic)[1]
@@ -93,6 +97,6 @@ def mean_and_std(total: Tensor) -> tuple[float, float]:
     return mean, max(second / max(count, 1.0) - mean * mean, 0.0) ** 0.5
 
 
-def whiten(advantages: Tensor, mean: float, std: float, eps: float = 1e-8) -> Tensor:
-    """(A - mean) / (std + eps), f32[N], by moments over all loss tokens of the step."""
-    return ((advantages.double() - mean) / (std + eps)).float()
+def whiten(advantages: Tensor, mean: float, spread: float) -> Tensor:
+    """(A - mean) / spread, f32[N], by moments over all loss tokens of the step."""
+    return ((advantages.double() - mean) / spread).float()

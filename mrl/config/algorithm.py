@@ -101,7 +101,7 @@ class AlgorithmConfig(Branch):
     lam_alpha: float = Field(default=0.05, gt=0)
     """Alpha of the adaptive lambda."""
     lam_critic: float | None = Field(default=None, ge=0, le=1)
-    """GAE's lambda for the critic's returns."""
+    """GAE's lambda for the critic's returns; by default that of the policy (ppo), or 1 (vapo)."""
     whiten: bool | None = None
     """Token advantages to mean 0 and variance 1 over the step, with a critic."""
     value_clip: float | None = Field(default=0.2, gt=0)

@@ -5,6 +5,9 @@ Reference, critic, shaping of rewards, dynamic sampling. All raise InputError.
 
 from __future__ import annotations
 
+import torch
+
+from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig, CriticConfig, Recipe
 from mrl.errors import InputError
 from parallel.dims import ParallelDims
@@ -82,6 +85,19 @@ def check_shaping(recipe: Recipe) -> None:
         raise InputError(
             f"algorithm.{used}: with rollout.min_response_len {rollout.min_response_len} every answer "
             "is cut off at the same length; set one of them to 0"
+        )
+
+
+def check_group_size(recipe: Recipe, algorithm: Algorithm) -> None:
+    """Whether a single sample of a prompt teaches anything."""
+    if recipe.rollout.samples_per_prompt > 1 or recipe.debug.rollout_only:
+        return
+    alone = [torch.tensor([0.0]), torch.tensor([1.0])]
+    if not any(bool(own.any()) for own in algorithm.advantages(alone, recipe.algorithm)):
+        raise InputError(
+            f"rollout.samples_per_prompt is 1, but {recipe.algorithm.name} compares the samples of a "
+            "prompt with each other: every advantage would be 0; raise it, or choose ppo, vapo or "
+            "reinforce_pp"
         )
 
 

@@ -20,6 +20,7 @@ from mrl.errors import InputError
 from mrl.eval_sets import read_eval_sets
 from mrl.preflight.algorithm import (
     check_dynamic_sampling,
+    check_group_size,
     check_shaping,
     read_critic,
     read_reference,
@@ -65,6 +66,7 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
     critic = read_critic(recipe, traits(algorithm).needs_critic, model, dims)
     check_shaping(recipe)
     check_dynamic_sampling(recipe)
+    check_group_size(recipe, algorithm)
     _check_task(recipe)
     tokenizer = load_tokenizer(model)
     prompts = read_prompts(

@@ -43,7 +43,7 @@ VARIANTS: dict[str, Variant] = {
         "with its part that is the loop's",
     ),
     "ppo": Variant(
-        ("optimizer.lr=1e-2", "critic.lr=1e-3", "algorithm.lam=1.0"),
+        ("optimizer.lr=2e-2", "critic.lr=3e-4", "algorithm.lam=1.0"),
         "its critic starts from nothing: a faster one, or leaning on it more, is noise at first",
     ),
     "vapo": Variant(

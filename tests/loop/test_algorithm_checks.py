@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from mrl.algorithms import list_algorithms, load_algorithm
 from mrl.config import Recipe, load_recipe
 from mrl.errors import InputError
-from mrl.preflight.algorithm import check_dynamic_sampling, check_shaping, read_critic
+from mrl.preflight.algorithm import (
+    check_dynamic_sampling,
+    check_group_size,
+    check_shaping,
+    read_critic,
+)
 from mrl.toy_model import write_toy_model
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
@@ -57,6 +63,21 @@ def test_dynamic_sampling(case: str, toy: Toy) -> None:
     with pytest.raises(InputError, match=text):
         check_dynamic_sampling(recipe_of(toy, *overrides))
     check_dynamic_sampling(recipe_of(toy, "algorithm.dynamic_sampling=true"))
+
+
+@pytest.mark.parametrize("name", list_algorithms())
+def test_single_samples_only_where_no_group_is_compared(name: str, toy: Toy) -> None:
+    if name == "nll":  # supervised
+        return
+    one = (f"algorithm.name={name}", "rollout.samples_per_prompt=1")
+    algorithm = load_algorithm(name)
+    check_group_size(recipe_of(toy, *one[:1]), algorithm)
+    check_group_size(recipe_of(toy, *one, "debug.rollout_only=true"), algorithm)
+    if name in ("ppo", "vapo", "reinforce_pp", "decoupled_ppo", "a3po"):
+        check_group_size(recipe_of(toy, *one), algorithm)
+        return
+    with pytest.raises(InputError, match=f"but {name} compares the samples of a prompt"):
+        check_group_size(recipe_of(toy, *one), algorithm)
 
 
 def test_critic(toy: Toy, tmp_path: Path) -> None:

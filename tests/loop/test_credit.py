@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from mrl.algorithms import grpo, ppo, reinforce_pp
 from mrl.batching import make_train_batches
 from mrl.config import AlgorithmConfig, ParallelConfig
 from mrl.credit import credits_tokens, with_penalised_advantages, with_token_advantages
-from mrl.kl_control import KlControl
+from mrl.kl_control import KlControl, Penalties
 from mrl.types import MicroBatch, Sample
 from parallel.dims import ParallelDims
 from parallel.groups import Groups, init_groups
@@ -133,6 +134,24 @@ def test_penalties_come_off_each_sample_before_its_group_is_compared(
     assert [whole["sequence"][i] for i in range(NUM_SAMPLES)] == pytest.approx(wanted, rel=1e-5)
     assert all(p > 0 for p in whole["sums"].tolist())  # k3 is never negative
     assert whole["kl"] == pytest.approx(float(whole["sums"].sum()) / 0.1 / sum(LENGTHS), rel=1e-6)
+
+
+def test_a_sample_outside_the_loss_pays_what_its_group_pays() -> None:
+    """Else answers that were cut off would be the best of a group that has nothing else to tell."""
+    sums = torch.tensor([0.3, 0.0, 0.1, 0.2, 0.0, 0.0], dtype=torch.float64)
+    has_tokens = torch.tensor([True, False, True, True, False, False])
+    seen: list[Tensor] = []
+
+    def advantages(rewards: list[Tensor], config: AlgorithmConfig) -> list[Tensor]:
+        seen.extend(rewards)
+        return rewards
+
+    algorithm: Any = SimpleNamespace(advantages=advantages)
+    groups_of = [torch.ones(4), torch.ones(2)]
+    penalties = Penalties([], sums, has_tokens, 0.0)
+    with_penalised_advantages([], groups_of, penalties, algorithm, IN_REWARD)
+    assert seen[0].tolist() == pytest.approx([0.7, 0.8, 0.9, 0.8])
+    assert seen[1].tolist() == [1.0, 1.0]  # nobody of it is in the loss
 
 
 def test_the_coefficient_follows_the_target_and_is_kept(whole: dict[str, Any]) -> None:

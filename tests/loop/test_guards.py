@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -12,13 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from mrl import learner
 from mrl.algorithms import gspo
+from mrl.batching import set_advantages
+from mrl.collect import Clock
 from mrl.config import AlgorithmConfig, GuardConfig, load_recipe
 from mrl.errors import RunFailed
 from mrl.guards import check_first_update, drift, not_finite, sequence_clip
 from mrl.metrics import zero_signal_metrics
 from mrl.preflight import check
 from mrl.run_folder import RunFolder
+from mrl.shaping import without_loss
 from mrl.types import LossOutput, Mean, MicroBatch
 from parallel.groups import init_groups, world_size
 from tests.loop.conftest import TOY_RECIPE, Toy
@@ -138,10 +143,12 @@ def one_poisoned_step(overrides: list[str], what: str) -> dict[str, Any]:
 
 
 def one_step_of_spoilt_outputs(overrides: list[str], what: str) -> str:
-    """A step on this rank in which the critic's values, or the reference's log-probs, are NaN in two
-    samples -> the error."""
+    """A step on this rank in which the critic's values or their gradients, or the reference's
+    log-probs, are not finite in two samples -> the error."""
     trainer = made_trainer(overrides)
-    if what == "values":
+    if what == "value loss":
+        learner.critic_loss = spoilt_loss(learner.critic_loss)
+    elif what == "values":
         assert trainer.critic is not None
         trainer.critic.values = spoilt(trainer.critic.values, lambda result: result)
     else:  # after those of the policy
@@ -169,10 +176,26 @@ def spoilt(compute: Any, outputs: Callable[[Any], list[Tensor]], first: int = 0)
     return computed
 
 
+def spoilt_loss(compute: Any) -> Any:
+    """`compute` with gradients that are infinite in POISONED."""
+
+    def computed(outputs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
+        assert batch.sample_ids is not None
+        bad = torch.isin(batch.sample_ids, torch.tensor(POISONED))
+        lengths = batch.cu_seqlens.diff().long()
+        spoilt = bad.repeat_interleave(lengths) & batch.loss_mask
+        output = compute(outputs, batch, config)
+        infinite = torch.where(spoilt, outputs - outputs.detach(), 0.0).sqrt()  # slope 1/0
+        return LossOutput(output.loss_sum + infinite.sum(), output.stats)
+
+    return computed
+
+
 OUTPUTS = {
-    "values": ("the critic's values", ["algorithm.name=ppo"]),
+    "values": ("the critic's values are", ["algorithm.name=ppo"]),
+    "value loss": ("gradients are", ["algorithm.name=ppo"]),
     "reference": (
-        "the reference's log-probs",
+        "the reference's log-probs are",
         ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
     ),
 }
@@ -188,7 +211,50 @@ def test_a_critic_or_a_reference_that_is_not_finite_names_its_samples(
     overrides = toy.overrides(tmp_path / "run", saved, "train.num_steps=4", *more)
     args = (overrides, what)
     for error in run_ranks(2, one_step_of_spoilt_outputs, *args, folder=tmp_path / "out"):
-        assert f"{name} are not finite in samples 4, 6 (counted from 0" in error
+        assert f"{name} not finite in samples 4, 6 (counted from 0" in error
+
+
+def steps_with_empty_mini_batches(overrides: list[str]) -> list[dict[str, Any]]:
+    """Of two mini-batches the first has no loss token, then neither has -> metrics, and what moved."""
+    trainer = made_trainer(overrides)
+    found = []
+    for num_empty in (1, 2):
+        before = [p.detach().clone() for p in trainer.policy.chunks[0].parameters()]
+        groups = trainer.collector.collect(trainer.step, trainer.policy, Clock())
+        set_advantages(groups, trainer.plan.algorithm, trainer.plan.recipe.algorithm)
+        for group in groups[: num_empty * len(groups) // 2]:
+            group.samples = [without_loss(sample) for sample in group.samples]
+        metrics = trainer.learner.learn(trainer.step, groups, Clock())
+        trainer.step += 1
+        after = trainer.policy.chunks[0].parameters()
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        found.append({"metrics": metrics, "same": same})
+    return found
+
+
+@pytest.mark.parametrize("name", ["grpo", "a3po", "ppo"])
+def test_a_mini_batch_without_a_loss_token_moves_nothing(
+    toy: Toy, recorded: Path, tmp_path: Path, name: str
+) -> None:
+    """Adam alone would: it remembers the step before."""
+    overrides = toy.overrides(
+        tmp_path / "run",
+        f"debug.load_rollouts={recorded / 'rollouts'}",
+        "train.num_steps=4",
+        "train.num_steps_per_rollout=2",
+        "diagnosis.save_tokens_every=0",
+        "diagnosis.decompose_every=0",
+        f"algorithm.name={name}",
+    )
+    (found,) = run_ranks(1, steps_with_empty_mini_batches, overrides, folder=tmp_path / "out")
+    some, nothing = found
+    assert not some["same"]
+    assert some["metrics"]["train/empty_mini_batches"] == 1.0
+    assert some["metrics"]["grad_norm"] > 0
+    assert nothing["same"]
+    assert nothing["metrics"]["train/empty_mini_batches"] == 2.0
+    assert nothing["metrics"]["grad_norm"] == 0.0
+    assert math.isnan(nothing["metrics"]["loss/policy"])
 
 
 class Poisoned:
@@ -202,13 +268,8 @@ class Poisoned:
         self.what = what
 
     def loss(self, logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-        assert batch.sample_ids is not None
-        bad = torch.isin(batch.sample_ids, torch.tensor(POISONED)) & (self.what == "log-probs")
-        lengths = batch.cu_seqlens.diff().long()
-        spoilt = bad.repeat_interleave(lengths) & batch.loss_mask
-        output = gspo.loss(logprobs, batch, config)
-        infinite = torch.where(spoilt, logprobs - logprobs.detach(), 0.0).sqrt()  # slope 1/0
-        return LossOutput(output.loss_sum + infinite.sum(), output.stats)
+        compute = spoilt_loss(gspo.loss) if self.what == "log-probs" else gspo.loss
+        return compute(logprobs, batch, config)
 
 
 @pytest.mark.parametrize("what", ["log-probs", "model", "nothing"])

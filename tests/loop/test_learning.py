@@ -131,8 +131,8 @@ def test_what_a_step_keeps_has_moved(found: dict[str, Any]) -> None:
     """Else the test of the resumed run would prove nothing."""
     rows = found["resumed"]["rows"]
     coefficients = [row["kl/coef"] for row in rows]
-    assert coefficients[0] == 0.05
-    assert len(set(coefficients)) == len(coefficients)
+    assert coefficients[0] == coefficients[1] == 0.05  # a policy that was not trained says nothing
+    assert len(set(coefficients[1:])) == len(coefficients) - 1
     drawn = sum(row["dynamic_sampling/prompts_drawn"] for row in rows)
     assert drawn > 4 * 8
     assert found["resumed"]["prompts"][0] == drawn

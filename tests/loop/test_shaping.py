@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mrl.algorithms import dapo
-from mrl.batching import set_advantages
+from mrl.batching import drop_from_loss, set_advantages
 from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.dynamic_sampling import SignalRounds
 from mrl.run_folder import RunFolder
@@ -63,6 +63,8 @@ def test_a_cut_off_answer_leaves_the_loss_but_not_the_baseline() -> None:
     config = AlgorithmConfig(name="dapo", overlong_filter=True)
     one = group([1.0, 0.0, 0.0], 0, sample(6), sample(6), sample(10, "length"))
     set_advantages([one], dapo, config, 10)
+    assert in_loss(one) == [True, True, True]  # what is saved is as it was rolled out
+    drop_from_loss([one], config)
     assert in_loss(one) == [True, True, False]
     assert one.advantages is not None
     assert float(one.advantages.sum()) == pytest.approx(0.0, abs=1e-6)  # of all three
@@ -73,7 +75,7 @@ def test_groups_without_a_signal_leave_the_loss_only_where_others_take_their_pla
     for on in (False, True):
         flat, split = group([1.0, 1.0]), group([0.0, math.nan, 1.0])
         config = AlgorithmConfig(name="dapo", dynamic_sampling=on)
-        set_advantages([flat, split], dapo, config, 10)
+        drop_from_loss([flat, split], config)
         assert in_loss(flat) == [not on, not on]
         assert in_loss(split) == [True, False, True]
 
