@@ -13,6 +13,7 @@ from mrl.errors import InputError
 MAX_SHOWN = 3
 """Findings of one kind that are shown; the others are counted."""
 SPEC_HELP = "as in a recipe: a name, FILE.py:FUNC, module:FUNC, http://HOST:PORT, reward_model:DIR"
+HOST_HELP = "address to listen on (127.0.0.1); others need a token in MRL_REWARD_TOKEN"
 
 
 def add_to(commands: Any) -> None:
@@ -33,22 +34,29 @@ def add_to(commands: Any) -> None:
     serve = actions.add_parser("serve", help="answer POSTs of prompts and completions")
     serve.add_argument("spec", metavar="REWARD", help=SPEC_HELP)
     serve.add_argument("--port", type=_port, required=True, metavar="N", help="0 finds a free one")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    serve.add_argument("--host", default="127.0.0.1", help=HOST_HELP)
     serve.add_argument("--workers", type=_count, default=1, metavar="N", help="processes (1)")
     serve.add_argument("--timeout", type=_seconds, default=30.0, metavar="S", help="of a call (30)")
     serve.set_defaults(run=run_serve, after_interrupt="the server is gone")
 
 
 def run_serve(args: argparse.Namespace) -> None:
+    """With the token of MRL_REWARD_TOKEN, where that is set."""
     from mrl.console import escape
+    from mrl.rewards.remote import TOKEN_VARIABLE, read_token
     from mrl.rewards.server import RewardServer
 
+    token = read_token()
     with RewardServer(
-        args.spec, args.host, args.port, num_workers=args.workers, timeout_s=args.timeout
+        args.spec,
+        args.host,
+        args.port,
+        num_workers=args.workers,
+        timeout_s=args.timeout,
+        token=token,
     ) as server:
-        if not args.host.startswith("127.") and args.host != "localhost":
-            print("mrl: whoever reaches this port can call the reward", file=sys.stderr)
-        print(f"serving {escape(args.spec)}; in the recipe: reward={server.url}", flush=True)
+        same = "" if token is None else f", with the same {TOKEN_VARIABLE}"
+        print(f"serving {escape(args.spec)}; in the recipe: reward={server.url}{same}", flush=True)
         server.serve()
 
 

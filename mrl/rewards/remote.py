@@ -1,23 +1,27 @@
 """A reward server: `reward: http://HOST:PORT/PATH`. Standard library only; the worker calls it.
 
 POST `{"prompts": [...], "completions": [...], "columns": {NAME: [...]}}`, all of the same length, as
-`mrl reward serve` takes it; 200 with `{"rewards": [number or null, ...]}` comes back. Any other status
-is a failure, its reason under `error`:
+`mrl reward serve` takes it; 200 with `{"rewards": [number or null, ...]}` comes back. Two headers go
+along: `X-Timeout-S`, the seconds that are left until nobody waits for the answer, and `Authorization:
+Bearer TOKEN` where MRL_REWARD_TOKEN is set. Any other status is a failure, its reason under `error`:
 
   - 429, 502, 503, 504, and a connection that is refused or lost: sent again, with growing pauses, until
     nine tenths of the call's time limit are over. Scoring must have no side effects.
   - 500, and no answer in time: the call failed, so its samples are sent one by one (the runner does)
-    and only the culprit is masked. With `"broken": true`, and for every other status or answer: no
-    sample of the call has a reward.
+    and only the culprit is masked. With `"broken": true`, for every other status or answer, and for no
+    answer in what a busy server (429 and 50x above) had left of the time: no sample of the call has a
+    reward.
 
-No proxy, no redirects. Over https the certificate is checked.
+No proxy, no redirects. Over https the certificate is checked; over http the token travels in clear.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
+import re
 import ssl
 import time
 from contextlib import suppress
@@ -35,6 +39,9 @@ SHARE_OF_TIMEOUT = 0.9
 """So that the message is this file's, and not that the worker was killed."""
 MAX_REPLY_BYTES = 64 << 20
 MAX_REASON_CHARS = 300
+TIME_LEFT_HEADER = "X-Timeout-S"
+TOKEN_VARIABLE = "MRL_REWARD_TOKEN"
+"""Of the environment, which others cannot read, as they can a command line."""
 
 
 class ServerFailed(RewardError):
@@ -55,8 +62,23 @@ class _Unavailable(Exception):
     """Worth another try."""
 
 
+class _Busy(_Unavailable):
+    """The server said so."""
+
+
+def read_token() -> str | None:
+    """What server and client share; None where it is not set. Raises InputError, without showing it."""
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token is not None and not re.fullmatch("[!-~]+", token):
+        raise InputError(
+            f"{TOKEN_VARIABLE} is empty or not all visible ASCII characters: unset it, or "
+            f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32)"
+        )
+    return token
+
+
 class HttpReward:
-    """The client: keeps one connection open. Raises InputError for an address it cannot use."""
+    """The client: keeps one connection open. Raises InputError for an unusable address or token."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url, self._timeout_s = url, timeout_s * SHARE_OF_TIMEOUT
@@ -73,6 +95,10 @@ class HttpReward:
         kind = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
         self._connection = kind(host, port)
         self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        token = read_token()
+        self._headers = {"Content-Type": "application/json"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
 
     def start_worker(self) -> None:
         """Wait until somebody listens there. Raises InputError."""
@@ -94,11 +120,19 @@ class HttpReward:
         return self._retry(lambda left_s: self._post(body, left_s), deadline)
 
     def _retry(self, attempt: Any, deadline: float) -> Any:
-        pause_s, tries = FIRST_PAUSE_S, 1
+        pause_s, tries, busy = FIRST_PAUSE_S, 1, ""
         while True:
+            left_s = max(deadline - time.monotonic(), 0.001)
             try:
-                return attempt(deadline - time.monotonic())
+                return attempt(left_s)
+            except TimeoutError:
+                if busy:  # the function did not have its whole time: no proof that it hangs
+                    late = f"{busy}; then no answer in the {left_s:.3g} s left"
+                    raise ServerRefused(f"{self._url!r}: {late} ({tries} tries)") from None
+                message = f"{self._url!r}: no answer within {self._timeout_s:.3g} s"
+                raise ServerFailed(message, HANG) from None
             except _Unavailable as error:
+                busy = str(error) if isinstance(error, _Busy) else busy
                 # Jitter: the workers of many engines meet the same outage at the same time.
                 wait_s = pause_s * random.uniform(0.5, 1.0)
                 if time.monotonic() + wait_s >= deadline:
@@ -108,7 +142,7 @@ class HttpReward:
             pause_s, tries = min(2 * pause_s, LONGEST_PAUSE_S), tries + 1
 
     def _connect(self, left_s: float) -> None:
-        self._connection.timeout = max(left_s, 0.001)
+        self._connection.timeout = left_s
         try:
             self._connection.connect()
         except OSError as error:
@@ -118,22 +152,23 @@ class HttpReward:
             raise _Unavailable(f"no connection: {error}") from None
 
     def _post(self, body: bytes, left_s: float) -> list[float | None]:
+        """Raises TimeoutError where no answer came in time."""
         if self._connection.sock is None:
             self._connect(left_s)
         assert self._connection.sock is not None
-        self._connection.sock.settimeout(max(left_s, 0.001))
+        self._connection.sock.settimeout(left_s)
+        headers = {**self._headers, TIME_LEFT_HEADER: f"{left_s:.3f}"}
         try:
-            self._connection.request(
-                "POST", self._target, body, {"Content-Type": "application/json"}
-            )
+            # A server that wants no more of the body has said why, before it closed.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                self._connection.request("POST", self._target, body, headers)
             response = self._connection.getresponse()
             reply = response.read(MAX_REPLY_BYTES + 1)
             if not response.isclosed():  # no length was announced, or it was longer
                 self._connection.close()
         except TimeoutError:
             self._connection.close()
-            message = f"{self._url!r}: no answer within {self._timeout_s:.3g} s"
-            raise ServerFailed(message, HANG) from None
+            raise
         except (OSError, http.client.HTTPException) as error:
             # Also a connection that the server closed while it was idle.
             self._connection.close()
@@ -156,7 +191,9 @@ class HttpReward:
             return fields["rewards"]
         reason = f"HTTP {status}: {fields.get('error') or _reason(reply)}"
         if status in BUSY:
-            raise _Unavailable(reason)
+            raise _Busy(reason)
+        if status == http.client.UNAUTHORIZED:
+            reason += f"; set {TOKEN_VARIABLE} where the run starts to the token of the server"
         if status != http.client.INTERNAL_SERVER_ERROR:
             raise ServerRefused(f"{self._url!r}: {reason}")
         if fields.get("broken"):

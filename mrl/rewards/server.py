@@ -1,26 +1,38 @@
 """Serves a reward function over HTTP, in killable workers: the other end of `mrl/rewards/remote.py`.
 
 GET answers `{"reward": SPEC}` when it is up. A POST goes to the first of the workers that is free; a
-function that hangs is killed after the time limit and the answer is status 500. Standard library only.
+function that hangs is killed after the time limit and the answer is status 500. Where no worker becomes
+free in a quarter of the seconds that the header `X-Timeout-S` gives, or in the time limit if that is
+less, it is 503. Off loopback a token is required; where there is one, a request without it gets 401.
+Standard library only.
 """
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import json
+import math
 import queue
 import socket
 import socketserver
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 from mrl.errors import InputError
 from mrl.processes import Closing
 from mrl.rewards.base import call_worker, reward_worker
+from mrl.rewards.remote import TIME_LEFT_HEADER, TOKEN_VARIABLE
 
 MAX_BODY_BYTES = 1 << 30
+WAIT_SHARE = 0.25
+"""Of the time its client has left, a call waits so much for a worker: the rest is the function's."""
+MAX_UNWANTED_BYTES = 1 << 20
+LINGER_S = 1.0
+"""How much of a refused request is still taken in, and for how long."""
 
 
 class _Lane:
@@ -44,20 +56,28 @@ class _Lane:
 class RewardServer(Closing):
     """Listens from the start; `serve()` answers until another thread calls `stop()`.
 
-    Raises InputError where the reward cannot be loaded or the address is taken.
+    Raises InputError where the reward cannot be loaded, the address is taken, or others than this
+    machine can reach it and there is no `token`.
     """
 
     def __init__(
-        self, spec: str, host: str, port: int, *, num_workers: int, timeout_s: float
+        self,
+        spec: str,
+        host: str,
+        port: int,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        token: str | None = None,
     ) -> None:
         self._stack = ExitStack()
         self._free: queue.SimpleQueue[_Lane] = queue.SimpleQueue()
-        self.spec = spec
+        self._num_workers, self._timeout_s = num_workers, timeout_s
+        self.spec, self.token = spec, token
         try:
-            self._http = _Server((host, port), _Handler)
+            self._http = _Server(host, port, self)
         except (OSError, OverflowError) as error:
             raise InputError(f"cannot listen on {host}:{port}: {error}; choose another") from None
-        self._http.rewards = self
         self._stack.callback(self._http.server_close)
         with ExitStack() as undo:
             undo.callback(self._stack.close)
@@ -87,13 +107,20 @@ class RewardServer(Closing):
         """Kill the workers, free the port. Harmless when repeated."""
         self._stack.close()
 
-    def answer(self, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Status and message for one POST."""
+    def answer(self, body: bytes, wait_until: float = math.inf) -> tuple[int, dict[str, Any]]:
+        """Status and message for one POST; `wait_until`: for a worker, on the monotonic clock."""
         try:
             request = _checked(json.loads(body))
         except (ValueError, RecursionError) as error:
             return 400, {"error": f"not a request for rewards: {error}"}
-        lane = self._free.get()
+        wait_s = min(wait_until - time.monotonic(), self._timeout_s)
+        try:
+            lane = self._free.get(timeout=max(wait_s, 0.0))
+        except queue.Empty:
+            return 503, {
+                "error": f"all {self._num_workers} workers are busy; "
+                "start the server with more --workers"
+            }
         try:
             reply = lane.call(request)
         finally:
@@ -103,11 +130,21 @@ class RewardServer(Closing):
 
 class _Server(socketserver.ThreadingMixIn, HTTPServer):
     daemon_threads = True
-    rewards: RewardServer
+
+    def __init__(self, host: str, port: int, rewards: RewardServer) -> None:
+        self.rewards = rewards
+        super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
+        """Raises InputError where it would need a token; it does not listen yet."""
+        given = self.server_address[0]
         socketserver.TCPServer.server_bind(self)  # HTTPServer's own asks the name service
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        if self.rewards.token is None and not ipaddress.ip_address(self.server_name).is_loopback:
+            raise InputError(
+                f"address {given!r} is open to other machines, so callers need a token: "
+                f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32) here, and the same value for the run"
+            )
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -115,15 +152,42 @@ class _Handler(BaseHTTPRequestHandler):
     wbufsize = -1  # head and body in one packet: the second would wait 40 ms for the first
 
     def do_GET(self) -> None:
-        self._send(200, {"reward": self._rewards().spec})
+        if self._is_allowed():
+            self._send(200, {"reward": self._rewards().spec})
 
     def do_POST(self) -> None:
+        start = time.monotonic()
+        if not self._is_allowed():
+            return
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-            self.close_connection = True  # the body is still in the pipe
-            self._send(411, {"error": f"expected a Content-Length of at most {MAX_BODY_BYTES}"})
+            self._refuse(411, f"expected a Content-Length of at most {MAX_BODY_BYTES}")
             return
-        self._send(*self._rewards().answer(self.rfile.read(int(length))))
+        left_s = _seconds(self.headers.get(TIME_LEFT_HEADER, "inf"))
+        if left_s is None:
+            self._refuse(400, f"{TIME_LEFT_HEADER}: expected seconds above 0")
+            return
+        body = self.rfile.read(int(length))
+        self._send(*self._rewards().answer(body, start + WAIT_SHARE * left_s))
+
+    def _is_allowed(self) -> bool:
+        """With the token, or where none is asked for; refuses the others."""
+        token = self._rewards().token
+        given = self.headers.get("Authorization", "").encode()
+        if token is None or hmac.compare_digest(given, f"Bearer {token}".encode()):
+            return True
+        self._refuse(401, f"expected the token of {TOKEN_VARIABLE}: Authorization: Bearer TOKEN")
+        return False
+
+    def _refuse(self, status: int, why: str) -> None:
+        """Answer and close: the body is still in the pipe."""
+        self.close_connection = True
+        self._send(status, {"error": why})
+        # To close with bytes unread resets the connection, and that may overtake the answer.
+        with suppress(OSError):
+            self.wfile.flush()
+            self.connection.settimeout(LINGER_S)
+            self.rfile.read(MAX_UNWANTED_BYTES)
 
     def _rewards(self) -> RewardServer:
         assert isinstance(self.server, _Server)
@@ -134,11 +198,24 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        if status == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """One line a call would bury what the function prints."""
+
+
+def _seconds(text: str) -> float | None:
+    """None where that is no number above 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if seconds > 0 else None
 
 
 def _checked(request: Any) -> dict[str, Any]:

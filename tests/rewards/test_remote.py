@@ -63,16 +63,22 @@ def scripted(*answers):
 
 
 @contextmanager
-def served(spec, **settings):
+def serving(spec, **settings):
     settings = {"num_workers": 1, "timeout_s": 10.0, **settings}
     with RewardServer(str(spec), "127.0.0.1", 0, **settings) as server:
-        thread = threading.Thread(target=server.serve)
+        thread = threading.Thread(target=server.serve, daemon=True)
         thread.start()
         try:
-            yield server.url
+            yield server
         finally:
             server.stop()
             thread.join()
+
+
+@contextmanager
+def served(spec, **settings):
+    with serving(spec, **settings) as server:
+        yield server.url
 
 
 def call(url, texts, timeout_s=5.0, **columns):
@@ -226,12 +232,14 @@ def test_the_server_refuses_what_is_no_request():
         assert json.loads(connection.getresponse().read()) == {"reward": f"{ZOO}:lengths"}
         connection.putrequest("POST", "/")
         connection.endheaders()  # no length: what follows cannot be told from the next request
-        assert connection.getresponse().status == 411
+        response = connection.getresponse()
+        assert (response.status, response.headers["Connection"]) == (411, "close")
         connection.close()
 
 
 def test_on_all_addresses_the_server_names_the_machine():
-    with RewardServer(f"{ZOO}:lengths", "0.0.0.0", 0, num_workers=1, timeout_s=1) as server:
+    settings = {"num_workers": 1, "timeout_s": 1, "token": "secret"}
+    with RewardServer(f"{ZOO}:lengths", "0.0.0.0", 0, **settings) as server:
         assert server.url.startswith(f"http://{socket.gethostname()}:")
 
 
