@@ -27,9 +27,9 @@ class Lambdas:
 
 
 PPO = Lambdas(policy=0.95, critic=0.95)
+MONTE_CARLO = Lambdas(policy=1.0, critic=1.0)
 WHITEN_EPS = 1e-8
 """Added to the standard deviation, where the recipe has no say in it."""
-MONTE_CARLO = Lambdas(policy=1.0, critic=1.0)
 
 
 def token_advantages(

@@ -165,6 +165,33 @@ def test_the_coefficient_follows_the_target_and_is_kept(whole: dict[str, Any]) -
     assert control.coef == 0.3
 
 
+def noise_alone(config: AlgorithmConfig) -> list[float]:
+    """Rewards are all 0: the largest advantage that the penalties alone make, by algorithm."""
+    groups: Groups = init_groups(ParallelDims.create(ParallelConfig(), 1), 0)
+    largest = []
+    for algorithm in (reinforce_pp, ppo):
+        (made,) = make_train_batches(
+            [(samples(), [0.0] * NUM_SAMPLES)], algorithm, groups, 1000, config=config
+        )
+        batches = [filled(batch) for batch in made.micro_batches]
+        penalties = KlControl(config).penalties(batches, NUM_SAMPLES, groups)
+        values = [torch.zeros_like(batch.rollout_logprobs) for batch in batches]
+        done, _ = with_token_advantages(
+            batches, values, penalties, algorithm, config, NUM_SAMPLES, groups
+        )
+        (batch,) = done
+        assert batch.token_advantages is not None
+        largest.append(float(batch.token_advantages[batch.loss_mask].abs().max()))
+    return largest
+
+
+def test_penalties_below_the_floor_of_the_std_are_not_blown_up(tmp_path: Path) -> None:
+    tiny = AlgorithmConfig(kl_coef=1e-6, kl_in="reward", kl_estimator="k3")
+    floored, whitened = run_ranks(1, noise_alone, tiny, folder=tmp_path)[0]
+    assert 0 < floored < 1e-2
+    assert whitened > 1  # where the recipe has no floor
+
+
 def test_who_credits_tokens() -> None:
     assert credits_tokens(ppo, kl_in_reward=False)
     assert credits_tokens(reinforce_pp, kl_in_reward=True)

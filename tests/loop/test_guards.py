@@ -22,7 +22,8 @@ from mrl.errors import RunFailed
 from mrl.guards import check_first_update, drift, not_finite, sequence_clip
 from mrl.metrics import zero_signal_metrics
 from mrl.preflight import check
-from mrl.run_folder import RunFolder
+from mrl.rollout.saved import load_groups
+from mrl.run_folder import RunFolder, saved_step
 from mrl.shaping import without_loss
 from mrl.types import LossOutput, Mean, MicroBatch
 from parallel.groups import init_groups, world_size
@@ -255,6 +256,28 @@ def test_a_mini_batch_without_a_loss_token_moves_nothing(
     assert nothing["metrics"]["train/empty_mini_batches"] == 2.0
     assert nothing["metrics"]["grad_norm"] == 0.0
     assert math.isnan(nothing["metrics"]["loss/policy"])
+
+
+def one_step(overrides: list[str]) -> dict[str, float]:
+    return made_trainer(overrides).run_step()
+
+
+def test_samples_that_leave_the_loss_are_saved_whole(
+    toy: Toy, recorded: Path, tmp_path: Path
+) -> None:
+    """So that a rollout can be trained on with the filter off."""
+    overrides = toy.overrides(
+        tmp_path / "run",
+        f"debug.load_rollouts={recorded / 'rollouts'}",
+        "debug.save_rollouts=true",
+        "train.num_steps=4",
+        "algorithm.overlong_filter=true",
+    )
+    (metrics,) = run_ranks(1, one_step, overrides, folder=tmp_path / "out")
+    loaded = load_groups(saved_step(tmp_path / "run/rollouts", 0))
+    ends = [(s.finish_reason, bool(s.loss_mask.any())) for g in loaded for s in g.samples]
+    assert metrics["reward/overlong_filtered"] == sum(end == "length" for end, _ in ends) > 0
+    assert all(in_loss for _, in_loss in ends)
 
 
 class Poisoned:
