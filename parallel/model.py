@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel import expert_order, invariant
 from parallel.attention import PackedAttention
@@ -38,63 +37,6 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 
 
 OutputLayer = Callable[[TransformerConfig], torch.nn.Module]
-
-
-def build_config(
-    model: HfModel,
-    groups: Groups,
-    dtype: torch.dtype,
-    implementation: Implementation,
-    recompute: bool,
-    expert_bias_update_rate: float,
-    true_on_policy: bool = False,
-) -> TransformerConfig:
-    dims = groups.dims
-    half = dtype is torch.bfloat16
-    settings: dict[str, Any] = {
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "bias_activation_fusion": False,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": half,
-        "use_cpu_initialization": groups.device.type == "cpu",
-        "tensor_model_parallel_size": dims.tp,
-        "pipeline_model_parallel_size": dims.pp,
-        "virtual_pipeline_model_parallel_size": dims.vpp if dims.vpp > 1 else None,
-        "context_parallel_size": dims.cp,
-        "expert_model_parallel_size": dims.ep,
-        "expert_tensor_parallel_size": dims.etp,
-        "sequence_parallel": dims.sequence_parallel,
-        "num_layers_in_first_pipeline_stage": dims.first_layers,
-        "num_layers_in_last_pipeline_stage": dims.last_layers,
-        "variable_seq_lengths": not dims.equal_micro_batches,
-        # Batched p2p is silently wrong in the interleaved schedule: use the overlapped form there.
-        "overlap_p2p_comm": dims.vpp > 1,
-        "batch_p2p_comm": dims.vpp == 1,
-        "moe_token_dispatcher_type": dims.dispatcher,
-        "moe_router_load_balancing_type": "none",  # parallel.balancing adds what the recipe asks for
-        "moe_router_bias_update_rate": expert_bias_update_rate,  # 0 keeps the bias as it was loaded
-        "moe_router_dtype": "fp32" if half else None,
-        "moe_grouped_gemm": implementation == "transformer_engine" and model.sizes.num_experts > 0,
-        # Losses are sums that carry their own normaliser: Megatron must not divide by anything.
-        "calculate_per_token_loss": True,
-    }
-    if recompute:
-        settings |= {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    if true_on_policy:
-        settings |= invariant.settings(groups.device)
-    settings |= model.architecture.transformer_config(model.config)
-    latent = settings.get("multi_latent_attention")
-    return (MLATransformerConfig if latent else TransformerConfig)(**settings)
 
 
 def _block_spec(

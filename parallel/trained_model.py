@@ -30,8 +30,9 @@ from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype, choose_implementation
 from parallel.ledger import Ledger, gradient_tensors, optimizer_tensors, parameter_tensors
-from parallel.model import OutputLayer, build_chunks, build_config, unwrap
+from parallel.model import OutputLayer, build_chunks, unwrap
 from parallel.optimizer import build_optimizer
+from parallel.transformer_config import build_config
 from parallel.weights import WeightMap
 
 KINDS = ("parameters", "gradients", "optimizer")
