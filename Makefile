@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench layouts conformance faults stability rollout-bench gpu-check clean
+.PHONY: help setup demo test lint bench training-pass layouts conformance faults stability rollout-bench gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -52,6 +52,9 @@ lint: setup  ## Check style, formatting and types
 
 bench: $(VENV)/.bench  ## Kernels beside eager, torch.compile, Liger, TRL and a copy; 6 to 15 minutes
 	$(BIN)/python -m benchmarks.bench_kernels $(BENCH_ARGS)
+
+training-pass: setup  ## The demo's log-prob and training pass beside transformers; 1 minute
+	$(BIN)/python -m benchmarks.training_pass $(BENCH_ARGS)
 
 layouts: setup  ## Every parallel layout against one process; writes docs/layouts.md
 	$(BIN)/python -m benchmarks.layouts
