@@ -2,7 +2,10 @@
 
 Megatron names the CUDA device in many places. Where there is no CUDA, `enable()` makes torch send
 `device="cuda"` and `.cuda()` to the CPU (through torch's own override mode) and gives the handful of
-`torch.cuda` functions that Megatron calls a CPU stand-in. With CUDA it does nothing at all.
+`torch.cuda` functions that Megatron calls a CPU stand-in.
+
+With CUDA it only defines two names that megatron-core leaves undefined or wrong where
+TransformerEngine is not installed; with TransformerEngine they keep the value that they have.
 
 Call it before the first import of megatron. It is idempotent.
 """
@@ -66,14 +69,16 @@ class _Stream:
 
 def enable() -> bool:
     """Turn the mode on where there is no CUDA. Returns whether it is on."""
-    # torch.compile buys nothing on these shapes and its first call costs a minute of CPU time.
     if torch.cuda.is_available():
+        complete_megatron()
         return False
     if _active:
         return True
+    # torch.compile buys nothing on these shapes and its first call costs a minute of CPU time.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _replace_torch_cuda()
+    complete_megatron()
     _replace_megatron()
     mode = CpuInPlaceOfCuda()
     mode.__enter__()
@@ -96,19 +101,25 @@ def _replace_torch_cuda() -> None:
         setattr(torch.cuda, name, value)
 
 
+def complete_megatron() -> None:
+    """Names of megatron-core 0.16 that fail without TransformerEngine, whatever the device."""
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # The router (`RouterGatingLinearFunction`) reads it, and only a successful import defines it.
+        moe_utils.te_general_gemm = None
+
+    # 0.16.1 tests its layers against TransformerEngine's classes here even where there are none.
+    engine: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
+    latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    latent.HAVE_TE = engine.HAVE_TE
+
+
 def _replace_megatron() -> None:
     """Names of megatron-core that have no CPU branch, or one that gloo cannot do."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # left undefined without TransformerEngine
-
-    # 0.16.1 tests its layers against TransformerEngine's classes here even where there are none.
-    engine: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
-    latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    latent.HAVE_TE = engine.HAVE_TE
 
     def split_sizes_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

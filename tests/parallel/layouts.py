@@ -140,6 +140,28 @@ def exported(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, Tens
     return dict(pairs)
 
 
+def buffer_names(model: HfModel) -> set[str]:
+    """HF names of what Megatron keeps as buffers, which are exported in their own dtype."""
+    return {
+        name.format(layer=layer)
+        for rule in model.architecture.rules(model.config)
+        if rule.is_buffer
+        for name in rule.hf
+        for layer in range(model.sizes.num_layers)
+    }
+
+
+def check_cast(
+    cast: dict[str, Tensor], loaded: dict[str, Tensor], dtype: torch.dtype, buffers: set[str]
+) -> None:
+    """What was exported in `dtype` is the loaded weights rounded to it; buffers keep their own."""
+    assert cast.keys() == loaded.keys()
+    for name, full in loaded.items():
+        expected = full if name in buffers else full.to(dtype)
+        assert cast[name].dtype == expected.dtype, name
+        assert torch.equal(cast[name], expected), name
+
+
 def loss(logprobs: Tensor, batch: MicroBatch) -> LossOutput:
     return gspo.loss(logprobs, batch, AlgorithmConfig(clip_low=0.9, clip_high=10.0))
 
@@ -181,9 +203,7 @@ def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dic
     )
     loaded = exported(policy)
     for dtype in (torch.bfloat16, torch.float32):  # for an engine of another precision
-        cast = exported(policy, dtype)
-        assert all(torch.equal(cast[name], full.to(dtype)) for name, full in loaded.items())
-        assert {tensor.dtype for tensor in cast.values()} == {dtype}
+        check_cast(exported(policy, dtype), loaded, dtype, buffer_names(policy.weights.model))
     _, routing = ready_batch(policy, groups, samples)
     return {
         "loaded": loaded,

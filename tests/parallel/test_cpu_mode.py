@@ -1,0 +1,28 @@
+"""Names that megatron-core leaves undefined without TransformerEngine, whatever the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
+
+from parallel import cpu_mode, prepare
+
+
+def test_the_router_runs_without_transformer_engine_where_there_is_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not moe_utils.HAVE_TE  # these tests run without it
+    monkeypatch.delattr(moe_utils, "te_general_gemm")
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)
+    rows, weight = torch.randn(3, 8), torch.randn(4, 8)
+    with pytest.raises(NameError, match="te_general_gemm"):
+        moe_utils.router_gating_linear(rows, weight, None, torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    prepare()
+    logits = moe_utils.router_gating_linear(rows, weight, None, torch.float32)
+    assert torch.equal(logits, rows @ weight.T)
+    # Latent attention tests its layers against TransformerEngine's classes where this is true.
+    assert multi_latent_attention.HAVE_TE is False
+    assert cpu_mode.enable() is False
