@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -17,45 +17,78 @@ from torch.distributed import ProcessGroup
 
 from moe.align import RouterRows
 from moe.replay import ReplayedChunk, Routes, ids_of
-from mrl.histogram import log_histogram
+from mrl.histogram import log_histograms
 from mrl.types import NATIVE_ROUTE, Max, Mean, Quantiles, Statistics
 
 
-@dataclass
+@dataclass(frozen=True)
 class LayerCounts:
-    """Of one layer of this rank, over the micro-batches of a pass: rows with a captured route."""
+    """Of L layers of this rank, over the micro-batches of a pass: rows with a captured route."""
 
-    # Tensors after the first addition: counting must not wait for the device.
-    num_choices: Tensor | int = 0
-    """Those rows times K."""
-    num_disagreements: Tensor | int = 0
-    """Choices among them that the router alone would not have made."""
-    margins: dict[bool, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
-    """By whether the row's choice differs: sum and number of the margins, and their histogram."""
+    num_choices: Tensor
+    """i64[L]: those rows times K."""
+    num_disagreements: Tensor
+    """i64[L]: choices among them that the router alone would not have made."""
+    margins: MarginCounts | None = None
+    """None where the routers were not watched."""
 
-    def add_margins(self, margins: Tensor, differs: Tensor, captured: Tensor) -> None:
-        """margins f32[n], differs and captured bool[n]."""
-        for kind, rows in ((True, captured & differs), (False, captured & ~differs)):
-            total = torch.where(rows, margins, 0.0).double().sum()
-            new = (total, rows.sum(), log_histogram(margins.clamp(min=0), rows))
-            old = self.margins.get(kind)
-            self.margins[kind] = (
-                new if old is None else (old[0] + new[0], old[1] + new[1], old[2] + new[2])
-            )
+    def __add__(self, other: LayerCounts) -> LayerCounts:
+        margins = self.margins
+        if margins is not None and other.margins is not None:
+            margins = margins + other.margins
+        return LayerCounts(
+            self.num_choices + other.num_choices,
+            self.num_disagreements + other.num_disagreements,
+            margins,
+        )
+
+
+@dataclass(frozen=True)
+class MarginCounts:
+    """The margins of L layers, by whether the row's choice differs (index 0) or not (index 1)."""
+
+    totals: Tensor
+    """f64[2, L]: sums of the margins."""
+    nums: Tensor
+    """i64[2, L]: how many there were."""
+    histograms: Tensor
+    """i64[2, L, NUM_BINS]: see `mrl.histogram`."""
+
+    @staticmethod
+    def of(margins: Tensor, differs: Tensor, captured: Tensor) -> MarginCounts:
+        """margins f32[L, n], differs and captured bool[L, n]."""
+        rows = torch.stack([captured & differs, captured & ~differs])
+        return MarginCounts(
+            torch.where(rows, margins, 0.0).double().sum(-1),
+            rows.sum(-1),
+            log_histograms(margins.clamp(min=0).expand(rows.shape), rows),
+        )
+
+    def __add__(self, other: MarginCounts) -> MarginCounts:
+        return MarginCounts(
+            self.totals + other.totals,
+            self.nums + other.nums,
+            self.histograms + other.histograms,
+        )
 
 
 @dataclass
 class RoutingCounter:
-    """Counts over the micro-batches of one pass of one rank."""
+    """Counts over the micro-batches of one pass of one rank.
+
+    A micro-batch is counted in one go for all layers of a chunk: the number of kernels does not grow
+    with the number of layers, and none of them waits for the device.
+    """
 
     num_expected: Tensor | int = 0
     num_replayed: Tensor | int = 0
-    layers: dict[int, LayerCounts] = field(default_factory=dict)
+    layers: dict[tuple[int, ...], LayerCounts] = field(default_factory=dict)
+    """By the layer numbers of what was counted together: the layers of one chunk."""
     _token_differs: dict[int, Tensor] = field(default_factory=dict)
     """By micro-batch: bool[n], true where any layer of this rank differs."""
     _num_tokens: dict[int, Tensor] = field(default_factory=dict)
-    _loads: dict[int, Tensor] = field(default_factory=dict)
-    """By layer number: i64[E], tokens that went to each expert."""
+    _loads: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    """By the layer numbers of a chunk: i64[L, E], tokens that went to each expert."""
 
     def add(
         self,
@@ -67,54 +100,75 @@ class RoutingCounter:
     ) -> None:
         """Count one micro-batch after its forward. `replays` is false where `routes` were only to be
         compared with."""
-        expected = rows.leading
-        for number, layer in chunk.layers.items():
-            assert layer.routing_map is not None
-            load = (layer.routing_map & rows.counted.unsqueeze(-1)).sum(0)
-            self._loads[number] = self._loads[number] + load if number in self._loads else load
+        numbers = tuple(chunk.layers)
+        maps = _stacked([layer.routing_map for layer in chunk.layers.values()])
+        if maps is not None:
+            loads = (maps & rows.counted.unsqueeze(-1)).sum(1)
+            known = self._loads.get(numbers)
+            self._loads[numbers] = loads if known is None else known + loads
         if routes is None:
             return
-        self._num_tokens[batch_number] = expected.sum()
+        self._num_tokens[batch_number] = rows.leading.sum()
         # A stage without MoE layers still takes part in the reduction over the pipeline.
-        differs_anywhere = self._token_differs.get(batch_number, torch.zeros_like(expected))
-        for number, layer in chunk.layers.items():
-            if number not in routes:
-                continue
-            target, native = ids_of(routes[number]), layer.native_ids
-            assert native is not None
-            assert layer.routing_map is not None
-            # A row is native in all of its K places or in none.
-            captured = (target[:, 0] != NATIVE_ROUTE) & expected
-            safe = torch.where(captured.unsqueeze(-1), target, native)
-            differs = ~(safe.unsqueeze(-1) == native.unsqueeze(-2)).any(-1)
-            counts = self.layers.setdefault(number, LayerCounts())
-            counts.num_choices += captured.sum() * differs.shape[-1]
-            counts.num_disagreements += differs.sum()
-            if layer.margins is not None:
-                counts.add_margins(layer.margins, differs.any(-1), captured)
-            if replays:
-                self.num_expected += self._num_tokens[batch_number]
-                # The map has K experts a row, so holding all K captured ones is being equal to them.
-                used = layer.routing_map.gather(1, safe).all(-1)
-                self.num_replayed += (used & captured).sum()
-            differs_anywhere = differs_anywhere | differs.any(-1)
-        self._token_differs[batch_number] = differs_anywhere
+        known = self._token_differs.get(batch_number, torch.zeros_like(rows.leading))
+        compared = tuple(number for number in numbers if number in routes)
+        if maps is not None and compared:
+            if compared != numbers:
+                maps = _stacked([chunk.layers[number].routing_map for number in compared])
+                assert maps is not None
+            known = known | self._compare(compared, chunk, routes, maps, rows, replays)
+        self._token_differs[batch_number] = known
+
+    def _compare(
+        self,
+        numbers: tuple[int, ...],
+        chunk: ReplayedChunk,
+        routes: Routes,
+        maps: Tensor,
+        rows: RouterRows,
+        replays: bool,
+    ) -> Tensor:
+        """Count layers `numbers`, whose routing maps are bool[L, n, E] -> bool[n]: rows in which any
+        layer's own choice differs from the captured one."""
+        layers = [chunk.layers[number] for number in numbers]
+        native = _stacked([layer.native_ids for layer in layers])
+        assert native is not None
+        target = torch.stack([ids_of(routes[number]) for number in numbers])
+        # A row is native in all of its K places or in none.
+        captured = (target[..., 0] != NATIVE_ROUTE) & rows.leading
+        safe = torch.where(captured.unsqueeze(-1), target, native)
+        differs = ~(safe.unsqueeze(-1) == native.unsqueeze(-2)).any(-1)
+        row_differs = differs.any(-1)
+        counts = LayerCounts(captured.sum(-1) * differs.shape[-1], differs.sum((1, 2)))
+        if all(layer.margins is not None for layer in layers):
+            margins = torch.stack([m for layer in layers if (m := layer.margins) is not None])
+            counts = replace(counts, margins=MarginCounts.of(margins, row_differs, captured))
+        known = self.layers.get(numbers)
+        self.layers[numbers] = counts if known is None else known + counts
+        if replays:
+            self.num_expected += rows.leading.sum() * len(numbers)
+            # The map has K experts a row, so holding all K captured ones is being equal to them.
+            used = maps.gather(-1, safe).all(-1)
+            self.num_replayed += (used & captured).sum()
+        return row_differs.any(0)
 
     def statistics(self, pp_group: ProcessGroup) -> Statistics:
         """This rank's share of `routing/*`. A collective over the pipeline, whose stages hold the
         other layers of the same tokens."""
-        numbers = sorted(self._token_differs)
-        if not numbers:
+        batches = sorted(self._token_differs)
+        if not batches:
             return {}
-        differs = torch.cat([self._token_differs[i] for i in numbers]).int()
+        differs = torch.cat([self._token_differs[i] for i in batches]).int()
         if pp_group.size() > 1:
             dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=pp_group)
         first_stage = pp_group.rank() == 0
-        layers = self.layers.values()
+        numbers = [number for part in self.layers for number in part]
+        wrong, choices = torch.zeros(0), torch.zeros(0)
+        if numbers:
+            wrong = torch.cat([c.num_disagreements for c in self.layers.values()])
+            choices = torch.cat([c.num_choices for c in self.layers.values()])
         stats: Statistics = {
-            "routing/disagreement": _share(
-                sum(c.num_disagreements for c in layers), sum(c.num_choices for c in layers)
-            ),
+            "routing/disagreement": _share(wrong.sum(), choices.sum()),
             "routing/token_any_layer": _share(
                 differs.sum() if first_stage else 0,
                 sum(self._num_tokens.values()) if first_stage else 0,
@@ -122,10 +176,8 @@ class RoutingCounter:
         }
         if isinstance(self.num_expected, Tensor):
             stats["routing/replay_coverage"] = _share(self.num_replayed, self.num_expected)
-        for number, counts in self.layers.items():
-            name = f"routing/disagreement/layer_{number:02d}"
-            stats[name] = _share(counts.num_disagreements, counts.num_choices)
-        return stats | margin_statistics(self.layers)
+        names = [f"routing/disagreement/layer_{number:02d}" for number in numbers]
+        return stats | _shares(names, wrong, choices) | margin_statistics(self.layers)
 
     def load_statistics(
         self, layer_numbers: Sequence[int], num_experts: int, device: torch.device
@@ -141,7 +193,12 @@ class RoutingCounter:
         if not layer_numbers:
             return {}
         empty = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        loads = torch.stack([self._loads.get(number, empty) for number in layer_numbers])
+        known = {
+            number: load
+            for numbers, loads in self._loads.items()
+            for number, load in zip(numbers, loads, strict=True)
+        }
+        loads = torch.stack([known.get(number, empty) for number in layer_numbers])
         if dist.get_world_size() > 1:
             dist.all_reduce(loads)
         return load_ratios(dict(zip(layer_numbers, loads, strict=True)))
@@ -166,27 +223,42 @@ def load_ratios(loads: Mapping[int, Tensor]) -> Statistics:
     return stats
 
 
-def margin_statistics(layers: Mapping[int, LayerCounts]) -> Statistics:
+def margin_statistics(layers: Mapping[tuple[int, ...], LayerCounts]) -> Statistics:
     """How sure the routers were of their choices, where the engine's were others and where not.
 
     Means over rows and layers, and medians (to 2%); by layer, the means where they differ. Rows that
     are a tie away from the engine's choice say rounding; sure ones that differ say other weights.
     """
+    parts = {part: c.margins for part, c in layers.items() if c.margins is not None}
     stats: Statistics = {}
-    for differs, name in ((True, "disagreement"), (False, "agreement")):
-        parts = {n: c.margins[differs] for n, c in layers.items() if differs in c.margins}
-        if not parts:
-            continue
+    if not parts:
+        return stats
+    numbers = [number for part in parts for number in part]
+    totals = torch.cat([margins.totals for margins in parts.values()], dim=1)
+    nums = torch.cat([margins.nums for margins in parts.values()], dim=1)
+    histograms = torch.cat([margins.histograms for margins in parts.values()], dim=1).sum(1)
+    for i, name in enumerate(("disagreement", "agreement")):
         key = f"routing/margin_at_{name}"
-        totals, nums, histograms = zip(*parts.values(), strict=True)
-        stats[key] = _share(sum(totals), sum(nums))
+        stats[key] = _share(totals[i].sum(), nums[i].sum())
         median = (f"routing/margin_median_at_{name}", 0.5)
-        stats[median[0]] = Quantiles(torch.stack(histograms).sum(0), (median,))
-        if differs:
-            for number, (total, num, _) in parts.items():
-                stats[f"{key}/layer_{number:02d}"] = _share(total, num)
+        stats[median[0]] = Quantiles(histograms[i], (median,))
+        if name == "disagreement":
+            stats |= _shares([f"{key}/layer_{n:02d}" for n in numbers], totals[i], nums[i])
     return stats
+
+
+def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """One tensor of what every layer has noted; None for no layers."""
+    noted = [part for part in parts if part is not None]
+    assert len(noted) == len(parts), "a router was not called in this forward"
+    return torch.stack(noted) if noted else None
 
 
 def _share(part: Tensor | int, whole: Tensor | int) -> Mean:
     return Mean(torch.as_tensor(part).double(), torch.as_tensor(whole).double())
+
+
+def _shares(names: Sequence[str], parts: Tensor, wholes: Tensor) -> Statistics:
+    """parts and wholes [L] -> a mean under each of L names."""
+    columns = zip(names, parts.double().unbind(), wholes.double().unbind(), strict=True)
+    return {name: Mean(part, whole) for name, part, whole in columns}

@@ -21,11 +21,17 @@ NUM_BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE + 1
 
 def log_histogram(values: Tensor, mask: Tensor) -> Tensor:
     """Non-negative f32 values [...] where bool[...] -> i64[NUM_BINS]. NaN counts as the largest."""
+    return log_histograms(values.flatten(), mask.flatten())
+
+
+def log_histograms(values: Tensor, mask: Tensor) -> Tensor:
+    """As `log_histogram`, one of each row: f32[..., n] where bool[..., n] -> i64[..., NUM_BINS]."""
     powers = values.detach().double().nan_to_num(nan=2.0**HIGHEST).log2()
     places = ((powers - LOWEST) * BINS_PER_OCTAVE).floor() + 1
-    places = places.clamp(0, NUM_BINS - 1).long().flatten()
-    counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=values.device)
-    return counts.scatter_add_(0, places, mask.long().flatten())
+    places = places.clamp(0, NUM_BINS - 1).long()
+    shape = (*values.shape[:-1], NUM_BINS)
+    counts = torch.zeros(shape, dtype=torch.int64, device=values.device)
+    return counts.scatter_add_(-1, places, mask.long())
 
 
 def quantile(counts: Sequence[int], q: float) -> float:

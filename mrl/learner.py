@@ -210,7 +210,8 @@ class Learner:
         judge = None
         if not self._has_updated:
             judge, self._has_updated = self._judge_first, True
-        return UpdateGuard(step, same_weights=is_first, clip=clip, judge=judge)
+        quantile = self.plan.recipe.guards.ratio_quantile
+        return UpdateGuard(step, same_weights=is_first, clip=clip, quantile=quantile, judge=judge)
 
     def _judge_first(self, metrics: dict[str, float]) -> None:
         recipe = self.plan.recipe

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mrl.histogram import NUM_BINS, quantile
 from mrl.types import Max, Mean, Quantiles, Statistic, Statistics, Sum
@@ -38,7 +40,7 @@ def reduce_statistics(stats: Statistics) -> dict[str, float]:
 
     A mean over nothing is NaN: it was not measured.
     """
-    mine = {key: _plain(value) for key, value in stats.items()}
+    mine = _plain(stats)
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     result: dict[str, float] = {}
@@ -66,10 +68,35 @@ def _quantiles(parts: list[list[Any]]) -> dict[str, float]:
     return {key: quantile(total, q) for key, q in parts[0][1]}
 
 
-def _plain(value: Statistic) -> tuple[Any, ...]:
-    if isinstance(value, Mean):
-        return "Mean", float(value.total), float(value.count)
+def _plain(stats: Statistics) -> dict[str, tuple[Any, ...]]:
+    """Plain numbers. All scalars are read in one go: a GPU is waited for once, not once a number."""
+    scalars = [tensor for value in stats.values() for tensor in _scalars(value)]
+    numbers = iter(_read(scalars))
+    plain: dict[str, tuple[Any, ...]] = {}
+    for key, value in stats.items():
+        if isinstance(value, Quantiles):
+            counts = value.counts.tolist()
+            found = ("Quantiles", [(i, n) for i, n in enumerate(counts) if n], value.reported)
+        else:
+            found = (type(value).__name__, *(next(numbers) for _ in _scalars(value)))
+        plain[key] = found
+    return plain
+
+
+def _scalars(value: Statistic) -> tuple[Tensor, ...]:
     if isinstance(value, Quantiles):
-        counts = value.counts.tolist()
-        return "Quantiles", [(i, n) for i, n in enumerate(counts) if n], value.reported
-    return type(value).__name__, float(value.value)
+        return ()
+    return (value.total, value.count) if isinstance(value, Mean) else (value.value,)
+
+
+def _read(scalars: list[Tensor]) -> list[float]:
+    """Their values in fp64, which holds those of fp32 and counts below 2^53."""
+    by_device: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(scalars):
+        by_device.setdefault(tensor.device, []).append(place)
+    found = [0.0] * len(scalars)
+    for places in by_device.values():
+        mine = [scalars[place].detach().double().reshape(()) for place in places]
+        for place, value in zip(places, torch.stack(mine).tolist(), strict=True):
+            found[place] = value
+    return found
