@@ -34,6 +34,7 @@ from mrl.rollout.base import (
     WEIGHTS,
     EngineLost,
     RolloutEngine,
+    engine_seed,
 )
 from mrl.run_folder import RunFolder
 from mrl.scoring import Scoring
@@ -74,7 +75,8 @@ class EngineCollector:
                 log_path=folder.logs / f"engine_{self.engine_number:02d}.log",
                 return_routes=recipe.captures_routes,
                 gpu_ids=_gpu_ids(groups, tp),
-                seed=recipe.seed,
+                # A resumed run goes on with other random numbers than those it began with.
+                seed=engine_seed(recipe.seed, self.engine_number, plan.resume_step or 0),
             )
             self.scoring = Scoring(recipe, plan.tokenizer)
         self.evaluator = Evaluator(

@@ -25,6 +25,7 @@ from mrl.preflight.algorithm import (
     read_critic,
     read_reference,
 )
+from mrl.preflight.allocator import check_allocator
 from mrl.preflight.long_tails import check_importance, check_started, check_unfinished
 from mrl.preflight.moe import check_moe
 from mrl.preflight.on_policy import check_on_policy
@@ -189,6 +190,8 @@ def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
             "rollout.weight_sync=distributed: the engine is on the trainer's GPUs, and NCCL takes no "
             "two ranks on one; use tensor or disk"
         )
+    if rollout.weight_sync == "tensor" and torch.cuda.is_available():
+        check_allocator(os.environ)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dims.world)))
     if local % tp and not recipe.debug.load_rollouts:
         raise InputError(

@@ -216,3 +216,14 @@ def sample_seed(seed: int, prompt_id: str, index: int) -> int:
     """The sampling seed of sample `index` of a prompt: 63 bits, stable across runs and machines."""
     text = f"{seed}/{index}/{prompt_id}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def engine_seed(seed: int, *counts: int) -> int:
+    """The seed of an engine's own random numbers: 31 bits, stable across runs and machines.
+
+    `counts` are what must not share them: an engine's number, the step that a run resumes from, the
+    starts of a server. They matter where sampling does not follow the seeds of the requests.
+    """
+    text = "/".join(str(number) for number in (seed, *counts)).encode()
+    # SGLang hands it to NumPy, which takes 32 bits.
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1

@@ -8,12 +8,10 @@ routes, hand it out.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mrl.config import ModelConfig, RolloutConfig
@@ -28,6 +26,7 @@ from mrl.rollout.base import (
     PauseMode,
     Request,
     SyncReport,
+    engine_seed,
 )
 from mrl.rollout.sglang_server.decode import (
     Expected,
@@ -38,8 +37,10 @@ from mrl.rollout.sglang_server.decode import (
 )
 from mrl.rollout.sglang_server.flight import Flight
 from mrl.rollout.sglang_server.manifest import Manifest
+from mrl.rollout.sglang_server.requests import check_requests, score
 from mrl.rollout.sglang_server.server import Server
 from mrl.rollout.sglang_server.settings import server_environment, server_settings
+from mrl.rollout.sglang_server.warm_up import warm_up
 from mrl.rollout.sglang_server.weight_sync import WeightSync
 from mrl.types import WeightBucket
 
@@ -68,8 +69,10 @@ class Engine:
         """Nothing is started yet.
 
         `gpu_ids` are what CUDA_VISIBLE_DEVICES of the server will be, one for each of
-        `config.tensor_parallel_size` ranks; empty runs on CPUs. `seed` is SGLang's own, for what
-        has no seed by request. `first_version` is the version of the checkpoint's weights.
+        `config.tensor_parallel_size` ranks; empty runs on CPUs. SGLang's own seed follows from
+        `seed`, with another one at each start(); it counts where sampling does not follow the seeds
+        of the requests, on GPUs without deterministic inference. `first_version` is the version of
+        the checkpoint's weights.
         `keep_weights_on_host` allows sleep(1) on GPUs, for a copy of the weights in host memory.
         Raises InputError for an unreadable model folder, a dense model with `return_routes`, or one
         that SGLang would run wrongly.
@@ -94,6 +97,7 @@ class Engine:
         self._shape = route_shape(hf_config, with_weights=weights) if return_routes else None
         self._context_len: int = config.context_len or hf_config.max_position_embeddings
         self._first_version = first_version
+        self._seed, self._num_starts = seed, 0
         self._can_keep_weights = keep_weights_on_host or not gpu_ids
         self._server = Server(
             server_settings(
@@ -102,7 +106,6 @@ class Engine:
                 on_gpu=bool(gpu_ids),
                 context_len=self._context_len,
                 return_routes=return_routes,
-                seed=seed,
                 first_version=first_version,
                 keep_weights_on_host=keep_weights_on_host,
             ),
@@ -151,10 +154,13 @@ class Engine:
             raise RuntimeError(f"engine: start() while it runs; it is {self.state}")
         if self._sync is not None:
             self._sync.close()  # of a server that was lost
-        self._server.start(self._config.start_timeout_s)
+        # A server in place of a lost one must not repeat its random numbers.
+        self._server.start(
+            self._config.start_timeout_s, random_seed=engine_seed(self._seed, self._num_starts)
+        )
+        self._num_starts += 1
         self._awake = set(MEMORY_TAGS)
         self._version = self._first_version
-        self._in_cache = []
         self._paused = False
         self._sync = WeightSync(
             self._server,
@@ -163,6 +169,23 @@ class Engine:
             method=self._config.weight_sync,
             folder=self._weights_folder,
         )
+        try:
+            self._warm_up()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _warm_up(self) -> None:
+        """One request of ours, and an empty prefix cache after it."""
+        self._in_cache = [self._first_version]
+        warm_up(
+            self._server,
+            num_replicas=1,
+            context_len=self._context_len,
+            return_routes=self._shape is not None,
+            timeout_s=self._config.start_timeout_s,
+        )
+        self._flush()
 
     def stop(self) -> None:
         self._awake = set()
@@ -197,16 +220,16 @@ class Engine:
         tags = [tag for tag in (KV_CACHE, CUDA_GRAPH, WEIGHTS) if tag in self._awake]
         if tags:
             # The last answer leaves a moment before the scheduler is idle, and a release before
-            # that kills the server.
-            self._flush()
+            # that kills the server: wait, also where the cache is known to be empty.
+            self._flush(always=True)
             self._server.post("/release_memory_occupation", {"tags": tags})
             self._awake -= set(tags)
         if level == 2:
             self._version = None
 
-    def _flush(self) -> None:
+    def _flush(self, *, always: bool = False) -> None:
         """Wait for the scheduler, then drop the prefix cache; takes 0.3 s on a CPU."""
-        if self._in_cache:
+        if self._in_cache or always:
             self._server.post(f"/flush_cache?timeout={FLUSH_TIMEOUT_S:g}", {})
             self._in_cache = []
 
@@ -233,7 +256,7 @@ class Engine:
         self, requests: Sequence[Request], *, reuse_cache: bool = False
     ) -> Iterator[Completion]:
         self._require_ready("generate")
-        self._check_requests(requests)
+        check_requests(requests, self._context_len)
         # Cached prefixes change the last bits of log-probs, and their routes are another request's.
         # The wait is for requests that an abort has ended and the scheduler has yet to drop.
         if not reuse_cache:
@@ -273,22 +296,7 @@ class Engine:
         self._require_ready("score")
         self._flush()
         self._fill_cache()
-        body = {
-            "input_ids": [sequence.tolist() for sequence in sequences],
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        answers = self._server.post("/generate", body)
-        scores = []
-        for sequence, answer in zip(sequences, answers, strict=True):
-            entries = answer["meta_info"]["input_token_logprobs"]
-            if [entry[1] for entry in entries] != sequence.tolist():
-                raise RuntimeError("score: the log-probs belong to other tokens than those sent")
-            # The first token has none; any other without one is NaN.
-            values = [math.nan if entry[0] is None else entry[0] for entry in entries[1:]]
-            scores.append(torch.tensor([0.0, *values]))
-        return scores
+        return score(self._server, sequences)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         flight = self._flight  # it may end in between
@@ -313,22 +321,6 @@ class Engine:
 
     def _post_in_flight(self, path: str, body: dict[str, Any]) -> None:
         self._server.post(path, body, timeout_s=self._config.stall_timeout_s)
-
-    def _check_requests(self, requests: Sequence[Request]) -> None:
-        seen: set[str] = set()
-        for request in requests:
-            name, num_tokens = request.request_id, request.token_ids.numel()
-            new = request.sampling.max_new_tokens
-            if name in seen:
-                raise ValueError(f"{name}: two requests have this id, expected one")
-            seen.add(name)
-            if not num_tokens:
-                raise ValueError(f"{name}: the prompt has no tokens, expected at least 1")
-            if num_tokens + new > self._context_len:
-                raise ValueError(
-                    f"{name}: {num_tokens} prompt tokens + {new} new tokens exceed the context of "
-                    f"{self._context_len}"
-                )
 
     def _require_running(self, action: str) -> None:
         if self._server.client is None:

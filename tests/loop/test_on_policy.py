@@ -78,7 +78,6 @@ def test_on_gpus_the_engine_is_asked_to_be_deterministic() -> None:
         on_gpu=True,
         context_len=64,
         return_routes=True,
-        seed=0,
         first_version=0,
         keep_weights_on_host=False,
     )

@@ -20,7 +20,6 @@ def settings(
         on_gpu=on_gpu,
         context_len=64,
         return_routes=True,
-        seed=0,
         first_version=0,
         keep_weights_on_host=False,
     )

@@ -35,6 +35,10 @@ TORCHRUN_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} | 
 }
 """The trainer's; SGLang would take itself for one of its ranks."""
 
+ALLOCATOR_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+"""The trainer's too. torch_memory_saver, by which the engine sleeps, raises RuntimeError under
+`expandable_segments:True` (torch_memory_saver/entrypoint.py, _sanity_checks)."""
+
 
 class ServerProcess:
     """One `sglang_server.child` and all its descendants, in a session of their own."""
@@ -149,7 +153,8 @@ class ServerProcess:
         environment = {
             name: value
             for name, value in os.environ.items()
-            if name not in TORCHRUN_VARIABLES and not name.startswith("TORCHELASTIC_")
+            if name not in TORCHRUN_VARIABLES | ALLOCATOR_VARIABLES
+            and not name.startswith("TORCHELASTIC_")
         }
         paths = [self.environment.get("PYTHONPATH", ""), str(Path(mrl.__file__).parents[1])]
         paths.append(environment.get("PYTHONPATH", ""))

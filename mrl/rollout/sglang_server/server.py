@@ -40,12 +40,14 @@ class Server:
         self.loss: EngineLost | None = None
         """Why there is no server now, where it was not stopped."""
 
-    def start(self, timeout_s: float) -> None:
+    def start(self, timeout_s: float, **settings: Any) -> None:
         """Block until the server answers; another port where the chosen one was just taken.
 
+        `settings` are fields of ServerArgs that are new at each start.
         Raises RuntimeError where it dies or is not ready in time; nothing is left running then.
         """
         self.loss = None
+        self.process.server_args |= settings
         for attempt in range(1, PORT_ATTEMPTS + 1):
             self.process.start()
             try:

@@ -24,11 +24,10 @@ def server_settings(
     on_gpu: bool,
     context_len: int,
     return_routes: bool,
-    seed: int,
     first_version: int,
     keep_weights_on_host: bool,
 ) -> dict[str, Any]:
-    """Fields of SGLang's ServerArgs, less host, port and api_key.
+    """Fields of SGLang's ServerArgs, less host, port, api_key and random_seed.
 
     The recipe's own (`config.server_args`) come last. Raises InputError for one that it may not set.
     """
@@ -39,11 +38,12 @@ def server_settings(
         "trust_remote_code": False,
         "tp_size": config.tensor_parallel_size,
         "context_length": context_len,
-        "random_seed": seed,
         "weight_version": str(first_version),
         "enable_return_routed_experts": return_routes,
         "sampling_backend": "pytorch",
-        "skip_server_warmup": not on_gpu,
+        # SGLang's own warm-up request runs in a thread beside the server, which nobody can wait for:
+        # the engine could be put to sleep under it. `sglang.Engine` sends one of its own.
+        "skip_server_warmup": True,
         # At `info` SGLang prints all of its arguments, and the API key is one.
         "log_level": "warning",
     }
@@ -84,6 +84,12 @@ def server_environment(
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpu_ids),
             "PYTHONPATH": str(SERVER_PLUGIN),
+            # Without the first, the graphs' memory does not belong to the tag `cuda_graph` and stays
+            # on the GPU while the engine sleeps. The second keeps NCCL from registering addresses
+            # inside graphs, whose memory is unmapped and mapped anew between rollouts.
+            "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+            "NCCL_GRAPH_REGISTER": "0",
+            **compile_caches(),
         }
     plugins = [SERVER_PLUGIN, CPU_STUBS] + [ON_POLICY_PLUGIN] * true_on_policy
     plugins += [ROUTING_WEIGHTS_PLUGIN] * return_routing_weights
@@ -101,3 +107,16 @@ def server_environment(
         ranks = (cores[rank % len(cores)] for rank in range(tensor_parallel_size))
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in ranks)
     return environment
+
+
+def compile_caches() -> dict[str, str]:
+    """Where kernels that are compiled at run time stay: the trainer's own folders where it has some.
+
+    The default are the folders that SGLang itself chooses since 0.5.20 (environ.py,
+    third_party_cache_defaults). inductor's own default lies in TMPDIR, which ends with the server.
+    Both compilers name entries by their contents and versions, and move them into place whole, so
+    engines and users' runs share them.
+    """
+    base = Path(os.environ.get("SGLANG_CACHE_DIR") or "~/.cache/sglang").expanduser()
+    defaults = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    return {name: os.environ.get(name) or str(base / folder) for name, folder in defaults.items()}

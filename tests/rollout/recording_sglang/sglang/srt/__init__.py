@@ -1,0 +1,1 @@
+"""See sglang/launch_server.py of this folder."""
