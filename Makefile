@@ -85,7 +85,7 @@ $(VENV)/.bench: $(VENV)/.installed requirements/bench.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements/bench.txt
 	touch $@
 
-gpu-check:  ## On a GPU, offline: build, GPU tests, kernel benchmark, colocated lane (docs/gpu.md)
+gpu-check:  ## What only a GPU can show, in calls of 10 minutes that go on from each other (docs/gpu.md)
 	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(BENCH_ARGS)
 
 clean:  ## Remove the environment and everything built (never runs/ or toy/)

@@ -1,47 +1,21 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, offline, in one go: bash benchmarks/gpu_check.sh
-# Builds the GPU kernels in place, then PARTS, in this order (all by default):
-#   kernels   the tests marked `gpu`, and the kernel benchmark; 6 to 15 minutes
-#   lane      a colocated SGLang and trainer (benchmarks/gpu_lane), from the pieces in .gpu-lane/ where
-#             they are, else with the packages of the interpreter; under 9 minutes, and then what an engine
-#             owes (benchmarks/conformance.py) on GPU 0
+# Everything that needs a GPU, offline, the most telling first: bash benchmarks/gpu_check.sh [PART ...]
+# The parts, their limits and the files are those of benchmarks/gpu_lane/run.py, which takes the
+# arguments. Where .gpu-lane/ holds the pieces of benchmarks/gpu_lane/assemble.py, their packages go
+# before those of the interpreter.
 # PYTHON picks the interpreter, which needs torch with CUDA, pybind11, setuptools, pytest and hypothesis,
-# and nvcc beside it. Exits non-zero if anything fails. Arguments go to the kernel benchmark.
+# and nvcc beside it. docs/gpu.md says how to use ten minutes on a machine without a network.
 set -euo pipefail
+SECONDS=0
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-parts=${PARTS:-kernels lane}
-export OMP_NUM_THREADS=1
-for part in $parts; do
-  case $part in
-    kernels | lane) ;;
-    *) echo "error: PARTS=$parts: got $part, expected kernels, lane or both" >&2; exit 2 ;;
-  esac
-done
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
 
-"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
-  || { echo "error: $python sees no GPU: torch.cuda.is_available() is false" >&2; exit 2; }
-MRL_CUDA=1 "$python" setup.py --quiet build_ext --inplace
-"$python" -c 'import torch; from mrl import _C; assert _C.has_cuda, "built without CUDA"'
-failed=0
-
-run_kernels() {
-  "$python" -m pytest -q -m gpu tests || failed=1
-  "$python" -m benchmarks.bench_kernels --device cuda "$@" || failed=1
-}
-
-run_lane() {
-  if [[ -f .gpu-lane/pieces.json ]]; then
-    local site exports
-    site=$(mktemp -d)/site
-    exports=$("$python" benchmarks/gpu_lane/unpack.py "$site") || { failed=1; return; }
-    eval "$exports"
-  fi
-  "$python" -m benchmarks.gpu_lane.run || failed=1
-  "$python" -m benchmarks.conformance --gpus 0 || failed=1
-}
-
-for part in $parts; do
-  if [[ $part == kernels ]]; then run_kernels "$@"; else (run_lane; exit "$failed") || failed=1; fi
-done
-exit "$failed"
+if [[ -f .gpu-lane/pieces.json ]]; then
+  # A machine that is still warm has them from the call before; `build/` is ignored by Git.
+  site=build/gpu-lane-$(sha256sum .gpu-lane/pieces.json | cut -c1-16)
+  exports=$("$python" benchmarks/gpu_lane/unpack.py "$site")
+  eval "$exports"
+fi
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" -m benchmarks.gpu_lane.run --spent-s "$SECONDS" "$@"

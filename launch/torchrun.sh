@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Train on this machine:  launch/torchrun.sh RECIPE [key=value ...]
 # NPROC sets the number of processes; by default one per GPU, or one where there is none.
+# OMP_NUM_THREADS sets the threads of each; by default the cores over the processes where there are GPUs
+# (torchrun alone gives every process one, and packing and loading would crawl), one on CPUs.
 set -euo pipefail
 
 if [[ $# -lt 1 ]]; then
@@ -19,13 +21,18 @@ if command -v nvidia-smi > /dev/null; then
   # Fails where there is a driver tool and no GPU: that counts as none.
   num_gpus=$(nvidia-smi --list-gpus 2> /dev/null | wc -l) || num_gpus=0
 fi
-if [[ $num_gpus -eq 0 ]]; then
-  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-fi
 nproc="${NPROC:-$((num_gpus > 0 ? num_gpus : 1))}"
 if [[ ! $nproc =~ ^[1-9][0-9]*$ ]]; then
   echo "mrl: NPROC: got '$nproc', expected a number of processes above 0" >&2
   exit 2
+fi
+
+if [[ -z ${OMP_NUM_THREADS:-} ]]; then
+  threads=1
+  if [[ $num_gpus -gt 0 ]]; then
+    threads=$(($(nproc) / nproc))
+  fi
+  export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
 fi
 
 # Bad input ends here, with one line and code 2; under torchrun every rank would report it.

@@ -61,6 +61,7 @@ def cluster(tmp_path):
         ("scontrol", SCONTROL_SHIM),
         ("python", PYTHON_SHIM),
         ("nvidia-smi", "#!/bin/sh\ncat $SEEN/gpus 2> /dev/null\n"),
+        ("nproc", "#!/bin/sh\necho 26\n"),
     ):
         (shims / name).write_text(text)
         (shims / name).chmod(0o755)
@@ -94,10 +95,16 @@ def test_torchrun_counts_gpus_unless_told(cluster):
     environ, seen = cluster
     (seen / "gpus").write_text("GPU 0\nGPU 1\nGPU 2\n")
     subprocess.run([TORCHRUN, "r.yaml"], env=environ, check=True)
-    assert torchrun_saw(seen)[0][2] == "3"
-    assert torchrun_saw(seen)[1] is None
-    subprocess.run([TORCHRUN, "r.yaml"], env=environ | {"NPROC": "2"}, check=True)
-    assert torchrun_saw(seen)[0][2] == "2"
+    words, threads = torchrun_saw(seen)
+    assert (words[2], threads) == ("3", "8")  # 26 cores
+    for variables, expected in (
+        ({"NPROC": "2"}, ("2", "13")),
+        ({"NPROC": "40"}, ("40", "1")),
+        ({"OMP_NUM_THREADS": "5"}, ("3", "5")),
+    ):
+        subprocess.run([TORCHRUN, "r.yaml"], env=environ | variables, check=True)
+        words, threads = torchrun_saw(seen)
+        assert (words[2], threads) == expected
 
 
 def test_torchrun_checks_once_before_it_starts_ranks(cluster):
@@ -134,6 +141,23 @@ def test_sbatch_forms_the_multi_node_command(cluster, tmp_path):
     assert (out / "train.sbatch").read_bytes() == SBATCH.read_bytes()
     assert "nodes node[7-8]" in (out / "logs/slurm_42.log").read_text()
     assert "requeue" not in (seen / "scontrol").read_text()
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64"}, "8"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96", "NPROC_PER_NODE": "4"}, "24"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "4"}, "1"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64", "OMP_NUM_THREADS": "3"}, "3"),
+        ({"SLURM_CPUS_PER_TASK": "64"}, None),  # no GPUs: torchrun gives one
+    ],
+)
+def test_sbatch_shares_the_cores_out(variables, threads, cluster, tmp_path):
+    environ, seen = cluster
+    command = ["bash", SBATCH, "r.yaml", tmp_path / "out"]
+    subprocess.run(command, env=environ | variables, check=True)
+    assert torchrun_saw(seen)[1] == threads
 
 
 def test_sbatch_fails_as_the_job_does_without_requeue(cluster, tmp_path):

@@ -1,222 +1,59 @@
-"""The parts of run.py, each in a process of its own: `python -m benchmarks.gpu_lane.parts NAME ...`."""
+"""One part of run.py, in a process of its own: `python -m benchmarks.gpu_lane.parts NAME ...`.
+
+A part is a function `NAME(folder, device)` of the module that catalog.py gives it. It may write figures
+at any time (`note`), and returns the last of them; `says` among them is the part's plain line.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
+from benchmarks.gpu_lane.catalog import BY_NAME
+from benchmarks.gpu_lane.run import FIGURES
 
-from mrl.config import ModelConfig, RolloutConfig
-from mrl.memory_watch import ProcessTree, leak_slope
-from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, Request, SamplingParams
-from mrl.rollout.sglang import Engine
-from mrl.types import WeightBucket
-
-NUM_CYCLES = {"cuda": 50, "cpu": 10}
-BUCKET_BYTES = 256 << 20
-LEAK_BOUND_BYTES = 1 << 20
-"""A cycle; more fails the part."""
-AWAKE_SHARE = 0.5
-"""Asleep, the engine must have given back at least this share of what waking took."""
+RECIPE = str(Path(__file__).parents[2] / "launch" / "recipes" / "toy_moe.yaml")
+GPU_MODEL = {
+    "vocab_size": 8192, "num_layers": 12, "hidden_size": 1024, "intermediate_size": 2048,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 384, "max_position_embeddings": 2048,
+    "init_std": 0.02,
+}  # fmt: skip
+"""0.5 B parameters: 1.0 GB in bfloat16."""
 GPU_ARGS = {
     "attention_backend": "triton",
     "moe_runner_backend": "triton",
     "grammar_backend": "none",
 }
+"""SGLang's arguments where FA3's and flashinfer's kernels are not."""
 
 
-class Bench:
-    """One engine on one device, with the weights of its checkpoint there too, as a trainer has them."""
-
-    def __init__(self, folder: Path, device: str, *, routes: bool, keep: bool = False) -> None:
-        self.device = torch.device(device)
-        on_gpu = device == "cuda"
-        self.engine = Engine(
-            model=ModelConfig(path=str(folder / "model")),
-            config=RolloutConfig(
-                max_response_len=128,
-                max_total_tokens=262_144 if on_gpu else None,  # routes are kept pinned, by KV slot
-                mem_fraction_static=0.3,
-                server_args=GPU_ARGS if on_gpu else {},
-                start_timeout_s=120.0,
-            ),
-            log_path=folder / f"engine_{'routes' if routes else 'plain'}.log",
-            return_routes=routes,
-            gpu_ids=("0",) if on_gpu else (),
-            keep_weights_on_host=keep,
-        )
-        self.weights = load_weights(folder / "model", self.device)
-        self.version = 0
-
-    def __enter__(self) -> Bench:
-        self.engine.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.stop()
-
-    def update(self) -> float:
-        """Send all weights under the next version; seconds."""
-        self.version += 1
-        start = time.perf_counter()
-        self.engine.update_weights(buckets(self.weights, self.version), self.version)
-        return time.perf_counter() - start
-
-    def generate(self, num: int, new_tokens: int) -> float:
-        """Tokens per second of `num` requests of one exact length."""
-        sampling = SamplingParams(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
-        start = time.perf_counter()
-        done = sum(
-            len(completion.output_ids)
-            for completion in self.engine.generate(make_requests(num, sampling))
-        )
-        assert done == num * new_tokens, f"got {done} tokens, expected {num * new_tokens}"
-        return done / (time.perf_counter() - start)
-
-    def memory(self, tree: ProcessTree) -> float:
-        """Bytes in use: of the whole device, or of the engine's processes on a CPU."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            free, total = torch.cuda.mem_get_info()
-            return float(total - free)
-        return tree.rss(self.engine._server.process.pid)
+def note(**figures: object) -> None:
+    """Put figures into the log, from where the driver takes them even if the part dies later."""
+    print(FIGURES + json.dumps(figures), flush=True)
 
 
-def load_weights(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]:
-    from safetensors.torch import load_file
+def model_folder(folder: Path, device: str) -> Path:
+    """The model of all parts, written by the first that asks."""
+    target, done = folder / "model", folder / "model.done"
+    if not done.exists():
+        from mrl.toy_model import write_toy_model
 
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    weights = load_file(folder / "model.safetensors")
-    return [(name, tensor.to(device, dtype)) for name, tensor in sorted(weights.items())]
-
-
-def buckets(weights: list[tuple[str, Tensor]], version: int) -> Iterator[WeightBucket]:
-    part: list[tuple[str, Tensor]] = []
-    num_bytes = 0
-    for name, tensor in weights:
-        size = tensor.numel() * tensor.element_size()
-        if part and num_bytes + size > BUCKET_BYTES:
-            yield WeightBucket(part, version)
-            part, num_bytes = [], 0
-        part.append((name, tensor))
-        num_bytes += size
-    yield WeightBucket(part, version, is_last=True)
+        write_toy_model(target, **(GPU_MODEL if device == "cuda" else {}))
+        done.touch()
+    return target
 
 
-def make_requests(num: int, sampling: SamplingParams) -> list[Request]:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 96, (num, 64), generator=generator)
-    return [Request(f"r{i}", row.clone(), i, sampling) for i, row in enumerate(ids)]
-
-
-def sleep_wake(folder: Path, device: str) -> dict[str, Any]:
-    """Memory at every phase of every cycle; fails on a leak, or where nothing is freed."""
-    found: dict[str, Any] = {}
-    for level in (2, 1):
-        series: dict[str, list[float]] = {"awake": [], "asleep": [], "weights": []}
-        tree = ProcessTree()
-        with Bench(folder, device, routes=True, keep=level == 1) as bench:
-            num_cycles = NUM_CYCLES[device]
-            start = time.perf_counter()
-            for _ in range(num_cycles):
-                bench.engine.wake((WEIGHTS,))
-                series["weights"].append(bench.memory(tree))
-                if level == 2:
-                    bench.update()
-                bench.engine.wake((KV_CACHE, CUDA_GRAPH))
-                bench.generate(8, 4)
-                series["awake"].append(bench.memory(tree))
-                bench.engine.sleep(level)
-                series["asleep"].append(bench.memory(tree))
-            seconds = time.perf_counter() - start
-        slopes = {phase: leak_slope(values[2:]) for phase, values in series.items()}
-        medians = {phase: statistics.median(values) for phase, values in series.items()}
-        found[f"level_{level}"] = {
-            "num_cycles": num_cycles,
-            "seconds_per_cycle": seconds / num_cycles,
-            "median_bytes": medians,
-            "first_asleep_bytes": series["asleep"][0],
-            "last_asleep_bytes": series["asleep"][-1],
-            "leak_bytes_per_cycle": slopes,
-        }
-        if device == "cuda":
-            trained = sum(t.numel() * t.element_size() for _, t in bench.weights)
-            freed = medians["awake"] - medians["asleep"]
-            assert freed > AWAKE_SHARE * (medians["awake"] - trained), (
-                f"asleep freed {freed:g} bytes"
-            )
-            assert max(slopes.values()) < LEAK_BOUND_BYTES, f"bytes leaked a cycle: {slopes}"
-    return found
-
-
-def sync(folder: Path, device: str) -> dict[str, Any]:
-    """Updates and copies of the same bytes, turn about; the ratio is update over copy, in time."""
-    with Bench(folder, device, routes=False) as bench:
-        num_bytes = sum(t.numel() * t.element_size() for _, t in bench.weights)
-        targets = [torch.empty_like(tensor) for _, tensor in bench.weights]
-        bench.update()
-        updates, copies = [], []
-        for _ in range(9):
-            updates.append(bench.update())
-            start = time.perf_counter()
-            for target, (_, tensor) in zip(targets, bench.weights, strict=True):
-                target.copy_(tensor)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            copies.append(time.perf_counter() - start)
-        bench.generate(4, 4)
-    seconds, copy = statistics.median(updates), statistics.median(copies)
-    return {
-        "model_bytes": num_bytes,
-        "bucket_bytes": BUCKET_BYTES,
-        "median_s": seconds,
-        "bytes_per_s": num_bytes / seconds,
-        "copy_bytes_per_s": num_bytes / copy,
-        "time_over_copy": seconds / copy,
-    }
-
-
-def routes(folder: Path, device: str) -> dict[str, Any]:
-    """Two engines side by side, one asked at a time, turn about; the ratio is with over without."""
-    num, new_tokens, rounds = (128, 128, 7) if device == "cuda" else (8, 16, 3)
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    with (
-        Bench(folder, device, routes=True) as with_routes,
-        Bench(folder, device, routes=False) as without,
-    ):
-        for bench in (with_routes, without):
-            bench.generate(num, new_tokens)  # kernels are compiled
-        for _ in range(rounds):
-            rates[True].append(with_routes.generate(num, new_tokens))
-            rates[False].append(without.generate(num, new_tokens))
-    pairs = zip(rates[True], rates[False], strict=True)
-    return {
-        "num_requests": num,
-        "new_tokens": new_tokens,
-        "tokens_per_s_with": statistics.median(rates[True]),
-        "tokens_per_s_without": statistics.median(rates[False]),
-        "ratio_with_over_without": statistics.median(a / b for a, b in pairs),
-    }
-
-
-def train(folder: Path, device: str) -> dict[str, Any]:
-    """The command itself, three steps; its metrics of the last step that speak of memory and time."""
-    output = folder / "run"
+def train_overrides(folder: Path, device: str) -> list[str]:
+    """Of the toy recipe, for `train` and for the plan of its memory; writes the prompts."""
     data = folder / "data.jsonl"
     prompts = [{"prompt": chr(97 + i % 26) * (1 + i // 26)} for i in range(64)]
     data.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     overrides = [
-        f"model.path={folder / 'model'}", "model.dtype=auto", f"data.path={data}",
-        f"output_dir={output}", "train.num_steps=3", "optimizer.lr=1.0e-5",
+        f"model.path={model_folder(folder, device)}", "model.dtype=auto", f"data.path={data}",
+        f"output_dir={folder / 'run'}", "train.num_steps=3", "optimizer.lr=1.0e-5",
     ]  # fmt: skip
     if device == "cuda":
         overrides += [
@@ -225,30 +62,17 @@ def train(folder: Path, device: str) -> dict[str, Any]:
             "rollout.max_total_tokens=262144", "rollout.mem_fraction_static=0.3",
             f"rollout.server_args={json.dumps(GPU_ARGS)}", "train.micro_batch_tokens=16384",
         ]  # fmt: skip
-    recipe = str(Path(__file__).parents[2] / "launch" / "recipes" / "toy_moe.yaml")
-    command = [sys.executable, "-m", "mrl", "train", recipe, *overrides]
-    subprocess.run(command, check=True)
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    last: Mapping[str, Any] = lines[-1]
-    wanted = ("memory/", "time/", "mismatch/", "routing/", "tokens/", "grad_norm", "canary/")
-    assert len(lines) == 3, f"got {len(lines)} steps, expected 3"
-    return {"last_step": {k: v for k, v in last.items() if k.startswith(wanted)}}
-
-
-PARTS: dict[str, Callable[[Path, str], dict[str, Any]]] = {
-    "sleep_wake": sleep_wake, "sync": sync, "routes": routes, "train": train,
-}  # fmt: skip
+    return overrides
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=PARTS)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=BY_NAME)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    parser.add_argument("--folder", type=Path, required=True, help="holds `model`")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="scratch space of all parts")
     options = parser.parse_args()
-    found = PARTS[options.name](options.folder, options.device)
-    options.output.write_text(json.dumps(found))
+    module = importlib.import_module(f"benchmarks.gpu_lane.{BY_NAME[options.name].module}")
+    note(**getattr(module, options.name)(options.folder, options.device))
 
 
 if __name__ == "__main__":

@@ -1,108 +1,212 @@
-"""A colocated engine and trainer on one GPU: `python -m benchmarks.gpu_lane.run [PART ...]`.
+"""Everything that only a GPU can show, the most telling first: `make gpu-check`, or
+`python -m benchmarks.gpu_lane.run [PART ...]`.
 
-Each part is a process with a time limit, so that one that fails or hangs hides no other:
+Each part is a process with a time limit of its own, so that one that fails or hangs hides no other,
+and what it found is on file before the next one starts (`state.py`). The whole ends by itself at
+`--total-s`; a further call goes on: it reads benchmarks/results/gpu_check.json (or `--resume FILE`),
+leaves out what has passed with the same code and versions, and begins with what no call has reached.
 
-    sleep_wake   device memory asleep and awake over 50 cycles of level 2, and of level 1; the leak
-    sync         bytes per second of a weight update through CUDA IPC, beside a copy on the device
-    routes       tokens per second with and without captured routes, turn about
-    train        `mrl train` of a toy MoE, a few steps, with its memory metrics
+`--device cpu` runs, on the toy model, every part that makes sense without a GPU, to see that the code
+runs; its figures mean nothing, and they go to benchmarks/results only where `--out` says so.
 
-`--device cpu` runs the same code on a small model, to see that it runs; its figures mean nothing.
-The last line is `N passed, N failed`; figures go to results/gpu_lane.json (`--output`).
+Files, in `--out` (by default $OUT where that is set) and, on GPUs, in benchmarks/results:
+gpu_check.json, gpu_check.jsonl (an event a line), gpu_check.log (the ends of all logs).
+The last line is `N passed, N failed, N skipped`; skipped are those that were not reached, not asked
+for, or need a GPU. Exits with 1 where a part failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
+from benchmarks.gpu_lane.catalog import BY_NAME, Part
+from benchmarks.gpu_lane.children import adopt_orphans, end_children, run_limited
+from benchmarks.gpu_lane.state import CUT, FAILED, PASSED, ROOT, RUNNING, State
 
-from benchmarks.kernel_bench.machine import describe
-
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "gpu_lane.json"
-TIME_LIMIT_S = {"sleep_wake": 140, "sync": 80, "routes": 110, "train": 120}
-"""On a GPU; a busy CPU is given CPU_PATIENCE times as long."""
-CPU_PATIENCE = 6
-PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "transformers", "megatron-core",
-            "torch-memory-saver")  # fmt: skip
-GPU_MODEL = {
-    "vocab_size": 8192, "num_layers": 12, "hidden_size": 1024, "intermediate_size": 2048,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32,
-    "num_experts_per_tok": 4, "moe_intermediate_size": 384, "max_position_embeddings": 2048,
-    "init_std": 0.02,
-}  # fmt: skip
-"""0.5 B parameters: 1.0 GB in bfloat16."""
+ENTRY = "benchmarks.gpu_lane.parts"
+RESULTS = ROOT / "benchmarks" / "results"
+TOTAL_S = 540.0
+"""A call of ten minutes, less the machine's start and the way back."""
+LEAST_SHARE = 0.4
+"""With less than this share of a part's limit left, the part waits for the next call."""
+TAIL_LINES = 30
+LOG_BYTES = 600 << 10
+"""Of each part's log, its end goes into gpu_check.log: all parts together stay below 16 MiB."""
+FIGURES = "FIGURES "
+"""Starts a line of a part's log that holds figures as JSON; they count even where the part fails."""
 
 
-def run_part(name: str, device: str, folder: Path, limit_s: float) -> dict[str, Any]:
-    """One part in a process of its own; what it found, or why it failed."""
-    output = folder / f"{name}.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_lane.parts", name, "--device", device]
-    command += ["--folder", str(folder), "--output", str(output)]
-    log = folder / f"{name}.log"
-    start = time.perf_counter()
-    with open(log, "wb") as sink:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-            process.kill()  # the engine's server sees it and ends by itself
-            process.wait()
-    seconds = round(time.perf_counter() - start, 1)
-    if code == 0 and output.is_file():
-        return {"seconds": seconds, **json.loads(output.read_text())}
-    why = f"over its limit of {limit_s:g} s" if code is None else f"exit code {code}"
-    tail = log.read_text(errors="replace").splitlines()[-25:]
-    print("\n".join([f"-- {name}: {why}; the end of its log:", *tail]))
-    return {"seconds": seconds, "failed": why, "log_tail": tail[-5:]}
+class Driver:
+    """Runs parts one after the other and keeps the record."""
+
+    def __init__(
+        self, device: str, folder: Path, state: State, deadline: float, entry: str = ENTRY
+    ) -> None:
+        """`folder`: scratch space for all parts. `deadline`: of the call, by time.monotonic(). `entry`:
+        the module that runs a part."""
+        self.device, self.folder, self.state, self.deadline = device, folder, state, deadline
+        self.entry = entry
+        self.started = time.monotonic()
+
+    def run(self, part: Part) -> bool:
+        """Run one part and put on file what it found; False where there is no time for it."""
+        limit_s = part.limit_s if self.device == "cuda" else part.cpu_limit_s
+        assert limit_s is not None, f"{part.name} does not run on {self.device}"
+        left_s = self.deadline - time.monotonic()
+        if left_s < LEAST_SHARE * limit_s:
+            return False
+        self.state.record(part.name, status=RUNNING, limit_s=limit_s)
+        command = ["-m", self.entry, part.name]
+        command += ["--device", self.device, "--folder", str(self.folder)]
+        log = self.folder / f"{part.name}.log"
+        (self.folder / "state.json").write_text(json.dumps(self.state.parts))
+        code, seconds = run_limited(command, log, min(limit_s, left_s))
+        text = log.read_text(errors="replace")
+        record: dict[str, Any] = {"seconds": round(seconds, 1), "figures": read_figures(text)}
+        if code == 0:
+            record["status"] = PASSED
+        elif code is None and left_s < limit_s:
+            record |= {"status": CUT, "why": "the call's own time ended"}
+        else:
+            why = f"killed at its limit of {limit_s:g} s" if code is None else f"exit code {code}"
+            record |= {"status": FAILED, "why": why}
+        tail = [line for line in text.splitlines() if not line.startswith(FIGURES)][-TAIL_LINES:]
+        if record["status"] != PASSED:
+            record["log_tail"] = tail
+        self.keep_log(part.name, text)
+        self.state.record(part.name, **record)
+        self.tell(part.name, record, tail)
+        return True
+
+    def keep_log(self, name: str, text: str) -> None:
+        for folder in self.state.folders:
+            with open(folder / "gpu_check.log", "a") as sink:
+                sink.write(f"==== {name}, call {self.state.num_calls}\n{text[-LOG_BYTES:]}\n")
+
+    def tell(self, name: str, record: dict[str, Any], tail: list[str]) -> None:
+        """One plain line; of a part that did not pass, the end of its log before it."""
+        status, figures = record["status"], record["figures"]
+        if status != PASSED:
+            print("\n".join([f"-- {name}: the end of its log:", *tail]))
+        words = f"{status} after {record['seconds']:g} s"
+        says = record.get("why") or figures.get("says") or json.dumps(figures)[:300]
+        at = time.monotonic() - self.started
+        print(f"[{at:5.0f} s] {name}: {words}: {says}", flush=True)
 
 
-def write_model(folder: Path, device: str) -> None:
-    from mrl.toy_model import write_toy_model
+def read_figures(text: str) -> dict[str, Any]:
+    """What a part has said so far: every line of figures, later ones over earlier ones."""
+    found: dict[str, Any] = {}
+    for line in text.splitlines():
+        if line.startswith(FIGURES):
+            try:
+                found |= json.loads(line.removeprefix(FIGURES))
+            except ValueError:
+                continue  # the part was killed while it wrote this line
+    return found
 
-    write_toy_model(folder, **(GPU_MODEL if device == "cuda" else {}))
+
+def close(state: State, parts: Mapping[str, Part], names: list[str], device: str) -> int:
+    """The last lines; returns the exit code. `names` of `parts` were asked for."""
+    here = [name for name in names if runs_on(parts[name], device)]
+    status = {name: state.parts.get(name, {}).get("status") for name in here}
+    passed = [name for name in here if state.has_passed(name)]
+    failed = [name for name in here if status[name] == FAILED]
+    left = [name for name in here if name not in passed and name not in failed]
+    if earlier := [name for name in passed if state.parts[name]["call"] < state.num_calls]:
+        print(f"passed in an earlier call, with the same code: {', '.join(earlier)}")
+    if away := [name for name in names if name not in here]:
+        print(f"these need a GPU: {', '.join(away)}")
+    if left:
+        file = state.folders[0] / "gpu_check.json" if state.folders else "gpu_check.json"
+        print(f"not reached: {', '.join(left)}; a call that finds {file} goes on there")
+    num_skipped = len(parts) - len(passed) - len(failed)
+    print(f"{len(passed)} passed, {len(failed)} failed, {num_skipped} skipped", flush=True)
+    return 1 if failed else 0
 
 
-def main() -> None:
+def runs_on(part: Part, device: str) -> bool:
+    return device == "cuda" or part.cpu_limit_s is not None
+
+
+def end_on_signals(state: State) -> None:
+    """A call that is told to end puts the running part on file as cut, and ends its processes."""
+
+    def end(number: int, _: object) -> NoReturn:
+        for name, record in list(state.parts.items()):
+            if record["status"] == RUNNING and record["call"] == state.num_calls:
+                state.record(name, status=CUT, why=f"the call got {signal.Signals(number).name}")
+        raise SystemExit(128 + number)  # run_limited kills the part on its way out
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, end)
+
+
+def has_gpu() -> bool:
+    """Asked in a process of its own, so that a broken driver cannot take this one with it."""
+    command = [sys.executable, "-c", "import torch; assert torch.cuda.is_available()"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def parse(arguments: list[str] | None, parts: Mapping[str, Part]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(TIME_LIMIT_S))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--output", type=Path, help="where the figures go")
-    options = parser.parse_args()
-    if unknown := set(options.parts) - set(TIME_LIMIT_S):
-        parser.error(f"unknown part {sorted(unknown)[0]!r}; expected {', '.join(TIME_LIMIT_S)}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device; --device cpu runs the same code on a small model")
-    results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="gpu-lane-") as name:
-        folder = Path(name)
-        write_model(folder / "model", options.device)
-        for part in options.parts or TIME_LIMIT_S:
-            limit_s = TIME_LIMIT_S[part] * (CPU_PATIENCE if options.device == "cpu" else 1)
-            results[part] = run_part(part, options.device, folder, limit_s)
-            shown = {k: v for k, v in results[part].items() if k not in ("series", "log_tail")}
-            print(f"{part}: {json.dumps(shown)}", flush=True)
-    output = options.output or (RESULT if options.device == "cuda" else None)
-    if output is not None:
-        about = describe(torch.device(options.device), PACKAGES)
-        output.write_text(json.dumps({**about, "parts": results}, indent=1) + "\n")
-    failed = sum("failed" in result for result in results.values())
-    print(f"{len(results) - failed} passed, {failed} failed")
-    raise SystemExit(1 if failed else 0)
+    parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="by default $OUT")
+    parser.add_argument("--resume", type=Path, help="gpu_check.json of an earlier call")
+    parser.add_argument("--afresh", action="store_true", help="run what has passed once more")
+    parser.add_argument("--total-s", type=float, default=TOTAL_S, help="seconds of this call")
+    parser.add_argument("--spent-s", type=float, default=0.0, help="of them, already gone")
+    options = parser.parse_args(arguments)
+    if unknown := sorted(set(options.parts) - set(parts)):
+        parser.error(f"unknown part {unknown[0]!r}; expected some of {', '.join(parts)}")
+    if options.resume is not None and not options.resume.is_file():
+        parser.error(f"--resume: there is no file {options.resume}")
+    if options.device == "cuda" and not has_gpu():
+        parser.error("torch sees no CUDA device; --device cpu runs the same code on a toy model")
+    return options
+
+
+def main(
+    arguments: list[str] | None = None,
+    parts: Mapping[str, Part] = BY_NAME,
+    entry: str = ENTRY,
+) -> int:
+    options = parse(arguments, parts)
+    folders = [options.out] if options.out is not None else []
+    if options.device == "cuda":
+        folders.append(RESULTS)
+    earlier = options.resume or next(
+        (f / "gpu_check.json" for f in folders[::-1] if (f / "gpu_check.json").is_file()), None
+    )
+    state = State(options.device, folders, None if options.afresh else earlier)
+    if state.note:
+        print(state.note)
+    names = options.parts or list(parts)
+    deadline = time.monotonic() + options.total_s - options.spent_s
+    end_on_signals(state)
+    adopt_orphans()
+    with tempfile.TemporaryDirectory(prefix="gpu-lane-") as folder:
+        driver = Driver(options.device, Path(folder), state, deadline, entry)
+        asked = [name for name in names if runs_on(parts[name], options.device)]
+        for name in state.order(asked):
+            driver.run(parts[name])
+            end_children()
+    return close(state, parts, names, options.device)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

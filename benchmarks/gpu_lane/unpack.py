@@ -18,6 +18,8 @@ import sys
 import tarfile
 from pathlib import Path
 
+PYTHON = (3, 12)
+"""Of the wheels that assemble.py fetches."""
 PIECES = Path(__file__).parents[2] / ".gpu-lane"
 NEEDED = (
     "PIL", "aiohttp", "einops", "filelock", "httpx", "huggingface_hub", "hypothesis", "jinja2", "numpy",
@@ -75,9 +77,17 @@ def environment(site: Path) -> dict[str, str]:
 
 
 def main() -> None:
+    if sys.version_info[:2] != PYTHON:
+        raise SystemExit(
+            f"error: the pieces in {PIECES} are for Python {'.'.join(map(str, PYTHON))}, this is "
+            f"{sys.version.split()[0]}; choose another with PYTHON, or move {PIECES.name}/ away"
+        )
     site = Path(sys.argv[1]).resolve()
-    count = unpack(read_pieces(PIECES), site)
-    print(f"{count} files in {site}", file=sys.stderr)
+    done = site.with_name(f"{site.name}.done")
+    if not done.exists():
+        count = unpack(read_pieces(PIECES), site)
+        print(f"{count} files in {site}", file=sys.stderr)
+        done.touch()
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(f"warning: this Python lacks {', '.join(missing)}", file=sys.stderr)

@@ -1,0 +1,41 @@
+"""The parts of `make gpu-check`, in the order in which they are run: the most telling come first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to find out, in a process of its own: `benchmarks.gpu_lane.parts NAME`."""
+
+    name: str
+    module: str
+    """In benchmarks/gpu_lane: has a function `name(folder, device)` that returns its figures."""
+    tells: str
+    limit_s: float
+    """On a GPU machine; then the part is killed."""
+    cpu_limit_s: float | None = None
+    """With `--device cpu`, on the toy model; None where the part says nothing without a GPU."""
+
+
+PARTS = (
+    Part("build", "facts", "the extension compiles; versions and the device", 150, 120),
+    Part("trainer_step", "trainer_parts",
+         "one forward, backward and optimizer step of a 1 GB MoE in bf16, layers without "
+         "TransformerEngine; whether two passes agree", 80, 240),
+    Part("engine", "engine_parts", "an engine starts, sleeps at once, wakes, takes weights, generates",
+         120, 400),
+    Part("train", "engine_parts", "`mrl train`, three steps of that MoE", 150, 500),
+    Part("gpu_tests", "suites", "the tests marked `gpu`", 120),
+    Part("memory_plan", "facts", "the memory of `train` beside what the plan says", 30),
+    Part("kernels", "suites", "the kernel benchmark", 150, 300),
+    Part("conformance", "suites", "what an engine owes, on GPU 0", 200),
+    Part("engine_settings", "engine_parts",
+         "an engine starts where the allocator has expandable segments", 60, 200),
+    Part("sync", "engine_parts", "bytes per second of a weight update, beside a copy", 80, 480),
+    Part("sleep_wake", "engine_parts",
+         "memory over 50 cycles of sleep levels 2 and 1: the leak", 150, 840),
+    Part("routes", "engine_parts", "tokens per second with and without captured routes", 110, 660),
+)  # fmt: skip
+BY_NAME = {part.name: part for part in PARTS}

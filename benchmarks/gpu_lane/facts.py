@@ -1,0 +1,115 @@
+"""The parts of run.py that ask what is there: the build, the versions, the memory beside the plan."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_lane.children import run_child
+from benchmarks.gpu_lane.parts import RECIPE, note, train_overrides
+
+GIB = 2**30
+
+
+def build(folder: Path, device: str) -> dict[str, Any]:
+    """Build `mrl._C` in place, with its GPU kernels; on a CPU what is built already is taken."""
+    start = time.perf_counter()
+    if device == "cuda":
+        run_child(["setup.py", "--quiet", "build_ext", "--inplace"], {"MRL_CUDA": "1"})
+    seconds = time.perf_counter() - start
+    import torch  # before the extension, which wants its OpenMP
+
+    from parallel.versions import version_rows
+
+    extension = importlib.import_module("mrl._C")
+    rows = {name: [version, implies] for name, version, implies in version_rows()}
+    for name, (version, implies) in rows.items():
+        print(f"{name} {version}: {implies}")
+    note(build_s=round(seconds, 1), has_cuda=extension.has_cuda, versions=rows)
+    if device == "cpu":
+        return {"says": f"torch {torch.__version__}, extension there, CPU only"}
+    assert extension.has_cuda, "mrl._C was built without its GPU kernels"
+    properties = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info()
+    facts = {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "free_bytes": free,
+        "total_bytes": total,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "cores": os.cpu_count(),
+    }
+    note(device=facts, **speeds())
+    says = f"built in {seconds:.0f} s; {properties.name}, {free / GIB:.1f} GiB free"
+    return {"says": f"{says}, torch {torch.__version__}"}
+
+
+def speeds() -> dict[str, float]:
+    """The two ceilings of this device: a copy's bytes per second (read and written), bf16 FLOP/s."""
+    import torch
+
+    def median_s(act: Any) -> float:
+        times = []
+        for number in range(13):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            act()
+            end.record()
+            torch.cuda.synchronize()
+            if number >= 3:
+                times.append(begin.elapsed_time(end) / 1e3)
+        return sorted(times)[len(times) // 2]
+
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / median_s(lambda: target.copy_(source))
+    return {"copy_bytes_per_s": copy, "bf16_flops": 2 * 8192**3 / median_s(lambda: a @ b)}
+
+
+def memory_plan(folder: Path, device: str) -> dict[str, Any]:
+    """Bytes on the device in the phases of the last step of `train`, beside what the plan says."""
+    from mrl.config import load_recipe
+    from mrl.plan import DEFAULT_PROMPT_LEN, plan_workload
+    from parallel.dims import ParallelDims
+    from parallel.hf_config import read_config
+    from parallel.scaling.memory import phases
+    from parallel.scaling.shape import read_shape
+
+    measured = json.loads((folder / "state.json").read_text()).get("train", {}).get("figures", {})
+    assert "steps" in measured, "the part `train` has left no figures: it has to pass first"
+    import torch
+
+    recipe = load_recipe(RECIPE, train_overrides(folder, device))
+    config = read_config(Path(recipe.model.path))
+    shape = read_shape(config)
+    dims = ParallelDims.create(recipe.parallel, 1)
+    prompt_len = min(DEFAULT_PROMPT_LEN, 4)  # the prompts are a few letters
+    work = plan_workload(recipe, shape, 1, prompt_len, config.get("max_position_embeddings"))
+    total = torch.cuda.get_device_properties(0).total_memory
+    planned = {phase.name: phase.device for phase in phases(shape, dims, work, total)}
+    last = measured["steps"][-1]
+    seen = {
+        name.split("/")[1]: value
+        for name, value in last.items()
+        if name.endswith("/device_used_bytes")
+    }
+    note(planned=planned, measured=last)
+    lines = []
+    for phase, plan in {"awake": "rollout", "train": "train"}.items():
+        if phase not in seen:
+            continue
+        bytes_planned = sum(planned[plan].values())
+        share = seen[phase] / bytes_planned
+        lines.append(f"{phase} {seen[phase] / GIB:.1f} of {bytes_planned / GIB:.1f} GiB planned")
+        note(**{f"{phase}_measured_over_planned": share})
+        assert share <= 1.0, f"{phase}: {seen[phase]:.0f} bytes in use, {bytes_planned} planned"
+    assert lines, f"no phase of {sorted(seen)} is in the plan"
+    return {"says": "; ".join(lines)}

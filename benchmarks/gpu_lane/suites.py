@@ -1,0 +1,83 @@
+"""The parts of run.py that are test suites and benchmarks of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from subprocess import CalledProcessError
+from typing import Any
+from xml.etree import ElementTree
+
+from benchmarks.gpu_lane.children import ROOT, run_child
+from benchmarks.gpu_lane.parts import note
+
+
+def gpu_tests(folder: Path, device: str) -> dict[str, Any]:
+    """Every test marked `gpu`; it fails too where none of them ran."""
+    report = folder / "gpu_tests.xml"
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests"]
+    try:
+        run_child([*command, f"--junitxml={report}"])
+    finally:
+        counts = count_cases(report)
+        note(**counts)
+    assert counts["passed"], f"no test ran: {counts}"
+    return {"says": f"{counts['passed']} passed, {len(counts['skipped'])} skipped"}
+
+
+def count_cases(report: Path) -> dict[str, Any]:
+    """How many passed, and the names of the others, of a junit file; empty where there is none."""
+    found: dict[str, Any] = {"passed": 0, "failed": [], "skipped": []}
+    if not report.is_file():
+        return found
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        tags = {child.tag for child in case}
+        if tags & {"failure", "error"}:
+            found["failed"].append(case.attrib["name"])
+        elif "skipped" in tags:
+            found["skipped"].append(case.attrib["name"])
+        else:
+            found["passed"] += 1
+    return found
+
+
+def kernels(folder: Path, device: str) -> dict[str, Any]:
+    """Every kernel beside eager and a copy; the whole tables go to results/, too."""
+    output = folder / f"kernels_{device}.json"
+    quick = ["--quick"] if device == "cpu" else []
+    command = ["-m", "benchmarks.bench_kernels", "--device", device, "--output", str(output)]
+    run_child([*command, *quick])
+    rows = json.loads(output.read_text())
+    names = ("kernel", "variant", "shape", "dtype", "vs_eager", "vs_compile", "vs_copy")
+    beside = json.loads(output.with_name(f"{output.stem}_machine.json").read_text())
+    note(rows=[{name: row[name] for name in names} for row in rows], cases=beside["cases"])
+    if device == "cuda":
+        from torch import device as torch_device
+
+        from benchmarks.bench_kernels import result_file
+
+        target = result_file(torch_device("cuda", 0))
+        shutil.copyfile(output, target)
+        shutil.copyfile(
+            output.with_name(f"{output.stem}_machine.json"),
+            target.with_name(f"{target.stem}_machine.json"),
+        )
+    worst = max(rows, key=lambda row: row["vs_copy"])
+    return {
+        "says": f"{len(rows)} kernels agree; the slowest takes {worst['vs_copy']} times a copy "
+        f"({worst['kernel']} {worst['variant']})"
+    }
+
+
+def conformance(folder: Path, device: str) -> dict[str, Any]:
+    """What an engine owes (tests/rollout/conformance), on GPU 0 or on the CPU."""
+    result = ROOT / "benchmarks" / "results" / "conformance_gpu.json"
+    try:
+        run_child(["-m", "benchmarks.conformance", "--gpus", "0"])
+    except CalledProcessError:
+        note(conformance=json.loads(result.read_text()))
+        raise
+    runs = json.loads(result.read_text())["runs"]
+    note(conformance=runs)
+    return {"says": ", ".join(f"{run['num_engines']} x {run['passed']} passed" for run in runs)}

@@ -1,0 +1,54 @@
+"""Parts for tests/test_gpu_lane.py in the place of those that need a GPU: `python -m tests.lane_parts`.
+
+`drive ARGUMENTS` is the driver over these parts. Otherwise it is one of them, as the driver starts it.
+LANE_PARTS_SEEN names a file to which each part adds its name when it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+from benchmarks.gpu_lane.catalog import Part
+from benchmarks.gpu_lane.run import FIGURES, main
+
+PARTS = {
+    part.name: part
+    for part in (
+        Part("first", "", "passes", 20, 20),
+        Part("hangs", "", "never ends, nor does what it started", 3, 3),
+        Part("fails", "", "raises after some figures", 20, 20),
+        Part("needs_gpu", "", "is not for a CPU", 20),
+        Part("last", "", "passes", 20, 20),
+    )
+}
+
+
+def note(**figures: object) -> None:
+    print(FIGURES + json.dumps(figures), flush=True)
+
+
+def run_part(name: str) -> None:
+    with open(os.environ["LANE_PARTS_SEEN"], "a") as seen:
+        seen.write(f"{name}\n")
+    print(f"{name} begins", flush=True)
+    if name == "hangs":
+        note(reached=1)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"],
+                                 start_new_session=True)  # fmt: skip
+        note(child=child.pid, part=os.getpid())
+        time.sleep(300)
+    if name == "fails":
+        note(reached=2)
+        print("\n".join(f"line {n}" for n in range(100)))
+        raise RuntimeError("as it should")
+    note(says=f"{name} is well")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "drive":
+        sys.exit(main(sys.argv[2:], PARTS, "tests.lane_parts"))
+    run_part(sys.argv[1])
