@@ -31,8 +31,8 @@ import torch.distributed as dist
 from benchmarks.kernel_bench.machine import describe
 from moe.wire import wire_row_bytes
 from mrl.config import ParallelConfig
-from mrl.exchange import RouteExchange
-from mrl.rollout.saved import decode_groups, encode_groups, without_route_ids
+from mrl.exchange import RolloutExchange
+from mrl.rollout.saved import decode_groups, encode_groups, outline
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 from parallel.dims import ParallelDims
 from parallel.groups import init_groups
@@ -82,11 +82,11 @@ def exchange(shape: tuple[int, ...]) -> dict[str, Any]:
     layers, num_samples = shape[0], shape[3]
     own = make_group(groups.rank, shape)
     both = [own, own]
-    both[1 - groups.rank] = without_route_ids(make_group(1 - groups.rank, shape))
+    both[1 - groups.rank] = outline(make_group(1 - groups.rank, shape))
     samples = [sample for group in both for sample in group.samples]
     shares = [set(range(num_samples, 2 * num_samples)), set(range(num_samples))]
     wires = {
-        name: RouteExchange(groups, range(1, layers + 1), share_memory=name == "memory")
+        name: RolloutExchange(groups, range(1, layers + 1), share_memory=name == "memory")
         for name in ("memory", "messages")
     }
 

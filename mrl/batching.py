@@ -63,6 +63,15 @@ RouteSource = Callable[[Sequence[Sample], Sequence[Collection[int]]], Mapping[in
 sample of this rank, the routes of this rank's layers. Samples without routes are left out."""
 
 
+TokenSource = Callable[[Sequence[Sample], Sequence[Collection[int]]], Mapping[int, Sample]]
+"""As `RouteSource`: by their numbers, the samples of this rank with all their tokens."""
+
+
+def held_tokens(samples: Sequence[Sample], shares: Sequence[Collection[int]]) -> dict[int, Sample]:
+    """The TokenSource where every rank holds all samples."""
+    return dict(enumerate(samples))
+
+
 def held_routes(
     samples: Sequence[Sample], shares: Sequence[Collection[int]]
 ) -> dict[int, PackedRoutes]:
@@ -81,6 +90,7 @@ def make_train_batches(
     groups: Groups,
     micro_batch_tokens: int,
     routes: RouteSource | None = held_routes,
+    tokens: TokenSource = held_tokens,
     *,
     drops_stale: bool = True,
     config: AlgorithmConfig = _PUBLISHED,
@@ -96,6 +106,9 @@ def make_train_batches(
     weights chose than their tokens were sampled with are not among them, and their tokens leave the
     loss if `drops_stale`: a replay would have to do without those rows.
 
+    `tokens`: where the tokens of this rank's samples come from; of the others their lengths and loss
+    masks are enough.
+
     Micro-batches may run in one pass whatever mini-batch they belong to, so where they have to be of
     one length, they all are.
     """
@@ -108,7 +121,9 @@ def make_train_batches(
         for members in share
     )
     drops = drops_stale and routes is not None
-    fetched = _fetch_routes([samples for samples, _ in parts], plans, routes)
+    of_parts = [samples for samples, _ in parts]
+    fetched = _fetch_routes(of_parts, plans, routes)
+    whole = _fetch_tokens(of_parts, plans, groups.dp_rank, tokens)
     return [
         _pack_share(
             [without_stale_tokens(sample) for sample in samples] if drops else samples,
@@ -121,8 +136,8 @@ def make_train_batches(
             min_tokens=longest if dims.equal_micro_batches else 1,
             version=version,
         )
-        for (samples, advantages), shares, own_routes, first_id in zip(
-            parts, plans, fetched, _first_ids([samples for samples, _ in parts]), strict=True
+        for samples, (_, advantages), shares, own_routes, first_id in zip(
+            whole, parts, plans, fetched, _first_ids(of_parts), strict=True
         )
     ]
 
@@ -151,11 +166,7 @@ def _fetch_routes(
         return [{} for _ in parts]
     samples = [sample for part in parts for sample in part]
     firsts = _first_ids(parts)
-    shares = [
-        {first + i for first, plan in zip(firsts, plans, strict=True) for m in plan[dp] for i in m}
-        for dp in range(len(plans[0]))
-    ]
-    routes = dict(source(samples, shares))
+    routes = dict(source(samples, _shares(parts, plans)))
     for i, own in routes.items():
         stale = stale_rows(samples[i])
         if stale is not None:
@@ -163,6 +174,33 @@ def _fetch_routes(
     return [
         {i - first: routes[i] for i in range(first, first + len(part)) if i in routes}
         for first, part in zip(firsts, parts, strict=True)
+    ]
+
+
+def _fetch_tokens(
+    parts: Sequence[Sequence[Sample]],
+    plans: Sequence[list[list[list[int]]]],
+    dp_rank: int,
+    source: TokenSource,
+) -> list[list[Sample]]:
+    """The mini-batches with this rank's own samples whole, in one exchange."""
+    samples = [sample for part in parts for sample in part]
+    shares = _shares(parts, plans)
+    whole = source(samples, shares)
+    for i in shares[dp_rank]:
+        samples[i] = whole[i]
+    firsts = _first_ids(parts)
+    return [samples[i : i + len(part)] for i, part in zip(firsts, parts, strict=True)]
+
+
+def _shares(
+    parts: Sequence[Sequence[Any]], plans: Sequence[list[list[list[int]]]]
+) -> list[set[int]]:
+    """By data-parallel rank, the numbers in the step of the samples that it trains."""
+    firsts = _first_ids(parts)
+    return [
+        {first + i for first, plan in zip(firsts, plans, strict=True) for m in plan[dp] for i in m}
+        for dp in range(len(plans[0]))
     ]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mrl.errors import InputError
-from mrl.rollout.saved import load_groups, without_route_ids
+from mrl.rollout.saved import load_groups, outline
 from mrl.run_folder import saved_step
 from mrl.types import SampleGroup, Statistics
 from parallel.groups import Groups
@@ -77,7 +77,7 @@ class Collector(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: what a resumed run needs to go on with the next prompts."""
+        """JSON-able, on rank 0: what a resumed run needs to go on with the next prompts."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -90,7 +90,7 @@ class Collector(Protocol):
 class SavedCollector:
     """The groups of `debug.load_rollouts`, step by step; no engine and no reward function.
 
-    Each rank keeps the routes of some groups, as if it had rolled them out.
+    Each rank keeps some groups whole, as if it had rolled them out, and of the others the outlines.
     """
 
     start_text = "opening the saved rollouts"
@@ -106,8 +106,7 @@ class SavedCollector:
             everything = load_groups(saved_step(self.folder, step))
             rank, world = self.groups.rank, self.groups.dims.world
             return [
-                group if i % world == rank else without_route_ids(group)
-                for i, group in enumerate(everything)
+                group if i % world == rank else outline(group) for i, group in enumerate(everything)
             ]
 
     def evaluate(self, version: int, policy: Policy, clock: Clock) -> dict[str, float]:

@@ -9,11 +9,14 @@ from mrl.types import Sample, SampleGroup
 
 
 def completions(groups: Sequence[SampleGroup], tokenizer: Any) -> list[list[str]]:
-    """The text of every sample's response, without special tokens.
+    """The text of every sample's response, without special tokens; a group keeps its own.
 
     Of a conversation it is all that comes after the prompt, with the tokens that say whose turn it is.
     """
-    return [[_text(sample, tokenizer) for sample in group.samples] for group in groups]
+    for group in groups:
+        if group.texts is None:
+            group.texts = [_text(sample, tokenizer) for sample in group.samples]
+    return [list(group.texts or []) for group in groups]
 
 
 def _text(sample: Sample, tokenizer: Any) -> str:

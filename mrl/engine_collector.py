@@ -7,6 +7,7 @@ all send the weights once more, and the rest is generated with the same seeds.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +25,11 @@ from mrl.data import PromptCursor
 from mrl.dynamic_sampling import SignalRounds
 from mrl.errors import RunFailed
 from mrl.evaluation import Evaluation, Evaluator
+from mrl.exchange import RolloutExchange
 from mrl.memory_watch import MemoryWatch
 from mrl.preflight import Plan
 from mrl.rollout import load_engine
-from mrl.rollout.backlog import Backlog, StepPlan
+from mrl.rollout.backlog import Backlog, Started, StepPlan
 from mrl.rollout.base import (
     CUDA_GRAPH,
     KV_CACHE,
@@ -38,6 +40,7 @@ from mrl.rollout.base import (
 )
 from mrl.run_folder import RunFolder
 from mrl.scoring import Scoring
+from mrl.sharing import sum_over_ranks
 from mrl.tasks import Task, make_task, share_scored, share_unfinished
 from mrl.types import Max, SampleGroup, Statistics
 from parallel.groups import Groups
@@ -68,6 +71,8 @@ class EngineCollector:
         self.watch = MemoryWatch(groups.device, console.warning)
         self._statistics: Statistics = {}
         self.backlog = Backlog(recipe.rollout)
+        self.exchange = RolloutExchange(groups)
+        """Of groups that wait for another step, which another engine may go on with."""
         if groups.rank % tp == 0:
             self.engine = load_engine(recipe.rollout.engine)(
                 model=recipe.model,
@@ -97,7 +102,7 @@ class EngineCollector:
     def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
         seed = self.plan.recipe.seed * 1_000_003 + step
         self._count = SyncCount()
-        plan = self.backlog.begin_step(self.cursor.next, seed)
+        plan = self._with_tokens(self.backlog.begin_step(self.cursor.next, seed))
         evaluation = self._evaluation_due(step)
         also = evaluation.tasks if evaluation else []
         groups, partial = self._round(step, plan, policy, clock, also)
@@ -204,6 +209,15 @@ class EngineCollector:
             self.plan, recipe, self.scoring, groups, seeds, num_wanted, clock_name="rollout"
         )
 
+    def _with_tokens(self, plan: StepPlan) -> StepPlan:
+        """The plan with the groups that go on whole on the engines that they go on with."""
+        resumed, fresh = plan.started[: plan.num_resumed], plan.started[plan.num_resumed :]
+        tp, num_engines = self.plan.recipe.rollout.tensor_parallel_size, self.plan.num_engines
+        leaders = [(i % num_engines) * tp for i in range(len(resumed))]
+        moved = self.exchange.move([one.group for one in resumed], leaders)
+        whole = [Started(group, one.seed) for group, one in zip(moved, resumed, strict=True)]
+        return dataclasses.replace(plan, started=[*whole, *fresh])
+
     def _generate_all(
         self, version: int, tasks: Sequence[Task], policy: Policy, clock: Clock
     ) -> None:
@@ -216,16 +230,16 @@ class EngineCollector:
             if left and self._lost is None:
                 self._generate(left, clock)
             with clock.part("rollout"):  # the wait for the slowest engine is part of it
-                num_lost = _sum_over_ranks(self._lost is not None)
+                num_lost = sum_over_ranks(self._lost is not None)
             if not num_lost:
                 break
             start = time.perf_counter()
             while num_lost:  # the next one may be lost while it starts
                 count.restarts += num_lost
                 self._replace_lost(count.restarts)
-                num_lost = _sum_over_ranks(self._lost is not None)
+                num_lost = sum_over_ranks(self._lost is not None)
             count.recovery_s += time.perf_counter() - start
-            if not _sum_over_ranks(any(not task.is_over for task in tasks)):
+            if not sum_over_ranks(any(not task.is_over for task in tasks)):
                 break
 
     def _generate(self, tasks: Sequence[Task], clock: Clock) -> None:
@@ -270,7 +284,9 @@ class EngineCollector:
             self._lost = error if isinstance(error, EngineLost) else EngineLost(str(error))
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.cursor.state_dict(), "backlog": self.backlog.state_dict()}
+        waiting = self.exchange.collect([one.group for one in self.backlog.waiting])
+        backlog = self.backlog.state_dict(waiting) if self.groups.rank == 0 else {}
+        return {**self.cursor.state_dict(), "backlog": backlog}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state)
@@ -290,13 +306,6 @@ class EngineCollector:
 def as_statistics(numbers: Mapping[str, float]) -> Statistics:
     """Numbers that are the same on every rank."""
     return {key: Max(torch.tensor(value, dtype=torch.float64)) for key, value in numbers.items()}
-
-
-def _sum_over_ranks(number: int | bool) -> int:
-    total = torch.tensor(int(number))
-    if dist.get_world_size() > 1:
-        dist.all_reduce(total)
-    return int(total)
 
 
 def _gpu_ids(groups: Groups, tp: int) -> list[str]:

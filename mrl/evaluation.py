@@ -11,16 +11,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from mrl.completions import completions
 from mrl.eval_sets import EvalSet
 from mrl.preflight import Plan
+from mrl.rollout.saved import is_held
 from mrl.rollout.scheduling import start_groups
-from mrl.run_folder import RunFolder
+from mrl.run_folder import RunFolder, as_lines
 from mrl.scoring import Scoring
+from mrl.sharing import gather_lines
 from mrl.tasks import Task, make_task, share_scored
 from mrl.types import SampleGroup
 from parallel.groups import Groups
@@ -84,13 +85,17 @@ class Evaluation:
         """
         plan, folder = self._evaluator.plan, self._evaluator.folder
         metrics: dict[str, float] = {}
-        rows: list[dict[str, Any]] = []
+        lines: list[bytes] = []
         for eval_set, task in zip(plan.eval_sets, self._tasks, strict=True):
             groups = share_scored(task, eval_set.recipe, self._evaluator.groups)
             metrics |= eval_metrics(eval_set, groups)
-            rows += _rows(eval_set, groups, completions(groups, plan.tokenizer))
+            own = {i: group for i, group in enumerate(groups) if is_held(group)}
+            texts = completions(list(own.values()), plan.tokenizer)
+            parts = [_lines(eval_set, g, t) for g, t in zip(own.values(), texts, strict=True)]
+            of_set = gather_lines(dict(zip(own, parts, strict=True)), len(groups))
+            lines += of_set or []
         if self._evaluator.groups.rank == 0:
-            folder.write_evaluation(self._version, metrics, rows)
+            folder.write_evaluation(self._version, metrics, lines)
         return metrics
 
 
@@ -136,10 +141,11 @@ def _powers(k_max: int) -> list[int]:
     return [*powers, k_max]
 
 
-def _rows(
-    eval_set: EvalSet, groups: Sequence[SampleGroup], texts: Sequence[Sequence[str]]
-) -> list[dict[str, Any]]:
-    return [
+def _lines(eval_set: EvalSet, group: SampleGroup, texts: Sequence[str]) -> bytes:
+    """A group in `evals/step_*.jsonl`, one line a sample; nothing of a group without rewards."""
+    if group.rewards is None:
+        return b""
+    rows = (
         {
             "set": eval_set.config.name,
             "prompt_id": group.prompt.prompt_id,
@@ -150,9 +156,6 @@ def _rows(
             "response_len": sample.num_generated,
             "finish_reason": sample.finish_reason,
         }
-        for group, completed in zip(groups, texts, strict=True)
-        if group.rewards is not None
-        for sample, text, reward in zip(
-            group.samples, completed, group.rewards.tolist(), strict=True
-        )
-    ]
+        for sample, text, reward in zip(group.samples, texts, group.rewards.tolist(), strict=True)
+    )
+    return b"".join(as_lines(rows))

@@ -1,214 +1,217 @@
-"""Routes on their way from the ranks that rolled out to the ranks that train: each rank gets only its
-own layers of its own samples.
+"""Rollouts on their way from the ranks that rolled out to the ranks that train: each rank gets the
+tokens of its own samples, and of their routes its own layers.
 
-All ranks know all samples but for the ids in their routes, and compute the same plan of who trains
-what, so nobody has to ask. A holder packs what its readers want (`moe.wire`), once, into memory that
-the ranks of its node read their part of (`mrl.shared_bytes`); to other ranks it sends their part.
+All ranks know the outlines of all samples (`mrl.rollout.saved.outline`), and compute the same plan of
+who trains what, so nobody has to ask; `mrl.parcels` carries what is planned. Routes travel as bits
+(`moe.wire`), a token as its id and its log-prob, 8 bytes.
 
-R rows of a sample (its tokens but the last), L MoE layers.
+R rows of a sample (its tokens but the last), T tokens of a sample, L MoE layers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from functools import cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe.align import pack_joined, pack_traces, places_of, split_rows
 from moe.trace import unpack_trace
 from moe.wire import from_wire, to_wire, wire_row_bytes
-from mrl.shared_bytes import Handle, SharedBytes
+from mrl.parcels import TOKENS, ParcelExchange, Want
 from mrl.types import PackedRoutes, RoutingTrace, Sample, SampleGroup
 from parallel.groups import Groups
 
 Traces = Mapping[int, RoutingTrace]
 """By the sample's number in the step's list; without ids where another rank holds them."""
+BYTES_PER_TOKEN = 8
+"""i32 id and f32 log-prob."""
 
 
-@dataclass(frozen=True)
-class Want:
-    """What a rank needs."""
+class TokenCargo:
+    """Tokens and the engine's log-probs: all ids of a sample, then all log-probs."""
 
-    samples: tuple[int, ...]
-    """Numbers in the step's list, ascending."""
-    layers: tuple[int, ...]
-    """Megatron's numbers."""
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
 
+    def num_bytes(self, sample: int, layers: tuple[int, ...]) -> int:
+        return BYTES_PER_TOKEN * len(self._samples[sample].token_ids)
 
-@dataclass(frozen=True)
-class Parcel:
-    """What one rank gets from another."""
+    def pack(self, want: Want) -> Tensor:
+        parts = []
+        for i in want.samples:
+            sample = self._samples[i]
+            ids = sample.token_ids.to(torch.int32)
+            parts += [ids.view(torch.uint8), sample.rollout_logprobs.contiguous().view(torch.uint8)]
+        return torch.cat(parts)
 
-    holder: int
-    reader: int
-    want: Want
-
-
-@dataclass(frozen=True)
-class _Seat:
-    """What all ranks know of a rank."""
-
-    dp_rank: int
-    layers: tuple[int, ...]
-    memory: Handle
-
-
-def plan_parcels(wants: Mapping[int, Want], held: Sequence[Collection[int]]) -> list[Parcel]:
-    """Who gets what from whom. Of several holders the lowest rank gives; who has it gets nothing.
-
-    `held`: by rank, the numbers of the samples whose routes it has. Raises RuntimeError where nobody
-    has what somebody wants.
-    """
-    holders: dict[int, int] = {}
-    for rank in reversed(range(len(held))):
-        holders |= dict.fromkeys(held[rank], rank)
-    own = [frozenset(numbers) for numbers in held]
-    parcels = []
-    for reader, want in sorted(wants.items()):
-        lost = [i for i in want.samples if i not in holders]
-        if lost:
-            raise RuntimeError(
-                f"no rank holds the routes of samples {lost[:10]}, rank {reader} trains"
+    def unpack(self, want: Want, wire: Tensor) -> dict[int, Sample]:
+        """The samples of `want`, with all else as this rank has it."""
+        parts = wire.split([self.num_bytes(i, want.layers) for i in want.samples])
+        samples = {}
+        for i, part in zip(want.samples, parts, strict=True):
+            ids, logprobs = part.chunk(2)
+            samples[i] = dataclasses.replace(
+                self._samples[i],
+                token_ids=ids.view(torch.int32).long(),
+                rollout_logprobs=logprobs.view(torch.float32).clone(),
             )
-        missing = [i for i in want.samples if i not in own[reader]] if want.layers else []
-        missing.sort(key=lambda i: (holders[i], i))
-        for holder, numbers in groupby(missing, key=lambda i: holders[i]):
-            parcels.append(Parcel(holder, reader, Want(tuple(numbers), want.layers)))
-    return parcels
+        return samples
 
 
-class RouteExchange:
+class RouteCargo:
+    """Routes of some layers."""
+
+    def __init__(self, traces: Traces) -> None:
+        self.traces = traces
+
+    def num_bytes(self, sample: int, layers: tuple[int, ...]) -> int:
+        return self.traces[sample].num_rows * self._row_bytes(sample, layers)
+
+    def _row_bytes(self, sample: int, layers: tuple[int, ...]) -> int:
+        trace = self.traces[sample]
+        has_weights = trace.expert_weights is not None
+        shape = (trace.layer_numbers, trace.num_experts, trace.expert_ids.shape[2], has_weights)
+        return _width(layers, *shape)
+
+    def pack(self, want: Want) -> Tensor:
+        return to_wire(pack_joined([self.traces[i] for i in want.samples], want.layers))
+
+    def unpack(self, want: Want, wire: Tensor) -> dict[int, PackedRoutes]:
+        first = self.traces[want.samples[0]]
+        num_rows = [self.traces[i].num_rows for i in want.samples]
+        routes = from_wire(
+            wire.view(sum(num_rows), self._row_bytes(want.samples[0], want.layers)),
+            want.layers,
+            first.num_experts,
+            first.expert_ids.shape[2],
+            with_weights=first.expert_weights is not None,
+        )
+        return dict(zip(want.samples, split_rows(routes, num_rows), strict=True))
+
+
+class RolloutExchange:
     """The exchange of one run. Every method is a collective: call it on all ranks."""
 
-    def __init__(self, groups: Groups, layers: Sequence[int], *, share_memory: bool = True) -> None:
+    def __init__(
+        self, groups: Groups, layers: Sequence[int] = (), *, share_memory: bool = True
+    ) -> None:
         """`layers`: the MoE layers of this rank. Without `share_memory` everything is sent, as between
         nodes."""
         self._rank, self._world = groups.rank, groups.dims.world
-        self._memory = SharedBytes()
-        self._seats: list[_Seat] = self._gather(
-            _Seat(groups.dp_rank, tuple(layers), self._memory.handle)
+        self._parcels = ParcelExchange(
+            groups, (groups.dp_rank, tuple(layers)), share_memory=share_memory
         )
-        self._readable: list[set[int]] = self._gather(
-            {r for r, s in enumerate(self._seats) if share_memory and s.memory.can_be_read()}
-        )
-        """By rank, the ranks whose memory it reads."""
         self.bytes_per_token = 0.0
-        """Of the last exchange, over all ranks: bytes read or sent over tokens, in the whole model
-        (a rank with half the layers counts half a token). 0 where every rank had what it wants."""
-        self.num_bytes_shared = self.num_bytes_sent = 0
-        """Of the last exchange, by this rank: what it laid into its memory, as the system counts it,
-        and into messages."""
+        """Of the routes in the last `deliver`, over all ranks: bytes that they got over tokens, in the
+        whole model (a rank with half the layers counts half a token). 0 where every rank had what it
+        wants."""
+
+    @property
+    def num_bytes_shared(self) -> int:
+        """Of the last exchange, what this rank laid into its memory."""
+        return self._parcels.num_bytes_shared
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """Of the last exchange, what this rank sent in messages."""
+        return self._parcels.num_bytes_sent
 
     def deliver(
         self, samples: Sequence[Sample], shares: Sequence[Collection[int]]
     ) -> dict[int, PackedRoutes]:
         """`mrl.batching.RouteSource`. Raises ValueError where the routes lack a layer of the model."""
         traces = _traces(samples)
+        of_dp = [tuple(sorted(i for i in share if i in traces)) for share in shares]
         wants = {
-            rank: Want(tuple(sorted(i for i in shares[seat.dp_rank] if i in traces)), seat.layers)
-            for rank, seat in enumerate(self._seats)
+            rank: Want(of_dp[dp_rank], layers)
+            for rank, (dp_rank, layers) in enumerate(self._parcels.places)
         }
-        return self._exchange(traces, wants)
+        held = self._held(traces)
+        self.bytes_per_token = bytes_per_token(traces, wants, held)
+        routes = _own_routes(traces, wants[self._rank])
+        cargo = RouteCargo(traces)
+        for want, wire in self._parcels.exchange(cargo, wants, held):
+            routes |= cargo.unpack(want, wire)
+        return {i: routes[i] for i in wants[self._rank].samples}
+
+    def deliver_tokens(
+        self, samples: Sequence[Sample], shares: Sequence[Collection[int]]
+    ) -> dict[int, Sample]:
+        """`mrl.batching.TokenSource`."""
+        of_dp = [tuple(sorted(share)) for share in shares]
+        places = enumerate(self._parcels.places)
+        wants = {rank: Want(of_dp[dp_rank], (TOKENS,)) for rank, (dp_rank, _) in places}
+        return self._tokens(samples, wants)
 
     def collect(self, groups: Sequence[SampleGroup], reader: int = 0) -> list[SampleGroup]:
-        """The groups, with all their routes on the rank `reader`."""
+        """The groups, whole on the rank `reader`."""
+        return self.move(groups, [reader] * len(groups))
+
+    def move(self, groups: Sequence[SampleGroup], readers: Sequence[int]) -> list[SampleGroup]:
+        """The groups, each of them whole on its reader, and on the ranks that held it."""
         samples = [sample for group in groups for sample in group.samples]
         traces = _traces(samples)
-        if not traces:
+        to = [r for group, r in zip(groups, readers, strict=True) for _ in group.samples]
+        if self._world == 1 or not samples:
             return list(groups)
-        want = Want(tuple(traces), next(iter(traces.values())).layer_numbers)
-        for i, routes in self._exchange(traces, {reader: want}).items():
-            if traces[i].expert_ids.is_meta:
+        numbers = {rank: [i for i, r in enumerate(to) if r == rank] for rank in set(to)}
+        wants = {rank: Want(tuple(those), (TOKENS,)) for rank, those in numbers.items()}
+        for i, sample in self._tokens(samples, wants).items():
+            samples[i] = sample
+        layers = next(iter(traces.values())).layer_numbers if traces else ()
+        for rank, those in numbers.items():
+            wants[rank] = Want(tuple(i for i in those if i in traces), layers)
+        cargo = RouteCargo(traces)
+        for want, wire in self._parcels.exchange(cargo, wants, self._held(traces)):
+            for i, routes in cargo.unpack(want, wire).items():
                 trace = unpack_trace(routes, traces[i])
                 samples[i] = dataclasses.replace(samples[i], routing=trace)
         rest = iter(samples)
         return [dataclasses.replace(g, samples=[next(rest) for _ in g.samples]) for g in groups]
 
-    def _exchange(self, traces: Traces, wants: Mapping[int, Want]) -> dict[int, PackedRoutes]:
+    def _tokens(self, samples: Sequence[Sample], wants: Mapping[int, Want]) -> dict[int, Sample]:
         """What this rank wants, by sample."""
-        own = [i for i, trace in traces.items() if not trace.expert_ids.is_meta]
-        parcels = plan_parcels(wants, self._gather(own))
-        self.bytes_per_token = bytes_per_token(traces, parcels)
-        self.num_bytes_shared = self.num_bytes_sent = 0
-        is_read = [parcel.holder in self._readable[parcel.reader] for parcel in parcels]
-        read = [p for p, by_memory in zip(parcels, is_read, strict=True) if by_memory]
-        sent = [p for p, by_memory in zip(parcels, is_read, strict=True) if not by_memory]
-        self._write(read, traces)
-        arriving = self._start_sending(sent, traces)
-        if read:
-            dist.barrier()  # everything is written
-        routes = _own_routes(traces, wants.get(self._rank, Want((), ())))
-        for parcel in read:
-            if parcel.reader == self._rank:
-                routes |= _unpack(self._read(parcel, read, traces), parcel, traces)
-        for parcel, wire, work in arriving:
-            work.wait()
-            if parcel.reader == self._rank:
-                routes |= _unpack(wire, parcel, traces)
-        if read:
-            dist.barrier()  # everything is read
-            self.num_bytes_shared = self._memory.num_bytes
-            self._memory.clear()
-        return routes
+        here = [i for i, sample in enumerate(samples) if sample.is_held]
+        cargo = TokenCargo(samples)
+        mine = wants.get(self._rank, Want((), ())).samples
+        tokens = {i: samples[i] for i in mine if samples[i].is_held}
+        for want, wire in self._parcels.exchange(cargo, wants, self._parcels.share_held(here)):
+            tokens |= cargo.unpack(want, wire)
+        return {i: tokens[i] for i in mine}
 
-    def _write(self, read: Sequence[Parcel], traces: Traces) -> None:
-        offsets = _offsets(self._rank, read, traces)
-        for layers, pages in groupby(offsets, key=lambda page: page[0]):
-            numbers = [i for _, i in pages]  # side by side
-            wire = _pack(Want(tuple(numbers), layers), traces)
-            self._memory.write(offsets[layers, numbers[0]], wire.flatten())
-
-    def _read(self, parcel: Parcel, read: Sequence[Parcel], traces: Traces) -> Tensor:
-        """u8[rows of all its samples, width]."""
-        wire, offsets = _empty_wire(parcel.want, traces), _offsets(parcel.holder, read, traces)
-        rows = wire.split([traces[i].num_rows for i in parcel.want.samples])
-        self._seats[parcel.holder].memory.read(
-            [
-                (offsets[parcel.want.layers, i], part.flatten())
-                for i, part in zip(parcel.want.samples, rows, strict=True)
-            ]
-        )
-        return wire
-
-    def _start_sending(
-        self, sent: Sequence[Parcel], traces: Traces
-    ) -> list[tuple[Parcel, Tensor, Any]]:
-        """This rank's parcels on their way, either way; the tensors must live until they arrive."""
-        arriving = []
-        for parcel in sent:
-            if parcel.reader == self._rank:
-                wire = _empty_wire(parcel.want, traces)
-                arriving.append((parcel, wire, dist.irecv(wire, parcel.holder)))
-        for parcel in sent:
-            if parcel.holder == self._rank:
-                wire = _pack(parcel.want, traces)
-                self.num_bytes_sent += wire.numel()
-                arriving.append((parcel, wire, dist.isend(wire, parcel.reader)))
-        return arriving
-
-    def _gather(self, value: Any) -> list[Any]:
-        if self._world == 1:
-            return [value]
-        values = [None] * self._world
-        dist.all_gather_object(values, value)
-        return values
+    def _held(self, traces: Traces) -> list[list[int]]:
+        """By rank, the samples whose routes it has."""
+        here = [i for i, trace in traces.items() if not trace.expert_ids.is_meta]
+        return self._parcels.share_held(here)
 
 
-def bytes_per_token(traces: Traces, parcels: Sequence[Parcel]) -> float:
-    """Bytes that the parcels hold over the tokens they are of; a share of the layers is that share of
-    a token."""
-    num_bytes = num_tokens = 0.0
-    for parcel in parcels:
-        for i in parcel.want.samples:
-            share = len(parcel.want.layers) / len(traces[i].layer_numbers)
-            num_bytes += _num_bytes(traces[i], parcel.want.layers)
-            num_tokens += traces[i].num_rows * share
+def bytes_per_token(
+    traces: Traces, wants: Mapping[int, Want], held: Sequence[Collection[int]]
+) -> float:
+    """Bytes of routes that the ranks get over the tokens they are of; a share of the layers is that
+    share of a token."""
+    cargo, num_bytes, num_tokens = RouteCargo(traces), 0, 0.0
+
+    @cache
+    def total(want: Want) -> tuple[int, int]:
+        """(bytes, rows): wants of one data-parallel rank and one stage are the same."""
+        return of(want.samples, want.layers)
+
+    def of(numbers: Collection[int], layers: tuple[int, ...]) -> tuple[int, int]:
+        rows = sum(traces[i].num_rows for i in numbers)
+        return sum(cargo.num_bytes(i, layers) for i in numbers), rows
+
+    for rank, want in wants.items():
+        if not want.layers or not want.samples:
+            continue
+        own = of(frozenset(want.samples) & frozenset(held[rank]), want.layers)
+        size, rows = (all_ - mine for all_, mine in zip(total(want), own, strict=True))
+        share = len(want.layers) / len(traces[want.samples[0]].layer_numbers)
+        num_bytes += size
+        num_tokens += rows * share
     return num_bytes / num_tokens if num_tokens else 0.0
 
 
@@ -227,54 +230,14 @@ def _traces(samples: Sequence[Sample]) -> dict[int, RoutingTrace]:
     return {i: s.routing for i, s in enumerate(samples) if s.routing is not None}
 
 
-def _width(trace: RoutingTrace, layers: Sequence[int]) -> int:
-    places_of(trace.layer_numbers, layers)
-    return wire_row_bytes(
-        len(layers),
-        trace.num_experts,
-        trace.expert_ids.shape[2],
-        with_weights=trace.expert_weights is not None,
-    )
-
-
-def _num_bytes(trace: RoutingTrace, layers: Sequence[int]) -> int:
-    return trace.num_rows * _width(trace, layers)
-
-
-def _offsets(
-    holder: int, read: Sequence[Parcel], traces: Traces
-) -> dict[tuple[tuple[int, ...], int], int]:
-    """Where in the memory of `holder` the rows of (layers, sample) are; ranks that want the same, as
-    those of a tensor-parallel group do, read the same."""
-    wanted = {(p.want.layers, i) for p in read if p.holder == holder for i in p.want.samples}
-    offsets, offset = {}, 0
-    for layers, i in sorted(wanted):
-        offsets[layers, i] = offset
-        offset += _num_bytes(traces[i], layers)
-    return offsets
-
-
-def _pack(want: Want, traces: Traces) -> Tensor:
-    """u8[rows of all samples, width]."""
-    return to_wire(pack_joined([traces[i] for i in want.samples], want.layers))
-
-
-def _empty_wire(want: Want, traces: Traces) -> Tensor:
-    """u8[rows of all samples, width]."""
-    num_rows = sum(traces[i].num_rows for i in want.samples)
-    width = _width(traces[want.samples[0]], want.layers)
-    return torch.empty((num_rows, width), dtype=torch.uint8)
-
-
-def _unpack(wire: Tensor, parcel: Parcel, traces: Traces) -> dict[int, PackedRoutes]:
-    numbers = parcel.want.samples
-    first = traces[numbers[0]]
-    routes = from_wire(
-        wire,
-        parcel.want.layers,
-        first.num_experts,
-        first.expert_ids.shape[2],
-        with_weights=first.expert_weights is not None,
-    )
-    parts = split_rows(routes, [traces[i].num_rows for i in numbers])
-    return dict(zip(numbers, parts, strict=True))
+@cache
+def _width(
+    layers: tuple[int, ...],
+    of_model: tuple[int, ...],
+    num_experts: int,
+    topk: int,
+    with_weights: bool,
+) -> int:
+    """Bytes a row. Raises ValueError where the routes lack one of the layers."""
+    places_of(of_model, layers)
+    return wire_row_bytes(len(layers), num_experts, topk, with_weights=with_weights)

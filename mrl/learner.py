@@ -18,7 +18,7 @@ from mrl.collect import Clock
 from mrl.credit import credits_tokens, with_penalised_advantages, with_token_advantages
 from mrl.diagnosis.collect import Diagnosis
 from mrl.diagnosis.mismatch import mismatch_statistics
-from mrl.exchange import RouteExchange
+from mrl.exchange import RolloutExchange
 from mrl.guards import UpdateGuard, check_finite, check_first_update, sequence_clip
 from mrl.kl_control import KlControl
 from mrl.preflight import Plan
@@ -41,7 +41,7 @@ class Learner:
     plan: Plan
     groups: Groups
     policy: Policy
-    exchange: RouteExchange
+    exchange: RolloutExchange
     diagnosis: Diagnosis
     critic: Critic | None = None
     """Where the algorithm needs one."""
@@ -75,6 +75,7 @@ class Learner:
             self.groups,
             recipe.train.micro_batch_tokens,
             self.exchange.deliver if recipe.captures_routes else None,
+            self.exchange.deliver_tokens,
             drops_stale=replays_rollout,
             config=recipe.algorithm,
             max_response_len=recipe.rollout.max_response_len,

@@ -18,7 +18,7 @@ import fcntl
 import itertools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -112,7 +112,7 @@ class RunFolder:
         if not self.metrics.exists():
             return
         kept = [r for r in self.read_metrics() if r["step"] < step]
-        _write_whole(self.metrics, "".join(_line(row) for row in kept))
+        _write_whole(self.metrics, as_lines(kept))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl; a line cut short by a crash is left out."""
@@ -125,46 +125,19 @@ class RunFolder:
         with self.metrics.open("a") as file:
             file.write(_line(metrics))
 
-    def write_rollouts(
-        self, step: int, groups: Sequence[SampleGroup], completions: Sequence[Sequence[str]]
-    ) -> None:
-        """The readable record of a step, one line a sample.
-
-        `weight_version` is of the last weights that a sample is from, `staleness` by how many versions
-        the step's are ahead of the first.
-        """
-        rows = []
-        for group, texts in zip(groups, completions, strict=True):
-            rewards = [] if group.rewards is None else group.rewards.tolist()
-            advantages = [] if group.advantages is None else group.advantages.tolist()
-            for i, (sample, text) in enumerate(zip(group.samples, texts, strict=True)):
-                rows.append(
-                    {
-                        "group_id": sample.group_id,
-                        "prompt_id": group.prompt.prompt_id,
-                        "source": group.prompt.source,
-                        "prompt": group.prompt.content,
-                        "completion": text,
-                        "reward": rewards[i],
-                        "advantage": advantages[i] if advantages else None,
-                        "weight_version": sample.weight_versions[-1].version,
-                        "staleness": step - min(s.version for s in sample.weight_versions),
-                        "prompt_len": sample.prompt_len,
-                        "response_len": sample.num_generated,
-                        "finish_reason": sample.finish_reason,
-                    }
-                )
-        _write_whole(self.rollout_file(step), "".join(_line(row) for row in rows))
+    def write_rollouts(self, step: int, lines: Iterable[bytes]) -> None:
+        """The readable record of a step: the `rollout_lines` of its groups, in order."""
+        _write_whole(self.rollout_file(step), lines)
 
     def write_evaluation(
-        self, version: int, metrics: dict[str, float], rows: Sequence[dict[str, Any]]
+        self, version: int, metrics: dict[str, float], lines: Iterable[bytes]
     ) -> None:
-        """What an evaluation of weights `version` gave: one line a sample and, when these are written,
-        its numbers."""
+        """What an evaluation of weights `version` gave: one line a sample (`as_lines`) and, when these
+        are written, its numbers."""
         self.evals.mkdir(parents=True, exist_ok=True)
         file = self.evaluation_file(version)
-        file.with_suffix(".jsonl").write_text("".join(_line(row) for row in rows))
-        _write_whole(file, _line({"step": version, **metrics}))
+        file.with_suffix(".jsonl").write_bytes(b"".join(lines))
+        _write_whole(file, as_lines([{"step": version, **metrics}]))
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
         """What `write_rollouts` wrote."""
@@ -213,10 +186,45 @@ def _set_aside(folder: Path, step: int) -> None:
         file.rename(new / file.name)
 
 
-def _write_whole(file: Path, text: str) -> None:
+def rollout_lines(step: int, group: SampleGroup, completions: Sequence[str]) -> bytes:
+    """A group in `rollouts/step_*.jsonl`, one line a sample.
+
+    `weight_version` is of the last weights that a sample is from, `staleness` by how many versions the
+    step's are ahead of the first.
+    """
+    rewards = [] if group.rewards is None else group.rewards.tolist()
+    advantages = [] if group.advantages is None else group.advantages.tolist()
+    return b"".join(
+        as_lines(
+            {
+                "group_id": sample.group_id,
+                "prompt_id": group.prompt.prompt_id,
+                "source": group.prompt.source,
+                "prompt": group.prompt.content,
+                "completion": text,
+                "reward": rewards[i],
+                "advantage": advantages[i] if advantages else None,
+                "weight_version": sample.weight_versions[-1].version,
+                "staleness": step - min(s.version for s in sample.weight_versions),
+                "prompt_len": sample.prompt_len,
+                "response_len": sample.num_generated,
+                "finish_reason": sample.finish_reason,
+            }
+            for i, (sample, text) in enumerate(zip(group.samples, completions, strict=True))
+        )
+    )
+
+
+def as_lines(rows: Iterable[dict[str, Any]]) -> Iterator[bytes]:
+    """JSON Lines."""
+    return (_line(row).encode() for row in rows)
+
+
+def _write_whole(file: Path, lines: Iterable[bytes]) -> None:
     """Whoever reads it meanwhile, or after a crash, finds all of it or what was there before."""
     partial = file.with_suffix(".partial")
-    partial.write_text(text)
+    with partial.open("wb") as opened:
+        opened.writelines(lines)
     partial.replace(file)
 
 

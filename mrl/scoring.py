@@ -43,7 +43,7 @@ class Scoring:
         if self._rewards is None:
             self._begun.append((group, None))
             return
-        (texts,) = completions([group], self._tokenizer)
+        (texts,) = completions([group], self._tokenizer)  # the group keeps them
         future = self._thread.submit(
             self._rewards.score_group, group, texts, step_samples=self._step_samples
         )

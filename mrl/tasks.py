@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from mrl.config import Recipe
 from mrl.episodes import Episodes
 from mrl.preflight import Plan
@@ -16,6 +14,7 @@ from mrl.rollout.base import RolloutEngine, SamplingParams
 from mrl.rollout.saved import decode_groups, encode_groups
 from mrl.rollout.scheduling import Round
 from mrl.scoring import Scoring
+from mrl.sharing import share_bytes, sum_over_ranks
 from mrl.types import SampleGroup
 from parallel.groups import Groups
 
@@ -92,34 +91,34 @@ def _without_routes(group: SampleGroup) -> SampleGroup:
 
 
 def share_scored(task: Task | None, recipe: Recipe, groups: Groups) -> list[SampleGroup]:
-    """Everybody's groups of a task on every rank, the ids of their routes where they were rolled out
-    only. A collective; raises RunFailed where rewards failed for too large a share of a whole step,
-    however few samples this round of it has."""
+    """Everybody's groups of a task on every rank, whole where they were rolled out and outlines
+    (`mrl.rollout.saved.outline`) elsewhere. A collective; raises RunFailed where rewards failed for too
+    large a share of a whole step, however few samples this round of it has."""
     own, num_failed = task.scoring.finish() if task is not None else ([], 0)
     if groups.dims.world == 1:
         return own
-    parts: list[tuple[bytes, int]] = [(b"", 0)] * groups.dims.world
-    mine = encode_groups(own, with_routes=False) if own else b""
-    dist.all_gather_object(parts, (mine, num_failed))
-    everything = list(own)
-    for rank, (part, _) in enumerate(parts):
-        if part and rank != groups.rank:
-            everything += decode_groups(part)
+    everything = _share_outlines(own, groups)
     check_failures(
         f"reward {recipe.reward!r}"
         if recipe.environment is None
         else f"environment {recipe.environment.name!r}",
-        sum(failed for _, failed in parts),
+        sum_over_ranks(num_failed),
         recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
     )
     return sorted(everything, key=lambda group: group.samples[0].group_id)
 
 
 def share_unfinished(task: Task | None, groups: Groups) -> list[SampleGroup]:
-    """On every rank what all engines left of a task. A collective."""
+    """What all engines left of a task, whole where it was rolled out and outlines elsewhere. A
+    collective."""
     left = [] if task is None else task.unfinished
-    if groups.dims.world == 1:
-        return left
-    parts = [b""] * groups.dims.world
-    dist.all_gather_object(parts, encode_groups(left) if left else b"")
-    return [group for part in parts if part for group in decode_groups(part)]
+    return left if groups.dims.world == 1 else _share_outlines(left, groups)
+
+
+def _share_outlines(own: list[SampleGroup], groups: Groups) -> list[SampleGroup]:
+    """Everybody's groups, by rank. Only ranks that lead an engine have any, and only these send."""
+    mine = encode_groups(own, with_routes=False, with_tokens=False) if own else b""
+    everything: list[SampleGroup] = []
+    for rank, part in enumerate(share_bytes(mine)):
+        everything += own if rank == groups.rank else decode_groups(part) if part else []
+    return everything

@@ -19,13 +19,14 @@ from mrl.collect import Clock, Collector, SavedCollector
 from mrl.completions import completions
 from mrl.diagnosis.collect import Diagnosis
 from mrl.engine_collector import EngineCollector
-from mrl.exchange import RouteExchange
+from mrl.exchange import RolloutExchange
 from mrl.learner import Learner, make_critic
 from mrl.metrics import episode_metrics, rollout_metrics
 from mrl.preflight import Plan
-from mrl.rollout.saved import save_groups
-from mrl.run_folder import RunFolder, saved_step
+from mrl.rollout.saved import is_held, save_groups
+from mrl.run_folder import RunFolder, rollout_lines, saved_step
 from mrl.shaping import shaping_metrics
+from mrl.sharing import gather_lines
 from mrl.types import Max, SampleGroup, Statistics
 from mrl.warm_start import warm_start
 from parallel.checkpoint import Checkpoints, Loaded
@@ -62,7 +63,7 @@ class Trainer:
                 true_on_policy=recipe.rollout.true_on_policy,
             )
         self.collector = self._make_collector()
-        self.exchange = RouteExchange(self.groups, self.policy.moe_layers)
+        self.exchange = RolloutExchange(self.groups, self.policy.moe_layers)
         diagnosis = Diagnosis(self.plan, self.groups, self.policy, self.folder)
         self.critic = make_critic(self.plan, self.policy, self.groups)
         self.learner = Learner(
@@ -179,13 +180,17 @@ class Trainer:
 
     def _write_rollouts(self, groups: list[SampleGroup]) -> None:
         saves = self.plan.recipe.debug.save_rollouts
+        held = [i for i, group in enumerate(groups) if is_held(group)]
+        own = [groups[i] for i in held]
+        texts = completions(own, self.plan.tokenizer)  # each rank decodes what it rolled out
+        parts = [rollout_lines(self.step, g, t) for g, t in zip(own, texts, strict=True)]
+        lines = gather_lines(dict(zip(held, parts, strict=True)), len(groups))
+        if lines is not None:
+            self.folder.write_rollouts(self.step, lines)
         if saves:
             groups = self.exchange.collect(groups)
-        if not self.is_main:
-            return
-        self.folder.write_rollouts(self.step, groups, completions(groups, self.plan.tokenizer))
-        if saves:
-            save_groups(saved_step(self.folder.rollouts, self.step), groups)
+            if self.is_main:
+                save_groups(saved_step(self.folder.rollouts, self.step), groups)
 
     def _save_if_due(self) -> None:
         """Save at the recipe's interval, at the last step, and when SIGUSR1 came: then leave."""

@@ -116,7 +116,9 @@ class Sample:
 
     group_id: int
     token_ids: Tensor
-    """i64[T]: prompt, then completion; in a conversation all turns and what comes between them."""
+    """i64[T]: prompt, then completion; in a conversation all turns and what comes between them. On the
+    `meta` device (length without ids), as the log-probs are, where another rank holds them:
+    `mrl.exchange` brings them to the ranks that train the sample."""
     prompt_len: int
     loss_mask: Tensor
     """bool[T]: true on tokens that the policy chose."""
@@ -127,6 +129,11 @@ class Sample:
     finish_reason: str
     """`stop`, `length` or `abort`."""
     routing: RoutingTrace | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this rank has the tokens, and not their number alone."""
+        return not self.token_ids.is_meta
 
     @property
     def response_ids(self) -> Tensor:
@@ -156,6 +163,8 @@ class SampleGroup:
     """f32[G]; NaN where the reward function abstained or failed: masked, never scored 0."""
     advantages: Tensor | None = None
     """f32[G]; 0 where the reward is NaN."""
+    texts: list[str] | None = None
+    """The completions in words, where this rank has decoded them already (`mrl.completions`)."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Which prompts a step starts, and what becomes of those that are not whole when it has enough.
 
 A prompt is in one place at any time: not drawn yet, in the backlog, trained on, or dropped and counted.
-All ranks hold the same backlog and draw the same prompts, so they plan the same step without a word.
+All ranks know the same backlog and draw the same prompts, so they plan the same step without a word;
+the tokens and routes of a prompt that waits are on the rank that rolled it out.
 
 `drop` (over-sampling alone): prompts with long answers lose, so the samples trained on are too short.
 `resume` (APRIL, arXiv 2509.18521): nothing is lost; tokens of older weights need importance weights.
@@ -48,6 +49,9 @@ class StepPlan:
     """Only deferred prompts, and all of them are wanted."""
     rest: list[Started]
     """What stays in the backlog."""
+    num_resumed: int = 0
+    """So many, the first ones, have samples that go on; only the rank that rolled one out last has its
+    tokens and routes."""
 
     def share(self, number: int, num_engines: int) -> tuple[list[Started], int]:
         """Engine `number`'s part: every num_engines-th, so that each gets its part of the old ones."""
@@ -76,6 +80,7 @@ def plan_step(
         wanted,
         is_long_round,
         list(backlog[len(old) :]),
+        num_resumed=len(old) if config.unfinished == "resume" else 0,
     )
 
 
@@ -166,9 +171,13 @@ class Backlog:
             "rollout/is_long_round": float(plan.is_long_round),
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able. Grows with the tokens and routes of what waits: routes are most of it."""
-        groups = [one.group for one in self._waiting]
+    def state_dict(self, groups: Sequence[SampleGroup] | None = None) -> dict[str, Any]:
+        """JSON-able. Grows with the tokens and routes of what waits: routes are most of it.
+
+        `groups`: those that wait, all of them whole; by default as this rank holds them.
+        """
+        if groups is None:
+            groups = [one.group for one in self._waiting]
         data = base64.b64encode(encode_groups(groups)).decode() if groups else ""
         return {"seeds": [one.seed for one in self._waiting], "groups": data}
 

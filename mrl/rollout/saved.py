@@ -44,27 +44,39 @@ def load_groups(path: Path) -> list[SampleGroup]:
         raise InputError(f"rollouts {path}: {error}") from None
 
 
-def without_route_ids(group: SampleGroup) -> SampleGroup:
-    """The group as a rank sees it that did not roll it out."""
+def is_held(group: SampleGroup) -> bool:
+    """Whether this rank has the group whole."""
+    return all(sample.is_held for sample in group.samples)
 
-    def without_ids(sample: Sample) -> Sample:
-        trace = sample.routing
-        if trace is None:
-            return sample
-        weights = None if trace.expert_weights is None else trace.expert_weights.to("meta")
-        bare = dataclasses.replace(
-            trace, expert_ids=trace.expert_ids.to("meta"), expert_weights=weights
+
+def outline(group: SampleGroup) -> SampleGroup:
+    """The group as a rank sees it that did not roll it out: no ids of tokens and experts, no log-probs,
+    no gate weights, but the shapes of all of them."""
+
+    def of_sample(sample: Sample) -> Sample:
+        return dataclasses.replace(
+            sample,
+            token_ids=sample.token_ids.to("meta"),
+            rollout_logprobs=sample.rollout_logprobs.to("meta"),
+            routing=None if sample.routing is None else of_trace(sample.routing),
         )
-        return dataclasses.replace(sample, routing=bare)
 
-    return dataclasses.replace(group, samples=[without_ids(s) for s in group.samples])
+    def of_trace(trace: RoutingTrace) -> RoutingTrace:
+        weights = None if trace.expert_weights is None else trace.expert_weights.to("meta")
+        ids = trace.expert_ids.to("meta")
+        return dataclasses.replace(trace, expert_ids=ids, expert_weights=weights)
+
+    return dataclasses.replace(group, samples=[of_sample(s) for s in group.samples], texts=None)
 
 
-def encode_groups(groups: Sequence[SampleGroup], *, with_routes: bool = True) -> bytes:
+def encode_groups(
+    groups: Sequence[SampleGroup], *, with_routes: bool = True, with_tokens: bool = True
+) -> bytes:
     """Tensors must be on the CPU. Raises ValueError where the routes of samples differ in shape.
 
-    `with_routes=False` leaves expert ids and gate weights out: what comes back has them on the meta
-    device.
+    `with_routes=False` leaves expert ids and gate weights out, `with_tokens=False` the samples' tokens
+    and log-probs: what comes back has them on the meta device. Without both these are the outlines
+    that every rank gets; a loss mask is then sent only where it is not all that the policy chose.
     """
     samples = [sample for group in groups for sample in group.samples]
     traces = [sample.routing for sample in samples if sample.routing is not None]
@@ -76,14 +88,16 @@ def encode_groups(groups: Sequence[SampleGroup], *, with_routes: bool = True) ->
         raise ValueError(f"rollouts: expected one shape of routes in all samples, got {shapes}")
     tensors = {
         "prompt_ids": _join((g.prompt.token_ids for g in groups), torch.int64),
-        "token_ids": _join((s.token_ids for s in samples), torch.int64),
-        "loss_mask": _join((s.loss_mask for s in samples), torch.bool),
-        "rollout_logprobs": _join((s.rollout_logprobs for s in samples), torch.float32),
         "rewards": _join((g.rewards for g in groups if g.rewards is not None), torch.float32),
         "advantages": _join(
             (g.advantages for g in groups if g.advantages is not None), torch.float32
         ),
     }
+    masked = samples if with_tokens else [s for s in samples if not _trains_all_chosen(s)]
+    tensors["loss_mask"] = _join((s.loss_mask for s in masked), torch.bool)
+    if with_tokens:
+        tensors["token_ids"] = _join((s.token_ids for s in samples), torch.int64)
+        tensors["rollout_logprobs"] = _join((s.rollout_logprobs for s in samples), torch.float32)
     if traces and with_routes:
         if any(trace.expert_ids.is_meta for trace in traces):
             raise ValueError("rollouts: expected routes with ids, another rank holds some of them")
@@ -93,7 +107,7 @@ def encode_groups(groups: Sequence[SampleGroup], *, with_routes: bool = True) ->
             tensors["expert_weights"] = torch.cat(weights)
     record = {
         "layer_numbers": traces[0].layer_numbers if traces else [],
-        "groups": [_group_record(group) for group in groups],
+        "groups": [_group_record(group, has_masks=with_tokens) for group in groups],
     }
     return save(tensors, {"format": FORMAT, "record": json.dumps(record)})
 
@@ -137,7 +151,20 @@ def _reader(name: str, tensor: Tensor) -> Callable[[int], Tensor]:
     return take
 
 
-def _group_record(group: SampleGroup) -> dict[str, Any]:
+def _chosen(num_tokens: int, spans: Iterable[VersionSpan]) -> Tensor:
+    """bool[T]: true on the tokens that the policy chose."""
+    mask = torch.zeros(num_tokens, dtype=torch.bool)
+    for span in spans:
+        mask[span.start : span.end] = True
+    return mask
+
+
+def _trains_all_chosen(sample: Sample) -> bool:
+    chosen = _chosen(len(sample.token_ids), sample.weight_versions)
+    return torch.equal(sample.loss_mask, chosen)
+
+
+def _group_record(group: SampleGroup, *, has_masks: bool) -> dict[str, Any]:
     prompt = group.prompt
     return {
         "prompt_id": prompt.prompt_id,
@@ -147,8 +174,16 @@ def _group_record(group: SampleGroup) -> dict[str, Any]:
         "source": prompt.source,
         "num_rewards": None if group.rewards is None else group.rewards.numel(),
         "num_advantages": None if group.advantages is None else group.advantages.numel(),
-        "samples": [_sample_record(sample) for sample in group.samples],
+        "samples": [
+            _sample_record(sample) | ({} if has_masks else {"trains": _trained(sample)})
+            for sample in group.samples
+        ],
     }
+
+
+def _trained(sample: Sample) -> str:
+    """What stands for the loss mask."""
+    return "chosen" if _trains_all_chosen(sample) else "mask"
 
 
 def _sample_record(sample: Sample) -> dict[str, Any]:
@@ -205,13 +240,20 @@ def _read_sample(
     record: dict[str, Any], take: dict[str, Callable[[int], Tensor]], layer_numbers: tuple[int, ...]
 ) -> Sample:
     num_tokens, routing = record["num_tokens"], record["routing"]
+    spans = _read_spans(record["weight_versions"])
+    if "token_ids" in take:
+        token_ids, logprobs = take["token_ids"](num_tokens), take["rollout_logprobs"](num_tokens)
+    else:
+        token_ids = torch.empty(num_tokens, dtype=torch.int64, device="meta")
+        logprobs = torch.empty(num_tokens, device="meta")
+    is_chosen = record.get("trains") == "chosen"
     return Sample(
         group_id=record["group_id"],
-        token_ids=take["token_ids"](num_tokens),
+        token_ids=token_ids,
         prompt_len=record["prompt_len"],
-        loss_mask=take["loss_mask"](num_tokens),
-        rollout_logprobs=take["rollout_logprobs"](num_tokens),
-        weight_versions=_read_spans(record["weight_versions"]),
+        loss_mask=_chosen(num_tokens, spans) if is_chosen else take["loss_mask"](num_tokens),
+        rollout_logprobs=logprobs,
+        weight_versions=spans,
         finish_reason=record["finish_reason"],
         routing=routing and _read_trace(routing, take, layer_numbers),
     )

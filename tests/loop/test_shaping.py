@@ -14,7 +14,7 @@ from mrl.algorithms import dapo
 from mrl.batching import drop_from_loss, set_advantages
 from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.dynamic_sampling import SignalRounds
-from mrl.run_folder import RunFolder
+from mrl.run_folder import RunFolder, rollout_lines
 from mrl.shaping import shaping_metrics
 from mrl.types import Prompt, Sample, SampleGroup, VersionSpan
 
@@ -86,7 +86,7 @@ def test_the_record_of_a_sample_says_how_old_its_oldest_token_is(tmp_path: Path)
     spans = (VersionSpan(3, PROMPT_LEN, 4), VersionSpan(5, 4, 8))
     resumed = dataclasses.replace(sample(6), weight_versions=spans)
     one = group([0.0, 1.0], 0, resumed, dataclasses.replace(resumed, weight_versions=spans[1:]))
-    folder.write_rollouts(5, [one], [["a", "b"]])
+    folder.write_rollouts(5, [rollout_lines(5, one, ["a", "b"])])
     rows = folder.read_rollouts(5)
     assert [row["weight_version"] for row in rows] == [5, 5]
     assert [row["staleness"] for row in rows] == [2, 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -13,9 +12,10 @@ from mrl.errors import InputError
 from mrl.rollout.saved import (
     decode_groups,
     encode_groups,
+    is_held,
     load_groups,
+    outline,
     save_groups,
-    without_route_ids,
 )
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 
@@ -111,14 +111,48 @@ def test_without_routes_everything_but_the_ids_comes_back():
             )
             assert_equal(trace, full.routing)
     assert_equal(bare, groups)
-    again = [without_route_ids(group) for group in groups]
-    assert parts(encode_groups(again, with_routes=False)) == parts(data)
 
 
-def parts(data: bytes):
-    """Header and tensors; safetensors writes the header's keys in any order."""
-    size = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + size]), data[8 + size :]
+def test_outlines_hold_all_but_the_ids_and_log_probs():
+    """A mask that is not all that the policy chose travels; every other one is made anew."""
+    groups = make_groups(wide=True)
+    masked = groups[0].samples[1]
+    groups[0].samples[1] = dataclasses.replace(masked, loss_mask=torch.zeros(6, dtype=torch.bool))
+    outlines = [outline(group) for group in groups]
+    assert_equal(
+        [g.samples[0].loss_mask for g in outlines[:2]], [g.samples[0].loss_mask for g in groups[:2]]
+    )
+    data = encode_groups(groups, with_routes=False, with_tokens=False)
+    header = int.from_bytes(data[:8], "little")
+    # prompts of 3 i64, two f32 rewards and two advantages, the one mask
+    assert len(data) - 8 - header == 3 * 3 * 8 + 2 * 4 + 2 * 4 + 6
+    for made in (
+        decode_groups(data),
+        decode_groups(encode_groups(outlines, with_routes=False, with_tokens=False)),
+    ):
+        assert [is_held(group) for group in made] == [False, False, True]  # the last has no samples
+        for group, expected in zip(made, outlines, strict=True):
+            assert_equal(described(group), described(expected))
+
+
+def described(group: SampleGroup) -> SampleGroup:
+    """With the shapes of what is on the meta device in place of it."""
+
+    def of(record):
+        tensors = {
+            field.name: tuple(value.shape)
+            for field in dataclasses.fields(record)
+            if isinstance(value := getattr(record, field.name), Tensor) and value.is_meta
+        }
+        for name, shape in tensors.items():
+            object.__setattr__(record, name, shape)
+        return record
+
+    for sample in group.samples:
+        if sample.routing is not None:
+            of(sample.routing)
+        of(sample)
+    return group
 
 
 @pytest.mark.parametrize("with_routes", [True, False])

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from moe.align import pack_trace
 from mrl.config import ParallelConfig
-from mrl.exchange import Parcel, RouteExchange, Want, plan_parcels
-from mrl.rollout.saved import without_route_ids
+from mrl.exchange import RolloutExchange
+from mrl.parcels import Parcel, Transfers, Want, nodes_of, plan_transfers
+from mrl.rollout.saved import is_held, outline
 from mrl.types import PackedRoutes, Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 from parallel.dims import ParallelDims
 from parallel.groups import init_groups, world_size
@@ -71,8 +72,7 @@ def exchange(sizes: dict[str, Any], stages: int, with_weights: bool) -> list[dic
     layers = STAGES[stages][groups.pp_rank]
     whole = make_groups(with_weights)
     mine = [
-        group if i % dims.world == groups.rank else without_route_ids(group)
-        for i, group in enumerate(whole)
+        group if i % dims.world == groups.rank else outline(group) for i, group in enumerate(whole)
     ]
     samples = [sample for group in mine for sample in group.samples]
     full = [sample for group in whole for sample in group.samples]
@@ -84,7 +84,7 @@ def exchange(sizes: dict[str, Any], stages: int, with_weights: bool) -> list[dic
     }
     results = []
     for share_memory in (True, False):
-        wire = RouteExchange(groups, layers, share_memory=share_memory)
+        wire = RolloutExchange(groups, layers, share_memory=share_memory)
         deliveries, moved = [], []
         for _ in range(2):  # the memory is used again
             deliveries.append(wire.deliver(samples, shares))
@@ -93,7 +93,7 @@ def exchange(sizes: dict[str, Any], stages: int, with_weights: bool) -> list[dic
             "right": all(_same(delivered, expected) for delivered in deliveries),
             "bytes": wire.bytes_per_token,
             "moved": moved,
-            "left": wire._memory.num_bytes,
+            "left": wire._parcels._memory.num_bytes,
         }
         collected = [sample for group in wire.collect(mine) for sample in group.samples]
         is_whole = all(_same_routes(a, b) for a, b in zip(collected, full, strict=True))
@@ -166,14 +166,96 @@ def test_weights_arrive_with_their_ids(tmp_path: Path) -> None:
             assert result["whole"] == (number == 0)
 
 
-def test_parcels() -> None:
-    wants = {0: Want((0, 1, 2), (1,)), 1: Want((0, 1, 2), (2,)), 2: Want((1, 2), ())}
-    held = [{0}, {1}, {1, 2}]
-    assert plan_parcels(wants, held) == [
-        Parcel(1, 0, Want((1,), (1,))),
-        Parcel(2, 0, Want((2,), (1,))),
-        Parcel(0, 1, Want((0,), (2,))),
-        Parcel(2, 1, Want((2,), (2,))),
-    ]
-    with pytest.raises(RuntimeError, match=r"no rank holds the routes of samples \[2\]"):
-        plan_parcels(wants, [{0}, {1}, set()])
+WANTS = {0: Want((0, 1, 2), (1,)), 1: Want((0, 1, 2), (2,)), 2: Want((1, 2), ())}
+
+
+def test_ranks_of_one_node_read_what_they_lack() -> None:
+    held, nodes = [{0}, {1}, {1, 2}], [0, 0, 0]
+    pages = {0: [((2,), 0)], 1: [((1,), 1)], 2: [((1,), 2), ((2,), 2)]}
+    assert plan_transfers(0, WANTS, held, nodes) == Transfers(
+        reading=[Parcel(1, 0, Want((1,), (1,))), Parcel(2, 0, Want((2,), (1,)))], pages=pages
+    )
+    assert plan_transfers(2, WANTS, held, nodes) == Transfers(pages=pages)
+    with pytest.raises(RuntimeError, match=r"no rank holds .* for samples \[2\]"):
+        plan_transfers(0, WANTS, [{0}, {1}, set()], nodes)
+
+
+def test_between_nodes_bytes_travel_once_and_the_receivers_take_turns() -> None:
+    same = Want((0, 1, 2, 3), (1,))
+    wants, nodes = {2: same, 3: same}, [0, 0, 2, 2]
+    held = [{0, 1, 2}, set(), set(), {3}]
+    even, odd = Want((0, 2), (1,)), Want((1,), (1,))
+    pages = {2: [((1,), 0), ((1,), 2)], 3: [((1,), 1), ((1,), 3)]}
+    assert plan_transfers(0, wants, held, nodes) == Transfers(
+        leaving=[Parcel(0, 2, even), Parcel(0, 3, odd)]
+    )
+    assert plan_transfers(1, wants, held, nodes) == Transfers()
+    assert plan_transfers(2, wants, held, nodes) == Transfers(
+        arriving=[Parcel(0, 2, even)], reading=[Parcel(3, 2, Want((1, 3), (1,)))], pages=pages
+    )
+    assert plan_transfers(3, wants, held, nodes) == Transfers(
+        arriving=[Parcel(0, 3, odd)], reading=[Parcel(2, 3, even)], pages=pages
+    )
+
+
+def test_a_node_is_ranks_that_all_read_each_other() -> None:
+    assert nodes_of([{0, 1}, {0, 1}, {2}]) == [0, 0, 2]
+    assert nodes_of([{0, 1}, {1}, {2, 0}]) == [0, 1, 2]  # only one way
+    assert nodes_of([{0, 1}, {0, 1, 2}, {1, 2}]) == [0, 1, 2]  # not all of them
+    assert nodes_of([set(), set()]) == [0, 1]
+
+
+def moved(nodes: list[int]) -> dict[str, Any]:
+    """On one of four ranks, two data-parallel pairs: tokens to who trains them, groups to a reader."""
+    sizes = ParallelConfig(tensor_model_parallel_size=2)
+    groups = init_groups(ParallelDims.create(sizes, world_size()), 0)
+    whole = make_groups(with_weights=True)
+    mine = [g if i % 4 == groups.rank else outline(g) for i, g in enumerate(whole)]
+    samples = [sample for group in mine for sample in group.samples]
+    full = [sample for group in whole for sample in group.samples]
+    wire = RolloutExchange(groups, (1, 2, 3, 4))
+    wire._parcels.nodes = nodes
+    tokens = wire.deliver_tokens(samples, SHARES)
+    share = SHARES[groups.dp_rank]
+    sent = wire.num_bytes_sent
+    delivered = tokens.keys() == share and all(_same_tokens(tokens[i], full[i]) for i in share)
+    routes = wire.deliver(samples, SHARES)
+    expected = {i: pack_trace(t) for i in share if (t := full[i].routing) is not None}
+    readers = [1, 1, 3, 2]
+    groups_at = wire.move(mine, readers)
+    here = [i for i, r in enumerate(readers) if r == groups.rank]
+    together = all(
+        _same_tokens(a, b) and _same_routes(a, b)
+        for i in here
+        for a, b in zip(groups_at[i].samples, whole[i].samples, strict=True)
+    )
+    held = [i for i, group in enumerate(groups_at) if is_held(group)]
+    return {
+        "tokens": delivered,
+        "routes": _same(routes, expected),
+        "moved": together,
+        "held": held == sorted({groups.rank, *here}),
+        "sent": sent,
+    }
+
+
+def _same_tokens(a: Sample, b: Sample) -> bool:
+    pairs = ((a.token_ids, b.token_ids), (a.rollout_logprobs, b.rollout_logprobs))
+    return all(not x.is_meta and x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 2, 2], [0, 1, 2, 3]], ids=str)
+def test_tokens_and_groups_arrive_within_nodes_and_between(
+    nodes: list[int], tmp_path: Path
+) -> None:
+    ranks = run_ranks(4, moved, nodes, folder=tmp_path)
+    assert all(rank[what] for rank in ranks for what in ("tokens", "routes", "moved", "held"))
+    # Samples 0 and 1, 2 and 3, 4, 5 are of ranks 0 to 3; ranks 0 and 1 train 0, 2 and 5.
+    num_tokens = [9, 4, 30, 4, 2000, 5]
+    within = [0, 0, 0, 0]
+    between = [num_tokens[1], num_tokens[3], 0, num_tokens[5]]
+    alone = [9 + 4 * 2, 30 + 4 * 2, 2000, 5 * 2]  # a copy for each rank that has none
+    expected = {0: within, 2: between}.get(nodes[2], within)
+    if nodes == [0, 1, 2, 3]:
+        expected = alone
+    assert [rank["sent"] for rank in ranks] == [8 * n for n in expected]

@@ -1,0 +1,103 @@
+"""Bytes from the ranks that have some to all ranks, or to one: no pickle, and no padding.
+
+A rank holds what it gets, the sum of what the others sent, and not the number of ranks times the
+largest of them, as `all_gather_object` does. Sizes travel first, as one number a rank.
+
+W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def share_bytes(data: bytes) -> list[bytes]:
+    """What every rank gave, by rank, on every rank: a broadcast from each rank that has any bytes.
+
+    A collective. Ranks without bytes send nothing but their size.
+    """
+    sizes = _sizes(len(data))
+    rank = dist.get_rank()
+    buffers = {i: _buffer(data) if i == rank else _empty(n) for i, n in enumerate(sizes) if n}
+    if len(sizes) > 1:
+        works = [dist.broadcast(buffer, src=i, async_op=True) for i, buffer in buffers.items()]
+        for work in works:
+            assert work is not None
+            work.wait()
+    return [buffers[i].numpy().tobytes() if i in buffers else b"" for i in range(len(sizes))]
+
+
+def gather_bytes(data: bytes, reader: int = 0) -> list[bytes] | None:
+    """What every rank gave, by rank, on the rank `reader`; None on the others. A collective."""
+    sizes = _sizes(len(data))
+    rank = dist.get_rank()
+    if rank != reader:
+        if data:
+            dist.send(_buffer(data), reader)
+        return None
+    buffers = {i: _empty(n) for i, n in enumerate(sizes) if n and i != reader}
+    works = [dist.irecv(buffer, i) for i, buffer in buffers.items()]
+    for work in works:
+        assert work is not None
+        work.wait()
+    return [
+        data if i == reader else buffers[i].numpy().tobytes() if n else b""
+        for i, n in enumerate(sizes)
+    ]
+
+
+def gather_lines(own: Mapping[int, bytes], num_parts: int) -> list[bytes] | None:
+    """On rank 0, all parts of a text by their numbers, 0 to `num_parts` - 1; None on the others.
+
+    A collective; every rank gives the parts that it has. Raises RuntimeError on rank 0 where a part is
+    missing, or given twice.
+    """
+    index = np.array([[number, len(part)] for number, part in own.items()], dtype="<i8")
+    data = np.array([len(own)], dtype="<i8").tobytes() + index.tobytes() + b"".join(own.values())
+    packages = gather_bytes(data if own else b"")
+    if packages is None:
+        return None
+    parts: dict[int, bytes] = {}
+    for package in filter(None, packages):
+        (count,) = np.frombuffer(package, dtype="<i8", count=1)
+        index = np.frombuffer(package, dtype="<i8", offset=8, count=2 * count).reshape(-1, 2)
+        start = 8 + 16 * int(count)
+        for number, size in index.tolist():
+            if number in parts:
+                raise RuntimeError(f"part {number} of a text came from two ranks")
+            parts[number] = package[start : start + size]
+            start += size
+    missing = [number for number in range(num_parts) if number not in parts]
+    if missing:
+        raise RuntimeError(f"no rank has parts {missing[:10]} of a text of {num_parts}")
+    return [parts[number] for number in range(num_parts)]
+
+
+def sum_over_ranks(number: int | bool) -> int:
+    """A collective."""
+    total = torch.tensor(int(number))
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return int(total)
+
+
+def _sizes(size: int) -> list[int]:
+    """i64[W]: bytes that each rank gives."""
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    sizes[dist.get_rank()] = size
+    if len(sizes) > 1:
+        dist.all_reduce(sizes)
+    return sizes.tolist()
+
+
+def _buffer(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))
+
+
+def _empty(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
