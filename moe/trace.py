@@ -1,9 +1,10 @@
 """The routes that an engine returns with a sample, made into a `RoutingTrace`, and traces without ids.
 
 Dimensions: T all tokens of a sample, H hidden layers (dense ones too), L MoE layers, K experts per
-token. SGLang sends base64 of int32 [T-1, H, K] in C order: the prompt is included, the last token
-has no row, dense layers hold placeholders, shared experts are left out. With weights the rows are
-[T-1, H, 2K]: K ids, then the bits of the K float32 gate weights.
+token. SGLang sends int32 [T-1, H, K] in C order: the prompt is included, the last token has no row,
+dense layers hold placeholders, shared experts are left out. With weights the rows are [T-1, H, 2K]:
+K ids, then the bits of the K float32 gate weights. They come as base64, or through memory in one
+byte or two an id (`mrl.route_memory`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,19 @@ from mrl.kernels.routes import pack_routes, unpack_routes
 from mrl.types import PackedRoutes, RoutingTrace, VersionSpan
 
 
+def decode_base64(payload: str) -> np.ndarray:
+    """i4[n]: what SGLang sends. Raises ValueError where the payload is no base64 of whole numbers."""
+    try:
+        raw = pybase64.b64decode(payload, validate=True)  # 40 times as fast as base64
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"routes: the payload is not base64: {error}") from None
+    if len(raw) % 4:
+        raise ValueError(f"routes: got {len(raw)} bytes, expected 4 for each number")
+    return np.frombuffer(raw, dtype="<i4")  # little-endian whatever this machine is
+
+
 def decode_routes(
-    payload_base64: str,
+    numbers: np.ndarray,
     *,
     num_tokens: int,
     num_hidden_layers: int,
@@ -37,9 +49,9 @@ def decode_routes(
 ) -> RoutingTrace:
     """Drop the dense layers and narrow to u8[T-1, L, K], or u16 above 256 experts.
 
-    `moe_layer_numbers` are Megatron's, 1-based. Raises InputError for impossible layer numbers and
-    ValueError where the payload is no base64, has the wrong length, or holds an expert id that is
-    out of range or repeated in a row, or a weight that is negative or no number.
+    `numbers`: flat, of any integer type. `moe_layer_numbers` are Megatron's, 1-based. Raises InputError
+    for impossible layer numbers and ValueError where there are too few or too many numbers, an expert
+    id is out of range or repeated in a row, or a weight is negative or no number.
     """
     layers = np.asarray(moe_layer_numbers, dtype=np.int64) - 1
     if not len(layers) or layers.min() < 0 or layers.max() >= num_hidden_layers:
@@ -47,24 +59,20 @@ def decode_routes(
             f"routes: MoE layer numbers {list(moe_layer_numbers)} given, expected at least one, "
             f"all from 1 to {num_hidden_layers}"
         )
-    try:
-        raw = pybase64.b64decode(payload_base64, validate=True)  # 40 times as fast as base64
-    except (binascii.Error, ValueError) as error:
-        raise ValueError(f"routes: the payload is not base64: {error}") from None
     num_rows = num_tokens - 1
     width = 2 * topk if with_weights else topk
-    expected = num_rows * num_hidden_layers * width * 4
-    if len(raw) != expected:
-        row_bytes = num_hidden_layers * width * 4
+    expected = num_rows * num_hidden_layers * width
+    if len(numbers) != expected:
         raise ValueError(
-            f"routes: got {len(raw)} bytes ({len(raw) / row_bytes:g} rows), expected {expected}: "
-            f"{num_tokens} tokens less the last = {num_rows} rows x {num_hidden_layers} layers x "
-            f"top-{topk}{' with weights' * with_weights} x {4 * width // topk} bytes"
+            f"routes: got {len(numbers)} numbers ({len(numbers) / (num_hidden_layers * width):g} "
+            f"rows), expected {expected}: {num_tokens} tokens less the last = {num_rows} rows x "
+            f"{num_hidden_layers} layers x top-{topk}{' with weights (x 2)' * with_weights}"
         )
     if not 0 <= num_cached_rows <= num_rows:
         raise ValueError(f"routes: got {num_cached_rows} cached rows, expected 0 to {num_rows}")
-    # "<i4": the wire is little-endian whatever this machine is.
-    ids = np.frombuffer(raw, dtype="<i4").reshape(num_rows, num_hidden_layers, width)
+    if with_weights:  # bits of 32
+        numbers = numbers.astype("<i4", copy=False)
+    ids = numbers.reshape(num_rows, num_hidden_layers, width)
     if len(layers) != num_hidden_layers:
         ids = ids[:, layers]
     weights = _weights_of(ids[..., topk:], moe_layer_numbers) if with_weights else None
@@ -76,7 +84,8 @@ def decode_routes(
             f"routes: token {row} in MoE layer {moe_layer_numbers[layer]} has experts "
             f"{ids[row, layer].tolist()}, expected ids from 0 to {num_experts - 1}"
         )
-    expert_ids = torch.from_numpy(ids.astype(np.uint8 if num_experts <= 256 else np.uint16))
+    narrow = ids.astype(np.uint8 if num_experts <= 256 else np.uint16, copy=False)
+    expert_ids = torch.from_numpy(np.ascontiguousarray(narrow))
     _refuse_repeats(expert_ids, moe_layer_numbers, num_experts)
     return RoutingTrace(
         expert_ids=expert_ids,

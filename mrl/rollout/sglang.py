@@ -42,6 +42,7 @@ from mrl.rollout.sglang_server.server import Server
 from mrl.rollout.sglang_server.settings import server_environment, server_settings
 from mrl.rollout.sglang_server.warm_up import warm_up
 from mrl.rollout.sglang_server.weight_sync import WeightSync
+from mrl.route_memory import RouteReader
 from mrl.types import WeightBucket
 
 FLUSH_TIMEOUT_S = 60.0
@@ -99,6 +100,7 @@ class Engine:
         self._first_version = first_version
         self._seed, self._num_starts = seed, 0
         self._can_keep_weights = keep_weights_on_host or not gpu_ids
+        self._routes = RouteReader()
         self._server = Server(
             server_settings(
                 model,
@@ -114,7 +116,8 @@ class Engine:
                 config.tensor_parallel_size,
                 true_on_policy=config.true_on_policy,
                 return_routing_weights=config.return_routing_weights,
-            ),
+            )
+            | self._routes.environment,
             Path(log_path),
         )
         self._weights_folder = Path(log_path).with_suffix(".weights")
@@ -273,6 +276,7 @@ class Engine:
         self._require_ready("generate")  # this runs when the first completion is asked for
         assert self._version is not None
         self._fill_cache()
+        self._routes.begin()
         self._retracted, self._in_force = False, [self._version]
         flight = self._flight = Flight(
             self._server,
@@ -283,7 +287,9 @@ class Engine:
         )
         try:
             for request, answer in flight.answers():
-                expected = Expected(self._in_force, self._in_cache[0], self._shape, self._retracted)
+                expected = Expected(
+                    self._in_force, self._in_cache[0], self._shape, self._retracted, self._routes
+                )
                 yield decode_completion(answer, request, expected)
         finally:
             if self._paused:  # an abort reaches only a scheduler that turns

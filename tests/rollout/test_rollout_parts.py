@@ -15,7 +15,7 @@ from rollout_helpers import make_engine
 from transformers import AutoTokenizer
 
 import mrl.rollout
-from moe.trace import decode_routes
+from moe.trace import decode_base64, decode_routes
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.errors import InputError
 from mrl.rollout import engine_names, load_engine
@@ -43,11 +43,15 @@ def encode(ids: np.ndarray) -> str:
     return base64.b64encode(ids.astype("<i4").tobytes()).decode()
 
 
+def numbers(ids: np.ndarray) -> np.ndarray:
+    return decode_base64(encode(ids))
+
+
 @pytest.mark.parametrize(("num_experts", "dtype"), [(256, torch.uint8), (257, torch.uint16)])
 def test_routes_drop_dense_layers_and_narrow(num_experts, dtype):
     ids = np.stack([np.full((5, 2), -1), np.tile([3, 255], (5, 1)), np.tile([1, 0], (5, 1))], 1)
     trace = decode_routes(
-        encode(ids), num_tokens=6, num_experts=num_experts, num_cached_rows=2, **ROUTES
+        numbers(ids), num_tokens=6, num_experts=num_experts, num_cached_rows=2, **ROUTES
     )
     assert trace.expert_ids.dtype == dtype
     assert trace.expert_ids.tolist() == [[[3, 255], [1, 0]]] * 5
@@ -58,27 +62,27 @@ def test_routes_drop_dense_layers_and_narrow(num_experts, dtype):
 def test_routes_that_do_not_fit():
     ids = np.tile([0, 1], (5, 3, 1))
 
-    def decode(payload, *, num_cached_rows=0, **changed):
+    def decode(ids, *, num_cached_rows=0, **changed):
         arguments = {**ROUTES, "num_tokens": 6, "num_experts": 8, **changed}
-        return decode_routes(payload, num_cached_rows=num_cached_rows, **arguments)
+        return decode_routes(numbers(ids), num_cached_rows=num_cached_rows, **arguments)
 
-    with pytest.raises(ValueError, match=r"got 120 bytes \(5 rows\), expected 144: 7 tokens"):
-        decode(encode(ids), num_tokens=7)
-    with pytest.raises(ValueError, match="got 119 bytes"):
-        decode(base64.b64encode(base64.b64decode(encode(ids))[:-1]).decode())
+    with pytest.raises(ValueError, match=r"got 30 numbers \(5 rows\), expected 36: 7 tokens"):
+        decode(ids, num_tokens=7)
+    with pytest.raises(ValueError, match="got 119 bytes, expected 4 for each number"):
+        decode_base64(base64.b64encode(base64.b64decode(encode(ids))[:-1]).decode())
     with pytest.raises(ValueError, match="not base64"):
-        decode("no base64!")
+        decode_base64("no base64!")
     with pytest.raises(ValueError, match="got 6 cached rows, expected 0 to 5"):
-        decode(encode(ids), num_cached_rows=6)
+        decode(ids, num_cached_rows=6)
     with pytest.raises(InputError, match=r"\[2, 4\] given"):
-        decode(encode(ids), moe_layer_numbers=(2, 4))
+        decode(ids, moe_layer_numbers=(2, 4))
     for wrong in (-1, 8, 256):
         ids[3, 2] = [0, wrong]
         with pytest.raises(ValueError, match=rf"token 3 in MoE layer 3 has experts \[0, {wrong}\]"):
-            decode(encode(ids))
+            decode(ids)
     ids[3, 2] = [5, 5]
     with pytest.raises(ValueError, match=r"token 3 repeats an expert in MoE layer 3: \[5, 5\]"):
-        decode(encode(ids))
+        decode(ids)
 
 
 def test_route_shape_of_architectures():
@@ -140,7 +144,7 @@ def decode(answer, *, versions=(3,), cache_version=3, retracted=False, shape=Non
         ({"weight_versions": spans((2, 0, 1), (3, 1, 2))}, "weight version 2, expected 3"),
         ({"weight_versions": spans((3, 0, 1))}, "expected all of 2 tokens"),
         ({"routed_experts": None}, "no routed_experts"),
-        ({"routed_experts": encode(np.zeros((2, 1, 1)))}, "got 8 bytes .* expected 12"),
+        ({"routed_experts": encode(np.zeros((2, 1, 1)))}, "got 2 numbers .* expected 3"),
     ],
 )
 def test_answers_that_do_not_fit(changed, message):

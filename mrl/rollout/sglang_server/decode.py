@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from moe.trace import decode_routes
+from moe.trace import decode_base64, decode_routes
 from mrl.errors import InputError
 from mrl.rollout.base import Completion, Request, SamplingParams
+from mrl.route_memory import RouteReader, find_reference
 from mrl.types import UNKNOWN_VERSION, RoutingTrace, VersionSpan
 
 NEVER = 1 << 30
@@ -147,6 +149,8 @@ class Expected:
     """None where routes are off."""
     retracted: bool
     """All running requests were taken back once."""
+    routes: RouteReader | None = None
+    """Of routes that the server laid into its memory."""
 
 
 def decode_completion(answer: dict[str, Any], request: Request, expected: Expected) -> Completion:
@@ -189,6 +193,7 @@ def decode_completion(answer: dict[str, Any], request: Request, expected: Expect
             num_cached,
             retracted=retracted,
             where=where,
+            reader=expected.routes,
         )
     completion = Completion(
         request_id=where,
@@ -283,6 +288,7 @@ def _decode_routing(
     *,
     retracted: bool,
     where: str,
+    reader: RouteReader | None,
 ) -> RoutingTrace:
     payload = meta.get("routed_experts")
     if payload is None:
@@ -290,7 +296,7 @@ def _decode_routing(
     num_rows = rows[-1].end
     try:
         return decode_routes(
-            payload,
+            _numbers(payload, reader),
             num_tokens=num_rows + 1,
             num_hidden_layers=shape.num_hidden_layers,
             moe_layer_numbers=shape.moe_layer_numbers,
@@ -303,6 +309,12 @@ def _decode_routing(
         )
     except ValueError as error:
         raise RuntimeError(f"{where}: {error}") from error
+
+
+def _numbers(payload: str, reader: RouteReader | None) -> np.ndarray:
+    """What the server sent as routes, or laid down and sent a reference to."""
+    reference = None if reader is None else find_reference(payload)
+    return decode_base64(payload) if reader is None or reference is None else reader.take(reference)
 
 
 def _version_spans(
