@@ -7,9 +7,10 @@ copy of the whole model. The consumer keeps hold of a bucket until it has the ne
 client does. In a process of its own: free pages of a used heap would be taken without being seen.
 Only a run of every layout is written to the results.
 
-Bound: two buckets, where a bucket is at least as large as the largest parameter (gloo copies what it
-gathers twice more inside, so on a CPU four times as large). The engine maps the buffer or gets a
-handle, so nothing comes on top. On a CPU a policy keeps the buffer for its next export.
+Bound: three buckets, two buffers and what is gathered, where a bucket is at least as large as the
+largest parameter (gloo copies what it gathers twice more inside, so on a CPU four times as large). The
+engine maps the buffers or gets handles, so nothing comes on top. On a CPU a policy keeps the buffers
+for its next export.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def main() -> None:
             }
             print(json.dumps(row), flush=True)
             rows.append(row)
-    failed = sum(row["peak_in_buckets"] > 2 for row in rows)
+    failed = sum(row["peak_in_buckets"] > 3 for row in rows)
     result = {**describe(torch.device("cpu"), ("torch", "megatron-core")), "rows": rows}
     if len(rows) == len(LAYOUTS):
         RESULT.write_text(json.dumps(result, indent=1) + "\n")

@@ -38,10 +38,11 @@ def shared_buckets(
 ) -> Iterator[WeightBucket]:
     """What parallel/export.py gives on a CPU: shared memory, digests from before the copy."""
     size = -(-len(weights) // num_buckets)
-    for start in range(0, len(weights), size):
+    for number, start in enumerate(range(0, len(weights), size)):
         part = weights[start : start + size]
         digest = add_digests(digests_of(part))
-        shared = memory.take(sum(t.numel() * t.element_size() for _, t in weights))
+        whole = sum(t.numel() * t.element_size() for _, t in weights)
+        shared = memory.take(whole, number % 2)  # the engine may still read the one before
         views, end = [], 0
         for name, tensor in part:
             first, end = end, end + tensor.numel() * tensor.element_size()
@@ -109,7 +110,7 @@ class Fault:
 class _LossyPush:
     def __init__(self, inner: Push, fault: Fault) -> None:
         self._inner, self._fault = inner, fault
-        self.close, self.settle = inner.close, inner.settle
+        self.close, self.finish, self.settle = inner.close, inner.finish, inner.settle
 
     def push(self, bucket: WeightBucket) -> None:
         self._inner.push(self._fault.of_bucket(bucket))

@@ -38,6 +38,7 @@ from mrl.rollout.base import (
     RolloutEngine,
     engine_seed,
 )
+from mrl.rollout.engine_group import EngineGroup, GatheredBuckets
 from mrl.run_folder import RunFolder
 from mrl.scoring import Scoring
 from mrl.sharing import sum_over_ranks
@@ -59,6 +60,7 @@ class EngineCollector:
         self.cursor = PromptCursor(plan.prompts, seed=recipe.seed, shuffle=recipe.data.shuffle)
         tp = recipe.rollout.tensor_parallel_size
         self.engine_number = groups.rank // tp
+        self._engine_group = EngineGroup.create(groups.rank, dist.get_world_size(), tp)
         self.engine: RolloutEngine | None = None
         self.scoring: Scoring | None = None
         self._lost: EngineLost | None = None
@@ -167,24 +169,42 @@ class EngineCollector:
         with self._verifying():
             expected = policy.score(self._canaries) if self._canaries else []
         dist.barrier()  # an engine wakes on the devices of several ranks
-        max_bytes = self.plan.recipe.rollout.weight_bucket_mb << 20
-        buckets = policy.export(version, max_bytes, self._dtype)
-        try:
-            if engine is not None:
-                with self._noting_loss():
-                    engine.wake((WEIGHTS,))
-                    self._count.verify_s += engine.update_weights(buckets, version).digest_s
-        finally:
-            for _ in buckets:  # the gathers are collectives: follow them to the end
-                pass
+        failure = self._send_weights(engine, version, policy)
         policy.offload_parameters()
-        dist.barrier()
+        # Also the barrier before anybody's cache of keys and values takes the memory.
+        if sum_over_ranks(failure is not None):
+            raise failure or RunFailed("a weight sync failed on another rank; see its message")
         if engine is None or self._lost is not None:
             return 0.0
         with self._noting_loss():
             engine.wake((KV_CACHE, CUDA_GRAPH))
             return self._check_canaries(engine, expected)
         return 0.0
+
+    def _send_weights(
+        self, engine: RolloutEngine | None, version: int, policy: Policy
+    ) -> Exception | None:
+        """This rank's part of one export, and what this rank failed of. A lost engine is no failure."""
+        rollout = self.plan.recipe.rollout
+        buckets = GatheredBuckets(
+            policy.export(version, rollout.weight_bucket_mb << 20, self._dtype),
+            self._engine_group.exchange,
+            has_handles=rollout.tensor_parallel_size > 1 and rollout.weight_sync == "tensor",
+        )
+        failure = None
+        try:
+            if engine is not None:
+                with self._noting_loss():
+                    engine.wake((WEIGHTS,))
+                    self._count.verify_s += engine.update_weights(buckets, version).digest_s
+        except (RuntimeError, ValueError) as error:
+            failure = error
+        finally:
+            try:
+                buckets.finish()  # its gathers are collectives: every rank follows them to the end
+            except (RuntimeError, ValueError) as error:
+                failure = failure or error
+        return failure
 
     def _check_canaries(self, engine: RolloutEngine, expected: Sequence[Tensor]) -> float:
         if not self._canaries:

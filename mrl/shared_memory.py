@@ -25,14 +25,16 @@ class SharedBuffer:
 
 
 class SharedMemory:
-    """One buffer that is used again and again, and grows."""
+    """Buffers that are used again and again, and grow."""
 
     def __init__(self) -> None:
-        self._buffer: SharedBuffer | None = None
+        self._buffers: dict[int, SharedBuffer] = {}
 
-    def take(self, num_bytes: int) -> SharedBuffer:
-        """At least `num_bytes`; what an earlier call returned may be the same memory."""
-        if self._buffer is None or self._buffer.tensor.numel() < num_bytes:
-            self._buffer = None  # first: both at once might not fit
-            self._buffer = SharedBuffer(num_bytes)
-        return self._buffer
+    def take(self, num_bytes: int, number: int = 0) -> SharedBuffer:
+        """At least `num_bytes`; an earlier call with this `number` may have returned this memory."""
+        buffer = self._buffers.get(number)
+        if buffer is None or buffer.tensor.numel() < num_bytes:
+            buffer = None
+            self._buffers.pop(number, None)  # first: both at once might not fit
+            buffer = self._buffers[number] = SharedBuffer(num_bytes)
+        return buffer

@@ -10,6 +10,7 @@ reference) and `logprobs` (current policy) are four different numbers and never 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -291,11 +292,16 @@ class LossOutput:
     stats: Statistics = field(default_factory=dict)
 
 
+Handle = tuple[Callable[..., Tensor], tuple[Any, ...]]
+"""(function, arguments): called in another process of the same machine it gives u8[num_bytes]."""
+
+
 @dataclass(frozen=True)
 class WeightBucket:
     """A bounded number of bytes of weights under their Hugging Face names.
 
-    Whoever makes buckets may use the memory again for the next one: copy what has to stay.
+    Whoever makes buckets may use the memory again for the next but one: a consumer that asks for a
+    bucket is through with all but the last one that it got, and with that one too where none is left.
     """
 
     tensors: list[tuple[str, Tensor]]
@@ -306,6 +312,9 @@ class WeightBucket:
     """No more buckets of this version come."""
     shared_path: str | None = None
     """A file that starts with `flat`, and that other processes of this user can map: on CPUs."""
+    handles: tuple[Handle, ...] | None = None
+    """How each rank of an engine opens its own copy of `flat`, in rank order, where it spans several
+    (`mrl.rollout.engine_group`). On GPUs each must be opened exactly once, by the rank of its place."""
     digest: dict[str, int] | None = None
     """What the trainer's own weights of this bucket add up to, by place (`mrl.kernels.digest`), taken
     before they were gathered and copied: whatever goes wrong after that is seen."""

@@ -1,8 +1,9 @@
 """The whole model under HF names, from any layout, a bounded number of bytes at a time.
 
-Buckets are planned from shapes alone, before anything moves. All of them are laid into one buffer:
-each parameter is gathered over its expert- and tensor-parallel peers and its pieces are copied to
-where they belong, so a rank holds its shard, the buffer, and the peers' pieces of one parameter.
+Buckets are planned from shapes alone, before anything moves. They are laid into two buffers in turn, so
+that an engine reads one while the next is built: each parameter is gathered over its expert- and
+tensor-parallel peers and its pieces are copied to where they belong. A rank holds its shard, the two
+buffers, and the peers' pieces of one parameter. Every rank holds the whole bucket.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mrl.types import WeightBucket
 from parallel.shards import split
 from parallel.weights import Entry, WeightMap
 
+NUM_BUFFERS = 2
 HfTensor = tuple[str, torch.Size, torch.dtype]
 Header = tuple[list[HfTensor], dict[str, int]]
 """What is in a bucket, and its digests by place."""
@@ -66,7 +68,7 @@ def export_buckets(
     is sent. Buffers keep their own, as engines keep them.
 
     A parameter that is larger, counted with its expert-parallel peers, is a bucket of its own. A
-    bucket's tensors are overwritten when the next one is asked for. A collective: every rank must
+    bucket's tensors are overwritten when the next but one is asked for. A collective: every rank must
     drain the iterator. Stage after stage in pipeline order. On CPUs the buckets lie in `memory`.
     """
     groups = weights.groups
@@ -74,19 +76,14 @@ def export_buckets(
     start = time.perf_counter()
     digests = _digests(weights, plan)
     digest_s = time.perf_counter() - start
-    # One buffer for all: growing it would keep the old one alive in the hands of the consumer.
-    # On GPUs a handle that no engine opens keeps the buffer until this process ends
-    # (torch/csrc/CudaIPCTypes.cpp): of an engine that failed, that is one buffer for each failure.
-    size, path = _largest(weights, plan), None
-    if groups.device.type == "cpu":
-        shared = (memory or SharedMemory()).take(size)
-        buffer, path = shared.tensor, shared.path
-    else:
-        buffer = torch.empty(size, dtype=torch.uint8, device=groups.device)
+    buffers = _buffers(weights, plan, memory or SharedMemory())
+    count = 0
     for stage in range(groups.dims.pp):
         mine = stage == groups.pp_rank
         headers = _from_stage(weights, _headers(plan, digests), stage)
         for number, (header, digest) in enumerate(headers):
+            buffer, path = buffers[count % len(buffers)]
+            count += 1
             flat = buffer[: sum(num_bytes(tensor) for tensor in header)]
             views = _views(flat, header)
             if mine:
@@ -107,6 +104,23 @@ def export_buckets(
                 digest_s=digest_s,
             )
             digest_s = 0.0  # all of them were taken before the first bucket
+
+
+def _buffers(
+    weights: WeightMap, plan: list[list[Unit]], memory: SharedMemory
+) -> list[tuple[Tensor, str | None]]:
+    """Each with its file, on CPUs; only one where there is only one bucket.
+
+    As large as the largest bucket: growing a buffer would keep the old one alive in the hands of the
+    consumer. On GPUs a handle that no engine opens keeps its buffer until this process ends
+    (torch/csrc/CudaIPCTypes.cpp): an engine that fails costs the buffers of that sync.
+    """
+    device, size = weights.groups.device, _largest(weights, plan)
+    number = 1 if weights.groups.dims.pp == 1 and len(plan) == 1 else NUM_BUFFERS
+    if device.type != "cpu":
+        return [(torch.empty(size, dtype=torch.uint8, device=device), None) for _ in range(number)]
+    shared = [memory.take(size, index) for index in range(number)]
+    return [(one.tensor, one.path) for one in shared]
 
 
 def _headers(plan: list[list[Unit]], digests: list[dict[str, int]]) -> list[Header]:

@@ -168,11 +168,12 @@ def largest_export(shape: ModelShape, dims: ParallelDims, work: Workload) -> int
 
 
 def export_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
-    """What the export adds: one buffer of the recipe's size, or as large as the largest parameter that
+    """What the export adds: two buffers of the recipe's size, or as large as the largest parameter that
     does not fit into it, and the peers' pieces of that one parameter."""
-    largest = largest_export(shape, dims, work)
-    buffer = max(min(work.bucket_bytes, work.weight_bytes * shape.num_parameters), largest)
-    return buffer + largest * (dims.tp * dims.ep * dims.etp > 1)
+    largest, whole = largest_export(shape, dims, work), work.weight_bytes * shape.num_parameters
+    buffer = max(min(work.bucket_bytes, whole), largest)
+    num_buffers = 1 if dims.pp == 1 and whole <= buffer else 2
+    return num_buffers * buffer + largest * (dims.tp * dims.ep * dims.etp > 1)
 
 
 def phases(shape: ModelShape, dims: ParallelDims, work: Workload, device_bytes: int) -> list[Phase]:

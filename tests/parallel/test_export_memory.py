@@ -1,4 +1,4 @@
-"""The export holds its shard and two buckets at most: one layout of `benchmarks/export_memory.py`."""
+"""The export holds its shard and three buckets at most: one layout of `benchmarks/export_memory.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_a_rank_holds_its_shard_and_two_buckets() -> None:
+def test_a_rank_holds_its_shard_and_three_buckets() -> None:
     command = [sys.executable, "-m", "benchmarks.export_memory", "TP2xPP2xEP2"]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False
@@ -19,4 +19,4 @@ def test_a_rank_holds_its_shard_and_two_buckets() -> None:
     row = json.loads(done.stdout.splitlines()[0])
     assert row["largest_shard_mb"] < row["model_mb"] / 3
     assert row["bucket_mb"] < row["model_mb"] / 10
-    assert 0.9 < row["peak_in_buckets"] < 2
+    assert 1.9 < row["peak_in_buckets"] < 3

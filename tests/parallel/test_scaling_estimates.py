@@ -127,11 +127,15 @@ def test_the_exports_buffer_holds_a_bucket_or_the_largest_parameter() -> None:
     embedding, peers = 2 * 151936 * 2048, 8 * 2 * 2 * 2048 * 768
     dims = ParallelDims(world=8, tp=4, pp=1, vpp=1, cp=1, ep=8, etp=1)
     assert peers < embedding == memory.largest_export(shape, dims, WORK)
-    assert memory.export_bytes(shape, dims, WORK) == 2 * embedding
+    assert (
+        memory.export_bytes(shape, dims, WORK) == 3 * embedding
+    )  # two buffers and the peers' pieces
     larger = dataclasses.replace(WORK, bucket_bytes=1 << 30)
-    assert memory.export_bytes(shape, dims, larger) == (1 << 30) + embedding
+    assert memory.export_bytes(shape, dims, larger) == (2 << 30) + embedding
     alone = ParallelDims(world=1, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1)
-    assert memory.export_bytes(shape, alone, larger) == 1 << 30
+    assert memory.export_bytes(shape, alone, larger) == 2 << 30
+    whole = dataclasses.replace(WORK, bucket_bytes=1 << 40)
+    assert memory.export_bytes(shape, alone, whole) == 2 * shape.num_parameters  # one bucket
 
 
 def test_flops_and_experts_by_hand() -> None:

@@ -28,7 +28,11 @@ class Push(Protocol):
     """A way for buckets to reach the engine."""
 
     def push(self, bucket: WeightBucket) -> None:
-        """Return when the bucket's memory may be used again."""
+        """Return when the memory of all buckets before this one may be used again."""
+        ...
+
+    def finish(self) -> None:
+        """Return when the memory of every bucket may be used again."""
         ...
 
     def settle(self) -> None:
@@ -104,6 +108,8 @@ class WeightSync:
                     sent += bucket.digest.items() if bucket.digest else digests_of(bucket.tensors)
                 with clock.part("push"):
                     self._push.push(bucket)
+                    if bucket.is_last:  # its memory may go when the end is asked for
+                        self._push.finish()
                 num_bytes += bucket.num_bytes
                 source_s += bucket.digest_s
                 complete = bucket.is_last
@@ -124,7 +130,9 @@ class WeightSync:
         try:
             yield
         except BaseException:
-            # Left open it would refuse the next update; what it says now hides no other error.
+            # Left open it would refuse the next update; what it says now hides no other error. A bucket
+            # that is still being loaded belongs to the session: first that one.
+            self._push.close()
             with contextlib.suppress(RuntimeError, OSError):
                 self._server.post("/end_weight_update", {})
             raise

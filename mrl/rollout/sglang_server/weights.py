@@ -1,65 +1,76 @@
 """Weight buckets by way of SGLang's /update_weights_from_tensor: `rollout.weight_sync=tensor`.
 
-A bucket is one flat uint8 tensor and the place of each weight in it. What is posted is a handle: on
-GPUs CUDA IPC's, on CPUs the path of a memfd of ours in /proc, which the server maps read-only by
-calling torch.from_file itself. (torch's own sharing would need a per-process setting, a helper process
-and names in /dev/shm.) No bytes pass through HTTP, and nothing is left behind whoever is killed.
+A bucket is one flat uint8 tensor and the place of each weight in it. What is posted is a handle for
+each rank of the engine: on GPUs CUDA IPC's, on CPUs the path of a memfd of ours in /proc, which the
+server maps read-only by calling torch.from_file itself. (torch's own sharing would need a per-process
+setting, a helper process and names in /dev/shm.) No bytes pass through HTTP, and nothing is left behind
+whoever is killed.
 
 SGLang unpickles with an allow-list; everything here is made of torch and builtin types, so that the
-trainer never imports sglang. Nothing is ever unpickled on this side.
+trainer never imports sglang.
 """
 
 from __future__ import annotations
 
 import base64
-import functools
-import io
+import contextlib
 import pickle
-from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing import reductions
 
+from mrl.rollout.engine_group import file_handle, handle_of
 from mrl.shared_memory import SharedMemory
-from mrl.types import WeightBucket
+from mrl.types import Handle, WeightBucket
 
 Post = Callable[[str, dict[str, Any]], Any]
 """Path and body to the decoded answer."""
-DEVICE_FIELD = 6
-"""Where torch's reduced CUDA tensor holds its device number."""
+CLOSE_TIMEOUT_S = 30.0
+"""For the answer to the last bucket of an update that has failed: a load takes about a second."""
+NUM_BUFFERS = 2
+"""One that the server reads, and one that is written meanwhile."""
 
 
 class TensorPush:
-    """Posts one bucket at a time. SGLang answers when every rank has copied it into its weights."""
+    """Posts a bucket and leaves the server to load it while the caller builds the next one.
+
+    SGLang answers when every rank has copied the bucket into its weights: the next bucket is posted
+    after that, so only the last one is ever on its way.
+    """
 
     def __init__(self, post: Post, num_ranks: int) -> None:
         self._post = post
         self._num_ranks = num_ranks
         self._memory = SharedMemory()
+        self._answer: Future[Any] | None = None
+        self._number = 0
 
     def push(self, bucket: WeightBucket) -> None:
         flat, places = flatten_bucket(bucket)
-        path = bucket.shared_path
-        if path is None and not flat.is_cuda:
-            buffer = self._memory.take(flat.numel())
-            buffer.tensor[: flat.numel()].copy_(flat)
-            path = buffer.path
-        payloads = serialize_bucket(flat, places, path, self._num_ranks)
-        if flat.is_cuda:
-            torch.cuda.current_stream(flat.device).synchronize()
-        self._post(
-            "/update_weights_from_tensor",
-            {
-                "serialized_named_tensors": payloads,
-                "load_format": "flattened_bucket",
-                **version_fields(bucket),
-            },
-        )
-        self.settle()
+        handles = bucket.handles or self._own_handles(bucket, flat)
+        if len(handles) != self._num_ranks:
+            raise RuntimeError(
+                f"update_weights: got handles of {len(handles)} ranks, expected one for each of the "
+                f"engine's {self._num_ranks}"
+            )
+        body = {
+            "serialized_named_tensors": serialize_bucket(places, handles),
+            "load_format": "flattened_bucket",
+            **version_fields(bucket),
+        }
+        self.finish()
+        self._answer = in_thread(lambda: self._post("/update_weights_from_tensor", body))
+
+    def finish(self) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.result()
+            self.settle()
 
     def settle(self) -> None:
         """Free the handles that every rank has let go of; they hold the trainer's buffer."""
@@ -67,7 +78,45 @@ class TensorPush:
             torch.cuda.ipc_collect()
 
     def close(self) -> None:
+        # The server may still be reading: a failed update is over when it has answered.
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            with contextlib.suppress(Exception):  # the error that led here is the one to report
+                answer.result(timeout=CLOSE_TIMEOUT_S)
         self._memory = SharedMemory()
+
+    def _own_handles(self, bucket: WeightBucket, flat: Tensor) -> Sequence[Handle]:
+        """Of a bucket that this process alone has."""
+        if flat.is_cuda:
+            if self._num_ranks > 1:
+                raise RuntimeError(
+                    f"update_weights: got a bucket on {flat.device} without handles, and the engine "
+                    f"spans {self._num_ranks} GPUs, each of which must read a copy of its own; give "
+                    "buckets that went through mrl.rollout.engine_group.GatheredBuckets"
+                )
+            return [handle_of(bucket)]
+        path = bucket.shared_path
+        if path is None:
+            self._number = (self._number + 1) % NUM_BUFFERS
+            buffer = self._memory.take(flat.numel(), self._number)
+            buffer.tensor[: flat.numel()].copy_(flat)
+            path = buffer.path
+        # The engine's ranks are on this machine's CPU, where all can read one file.
+        return [file_handle(path, flat.numel())] * self._num_ranks
+
+
+def in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """A daemon: an exit must not wait for a request or a collective that hangs."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="mrl-weights", daemon=True).start()
+    return future
 
 
 def version_fields(bucket: WeightBucket) -> dict[str, Any]:
@@ -78,7 +127,7 @@ def version_fields(bucket: WeightBucket) -> dict[str, Any]:
 
 
 def flatten_bucket(bucket: WeightBucket) -> tuple[Tensor, list[SimpleNamespace]]:
-    """All weights of a bucket as u8[num_bytes], and where each one lies in it."""
+    """The bucket as u8[num_bytes], and where each one lies in it."""
     places, start = [], 0
     for name, tensor in bucket.tensors:
         num_bytes = tensor.numel() * tensor.element_size()
@@ -99,61 +148,22 @@ def flatten_bucket(bucket: WeightBucket) -> tuple[Tensor, list[SimpleNamespace]]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8), places
 
 
-def serialize_bucket(
-    flat: Tensor, places: list[SimpleNamespace], path: str | None, num_ranks: int
-) -> list[str]:
-    """One base64 payload per tensor-parallel rank of the server.
+def serialize_bucket(places: list[SimpleNamespace], handles: Sequence[Handle]) -> list[str]:
+    """One base64 payload for each of `handles`, in the order of the engine's ranks.
 
-    `path` is of the file that starts with `flat`, for a tensor on a CPU. On GPUs `flat` must live until
-    the server has answered; each rank gets a handle of its own, because torch counts one release per
-    handle.
+    SGLang's rank r opens the payload of index r alone (`TpModelWorker._deserialize_own_rank` in 0.5.20,
+    `update_weights_from_tensor` in 0.5.12: the index is tp_rank, with expert parallelism and DP
+    attention too, which share out the same ranks).
     """
-    if not flat.is_cuda:
-        assert path is not None
-        message = {"flattened_tensor": _MappedBytes(path, flat.numel()), "metadata": places}
-        return [_encode(pickle.dumps(message))] * num_ranks
-    # Each handle wraps the pointer of a storage once more, with a CUDA event. On the trainer's buffer
-    # they would pile up until it is freed; on a storage of their own they go as soon as the rank lets
-    # go (torch/csrc/StorageSharing.cpp, THPStorage_shareCuda; CudaIPCTypes.cpp).
-    messages = (
-        {"flattened_tensor": torch.from_dlpack(flat), "metadata": places} for _ in range(num_ranks)
-    )
-    return [_encode(_dump_cuda(message)) for message in messages]
+    messages = ({"flattened_tensor": _Opens(handle), "metadata": places} for handle in handles)
+    return [base64.b64encode(pickle.dumps(message)).decode() for message in messages]
 
 
-class _MappedBytes:
-    """Unpickles as u8[size], the start of a file, mapped copy-on-write: writes stay in that process."""
+class _Opens:
+    """Unpickles as the tensor that a handle opens."""
 
-    def __init__(self, path: str, size: int) -> None:
-        self._path = path
-        self._size = size
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
 
     def __reduce__(self) -> Any:
-        mapped = functools.partial(
-            torch.from_file, shared=False, size=self._size, dtype=torch.uint8
-        )
-        return mapped, (self._path,)
-
-
-def _encode(payload: bytes) -> str:
-    return base64.b64encode(payload).decode()
-
-
-def _dump_cuda(message: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    _CudaPickler(buffer).dump(message)
-    return buffer.getvalue()
-
-
-class _CudaPickler(ForkingPickler):
-    """Names the device by UUID: its number differs where CUDA_VISIBLE_DEVICES does.
-
-    SGLang's receiver understands both.
-    """
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor):
-            return NotImplemented
-        rebuild, fields = reductions.reduce_tensor(obj)
-        uuid = str(torch.cuda.get_device_properties(obj.device).uuid)
-        return rebuild, (*fields[:DEVICE_FIELD], uuid, *fields[DEVICE_FIELD + 1 :])
+        return self._handle

@@ -50,6 +50,9 @@ class DiskPush:
             # SGLang's rank 0 answers when it is through itself; others may still read.
             self._post("/update_weights_from_disk", body)
 
+    def finish(self) -> None:
+        """push() has written the files, and waited for the engine after the last one."""
+
     def settle(self) -> None:
         """Every rank has said what it holds: the files are read."""
         self.close()

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +20,12 @@ from torch import Tensor
 
 from mrl.rollout.base import EngineLost
 from mrl.rollout.sglang_server.server import CONTROL_TIMEOUT_S
-from mrl.rollout.sglang_server.weights import Post, flatten_bucket, version_fields
+from mrl.rollout.sglang_server.weights import (
+    Post,
+    flatten_bucket,
+    in_thread,
+    version_fields,
+)
 from mrl.types import WeightBucket
 
 LOOPBACK = "127.0.0.1"
@@ -63,6 +66,9 @@ class DistributedPush:
         except BaseException:
             self._forget()
             raise
+
+    def finish(self) -> None:
+        """push() has waited for the engine."""
 
     def settle(self) -> None:
         """Nothing is left of an update that succeeded."""
@@ -130,7 +136,7 @@ class DistributedPush:
         A request that fails leaves our part waiting for ranks that never come: it is given up.
         Raises EngineLost where the request does, and RuntimeError where either part fails.
         """
-        answer, own = _in_thread(request), _in_thread(lambda: _wait(ours()))
+        answer, own = in_thread(request), in_thread(lambda: _wait(ours()))
         while not (own.done() or (answer.done() and answer.exception())):
             time.sleep(POLL_S)
         # A part of ours that failed may leave the server waiting too, until its own time limit.
@@ -140,20 +146,6 @@ class DistributedPush:
                     raise lost
             raise RuntimeError(f"update_weights: the group with the engine failed: {error}")
         answer.result()
-
-
-def _in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """A daemon: an exit must not wait for a collective that hangs."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="mrl-weights", daemon=True).start()
-    return future
 
 
 def _wait(work: Any) -> None:
