@@ -37,7 +37,7 @@ demo: setup  ## Train a toy MoE from scratch with the real Megatron-core and the
 	$(BIN)/mrl train launch/recipes/toy_moe.yaml
 
 # Two workers: most of the time goes into starts that use one core. tests/conftest.py says how.
-test: setup $(VENV)/browser/chromium $(VENV)/.trl  ## Run the tests
+test: setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.te  ## Run the tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # For the tests of `mrl view`. Where it cannot be had the script says so, and those tests are skipped.
@@ -78,6 +78,11 @@ rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route 
 # In a folder of its own: tests/algorithms/test_trl.py says why.
 $(VENV)/.trl: $(VENV)/.installed requirements/trl.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/trl -r requirements/trl.txt
+	touch $@
+
+# TransformerEngine's Python files alone, in a folder of their own: requirements/te.txt says what for.
+$(VENV)/.te: $(VENV)/.installed requirements/te.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/te -r requirements/te.txt
 	touch $@
 
 # The peers to compare with, on top of the lock.

@@ -1,22 +1,48 @@
-"""The versions of what mrl stands on, and what each implies here; read without importing any."""
+"""The versions of what mrl stands on, and what each implies here.
+
+A version says nothing of whether a package works: those with compiled parts are imported too, each in a
+process of its own, which a broken library may take down.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 TESTED_TORCH = "2.13"
 """What the tests of this repository ran with; others get a plain warning."""
+IMPORT_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A package with compiled parts, by its name in the package index."""
+
+    module: str
+    """What is imported to see whether it works."""
+    implies: Callable[[str], str]
+    """Of its version, where it does."""
+    otherwise: str
+    """What follows where it does not, or is not there."""
+    is_optional: bool = True
+    """Left out of the table where it is not installed."""
 
 
 def version_rows(
-    installed: Callable[[str], str | None] | None = None, python: str | None = None
+    installed: Callable[[str], str | None] | None = None,
+    python: str | None = None,
+    failure: Callable[[str], str | None] | None = None,
 ) -> list[tuple[str, str, str]]:
     """(package, version, what it implies) for the terminal.
 
-    `installed` gives a package's version or None, by default this environment's.
+    `installed` gives a package's version or None, by default this environment's. `failure` gives what
+    importing a module raises in one line, or None where it can be imported.
     """
     find = installed or installed_version
     here = python or platform.python_version()
@@ -24,7 +50,35 @@ def version_rows(
     for name, implies in RULES.items():
         version = find(name)
         rows.append((name, version or "(not installed)", implies(version)))
+    there = {name: version for name in COMPILED if (version := find(name)) is not None}
+    with ThreadPoolExecutor() as pool:
+        modules = [COMPILED[name].module for name in there]
+        failures = dict(zip(there, pool.map(failure or import_failure, modules), strict=True))
+    for name, package in COMPILED.items():
+        if name not in there:
+            if not package.is_optional:
+                rows.append((name, "(not installed)", package.otherwise))
+        elif (error := failures[name]) is not None:
+            text = f"warning: {package.module} cannot be imported ({error}): {package.otherwise}"
+            rows.append((name, there[name], text))
+        else:
+            rows.append((name, there[name], package.implies(there[name])))
     return rows
+
+
+def import_failure(module: str) -> str | None:
+    """What importing `module` in a new process raises, in one line; None where it can be imported."""
+    command = [sys.executable, "-c", f"import {module}"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=IMPORT_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end after {IMPORT_TIMEOUT_S:g} s"
+    if done.returncode == 0:
+        return None
+    lines = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
+    return lines[-1][:200] if lines else f"the process ended with {done.returncode}"
 
 
 def installed_version(package: str) -> str | None:
@@ -84,18 +138,23 @@ def _torch(version: str | None) -> str:
     return "tested" + (", CPU build: no GPU is used" if "+cpu" in version else "")
 
 
-def _transformer_engine(version: str | None) -> str:
-    if version is None:
-        return "local layers, experts one after the other (no grouped products)"
-    if _numbers(version) < (2, 6):
-        return "warning: older than 2.6; set model.transformer_impl=local or update"
-    return "grouped products of experts and fused layers on GPUs"
+def _transformer_engine(version: str) -> str:
+    numbers = _numbers(version)
+    if numbers < (2, 6):
+        return "warning: older than 2.6; mrl's own layers are used, as with transformer_impl=local"
+    words = "its layers on GPUs, with fused rope and permutation"
+    if numbers < (2, 10):
+        return f"{words}; rollout.true_on_policy needs 2.10"
+    return words
 
 
-def _apex(version: str | None) -> str:
-    if version is None:
-        return "torch's Adam; same numbers, slower on GPUs"
-    return "fused Adam on GPUs"
+def _apex(version: str) -> str:
+    if import_failure("fused_weight_gradient_mlp_cuda") is None:
+        return "NVIDIA's: gradients are accumulated by the products themselves on GPUs"
+    return (
+        "NVIDIA's, without fused_weight_gradient_mlp_cuda: build it with APEX_CPP_EXT=1 and "
+        "APEX_CUDA_EXT=1 for fused gradient accumulation"
+    )
 
 
 def _sglang(version: str | None) -> str:
@@ -109,7 +168,36 @@ def _sglang(version: str | None) -> str:
 RULES: dict[str, Callable[[str | None], str]] = {
     "megatron-core": _megatron,
     "torch": _torch,
-    "transformer-engine": _transformer_engine,
-    "apex": _apex,
     "sglang": _sglang,
+}
+COMPILED = {
+    "transformer-engine": Compiled(
+        "transformer_engine.pytorch",
+        _transformer_engine,
+        "mrl's own layers are used, which need none",
+        is_optional=False,
+    ),
+    # The index has another project of this name: only NVIDIA's has this module.
+    "apex": Compiled(
+        "apex.multi_tensor_apply",
+        _apex,
+        "Megatron does without NVIDIA's apex (docs/gpu.md says how it is built); the package that the "
+        "index calls apex is another project",
+    ),
+    "flash-attn": Compiled(
+        "flash_attn", lambda _: "TransformerEngine may choose it", "TransformerEngine uses cuDNN's"
+    ),
+    "deep-ep": Compiled(
+        "deep_ep",
+        lambda _: "megatron.moe_token_dispatcher_type=flex can be used",
+        "the flex dispatcher cannot be used",
+    ),
+    "torch-memory-saver": Compiled(
+        "torch_memory_saver",
+        lambda _: "the engine can give its memory back",
+        "no colocated engine on GPUs: it cannot give its memory back",
+    ),
+    "sglang-kernel": Compiled(
+        "sgl_kernel", lambda _: "SGLang's kernels", "SGLang cannot start on a GPU"
+    ),
 }

@@ -43,7 +43,7 @@ def build(folder: Path, device: str) -> dict[str, Any]:
         "total_bytes": total,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": ".".join(map(str, importlib.import_module("torch.cuda.nccl").version())),
         "cores": os.cpu_count(),
     }
     note(device=facts, **speeds())

@@ -66,7 +66,7 @@ def train_overrides(folder: Path, device: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="One part of run.py.")
     parser.add_argument("name", choices=BY_NAME)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--folder", type=Path, required=True, help="scratch space of all parts")

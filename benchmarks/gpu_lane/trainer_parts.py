@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ def trainer_step(folder: Path, device: str) -> dict[str, Any]:
     from parallel.groups import destroy_groups, init_groups
 
     prepare()
-    overrides = [*train_overrides(folder, device), "model.transformer_impl=local"]
+    overrides = train_overrides(folder, device)
+    overrides += ["model.transformer_impl=local", f"output_dir={folder / 'trainer_step'}"]
     plan = check(load_recipe(RECIPE, overrides), 1)
     groups = init_groups(plan.dims, plan.recipe.seed)
     start = time.perf_counter()
@@ -52,6 +54,7 @@ def trainer_step(folder: Path, device: str) -> dict[str, Any]:
         config=recipe.algorithm,
     )
     micros = batch.micro_batches
+    old, noise = [], {"max": 0.0, "q999": 0.0}
     for replay in (False, True):
         passes, seconds = [], []
         for _ in range(1 + ROUNDS):
@@ -59,14 +62,13 @@ def trainer_step(folder: Path, device: str) -> dict[str, Any]:
             found = ours.policy.logprobs(micros, replay).logprobs
             synchronize(groups.device)
             seconds.append(time.perf_counter() - start)
-            passes.append(torch.cat([part.cpu() for part in found]))
+            old = [part.cpu() for part in found]
+            passes.append(torch.cat(old))
+        noise = difference(passes[-2], passes[-1])
         name = "replayed" if replay else "native"
         note(**{f"{name}_first_s": round(seconds[0], 3),
                 f"{name}_pass_s": statistics.median(seconds[1:]),
-                f"{name}_two_passes": difference(passes[-2], passes[-1])})  # fmt: skip
-    old = [part.cpu() for part in found]
-    from dataclasses import replace
-
+                f"{name}_two_passes": noise})  # fmt: skip
     batch = replace(batch, micro_batches=[
         replace(micro, old_logprobs=row) for micro, row in zip(micros, old, strict=True)
     ])  # fmt: skip
@@ -79,7 +81,6 @@ def trainer_step(folder: Path, device: str) -> dict[str, Any]:
         note(grad_norms=norms, step_s=times, **memory(groups.device))
     num_tokens = sum(len(sample.token_ids) for sample in samples)
     destroy_groups()
-    noise = difference(passes[-2], passes[-1])
     assert torch.isfinite(torch.tensor(norms)).all(), f"grad norms {norms}"
     assert noise["q999"] < NOISE_BOUND, f"two passes differ: {noise}"
     step_s = statistics.median(times[1:])
