@@ -227,6 +227,15 @@ def test_the_lock_is_exact_and_covers_the_project():
     assert wanted <= set(names)
 
 
+def test_the_gpu_extra_names_only_what_the_index_has():
+    """NVIDIA's apex is not in it: what the package index calls apex is another project."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    names = {need.split("[")[0].split(">")[0] for need in (*extras["gpu"], *extras["te"])}
+    assert names == {"sglang", "transformer-engine"}
+
+
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "NOT_UNDER_TORCHRUN"])
 def test_a_rank_does_not_outlive_torchrun(variable, tmp_path):
     """The rank waits for its recipe, a pipe; what started it is killed."""
