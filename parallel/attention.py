@@ -15,39 +15,95 @@ values (the same but in latent attention).
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from parallel.context import Block, ContextSlice
+from parallel.rotary import Rotation
 
 
 @dataclass
 class Bucket:
-    """Where the blocks of one bucket lie among this rank's tokens, and their keys among all."""
+    """Blocks of like length, next to each other in the layout, and their keys among all."""
 
-    queries: Tensor
-    """i64[b, s]: local index of each position; padding repeats the block's last token."""
-    positions: Tensor
-    """i64[m]: indices into the flattened [b, s] that are real tokens."""
-    rows: Tensor
-    """i64[m]: the local index of each of them."""
-    keys: Tensor
-    """i64[b, k]: index into the gathered keys; equal to `queries` for whole sequences."""
+    shape: tuple[int, int]
+    """(b, s)."""
+    keys: Tensor | None
+    """i64[b, k]: index into the gathered keys; None for whole sequences, whose keys are their own."""
     mask: Tensor | None
     """bool[b, 1, s, k]: true where a query sees a key; None for plain causal blocks."""
 
 
 @dataclass
+class Layout:
+    """The padded blocks of all buckets laid end to end: P positions of n tokens, n <= P < 2 n."""
+
+    source: Tensor
+    """i64[P]: the local index of each position; padding repeats the block's last token."""
+    places: Tensor
+    """i64[n]: the position of each token."""
+    is_identity: bool
+    """Nothing is padded and nothing is moved."""
+
+    def lay_out(self, x: Tensor) -> Tensor:
+        """[n, h, d] -> [P, h, d]."""
+        return x if self.is_identity else _LayOut.apply(x, self.source, self.places)
+
+    def take_back(self, x: Tensor) -> Tensor:
+        """[P, h, d] -> [n, h, d]."""
+        return x if self.is_identity else _TakeBack.apply(x, self.places)
+
+
+class _LayOut(torch.autograd.Function):
+    """Padding is seen by no token's output: its gradient is zero, and each token has one position."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None
+
+
+class _TakeBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_positions = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        (places,) = ctx.saved_tensors
+        zeros = grad.new_zeros(ctx.num_positions, *grad.shape[1:])
+        return zeros.index_copy_(0, places, grad), None
+
+
+@dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's thd parameters plus the buckets, computed once per micro-batch."""
+    """Megatron's thd parameters plus what is computed once per micro-batch for all layers."""
 
     buckets: list[Bucket] = field(default_factory=list)
+    layout: Layout | None = None
     context: ContextSlice | None = None
+    positions: Tensor | None = None
+    """i64[n]: the place of each of this rank's tokens in its sequence."""
+    rotation: Rotation | None = None
+    """Of queries and keys in PackedAttention; set by the first layer (RotaryAttention)."""
+    latent_rotation: Rotation | None = None
+    """Of the rotary part of queries and keys in latent attention; set by its first layer."""
 
 
 def packed_sequences(
@@ -60,6 +116,8 @@ def packed_sequences(
         by_size.setdefault((size, block.offset // block.num_tokens), []).append(block)
     longest = int(cu_seqlens.diff().max())
     bounds = cu_seqlens.to(device)
+    ordered = [by_size[key] for key in sorted(by_size)]
+    positions = [torch.arange(b.offset, b.offset + b.num_tokens) for b in context.blocks]
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -67,30 +125,72 @@ def packed_sequences(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         cp_group=context.group,
-        buckets=[_bucket(by_size[k], context.places, device) for k in sorted(by_size)],
+        buckets=[_bucket(blocks, context.places, device) for blocks in ordered],
+        layout=_layout(ordered, device),
         context=context,
+        positions=torch.cat(positions).to(device),
     )
 
 
-def _bucket(blocks: list[Block], places: Tensor | None, device: torch.device) -> Bucket:
-    def column(values: list[int]) -> Tensor:
-        return torch.tensor(values).unsqueeze(1)
+def _columns(blocks: list[Block]) -> tuple[Tensor, Tensor, Tensor]:
+    """i64[b, 1]: first local token, length and offset of each block."""
+    rows = [(block.local_start, block.num_tokens, block.offset) for block in blocks]
+    start, length, offset = torch.tensor(rows).unsqueeze(2).unbind(1)
+    return start, length, offset
 
-    start = column([block.local_start for block in blocks])
-    length = column([block.num_tokens for block in blocks])
-    step = torch.arange(int(length.max())).unsqueeze(0)
-    queries = start + torch.minimum(step, length - 1)
-    positions = (step < length).flatten().nonzero().squeeze(1)
-    rows = queries.flatten()[positions]
-    offset = column([block.offset for block in blocks])
+
+def _layout(buckets: list[list[Block]], device: torch.device) -> Layout:
+    """All buckets, in the order in which `PackedAttention` asks for them."""
+    sources, real = [], []
+    for blocks in buckets:
+        start, length, _ = _columns(blocks)
+        step = torch.arange(int(length.max())).unsqueeze(0)
+        sources.append((start + torch.minimum(step, length - 1)).flatten())
+        real.append((step < length).flatten())
+    source = torch.cat(sources)
+    (positions,) = torch.cat(real).nonzero(as_tuple=True)
+    places = torch.empty_like(positions).scatter_(0, source[positions], positions)
+    is_identity = torch.equal(source, torch.arange(len(places)))
+    return Layout(source.to(device), places.to(device), is_identity)
+
+
+def _bucket(blocks: list[Block], places: Tensor | None, device: torch.device) -> Bucket:
+    _, length, offset = _columns(blocks)
+    shape = len(blocks), int(length.max())
+    if places is None:  # whole sequences
+        return Bucket(shape, None, None)
+    step = torch.arange(shape[1]).unsqueeze(0)
     key_step = torch.arange(int((offset + length).max())).unsqueeze(0)
-    keys = column([b.sequence_start for b in blocks]) + key_step.minimum(offset + length - 1)
+    first = torch.tensor([[block.sequence_start] for block in blocks])
+    keys = first + key_step.minimum(offset + length - 1)
     mask = None
     if bool(offset.any()):
         mask = key_step.unsqueeze(1) <= (offset + step).unsqueeze(2)
         mask = mask.unsqueeze(1).to(device)
-    keys = keys.to(device) if places is None else places[keys.to(device)]
-    return Bucket(queries.to(device), positions.to(device), rows.to(device), keys, mask)
+    return Bucket(shape, places[keys.to(device)], mask)
+
+
+class RotaryAttention(SelfAttention):
+    """Megatron's self-attention, whose queries and keys PackedAttention turns."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        *args: Any,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`rotary_pos_emb` f32[S, 1, 1, d]: Megatron's angles by position."""
+        packed = packed_seq_params
+        if packed is None or packed.positions is None:
+            raise ValueError("RotaryAttention takes packed batches with positions, got none")
+        if packed.rotation is None and rotary_pos_emb is not None:
+            packed.rotation = Rotation.at(rotary_pos_emb, packed.positions)
+        return super().forward(
+            hidden_states, attention_mask, *args, packed_seq_params=packed, **kwargs
+        )
 
 
 class PackedAttention(torch.nn.Module):
@@ -123,15 +223,39 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSequences | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if packed_seq_params is None or packed_seq_params.context is None or query.dim() != 3:
+        packed = packed_seq_params
+        if packed is None or packed.context is None or query.dim() != 3:
             raise ValueError(
-                f"PackedAttention takes packed [n, h, d] batches, got query {tuple(query.shape)}"
+                f"{type(self).__name__} takes packed [n, h, d] batches, got query "
+                f"{tuple(query.shape)}"
             )
-        key, value = (packed_seq_params.context.gather_shared(x) for x in (key, value))
-        out = query.new_empty(*query.shape[:2], value.shape[2])
-        for bucket in packed_seq_params.buckets:
-            q = query[bucket.queries].transpose(1, 2)
-            k, v = (x[bucket.keys].transpose(1, 2) for x in (key, value))
+        if packed.rotation is not None:
+            query, key = packed.rotation.turn(query), packed.rotation.turn(key)
+        return self.attend(query, key, value, packed).flatten(1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        """Query [n, h, d], key [n, g, d], value [n, g, e], turned -> [n, h, e]."""
+        if takes_varlen(query, value, packed):
+            return varlen_attention(query, key, value, packed, self.softmax_scale)
+        return self._in_buckets(query, key, value, packed)
+
+    def _in_buckets(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
+    ) -> Tensor:
+        layout, context = packed.layout, packed.context
+        assert layout is not None
+        assert context is not None
+        ready = layout.lay_out if context.places is None else context.gather_shared
+        laid, key, value = layout.lay_out(query), ready(key), ready(value)
+        outputs, start = [], 0
+        for bucket in packed.buckets:
+            rows = slice(start, start + math.prod(bucket.shape))
+
+            def block(x: Tensor, rows: slice = rows, shape: tuple = bucket.shape) -> Tensor:
+                return x[rows].unflatten(0, shape)
+
+            found = (x[bucket.keys] if bucket.keys is not None else block(x) for x in (key, value))
+            q, k, v = (x.transpose(1, 2) for x in (block(laid), *found))
             attended = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -141,6 +265,63 @@ class PackedAttention(torch.nn.Module):
                 scale=self.softmax_scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
-            rows = attended.transpose(1, 2).flatten(0, 1)[bucket.positions]
-            out = out.index_copy(0, bucket.rows, rows)
-        return out.flatten(1)
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
+            start = rows.stop
+        return layout.take_back(torch.cat(outputs) if len(outputs) > 1 else outputs[0])
+
+
+VARLEN_MAX_HEAD_SIZE = 256
+"""FlashAttention's largest (`mha_varlen_fwd` in torch's aten/src/ATen/native/transformers/cuda)."""
+
+
+def takes_varlen(query: Tensor, value: Tensor, packed: PackedSequences) -> bool:
+    """Whether torch's FlashAttention for packed sequences takes this: half precision on a GPU, whole
+    sequences, one head size for keys and values, a multiple of 8."""
+    context, size = packed.context, query.shape[2]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and context is not None
+        and context.places is None
+        and size == value.shape[2]
+        and size % 8 == 0
+        and size <= VARLEN_MAX_HEAD_SIZE
+        and VARLEN is not None
+    )
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None
+) -> Tensor:
+    """One launch for all sequences, without padding: [n, h, d], [n, g, d], [n, g, d] -> [n, h, d].
+
+    Its backward adds up the gradient of the queries in no fixed order unless
+    `torch.use_deterministic_algorithms` is on, like every FlashAttention.
+    """
+    assert VARLEN is not None
+    bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    return VARLEN(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1, 0),  # all keys up to the query's own place
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _find_varlen() -> Any:
+    """`varlen_attn` of torch 2.12 and later; None where it lacks an argument that is needed here."""
+    try:
+        function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:
+        return None
+    wanted = {"scale", "window_size", "enable_gqa"}
+    return function if wanted <= set(inspect.signature(function).parameters) else None
+
+
+VARLEN = _find_varlen()

@@ -4,8 +4,8 @@ Megatron names the CUDA device in many places. Where there is no CUDA, `enable()
 `device="cuda"` and `.cuda()` to the CPU (through torch's own override mode) and gives the handful of
 `torch.cuda` functions that Megatron calls a CPU stand-in.
 
-With CUDA it only defines two names that megatron-core leaves undefined or wrong where
-TransformerEngine is not installed; with TransformerEngine they keep the value that they have.
+With CUDA it only mends megatron-core's search for TransformerEngine: two names that stay undefined or
+wrong where there is none, and one that is installed but does not import.
 
 Call it before the first import of megatron. It is idempotent.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
+
+from parallel.implementation import find_engine
 
 _active: list[TorchFunctionMode] = []
 
@@ -69,6 +72,7 @@ class _Stream:
 
 def enable() -> bool:
     """Turn the mode on where there is no CUDA. Returns whether it is on."""
+    hide_broken_engine()
     if torch.cuda.is_available():
         complete_megatron()
         return False
@@ -99,6 +103,18 @@ def _replace_torch_cuda() -> None:
     }
     for name, value in stand_ins.items():
         setattr(torch.cuda, name, value)
+
+
+def hide_broken_engine() -> None:
+    """Let Megatron find no TransformerEngine where the installed one does not import.
+
+    megatron-core 0.16 asks for its parts one by one and catches ImportError only: of one that imports
+    half it takes some names and leaves others undefined (`TENorm` in its `gpt_layer_specs`).
+    """
+    if torch.cuda.is_available() and find_engine().error is not None:
+        for name in [n for n in sys.modules if n.split(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
+        sys.modules["transformer_engine"] = None  # pyright: ignore[reportArgumentType]
 
 
 def complete_megatron() -> None:

@@ -53,33 +53,19 @@ class InvariantRouter(TopKRouter):
 class InvariantAttention(PackedAttention):
     """PackedAttention, each query by itself over its keys in order; gradients are PackedAttention's."""
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        packed_seq_params: PackedSequences | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """query [n, h, d], key [n, g, d], value [n, g, e] -> [n, h*e]."""
-        if packed_seq_params is None or query.dim() != 3:
-            raise ValueError(
-                f"InvariantAttention takes packed [n, h, d] batches, got query {tuple(query.shape)}"
-            )
-        bounds = packed_seq_params.cu_seqlens_q
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        """query [n, h, d], key [n, g, d], value [n, g, e] -> [n, h, e]."""
+        bounds = packed.cu_seqlens_q
         assert bounds is not None
         first = bounds[:-1].repeat_interleave(bounds.diff())
         count = torch.arange(1, len(query) + 1, dtype=torch.int32) - first
         scale = query.shape[2] ** -0.5 if self.softmax_scale is None else self.softmax_scale
 
         def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return invariant.attention(query, key, value, first, count, scale).flatten(1)
+            return invariant.attention(query, key, value, first, count, scale)
 
         def twin(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return PackedAttention.forward(
-                self, query, key, value, packed_seq_params=packed_seq_params
-            )
+            return PackedAttention.attend(self, query, key, value, packed)
 
         return invariant.with_gradient_of(twin, kernel, query, key, value)
 

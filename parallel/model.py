@@ -11,10 +11,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel import expert_order, invariant
-from parallel.attention import PackedAttention
+from parallel.attention import PackedAttention, RotaryAttention
+from parallel.dispatch import NativeMoELayer, RouteOrderMoELayer
+from parallel.experts import GroupedExperts, join_storages
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.implementation import Implementation
@@ -50,25 +53,36 @@ def _block_spec(
     spec: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
     )
-    if experts_in_order:
-        for layer in spec.layer_specs:
-            expert_order.replace_layer(layer.submodules)
-    if engine:
-        return spec
     for layer in spec.layer_specs:
-        parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelRMSNorm
-        attention = parts.self_attention.submodules
-        attention.core_attention = PackedAttention
-        if config.multi_latent_attention:
-            parts.self_attention.module = LatentAttention
-            attention.q_layernorm = attention.kv_layernorm = SequenceParallelRMSNorm
-        elif config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
-        if true_on_policy:
-            invariant.replace_layers(parts)
-    spec.layer_norm = SequenceParallelRMSNorm
+        if not engine:
+            _native_layer(layer.submodules, config, true_on_policy, experts_in_order)
+        elif experts_in_order:
+            expert_order.replace_layer(layer.submodules)
+    if not engine:
+        spec.layer_norm = SequenceParallelRMSNorm
     return spec
+
+
+def _native_layer(
+    parts: Any, config: TransformerConfig, true_on_policy: bool, experts_in_order: bool
+) -> None:
+    """Put mrl's modules into the spec of one decoder layer of Megatron's local layers."""
+    parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelRMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.multi_latent_attention:
+        parts.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = SequenceParallelRMSNorm
+    else:
+        parts.self_attention.module = RotaryAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
+    if issubclass(parts.mlp.module, MoELayer):
+        parts.mlp.module = RouteOrderMoELayer if experts_in_order else NativeMoELayer
+        if not true_on_policy:  # there each expert computes a row as the engine does
+            parts.mlp.submodules.experts.module = GroupedExperts
+    if true_on_policy:
+        invariant.replace_layers(parts)
 
 
 def build_chunks(
@@ -114,7 +128,9 @@ def build_chunks(
                 # differently from the dense layers; unflagged, their gradients are silently wrong.
                 setattr(parameter, "allreduce", False)  # noqa: B010
         chunk = chunk.to(groups.device)
-        chunks.append(_half(config, chunk) if config.bf16 else chunk)
+        chunk = _half(config, chunk) if config.bf16 else chunk
+        join_storages(chunk)
+        chunks.append(chunk)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=use_distributed_optimizer,

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from parallel import invariant
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
-from parallel.implementation import Implementation
+from parallel.implementation import Implementation, fusions
 
 
 def build_config(
@@ -32,7 +32,6 @@ def build_config(
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "bias_activation_fusion": False,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": half,
@@ -67,5 +66,6 @@ def build_config(
     if true_on_policy:
         settings |= invariant.settings(groups.device)
     settings |= model.architecture.transformer_config(model.config)
-    latent = settings.get("multi_latent_attention")
+    latent = bool(settings.get("multi_latent_attention"))
+    settings |= fusions(implementation, groups.device, dtype, latent, true_on_policy)
     return (MLATransformerConfig if latent else TransformerConfig)(**settings)

@@ -10,7 +10,11 @@ from mrl.config import Recipe
 from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
-from parallel.implementation import choose_dtype, choose_implementation
+from parallel.implementation import (
+    check_invariant_engine,
+    choose_dtype,
+    choose_implementation,
+)
 
 ON_CPUS = ("qwen3_moe",)
 """Architectures that were compared with SGLang's layer by layer."""
@@ -43,6 +47,7 @@ def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
         ]
     else:
         wanted.append(("model.transformer_impl", implementation, "transformer_engine"))
+        check_invariant_engine()
     wanted.append(("rollout.dtype", _dtype(recipe.rollout.engine_dtype(recipe.model)), dtype))
     for key, value, needed in wanted:
         if value != needed:

@@ -1,0 +1,85 @@
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864 eq. 34) of a packed batch, computed in fp32.
+
+Megatron turns each sequence of a packed batch by itself, waits for the device to learn the lengths,
+and rounds cosines and sines to the dtype of the model. Here one gather by position serves the whole
+batch and all layers of a stage, and queries and keys are multiplied in fp32, as SGLang's CUDA kernel
+does with its fp32 cache (`sglang.srt.layers.rotary_embedding`).
+
+n packed tokens of this rank, h heads, d head size, r rotated pairs (2 r <= d).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """By how much each token's pairs are turned."""
+
+    cos: Tensor
+    """f32[n, 1, r]."""
+    sin: Tensor
+    """f32[n, 1, r]."""
+
+    @classmethod
+    def at(cls, angles: Tensor, positions: Tensor, scale: float = 1.0) -> Rotation:
+        """`angles` f32[S, 1, 1, 2 r], Megatron's, where the second half repeats the first; `positions`
+        i64[n], all below S; `scale` multiplies cosines and sines (YaRN, arXiv 2309.00071)."""
+        half = angles.shape[-1] // 2
+        own = angles[:, 0, :, :half].index_select(0, positions).float()
+        cos, sin = own.cos(), own.sin()
+        return cls(cos, sin) if scale == 1.0 else cls(cos * scale, sin * scale)
+
+    def turn(self, x: Tensor, interleaved: bool = False) -> Tensor:
+        """x [n, h, d] -> [n, h, d] with its first 2 r dimensions turned, differentiable.
+
+        Pair i is (i, i + r). `interleaved`: it is (2 i, 2 i + 1) in `x` and (i, i + r) in the result,
+        as in DeepSeek's latent attention; d is then 2 r.
+        """
+        return _Turn.apply(x, self.cos, self.sin, interleaved)
+
+
+class _Turn(torch.autograd.Function):
+    """The gradient is turned back by the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        half = cos.shape[-1]
+        first, second = _pairs(x, half, interleaved)
+        _turn_into(first, second, cos, sin, *_pairs(out, half, False))
+        if x.shape[-1] > 2 * half:
+            out[..., 2 * half :] = x[..., 2 * half :]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore
+        cos, sin = ctx.saved_tensors
+        out = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        half = cos.shape[-1]
+        first, second = _pairs(grad, half, False)
+        _turn_into(second, first, cos, sin, *reversed(_pairs(out, half, ctx.interleaved)))
+        if grad.shape[-1] > 2 * half:
+            out[..., 2 * half :] = grad[..., 2 * half :]
+        return out, None, None, None
+
+
+def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    return x[..., :half], x[..., half : 2 * half]
+
+
+def _turn_into(
+    first: Tensor, second: Tensor, cos: Tensor, sin: Tensor, to_first: Tensor, to_second: Tensor
+) -> None:
+    """(first, second) turned by the angle; with the two exchanged it is turned back."""
+    torch.sub(first * cos, second * sin, out=to_first)
+    torch.add(second * cos, first * sin, out=to_second)
