@@ -194,6 +194,13 @@ class _WeightedSwiglu(torch.autograd.Function):
         return to_hidden, to_probs
 
 
+def compute_one_by_one(chunk: torch.nn.Module) -> None:
+    """Let Megatron's SequentialMLP compute what the grouped experts of a chunk hold: to compare."""
+    for module in chunk.modules():
+        if isinstance(module, GroupedExperts):
+            module.__class__ = SequentialMLP  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def join_storages(chunk: torch.nn.Module) -> None:
     """`GroupedExperts.join_storages` of every MoE layer of a chunk."""
     for module in chunk.modules():

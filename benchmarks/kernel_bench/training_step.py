@@ -98,15 +98,10 @@ def one_process() -> Any:
 
 
 def loop_over_experts(policy: Any) -> None:
-    """Let Megatron's class compute what the grouped experts of a policy hold."""
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
-    from parallel.experts import GroupedExperts
+    from parallel.experts import compute_one_by_one
 
     for chunk in policy.chunks:
-        for module in chunk.modules():
-            if isinstance(module, GroupedExperts):
-                module.__class__ = SequentialMLP
+        compute_one_by_one(chunk)
 
 
 @torch.no_grad()

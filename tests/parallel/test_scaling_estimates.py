@@ -78,7 +78,7 @@ def test_activations_are_near_those_of_a_real_forward(dtype: str, tmp_path: Path
     predicted = sum(memory.layer_activation_bytes(shape, n, 64, work) for n in range(4))
     print(f"{dtype}: measured {measured}, predicted {predicted}: {measured / predicted:.3f}")
     # The formula is for fused layers; these are unfused, on a CPU.
-    assert 1.4 < measured / predicted < 2.4
+    assert 1.2 < measured / predicted < 2.0
 
 
 def shape_of(name: str) -> ModelShape:
