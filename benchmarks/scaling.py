@@ -15,9 +15,11 @@ from pathlib import Path
 from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.scaling.cost import HARDWARE, Efficiency, Hardware
-from parallel.scaling.memory import RUNTIME_BYTES
-from parallel.scaling.report import size, tables, verdict
+from parallel.scaling.report import tables
+from parallel.scaling.runtime import FRAGMENTATION
 from parallel.scaling.shape import ModelShape, read_shape
+from parallel.scaling.units import size
+from parallel.scaling.verdict import verdict
 from parallel.scaling.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,11 +66,8 @@ CASES = (
         work(512, 16, 32),
         "61 layers: 8 on each of the first seven stages and 5 on the last "
         "(`parallel.decoder_last_pipeline_num_layers: 5`). "
-        "**The rollout of this case does not run in mrl today.** In bfloat16 the weights alone are "
-        "1.34 TB and a node of eight H200 has 1.19 TB, so the table takes engines of 32 GPUs over four "
-        "nodes; mrl keeps an engine on one node, and refuses to start "
-        "`rollout.tensor_parallel_size: 32` where a node has 8. It needs engines over several nodes, "
-        "or 8-bit rollout weights. The trainer's layout is accepted, but nothing of this size has run. "
+        "In bfloat16 the weights alone are 1.34 TB and a node of eight H200 has 1.19 TB, so an engine "
+        "takes 32 GPUs over four nodes. Nothing of this size has run. "
         "The published checkpoint is in 8 bits, which mrl refuses: convert it to bfloat16 first. Its "
         "multi-token-prediction layer is left out.",
     ),
@@ -97,7 +96,7 @@ def _section(case: Case) -> str:
         f"`mrl check` on these sizes: {_checked(shape, dims)}.",
         *([case.note] if case.note else []),
         *(table.markdown() for table in tables(shape, dims, job, gpu)),
-        f"Verdict: {verdict(shape, dims, job, gpu)}.",
+        f"Verdict: {verdict(shape, dims, job, gpu).text}.",
     ]
     return "\n\n".join(lines)
 
@@ -118,7 +117,15 @@ def _assumptions() -> str:
         f"{share.links} of NVLink and network, {share.host} of PCIe."
     )
     lines.append(
-        f"- {size(RUNTIME_BYTES)} a GPU for CUDA contexts, communication buffers and fragmentation."
+        f"- {share.bucket_s:g} s for each weight bucket and {1e3 * share.tensor_s:g} ms for each "
+        "tensor in it, beside their bytes."
+    )
+    lines.append(
+        f"- Runtime bytes are rows of their own in every case below. {FRAGMENTATION:.0%} of what "
+        "torch's allocator manages are taken as lost to fragmentation."
+    )
+    lines.append(
+        f"- A node has {size(HARDWARE['h100'].host_memory_bytes)} of host memory (`--host-memory`)."
     )
     return "\n".join(lines)
 

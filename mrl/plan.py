@@ -1,9 +1,17 @@
-"""`mrl check --plan`: what a recipe costs on GPUs, from formulas, before there are any."""
+"""`mrl check --plan`: what a recipe costs on GPUs, from formulas, before there are any.
+
+`mrl check` without it does the same arithmetic for the GPUs at hand, and refuses what cannot fit.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
+import re
 from pathlib import Path
+
+import torch
 
 from mrl import console
 from mrl.config import Recipe
@@ -11,16 +19,25 @@ from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.groups import world_size
 from parallel.hf_config import has_weights, read_config
-from parallel.scaling.cost import Hardware, find_hardware
-from parallel.scaling.report import tables, verdict
+from parallel.scaling.cost import HARDWARE, Hardware, find_hardware
+from parallel.scaling.report import tables
 from parallel.scaling.shape import ModelShape, read_shape
+from parallel.scaling.verdict import Verdict, verdict
 from parallel.scaling.workload import Workload, recipe_workload
 
 DEFAULT_PROMPT_LEN = 512
+PINNED_LIMIT = re.compile(r"(?:^|,)\s*pinned_max_round_threshold_mb:(\d+)")
 
 
-def show_plan(recipe: Recipe, gpus: int | None, gpu: str | None, prompt_len: int | None) -> None:
-    """Print the plan; the last line says whether it fits. Raises InputError.
+def show_plan(
+    recipe: Recipe,
+    gpus: int | None,
+    gpu: str | None,
+    prompt_len: int | None,
+    host_memory_gb: float | None = None,
+) -> None:
+    """Print the plan; the last line says that it fits. Raises InputError, with the arithmetic, where
+    it does not, and for a recipe that cannot be.
 
     A folder with weights is checked as before a start; of one with only config.json, the sizes are.
     """
@@ -28,13 +45,12 @@ def show_plan(recipe: Recipe, gpus: int | None, gpu: str | None, prompt_len: int
     if world < 1:
         raise InputError(f"--gpus: got {world}, expected at least 1")
     hardware = find_hardware(gpu or "h100")
+    if host_memory_gb is not None:
+        if host_memory_gb <= 0:
+            raise InputError(f"--host-memory: got {host_memory_gb:g}, expected gigabytes above 0")
+        hardware = dataclasses.replace(hardware, host_memory_bytes=int(host_memory_gb * 1e9))
     folder = Path(recipe.model.path)
-    config = read_config(folder)
-    shape = read_shape(config)
-    dims = ParallelDims.create(recipe.parallel, world)
-    dims.check_model(shape.sizes)
-    context_len = recipe.rollout.context_len or config.get("max_position_embeddings")
-    work = plan_workload(recipe, shape, world, prompt_len, context_len)
+    shape, dims, work = read_plan(recipe, world, prompt_len)
     if has_weights(folder):
         from mrl.preflight import check
 
@@ -45,7 +61,52 @@ def show_plan(recipe: Recipe, gpus: int | None, gpu: str | None, prompt_len: int
     print(f"\n{assumptions(dims, work, hardware)}")
     for table in tables(shape, dims, work, hardware):
         console.table(table.title, table.header, table.rows)
-    print(f"\n{verdict(shape, dims, work, hardware)}")
+    print(f"\n{accepted(verdict(shape, dims, work, hardware))}")
+
+
+def check_memory(recipe: Recipe, world: int) -> str | None:
+    """The plan's verdict for the GPUs of this machine; None where there is none.
+
+    Raises InputError where the recipe cannot fit into their memory, or into the host's.
+    """
+    if not torch.cuda.is_available():
+        return None
+    found = accepted(verdict(*read_plan(recipe, world, None), this_machine(world)))
+    return f"{found} (by formulas: mrl check --plan lists them)"
+
+
+def this_machine(world: int) -> Hardware:
+    """The GPU at hand with the speeds of the nearest data sheet, which the verdict does not need."""
+    properties = torch.cuda.get_device_properties(0)
+    nearest = min(
+        HARDWARE.values(), key=lambda gpu: abs(gpu.memory_bytes - properties.total_memory)
+    )
+    return dataclasses.replace(
+        nearest,
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        gpus_per_node=min(world, torch.cuda.device_count()),
+        host_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+
+
+def accepted(found: Verdict) -> str:
+    """Its text. Raises InputError where the layout does not run."""
+    if not found.runs:
+        raise InputError(f"memory plan: {found.text}")
+    return found.text
+
+
+def read_plan(
+    recipe: Recipe, world: int, prompt_len: int | None
+) -> tuple[ModelShape, ParallelDims, Workload]:
+    """Model, layout and work of a recipe on `world` GPUs. Raises InputError."""
+    config = read_config(Path(recipe.model.path))
+    shape = read_shape(config)
+    dims = ParallelDims.create(recipe.parallel, world)
+    dims.check_model(shape.sizes)
+    context_len = recipe.rollout.context_len or config.get("max_position_embeddings")
+    return shape, dims, plan_workload(recipe, shape, world, prompt_len, context_len)
 
 
 def assumptions(dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
@@ -55,6 +116,14 @@ def assumptions(dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
         f"Below: {dims.world} x {gpu.name}, weights in {dtype}, prompts of {work.prompt_len} tokens "
         f"(an assumption: --prompt-len), every response as long as allowed, {work.response_len}."
     )
+
+
+def exact_pinned() -> int | None:
+    """Bytes above which torch does not round pinned buffers, by the environment that it reads."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if found := PINNED_LIMIT.search(os.environ.get(name, "")):
+            return int(found[1]) << 20
+    return None
 
 
 def plan_workload(
@@ -71,10 +140,31 @@ def plan_workload(
             f"{recipe.rollout.max_response_len} are more than the context of {context_len}; lower one"
         )
     tp = recipe.rollout.tensor_parallel_size
-    for count, what in ((world, "GPUs"), (shape.kv_heads, "key/value heads")):
-        if count % tp:
-            raise InputError(
-                f"rollout.tensor_parallel_size: {count} {what} are not divisible by {tp} "
-                f"({count} = {count // tp} x {tp} + {count % tp}); change it"
-            )
-    return recipe_workload(recipe, asked)
+    if world % tp:
+        raise InputError(
+            f"rollout.tensor_parallel_size: {world} GPUs are not divisible by {tp} "
+            f"({world} = {world // tp} x {tp} + {world % tp}); change it"
+        )
+    work = recipe_workload(recipe, asked, exact_pinned())
+    _check_engine(shape, work)
+    return work
+
+
+def _check_engine(shape: ModelShape, work: Workload) -> None:
+    """Raise InputError for heads and experts that the engine's ranks do not share evenly."""
+    if work.engine_tp % work.engine_dp:
+        raise InputError(
+            f"rollout.server_args.dp_size: {work.engine_tp} ranks of an engine are not divisible by "
+            f"{work.engine_dp}; change it"
+        )
+    ranks, heads = work.engine_tp // work.engine_dp, shape.kv_heads
+    if shape.mla is None and heads % ranks and ranks % heads:
+        raise InputError(
+            f"rollout.tensor_parallel_size: {heads} key/value heads and {ranks} ranks of an engine do "
+            "not divide each other; change it"
+        )
+    if shape.heads % ranks:
+        raise InputError(
+            f"rollout.tensor_parallel_size: {shape.heads} attention heads are not divisible by {ranks} "
+            f"({shape.heads} = {shape.heads // ranks} x {ranks} + {shape.heads % ranks}); change it"
+        )

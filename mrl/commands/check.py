@@ -22,6 +22,16 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--prompt-len", type=int, help="tokens of a prompt in the plan; by default 512"
     )
+    command.add_argument(
+        "--host-memory",
+        type=float,
+        help="gigabytes of a node's memory in the plan; by default 2,199",
+    )
+    command.add_argument(
+        "--ignore-memory",
+        action="store_true",
+        help="on a machine with GPUs, accept a recipe that by the formulas does not fit into them",
+    )
     command.set_defaults(run=run)
 
 
@@ -34,13 +44,18 @@ def run(args: argparse.Namespace) -> None:
     if args.plan:
         from mrl.plan import show_plan
 
-        show_plan(recipe, args.gpus, args.gpu, args.prompt_len)
+        show_plan(recipe, args.gpus, args.gpu, args.prompt_len, args.host_memory)
         return
-    for name in ("gpus", "gpu", "prompt_len"):
+    for name in ("gpus", "gpu", "prompt_len", "host_memory"):
         if getattr(args, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} is for the plan; add --plan")
     from mrl.preflight import check
     from parallel.groups import world_size
 
     console.plan(check(recipe, world_size()).rows())
+    if not args.ignore_memory:
+        from mrl.plan import check_memory
+
+        if memory := check_memory(recipe, world_size()):
+            print(f"memory: {memory}")
     print("ok")

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.scaling.communication import Volume, ring, sync_volumes, volumes
-from parallel.scaling.memory import (
+from parallel.scaling.engine import (
+    attention_ranks,
     engine_weight_bytes,
-    gradient_bytes,
     kv_bytes_per_token,
     kv_capacity_tokens,
-    optimizer_bytes,
-    weight_bytes,
 )
+from parallel.scaling.memory import gradient_bytes, optimizer_bytes, weight_bytes
 from parallel.scaling.shape import ModelShape, Part
 from parallel.scaling.stages import Stage, stages
+from parallel.scaling.state import ADAM_MOMENTS, optimizer_shard
 from parallel.scaling.workload import Workload
 
 
@@ -42,6 +42,8 @@ class Hardware:
     host: float
     """One direction, to host memory (PCIe 5.0 x16)."""
     gpus_per_node: int = 8
+    host_memory_bytes: int = 2 << 40
+    """Of one node; 2 TiB is that of NVIDIA's DGX H100 and H200."""
 
 
 HARDWARE = {
@@ -59,6 +61,13 @@ class Efficiency:
     hbm: float = 0.6
     links: float = 0.7
     host: float = 0.7
+    bucket_s: float = 0.01
+    """Seconds that a weight bucket costs beside its bytes: one request, one answer, one handle."""
+    tensor_s: float = 0.2e-3
+    """Seconds that an engine takes for one tensor of a bucket beside its bytes: finding its place and
+    starting a copy."""
+    host_memory: float = 40e9
+    """Bytes per second that one rank's share of the host's memory moves, for Adam on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +131,10 @@ def decode_bytes(shape: ModelShape, work: Workload, batch: float, context: float
     dense -= 0 if shape.tied else counts["embedding"]
     expert = 3 * shape.hidden * shape.moe_ffn
     touched = distinct_experts(shape.num_experts, shape.topk, batch) * len(shape.moe_layers)
-    weights = work.weight_bytes * (dense + touched * expert) / work.engine_tp
-    return weights + batch * context * kv_bytes_per_token(shape, work)
+    weights = work.weight_bytes * (
+        dense / attention_ranks(work) + touched * expert / work.engine_tp
+    )
+    return weights + batch / work.engine_dp * context * kv_bytes_per_token(shape, work)
 
 
 def rollout_seconds(
@@ -211,14 +222,23 @@ def update_seconds(
     share: Efficiency,
     held: list[Stage],
 ) -> float:
-    """Adam reads and writes its state, reads gradients and writes weights: HBM bound."""
+    """Adam reads and writes its state, reads gradients and writes weights: HBM bound.
+
+    With offload, gradients go to the host and weights come back, and Adam on the CPU reads and writes
+    main parameters and moments there; nothing overlaps.
+    """
     moved = max(
         2 * optimizer_bytes(stage, dims, work)
-        + gradient_bytes(stage)
+        + gradient_bytes(stage, work)
         + weight_bytes(shape, stage, work)
         for stage in held
     )
-    return moved / (gpu.hbm * share.hbm)
+    away = work.state.offload_fraction * max(
+        optimizer_shard(stage, dims, work.distributed_optimizer).num for stage in held
+    )
+    over = away * (4 + work.weight_bytes) / (gpu.host * share.host)
+    on_host = away * (4 + 2 * (4 + 4 * ADAM_MOMENTS)) / share.host_memory
+    return moved / (gpu.hbm * share.hbm) + over + on_host
 
 
 def sync_seconds(
@@ -229,7 +249,10 @@ def sync_seconds(
     share: Efficiency,
     held: list[Stage],
 ) -> dict[str, float]:
-    """Gathers and broadcasts of the export, the engine's copy, and the trainer's way to the host."""
+    """Gathers and broadcasts of the export, the engine's copy, and the trainer's way to the host.
+
+    Every bucket and every tensor in it costs time of its own, whatever its size.
+    """
     gathered = max(
         link_seconds(sync_volumes(shape, dims, work, stage), gpu, share, "step") for stage in held
     )
@@ -237,5 +260,24 @@ def sync_seconds(
     away = max(weight_bytes(shape, s, work) + optimizer_bytes(s, dims, work) for s in held)
     return {
         "offload and onload": 2 * away / (gpu.host * share.host),
-        "weight sync": gathered + loaded,
+        "weight sync: bytes": gathered + loaded,
+        "weight sync: buckets and tensors": num_buckets(shape, work) * share.bucket_s
+        + num_hf_tensors(shape) * share.tensor_s,
     }
+
+
+def num_buckets(shape: ModelShape, work: Workload) -> int:
+    """That a weight sync sends, full ones."""
+    return -(-work.weight_bytes * shape.num_parameters // work.bucket_bytes)
+
+
+def num_hf_tensors(shape: ModelShape) -> int:
+    """Of a Hugging Face checkpoint: queries, keys and values apart, gate and up projections too."""
+    moe = len(shape.moe_layers)
+    attention = 4 + 2 * shape.qk_norm + 3 * shape.qkv_bias
+    if shape.mla:
+        attention = 5 + 2 * (shape.mla.q_rank > 0)  # down, norm and up, twice, and the output
+    each_moe = 1 + 3 * shape.num_experts + 3 * (shape.shared_ffn > 0) + shape.shared_gate
+    each_moe += shape.expert_bias
+    layers = shape.num_layers * (2 + attention) + moe * each_moe + 3 * (shape.num_layers - moe)
+    return layers + 2 + (not shape.tied)

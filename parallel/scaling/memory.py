@@ -1,39 +1,27 @@
 """Bytes on one rank: what stays, what a micro-batch adds, and who holds what in each phase of a step.
 
-Dimensions: N packed tokens of a micro-batch, n = N / (tp x cp) rows of one rank, H hidden, V
-vocabulary, K experts per token, F columns of an expert, b bytes of a weight or activation.
+Every total is the sum of rows with a formula and a source. Dimensions as in
+`parallel.scaling.activations`: N packed tokens, n rows of one rank, b bytes of a weight.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 from parallel.dims import ParallelDims
+from parallel.scaling.activations import activation_rows, head_rows, layer_parts
+from parallel.scaling.engine import engine_host_rows, engine_rows
+from parallel.scaling.host import routes_per_token, stage_tensors, trainer_host_rows
+from parallel.scaling.rows import ASSUMPTION, Phase, Row, present
+from parallel.scaling.runtime import fragmentation_row, runtime_rows, sleeping_graph_row
 from parallel.scaling.shape import ModelShape
 from parallel.scaling.stages import Stage, expert_data_parallel, router_bias_bytes, stages
+from parallel.scaling.state import optimizer_row, optimizer_shard, step_rows
 from parallel.scaling.workload import Workload
 
-RUNTIME_BYTES = 3 << 30
-"""Assumed: CUDA contexts of trainer and engine, NCCL buffers, fragmentation. Not measured."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """What one rank holds during one phase, in bytes by what it is."""
-
-    name: str
-    stage: int
-    device: dict[str, int] = field(default_factory=dict)
-    host: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(self.device.values())
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(self.host.values())
+UNEVEN = 0.5
+"""Rows of experts above an even share that the busiest rank may get."""
+COUNTED = "counted in tests/parallel/test_scaling_bytes.py"
 
 
 def weight_bytes(shape: ModelShape, stage: Stage, work: Workload) -> int:
@@ -44,82 +32,27 @@ def weight_bytes(shape: ModelShape, stage: Stage, work: Workload) -> int:
     return work.weight_bytes * (stage.num_local + table) + biases
 
 
-def gradient_bytes(stage: Stage) -> int:
-    """Megatron's buffers hold fp32 sums of every local parameter.
+def gradient_bytes(stage: Stage, work: Workload) -> int:
+    """Megatron's buffers hold the sum of the gradients of every local parameter: in fp32, or as the
+    weights are with `grad_reduce_in_fp32: false`.
 
     The distributed optimizer pads them: every parameter to 64 elements and every bucket to a multiple
-    of lcm(copies, 128), which `padding_bound` bounds.
+    of lcm(copies, 128), which `padding_bound` bounds. DDP's buckets are views of them.
     """
-    return 4 * stage.num_local
+    return work.state.gradient_bytes * stage.num_local
 
 
-def padding_bound(num_parameters: int, num_buckets: int, copies: int) -> int:
-    """Most bytes that the distributed optimizer's padding adds to the buffers of one rank."""
-    return 4 * (63 * num_parameters + num_buckets * math.lcm(copies, 128))
+def padding_bound(
+    num_parameters: int, num_buckets: int, copies: int, element_bytes: int = 4
+) -> int:
+    """Most bytes that the distributed optimizer's padding adds to one kind of buffer of one rank."""
+    return element_bytes * (63 * num_parameters + num_buckets * math.lcm(copies, 128))
 
 
 def optimizer_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> int:
-    """Adam's two fp32 moments, and fp32 main weights beside bf16 ones: 8 or 12 per parameter.
-
-    The distributed optimizer shares them out over the copies of a parameter (ZeRO stage 1,
-    arXiv 1910.02054): dp x cp of a dense one, expert-data parallel of an expert.
-    """
-    each = 8 if work.weight_bytes == 4 else 12
-    if not work.distributed_optimizer:
-        return each * stage.num_local
-    dense = -(-stage.dense // (dims.dp * dims.cp))
-    return each * (dense + -(-stage.expert // expert_data_parallel(dims)))
-
-
-def layer_activation_bytes(shape: ModelShape, number: int, rows: int, work: Workload) -> int:
-    """What one layer keeps of a micro-batch for its backward, without recompute.
-
-    After Korthikanti et al. (arXiv 2205.05198, section 4), with attention that keeps no scores, no
-    dropout, SwiGLU and MoE: both norms' inputs and outputs; queries, keys and values, once more after
-    their norms and after RoPE; the attention's output; per expert row its input and 3 F columns; the
-    router's logits and probabilities in fp32. Routing is taken as balanced.
-
-    This is what fused GPU layers need. Megatron's local layers on a CPU keep 1.7 (fp32) to 2.1 (bf16)
-    times as much: copies of unfused SwiGLU and norms.
-    """
-    width = shape.query_width + shape.kv_width
-    turned = shape.query_width + shape.kv_width // 2
-    elements = 4 * shape.hidden + width + (1 + shape.qk_norm) * turned + shape.value_width
-    fp32 = shape.heads
-    if number in shape.moe_layers:
-        elements += shape.topk * (shape.hidden + 3 * shape.moe_ffn) + 3 * shape.shared_ffn
-        fp32 += 2 * shape.num_experts
-    else:
-        elements += 3 * shape.dense_ffn
-    return rows * (work.weight_bytes * elements + 4 * fp32)
-
-
-def in_flight(stage: int, dims: ParallelDims, num_micro_batches: int) -> int:
-    """Chunk activations that a pipeline rank keeps at its peak.
-
-    1F1B (arXiv 2104.04473, section 2.2): pp - stage micro-batches. Interleaved (the same, 2.3, as
-    Megatron's schedule counts): 2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks.
-    """
-    if dims.vpp == 1:
-        return min(num_micro_batches, dims.pp - stage)
-    chunks = 2 * (dims.pp - stage - 1) + (dims.vpp - 1) * dims.pp + 1
-    return min(num_micro_batches * dims.vpp, chunks)
-
-
-def activation_bytes(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:
-    """Kept at the peak of training. With full recompute: each layer's input, and one layer whole."""
-    rows = work.packed_tokens(dims) // (dims.tp * dims.cp)
-    one = {n: layer_activation_bytes(shape, n, rows, work) for n in stage.layers}
-    peak = in_flight(stage.index, dims, work.num_micro_batches(dims))
-    if work.recompute:
-        inputs = stage.chunk_layers * rows * shape.hidden * work.weight_bytes
-        return peak * inputs + max(one.values())
-    return peak * sum(one.values()) // dims.vpp
-
-
-def logits_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
-    """[N / cp, V / tp] once: mrl reads them as they are and its backward overwrites them."""
-    return work.weight_bytes * work.packed_tokens(dims) // dims.cp * shape.vocab // dims.tp
+    """Adam's two moments, and main parameters beside bf16 weights, that stay on the device."""
+    shard = optimizer_shard(stage, dims, work.distributed_optimizer)
+    return optimizer_row(shard, work.state, work.weight_bytes).num_bytes
 
 
 def routes_bytes(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:
@@ -135,25 +68,7 @@ def routes_bytes(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Work
     if work.routing_replay == "r2":
         own = len(set(stage.layers) & set(shape.moe_layers))
         return 8 * tokens // (dims.tp * dims.cp) * own * shape.topk * work.optimizer_steps
-    bits = max(1, (shape.num_experts - 1 + (shape.topk == 1)).bit_length())
-    return tokens * len(shape.moe_layers) * -(-shape.topk * bits // 8)
-
-
-def engine_weight_bytes(shape: ModelShape, work: Workload) -> int:
-    """The whole model on each engine of `engine_tp` ranks."""
-    return work.weight_bytes * shape.num_parameters // work.engine_tp
-
-
-def kv_bytes_per_token(shape: ModelShape, work: Workload) -> int:
-    """Of one engine rank. Latent attention's compressed keys and values stand on every rank."""
-    ways = 1 if shape.mla else min(work.engine_tp, shape.kv_heads)
-    return work.weight_bytes * shape.num_layers * shape.kv_cache_width // ways
-
-
-def kv_capacity_tokens(shape: ModelShape, work: Workload, device_bytes: int) -> int:
-    """Tokens that fit beside the engine's weights; negative where not even those fit."""
-    room = int(device_bytes * work.engine_share) - engine_weight_bytes(shape, work)
-    return room // kv_bytes_per_token(shape, work)
+    return tokens * sum(routes_per_token(shape, work))
 
 
 def largest_export(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
@@ -176,42 +91,124 @@ def export_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
     return num_buffers * buffer + largest * (dims.tp * dims.ep * dims.etp > 1)
 
 
-def phases(shape: ModelShape, dims: ParallelDims, work: Workload, device_bytes: int) -> list[Phase]:
+def trainer_rows(
+    shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload
+) -> tuple[Row, ...]:
+    """What is on the device whenever the trainer works."""
+    shard = optimizer_shard(stage, dims, work.distributed_optimizer)
+    each, size = work.state.gradient_bytes, work.weight_bytes
+    dense, experts = stage_tensors(stage, dims)
+    padding = 0
+    if work.distributed_optimizer:
+        parameters = sum(count for count, _ in (*dense, *experts))
+        copies = dims.dp * dims.cp * expert_data_parallel(dims)
+        padding = padding_bound(parameters, 2 * dims.vpp, copies, size + each)
+    return (
+        Row("weights", weight_bytes(shape, stage, work), f"{size} B x {stage.num_local} and buffers",
+            f"parallel.scaling.memory.weight_bytes; {COUNTED}", managed=True),
+        Row("gradients", gradient_bytes(stage, work), f"{each} B x {stage.num_local}",
+            f"parallel.scaling.memory.gradient_bytes; {COUNTED}", managed=True),
+        optimizer_row(shard, work.state, size),
+        Row("padding", padding, "at most 63 elements a parameter and lcm(copies, 128) a bucket, of "
+            "weights and gradients", "parallel.scaling.memory.padding_bound; the bound is tested",
+            managed=True),
+    )  # fmt: skip
+
+
+def pass_rows(
+    shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload, training: bool
+) -> tuple[Row, ...]:
+    """What the micro-batches of a pass add to them."""
+    rows = work.packed_tokens(dims) // (dims.tp * dims.cp)
+    layers = [n for n in stage.layers if n in shape.moe_layers]
+    found = [
+        *activation_rows(shape, stage, dims, work, training),
+        *head_rows(shape, stage, dims, work, training),
+        Row("routes", routes_bytes(shape, stage, dims, work), "packed expert ids of one optimizer step",
+            f"parallel.scaling.memory.routes_bytes; {COUNTED}", managed=True),
+    ]  # fmt: skip
+    if layers:
+        half, full = (sum(v) for v in zip(*_expert_parts(shape, layers[0]), strict=True))
+        one = rows * (work.weight_bytes * half + 4 * full)
+        found.append(
+            Row("uneven routing", int(UNEVEN * one), f"{UNEVEN:g} x {one} B of one layer's experts",
+                f"{ASSUMPTION}: the busiest rank's rows above an even share", managed=True)
+        )  # fmt: skip
+    if not training:
+        return tuple(found)
+    largest = max(
+        rows * sum(work.weight_bytes * h + 4 * f for h, f in layer_parts(shape, n).values())
+        for n in stage.layers
+    )
+    width = shape.query_width
+    expanded = 2 * width * work.weight_bytes * (shape.mla is None and shape.kv_heads < shape.heads)
+    found += [
+        Row("gradients of one layer's activations", largest, "as large as one layer's activations",
+            f"{ASSUMPTION}: an upper bound, as autograd frees them one by one", managed=True),
+        Row("attention's backward", rows * (4 * width + expanded),
+            f"{rows} rows x ({width} queries in fp32, keys and values for every head)",
+            "flash-attention csrc/flash_attn/flash_api.cpp (dq_accum, dk_expanded, dv_expanded)",
+            managed=True),
+    ]  # fmt: skip
+    return tuple(found)
+
+
+def _expert_parts(shape: ModelShape, number: int) -> list[tuple[int, int]]:
+    parts = layer_parts(shape, number)
+    return [parts["moe"], parts["moe_act"]]
+
+
+def phases(
+    shape: ModelShape,
+    dims: ParallelDims,
+    work: Workload,
+    device_bytes: int,
+    gpus_per_node: int = 8,
+) -> list[Phase]:
     """Every phase of a step on every pipeline stage, in the order of `mrl.collect` and the trainer."""
     return [
         phase
         for stage in stages(shape, dims)
-        for phase in _stage_phases(shape, stage, dims, work, device_bytes)
+        for phase in _stage_phases(shape, stage, dims, work, device_bytes, gpus_per_node)
     ]
 
 
 def _stage_phases(
-    shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload, device_bytes: int
+    shape: ModelShape,
+    stage: Stage,
+    dims: ParallelDims,
+    work: Workload,
+    device_bytes: int,
+    gpus_per_node: int,
 ) -> list[Phase]:
-    weights, runtime = weight_bytes(shape, stage, work), {"runtime": RUNTIME_BYTES}
-    optimizer = optimizer_bytes(stage, dims, work)
-    # And room for the policy's while they are away (`parallel.reference`).
-    reference = {"reference": 2 * weights} if work.reference else {}
-    engine = engine_weight_bytes(shape, work)
-    kv = max(0, int(device_bytes * work.engine_share) - engine)
-    needed = kv_bytes_per_token(shape, work) * work.sequence_len
-    trainer = {"weights": weights, "gradients": gradient_bytes(stage), "optimizer": optimizer}
-    rows = work.packed_tokens(dims) // (dims.tp * dims.cp)
-    layer = max(layer_activation_bytes(shape, n, rows, work) for n in stage.layers)
-    logits = {"logits": logits_bytes(shape, dims, work)} if stage.has_output else {}
-    routes = {"routes": routes_bytes(shape, stage, dims, work)}
-    buckets = export_bytes(shape, dims, work)
-    forward = {**trainer, "activations": layer, **logits, **routes, **runtime}
-    train = {**forward, "activations": activation_bytes(shape, stage, dims, work)}
-    # Pinned once and kept (`parallel.ledger`): the host gives nothing back while they are on the GPU.
-    host = {"weights": weights, "optimizer": optimizer, **reference}
-    index = stage.index
-    result = [
-        Phase("sync", index, {"weights": weights, "engine weights": engine, "buckets": buckets,
-                              **runtime}, host),
-        Phase("rollout", index, {"engine weights": engine, "KV cache": max(kv, needed), **runtime},
-              host),
-        Phase("log-probs", index, forward, host),
-        Phase("train", index, train, host),
-    ]  # fmt: skip
-    return result
+    own = trainer_rows(shape, stage, dims, work)
+    runtime = runtime_rows(shape, dims, work, gpus_per_node)
+    asleep = (*runtime, sleeping_graph_row(shape, work, stays=False))
+    shard = optimizer_shard(stage, dims, work.distributed_optimizer)
+    sent = export_bytes(shape, dims, work)
+    buffers = Row(
+        "sync buffers",
+        sent,
+        f"2 buffers of rollout.weight_bucket_mb {work.bucket_bytes >> 20} or the largest parameter, "
+        "and the peers' pieces of one",
+        f"parallel.scaling.memory.export_bytes; {COUNTED}",
+        managed=True,
+    )
+    loading = engine_rows(shape, work, device_bytes, awake=False)
+    contents = {
+        "sync": (own[0], *loading, buffers, *asleep),
+        "rollout": (*engine_rows(shape, work, device_bytes, awake=True), *runtime),
+        "log-probs": (*own, *pass_rows(shape, stage, dims, work, training=False), *asleep),
+        "train": (*own, *pass_rows(shape, stage, dims, work, training=True), *asleep),
+        "update": (*own, *step_rows(shard, work.state, work.weight_bytes), *asleep),
+    }
+    host = present(
+        (
+            *trainer_host_rows(shape, stage, dims, work),
+            *engine_host_rows(shape, work, device_bytes),
+        )
+    )
+    return [
+        Phase(name, stage.index, present((*rows, fragmentation_row(rows))), host)
+        for name, rows in contents.items()
+    ]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
-from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.scaling.communication import Volume, sync_volumes, volumes
 from parallel.scaling.cost import Hardware, StepCost, model_flops, step_cost
-from parallel.scaling.memory import Phase, engine_weight_bytes, kv_capacity_tokens, phases
+from parallel.scaling.memory import phases
+from parallel.scaling.rows import Row, total
 from parallel.scaling.shape import ModelShape
 from parallel.scaling.stages import stages
+from parallel.scaling.units import count, duration, size
+from parallel.scaling.verdict import worst, worst_node
 from parallel.scaling.workload import Workload
 
 
@@ -27,34 +28,13 @@ class Table:
         return f"**{self.title}**\n\n{text}"
 
 
-def size(num_bytes: float) -> str:
-    """Decimal units, three figures: `1.23 GB`."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(num_bytes) >= scale:
-            return f"{num_bytes / scale:.3g} {unit}" if abs(num_bytes) < 999.5 * scale else (
-                f"{num_bytes / scale:.0f} {unit}"
-            )  # fmt: skip
-    return f"{num_bytes:.0f} B"
-
-
-def count(num: float) -> str:
-    """Three or four figures: `30.53 B`, `8.192 k`."""
-    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if num >= scale:
-            return f"{num / scale:.4g} {unit}"
-    return f"{num:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """`1.2 s`, `34 ms`."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
 def tables(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> list[Table]:
-    """Model, memory by phase and kind of rank, traffic, step cost."""
+    """Model, memory by phase and kind of rank, the peak byte by byte, the host, traffic, step cost."""
     found = [
         model_table(shape, work),
-        memory_table(shape, dims, work, gpu),
+        *memory_tables(shape, dims, work, gpu),
+        peak_table(shape, dims, work, gpu),
+        host_table(shape, dims, work, gpu),
         communication_table(shape, dims, work),
         sync_table(shape, dims, work),
         cost_table(step_cost(shape, dims, work, gpu), work),
@@ -82,17 +62,44 @@ def kinds_of_ranks(shape: ModelShape, dims: ParallelDims) -> dict[int, str]:
     return dict(sorted(kinds.items()))
 
 
-def memory_table(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Table:
-    kinds = kinds_of_ranks(shape, dims)
-    rows = []
-    for phase in phases(shape, dims, work, gpu.memory_bytes):
-        if phase.stage in kinds:
-            parts = ", ".join(f"{name} {size(n)}" for name, n in phase.device.items() if n)
-            fits = "" if phase.device_bytes <= gpu.memory_bytes else " (too much)"
-            rows.append((phase.name, kinds[phase.stage], size(phase.device_bytes) + fits,
-                         size(phase.host_bytes), parts))  # fmt: skip
-    title = f"Memory of one rank by phase and pipeline stage ({gpu.name}: {size(gpu.memory_bytes)})"
-    return Table(title, ("phase", "stage", "GPU", "host", "on the GPU"), rows)
+def memory_tables(
+    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
+) -> list[Table]:
+    """One for each kind of pipeline rank: what is held (down) in each phase (across)."""
+    found = phases(shape, dims, work, gpu.memory_bytes, gpu.gpus_per_node)
+    result = []
+    for index, kind in kinds_of_ranks(shape, dims).items():
+        held = [phase for phase in found if phase.stage == index]
+        names = dict.fromkeys(row.name for phase in held for row in phase.device)
+        rows = [
+            (name, *(size(n) if (n := phase.device_row(name)) else "" for phase in held))
+            for name in names
+        ]
+        rows.append(("total", *(size(phase.device_bytes) for phase in held)))
+        which = "" if dims.pp == 1 else f" of the {kind} pipeline stage"
+        title = f"GPU memory of one rank{which} by phase ({gpu.name}: {size(gpu.memory_bytes)})"
+        result.append(Table(title, ("what", *(phase.name for phase in held)), rows))
+    return result
+
+
+def peak_table(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Table:
+    """The phase that needs most, row by row, with the formula and the source of each."""
+    peak = worst(shape, dims, work, gpu)
+    place = peak.name + (f" on pipeline stage {peak.stage}" if dims.pp > 1 else "")
+    return _itemised(f"GPU memory at the peak, to the byte: {place}", peak.device)
+
+
+def host_table(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Table:
+    """The node that needs most host memory, row by row."""
+    node = worst_node(shape, dims, work, gpu)
+    title = f"Host memory of one node, to the byte (taken to have {size(gpu.host_memory_bytes)})"
+    return _itemised(title, node)
+
+
+def _itemised(title: str, held: tuple[Row, ...]) -> Table:
+    rows = [(row.name, str(row.num_bytes), f"{row.formula} [{row.source}]") for row in held]
+    rows.append(("total", str(total(held)), size(total(held))))
+    return Table(title, ("what", "bytes", "formula [source]"), rows)
 
 
 def communication_table(shape: ModelShape, dims: ParallelDims, work: Workload) -> Table:
@@ -138,117 +145,3 @@ def cost_table(cost: StepCost, work: Workload) -> Table:
         ("part", "value", "share"),
         rows,
     )
-
-
-def worst(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Phase:
-    """The phase and stage that needs most of its GPU."""
-    return max(phases(shape, dims, work, gpu.memory_bytes), key=lambda phase: phase.device_bytes)
-
-
-def verdict(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
-    """One line: whether it runs and fits, and where not, by how much and what would help most."""
-    fit = _fit(shape, dims, work, gpu)
-    tokens = kv_capacity_tokens(shape, work, gpu.memory_bytes)
-    if tokens < work.prompt_len + work.response_len:
-        share = size(int(work.engine_share * gpu.memory_bytes))
-        weights = size(engine_weight_bytes(shape, work))
-        return (
-            f"cannot run: rollout.mem_fraction_static {work.engine_share:g} gives an engine {share} a "
-            f"GPU, its weights need {weights}, and what is left holds no sequence of "
-            f"{work.prompt_len + work.response_len} tokens; raise it, or "
-            f"rollout.tensor_parallel_size; apart from that it {fit.partition(';')[0]}"
-        )
-    if work.engine_tp <= gpu.gpus_per_node:
-        return fit
-    return (
-        f"cannot run: engines of {work.engine_tp} GPUs (rollout.tensor_parallel_size), but an engine "
-        f"stays on one node, taken to have {gpu.gpus_per_node}; apart from that it {fit}"
-    )
-
-
-def _fit(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
-    peak = worst(shape, dims, work, gpu)
-    place = peak.name + (f" on pipeline stage {peak.stage}" if dims.pp > 1 else "")
-    spare = gpu.memory_bytes - peak.device_bytes
-    if spare >= 0:
-        tokens = count(kv_capacity_tokens(shape, work, gpu.memory_bytes))
-        if peak.name == "rollout":
-            place += f" (the engine takes rollout.mem_fraction_static {work.engine_share:g})"
-        return (
-            f"fits: the peak is {place} with {size(peak.device_bytes)}, {size(spare)} below the "
-            f"{gpu.name}; KV cache of {tokens} tokens an engine"
-        )
-    return (
-        f"does not fit: {place} needs {size(peak.device_bytes)}, {size(-spare)} more than the "
-        f"{gpu.name} has; {_advice(shape, dims, work, gpu, peak)}"
-    )
-
-
-def _advice(
-    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware, peak: Phase
-) -> str:
-    """The one change of a setting that lowers the peak most."""
-    answers = [
-        (worst(shape, d, w, gpu).device_bytes, text)
-        for text, d, w in _changes(shape, dims, work, gpu)
-    ]
-    if not answers or min(answers)[0] >= peak.device_bytes:
-        return "no single setting lowers it: use more GPUs"
-    best, text = min(answers)
-    rest = best - gpu.memory_bytes
-    after = "then it fits" if rest <= 0 else f"then {size(rest)} are still missing"
-    return f"what helps most is {text} (saves {size(peak.device_bytes - best)}; {after})"
-
-
-def _changes(
-    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
-) -> list[tuple[str, ParallelDims, Workload]]:
-    """Every setting made one notch leaner, where the model and the world allow it."""
-    options: list[tuple[str, ParallelDims, Workload]] = []
-
-    for key, changed in (
-        ("tensor_model_parallel_size", {"tp": 2 * dims.tp}),
-        ("expert_model_parallel_size", {"ep": 2 * dims.ep}),
-        ("pipeline_model_parallel_size", {"pp": 2 * dims.pp}),
-    ):
-        leaner = dataclasses.replace(dims, **changed)
-        if _runs(shape, leaner):
-            (value,) = changed.values()
-            options.append((f"parallel.{key}={value}", leaner, work))
-    for key, changes, allowed in (
-        ("train.recompute=true", {"recompute": True}, not work.recompute),
-        (
-            "optimizer.use_distributed_optimizer=true",
-            {"distributed_optimizer": True},
-            not work.distributed_optimizer,
-        ),
-        (
-            f"train.micro_batch_tokens={work.micro_batch_tokens // 2}",
-            {"micro_batch_tokens": work.micro_batch_tokens // 2},
-            work.micro_batch_tokens >= 2 * work.sequence_len,
-        ),
-        (
-            f"rollout.tensor_parallel_size={2 * work.engine_tp}",
-            {"engine_tp": 2 * work.engine_tp},
-            min(dims.world, gpu.gpus_per_node) % (2 * work.engine_tp) == 0
-            and shape.kv_heads % (2 * work.engine_tp) == 0,
-        ),
-        (
-            f"rollout.weight_bucket_mb={(work.bucket_bytes >> 20) // 2}",
-            {"bucket_bytes": work.bucket_bytes // 2},
-            work.bucket_bytes >= 2 << 20,
-        ),
-    ):
-        if allowed:
-            options.append((key, dims, dataclasses.replace(work, **changes)))
-    return options
-
-
-def _runs(shape: ModelShape, dims: ParallelDims) -> bool:
-    """Whether the world and the model divide into the layout."""
-    dense, expert = dims.tp * dims.cp * dims.pp, dims.ep * dims.etp * dims.pp
-    try:
-        dims.check_model(shape.sizes)
-    except InputError:
-        return False
-    return not (dims.world % dense or dims.world % expert)

@@ -20,17 +20,26 @@ Sharing = Literal["whole", "tensor", "expert"]
 expert (and expert-tensor) parallel ones."""
 
 
+Tensors = tuple[tuple[int, int], ...]
+"""(how many, elements of each)."""
+
+
 @dataclass(frozen=True)
 class Part:
     """Parameters of one kind in one layer, embedding or output."""
 
     name: str
     """`embedding`, `output`, `attention`, `router`, `experts`, `shared`, `dense` or `norms`."""
-    num: int
-    """In the whole model."""
     sharing: Sharing
+    tensors: Tensors
+    """Megatron's parameters, each of the whole model."""
     num_active: int
-    """That one token passes through."""
+    """Elements that one token passes through."""
+
+    @property
+    def num(self) -> int:
+        """Elements in the whole model."""
+        return sum(count * numel for count, numel in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -111,46 +120,52 @@ class ModelShape:
 
     def embedding(self) -> Part:
         """One token reads one row: it multiplies nothing."""
-        return Part("embedding", self.vocab * self.hidden, "tensor", self.vocab * self.hidden)
+        num = self.vocab * self.hidden
+        return Part("embedding", "tensor", ((1, num),), num)
 
     def output(self) -> Part:
         """The head's matrix, which a tied model shares with the embedding."""
         num = self.vocab * self.hidden
-        return Part("output", 0 if self.tied else num, "tensor", num)
+        return Part("output", "tensor", () if self.tied else ((1, num),), num)
 
     def final_norm(self) -> Part:
-        return Part("norms", self.hidden, "whole", self.hidden)
+        return _all("norms", "whole", self.hidden)
 
     def layer(self, number: int) -> list[Part]:
         """The parameters of 0-based layer `number`."""
-        norms = 2 * self.hidden
-        parts = [_all("norms", norms, "whole"), *self._attention()]
+        parts = [_all("norms", "whole", self.hidden, self.hidden), *self._attention()]
         if number not in self.moe_layers:
-            return [*parts, _all("dense", 3 * self.hidden * self.dense_ffn, "tensor")]
-        expert = 3 * self.hidden * self.moe_ffn
-        parts.append(_all("router", self.hidden * self.num_experts, "whole"))
-        parts.append(Part("experts", self.num_experts * expert, "expert", self.topk * expert))
+            return [*parts, self._mlp("dense", self.dense_ffn)]
+        fc1, fc2 = 2 * self.hidden * self.moe_ffn, self.hidden * self.moe_ffn
+        experts = ((self.num_experts, fc1), (self.num_experts, fc2))
+        parts.append(_all("router", "whole", self.hidden * self.num_experts))
+        parts.append(Part("experts", "expert", experts, self.topk * (fc1 + fc2)))
         if self.shared_ffn:
-            parts.append(_all("shared", 3 * self.hidden * self.shared_ffn, "tensor"))
+            parts.append(self._mlp("shared", self.shared_ffn))
         if self.shared_gate:
-            parts.append(_all("shared", self.hidden, "whole"))
+            parts.append(_all("shared", "whole", self.hidden))
         return parts
+
+    def _mlp(self, name: str, columns: int) -> Part:
+        return _all(name, "tensor", 2 * self.hidden * columns, self.hidden * columns)
 
     def _attention(self) -> list[Part]:
         if self.mla is None:
             width = self.query_width + self.kv_width
-            matrices = self.hidden * (width + self.value_width) + self.qkv_bias * width
-            norms = 2 * self.head_dim * self.qk_norm
-            return [_all("attention", matrices, "tensor"), _all("norms", norms, "whole")]
+            matrices = [self.hidden * width, self.hidden * self.value_width]
+            norms = [self.head_dim] * (2 * self.qk_norm)
+            bias = [width] * self.qkv_bias
+            return [_all("attention", "tensor", *matrices, *bias), _all("norms", "whole", *norms)]
         m = self.mla
-        up = m.kv_rank * self.heads * (m.nope_dim + m.value_dim) + self.value_width * self.hidden
-        up += (m.q_rank or self.hidden) * self.query_width
-        down = self.hidden * (m.q_rank + m.kv_rank + m.rope_dim)
+        queries = (m.q_rank or self.hidden) * self.query_width
+        expanded = m.kv_rank * self.heads * (m.nope_dim + m.value_dim)
+        up = (queries, expanded, self.value_width * self.hidden)
+        down = [self.hidden * m.q_rank] * (m.q_rank > 0)
         # Megatron duplicates the down projections on the tensor-parallel ranks.
         return [
-            _all("attention", up, "tensor"),
-            _all("attention", down, "whole"),
-            _all("norms", m.q_rank + m.kv_rank, "whole"),
+            _all("attention", "tensor", *up),
+            _all("attention", "whole", *down, self.hidden * (m.kv_rank + m.rope_dim)),
+            _all("norms", "whole", *[m.q_rank] * (m.q_rank > 0), m.kv_rank),
         ]
 
     def parts(self) -> list[Part]:
@@ -176,8 +191,9 @@ class ModelShape:
         return own - self.tied * self.vocab * self.hidden
 
 
-def _all(name: str, num: int, sharing: Sharing) -> Part:
-    return Part(name, num, sharing, num)
+def _all(name: str, sharing: Sharing, *numels: int) -> Part:
+    """A part of which each token passes through everything."""
+    return Part(name, sharing, tuple((1, numel) for numel in numels), sum(numels))
 
 
 def read_shape(hf: HfConfig) -> ModelShape:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from parallel.dims import ParallelDims
-from parallel.scaling.shape import ModelShape, Part
+from parallel.scaling.shape import ModelShape, Part, Tensors
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,14 @@ def local_count(part: Part, dims: ParallelDims) -> int:
     """Parameters of `part` on one rank of its pipeline stage."""
     ways = {"whole": 1, "tensor": dims.tp, "expert": dims.ep * dims.etp}[part.sharing]
     return -(-part.num // ways)
+
+
+def local_tensors(part: Part, dims: ParallelDims) -> Tensors:
+    """The tensors of `part` on one rank of its pipeline stage: (how many, elements of each)."""
+    if part.sharing == "expert":
+        return tuple((-(-count // dims.ep), -(-numel // dims.etp)) for count, numel in part.tensors)
+    ways = dims.tp if part.sharing == "tensor" else 1
+    return tuple((count, -(-numel // ways)) for count, numel in part.tensors)
 
 
 def router_bias_bytes(shape: ModelShape, layers: Iterable[int]) -> int:

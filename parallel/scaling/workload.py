@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mrl.config import Recipe
 from parallel.dims import ParallelDims
+from parallel.scaling.state import StateOptions, read_state
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,13 @@ class Workload:
     optimizer_steps: int = 1
     micro_batch_tokens: int = 4096
     recompute: bool = False
+    """Every layer from its input."""
+    recompute_modules: tuple[str, ...] = ()
+    """Megatron's selective recompute: modules whose outputs are computed again in the backward."""
+    logprob_chunk_tokens: int = 0
+    """Tokens whose logits exist at one time; 0: those of the whole micro-batch."""
+    state: StateOptions = field(default_factory=StateOptions)
+    async_save: bool = False
     distributed_optimizer: bool = False
     weight_bytes: int = 2
     """Bytes of a weight and of an activation: 2 for bfloat16, 4 for float32."""
@@ -29,9 +37,18 @@ class Workload:
     reference: bool = False
     """A reference model: two more copies of the weights on the host, one more forward pass."""
     engine_tp: int = 1
+    """Ranks of one engine."""
+    engine_ep: int = 1
+    """Of these, the ranks that share the experts as wholes; the others share each expert's columns."""
+    engine_dp: int = 1
+    """Replicas of the attention inside an engine (DP attention)."""
+    max_running_requests: int | None = None
     engine_share: float = 0.6
     """Share of the device's memory for the engine's weights and KV cache (mem_fraction_static)."""
     bucket_bytes: int = 256 << 20
+    exact_pinned: int | None = None
+    """Bytes above which torch does not round a pinned buffer up to a power of two
+    (`PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:N`); None: it rounds all of them."""
 
     @property
     def sequence_len(self) -> int:
@@ -67,8 +84,13 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def recipe_workload(recipe: Recipe, prompt_len: int) -> Workload:
+def recipe_workload(recipe: Recipe, prompt_len: int, exact_pinned: int | None = None) -> Workload:
     """`auto` means bfloat16: the plan is for GPUs."""
+    megatron = getattr(recipe, "megatron", {})
+    weight_bytes = 4 if recipe.model.dtype == "float32" else 2
+    selective = megatron.get("recompute_granularity") == "selective"
+    modules = megatron.get("recompute_modules") or ["core_attn"]
+    args = recipe.rollout.server_args
     return Workload(
         prompts=recipe.rollout.prompts_per_step,
         samples=recipe.rollout.samples_per_prompt,
@@ -77,11 +99,19 @@ def recipe_workload(recipe: Recipe, prompt_len: int) -> Workload:
         optimizer_steps=recipe.train.num_steps_per_rollout,
         micro_batch_tokens=recipe.train.micro_batch_tokens,
         recompute=recipe.train.recompute,
+        recompute_modules=tuple(modules) if selective else (),
+        logprob_chunk_tokens=getattr(recipe.train, "logprob_chunk_tokens", 0),
+        state=read_state(megatron, weight_bytes),
+        async_save=recipe.checkpoint.async_save,
         distributed_optimizer=recipe.optimizer.use_distributed_optimizer,
-        weight_bytes=4 if recipe.model.dtype == "float32" else 2,
+        weight_bytes=weight_bytes,
         routing_replay=recipe.moe.routing_replay,
         reference=recipe.algorithm.kl_coef > 0,
         engine_tp=recipe.rollout.tensor_parallel_size,
+        engine_ep=getattr(recipe.rollout, "expert_parallel_size", 1),
+        engine_dp=args.get("dp_size", 1) if args.get("enable_dp_attention") else 1,
+        max_running_requests=recipe.rollout.max_running_requests,
         engine_share=recipe.rollout.mem_fraction_static,
         bucket_bytes=recipe.rollout.weight_bucket_mb << 20,
+        exact_pinned=exact_pinned,
     )

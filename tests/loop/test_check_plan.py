@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mrl.cli import main
+from mrl.config import load_recipe
+from mrl.errors import InputError
+from mrl.plan import check_memory
 from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy
 from tests.loop.test_refusals import refused
 
@@ -34,17 +40,54 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_config_alone_is_enough(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = f"model.path={qwen}"
-    out = planned(capsys, "--plan", "--gpus", "8", model, *LAYOUT)
+    out = planned(capsys, "--plan", "--gpus", "8", "--gpu", "h200", model, *LAYOUT)
     for text in ("config.json only", "30.53 B", "8.04 GB", "expert parallel x8", "812 GB",
                  "ESTIMATED", "megatron-core", "recompute  update"):  # fmt: skip
         assert text in out
-    last = out.strip().splitlines()[-1]
-    assert last.startswith("does not fit: train needs 90.4 GB, 5.55 GB more")
-    assert "what helps most is train.recompute=true" in last
-    out = planned(capsys, model, *LAYOUT, "train.recompute=true", "--plan", "--gpus=8")
-    assert out.strip().splitlines()[-1].startswith("fits: ")
-    larger = planned(capsys, "--plan", "--gpus", "8", "--gpu", "h200", model, *LAYOUT)
-    assert larger.strip().splitlines()[-1].startswith("fits: ")
+    assert out.strip().splitlines()[-1].startswith("fits: the peak is ")
+    assert_rows_add_up(out)
+
+
+def assert_rows_add_up(out: str) -> None:
+    """Of the tables that give bytes to the last one: the rows are those of the total."""
+    for title in ("GPU memory at the peak, to the byte", "Host memory of one node, to the byte"):
+        table = out[out.index(title) :].split("\n\n", maxsplit=1)[0].splitlines()[2:]
+        numbers = [int(n) for line in table for n in re.findall(r" {2,}(\d+) {2,}", line[:60])]
+        assert len(numbers) > 5
+        assert sum(numbers[:-1]) == numbers[-1], title
+
+
+def test_what_does_not_fit_is_refused_with_the_arithmetic(
+    qwen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["check", str(TOY_RECIPE), f"model.path={qwen}", *LAYOUT, "--plan", "--gpus", "8"]
+    line = refused(capsys, command)
+    assert line.startswith("mrl: memory plan: does not fit: train needs ")
+    assert (
+        "more than the H100 80 GB has (84.8 GB): optimizer 48.2 GB + gradients 16.1 GB + " in line
+    )
+    assert "what helps most is train.recompute=true (saves " in line
+    line = refused(capsys, [*command, "--gpu", "h200", "--host-memory", "500"])
+    assert "a node needs 1.18 TB of host memory, " in line
+    assert " + asynchronous save 450 GB + " in line
+
+
+def test_a_start_on_gpus_is_refused_too(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain `mrl check`, with the memory of the GPU at hand; here one that is not there."""
+    monkeypatch.setattr("mrl.plan.torch.cuda.is_available", lambda: True)
+    found = SimpleNamespace(name="small", total_memory=24 << 30)
+    monkeypatch.setattr("mrl.plan.torch.cuda.get_device_properties", lambda index: found)
+    monkeypatch.setattr("mrl.plan.torch.cuda.device_count", lambda: 1)
+    recipe = load_recipe(TOY_RECIPE, toy.overrides(tmp_path / "run"))
+    assert "fits: the peak is " in (check_memory(recipe, 1) or "")
+    found.total_memory = 2 << 30
+    with pytest.raises(InputError, match=r"memory plan: does not fit: .* more than the small has"):
+        check_memory(recipe, 1)
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        assert check_memory(recipe, 1) is None
 
 
 def test_a_whole_model_is_checked_as_before_a_start(
@@ -73,7 +116,16 @@ def test_a_whole_model_is_checked_as_before_a_start(
         (["--plan", "--gpus", "abc"], "--gpus: invalid int value: 'abc'; see mrl check --help"),
         (["--plan", "parallel.tensor_model_parallel_size=2"], "1 ranks are not divisible by"),
         (["--plan", "--gpus", "3", "rollout.tensor_parallel_size=2"], "3 GPUs are not divisible"),
-        (["--plan", "--gpus", "8", "rollout.tensor_parallel_size=8"], "4 key/value heads are not"),
+        (["--plan", "--host-memory", "0"], "--host-memory: got 0, expected gigabytes above 0"),
+        (["--host-memory", "9"], "--host-memory is for the plan; add --plan"),
+        (
+            ["--plan", "--gpus", "6", "rollout.tensor_parallel_size=6"],
+            "4 key/value heads and 6 ranks",
+        ),
+        (
+            ["--plan", "--gpus", "64", "rollout.tensor_parallel_size=64"],
+            "32 attention heads are not",
+        ),
         (
             ["--plan", "--gpus", "5", "parallel.pipeline_model_parallel_size=5"],
             "48 layers are not divisible by pipeline",

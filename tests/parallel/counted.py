@@ -11,6 +11,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+OBJECT_COLLECTIVES = ("all_gather_object", "broadcast_object_list", "gather_object",
+                      "scatter_object_list")  # fmt: skip
+"""They travel by gloo on GPU machines too."""
+
 
 class SentBytes(TorchDispatchMode):
     """Bytes that this rank sends in floating-point tensors, by the convention of `communication`."""
@@ -18,12 +22,19 @@ class SentBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.total = 0.0
+        self.groups: set[tuple[str, int]] = set()
+        """(Megatron's description, size) of every group that sent a tensor: on GPUs, a communicator."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if func.namespace == "c10d":
-            self.total += _sent(func.name().split("::")[1], args)
+            name = func.name().split("::")[1]
+            self.total += _sent(name, args)
+            if name != "barrier" and not any(_locals(function) for function in OBJECT_COLLECTIVES):
+                boxed = next(a for a in args if isinstance(a, torch.ScriptObject))
+                group = ProcessGroup.unbox(boxed)
+                self.groups.add((group.group_desc, group.size()))
         return func(*args, **(kwargs or {}))
 
 

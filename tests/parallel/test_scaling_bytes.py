@@ -15,6 +15,7 @@ from mrl.types import TrainBatch
 from parallel.dims import ParallelDims
 from parallel.policy import with_old_logprobs
 from parallel.scaling.communication import sync_volumes, volumes
+from parallel.scaling.host import pinned_bytes, pinned_optimizer, pinned_weights
 from parallel.scaling.memory import (
     gradient_bytes,
     largest_export,
@@ -23,6 +24,7 @@ from parallel.scaling.memory import (
     routes_bytes,
     weight_bytes,
 )
+from parallel.scaling.runtime import communicators
 from parallel.scaling.shape import read_shape
 from parallel.scaling.stages import stages
 from parallel.scaling.workload import Workload
@@ -89,6 +91,8 @@ def measure(path: Path, layout: Layout) -> dict[str, Any]:
     where = policy.ledger.where()
     return {
         "stage": groups.pp_rank,
+        "groups": sorted(before.groups | train.groups | sync.groups),
+        "pinned": pinned_by_ledger(policy),
         "forward": before.total,
         "step": train.total,
         "sync": sync.total,
@@ -106,6 +110,15 @@ def measure(path: Path, layout: Layout) -> dict[str, Any]:
             layout.world,
         ) * layout.distributed_optimizer,
     }  # fmt: skip
+
+
+def pinned_by_ledger(policy: Any) -> dict[str, int]:
+    """Bytes that torch would reserve for the ledger's host buffers, of weights and of the optimizer."""
+    kinds = policy.ledger._on_device()
+    return {
+        kind: sum(pinned_bytes(s.nbytes(), None) for s in kinds[kind] if s.nbytes() > 4)
+        for kind in ("parameters", "optimizer")
+    }
 
 
 def num_states(optimizer: Any) -> int:
@@ -137,7 +150,7 @@ def predict(path: Path, layout: Layout) -> list[dict[str, float]]:
         answers.append(
             {
                 "parameters": weight_bytes(shape, stage, work),
-                "gradients": gradient_bytes(stage),
+                "gradients": gradient_bytes(stage, work),
                 "optimizer": optimizer_bytes(stage, dims, work),
                 "forward": sum(v.forward for v in found),
                 "step": sum(v.step(work.recompute) for v in found),
@@ -160,6 +173,8 @@ def test_bytes_of_a_real_policy(
 ) -> None:
     path = write_tiny(kind, tmp_path / "model", **changes)
     ranks = run_ranks(layout.world, measure, path, layout, folder=tmp_path / "ranks")
+    check_groups(path, layout, ranks)
+    check_pinned(path, layout, ranks)
     for number, answer in enumerate(predict(path, layout)):
         mine = [rank for rank in ranks if rank["stage"] == number]
         for key, predicted in answer.items():
@@ -172,3 +187,31 @@ def test_bytes_of_a_real_policy(
             padded = key in ("parameters", "gradients", "step")
             padding = 2 * mine[0]["padding"] if padded else 0
             assert -1e-6 <= mean - predicted <= padding, key
+
+
+def check_groups(path: Path, layout: Layout, ranks: list[dict[str, Any]]) -> None:
+    """Every group that a step and a sync used on the device is a communicator of the plan."""
+    shape = read_shape(json.loads((path / "config.json").read_text()))
+    dims = ParallelDims.create(parallel_config(layout.sizes), layout.world)
+    planned = sorted((c.name, c.size) for c in communicators(shape, dims, workload(layout)))
+    used = {tuple(group) for rank in ranks for group in rank["groups"]}
+    assert sorted(used) == planned
+
+
+def check_pinned(path: Path, layout: Layout, ranks: list[dict[str, Any]]) -> None:
+    """Host buffers as torch would round them. A rank's share of the distributed optimizer may cut a
+    parameter in two at each end, which makes two pieces of one."""
+    shape = read_shape(json.loads((path / "config.json").read_text()))
+    dims = ParallelDims.create(parallel_config(layout.sizes), layout.world)
+    work = workload(layout)
+    for number, stage in enumerate(stages(shape, dims)):
+        mine = [rank["pinned"] for rank in ranks if rank["stage"] == number]
+        largest = max(rank["optimizer"] for rank in mine)
+        planned = pinned_optimizer(stage, dims, work)
+        print(f"{layout.name}: pinned optimizer {largest}, planned {planned}")
+        if not layout.distributed_optimizer:
+            weights = pinned_weights(shape, stage, dims, work)
+            assert {rank["parameters"] for rank in mine} == {weights}
+            assert {rank["optimizer"] for rank in mine} == {planned}
+        else:
+            assert 0.95 * planned <= largest <= 1.05 * planned

@@ -20,10 +20,10 @@ from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.packing import WeightedSample, pack
 from parallel.policy import Policy
-from parallel.scaling import cost, memory
-from parallel.scaling.report import verdict
+from parallel.scaling import activations, cost, engine, memory
 from parallel.scaling.shape import ModelShape, read_shape
 from parallel.scaling.stages import split_layers, stages
+from parallel.scaling.verdict import verdict
 from parallel.scaling.workload import Workload
 from tests.parallel.conftest import make_sample, write_model
 from tests.parallel.counted import KeptBytes
@@ -75,7 +75,7 @@ def test_activations_are_near_those_of_a_real_forward(dtype: str, tmp_path: Path
     measured = run_ranks(1, kept_by_a_forward, path, 64, dtype, folder=tmp_path / "out")[0]
     shape = read_shape(json.loads((path / "config.json").read_text()))
     work = dataclasses.replace(WORK, weight_bytes=4 if dtype == "float32" else 2)
-    predicted = sum(memory.layer_activation_bytes(shape, n, 64, work) for n in range(4))
+    predicted = sum(activations.layer_activation_bytes(shape, n, 64, work) for n in range(4))
     print(f"{dtype}: measured {measured}, predicted {predicted}: {measured / predicted:.3f}")
     # The formula is for fused layers; these are unfused, on a CPU.
     assert 1.2 < measured / predicted < 2.0
@@ -115,10 +115,10 @@ def test_layers_of_stages_are_those_that_megatron_builds(num_layers: int, sizes:
 
 def test_micro_batches_of_stages() -> None:
     dims = ParallelDims(world=4, tp=1, pp=4, vpp=1, cp=1, ep=1, etp=1)
-    assert [memory.in_flight(stage, dims, 16) for stage in range(4)] == [4, 3, 2, 1]
-    assert memory.in_flight(0, dims, 2) == 2
+    assert [activations.in_flight(stage, dims, 16) for stage in range(4)] == [4, 3, 2, 1]
+    assert activations.in_flight(0, dims, 2) == 2
     twice = dataclasses.replace(dims, vpp=2)
-    assert [memory.in_flight(stage, twice, 16) for stage in range(4)] == [11, 9, 7, 5]
+    assert [activations.in_flight(stage, twice, 16) for stage in range(4)] == [11, 9, 7, 5]
     assert cost.pipeline_bubble(twice, 8) == 3 / 16
 
 
@@ -150,9 +150,9 @@ def test_flops_and_experts_by_hand() -> None:
     assert cost.distinct_experts(128, 8, 1) == pytest.approx(8)
     assert cost.distinct_experts(128, 8, 2) == pytest.approx(8 + 8 * 120 / 128)
     assert cost.distinct_experts(128, 8, 1e4) == pytest.approx(128)
-    assert memory.kv_bytes_per_token(shape, WORK) == 2 * 48 * 2 * 4 * 128
+    assert engine.kv_bytes_per_token(shape, WORK) == 2 * 48 * 2 * 4 * 128
     latent = shape_of("deepseek_v3")
-    assert memory.kv_bytes_per_token(latent, WORK) == 2 * 61 * (512 + 64)
+    assert engine.kv_bytes_per_token(latent, WORK) == 2 * 61 * (512 + 64)
 
 
 def test_the_verdict_names_phase_bytes_and_the_best_setting() -> None:
@@ -160,20 +160,29 @@ def test_the_verdict_names_phase_bytes_and_the_best_setting() -> None:
     dims = ParallelDims(world=8, tp=4, pp=1, vpp=1, cp=1, ep=8, etp=1)
     work = Workload(prompts=64, samples=8, prompt_len=512, response_len=4096,
                     micro_batch_tokens=9216, distributed_optimizer=True, engine_tp=4)  # fmt: skip
-    gpu = cost.HARDWARE["h100"]
-    text = verdict(shape, dims, work, gpu)
-    assert text.startswith("does not fit: train needs ")
-    assert "train.recompute=true" in text
-    lean = dataclasses.replace(work, recompute=True)
-    assert verdict(shape, dims, lean, gpu).startswith("fits: the peak is train")
-    wide = dataclasses.replace(lean, engine_tp=16)
-    assert verdict(shape, dims, wide, gpu).startswith("cannot run: engines of 16 GPUs")
-    full = dataclasses.replace(lean, engine_tp=1)
-    text = verdict(shape, dims, full, gpu)
-    assert text.startswith("cannot run: rollout.mem_fraction_static 0.6 gives an engine 50.9 GB")
+    gpu = cost.HARDWARE["h200"]
+    assert verdict(shape, dims, work, gpu).text.startswith("fits: the peak is rollout")
+    small = verdict(shape, dims, work, cost.HARDWARE["h100"])
+    assert not small.runs
+    assert small.text.startswith("does not fit: train needs ")
+    assert ": optimizer 45.9 GB + gradients 16.1 GB + activations " in small.text
+    assert "what helps most is megatron.optimizer_cpu_offload=true with" in small.text
+    odd = dataclasses.replace(work, engine_tp=12)
+    assert verdict(shape, dims, odd, gpu).text.startswith(
+        "cannot run: an engine over several nodes"
+    )
+    full = dataclasses.replace(work, engine_tp=1, engine_share=0.4)
+    text = verdict(shape, dims, full, gpu).text
+    assert text.startswith("cannot run: rollout.mem_fraction_static 0.4 gives an engine 59.7 GB")
     assert "its weights need 61.1 GB" in text
     # The sharing of the optimizer moves the peak by what it saves of dense moments and weights.
     (stage,) = stages(shape, dims)
-    whole = dataclasses.replace(lean, distributed_optimizer=False)
-    saved = memory.optimizer_bytes(stage, dims, whole) - memory.optimizer_bytes(stage, dims, lean)
+    whole = dataclasses.replace(work, distributed_optimizer=False)
+    saved = memory.optimizer_bytes(stage, dims, whole) - memory.optimizer_bytes(stage, dims, work)
     assert saved == 12 * stage.dense // 2
+    poor = dataclasses.replace(gpu, host_memory_bytes=10**12)
+    saves = dataclasses.replace(work, async_save=True)
+    text = verdict(shape, dims, saves, poor).text
+    assert text.startswith("does not fit: a node needs 1.13 TB of host memory, ")
+    assert "asynchronous save 431 GB" in text
+    assert "checkpoint.async_save=false, or PYTORCH_ALLOC_CONF=pinned_max" in text

@@ -1,0 +1,211 @@
+"""Whether a layout runs and fits, with the arithmetic where it does not, and what would help most."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.errors import InputError
+from parallel.dims import ParallelDims
+from parallel.scaling.cost import Hardware
+from parallel.scaling.engine import engine_weight_bytes, kv_capacity_tokens
+from parallel.scaling.host import node_rows
+from parallel.scaling.memory import phases
+from parallel.scaling.rows import Phase, Row, present, total
+from parallel.scaling.shape import ModelShape
+from parallel.scaling.stages import stages
+from parallel.scaling.units import count, size
+from parallel.scaling.workload import Workload
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the plan comes to."""
+
+    runs: bool
+    text: str
+    """One line; where it does not run, what is missing and what to change."""
+
+
+def worst(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Phase:
+    """The phase and stage that needs most of its GPU."""
+    found = phases(shape, dims, work, gpu.memory_bytes, gpu.gpus_per_node)
+    return max(found, key=lambda phase: phase.device_bytes)
+
+
+def worst_node(
+    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
+) -> tuple[Row, ...]:
+    """What a node of the stage that needs most host memory holds."""
+    nodes = (
+        present(node_rows(shape, stage, dims, work, gpu.memory_bytes, gpu.gpus_per_node))
+        for stage in stages(shape, dims)
+    )
+    return max(nodes, key=total)
+
+
+def arithmetic(rows: Iterable[Row]) -> str:
+    """`weights 8.04 GB + gradients 16.1 GB + ...`, largest first."""
+    ordered = sorted(present(rows), key=lambda row: -row.num_bytes)
+    return " + ".join(f"{row.name} {size(row.num_bytes)}" for row in ordered)
+
+
+def verdict(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Verdict:
+    """One line: whether it runs and fits, and where not, by how much and what would help most."""
+    wrong = _engine(shape, work, gpu)
+    if wrong is not None:
+        return Verdict(False, f"cannot run: {wrong}")
+    peak = worst(shape, dims, work, gpu)
+    if peak.device_bytes > gpu.memory_bytes:
+        return Verdict(False, _too_much(shape, dims, work, gpu, peak))
+    node = worst_node(shape, dims, work, gpu)
+    if total(node) > gpu.host_memory_bytes:
+        return Verdict(False, _too_much_on_host(node, work, gpu))
+    place, spare = _place(peak, dims), gpu.memory_bytes - peak.device_bytes
+    if peak.name == "rollout":
+        place += f" (the engine takes rollout.mem_fraction_static {work.engine_share:g})"
+    tokens = count(kv_capacity_tokens(shape, work, gpu.memory_bytes))
+    return Verdict(
+        True,
+        f"fits: the peak is {place} with {size(peak.device_bytes)}, {size(spare)} below the "
+        f"{gpu.name}; KV cache of {tokens} tokens an engine; {size(total(node))} of "
+        f"{size(gpu.host_memory_bytes)} of a node's host memory",
+    )
+
+
+def _engine(shape: ModelShape, work: Workload, gpu: Hardware) -> str | None:
+    """What keeps the engine from starting."""
+    tokens = kv_capacity_tokens(shape, work, gpu.memory_bytes)
+    if work.engine_tp > gpu.gpus_per_node and work.engine_tp % gpu.gpus_per_node:
+        return (
+            f"an engine over several nodes takes whole ones, and {work.engine_tp} GPUs "
+            f"(rollout.tensor_parallel_size) are not a multiple of {gpu.gpus_per_node}; change it"
+        )
+    if tokens >= work.sequence_len:
+        return None
+    return (
+        f"rollout.mem_fraction_static {work.engine_share:g} gives an engine "
+        f"{size(int(work.engine_share * gpu.memory_bytes))} a GPU "
+        f"({work.engine_share:g} x {size(gpu.memory_bytes)}), its weights need "
+        f"{size(engine_weight_bytes(shape, work))}, and what is left holds no sequence of "
+        f"{work.sequence_len} tokens; raise it, or rollout.tensor_parallel_size"
+    )
+
+
+def _place(peak: Phase, dims: ParallelDims) -> str:
+    return peak.name + (f" on pipeline stage {peak.stage}" if dims.pp > 1 else "")
+
+
+def _too_much(
+    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware, peak: Phase
+) -> str:
+    missing = peak.device_bytes - gpu.memory_bytes
+    return (
+        f"does not fit: {_place(peak, dims)} needs {size(peak.device_bytes)}, {size(missing)} more "
+        f"than the {gpu.name} has ({size(gpu.memory_bytes)}): {arithmetic(peak.device)}; "
+        f"{_advice(shape, dims, work, gpu, peak)}"
+    )
+
+
+def _too_much_on_host(node: tuple[Row, ...], work: Workload, gpu: Hardware) -> str:
+    advice = [
+        "checkpoint.async_save=false" * work.async_save,
+        "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1" * (work.exact_pinned is None),
+        "more nodes",
+    ]
+    missing = total(node) - gpu.host_memory_bytes
+    return (
+        f"does not fit: a node needs {size(total(node))} of host memory, {size(missing)} more than the "
+        f"{size(gpu.host_memory_bytes)} that it is taken to have (--host-memory): {arithmetic(node)}; "
+        f"what helps is {', or '.join(filter(None, advice))}"
+    )
+
+
+def _advice(
+    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware, peak: Phase
+) -> str:
+    """The one change of a setting that lowers the peak most."""
+    answers = [
+        (worst(shape, d, w, gpu).device_bytes, text)
+        for text, d, w in _changes(shape, dims, work, gpu)
+    ]
+    if not answers or min(answers)[0] >= peak.device_bytes:
+        return "no single setting lowers it: use more GPUs"
+    best, text = min(answers)
+    rest = best - gpu.memory_bytes
+    after = "then it fits" if rest <= 0 else f"then {size(rest)} are still missing"
+    return f"what helps most is {text} (saves {size(peak.device_bytes - best)}; {after})"
+
+
+def _changes(
+    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
+) -> list[tuple[str, ParallelDims, Workload]]:
+    """Every setting made one notch leaner, where the model and the world allow it."""
+    options: list[tuple[str, ParallelDims, Workload]] = []
+    for key, changed in (
+        ("tensor_model_parallel_size", {"tp": 2 * dims.tp}),
+        ("expert_model_parallel_size", {"ep": 2 * dims.ep}),
+        ("pipeline_model_parallel_size", {"pp": 2 * dims.pp}),
+    ):
+        leaner = dataclasses.replace(dims, **changed)
+        if _runs(shape, leaner):
+            (value,) = changed.values()
+            options.append((f"parallel.{key}={value}", leaner, work))
+    for key, changes, allowed in _leaner_work(work):
+        if allowed:
+            options.append((key, dims, dataclasses.replace(work, **changes)))
+    return options
+
+
+def _leaner_work(work: Workload) -> list[tuple[str, dict[str, Any], bool]]:
+    state, half = work.state, work.micro_batch_tokens // 2
+    offloaded = dataclasses.replace(state, offload_fraction=1.0, precision_aware=True, main_bytes=4,
+                                    exp_avg_bytes=4, exp_avg_sq_bytes=4)  # fmt: skip
+    narrow = dataclasses.replace(state, gradient_bytes=work.weight_bytes)
+    return [
+        ("train.recompute=true", {"recompute": True}, not work.recompute),
+        (
+            "optimizer.use_distributed_optimizer=true",
+            {"distributed_optimizer": True},
+            not work.distributed_optimizer,
+        ),
+        (
+            "megatron.optimizer_cpu_offload=true with optimizer_offload_fraction=1 and "
+            "use_precision_aware_optimizer=true",
+            {"state": offloaded},
+            work.distributed_optimizer and state.offload_fraction < 1,
+        ),
+        ("megatron.grad_reduce_in_fp32=false", {"state": narrow}, narrow != state),
+        (
+            "train.logprob_chunk_tokens=1024",
+            {"logprob_chunk_tokens": 1024},
+            not work.logprob_chunk_tokens,
+        ),
+        (
+            f"train.micro_batch_tokens={half}",
+            {"micro_batch_tokens": half},
+            work.micro_batch_tokens >= 2 * work.sequence_len,
+        ),
+        (
+            f"rollout.mem_fraction_static={work.engine_share - 0.1:.2g}",
+            {"engine_share": work.engine_share - 0.1},
+            work.engine_share > 0.3,
+        ),
+        (
+            f"rollout.weight_bucket_mb={(work.bucket_bytes >> 20) // 2}",
+            {"bucket_bytes": work.bucket_bytes // 2},
+            work.bucket_bytes >= 2 << 20,
+        ),
+    ]
+
+
+def _runs(shape: ModelShape, dims: ParallelDims) -> bool:
+    """Whether the world and the model divide into the layout."""
+    dense, expert = dims.tp * dims.cp * dims.pp, dims.ep * dims.etp * dims.pp
+    try:
+        dims.check_model(shape.sizes)
+    except InputError:
+        return False
+    return not (dims.world % dense or dims.world % expert)
