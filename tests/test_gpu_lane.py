@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.gpu_lane import assemble, catalog, run, unpack
+from benchmarks.gpu_lane import assemble, catalog, facts, parts, run, unpack
 from benchmarks.gpu_lane.state import State, code_digest
 
 ROOT = Path(__file__).parents[1]
@@ -234,3 +234,19 @@ def test_the_key_follows_the_code(tmp_path) -> None:
 def test_every_part_can_be_found(part) -> None:
     module = importlib.import_module(f"benchmarks.gpu_lane.{part.module}")
     assert callable(getattr(module, part.name))
+
+
+def test_memory_is_compared_with_the_plan(tmp_path) -> None:
+    """The part needs a GPU; what it compares does not."""
+    planned = facts.planned_bytes(parts.train_overrides(tmp_path, "cpu"), 80 << 30)
+    most = {name: sum(held.values()) for name, held in planned.items()}
+    assert set(facts.READ_IN.values()) <= set(planned)
+    step = {f"memory/{phase}/device_used_bytes": float(most[name])
+            for phase, name in facts.READ_IN.items()}  # fmt: skip
+    lines, over = facts.compare(planned, step)
+    assert (len(lines), over) == (2, [])
+    step["memory/train/device_used_bytes"] += 1 << 30
+    assert facts.compare(planned, step)[1] == [
+        f"train {most['train'] / 2**30 + 1:.2f} of {most['train'] / 2**30:.2f} GiB planned"
+    ]
+    assert facts.compare(planned, {}) == ([], [])
