@@ -88,7 +88,7 @@ def choose_implementation(
         if problems:
             raise InputError(
                 f"model.transformer_impl is transformer_engine, but there is "
-                f"{' and '.join(problems)}; on a GPU machine install mrl[gpu], or set it to auto or "
+                f"{' and '.join(problems)}; on a GPU machine install mrl[te], or set it to auto or "
                 "local: mrl's own layers need neither transformer-engine nor apex"
             )
         return "transformer_engine", "asked for"

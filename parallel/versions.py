@@ -139,12 +139,15 @@ def _torch(version: str | None) -> str:
 
 
 def _transformer_engine(version: str) -> str:
+    from parallel.implementation import OLDEST_ENGINE, OLDEST_INVARIANT_ENGINE
+
     numbers = _numbers(version)
-    if numbers < (2, 6):
-        return "warning: older than 2.6; mrl's own layers are used, as with transformer_impl=local"
+    if numbers < OLDEST_ENGINE:
+        oldest = ".".join(map(str, OLDEST_ENGINE))
+        return f"warning: older than {oldest}; mrl's own layers are used, which need none"
     words = "its layers on GPUs, with fused rope and permutation"
-    if numbers < (2, 10):
-        return f"{words}; rollout.true_on_policy needs 2.10"
+    if numbers < OLDEST_INVARIANT_ENGINE:
+        return f"{words}; rollout.true_on_policy needs {'.'.join(map(str, OLDEST_INVARIANT_ENGINE))}"
     return words
 
 

@@ -122,7 +122,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "no TransformerEngine": (
         ["model.transformer_impl=transformer_engine"],
-        ["no CUDA device", "mrl[gpu]"],
+        ["no CUDA device", "mrl[te]"],
     ),
 }
 
