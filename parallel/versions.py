@@ -147,7 +147,9 @@ def _transformer_engine(version: str) -> str:
         return f"warning: older than {oldest}; mrl's own layers are used, which need none"
     words = "its layers on GPUs, with fused rope and permutation"
     if numbers < OLDEST_INVARIANT_ENGINE:
-        return f"{words}; rollout.true_on_policy needs {'.'.join(map(str, OLDEST_INVARIANT_ENGINE))}"
+        return (
+            f"{words}; rollout.true_on_policy needs {'.'.join(map(str, OLDEST_INVARIANT_ENGINE))}"
+        )
     return words
 
 

@@ -108,7 +108,10 @@ def planned_bytes(overrides: list[str], device_bytes: int) -> dict[str, dict[str
     shape = read_shape(config)
     dims = ParallelDims.create(recipe.parallel, 1)
     work = plan_workload(recipe, shape, 1, PROMPT_LEN, config.get("max_position_embeddings"))
-    return {phase.name: dict(phase.device) for phase in phases(shape, dims, work, device_bytes)}
+    return {
+        phase.name: {row.name: row.num_bytes for row in phase.device}
+        for phase in phases(shape, dims, work, device_bytes)
+    }
 
 
 def compare(
