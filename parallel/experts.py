@@ -129,6 +129,10 @@ def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """`grouped_mm`, or one product a group where its CUDA kernel does not take the operands.
 
     left [m, a], right [E, a, b] -> [m, b]; left [a, m], right [m, b] -> [E, a, b]. ends i32[E].
+
+    The experts of `right` may lie at any distance, and with rows of `left` and `right` that are not
+    split (a transposed left operand, as in the gradient) a group may have any number of rows
+    (`prepare_grouped_gemm_data` in torch's aten/src/ATen/native/cuda/GroupMMCommon.cuh).
     """
     sizes = (*left.stride(), *right.stride()[-2:])
     aligned = all(size == 1 or size * left.element_size() % ALIGNMENT == 0 for size in sizes)
@@ -146,6 +150,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        x = x.contiguous()
         ctx.save_for_backward(x, ends, *weights)
         if not len(x):
             return x.new_zeros(0, weights[0].shape[0])

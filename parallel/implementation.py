@@ -88,8 +88,9 @@ def choose_implementation(
         if problems:
             raise InputError(
                 f"model.transformer_impl is transformer_engine, but there is "
-                f"{' and '.join(problems)}; on a GPU machine install mrl[te], or set it to auto or "
-                "local: mrl's own layers need neither transformer-engine nor apex"
+                f"{' and '.join(problems)}; on a GPU machine install mrl[te] "
+                "(docs/gpu.md), or set it to auto or local: mrl's own layers need neither "
+                "transformer-engine nor apex"
             )
         return "transformer_engine", "asked for"
     if problems:
@@ -131,7 +132,7 @@ def fusions(
         "apply_rope_fusion": engine and not is_latent,
         "moe_permute_fusion": engine and find_engine().numbers >= OLDEST_FUSED_PERMUTE,
         "gradient_accumulation_fusion": dtype is torch.bfloat16
-        and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        and _imports("fused_weight_gradient_mlp_cuda"),
     }
 
 
@@ -140,6 +141,14 @@ def choose_dtype(asked: Literal["auto", "float32", "bfloat16"]) -> torch.dtype:
     if asked == "auto":
         return torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return getattr(torch, asked)
+
+
+def _imports(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except Exception:  # one that was built for another torch raises whatever it likes
+        return False
+    return True
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:
