@@ -145,7 +145,11 @@ def exact_step(model: Any, ids: Tensor) -> Outputs:
 def cases(quick: bool, cuda: bool) -> list[Case]:
     if cuda:  # a run of the kernels alone; benchmarks/gpu_lane trains whole models there
         return []
-    shapes = {"toy": (8, 2, 64, 4096), "64 experts": (64, 8, 256, 4096)}
+    shapes = {
+        "toy": (8, 2, 64, 4096),
+        "64 experts": (64, 8, 64, 1024),
+        "64 experts, wider": (64, 8, 256, 4096),
+    }
     if quick:
         shapes = {"toy": (4, 2, 32, 256)}
     return [

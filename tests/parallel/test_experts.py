@@ -107,9 +107,15 @@ def one_layer(model_path: Path, distributed: bool) -> dict[str, Any]:
     rows = torch.randn(sum(SIZES), 32, requires_grad=True)
     probs = torch.rand(sum(SIZES), requires_grad=True)
     inputs = [rows, probs, *experts.parameters()]
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"waited for": []}
+    for number, expert in enumerate(experts.local_experts):
+        # Where Megatron's DDP waits for weights that it gathers (overlap_param_gather).
+        for linear in (expert.linear_fc1, expert.linear_fc2):
+            linear.register_forward_pre_hook(lambda *_, n=number: found["waited for"].append(n))
     for name, kind in (("grouped", GroupedExperts), ("loop", SequentialMLP)):
+        found["waited for"].clear()
         out, _ = kind.forward(experts, rows, torch.tensor(SIZES), probs)
+        found[f"{name} waited for"] = sorted(found["waited for"])
         found[name] = [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
         found[f"{name} names"] = [key for key, _ in experts.named_parameters()]
     found["viewed"] = [
@@ -131,6 +137,7 @@ def test_a_layer_computes_what_the_loop_computes_without_a_copy(
     names = [f"local_experts.{i}.linear_fc{n}.weight" for i in range(4) for n in (1, 2)]
     assert sorted(found["grouped names"]) == names
     assert all(found["order"])
+    assert found["grouped waited for"] == found["loop waited for"] == [0, 0, 1, 1, 2, 2, 3, 3]
     # With the distributed optimizer Megatron has moved the weights into one buffer.
     assert found["viewed"] == [True, True]
 
