@@ -112,7 +112,12 @@ def one_layer(model_path: Path, distributed: bool) -> dict[str, Any]:
         # Where Megatron's DDP waits for weights that it gathers (overlap_param_gather).
         for linear in (expert.linear_fc1, expert.linear_fc2):
             linear.register_forward_pre_hook(lambda *_, n=number: found["waited for"].append(n))
-    for name, kind in (("grouped", GroupedExperts), ("loop", SequentialMLP)):
+    for name, kind in (
+        ("grouped", GroupedExperts),
+        ("fused", GroupedExperts),
+        ("loop", SequentialMLP),
+    ):
+        experts.config.bias_activation_fusion = name == "fused"  # as on a GPU, not compiled here
         found["waited for"].clear()
         out, _ = kind.forward(experts, rows, torch.tensor(SIZES), probs)
         found[f"{name} waited for"] = sorted(found["waited for"])
@@ -132,8 +137,9 @@ def test_a_layer_computes_what_the_loop_computes_without_a_copy(
     distributed: bool, model_path: Path, tmp_path: Path
 ) -> None:
     (found,) = run_ranks(1, one_layer, model_path, distributed, folder=tmp_path)
-    for ours, theirs in zip(found["grouped"], found["loop"], strict=True):
-        assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+    for name in ("grouped", "fused"):
+        for ours, theirs in zip(found[name], found["loop"], strict=True):
+            assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
     names = [f"local_experts.{i}.linear_fc{n}.weight" for i in range(4) for n in (1, 2)]
     assert sorted(found["grouped names"]) == names
     assert all(found["order"])
