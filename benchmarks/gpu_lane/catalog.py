@@ -29,6 +29,8 @@ PARTS = (
     Part("train", "engine_parts", "`mrl train`, three steps of that MoE", 150, 500),
     Part("gpu_tests", "suites", "the tests marked `gpu`", 120),
     Part("memory_plan", "facts", "the memory of `train` beside what the plan says", 30),
+    Part("native", "native_parts", "mrl's own layers beside what they replace: time and memory",
+         90, 240),
     Part("kernels", "suites", "the kernel benchmark", 150, 300),
     Part("conformance", "suites", "what an engine owes, on GPU 0", 200),
     Part("engine_settings", "engine_parts",
