@@ -274,6 +274,7 @@ def make_critic(plan: Plan, policy: Policy, groups: Groups) -> Critic | None:
         ledger=policy.ledger,
         head_std=recipe.critic.head_std,
         seed=recipe.seed,
+        megatron=recipe.megatron,
     )
     policy.share_device(critic.trained)
     return critic

@@ -103,7 +103,7 @@ def read_plan(
     """Model, layout and work of a recipe on `world` GPUs. Raises InputError."""
     config = read_config(Path(recipe.model.path))
     shape = read_shape(config)
-    dims = ParallelDims.create(recipe.parallel, world)
+    dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
     dims.check_model(shape.sizes)
     context_len = recipe.rollout.context_len or config.get("max_position_embeddings")
     return shape, dims, plan_workload(recipe, shape, world, prompt_len, context_len)

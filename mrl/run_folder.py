@@ -44,6 +44,18 @@ MAY_CHANGE = (
     "rollout.max_restarts",
     "reward_timeout_s",
     "environment.time_limit_s",
+    *(
+        f"megatron.{name}"
+        for name in (
+            *("overlap_grad_reduce", "overlap_param_gather", "bucket_size"),
+            *("pad_buckets_for_high_nccl_busbw", "deallocate_pipeline_outputs", "batch_p2p_sync"),
+            *("recompute_granularity", "recompute_modules", "optimizer_cpu_offload"),
+            *("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads"),
+            *("fine_grained_activation_offloading", "offload_modules", "min_offloaded_tensor_size"),
+            *("cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations"),
+            *("cpu_offloading_double_buffering", "moe_deepep_num_sms", "moe_hybridep_num_sms"),
+        )
+    ),
 )
 """Keys that a restart may change and still continue the same run."""
 

@@ -61,6 +61,7 @@ class Trainer:
                 reference=self.plan.reference,
                 moe=recipe.moe,
                 true_on_policy=recipe.rollout.true_on_policy,
+                megatron=recipe.megatron,
             )
         self.collector = self._make_collector()
         self.exchange = RolloutExchange(self.groups, self.policy.moe_layers)

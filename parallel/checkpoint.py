@@ -31,7 +31,7 @@ from mrl import __version__
 from mrl.errors import InputError, RunFailed
 from parallel import manifest
 from parallel.groups import Groups
-from parallel.optimizer_state import get_step, set_step
+from parallel.optimizer_state import get_step, optimizer_shards, set_step, write_back
 from parallel.pending_save import COMMON_FILE, PendingSave, describe
 from parallel.pickle_scan import check_pickles
 from parallel.random_state import pack_random_state, reseed, restore_random_state
@@ -116,7 +116,10 @@ class Checkpoints:
         for prefix, model in models.items():
             common[f"{prefix}adam_step"] = get_step(model.optimizer)
             common[f"{prefix}scheduler"] = model.scheduler.state_dict()
-            shards += state_shards(model.weights, model.optimizer, own_key(prefix))
+            model.gather_parameters()
+            shards += state_shards(
+                model.weights, optimizer_shards(model.optimizer), own_key(prefix)
+            )
         shards.append(self._random_shard())
         self._on_first_rank(partial, lambda: _start_folder(partial, common))
         writer = ShardWriter(partial, groups.rank, groups.dims.world)
@@ -217,10 +220,11 @@ class Checkpoints:
         check_pickles(folder)
         saved = FileSystemReader(folder).read_metadata()
         shards = []
+        states = {prefix: optimizer_shards(model.optimizer) for prefix, model in models.items()}
         for prefix, model in models.items():
             own, reason = [], _other_model(content.get(f"{prefix}model"), model)
             if reason is None:
-                own = state_shards(model.weights, model.optimizer, saved_key(saved, prefix))
+                own = state_shards(model.weights, states[prefix], saved_key(saved, prefix))
             unused = self._unused(own, saved, prefix)
             if reason := self._first(reason or misfit(own, saved) or unused):
                 path = "critic.path" if prefix else "model.path"
@@ -237,6 +241,7 @@ class Checkpoints:
         wanted: dict[str, Any] = {str(number): shard for number, shard in enumerate(shards)}
         common: Any = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
         for prefix, model in models.items():
+            write_back(states[prefix])
             set_step(model.optimizer, common[f"{prefix}adam_step"])
             model.scheduler.num_steps = 0  # loading adds to it
             model.scheduler.load_state_dict(common[f"{prefix}scheduler"])

@@ -4,8 +4,8 @@ Megatron names the CUDA device in many places. Where there is no CUDA, `enable()
 `device="cuda"` and `.cuda()` to the CPU (through torch's own override mode) and gives the handful of
 `torch.cuda` functions that Megatron calls a CPU stand-in.
 
-With CUDA it only mends megatron-core's search for TransformerEngine: two names that stay undefined or
-wrong where there is none, and one that is installed but does not import.
+With CUDA it only mends megatron-core's search for TransformerEngine: names that stay undefined or wrong
+where there is none, and one that is installed but does not import.
 
 Call it before the first import of megatron. It is idempotent.
 """
@@ -17,6 +17,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -124,6 +125,16 @@ def complete_megatron() -> None:
         # The router (`RouterGatingLinearFunction`) reads it, and only a successful import defines it.
         moe_utils.te_general_gemm = None
 
+    # Recompute of norms asks TransformerEngine for its fp8 state even where nothing is fp8.
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    if not random.HAVE_TE:
+        random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+        random.fp8_autocast = lambda **options: contextlib.nullcontext()
+        random.activation_recompute_forward = lambda **options: contextlib.nullcontext()
+        # The precision-aware optimizer compares TransformerEngine's version, here None, with 2.1.0.
+        settings: Any = importlib.import_module("megatron.core.optimizer.optimizer_config")
+        settings.is_te_min_version = lambda *versions, **options: False
+
     # 0.16.1 tests its layers against TransformerEngine's classes here even where there are none.
     engine: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
     latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
@@ -149,6 +160,33 @@ def _replace_megatron() -> None:
         ("_reduce_scatter_along_first_dim", _reduce_scatter_uneven),
     ):
         setattr(mappings, name, _by_sizes(getattr(mappings, name), uneven))
+    hybrid: Any = importlib.import_module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
+    hybrid.HybridDeviceOptimizer._get_sub_optimizer_param_groups = _offload_share
+
+
+def _offload_share(self: Any, fraction: float) -> tuple[list, list, dict, dict, dict]:
+    """HybridDeviceOptimizer's split of its parameters, of which it takes those on a CPU for offloaded
+    already and then misses the device's copy of them. Here what it is given counts as the device's."""
+    groups: tuple[list, list] = ([], [])
+    copies, originals, in_fp32 = {}, {}, {}
+    limit = fraction * sum(p.numel() for group in self.param_groups for p in group["params"])
+    num_offloaded = 0
+    for group in self.param_groups:
+        parts: tuple[list, list] = ([], [])
+        for parameter in group["params"]:
+            offloads, stepped = num_offloaded < limit, parameter
+            if offloads:
+                num_offloaded += parameter.numel()
+                stepped = parameter.detach().clone()
+            if self.param_update_in_fp32 and stepped.dtype != torch.float32:
+                stepped = in_fp32[parameter] = stepped.detach().clone().float()
+            if offloads:
+                copies[parameter], originals[stepped] = stepped, parameter
+            parts[not offloads].append(stepped)
+        for collected, part in zip(groups, parts, strict=True):
+            if part:
+                collected.append({**group, "params": part})
+    return *groups, copies, originals, in_fp32
 
 
 def _by_sizes(even: Callable[..., Tensor], uneven: Callable[..., Tensor]) -> Callable[..., Tensor]:

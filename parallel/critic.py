@@ -7,8 +7,9 @@ routes natively: its routers are another model's, and the rollout's routes say n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from parallel.forward import LossFunction, PassOutput
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger
+from parallel.megatron_options import read_options
 from parallel.policy import StepOutput
 from parallel.reduce import merge
 from parallel.trained_model import TrainedModel
@@ -102,9 +104,11 @@ class Critic:
         ledger: Ledger,
         head_std: float = 0.0,
         seed: int = 0,
+        megatron: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """`model`: a language model, or a critic saved under HF names. `ledger`: the policy's own, so
-        that one ledger knows every byte of the rank. The head starts as N(0, head_std^2)."""
+        that one ledger knows every byte of the rank. The head starts as N(0, head_std^2). `megatron`:
+        that branch of the recipe."""
         self.groups = groups
         self.trained = TrainedModel(
             value_model(model),
@@ -117,6 +121,7 @@ class Critic:
             ledger=ledger,
             prefix="critic_",
             output_layer=partial(ValueHead, std=head_std, seed=seed),
+            options=read_options(megatron),
         )
         self.trained.weights.load(may_lack=(VALUE_HEAD,))
         self.trained.make_optimizer(optimizer)

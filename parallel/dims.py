@@ -44,11 +44,14 @@ class ParallelDims:
     first_layers: int | None = None
     """Layers of the first pipeline stage, where they are not the same on all."""
     last_layers: int | None = None
-    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    row_multiple: int = 1
+    """The rows of a rank's products are padded to a multiple of this many."""
 
     @classmethod
-    def create(cls, config: ParallelConfig, world: int) -> ParallelDims:
-        """Check the sizes against the world; raises InputError that shows the arithmetic."""
+    def create(cls, config: ParallelConfig, world: int, *, fp8: bool = False) -> ParallelDims:
+        """Check the sizes against the world; raises InputError that shows the arithmetic. `fp8`: 8-bit
+        products of TransformerEngine, which take 16 rows at a time."""
         dims = cls(
             world=world,
             tp=config.tensor_model_parallel_size,
@@ -60,6 +63,7 @@ class ParallelDims:
             first_layers=config.decoder_first_pipeline_num_layers,
             last_layers=config.decoder_last_pipeline_num_layers,
             dispatcher=config.moe_token_dispatcher_type,
+            row_multiple=16 if fp8 else 1,
         )
         dense, expert = dims.tp * dims.cp * dims.pp, dims.etp * dims.ep * dims.pp
         if world % dense:
@@ -102,7 +106,7 @@ class ParallelDims:
     @property
     def token_multiple(self) -> int:
         """A packed micro-batch is padded to a multiple of this many tokens."""
-        return self.sequence_multiple * self.tp
+        return self.sequence_multiple * self.tp * self.row_multiple
 
     @property
     def equal_micro_batches(self) -> bool:

@@ -211,13 +211,19 @@ def parameter_tensors(chunks: list[Any]) -> Iterator[Tensor]:
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Main parameters and moments; for an fp32 model the main parameters are the weights themselves."""
+    """Main parameters and moments; for an fp32 model the main parameters are the weights themselves.
+
+    What a HybridDeviceOptimizer keeps on the host is among them, gradients included: it stays there.
+    """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = part.optimizer
-        for group in inner.param_groups:
-            yield from group["params"]
-        for state in inner.state.values():
-            yield from (value for value in state.values() if torch.is_tensor(value))
+        outer = part.optimizer
+        for inner in (outer, *getattr(outer, "sub_optimizers", ())):
+            for group in inner.param_groups:
+                yield from group["params"]
+            for state in inner.state.values():
+                for value in filter(torch.is_tensor, state.values()):
+                    yield getattr(value, "_data", value)  # the bytes of TransformerEngine's fp8
+        yield from getattr(outer, "cpu_copy_map_grad", {}).values()
 
 
 def memory_statistics(phase: str, where: Mapping[str, Bytes]) -> Statistics:

@@ -90,7 +90,7 @@ def build_chunks(
     groups: Groups,
     config: TransformerConfig,
     implementation: Implementation,
-    use_distributed_optimizer: bool,
+    ddp: DistributedDataParallelConfig,
     output_layer: OutputLayer | None = None,
     true_on_policy: bool = False,
     experts_in_order: bool = False,
@@ -131,11 +131,6 @@ def build_chunks(
         chunk = _half(config, chunk) if config.bf16 else chunk
         join_storages(chunk)
         chunks.append(chunk)
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=use_distributed_optimizer,
-        check_for_nan_in_grad=False,  # raises on one rank while others wait: see TrainedModel
-    )
     return [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,32 +12,47 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mrl.config import OptimizerConfig
+from parallel.megatron_options import MegatronOptions
 
 NO_CLIPPING = 1e30
 """Megatron reports the gradient norm only where it clips."""
 
 
-def build_optimizer(
-    config: OptimizerConfig, chunks: list[Any], dtype: torch.dtype
-) -> tuple[Any, OptimizerParamScheduler]:
-    half = dtype is torch.bfloat16
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=0.0,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            adam_eps=config.adam_eps,
-            clip_grad=config.clip_grad or NO_CLIPPING,
-            bf16=half,
-            params_dtype=dtype,
-            # As the gradients are reduced, whatever `config` says: it may be another's (warm start).
-            use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
-        ),
-        chunks,
+def build_optimizer_config(
+    config: OptimizerConfig,
+    dtype: torch.dtype,
+    use_distributed_optimizer: bool,
+    options: MegatronOptions = MegatronOptions(),  # noqa: B008
+) -> MegatronOptimizerConfig:
+    """Megatron's settings of Adam; the recipe's `options` have the last word."""
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=0.0,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad or NO_CLIPPING,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=use_distributed_optimizer,
     )
+    return dataclasses.replace(settings, **options.optimizer)
+
+
+def build_optimizer(
+    config: OptimizerConfig,
+    chunks: list[Any],
+    dtype: torch.dtype,
+    options: MegatronOptions = MegatronOptions(),  # noqa: B008
+) -> tuple[Any, OptimizerParamScheduler]:
+    # As the gradients are reduced, whatever `config` says: it may be another's (warm start).
+    distributed = chunks[0].ddp_config.use_distributed_optimizer
+    optimizer = get_megatron_optimizer(
+        build_optimizer_config(config, dtype, distributed, options), chunks
+    )
+    use_fused_kernels(optimizer)
     warmup = config.lr_warmup_steps
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -51,3 +68,23 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def use_fused_kernels(optimizer: Any) -> None:
+    """Let torch's own Adam step each parameter in one kernel, in place.
+
+    Megatron builds `torch.optim.AdamW` where neither TransformerEngine nor apex is installed, and has
+    no option for its `fused` form. Without it torch takes `foreach` on CUDA, whose intermediate lists
+    are one more fp32 copy of the parameters (says the documentation of torch.optim.AdamW). Other
+    optimizers stay as they are.
+    """
+    for adam in torch_adams(optimizer):
+        for group in (*adam.param_groups, adam.defaults):
+            group["fused"], group["foreach"] = True, False
+
+
+def torch_adams(optimizer: Any) -> Iterator[torch.optim.Adam]:
+    """The torch optimizers inside Megatron's, of the dense parameters and of the experts'."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(inner := getattr(part, "optimizer", None), torch.optim.Adam):
+            yield inner

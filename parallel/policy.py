@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger, parameter_tensors
 from parallel.logprobs import LogprobHead
+from parallel.megatron_options import read_options
 from parallel.reduce import merge
 from parallel.reference import ReferenceWeights
 from parallel.scoring import score
@@ -55,7 +57,9 @@ class Policy:
         reference: HfModel | None = None,
         moe: MoeConfig = MoeConfig(),  # noqa: B008
         true_on_policy: bool = False,
+        megatron: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        """`megatron`: that branch of the recipe."""
         self.groups = groups
         self._export_memory = SharedMemory()
         self.ledger = Ledger(groups.device)
@@ -69,6 +73,7 @@ class Policy:
             moe=moe,
             ledger=self.ledger,
             true_on_policy=true_on_policy,
+            options=read_options(megatron),
         )
         self._reference: ReferenceWeights | None = None
         if reference is not None:
@@ -140,6 +145,7 @@ class Policy:
         self.ledger.require_on_device("parameters")
         if self._reference is None:
             raise RuntimeError("this policy was made without a reference model")
+        self.trained.gather_parameters()
         with self._reference.swapped_in(), self.runner.replaying_gates(False):
             yield
 
@@ -166,6 +172,7 @@ class Policy:
     ) -> Iterator[WeightBucket]:
         """The whole model under HF names, cast to `dtype`; every rank must drain the iterator."""
         self.ledger.require_on_device("parameters")
+        self.trained.gather_parameters()
         return export_buckets(self.weights, version, max_bytes, self._export_memory, dtype)
 
 

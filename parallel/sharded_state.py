@@ -9,7 +9,7 @@ critic beside the policy has the same kinds with a prefix (`critic_model`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from parallel.optimizer_state import optimizer_shards
+from parallel.optimizer_state import OptimizerShard
 from parallel.shard_boxes import boxes, whole_shape
 from parallel.weights import Entry, WeightMap
 
@@ -33,13 +33,13 @@ def own_key(prefix: str = "") -> KeyOf:
 
 
 def state_shards(
-    weights: WeightMap, optimizer: Any, key_of: KeyOf | None = None
+    weights: WeightMap, state: Mapping[int, OptimizerShard], key_of: KeyOf | None = None
 ) -> list[ShardedTensor]:
-    """Everything of this rank; the data are views, so that loading into them loads the policy.
+    """Everything of this rank, with the optimizer's `state` from `optimizer_shards`; the data are
+    views: loading into them, and then `optimizer_state.write_back`, loads the policy.
 
-    Moments that do not exist yet are made. A tied output layer is a further copy of the embedding.
+    A tied output layer is a further copy of the embedding.
     """
-    state = optimizer_shards(optimizer)
     both = [(e, 0) for e in weights.entries] + [(e, 1) for e in weights.tied_entries]
     return [
         shard
@@ -49,7 +49,7 @@ def state_shards(
 
 
 def _entry_shards(
-    weights: WeightMap, entry: Entry, copy: int, state: dict, key_of: KeyOf
+    weights: WeightMap, entry: Entry, copy: int, state: Mapping[int, OptimizerShard], key_of: KeyOf
 ) -> Iterator[ShardedTensor]:
     name = entry.rule.megatron.format(layer=entry.layer, expert=entry.expert)
     parameter = entry.parameter

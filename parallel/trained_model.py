@@ -30,9 +30,11 @@ from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype, choose_implementation
 from parallel.ledger import Ledger, gradient_tensors, optimizer_tensors, parameter_tensors
+from parallel.megatron_options import MegatronOptions
 from parallel.model import OutputLayer, build_chunks, unwrap
 from parallel.optimizer import build_optimizer
-from parallel.transformer_config import build_config
+from parallel.optimizer_state import free_gradient_copies
+from parallel.transformer_config import build_config, build_ddp_config
 from parallel.weights import WeightMap
 
 KINDS = ("parameters", "gradients", "optimizer")
@@ -66,21 +68,26 @@ class TrainedModel:
         prefix: str = "",
         output_layer: OutputLayer | None = None,
         true_on_policy: bool = False,
+        options: MegatronOptions = MegatronOptions(),  # noqa: B008
     ) -> None:
         """`prefix`: of its kinds in the ledger. `output_layer`: in the place of the vocabulary's.
-        `true_on_policy`: layers that compute each token as the engine does (`parallel.invariant`)."""
+        `true_on_policy`: layers that compute each token as the engine does (`parallel.invariant`).
+        `options`: the recipe's own, for Megatron."""
         self.groups, self.ledger, self._prefix = groups, ledger, prefix
         implementation, _ = choose_implementation(config.transformer_impl)
         self._dtype = choose_dtype(config.dtype)
         self._settings = build_config(
             model,
-            groups,
+            groups.dims,
+            groups.device,
             self._dtype,
             implementation,
             recompute,
             moe.expert_bias_update_rate,
             true_on_policy,
+            options,
         )
+        self._options = options
         # The loss carries its own normaliser; Megatron would divide by the number of tokens.
         self._settings.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: (
             finalize_model_grads(chunks, None, **kw)
@@ -90,18 +97,22 @@ class TrainedModel:
             groups,
             self._settings,
             implementation,
-            distributed_optimizer,
+            build_ddp_config(distributed_optimizer, options),
             output_layer,
             true_on_policy,
             experts_in_order="order" in moe.replay,
         )
+        if self.chunks[0].ddp_config.overlap_grad_reduce:
+            # Gradients are reduced in the backward pass of the last micro-batch only.
+            contexts = [chunk.no_sync for chunk in self.chunks]
+            self._settings.no_sync_func = contexts if len(contexts) > 1 else contexts[0]  # pyright: ignore[reportAttributeAccessIssue]
         self.weights = WeightMap(model, groups, self.chunks)
         self.router_losses = RouterLosses(moe, map(unwrap, self.chunks))
         self.runner = PipelineRunner(
             self.chunks,
             groups,
             head,
-            recompute,
+            recompute or options.recomputes_routers,
             self.router_losses,
             gates="weights" in moe.replay,
         )
@@ -114,7 +125,9 @@ class TrainedModel:
     def make_optimizer(self, config: OptimizerConfig) -> None:
         """A fresh optimizer and schedule of the present weights; earlier moments are forgotten."""
         self.require(*KINDS)
-        self.optimizer, self.scheduler = build_optimizer(config, self.chunks, self._dtype)
+        self.optimizer, self.scheduler = build_optimizer(
+            config, self.chunks, self._dtype, self._options
+        )
         self._settings.grad_scale_func = self.optimizer.scale_loss
 
     def _optimizer_tensors(self) -> Iterable[torch.Tensor]:
@@ -123,6 +136,17 @@ class TrainedModel:
     def require(self, *kinds: str) -> None:
         """Raise RuntimeError where one of its `kinds` is not on the device."""
         self.ledger.require_on_device(*(self._prefix + kind for kind in kinds))
+
+    def gather_parameters(self) -> None:
+        """Have all ranks hold the whole of the present weights. A collective; call it before anything
+        but a forward pass reads them. With `overlap_param_gather` only the passes after an update do
+        that by themselves, layer by layer."""
+        for chunk in self.chunks:
+            if not chunk.ddp_config.overlap_param_gather:
+                continue
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                if not group.param_gather_dispatched or group.param_gather_handle is not None:
+                    group.start_param_sync(force_sync=True)
 
     def evaluate(
         self,
@@ -169,6 +193,7 @@ class TrainedModel:
         if not ok:
             raise RunFailed("the optimizer refused the step: a gradient is not finite")
         self.scheduler.step(1)
+        free_gradient_copies(self.optimizer)
         return Step(output, float(grad_norm), lr)
 
     def _require_finite_gradients(self) -> None:
@@ -188,6 +213,7 @@ class TrainedModel:
 
     def offload_optimizer(self) -> None:
         """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""
+        self.gather_parameters()
         if self.groups.device.type == "cpu":
             return
         if self.ledger.place(self._prefix + "optimizer") == "device":

@@ -1,29 +1,35 @@
-"""Megatron's TransformerConfig of a Hugging Face config, a layout and a recipe."""
+"""Megatron's settings of a model and of its gradient buffers, from config.json and a recipe."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from parallel import invariant
-from parallel.groups import Groups
+from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.implementation import Implementation, fusions
+from parallel.megatron_options import MegatronOptions
 
 
 def build_config(
     model: HfModel,
-    groups: Groups,
+    dims: ParallelDims,
+    device: torch.device,
     dtype: torch.dtype,
     implementation: Implementation,
     recompute: bool,
     expert_bias_update_rate: float,
     true_on_policy: bool = False,
+    options: MegatronOptions = MegatronOptions(),  # noqa: B008
 ) -> TransformerConfig:
-    dims = groups.dims
+    """`options`: the recipe's own, which have the last word. Megatron raises what it likes for those
+    that it cannot combine."""
     half = dtype is torch.bfloat16
     settings: dict[str, Any] = {
         "normalization": "RMSNorm",
@@ -35,7 +41,7 @@ def build_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": half,
-        "use_cpu_initialization": groups.device.type == "cpu",
+        "use_cpu_initialization": device.type == "cpu",
         "tensor_model_parallel_size": dims.tp,
         "pipeline_model_parallel_size": dims.pp,
         "virtual_pipeline_model_parallel_size": dims.vpp if dims.vpp > 1 else None,
@@ -64,8 +70,22 @@ def build_config(
             "recompute_num_layers": 1,
         }
     if true_on_policy:
-        settings |= invariant.settings(groups.device)
+        settings |= invariant.settings(device)
     settings |= model.architecture.transformer_config(model.config)
     latent = bool(settings.get("multi_latent_attention"))
-    settings |= fusions(implementation, groups.device, dtype, latent, true_on_policy)
+    settings |= fusions(implementation, device, dtype, latent, true_on_policy)
+    settings |= options.transformer
     return (MLATransformerConfig if latent else TransformerConfig)(**settings)
+
+
+def build_ddp_config(
+    use_distributed_optimizer: bool,
+    options: MegatronOptions = MegatronOptions(),  # noqa: B008
+) -> DistributedDataParallelConfig:
+    """How gradients are kept and reduced; the recipe's `options` have the last word."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=use_distributed_optimizer,
+        check_for_nan_in_grad=False,  # raises on one rank while others wait: see TrainedModel
+    )
+    return dataclasses.replace(ddp, **options.ddp)

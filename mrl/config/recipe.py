@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from mrl.config.algorithm import AlgorithmConfig
@@ -36,6 +38,9 @@ class Recipe(Branch):
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
     optimizer: OptimizerConfig = OptimizerConfig()
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig by
+    their own names, for policy and critic; see docs/megatron.md."""
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()

@@ -34,8 +34,9 @@ class ParallelConfig(Branch):
     """Layers of the first pipeline stage, where it should have fewer (or more) than the others."""
     decoder_last_pipeline_num_layers: int | None = Field(default=None, ge=1)
     """Layers of the last pipeline stage."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts. `allgather` pads all micro-batches to one length."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens travel to their experts. `allgather` pads all micro-batches to one length; `flex` is
+    DeepEP, on GPUs where deep_ep is installed."""
 
 
 class TrainConfig(Branch):

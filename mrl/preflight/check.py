@@ -27,6 +27,7 @@ from mrl.preflight.algorithm import (
 )
 from mrl.preflight.allocator import check_allocator
 from mrl.preflight.long_tails import check_importance, check_started, check_unfinished
+from mrl.preflight.megatron import check_megatron
 from mrl.preflight.moe import check_moe
 from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.plan import Plan
@@ -46,7 +47,7 @@ from parallel.manifest import candidates, damage, newest_good, step_of
 def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Plan:
     """Validate a recipe for `world` ranks. Raises InputError with the first thing that is wrong.
     `saved_steps`: those that `debug.load_rollouts` must have, by default all that are left."""
-    dims = ParallelDims.create(recipe.parallel, world)
+    dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
     folder = RunFolder(recipe.output_dir)
     model = HfModel.read(recipe.model.path)
     dims.check_model(model.sizes)
@@ -54,6 +55,7 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
         check_names(model, tensors.names)
     choose_implementation(recipe.model.transformer_impl)
     check_moe(recipe, model)
+    check_megatron(recipe, dims, model)
     reference = read_reference(recipe.algorithm, model)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -107,6 +109,7 @@ def build(
     distributed_optimizer: bool = False,
     true_on_policy: bool = False,
     replay: Literal["ids", "ids_weights", "ids_order_weights"] = "ids",
+    megatron: Mapping[str, Any] = MappingProxyType({}),
 ) -> Policy:
     return Policy(
         HfModel.read(model_path),
@@ -125,6 +128,7 @@ def build(
         temperature=0.8,
         true_on_policy=true_on_policy,
         moe=MoeConfig(replay=replay),
+        megatron=megatron,
     )
 
 

@@ -22,6 +22,7 @@ from mrl.types import Sample
 from parallel import manifest
 from parallel.checkpoint import Checkpoints
 from parallel.manifest import candidates, damage, folder_name, latest_step, newest_good
+from parallel.optimizer_state import optimizer_shards
 from parallel.pickle_scan import check_pickles, imported
 from parallel.saved_tensors import SavedTensors
 from parallel.shard_writer import ShardWriter, check_coverage
@@ -201,7 +202,7 @@ def trains_on(model_path: Path, samples: list[Sample], root: Path) -> dict[str, 
     policy = build(model_path, groups, distributed=True)
     batch, _ = ready_batch(policy, groups, samples)
     policy.train_step(batch, loss, True)
-    shards = state_shards(policy.weights, policy.optimizer)
+    shards = state_shards(policy.weights, optimizer_shards(policy.optimizer))
     planner = ShardWriter(root / "copy", groups.rank, 2).request(shards, copy=True).async_fn_args[1]
     copies = [s._sh_ten.data for group in planner.state_dict.values() for s in group._local_shards]
     apart = {t.data_ptr() for t in copies}.isdisjoint(s.data.data_ptr() for s in shards)

@@ -86,3 +86,10 @@ def test_every_wrong_size_is_named_at_once() -> None:
     with pytest.raises(InputError, match=r"layers.*") as caught:
         dims(32, tp=8, pp=4).check_model(MODEL)
     assert "query groups" in str(caught.value)
+
+
+def test_8_bit_products_take_16_rows_of_each_rank() -> None:
+    config = ParallelConfig(tensor_model_parallel_size=2, context_parallel_size=2)
+    plain, fp8 = (ParallelDims.create(config, 4, fp8=on) for on in (False, True))
+    assert (plain.token_multiple, fp8.token_multiple) == (8, 128)
+    assert fp8.token_multiple // (fp8.tp * fp8.cp) % 16 == 0

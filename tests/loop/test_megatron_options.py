@@ -1,0 +1,169 @@
+"""`megatron:` at `mrl check`: what is refused, in one line each; a recipe with options trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.commands.train import train
+from mrl.config import load_recipe
+from parallel.groups import world_size
+from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy
+from tests.loop.test_refusals import refused
+from tests.ranks import run_ranks
+
+RECIPE = REPOSITORY / "launch/recipes/megatron_options.yaml"
+DISTRIBUTED = "optimizer.use_distributed_optimizer=true"
+HALF = "model.dtype=bfloat16"
+OFFLOAD = "megatron.optimizer_cpu_offload=true"
+
+CASES: dict[str, tuple[list[str], list[str]]] = {
+    "unknown": (
+        ["megatron.overlap_grad_redcue=true"],
+        ["megatron-core 0.16.1 has no such option", "did you mean 'overlap_grad_reduce'"],
+    ),
+    "a flag with a number": (
+        ["megatron.overlap_grad_reduce=1"],
+        ["overlap_grad_reduce: got 1, expected true or false"],
+    ),
+    "a number with a text": (
+        ["megatron.bucket_size=big"],
+        ["bucket_size: got 'big', expected an integer or null"],
+    ),
+    "a list with a text": (
+        ["megatron.recompute_modules=moe"],
+        ["recompute_modules: got 'moe', expected a list of a text or null"],
+    ),
+    "no such dtype": (
+        ["megatron.exp_avg_dtype=bf16"],
+        ["exp_avg_dtype: got 'bf16', expected the torch name of a dtype, such as bfloat16"],
+    ),
+    "not a choice": (
+        ["megatron.moe_router_dtype=fp16"],
+        ["moe_router_dtype: got 'fp16', expected one of fp32, fp64 or null"],
+    ),
+    "not a member": (
+        ["megatron.attention_backend=flush"],
+        ["attention_backend: got 'flush', expected one of flash, fused, unfused, local, auto"],
+    ),
+    "another key's, parallel": (
+        ["megatron.expert_model_parallel_size=2"],
+        ["mrl sets it itself", "use parallel.expert_model_parallel_size"],
+    ),
+    "another key's, optimizer": (["megatron.lr=1e-3"], ["use optimizer.lr"]),
+    "another key's, dtype": (["megatron.bf16=true"], ["use model.dtype"]),
+    "another key's, balancing": (
+        ["megatron.moe_router_load_balancing_type=aux_loss"],
+        ["use moe.load_balancing_type"],
+    ),
+    "the model's": (["megatron.moe_router_topk=4"], ["use the model's config.json"]),
+    "dropout": (["megatron.hidden_dropout=0.1"], ["mrl refuses it", "different models"]),
+    "a router without replay": (
+        ["megatron.moe_router_fusion=true"],
+        ["without asking for the replayed route"],
+    ),
+    "dropped tokens": (["megatron.moe_expert_capacity_factor=1.0"], ["drop or pad tokens"]),
+    "graphs": (["megatron.cuda_graph_impl=local"], ["a CUDA graph has one shape"]),
+    "a check that hangs": (
+        ["megatron.check_for_nan_in_grad=true"],
+        ["raises on the rank that has the gradient while the others wait"],
+    ),
+    "a function": (["megatron.timers=null"], ["it is a function"]),
+    "FSDP": (["megatron.use_megatron_fsdp=true"], ["FSDP shards parameters"]),
+    "TransformerEngine's": (
+        ["megatron.fp8=hybrid"],
+        ["only layers of TransformerEngine have it, and these are local"],
+    ),
+    "a GPU's": (
+        ["megatron.gradient_accumulation_fusion=true"],
+        ["gradient_accumulation_fusion is True, but there is no CUDA device"],
+    ),
+    "without its switch": (
+        ["megatron.overlap_param_gather=true"],
+        ["does nothing without megatron.overlap_grad_reduce"],
+    ),
+    "without the distributed optimizer": (
+        ["megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true"],
+        ["optimizer.use_distributed_optimizer is false; set it to true"],
+    ),
+    "aware of fp32": (
+        [DISTRIBUTED, "megatron.use_precision_aware_optimizer=true"],
+        ["the weights are float32; set model.dtype=bfloat16"],
+    ),
+    "aware without TransformerEngine": (
+        [DISTRIBUTED, HALF, "megatron.use_precision_aware_optimizer=true"],
+        ["FusedAdam", "is not installed", "add optimizer_cpu_offload=true"],
+    ),
+    "offloaded moments in bf16": (
+        [
+            *(DISTRIBUTED, HALF, OFFLOAD, "megatron.optimizer_offload_fraction=1"),
+            *("megatron.use_precision_aware_optimizer=true", "megatron.exp_avg_dtype=bfloat16"),
+        ],
+        ["exp_avg_dtype is bfloat16, but Megatron keeps float32"],
+    ),
+    "no share to offload": ([OFFLOAD], ["optimizer_offload_fraction is 0.0, expected above 0"]),
+    "views to offload": (
+        [DISTRIBUTED, OFFLOAD, "megatron.optimizer_offload_fraction=0.5"],
+        ["with float32 weights", "use_distributed_optimizer=false"],
+    ),
+    "main parameters too late": (
+        [HALF, OFFLOAD, "megatron.optimizer_offload_fraction=0.5"],
+        ["with bfloat16 weights", "set optimizer.use_distributed_optimizer=true"],
+    ),
+    "full recompute": (["megatron.recompute_granularity=full"], ["use train.recompute=true"]),
+    "two kinds of recompute": (
+        ["train.recompute=true", "megatron.recompute_granularity=selective"],
+        ["recomputes everything; leave one of them out"],
+    ),
+    "what Megatron forbids": (
+        ["megatron={recompute_granularity: selective, recompute_modules: [moe_cat]}"],
+        ["megatron-core does not take recompute_granularity, recompute_modules", "moe_cat"],
+    ),
+    "on-policy layers": (
+        ["rollout.true_on_policy=true", "megatron.moe_router_dtype=fp64"],
+        ["true_on_policy needs the layers that the engine has"],
+    ),
+    "DeepEP": (
+        ["parallel.moe_token_dispatcher_type=flex"],
+        ["deep_ep is not installed; install DeepEP, or set it to alltoall"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "texts"), CASES.values(), ids=CASES.keys())
+def test_bad_options_are_refused_in_one_line(
+    changes: list[str],
+    texts: list[str],
+    toy: Toy,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "run"
+    line = refused(capsys, ["check", str(TOY_RECIPE), *toy.overrides(output, *changes)])
+    for text in texts:
+        assert text in line
+    assert not output.exists()
+
+
+def run_recipe(overrides: list[str]) -> None:
+    train(load_recipe(RECIPE, overrides), world_size())
+
+
+@pytest.mark.timeout(300)
+def test_the_shipped_recipe_trains_on_two_ranks(toy: Toy, recorded: Path, tmp_path: Path) -> None:
+    """From saved rollouts, so without an engine; and it goes on with another bucket size."""
+    saved = f"debug.load_rollouts={recorded / 'rollouts'}"
+    overrides = toy.overrides(tmp_path / "run", saved, "train.num_steps=1")
+    recipe = load_recipe(RECIPE, overrides)
+    assert len(recipe.megatron) >= 10
+    run_ranks(2, run_recipe, overrides, folder=tmp_path / "first")
+    more = ["train.num_steps=3", "megatron.bucket_size=1000"]
+    run_ranks(2, run_recipe, [*overrides, *more], folder=tmp_path / "second")
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    # The rewards of the second recorded step are all alike.
+    assert [row["grad_norm"] > 0 for row in metrics] == [True, False, True]
+    kept = load_recipe(tmp_path / "run/config.yaml").megatron
+    assert kept == {**recipe.megatron, "bucket_size": 1000}

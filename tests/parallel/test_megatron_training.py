@@ -1,0 +1,79 @@
+"""Options under `megatron:` that move work or memory about, and the run without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from mrl.types import Sample
+from parallel.policy import Policy
+from tests.parallel.layouts import build, distance, exported, join_groups, loss, ready_batch
+from tests.ranks import run_ranks
+
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 500}
+SAME_BITS: dict[str, dict[str, Any]] = {
+    "gradients while the backward pass runs": OVERLAP,
+    "parameters while the forward pass runs": {**OVERLAP, "overlap_param_gather": True},
+    "attention again": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "norms and dense layers again": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["layernorm", "mlp"],
+    },
+    "experts and their router again": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe"],
+    },
+    "messages freed": {"deallocate_pipeline_outputs": True},
+}
+"""With the distributed optimizer, two steps on a model of dense and MoE layers."""
+OTHER_SUMS = {"norms and dense layers again": 1e-6}
+"""Relative: the gradients of a norm's two readers are added up before they reach its input."""
+
+
+def steps(policy: Policy, groups: Any, samples: list[Sample]) -> list[dict[str, Tensor]]:
+    """The weights after each of two updates, with a pass without gradients before and in between."""
+    weights = []
+    for _ in range(2):
+        batch, _ = ready_batch(policy, groups, samples)
+        policy.train_step(batch, loss, True)
+        weights.append(exported(policy))
+    return weights
+
+
+def compare_all(
+    model_path: Path, sizes: dict[str, int], samples: list[Sample], dtype: str
+) -> dict[str, float]:
+    """Relative distance from the plain run, by option set, one after the other in one process."""
+    groups = join_groups(model_path, sizes)
+
+    def run(options: dict[str, Any]) -> list[dict[str, Tensor]]:
+        policy = build(
+            model_path, groups, dtype=dtype, distributed_optimizer=True, megatron=options
+        )
+        return steps(policy, groups, samples)
+
+    plain = run({})
+    return {name: max(map(distance, run(options), plain)) for name, options in SAME_BITS.items()}
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "dtype"),
+    [
+        (2, {}, "bfloat16"),
+        (4, {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, "float32"),
+    ],
+    ids=["DP2 bf16", "PP2xVPP2xEP2"],
+)
+def test_the_same_bits(
+    world: int,
+    sizes: dict[str, int],
+    dtype: str,
+    model_path: Path,
+    samples: list[Sample],
+    tmp_path: Path,
+) -> None:
+    for out in run_ranks(world, compare_all, model_path, sizes, samples, dtype, folder=tmp_path):
+        assert all(found <= OTHER_SUMS.get(name, 0.0) for name, found in out.items()), out

@@ -1,0 +1,99 @@
+"""Where Megatron keeps Adam's state under each option: equal steps, nothing lost in checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mrl.types import Sample
+from parallel.checkpoint import Checkpoints
+from parallel.optimizer_state import optimizer_shards
+from tests.parallel.layouts import build, exported, join_groups, loss, ready_batch
+from tests.ranks import run_ranks
+
+OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+Variant = tuple[str, bool, dict[str, Any]]
+"""dtype, whether the optimizer is distributed, `megatron:`."""
+VARIANTS: dict[str, Variant] = {
+    "fp32": ("float32", False, OFFLOAD),
+    "bf16": ("bfloat16", True, {**OFFLOAD, "optimizer_offload_fraction": 1.0}),
+    "bf16, an Adam each": ("bfloat16", True, {**OFFLOAD, "overlap_cpu_optimizer_d2h_h2d": True}),
+    "bf16 weights": ("bfloat16", True, {**OFFLOAD, "use_precision_aware_optimizer": True}),
+    "bf16 gradients": ("bfloat16", True, {"grad_reduce_in_fp32": False}),
+}
+ROUNDED = ("bf16 gradients",)
+
+
+def exercise(model_path: Path, samples: list[Sample], folder: Path) -> dict[str, Any]:
+    """Two steps, a save, all memory to the host and back, a third step; and it again after a load."""
+    groups = join_groups(model_path, {"expert": 2})
+
+    def run(variant: Variant, checkpoints: Path | None = None) -> dict[str, Any]:
+        dtype, distributed, options = variant
+
+        def start() -> Any:
+            return build(
+                model_path,
+                groups,
+                dtype=dtype,
+                distributed_optimizer=distributed,
+                megatron=options,
+            )
+
+        policy = start()
+        batch, _ = ready_batch(policy, groups, samples)
+        norms = [policy.train_step(batch, loss, True).grad_norm for _ in range(2)]
+        if checkpoints is None:
+            policy.train_step(batch, loss, True)
+            return {"weights": exported(policy), "norms": norms}
+        store = Checkpoints(checkpoints, groups, keep=1)
+        store.save(2, policy, {})
+        policy.ledger.free("gradients")
+        policy.ledger.to_host("optimizer")
+        policy.ledger.to_host("parameters")
+        policy.onload()
+        resumed = start()
+        store.load(2, resumed)
+        for each in (policy, resumed):
+            each.train_step(batch, loss, True)
+        ours, theirs = exported(policy), exported(resumed)
+        states = optimizer_shards(policy.optimizer), optimizer_shards(resumed.optimizer)
+        pairs = zip(*(s.values() for s in states), strict=True)
+        same_state = all(
+            torch.equal(tensor, b.tensors[name])
+            for a, b in pairs
+            for name, tensor in a.tensors.items()
+        )
+        return {
+            "weights": ours,
+            "norms": norms,
+            "resumed": same_state and all(torch.equal(ours[k], t) for k, t in theirs.items()),
+        }
+
+    plain = {
+        key: run((*key, {}))
+        for key in {(dtype, sharded) for dtype, sharded, _ in VARIANTS.values()}
+    }
+    results = {}
+    for name, variant in VARIANTS.items():
+        reference, found = plain[variant[:2]], run(variant, folder / name)
+        same = all(torch.equal(found["weights"][k], t) for k, t in reference["weights"].items())
+        results[name] = {
+            "same": same,
+            "resumed": found["resumed"],
+            "norms": [found["norms"], reference["norms"]],
+        }
+    return results
+
+
+def test_offloaded_state_takes_the_same_steps_and_survives(
+    model_path: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    for rank in run_ranks(2, exercise, model_path, samples, tmp_path / "c", folder=tmp_path / "o"):
+        for name, result in rank.items():
+            assert result["resumed"], name
+            assert result["same"] == (name not in ROUNDED), name
+            assert result["norms"][0] == pytest.approx(result["norms"][1], rel=1e-2), name
