@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.kernels.digest import add_digests, digest_place, weight_digest
+from mrl.kernels.digest import CHUNK, add_digests, digest_place, weight_sums
 from mrl.shared_memory import SharedMemory
 from mrl.types import WeightBucket
 from parallel.shards import split
@@ -136,8 +136,7 @@ def _digests(weights: WeightMap, plan: list[list[Unit]]) -> list[dict[str, int]]
     """
     groups = weights.groups
     units = [unit for bucket in plan for unit in bucket]
-    own = [_own_digest(weights, unit) for unit in units]
-    sums = torch.tensor(own, dtype=torch.int64, device=groups.device)
+    sums = _own_sums(weights, units)
     is_expert = torch.tensor([unit.entry.expert >= 0 for unit in units], device=groups.device)
     for rows, group in ((~is_expert, groups.tp), (is_expert, groups.etp)):
         if group.size() > 1:
@@ -159,15 +158,25 @@ def _by_place(weights: WeightMap, unit: Unit, of_peers: list[int]) -> Iterator[t
         yield digest_place(entry.hf_names(expert)[0]), digest
 
 
-def _own_digest(weights: WeightMap, unit: Unit) -> int:
-    """Of this rank's shard, as a signed number; what all tensor-parallel ranks hold counts on one."""
-    groups, entry = weights.groups, unit.entry
-    _, size = weights.tp_place(entry)
-    rank = groups.etp_rank if entry.expert >= 0 else groups.tp_rank
-    if size == 1 and rank != 0:
-        return 0
-    digest = weight_digest(unit.shard())[0]
-    return digest - 2**64 if digest >= 2**63 else digest
+def _own_sums(weights: WeightMap, units: list[Unit]) -> Tensor:
+    """i64[units] of this rank's shards; what all tensor-parallel ranks hold counts on one.
+
+    Nothing waits for the device. Shards that have to be cast are cast about CHUNK elements at a time.
+    """
+    groups = weights.groups
+    sums = torch.zeros(len(units), dtype=torch.int64, device=groups.device)
+    batch: list[tuple[int, Tensor]] = []
+    for number, unit in enumerate(units):
+        rank = groups.etp_rank if unit.entry.expert >= 0 else groups.tp_rank
+        if weights.tp_place(unit.entry)[1] > 1 or rank == 0:
+            batch.append((number, unit.shard()))
+        if sum(shard.numel() for _, shard in batch) >= CHUNK or unit is units[-1]:
+            places = torch.tensor([place for place, _ in batch], dtype=torch.int64)
+            sums[places.to(sums.device)] = weight_sums([(shard, 1) for _, shard in batch]).to(
+                sums.device
+            )
+            batch = []
+    return sums
 
 
 def _largest(weights: WeightMap, plan: list[list[Unit]]) -> int:

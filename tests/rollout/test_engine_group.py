@@ -69,7 +69,7 @@ def recorder() -> Iterator[Recorder]:
     with Recorder() as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         server.held = {
-            f"{rank} {name}": f"float32 5 1 {weight_digest(weight)[0]:x}"
+            f"{rank} {name}": f"float32 5 ? {weight_digest(weight)[0]:x}"
             for name, weight in WEIGHTS
             for rank in range(NUM_RANKS)
         }

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import ModuleType
 
 import psutil
 import pytest
-import torch
-from rollout_helpers import make_buckets
+from rollout_helpers import make_buckets, make_engine
 
-import mrl.rollout
 from benchmarks.weight_faults import FAULTS, is_caught, moved, shared_buckets, sync_for
-from mrl.kernels.digest import add_digests, digests_of, weight_digest
+from mrl.kernels.digest import add_digests, digests_of
 from mrl.rollout.sglang_server.held import ACTION, held_digests
 from mrl.shared_memory import SharedMemory
 
@@ -90,50 +83,30 @@ def test_shared_memory_leaves_nothing_open():
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-@pytest.fixture
-def plugin() -> ModuleType:
-    path = Path(mrl.rollout.__file__).parent / "server_plugin" / "mrl_weight_digest.py"
-    spec = importlib.util.spec_from_file_location("mrl_weight_digest", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_an_engine_with_expert_parallelism_and_dp_attention(toy_folder, toy_weights, tmp_path):
+    """The ranks hold other experts, the same attention, and shares of the output layer.
 
-
-def test_a_rank_that_cannot_answer_leaves_no_other_waiting(plugin):
-    """Two threads are the ranks. One that never comes would break the barrier of the other."""
-    barrier, ranks = threading.Barrier(2), [None, None]
-
-    def answer(rank: int, dtype: torch.dtype):
-        def all_gather(own):
-            ranks[rank] = own
-            barrier.wait(timeout=5)
-            return list(ranks)
-
-        model = torch.nn.Linear(2, 2, bias=False)
-        model.weight = torch.nn.Parameter(torch.ones(2, 2).to(dtype), requires_grad=False)
-        return plugin.of_all_ranks(model, all_gather)
-
-    with ThreadPoolExecutor(2) as pool:
-        good = list(pool.map(answer, (0, 1), [torch.float32] * 2))
-        assert good[0] == good[1] == [{"weight": good[0][0]["weight"]}] * 2
-        for failed in [pool.submit(answer, 0, torch.float32), pool.submit(answer, 1, torch.int8)]:
-            with pytest.raises(RuntimeError, match=r"^rank 1: ValueError: .*got torch\.int8"):
-                failed.result()
-
-
-def test_plugin_tells_replicated_heads_apart(plugin):
-    """Only GPUs have ranks with the same key and value heads; CPUs pad them with zeros."""
-    model = torch.nn.Module()
-    model.qkv_proj = torch.nn.Linear(4, 6, bias=False)
-    model.qkv_proj.num_heads, model.qkv_proj.head_size = 1, 2
-    model.qkv_proj.num_kv_head_replicas = 2
-    model.mlp = torch.nn.Module()
-    model.mlp.experts = torch.nn.Module()
-    model.mlp.experts.w13_weight = torch.nn.Parameter(torch.randn(3, 4, 5))
-    rows, experts = model.qkv_proj.weight, model.mlp.experts.w13_weight
-    assert plugin.digests(model) == {
-        "qkv_proj.weight#q": f"float32 8 1 {weight_digest(rows[:2])[0]:x}",
-        "qkv_proj.weight#kv": f"float32 16 2 {weight_digest(rows[2:])[0]:x}",
-        "mlp.experts.w13_weight": "float32 60 1 "
-        + ",".join(f"{weight_digest(expert)[0]:x}" for expert in experts),
-    }
+    SGLang's CPU build loads such a model, and cannot run it: its forward pass for experts indexes by -1
+    (layers/moe/fused_moe_native.py). So the server starts here and the engine does not.
+    """
+    engine = make_engine(toy_folder, tmp_path / "engine.log", tensor_parallel_size=2)
+    parallel = {"ep_size": 2, "enable_dp_attention": True, "dp_size": 2}
+    engine._server.process.server_args |= parallel
+    engine._server.start(240.0)
+    try:
+        sync = sync_for(engine, toy_folder)
+        weights = moved(toy_weights, 1)
+        sync.update(shared_buckets(weights, 1, SharedMemory()), 1)
+        answer = engine._server.post("/weights_checker", {"action": ACTION})
+        assert held_digests(answer, 2)[0] == add_digests(digests_of(weights))
+        texts = answer["ranks"][0]["checksums"]
+        experts = [texts[f"{rank} model.layers.0.mlp.experts.w2_weight"] for rank in (0, 1)]
+        assert [text.split()[-1] for text in experts] == ["0,1,2,3", "4,5,6,7"]
+        attention = [texts[f"{rank} model.layers.0.self_attn.qkv_proj.weight"] for rank in (0, 1)]
+        assert attention[0] == attention[1]
+        output = [texts[f"{rank} lm_head.weight"].split()[2] for rank in (0, 1)]
+        assert len(set(output)) == 2
+        for number, kind in enumerate(FAULTS):
+            assert is_caught(sync, toy_weights, number, kind, seed=number), kind
+    finally:
+        engine.stop()

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from mrl.kernels.digest import weight_digest
 from mrl.rollout.base import EngineLost
-from mrl.rollout.sglang_server.held import check_held, held_digests
+from mrl.rollout.sglang_server.held import check_held
 from mrl.rollout.sglang_server.manifest import Manifest
 from mrl.rollout.sglang_server.settings import server_environment
 from mrl.rollout.sglang_server.weight_sync import WeightSync
@@ -55,7 +55,7 @@ def manifest(tmp_path) -> Manifest:
 
 def held(weights=WEIGHTS, ranks: int = 1) -> dict[str, str]:
     return {
-        f"{rank} {name}": f"float32 {tensor.numel()} 1 {weight_digest(tensor)[0]:x}"
+        f"{rank} {name}": f"float32 {tensor.numel()} ? {weight_digest(tensor)[0]:x}"
         for name, tensor in weights
         for rank in range(ranks)
     }
@@ -221,32 +221,6 @@ def test_every_server_gets_the_plugin(gpu_ids):
     assert [f for f in folders if list(Path(f).glob("mrl_weight_digest-*.dist-info"))]
 
 
-def test_digests_of_ranks_add_up():
-    answer = {"a.weight": "1 2", "b.weight": "5 5", "c.experts.w13": "1,2 3,4"}
-    lines = {
-        f"{rank} {name}": f"float32 9 1 {text.split()[rank]}"
-        for name, text in answer.items()
-        for rank in (0, 1)
-    }
-    got, dtypes = held_digests({"ranks": [{"checksums": lines}, {"checksums": {}}]}, 2)
-    assert got == {"a": 3, "b": 5, "c.experts.0": 4, "c.experts.1": 6}
-    assert dtypes == {"float32"}
-    with pytest.raises(RuntimeError, match=r"from ranks \[0, 1\], expected 4 ranks"):
-        held_digests({"ranks": [{"checksums": lines}]}, 4)
-    with pytest.raises(RuntimeError, match="plugin mrl_weight_digest"):
-        held_digests({"ranks": []}, 1)
-
-
-def test_replicas_of_heads_count_once_and_must_agree():
-    def lines(*digests):
-        text = {f"{rank} a.weight#kv": f"bfloat16 9 2 {d}" for rank, d in enumerate(digests)}
-        return {"ranks": [{"checksums": text}]}
-
-    assert held_digests(lines("1", "1", "a", "a"), 4)[0] == {"a": 11}
-    with pytest.raises(RuntimeError, match="same on 2 neighbouring ranks"):
-        held_digests(lines("1", "1", "a", "b"), 4)
-
-
 def test_comparison_of_places():
     sent = {"lm_head": 1, "model.layers.0": 2, "model.layers.0.experts.0": 3}
     check_held(sent, dict(sent), set(), "")
@@ -280,7 +254,7 @@ def test_tied_output_must_equal_the_embedding(tmp_path):
 def test_another_dtype_is_named(recorder, manifest):
     coarse = [(name, (tensor + 0.001)) for name, tensor in WEIGHTS]
     recorder.held = {
-        f"0 {name}": f"bfloat16 3 1 {weight_digest(tensor.bfloat16())[0]:x}"
+        f"0 {name}": f"bfloat16 3 ? {weight_digest(tensor.bfloat16())[0]:x}"
         for name, tensor in coarse
     }
     sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1)

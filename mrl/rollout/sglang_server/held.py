@@ -1,18 +1,19 @@
-"""What an engine holds, against what was sent: digests by place, summed over tensor-parallel ranks.
+"""What an engine holds, against what was sent: digests by place, summed over the engine's R ranks.
 
-The engine's side is mrl/rollout/server_plugin. R ranks, E fused experts of a parameter.
+The engine's side is mrl/rollout/server_plugin, where each rank says what it holds: tensor parallelism
+(also above the number of key and value heads), expert parallelism and DP attention all look alike here.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mrl.kernels.digest import add_digests, digest_place
 
 ACTION = "mrl_digest"
-FUSED_EXPERTS = re.compile(r"\.experts\.[^.]+$")
+UNKNOWN = "?"
+"""The piece of a parameter whose module does not say what it holds."""
 SHOWN = 3
 ADVICE = "this ends the run: start it again, it goes on from its last checkpoint, and report this"
 
@@ -20,8 +21,10 @@ ADVICE = "this ends the run: start it again, it goes on from its last checkpoint
 def held_digests(answer: Mapping[str, Any], num_ranks: int) -> tuple[dict[str, int], set[str]]:
     """Digest of each place, and the dtypes, from the answer of POST /weights_checker.
 
-    A parameter whose digests are equal on all ranks is replicated and counts once, else the ranks
-    hold shards of it and add up. Raises RuntimeError where a rank is missing, or replicas differ.
+    Each rank says which piece of a parameter it holds: those of one piece must agree and count once,
+    other pieces add up, and experts count where they are, whoever holds them. Where a rank does not
+    know its piece, digests that are equal on all ranks are taken for replicas. Raises RuntimeError
+    where a rank is missing, or replicas differ.
     """
     lines: dict[str, dict[int, str]] = {}
     for rank in answer.get("ranks") or []:
@@ -36,11 +39,8 @@ def held_digests(answer: Mapping[str, Any], num_ranks: int) -> tuple[dict[str, i
                 f"update_weights: digests of {name!r} came from ranks {sorted(by_rank)}, expected "
                 f"{num_ranks} ranks; this version of SGLang cannot be checked"
             )
-        fields = [by_rank[rank].split() for rank in range(num_ranks)]
-        dtypes.add(fields[0][0])
-        columns = zip(*([int(d, 16) for d in field[3].split(",")] for field in fields), strict=True)
-        digests = [_of_all_ranks(name, column, int(fields[0][2])) for column in columns]
-        parts += zip(_places(name, len(digests)), digests, strict=True)
+        dtypes.add(by_rank[0].split()[0])
+        parts += _of_all_ranks(name, [by_rank[rank] for rank in range(num_ranks)])
     if not parts:
         raise RuntimeError(
             "update_weights: SGLang answered /weights_checker without digests; expected its plugin "
@@ -49,27 +49,38 @@ def held_digests(answer: Mapping[str, Any], num_ranks: int) -> tuple[dict[str, i
     return add_digests(parts), dtypes
 
 
-def _of_all_ranks(name: str, digests: Sequence[int], replicas: int) -> int:
-    """Of one parameter, from the digest of each rank's part [R]."""
+def _of_all_ranks(name: str, texts: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """(place, digest) of one parameter, from what each rank says of its part [R]."""
+    by_place: dict[str, dict[str, dict[int, int]]] = {}  # place, piece, rank
+    for rank, text in enumerate(texts):
+        _, _, piece, digests, *experts = text.split()
+        numbers = [int(digest, 16) for digest in digests.split(",")]
+        places = _places(name, experts[0] if experts else "")
+        for place, number in zip(places, numbers, strict=True):
+            by_place.setdefault(place, {}).setdefault(piece, {})[rank] = number
+    for place, pieces in by_place.items():
+        for piece, by_rank in pieces.items():
+            yield place, _of_one_piece(name, place, piece, by_rank)
+
+
+def _of_one_piece(name: str, place: str, piece: str, by_rank: Mapping[int, int]) -> int:
+    digests = list(by_rank.values())
     if len(set(digests)) == 1:
         return digests[0]
-    for start in range(0, len(digests), replicas):
-        if len(set(digests[start : start + replicas])) != 1:
-            raise RuntimeError(
-                f"update_weights: {name!r} should be the same on {replicas} neighbouring ranks, and "
-                f"the digests are {[f'{digest:016x}' for digest in digests]}; {ADVICE}"
-            )
-    return sum(digests[::replicas])
+    if piece == UNKNOWN:
+        return sum(digests)
+    raise RuntimeError(
+        f"update_weights: {name!r} should be the same in {place} on the engine's ranks "
+        f"{list(by_rank)}, and the digests are {[_hex(digest) for digest in digests]}; {ADVICE}"
+    )
 
 
-def _places(name: str, num_digests: int) -> Iterator[str]:
-    """`num_digests` is E for fused experts, else 1."""
-    if num_digests == 1 and not FUSED_EXPERTS.search(name):
-        yield digest_place(name)
-        return
+def _places(name: str, experts: str) -> list[str]:
+    """`experts` are the numbers of a fused layer's experts; there are none in other parameters."""
+    if not experts:
+        return [digest_place(name)]
     before, _, after = name.rpartition(".")
-    for expert in range(num_digests):
-        yield digest_place(f"{before}.{expert}.{after}")
+    return [digest_place(f"{before}.{expert}.{after}") for expert in experts.split(",")]
 
 
 def check_held(
