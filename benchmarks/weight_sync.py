@@ -26,6 +26,7 @@ from benchmarks.kernel_bench.machine import describe
 from benchmarks.weight_faults import FAULTS, is_caught, moved, shared_buckets, sync_for
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout import load_engine
+from mrl.rollout.sglang_server.weight_sync import Method, Push, WeightSync
 from mrl.shared_memory import SharedMemory
 from mrl.toy_model import write_toy_model
 from mrl.types import WeightBucket
@@ -36,8 +37,10 @@ from tests.ranks import run_ranks
 RESULT = Path(__file__).parent / "results" / "weight_sync.json"
 LARGE = {"hidden_size": 1024, "num_experts": 4, "moe_intermediate_size": 896,
          "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
-BUCKET_BYTES = 64 << 20
-METHODS = ("tensor", "distributed", "disk")
+ONE_AT_A_TIME = "tensor, one bucket at a time"
+METHODS: dict[str, Method] = {
+    "tensor": "tensor", ONE_AT_A_TIME: "tensor", "distributed": "distributed", "disk": "disk",
+}  # fmt: skip
 GOAL = 4.0
 """Copies that a sync by `tensor` may take."""
 
@@ -53,47 +56,63 @@ def start_engine(model: Path, timeout_s: float) -> Any:
 
 
 def measure(model: Path, rounds: int, timeout_s: float) -> list[dict[str, Any]]:
-    """Runs on the one rank of the trainer; one row a method."""
+    """Runs on the one rank of the trainer; one row a way. The ways take turns in every round."""
     policy = build(model, join_groups(model, {}))
     engine = start_engine(model, timeout_s)
     try:
-        return [_measure(policy, engine, model, method, rounds) for method in METHODS]
+        num_bytes = policy.export_bytes()
+        whole = torch.ones(num_bytes, dtype=torch.uint8)
+        target = torch.empty_like(whole).copy_(whole)
+        syncs = {way: sync_for(engine, model, METHODS[way]) for way in METHODS}
+        syncs[ONE_AT_A_TIME]._push = OneAtATime(syncs[ONE_AT_A_TIME]._push)
+        rows: dict[str, list[dict[str, float]]] = {way: [] for way in METHODS}
+        for version in range(rounds + 1):
+            for way, sync in syncs.items():
+                copy_s = min(_seconds(lambda: target.copy_(whole)) for _ in range(3))
+                rows[way].append(_one_sync(policy, engine, sync, version) | {"copy_s": copy_s})
+        for sync in syncs.values():
+            sync.close()
     finally:
         engine.stop()
+    # The first round touches new memory.
+    return [_summary(way, num_bytes, rows[way][1:]) for way in METHODS]
 
 
-def _measure(policy: Policy, engine: Any, model: Path, method: Any, rounds: int) -> dict[str, Any]:
-    sync = sync_for(engine, model, method)
-    num_bytes = sum(b.num_bytes for b in policy.export(0, BUCKET_BYTES))
-    whole = torch.ones(num_bytes, dtype=torch.uint8)
-    target = torch.empty_like(whole).copy_(whole)
-    rows = []
-    for version in range(rounds + 1):
-        copy_s = min(_seconds(lambda: target.copy_(whole)) for _ in range(3))
-        start = time.perf_counter()
-        source: list[float] = []
-        report = sync.update(_noting(policy.export(version, BUCKET_BYTES), source), version)
-        seconds = time.perf_counter() - start
-        rows.append(
-            {
-                "copy_s": copy_s,
-                "sync_s": seconds,
-                "copies": seconds / copy_s,
-                "push": report.push_s / seconds,
-                "engine_digest": (report.digest_s - sum(source)) / seconds,
-                "source_digest": sum(source) / seconds,
-            }
-        )
-    sync.close()
-    rows = rows[1:]  # the first touches new memory
-    row = {key: round(statistics.median(r[key] for r in rows), 3) for key in rows[0]}
-    spread = [round(r["copies"], 2) for r in rows]
+def _one_sync(policy: Policy, engine: Any, sync: WeightSync, version: int) -> dict[str, float]:
+    start = time.perf_counter()
+    source: list[float] = []
+    bucket_bytes = engine._config.weight_bucket_bytes(policy.export_bytes())
+    report = sync.update(_noting(policy.export(version, bucket_bytes), source), version)
+    seconds = time.perf_counter() - start
     return {
-        "method": method,
-        "mb": round(num_bytes / 1e6, 1),
-        **row,
-        "copies_of_rounds": sorted(spread),
+        "sync_s": seconds,
+        "push": report.push_s / seconds,
+        "engine_digest": (report.digest_s - sum(source)) / seconds,
+        "source_digest": sum(source) / seconds,
     }
+
+
+def _summary(way: str, num_bytes: int, rows: list[dict[str, float]]) -> dict[str, Any]:
+    rows = [row | {"copies": row["sync_s"] / row["copy_s"]} for row in rows]
+    medians = {key: round(statistics.median(row[key] for row in rows), 3) for key in rows[0]}
+    return {
+        "method": way,
+        "mb": round(num_bytes / 1e6, 1),
+        **medians,
+        "copies_of_rounds": sorted(round(row["copies"], 2) for row in rows),
+    }
+
+
+class OneAtATime:
+    """The next bucket is built when the engine has answered for this one: what overlap saves."""
+
+    def __init__(self, inner: Push) -> None:
+        self._inner = inner
+        self.finish, self.settle, self.close = inner.finish, inner.settle, inner.close
+
+    def push(self, bucket: WeightBucket) -> None:
+        self._inner.push(bucket)
+        self._inner.finish()
 
 
 def _noting(buckets: Iterable[WeightBucket], seconds: list[float]) -> Iterator[WeightBucket]:

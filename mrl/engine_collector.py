@@ -186,8 +186,9 @@ class EngineCollector:
     ) -> Exception | None:
         """This rank's part of one export, and what this rank failed of. A lost engine is no failure."""
         rollout = self.plan.recipe.rollout
+        bucket_bytes = rollout.weight_bucket_bytes(policy.export_bytes(self._dtype))
         buckets = GatheredBuckets(
-            policy.export(version, rollout.weight_bucket_mb << 20, self._dtype),
+            policy.export(version, bucket_bytes, self._dtype),
             self._engine_group.exchange,
             has_handles=rollout.tensor_parallel_size > 1 and rollout.weight_sync == "tensor",
         )

@@ -145,7 +145,7 @@ def plan_workload(
             f"rollout.tensor_parallel_size: {world} GPUs are not divisible by {tp} "
             f"({world} = {world // tp} x {tp} + {world % tp}); change it"
         )
-    work = recipe_workload(recipe, asked, exact_pinned())
+    work = recipe_workload(recipe, asked, exact_pinned(), num_parameters=shape.num_parameters)
     _check_engine(shape, work)
     return work
 

@@ -106,6 +106,17 @@ def export_buckets(
             digest_s = 0.0  # all of them were taken before the first bucket
 
 
+def model_bytes(weights: WeightMap, dtype: torch.dtype | None) -> int:
+    """About what an export sends: this stage's share, times the number of stages. Nothing is asked."""
+    groups, total = weights.groups, 0
+    for entry in weights.entries:
+        parameter = entry.parameter
+        sent = parameter.dtype if dtype is None or entry.rule.is_buffer else dtype
+        ways = weights.tp_place(entry)[1] * (groups.dims.ep if entry.expert >= 0 else 1)
+        total += parameter.numel() * sent.itemsize * ways
+    return total * groups.dims.pp
+
+
 def _buffers(
     weights: WeightMap, plan: list[list[Unit]], memory: SharedMemory
 ) -> list[tuple[Tensor, str | None]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.shared_memory import SharedMemory
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch, WeightBucket
-from parallel.export import export_buckets
+from parallel.export import export_buckets, model_bytes
 from parallel.forward import LossFunction, Observe, PassOutput, RecordedRoutes
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
@@ -166,6 +166,10 @@ class Policy:
             return dict(output.routing)
         losses = [{**loss.stats, "loss/policy": Sum(loss.loss_sum)} for loss in output.losses]
         return merge([*losses, output.routing])
+
+    def export_bytes(self, dtype: torch.dtype | None = None) -> int:
+        """About what `export` sends in all; the same on every rank of a pipeline stage."""
+        return model_bytes(self.weights, dtype)
 
     def export(
         self, version: int, max_bytes: int, dtype: torch.dtype | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -34,8 +34,10 @@ class RolloutConfig(Branch):
     """KV cache size in tokens; by default 16,384 on CPUs and the engine's choice on GPUs."""
     mem_fraction_static: float = Field(default=0.6, gt=0, lt=1)
     """Share of GPU memory for the engine's weights and KV cache while it is awake."""
-    weight_bucket_mb: int = Field(default=256, ge=1)
-    """Bytes of weights in flight during a sync, in MiB."""
+    weight_bucket_mb: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Size of a weight bucket in MiB; a sync holds two of them in turn, on every rank. `auto`: a 64th
+    of the model, but no less than 256 MiB (or a quarter of the model, at least 1 MiB) and no more than
+    2 GiB: each bucket costs a request and a handle, whatever its size."""
     server_args: dict[str, Any] = Field(default_factory=dict)
     """Fields of SGLang's ServerArgs to set, by their Python names (`attention_backend: triton`), on top
     of what mrl sets. Those that mrl answers for itself are refused, with the key that sets them."""
@@ -79,6 +81,13 @@ class RolloutConfig(Branch):
     def engine_dtype(self, model: ModelConfig) -> Literal["auto", "float32", "bfloat16"]:
         """What is asked for the engine; `auto` where the device decides."""
         return model.dtype if self.dtype == "auto" else self.dtype
+
+    def weight_bucket_bytes(self, model_bytes: int) -> int:
+        """Of a model whose weights are `model_bytes` as they are sent."""
+        if self.weight_bucket_mb != "auto":
+            return self.weight_bucket_mb << 20
+        at_least = min(256 << 20, max(1 << 20, model_bytes // 4))
+        return min(2 << 30, max(at_least, model_bytes // 64))
 
     @property
     def num_started(self) -> int:

@@ -84,8 +84,14 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def recipe_workload(recipe: Recipe, prompt_len: int, exact_pinned: int | None = None) -> Workload:
-    """`auto` means bfloat16: the plan is for GPUs."""
+def recipe_workload(
+    recipe: Recipe,
+    prompt_len: int,
+    exact_pinned: int | None = None,
+    *,
+    num_parameters: int = 0,
+) -> Workload:
+    """`auto` means bfloat16: the plan is for GPUs. `num_parameters` of the whole model."""
     megatron = getattr(recipe, "megatron", {})
     weight_bytes = 4 if recipe.model.dtype == "float32" else 2
     selective = megatron.get("recompute_granularity") == "selective"
@@ -112,6 +118,6 @@ def recipe_workload(recipe: Recipe, prompt_len: int, exact_pinned: int | None = 
         engine_dp=args.get("dp_size", 1) if args.get("enable_dp_attention") else 1,
         max_running_requests=recipe.rollout.max_running_requests,
         engine_share=recipe.rollout.mem_fraction_static,
-        bucket_bytes=recipe.rollout.weight_bucket_mb << 20,
+        bucket_bytes=recipe.rollout.weight_bucket_bytes(weight_bytes * num_parameters),
         exact_pinned=exact_pinned,
     )
