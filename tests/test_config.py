@@ -3,7 +3,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mrl.config import EvalConfig, EvalSetConfig, Recipe, dump_recipe, load_recipe
+from mrl.config import (
+    EvalConfig,
+    EvalSetConfig,
+    Recipe,
+    RolloutConfig,
+    dump_recipe,
+    load_recipe,
+)
 from mrl.errors import InputError
 
 RECIPES = sorted((Path(__file__).parents[1] / "launch/recipes").rglob("*.yaml"))
@@ -111,3 +118,20 @@ def test_the_example_of_the_docs_is_a_valid_one():
     assert {key for each in config.sets for key in each.model_fields_set} == set(
         EvalSetConfig.model_fields
     )
+
+
+def test_weight_buckets_by_the_size_of_the_model():
+    rollout = RolloutConfig(max_response_len=8)
+    mb = 1 << 20
+    for model_bytes, expected in (
+        (mb, mb),
+        (200 * mb, 50 * mb),
+        (4096 * mb, 256 * mb),
+        (58_240 * mb, 910 * mb),  # 30B in bfloat16
+        (1_280_000 * mb, 2048 * mb),  # 671B
+    ):
+        assert rollout.weight_bucket_bytes(model_bytes) == expected
+    fixed = RolloutConfig(max_response_len=8, weight_bucket_mb=64)
+    assert fixed.weight_bucket_bytes(58_240 * mb) == 64 * mb
+    with pytest.raises(ValueError, match="weight_bucket_mb"):
+        RolloutConfig(max_response_len=8, weight_bucket_mb=0)
