@@ -31,6 +31,7 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.kernel_bench import (  # noqa: E402
+    head,
     machine,
     policy_loss,
     routes,
@@ -42,7 +43,7 @@ from benchmarks.kernel_bench.case import RIVALS, Case, Run, Work, errors  # noqa
 from benchmarks.kernel_bench.timing import interleave, make_copy, peak_bytes  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
-MODULES = (policy_loss, vp_logprob, sequences, routes, training_step)
+MODULES = (policy_loss, vp_logprob, head, sequences, routes, training_step)
 # fp32 sums of a whole batch at a time, where the kernel's stay within blocks.
 EAGER_SLACK = 100.0
 

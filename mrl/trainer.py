@@ -62,6 +62,7 @@ class Trainer:
                 moe=recipe.moe,
                 true_on_policy=recipe.rollout.true_on_policy,
                 megatron=recipe.megatron,
+                logprob_chunk_tokens=recipe.train.logprob_chunk_tokens,
             )
         self.collector = self._make_collector()
         self.exchange = RolloutExchange(self.groups, self.policy.moe_layers)

@@ -56,6 +56,12 @@ class ContextSlice:
     places: Tensor | None = None
     """i64[N]: where packed token t is when the slices of all ranks are laid end to end."""
 
+    @property
+    def packed(self) -> Tensor:
+        """i64[n] on the CPU: the packed tokens of this rank, in its order."""
+        parts = [block.packed for block in self.blocks]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
     def take(self, values: Tensor) -> Tensor:
         """[N, ...] -> [n, ...]."""
         return values if self.index is None else values[self.index]

@@ -21,8 +21,7 @@ from torch import Tensor
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
 from parallel.architectures.base import HfConfig, Rule
-from parallel.context import ContextSlice
-from parallel.forward import LossFunction, PassOutput
+from parallel.forward import HeadInput, LossFunction, PassOutput
 from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger
@@ -59,16 +58,15 @@ class ValueHead(torch.nn.Module):
         return values, None
 
 
-def value_rows(
-    output: Tensor, batch: MicroBatch, context: ContextSlice, into: PassOutput
-) -> Tensor:
+def value_rows(given: HeadInput, into: PassOutput) -> Tensor:
     """The head of the runner: rows [1, n, 1] -> values f32[N], noted in `into`.
 
     Value t is that of the state before token t was chosen, so it is read off row t - 1; 0 off the loss
     tokens.
     """
-    wanted = batch.loss_mask & (batch.position_ids > 0)
-    values = torch.where(wanted, context.gather(output.flatten().float()).roll(1), 0.0)
+    wanted = given.batch.loss_mask & (given.batch.position_ids > 0)
+    rows = given.context.gather(given.states.flatten().float())
+    values = torch.where(wanted, rows.roll(1), 0.0)
     into.values.append(values.detach())
     return values
 

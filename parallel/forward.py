@@ -25,6 +25,7 @@ from parallel.balancing import RouterLosses
 from parallel.context import ContextSlice, context_slice
 from parallel.groups import Groups
 from parallel.model import unwrap
+from parallel.output_layer import Projection
 from parallel.packing import to_device
 
 LossFunction = Callable[[Tensor, MicroBatch], LossOutput]
@@ -71,10 +72,25 @@ class PassOutput:
     routing: Statistics = field(default_factory=dict)
 
 
-Head = Callable[[Tensor, MicroBatch, ContextSlice, PassOutput], Tensor]
-"""(output of the last layer [1, n, width], micro-batch, which of its tokens are this rank's, where to
-note the result detached) -> what the loss is a function of: log-probs of a policy, values of a critic,
-f32[N] with gradient."""
+@dataclass(frozen=True)
+class HeadInput:
+    """What a head makes its result of, for one micro-batch."""
+
+    states: Tensor
+    """What the model gave, [1, n, width]: logits, values, or hidden states of this rank's tokens (under
+    sequence parallelism its share of the rows) where there is a `projection`."""
+    batch: MicroBatch
+    on_cpu: MicroBatch
+    """The same, where reading it waits for nothing."""
+    context: ContextSlice
+    """Which of its tokens are this rank's."""
+    projection: Projection | None = None
+    """Onto the vocabulary, where the model leaves that to the head."""
+
+
+Head = Callable[[HeadInput, PassOutput], Tensor]
+"""(input, where to note the result detached) -> what the loss is a function of: log-probs of a policy,
+values of a critic, f32[N] with gradient."""
 
 
 class PipelineRunner:
@@ -95,8 +111,11 @@ class PipelineRunner:
         self.groups = groups
         self.head = head
         self.router_losses = router_losses
+        self.projections = {
+            id(c): Projection.of(unwrap(c), c.ddp_config.overlap_grad_reduce) for c in chunks
+        }
         self.replays = {id(unwrap(c)): ReplayedChunk(unwrap(c), recompute) for c in chunks}
-        # The log-prob kernel reads bf16 itself; Megatron's fp32 copy would be its largest tensor.
+        # The head reads bf16 itself; Megatron's fp32 copy of logits would be its largest tensor.
         half = get_model_config(chunks[0]).bf16
         self._output_options = {"fp32_output": False} if half else {}
 
@@ -131,7 +150,7 @@ class PipelineRunner:
             replayed.begin_forward(routes, with_grad=train, watch=observe is not None)
             if train:
                 self.router_losses.begin_forward(unwrap(chunk), rows)
-            logits = chunk(
+            states = chunk(
                 context.take(batch.input_ids).unsqueeze(0),
                 context.take(batch.position_ids).unsqueeze(0),
                 None,
@@ -145,8 +164,12 @@ class PipelineRunner:
             counter.add(number, replayed, compared, rows, replays=routes is not None)
             if observe == "rows" and captured is not None:
                 output.observed[number] |= _observed(replayed, captured)
-            return logits, lambda tensor: self._finish(
-                tensor, batch, context, head or self.head, loss, output
+            projection = self.projections[id(chunk)]
+            return states, lambda tensor: self._finish(
+                HeadInput(tensor, batch, on_cpu, context, projection),
+                head or self.head,
+                loss,
+                output,
             )
 
         numbered = list(enumerate(batches))
@@ -170,19 +193,17 @@ class PipelineRunner:
 
     def _finish(
         self,
-        logits: Tensor,
-        batch: MicroBatch,
-        context: ContextSlice,
+        given: HeadInput,
         head: Head,
         loss: LossFunction | None,
         output: PassOutput,
     ) -> tuple[Tensor, Tensor, dict]:
         """Megatron's loss function of one micro-batch, called on the last stage in batch order."""
-        scored = head(logits, batch, context, output)
+        scored = head(given, output)
         num_tokens = torch.zeros((), dtype=torch.int, device=scored.device)  # Megatron's; unused
         if loss is None:
             return scored.sum(), num_tokens, {}
-        result = loss(scored, batch)
+        result = loss(scored, given.batch)
         # Megatron scales the tensor that it gets in place.
         output.losses.append(LossOutput(result.loss_sum.detach().clone(), result.stats))
         return result.loss_sum, num_tokens, {}

@@ -1,4 +1,5 @@
-"""Log-probs and entropy of the loss tokens of a packed micro-batch, from vocab-parallel logits.
+"""Log-probs and entropy of the loss tokens of a packed micro-batch: from hidden states, in chunks, or
+from all of its vocab-parallel logits.
 
 N packed tokens, n of them on this context-parallel rank, V_loc this tensor-parallel rank's slice of the
 vocabulary.
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mrl.kernels import vp_logprob
+from mrl.kernels import linear_logprob, vp_logprob
 from mrl.types import MicroBatch
 from parallel.context import ContextSlice
-from parallel.forward import PassOutput
+from parallel.forward import HeadInput, PassOutput
+from parallel.output_layer import Projection
 
 
 def packed_logprobs(
@@ -33,15 +35,52 @@ def packed_logprobs(
     a sequence. `temperature` is the sampling temperature, so that the numbers compare with the
     engine's.
     """
-    wanted = batch.loss_mask & (batch.position_ids > 0)  # nothing predicts a sequence's first token
     logprobs, entropy = vp_logprob(
         logits,
         context.take(batch.input_ids.roll(-1)),
-        context.take(wanted.roll(-1)),
+        context.take(_predicts(batch)),
         temperature=temperature,
         group=group,
         inplace_backward=True,
     )
+    return _in_packed_order(logprobs, entropy, context)
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    batch: MicroBatch,
+    on_cpu: MicroBatch,
+    temperature: float,
+    projection: Projection,
+    context: ContextSlice,
+) -> tuple[Tensor, Tensor]:
+    """As `packed_logprobs`, from hidden states [n, h] (under sequence parallelism this rank's share of
+    them) and the projection onto the vocabulary: only loss tokens have logits, a chunk at a time.
+
+    `on_cpu`: the micro-batch, where counting its loss tokens waits for nothing.
+    """
+    hidden = projection.gathered(hidden)
+    predicts = _predicts(on_cpu)
+    mine = predicts if context.index is None else predicts[context.packed]
+    rows = mine.nonzero().squeeze(1).to(hidden.device, non_blocking=True)
+    labels = context.take(batch.input_ids.roll(-1))[rows]
+    found = linear_logprob(hidden, projection.weight, labels, rows, projection.chunked(temperature))
+    logprobs, entropy = (
+        torch.zeros(len(hidden), device=hidden.device).index_copy(0, rows, values)
+        for values in found
+    )
+    return _in_packed_order(logprobs, entropy, context)
+
+
+def _predicts(batch: MicroBatch) -> Tensor:
+    """bool[N]: rows whose next token is a loss token; nothing predicts a sequence's first token."""
+    return (batch.loss_mask & (batch.position_ids > 0)).roll(-1)
+
+
+def _in_packed_order(
+    logprobs: Tensor, entropy: Tensor, context: ContextSlice
+) -> tuple[Tensor, Tensor]:
+    """Of this rank's rows f32[n] -> of all packed tokens f32[N], each where its token is."""
     if context.index is not None:
         logprobs, entropy = context.gather(torch.stack([logprobs, entropy], dim=1)).unbind(1)
     # The last row predicts nothing and is 0, so what rolls around to the front is too.
@@ -55,13 +94,18 @@ class LogprobHead:
     temperature: float
     tp: ProcessGroup
 
-    def __call__(
-        self, logits: Tensor, batch: MicroBatch, context: ContextSlice, output: PassOutput
-    ) -> Tensor:
-        """logits [1, n, V_loc] -> logprobs f32[N] with gradient; both go into `output`, detached."""
-        logprobs, entropy = packed_logprobs(
-            logits.squeeze(0), batch, self.temperature, self.tp, context
-        )
+    def __call__(self, given: HeadInput, output: PassOutput) -> Tensor:
+        """Logits [1, n, V_loc], or hidden states and a projection -> logprobs f32[N] with gradient;
+        they and the entropy go into `output`, detached."""
+        states, context = given.states.squeeze(0), given.context
+        if given.projection is None:
+            logprobs, entropy = packed_logprobs(
+                states, given.batch, self.temperature, self.tp, context
+            )
+        else:
+            logprobs, entropy = chunked_logprobs(
+                states, given.batch, given.on_cpu, self.temperature, given.projection, context
+            )
         output.logprobs.append(logprobs.detach())
         output.entropies.append(entropy.detach())
         return logprobs

@@ -22,6 +22,7 @@ from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.implementation import Implementation
 from parallel.latent_attention import LatentAttention
+from parallel.output_layer import deferred_output_layer
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
@@ -94,12 +95,14 @@ def build_chunks(
     output_layer: OutputLayer | None = None,
     true_on_policy: bool = False,
     experts_in_order: bool = False,
+    logprob_chunk_tokens: int = 0,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks (one per virtual stage), on its device, with gradient buffers.
 
     `output_layer` makes what takes the place of the vocabulary's projection in the last chunk.
     `true_on_policy`: local layers that compute each token as the engine does. `experts_in_order`: add a
-    token's experts in the order of its route.
+    token's experts in the order of its route. `logprob_chunk_tokens`: the last chunk gives hidden
+    states, and the head computes the logits of so many tokens at a time; 0: it gives all logits.
     """
     dims = groups.dims
     chunks = []
@@ -121,6 +124,9 @@ def build_chunks(
             setattr(chunk, "output_layer", output_layer(config))  # noqa: B010
         elif true_on_policy and implementation == "local" and chunk.post_process:
             setattr(chunk, "output_layer", invariant.output_layer(config, chunk.output_layer))  # noqa: B010
+        if output_layer is None and logprob_chunk_tokens and chunk.post_process:
+            deferred = deferred_output_layer(config, chunk.output_layer, logprob_chunk_tokens)
+            setattr(chunk, "output_layer", deferred)  # noqa: B010
         chunk.model_type = ModelType.encoder_or_decoder
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:

@@ -58,6 +58,7 @@ class Policy:
         moe: MoeConfig = MoeConfig(),  # noqa: B008
         true_on_policy: bool = False,
         megatron: Mapping[str, Any] = MappingProxyType({}),
+        logprob_chunk_tokens: int = 1024,
     ) -> None:
         """`megatron`: that branch of the recipe."""
         self.groups = groups
@@ -74,6 +75,7 @@ class Policy:
             ledger=self.ledger,
             true_on_policy=true_on_policy,
             options=read_options(megatron),
+            logprob_chunk_tokens=logprob_chunk_tokens,
         )
         self._reference: ReferenceWeights | None = None
         if reference is not None:

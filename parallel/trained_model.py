@@ -69,10 +69,12 @@ class TrainedModel:
         output_layer: OutputLayer | None = None,
         true_on_policy: bool = False,
         options: MegatronOptions = MegatronOptions(),  # noqa: B008
+        logprob_chunk_tokens: int = 0,
     ) -> None:
         """`prefix`: of its kinds in the ledger. `output_layer`: in the place of the vocabulary's.
         `true_on_policy`: layers that compute each token as the engine does (`parallel.invariant`).
-        `options`: the recipe's own, for Megatron."""
+        `options`: the recipe's own, for Megatron. `logprob_chunk_tokens`: as in the recipe's `train`; a
+        critic has no logits."""
         self.groups, self.ledger, self._prefix = groups, ledger, prefix
         implementation, _ = choose_implementation(config.transformer_impl)
         self._dtype = choose_dtype(config.dtype)
@@ -101,6 +103,7 @@ class TrainedModel:
             output_layer,
             true_on_policy,
             experts_in_order="order" in moe.replay,
+            logprob_chunk_tokens=logprob_chunk_tokens,
         )
         if self.chunks[0].ddp_config.overlap_grad_reduce:
             # Gradients are reduced in the backward pass of the last micro-batch only.

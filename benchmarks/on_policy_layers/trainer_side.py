@@ -39,6 +39,7 @@ def make_policy(folder: Path, groups: Groups, true_on_policy: bool) -> Policy:
         recompute=False,
         temperature=1.0,
         true_on_policy=true_on_policy,
+        logprob_chunk_tokens=0,  # the recorder compares logits
     )
 
 

@@ -48,6 +48,13 @@ class TrainConfig(Branch):
     """Packed tokens per micro-batch; a longer single sample gets a micro-batch of its own."""
     recompute: bool = False
     """Full activation recompute: less memory, one more forward."""
+    logprob_chunk_tokens: int = Field(default=1024, ge=0)
+    """Loss tokens whose logits are held at a time: log-probs and entropy are computed from the hidden
+    states in chunks of so many, and the backward computes a chunk's logits again. The memory is
+    tokens of a chunk x vocabulary / tensor-parallel size x bytes of the dtype. A smaller chunk takes
+    less of it; a larger one reads and writes the gradient of the vocabulary's weight less often. 0
+    holds the logits of a whole micro-batch, prompts included, and saves the second product with the
+    vocabulary's weight. The numbers are the same to rounding."""
 
 
 class OptimizerConfig(Branch):

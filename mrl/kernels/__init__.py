@@ -12,6 +12,7 @@ except ImportError as error:
         f"mrl._C, the compiled kernels, cannot be imported: run `make setup` to build it ({error})"
     ) from None
 
+from mrl.kernels.linear_logprob import Chunked, linear_logprob
 from mrl.kernels.packed_gae import packed_gae
 from mrl.kernels.policy_loss import POLICY_STATS, PolicyLoss, policy_loss
 from mrl.kernels.policy_options import Clip, ImportanceWeight, KlPenalty, RatioKind
@@ -21,11 +22,13 @@ from mrl.kernels.vp_logprob import vp_logprob
 
 __all__ = [
     "POLICY_STATS",
+    "Chunked",
     "Clip",
     "ImportanceWeight",
     "KlPenalty",
     "PolicyLoss",
     "RatioKind",
+    "linear_logprob",
     "pack_routes",
     "packed_gae",
     "policy_loss",

@@ -58,8 +58,7 @@ def vp_logprob(
     """
     size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
     _check(logits, labels, mask)
-    if not 1e-30 < temperature < 1e30:  # its inverse is an fp32 number
-        raise ValueError(f"temperature: got {temperature}, expected above 0 and finite")
+    check_temperature(temperature)
     if inplace_backward and logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]:
         raise ValueError(
             f"logits: got strides {logits.stride()}, expected rows that do not overlap: "
@@ -69,15 +68,27 @@ def vp_logprob(
     tile = tile_size(columns, size)
     tiles = torch.ops.mrl.vp_logprob_stats(
         logits.detach(), labels, mask, rank * columns, size * columns, tile, temperature
-    ).unsqueeze(0)
-    if size > 1:
-        gathered = tiles.new_empty((size, *tiles.shape[1:]))
-        dist.all_gather_into_tensor(gathered, tiles, group=group)
-        tiles = gathered
+    )
+    tiles = gather_tiles(tiles, group)
     logprobs, _, entropy = torch.ops.mrl.vp_logprob_combine(
         logits, labels, mask, tiles, rank * columns, tile, temperature, inplace_backward
     )
     return logprobs, entropy
+
+
+def check_temperature(temperature: float) -> None:
+    if not 1e-30 < temperature < 1e30:  # its inverse is an fp32 number
+        raise ValueError(f"temperature: got {temperature}, expected above 0 and finite")
+
+
+def gather_tiles(tiles: Tensor, group: ProcessGroup | None) -> Tensor:
+    """f32[T, tiles of a rank, 4] of each rank of `group` -> f32[ranks, T, tiles of a rank, 4]."""
+    tiles = tiles.unsqueeze(0)
+    if group is None or group.size() == 1:
+        return tiles
+    gathered = tiles.new_empty((group.size(), *tiles.shape[1:]))
+    dist.all_gather_into_tensor(gathered, tiles, group=group)
+    return gathered
 
 
 def tile_size(num_columns: int, num_ranks: int) -> int:
@@ -208,9 +219,16 @@ def _combine(
     inplace_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """logprobs, lse, entropy f32[T] from the tiles of all ranks; the logits are here for autograd."""
-    logprobs, lse, entropy = _combine_fake(
-        logits, labels, mask, tiles, vocab_start, tile, temperature, inplace_backward
-    )
+    _combine_fake(logits, labels, mask, tiles, vocab_start, tile, temperature, inplace_backward)
+    return united(tiles, labels, mask, tile)
+
+
+def united(
+    tiles: Tensor, labels: Tensor, mask: Tensor | None, tile: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """f32[ranks, T, tiles of a rank, 4] and labels i64[T] -> logprobs, lse, entropy f32[T]; without
+    autograd."""
+    logprobs, lse, entropy = (tiles.new_empty(tiles.shape[1]) for _ in range(3))
     backend.run(
         "vp_logprob_combine",
         tiles.device,

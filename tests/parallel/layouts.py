@@ -37,6 +37,8 @@ CONFIG_KEYS = {
     "dispatcher": "moe_token_dispatcher_type",
 }
 NUM_STEPS = 3
+CHUNK = 24
+"""Tokens whose logits are held at a time; micro-batches have 64."""
 TOLERANCE = 1e-5
 """Relative, for float32."""
 
@@ -110,6 +112,7 @@ def build(
     true_on_policy: bool = False,
     replay: Literal["ids", "ids_weights", "ids_order_weights"] = "ids",
     megatron: Mapping[str, Any] = MappingProxyType({}),
+    logprob_chunk_tokens: int = 1024,
 ) -> Policy:
     return Policy(
         HfModel.read(model_path),
@@ -129,6 +132,7 @@ def build(
         true_on_policy=true_on_policy,
         moe=MoeConfig(replay=replay),
         megatron=megatron,
+        logprob_chunk_tokens=logprob_chunk_tokens,
     )
 
 
@@ -204,6 +208,8 @@ def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dic
         distributed_optimizer=layout.distributed_optimizer,
         true_on_policy=layout.true_on_policy,
         replay=layout.replay,
+        # One process is what the others are held against: with all logits.
+        logprob_chunk_tokens=0 if layout.world == 1 else CHUNK,
     )
     loaded = exported(policy)
     for dtype in (torch.bfloat16, torch.float32):  # for an engine of another precision

@@ -1,0 +1,189 @@
+"""Log-probs and entropy of hidden states, `vp_logprob` of a projection whose logits are never all held.
+
+Logits of a chunk of rows are computed, used and thrown away; the backward computes them again, writes
+their gradient over them and adds the chunk's share to the gradients of hidden states and weight. It
+costs one more product of the chunk with the weight (four in place of three) and saves all of the logits
+but one chunk.
+
+Dimensions: n hidden states, R rows of them that are wanted, c rows of a chunk, h hidden size, V_loc
+this tensor-parallel rank's slice of the vocabulary V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mrl.kernels.vp_logprob import check_temperature, gather_tiles, tile_size, united
+
+
+class WeightGradient(Protocol):
+    """Where the gradient of the weight goes, one chunk after another."""
+
+    def add(self, grad_logits: Tensor, rows: Tensor) -> None:
+        """Add grad_logits^T rows, of [c, V_loc] and [c, h]; [V_loc, h] in all."""
+        ...
+
+    def result(self) -> Tensor | None:
+        """What autograd is given as the weight's gradient, after the last chunk."""
+        ...
+
+
+class SummedGradient:
+    """The gradient as a tensor of its own: chunks are added in fp32, also those of half precision."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._sum = torch.zeros_like(weight, dtype=torch.float32)
+        self._dtype = weight.dtype
+
+    def add(self, grad_logits: Tensor, rows: Tensor) -> None:
+        add_product(self._sum, grad_logits, rows)
+
+    def result(self) -> Tensor:
+        return self._sum.to(self._dtype)
+
+
+VOCAB_SLICE = 8192
+"""Rows of a weight's gradient that are computed at a time where it is added to another dtype."""
+
+
+def add_product(total: Tensor, grad_logits: Tensor, rows: Tensor) -> None:
+    """total [V_loc, h] += grad_logits [c, V_loc]^T rows [c, h].
+
+    Where `total` is of another dtype (fp32 under bf16 products), a product of `VOCAB_SLICE` rows is
+    held at a time, and never one of the weight's size.
+    """
+    if total.dtype == grad_logits.dtype:
+        total.addmm_(grad_logits.t(), rows)
+        return
+    slices = zip(total.split(VOCAB_SLICE), grad_logits.split(VOCAB_SLICE, dim=1), strict=True)
+    for part, grad in slices:
+        part.add_(grad.t() @ rows)
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """How the logits of a chunk are computed."""
+
+    chunk_rows: int
+    """c: rows whose logits are held at a time."""
+    temperature: float
+    group: ProcessGroup | None
+    """The tensor-parallel ranks; rank r of them holds the columns from r * V_loc on."""
+    project: Callable[[Tensor, Tensor], Tensor] = F.linear
+    """Rows [c, h] and weight [V_loc, h] -> logits [c, V_loc]; its gradient is that of a product."""
+    weight_gradient: Callable[[Tensor], WeightGradient] = SummedGradient
+    """Made of the weight, once in a backward."""
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    def parts(self, num_rows: int) -> Iterator[slice]:
+        for start in range(0, num_rows, self.chunk_rows):
+            yield slice(start, start + self.chunk_rows)
+
+
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor, how: Chunked
+) -> tuple[Tensor, Tensor]:
+    """As `vp_logprob` of the logits hidden[rows] weight^T, both results differentiable.
+
+    The gradient of `hidden` is that of this rank's columns: summing it over the tensor-parallel ranks
+    is the caller's. Bits: a row's logits are as the product of its chunk gives them, which may differ
+    in the last bit from those of a product of all rows; what follows is as in `vp_logprob`.
+
+    Args:
+        hidden: [n, h], f32, bf16 or f16.
+        weight: [V_loc, h], of the same dtype.
+        labels: i64[R], 0 to V-1: what follows each wanted row.
+        rows: i64[R], each of 0 to n-1 at most once: the wanted rows. The others are not read, and their
+            gradient is 0.
+        how: size of a chunk, temperature, tensor-parallel group.
+
+    Returns:
+        (logprobs f32[R], entropy f32[R] in nats).
+
+    Raises:
+        ValueError: names the argument, what was given and what was expected.
+    """
+    check_temperature(how.temperature)
+    if how.chunk_rows < 1:
+        raise ValueError(f"chunk_rows: got {how.chunk_rows}, expected 1 or more")
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden, weight: got {list(hidden.shape)}, {list(weight.shape)}, "
+            "expected [n, h], [V_loc, h]"
+        )
+    for name, tensor in (("labels", labels), ("rows", rows)):
+        if tensor.dtype != torch.int64 or tensor.shape != rows.shape or tensor.dim() != 1:
+            raise ValueError(
+                f"{name}: got {tensor.dtype} {list(tensor.shape)}, expected i64[R], R = {rows.numel()}"
+            )
+    return _LinearLogprob.apply(hidden, weight, labels, rows, how)  # pyright: ignore
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor, how: Chunked
+    ) -> tuple[Tensor, Tensor]:
+        columns = weight.shape[0]
+        tile = tile_size(columns, how.size)
+        tiles = hidden.new_empty((len(rows), columns // tile, 4), dtype=torch.float32)
+        for part in how.parts(len(rows)):
+            tiles[part] = torch.ops.mrl.vp_logprob_stats(
+                how.project(hidden[rows[part]], weight),
+                labels[part],
+                None,
+                how.rank * columns,
+                how.size * columns,
+                tile,
+                how.temperature,
+            )
+        logprobs, lse, entropy = united(gather_tiles(tiles, how.group), labels, None, tile)
+        ctx.how = how
+        ctx.save_for_backward(hidden, weight, labels, rows, lse, entropy)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, rows, lse, entropy = ctx.saved_tensors
+        how: Chunked = ctx.how
+        grad_logprobs, grad_entropy = grads
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(lse)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = how.weight_gradient(weight) if needs_weight else None
+        for part in how.parts(len(rows)):
+            chosen = hidden[rows[part]]
+            logits = how.project(chosen, weight)
+            torch.ops.mrl.vp_logprob_bwd_(
+                logits,
+                labels[part],
+                None,
+                lse[part],
+                entropy[part],
+                grad_logprobs[part],
+                None if grad_entropy is None else grad_entropy[part],
+                how.rank * weight.shape[0],
+                how.temperature,
+            )
+            if grad_hidden is not None:
+                grad_hidden.index_copy_(0, rows[part], logits @ weight)
+            if grad_weight is not None:
+                grad_weight.add(logits, chosen)
+            del logits  # before the next chunk's
+        return grad_hidden, grad_weight.result() if grad_weight else None, None, None, None
