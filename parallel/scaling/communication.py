@@ -69,8 +69,8 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
     An attention, dense MLP or shared expert gathers [N, H] before and scatters it after. Its backward
     gathers the output's gradient, gathers the input again (for the weight's gradient) and scatters the
     input's. Routed experts take the scattered rows as they are. The embedding scatters and gathers
-    back; the head gathers, then gathers and scatters. Latent attention gathers its compressed vectors
-    in place of H. Gradients of parameters that every rank holds are all-reduced in fp32.
+    back; the head gathers, keeps that, and scatters. Latent attention gathers its compressed vectors in
+    place of H. Gradients of parameters that every rank holds are all-reduced in fp32.
     """
     hidden, mla = shape.hidden, shape.mla
     inputs = (mla.q_rank or hidden) + mla.kv_rank if mla else hidden
@@ -80,7 +80,6 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
     forward = attention * (inputs + rotary + hidden) + mlps * 2 * hidden
     backward = attention * (2 * inputs + rotary + hidden) + mlps * 3 * hidden
     ends = (stage.has_embedding + stage.has_output) * hidden
-    ends_back = (stage.has_embedding + 2 * stage.has_output) * hidden
     tokens = work.num_micro_batches(dims) * work.packed_tokens(dims) // dims.cp
     unit = ring(dims.tp, tokens * work.weight_bytes)
     return Volume(
@@ -88,7 +87,7 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
         dims.tp,
         dims.tp,
         forward=unit * (forward + ends),
-        backward=unit * (backward + ends_back),
+        backward=unit * (backward + ends),
         recomputed=unit * forward,
         update=2 * ring(dims.tp, 4 * stage.whole),
     )
@@ -97,8 +96,10 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
 def logprob_statistics(
     shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage
 ) -> Volume:
-    """`mrl.kernels.vp_logprob` gathers 4 fp32 per token and tile; gcd(V, 32) tiles. No backward."""
-    tokens = work.num_micro_batches(dims) * work.packed_tokens(dims) // dims.cp
+    """`mrl.kernels.linear_logprob` gathers 4 fp32 per loss token and tile; gcd(V, 32) tiles. No
+    backward. (With all logits, `train.logprob_chunk_tokens: 0`, prompts are gathered too.)"""
+    loss_tokens = work.sequences_per_pack(dims) * work.response_len
+    tokens = work.num_micro_batches(dims) * loss_tokens / dims.cp
     total = tokens * math.gcd(shape.vocab, VOCAB_TILES) * 16 * stage.has_output
     return Volume("log-prob statistics", dims.tp, dims.tp, forward=ring(dims.tp, total))
 

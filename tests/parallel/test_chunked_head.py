@@ -78,7 +78,7 @@ def one_pass(path: Path, groups: Any, variant: Variant, chunk: int, samples: lis
     def keep() -> None:
         for number, part in enumerate(policy.chunks):
             for name, parameter in unwrap(part).named_parameters():
-                gradients[f"{number} {name}"] = parameter.main_grad.clone()
+                gradients[f"{number} {name}"] = getattr(parameter, "main_grad").clone()  # noqa: B009
 
     output = policy.train_step(batch, loss, True, keep).output
     for a, b in zip(before.logprobs, output.logprobs, strict=True):
