@@ -19,6 +19,7 @@ from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.groups import world_size
 from parallel.hf_config import has_weights, read_config
+from parallel.megatron_options import read_options
 from parallel.scaling.cost import HARDWARE, Hardware, find_hardware
 from parallel.scaling.report import tables
 from parallel.scaling.shape import ModelShape, read_shape
@@ -105,6 +106,7 @@ def read_plan(
     shape = read_shape(config)
     dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
     dims.check_model(shape.sizes)
+    read_options(recipe.megatron)  # names and types; the GPUs that the rest asks for are elsewhere
     context_len = recipe.rollout.context_len or config.get("max_position_embeddings")
     return shape, dims, plan_workload(recipe, shape, world, prompt_len, context_len)
 

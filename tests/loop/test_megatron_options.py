@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,14 @@ def test_bad_options_are_refused_in_one_line(
     for text in texts:
         assert text in line
     assert not output.exists()
+
+
+def test_a_plan_of_config_json_alone_knows_the_names(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(toy.model / "config.json", tmp_path)
+    changes = [*toy.overrides(tmp_path / "run", "megatron.lr=1"), f"model.path={tmp_path}"]
+    assert "use optimizer.lr" in refused(capsys, ["check", "--plan", str(TOY_RECIPE), *changes])
 
 
 def run_recipe(overrides: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from mrl.types import Sample
 from parallel.checkpoint import Checkpoints
+from parallel.optimizer import torch_adams, use_fused_kernels
 from parallel.optimizer_state import optimizer_shards
 from tests.parallel.layouts import build, exported, join_groups, loss, ready_batch
 from tests.ranks import run_ranks
@@ -48,6 +50,9 @@ def exercise(model_path: Path, samples: list[Sample], folder: Path) -> dict[str,
         norms = [policy.train_step(batch, loss, True).grad_norm for _ in range(2)]
         if checkpoints is None:
             policy.train_step(batch, loss, True)
+            groups_of_adam = [g for a in torch_adams(policy.optimizer) for g in a.param_groups]
+            assert groups_of_adam
+            assert all(g["fused"] and not g["foreach"] for g in groups_of_adam)
             return {"weights": exported(policy), "norms": norms}
         store = Checkpoints(checkpoints, groups, keep=1)
         store.save(2, policy, {})
@@ -97,3 +102,20 @@ def test_offloaded_state_takes_the_same_steps_and_survives(
             assert result["resumed"], name
             assert result["same"] == (name not in ROUNDED), name
             assert result["norms"][0] == pytest.approx(result["norms"][1], rel=1e-2), name
+
+
+def test_the_fused_step_is_the_plain_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(1000, generator=generator)
+    results = []
+    for fused in (False, True):
+        weight = torch.nn.Parameter(start.clone())
+        adam = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.01)
+        if fused:
+            use_fused_kernels(SimpleNamespace(optimizer=adam))
+        for step in range(5):
+            weight.grad = start.roll(step) * 1e-3
+            adam.step()
+        results.append(weight.detach())
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(results[0], start)
