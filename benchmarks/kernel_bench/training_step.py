@@ -21,7 +21,6 @@ from torch import Tensor
 
 from benchmarks.kernel_bench.case import Case, Outputs, Work
 from mrl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from mrl.toy_model import write_toy_model
 from mrl.types import LossOutput, MicroBatch, RoutingTrace, Sample, TrainBatch, VersionSpan
 
 LENGTH = 128
@@ -31,6 +30,8 @@ NOT_COMPILED = "training_step: Megatron's pipeline schedule is not compiled"
 
 
 def build(case: Case, device: torch.device, compile_: bool) -> Work:
+    from mrl.toy_model import write_toy_model  # and with it transformers: other cases need neither
+
     num_experts, topk, hidden, num_tokens = case.shape
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
