@@ -110,8 +110,10 @@ class ParallelDims:
 
     @property
     def equal_micro_batches(self) -> bool:
-        """Megatron's allgather dispatcher and its fixed-size pipeline messages want one length."""
-        return self.dispatcher == "allgather"
+        """Megatron's allgather dispatcher wants one length. Between pipeline stages, other lengths cost
+        a further message, which waits for the device (`P2PCommunicator._communicate_shapes`).
+        """
+        return self.dispatcher == "allgather" or self.pp > 1
 
     def check_model(self, sizes: ModelSizes) -> None:
         """Raise InputError, with the arithmetic, for every size that the model does not allow."""

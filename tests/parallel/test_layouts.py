@@ -116,8 +116,9 @@ def test_a_fresh_optimizer_is_of_the_same_kind(
         assert distance(rank, one) < TOLERANCE
 
 
-def passes_over_two_mini_batches(model_path: Path, samples: list[Sample]) -> list[int]:
-    sizes = {"pipeline": 2, "expert": 2, "dispatcher": "allgather"}
+def passes_over_two_mini_batches(
+    model_path: Path, samples: list[Sample], sizes: dict[str, Any]
+) -> list[int]:
     groups = join_groups(model_path, sizes)
     policy = build(model_path, groups)
     parts = [(part, [0.0] * len(part)) for part in (samples[:3], samples[3:])]
@@ -127,8 +128,19 @@ def passes_over_two_mini_batches(model_path: Path, samples: list[Sample]) -> lis
     return [batch.num_tokens for batch in micro]
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pipeline": 2, "expert": 2, "dispatcher": "allgather"},
+        {"pipeline": 2},  # messages of one length: none to tell it, and no wait for the device
+    ],
+    ids=["allgather", "pipeline"],
+)
 def test_mini_batches_of_one_pass_have_one_length(
-    model_path: Path, samples: list[Sample], tmp_path: Path
+    model_path: Path, samples: list[Sample], tmp_path: Path, sizes: dict[str, Any]
 ) -> None:
-    found = run_ranks(4, passes_over_two_mini_batches, model_path, samples, folder=tmp_path)
+    world = 4 if "expert" in sizes else 2
+    found = run_ranks(
+        world, passes_over_two_mini_batches, model_path, samples, sizes, folder=tmp_path
+    )
     assert len({n for rank in found for n in rank}) == 1
