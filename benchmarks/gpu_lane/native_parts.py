@@ -26,6 +26,9 @@ TOKENS = {"cuda": (64, 512), "cpu": (4, 32)}
 """(sequences, tokens of each) of a training pass and of attention."""
 HEADS = (16, 4, 64)
 """Of attention: queries, groups of keys and values, head size."""
+HEAD_SIZES = {"cuda": (8192, 2048, 151_936), "cpu": (64, 32, 1000)}
+"""Of the head: rows, hidden size, vocabulary."""
+CHUNK_ROWS = {"cuda": 1024, "cpu": 16}
 ADAM_TENSORS = {"cuda": (200, 1 << 20), "cpu": (8, 1 << 12)}
 """Of the optimizer: tensors, elements of each."""
 
@@ -45,12 +48,13 @@ def one_process() -> Any:
 
 
 def native(folder: Path, device: str) -> dict[str, Any]:
-    """Experts, attention and optimizer; `ratio` is the time of what was replaced over ours."""
+    """Experts, attention, head and optimizer; `ratio` is the time of what was replaced over ours."""
     place = torch.device(device)
     said = []
     pairs: dict[str, Callable[[], dict[str, Pass] | str]] = {
         "experts": lambda: experts(folder, place),
         "attention": lambda: attention(place),
+        "head": lambda: head(place),
         "adam": lambda: adam(place),
     }
     for name, make in pairs.items():
@@ -149,6 +153,32 @@ def attention(device: torch.device) -> dict[str, Pass] | str:
             attend()
 
     return {"varlen": attend, "buckets": attend_in_buckets}
+
+
+def head(device: torch.device) -> dict[str, Pass]:
+    """Log-probs, entropies and their gradients: in chunks of tokens, and from all logits."""
+    from mrl.kernels import Chunked, linear_logprob, vp_logprob
+
+    num_rows, hidden_size, vocab_size = HEAD_SIZES[device.type]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    hidden = torch.randn(num_rows, hidden_size, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab_size, hidden_size, device=device, dtype=dtype)
+    weight = weight.mul_(hidden_size**-0.5).requires_grad_()
+    labels = torch.randint(0, vocab_size, (num_rows,), device=device)
+    rows = torch.arange(num_rows, device=device)
+    how = Chunked(CHUNK_ROWS[device.type], 1.0, None)
+
+    def chunked() -> None:
+        logprobs, entropy = linear_logprob(hidden, weight, labels, rows, how)
+        (logprobs + 0.01 * entropy).sum().backward()
+
+    def whole() -> None:
+        wanted = torch.ones_like(labels, dtype=torch.bool)
+        logits = torch.nn.functional.linear(hidden, weight)
+        logprobs, entropy = vp_logprob(logits, labels, wanted, inplace_backward=True)
+        (logprobs + 0.01 * entropy).sum().backward()
+
+    return {"chunked": chunked, "whole": whole}
 
 
 def adam(device: torch.device) -> dict[str, Pass]:
