@@ -1,4 +1,4 @@
-"""Write docs/scaling.md: what Qwen3-30B-A3B and a 671B MoE cost, from the formulas of parallel/scaling.
+"""Write docs/scaling.md: what the big recipes of launch/recipes cost, by parallel/scaling.
 
     python benchmarks/scaling.py [--output docs/scaling.md]
 
@@ -12,7 +12,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrl.config import load_recipe
 from mrl.errors import InputError
+from mrl.plan import plan_workload
 from parallel.dims import ParallelDims
 from parallel.scaling.cost import HARDWARE, Efficiency, Hardware
 from parallel.scaling.report import tables
@@ -29,49 +31,41 @@ TEXT = ROOT / "benchmarks" / "models" / "scaling_text.md"
 
 @dataclass(frozen=True)
 class Case:
+    """A recipe of launch/recipes on as many GPUs as it is written for."""
+
     title: str
+    recipe: str
     model: str
     gpu: str
-    dims: ParallelDims
-    work: Workload
+    world: int
+    changed: str
+    """One key with which it no longer fits."""
     note: str = ""
 
 
-def layout(world: int, tp: int, pp: int, ep: int, last: int | None = None) -> ParallelDims:
-    return ParallelDims(world=world, tp=tp, pp=pp, vpp=1, cp=1, ep=ep, etp=1, last_layers=last)
-
-
-def work(prompts: int, samples: int, engine_tp: int) -> Workload:
-    """Two whole sequences a micro-batch, full recompute, distributed optimizer, R3."""
-    return Workload(
-        prompts=prompts,
-        samples=samples,
-        prompt_len=512,
-        response_len=4096,
-        micro_batch_tokens=9216,
-        recompute=True,
-        distributed_optimizer=True,
-        engine_tp=engine_tp,
-    )
-
-
 CASES = (
-    Case("Qwen3-30B-A3B on 8 H100", "qwen3_30b_a3b", "h100", layout(8, 4, 1, 8), work(64, 8, 4)),
-    Case("Qwen3-30B-A3B on 64 H100", "qwen3_30b_a3b", "h100", layout(64, 4, 1, 8), work(256, 8, 4)),
-    Case(
-        "A 671B MoE (DeepSeek-V3's shape) on 512 H200",
-        "deepseek_v3",
-        "h200",
-        layout(512, 2, 8, 8, last=5),
-        work(512, 16, 32),
-        "61 layers: 8 on each of the first seven stages and 5 on the last "
-        "(`parallel.decoder_last_pipeline_num_layers: 5`). "
-        "In bfloat16 the weights alone are 1.34 TB and a node of eight H200 has 1.19 TB, so an engine "
-        "takes 32 GPUs over four nodes. Nothing of this size has run. "
-        "The published checkpoint is in 8 bits, which mrl refuses: convert it to bfloat16 first. Its "
-        "multi-token-prediction layer is left out.",
-    ),
-)
+    Case("Qwen3-30B-A3B on 8 x 80 GB", "qwen3_30b_a3b_8x80gb", "qwen3_30b_a3b", "h100", 8,
+         "megatron.optimizer_offload_fraction=0.1"),
+    Case("Qwen3-30B-A3B on 8 x 141 GB", "qwen3_30b_a3b_8x141gb", "qwen3_30b_a3b", "h200", 8,
+         "rollout.mem_fraction_static=0.95"),
+    Case("Qwen3-30B-A3B on 64 x 80 GB", "qwen3_30b_a3b_64x80gb", "qwen3_30b_a3b", "h100", 64,
+         "parallel.expert_model_parallel_size=2"),
+    Case("A 671B MoE (DeepSeek-V3's sizes) on 128 x 141 GB", "deepseek_v3_671b_128x141gb",
+         "deepseek_v3", "h200", 128, "rollout.mem_fraction_static=0.25",
+         "In bfloat16 the weights alone are 1.34 TB and a node of eight H200 has 1.19 TB, so an "
+         "engine takes 32 GPUs over four nodes. Nothing of this size has run. The published "
+         "checkpoint is in 8 bits, which mrl refuses: convert it to bfloat16 first. Its "
+         "multi-token-prediction layer is left out."),
+)  # fmt: skip
+
+
+def read_case(case: Case, *overrides: str) -> tuple[ModelShape, ParallelDims, Workload]:
+    """Model, layout and work of a case's recipe, with keys of it changed."""
+    recipe = load_recipe(ROOT / "launch" / "recipes" / f"{case.recipe}.yaml", list(overrides))
+    shape = read_model(case.model)
+    dims = ParallelDims.create(recipe.parallel, case.world)
+    dims.check_model(shape.sizes)
+    return shape, dims, plan_workload(recipe, shape, case.world, None, recipe.rollout.context_len)
 
 
 def read_model(name: str) -> ModelShape:
@@ -85,28 +79,25 @@ def render() -> str:
 
 
 def _section(case: Case) -> str:
-    shape, gpu = read_model(case.model), HARDWARE[case.gpu]
-    job, dims = case.work, case.dims
+    shape, dims, job = read_case(case)
+    gpu = HARDWARE[case.gpu]
+    try:
+        refusal = verdict(*read_case(case, case.changed), gpu).text
+    except InputError as error:
+        refusal = str(error)
     lines = [
         f"### {case.title}",
-        f"{dims.describe()}; {job.prompts} prompts x {job.samples} samples of {job.prompt_len} + "
-        f"{job.response_len} tokens, micro-batches of {job.packed_tokens(dims)} tokens "
-        f"({job.num_micro_batches(dims)} per data-parallel rank), full recompute, distributed "
-        f"optimizer, engines of {job.engine_tp} GPUs.",
-        f"`mrl check` on these sizes: {_checked(shape, dims)}.",
+        f"`launch/recipes/{case.recipe}.yaml`, `mrl check RECIPE --plan --gpus {case.world} --gpu "
+        f"{case.gpu}`. {dims.describe()}; {job.prompts} prompts x {job.samples} samples of "
+        f"{job.prompt_len} + {job.response_len} tokens, micro-batches of "
+        f"{job.packed_tokens(dims)} tokens ({job.num_micro_batches(dims)} per data-parallel rank), "
+        f"engines of {job.engine_tp} GPUs.",
         *([case.note] if case.note else []),
         *(table.markdown() for table in tables(shape, dims, job, gpu)),
         f"Verdict: {verdict(shape, dims, job, gpu).text}.",
+        f"With `{case.changed}`: {refusal}.",
     ]
     return "\n\n".join(lines)
-
-
-def _checked(shape: ModelShape, dims: ParallelDims) -> str:
-    try:
-        dims.check_model(shape.sizes)
-    except InputError as error:
-        return f"refused ({error})"
-    return "accepted"
 
 
 def _assumptions() -> str:

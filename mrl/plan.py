@@ -102,6 +102,7 @@ def read_plan(
     recipe: Recipe, world: int, prompt_len: int | None
 ) -> tuple[ModelShape, ParallelDims, Workload]:
     """Model, layout and work of a recipe on `world` GPUs. Raises InputError."""
+    read_options(recipe.megatron)
     config = read_config(Path(recipe.model.path))
     shape = read_shape(config)
     dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
@@ -156,7 +157,7 @@ def _check_engine(shape: ModelShape, work: Workload) -> None:
     """Raise InputError for heads and experts that the engine's ranks do not share evenly."""
     if work.engine_tp % work.engine_dp:
         raise InputError(
-            f"rollout.server_args.dp_size: {work.engine_tp} ranks of an engine are not divisible by "
+            f"rollout.data_parallel_attention_size: {work.engine_tp} ranks are not divisible by "
             f"{work.engine_dp}; change it"
         )
     ranks, heads = work.engine_tp // work.engine_dp, shape.kv_heads

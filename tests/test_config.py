@@ -20,6 +20,8 @@ TOY = Path(__file__).parents[1] / "launch/recipes/toy_moe.yaml"
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_loads_and_its_data_is_there(path):
     recipe = load_recipe(path)
+    if not recipe.model.path.startswith("toy"):  # a published model: its user brings both
+        return
     data = [recipe.data.path, *([recipe.warm_start.path] if recipe.warm_start else [])]
     assert all((TOY.parents[2] / file).is_file() for file in data)
 

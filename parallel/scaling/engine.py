@@ -138,8 +138,10 @@ def engine_rows(
     )
 
 
-def engine_host_rows(shape: ModelShape, work: Workload, device_bytes: int) -> tuple[Row, ...]:
-    """On the host, of one engine rank."""
+def engine_host_rows(
+    shape: ModelShape, work: Workload, world: int, device_bytes: int
+) -> tuple[Row, ...]:
+    """On the host, of one engine rank; what an engine's leader holds is shared out over its ranks."""
     slots = max(0, kv_capacity_tokens(shape, work, device_bytes)) // work.engine_dp
     slots = max(slots, work.sequence_len)
     each = 4 * shape.num_layers * shape.topk
@@ -149,6 +151,14 @@ def engine_host_rows(shape: ModelShape, work: Workload, device_bytes: int) -> tu
             slots * each if work.routing_replay == "r3" else 0,
             f"4 B x {shape.num_layers} layers x {shape.topk} experts x {slots} slots of the KV cache",
             "sglang state_capturer/base.py, BaseHostCache (HostTensorAllocator: not rounded)",
+        ),
+        Row(
+            "engine: routes on their way",
+            work.num_tokens // world * each // (4 if shape.num_experts <= 256 else 1)
+            if work.routing_replay == "r3"
+            else 0,
+            f"ids of {work.num_tokens // world} tokens x {shape.num_layers} layers x {shape.topk}",
+            "mrl.route_memory: a byte an id below 257 experts, until the trainer has read them",
         ),
         Row(
             "engine: process",

@@ -170,6 +170,6 @@ def node_rows(
     """Of one node full of this stage's ranks, and their engines' ranks."""
     rows = (
         *trainer_host_rows(shape, stage, dims, work),
-        *engine_host_rows(shape, work, device_bytes),
+        *engine_host_rows(shape, work, dims.world, device_bytes),
     )
     return times(rows, min(dims.world, gpus_per_node))

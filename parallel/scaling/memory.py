@@ -205,7 +205,7 @@ def _stage_phases(
     host = present(
         (
             *trainer_host_rows(shape, stage, dims, work),
-            *engine_host_rows(shape, work, device_bytes),
+            *engine_host_rows(shape, work, dims.world, device_bytes),
         )
     )
     return [

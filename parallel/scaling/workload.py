@@ -92,11 +92,10 @@ def recipe_workload(
     num_parameters: int = 0,
 ) -> Workload:
     """`auto` means bfloat16: the plan is for GPUs. `num_parameters` of the whole model."""
-    megatron = getattr(recipe, "megatron", {})
+    megatron = recipe.megatron
     weight_bytes = 4 if recipe.model.dtype == "float32" else 2
     selective = megatron.get("recompute_granularity") == "selective"
     modules = megatron.get("recompute_modules") or ["core_attn"]
-    args = recipe.rollout.server_args
     return Workload(
         prompts=recipe.rollout.prompts_per_step,
         samples=recipe.rollout.samples_per_prompt,
@@ -106,7 +105,7 @@ def recipe_workload(
         micro_batch_tokens=recipe.train.micro_batch_tokens,
         recompute=recipe.train.recompute,
         recompute_modules=tuple(modules) if selective else (),
-        logprob_chunk_tokens=getattr(recipe.train, "logprob_chunk_tokens", 0),
+        logprob_chunk_tokens=recipe.train.logprob_chunk_tokens,
         state=read_state(megatron, weight_bytes),
         async_save=recipe.checkpoint.async_save,
         distributed_optimizer=recipe.optimizer.use_distributed_optimizer,
@@ -115,7 +114,7 @@ def recipe_workload(
         reference=recipe.algorithm.kl_coef > 0,
         engine_tp=recipe.rollout.tensor_parallel_size,
         engine_ep=getattr(recipe.rollout, "expert_parallel_size", 1),
-        engine_dp=args.get("dp_size", 1) if args.get("enable_dp_attention") else 1,
+        engine_dp=getattr(recipe.rollout, "data_parallel_attention_size", 1),
         max_running_requests=recipe.rollout.max_running_requests,
         engine_share=recipe.rollout.mem_fraction_static,
         bucket_bytes=recipe.rollout.weight_bucket_bytes(weight_bytes * num_parameters),
