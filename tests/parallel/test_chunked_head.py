@@ -34,8 +34,10 @@ class Variant:
     dtype: Any = "float32"
     true_on_policy: bool = False
     distributed_optimizer: bool = False
+    megatron: dict[str, Any] = field(default_factory=dict)
 
 
+OVERLAP = {"overlap_grad_reduce": True}
 VARIANTS = {
     1: [Variant(), Variant(tied=True), Variant(true_on_policy=True), Variant(dtype="bfloat16")],
     2: [
@@ -47,6 +49,8 @@ VARIANTS = {
         Variant({"pipeline": 2, "virtual_pipeline": 2}),
         Variant({"context": 2}),
         Variant({"expert": 2}, distributed_optimizer=True),
+        Variant(distributed_optimizer=True, megatron=OVERLAP),
+        Variant({"tensor": 2}, tied=True, dtype="bfloat16", megatron=OVERLAP),
     ],
     4: [
         Variant({"tensor": 2, "context": 2}),
@@ -67,6 +71,7 @@ def one_pass(path: Path, groups: Any, variant: Variant, chunk: int, samples: lis
         temperature=0.8,
         true_on_policy=variant.true_on_policy,
         logprob_chunk_tokens=chunk,
+        megatron=variant.megatron,
     )
     last = unwrap(policy.chunks[-1])
     if last.post_process:
