@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.multiprocessing import reductions
 
 from mrl.types import Handle, WeightBucket
@@ -25,21 +26,20 @@ Exchange = Callable[[Any], list[Any]]
 """What this rank has to say -> what every rank of the group says, in rank order."""
 
 
-def handle_of(bucket: WeightBucket) -> Handle:
-    """How another process of this machine opens `bucket.flat`. To be opened once, on GPUs.
+def handle_of(flat: Tensor | None, path: str | None) -> Handle:
+    """How another process of this machine opens `flat` u8[num_bytes]. To be opened once, on GPUs.
 
-    Returns when the device has written the bucket. Raises ValueError where the bucket does not lie in
-    memory that can be shared.
+    On CPUs `path` is a file that starts with it. Returns when the device has written it. Raises
+    ValueError where it does not lie in memory that can be shared.
     """
-    flat = bucket.flat
-    if flat is None or not (flat.is_cuda or bucket.shared_path):
+    if flat is None or not (flat.is_cuda or path):
         raise ValueError(
             "update_weights: got a bucket whose tensors do not lie end to end in shared memory; "
             "expected one from parallel.export, as an engine of several ranks needs it"
         )
     if not flat.is_cuda:
-        assert bucket.shared_path is not None
-        return file_handle(bucket.shared_path, flat.numel())
+        assert path is not None
+        return file_handle(path, flat.numel())
     torch.cuda.current_stream(flat.device).synchronize()
     # A handle wraps the pointer of a storage once more, with a CUDA event. On the trainer's buffer
     # they would pile up until it is freed; on a storage of their own they go as soon as the engine
@@ -158,7 +158,7 @@ class GatheredBuckets:
         handle = None
         if bucket is not None:
             try:
-                handle = handle_of(bucket)
+                handle = handle_of(bucket.flat, bucket.shared_path)
             except Exception as error:
                 failure = error
         said = self._exchange((handle, failure and f"{type(failure).__name__}: {failure}"))

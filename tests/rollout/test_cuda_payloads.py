@@ -55,7 +55,7 @@ for rank, uuid in enumerate(("GPU-b", "GPU-a")):
     reductions.reduce_tensor = lambda flat: (order.append("shared"), shared(rank))[1]
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)
     bucket = WeightBucket([("a", torch.zeros(3))], 1, OnGpu())
-    handles.append(engine_group.handle_of(bucket))
+    handles.append(engine_group.handle_of(bucket.flat, None))
 posted = []
 push = TensorPush(lambda path, body: posted.append(body), 2)
 push.push(WeightBucket([("a", torch.zeros(3))], 1, OnGpu(), handles=tuple(handles)))
@@ -65,6 +65,15 @@ try:
     refusal = ""
 except RuntimeError as error:
     refusal = str(error)
+
+# One rank alone: a bucket of tensors that lie anywhere, as in benchmarks/gpu_lane.
+cat = torch.cat
+torch.cat = lambda parts: OnGpu()
+alone = TensorPush(lambda path, body: posted.append(body), 1)
+alone.push(WeightBucket([("a", torch.zeros(3))], 1))
+alone.finish()
+torch.cat = cat
+assert len(posted[1]["serialized_named_tensors"]) == 1
 
 # The engine's ranks, which see both GPUs in an order of their own.
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -99,6 +108,6 @@ def test_each_rank_opens_its_own_handle_on_its_own_gpu():
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["opened"] == [[1, "handle of rank 0"], [0, "handle of rank 1"]]
-    assert said["order"] == ["synchronised", "shared"] * 2
+    assert said["order"] == ["synchronised", "shared"] * 3
     assert said["names"] == ["a"]
     assert "without handles, and the engine spans 2 GPUs" in said["refusal"]

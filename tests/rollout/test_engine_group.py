@@ -220,7 +220,7 @@ def test_a_leader_without_an_engine_to_update(sync):
     ranks = Ranks(sync)
     made = []
     handle_of = engine_group.handle_of
-    engine_group.handle_of = lambda bucket: made.append(bucket) or handle_of(bucket)
+    engine_group.handle_of = lambda flat, path: made.append(path) or handle_of(flat, path)
     try:
         assert ranks.run(update=lambda buckets, version: None) == [None] * NUM_RANKS
     finally:

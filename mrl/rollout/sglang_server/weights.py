@@ -94,7 +94,7 @@ class TensorPush:
                     f"spans {self._num_ranks} GPUs, each of which must read a copy of its own; give "
                     "buckets that went through mrl.rollout.engine_group.GatheredBuckets"
                 )
-            return [handle_of(bucket)]
+            return [handle_of(flat, None)]
         path = bucket.shared_path
         if path is None:
             self._number = (self._number + 1) % NUM_BUFFERS
