@@ -79,15 +79,17 @@ def build(folder: Path, implementation: Any) -> Any:
     from parallel.groups import init_groups
     from parallel.hf_config import HfModel
     from parallel.model import build_chunks, unwrap
-    from parallel.transformer_config import build_config
+    from parallel.transformer_config import build_config, build_ddp_config
     from parallel.weights import WeightMap
 
     groups = init_groups(ParallelDims.create(ParallelConfig(), 1), 0)
     model = HfModel.read(folder)
-    config = build_config(model, groups, torch.float32, implementation, False, 0.0)
+    config = build_config(
+        model, groups.dims, groups.device, torch.float32, implementation, False, 0.0
+    )
     # Its modules refuse to be made where torch sees no GPU; the tensors stay on the CPU.
     with mock.patch("torch.cuda.is_available", return_value=True):
-        chunks = build_chunks(model, groups, config, implementation, False)
+        chunks = build_chunks(model, groups, config, implementation, build_ddp_config(False))
     WeightMap(model, groups, chunks).load()
     return dict(unwrap(chunks[0]).named_parameters())
 
