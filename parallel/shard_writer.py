@@ -1,10 +1,13 @@
 """Rectangles into files, at once or in a background process, in torch's and Megatron's own format.
 
-The planning, the files and `.metadata` are torch's (torch.distributed.checkpoint), the background
-process is Megatron's (AsyncRequest, AsyncCallsQueue), Megatron's `dist_checkpointing.load` reads the
-result. Megatron's own writer is not used: it hands its results over through a manager process that
-outlives a killed trainer, and its planning leaves the other ranks waiting when the first one finds a
-fault.
+The files and `.metadata` are torch's (torch.distributed.checkpoint), the background process is
+Megatron's (AsyncRequest, AsyncCallsQueue), Megatron's `dist_checkpointing.load` reads the result.
+Megatron's own writer is not used: it hands its results over through a manager process that outlives a
+killed trainer.
+
+Every rank plans for itself, as its names and rectangles are the whole model's already; nothing is asked
+of other ranks before the writing. What each rank wrote comes to the first one with its report, which
+makes `.metadata` of all reports and checks that they fit together, in the background where the save is.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +34,16 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import (
     LocalShardsContainer,
 )
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import _validate_global_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mrl.errors import RunFailed
@@ -55,14 +67,12 @@ class ShardWriter:
         self.world = world
         # No copying ahead: that would use a CUDA stream, which a forked process cannot.
         self._writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
-        self._metadata: Metadata | None = None
         self._reports: list[Report] | None = None
 
     def request(self, shards: list[ShardedTensor], *, copy: bool) -> AsyncRequest:
-        """Plan what every rank writes, and give back the writing as something to run or to start.
+        """Plan what this rank writes, and give back the writing as something to run or to start.
 
-        `copy`: to memory that later training steps do not touch. Raises ValueError on every rank
-        unless each element of each tensor is written exactly once.
+        `copy`: to memory that later training steps do not touch.
         """
         written = [shard for shard in shards if is_main_replica(shard.replica_id)]
         if copy:
@@ -74,35 +84,22 @@ class ShardWriter:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state, is_coordinator=self.rank == 0)
         self._writer.set_up_storage_writer(self.rank == 0)
-        plan = self._global_plan(planner, planner.create_local_plan())
-        plan = planner.finish_plan(plan)
+        local = planner.create_local_plan()
+        plan = planner.finish_plan(replace(local, storage_data=_StoragePrefix(f"__{self.rank}_")))
         arguments = (self._writer, planner, plan, self._report_file(self.rank), os.getpid())
         return AsyncRequest(_write, arguments, [])
 
-    def _global_plan(self, planner: DefaultSavePlanner, mine: SavePlan) -> SavePlan:
-        plans: list[Any] | None = [None] * self.world if self.rank == 0 else None
-        dist.gather_object(mine, plans)
-        answers: list[Any] | None = None
-        if plans is not None:
-            try:
-                ready, self._metadata = planner.create_global_plan(plans)
-                check_coverage(self._metadata)
-                answers = list(self._writer.prepare_global_plan(ready))
-            except Exception as error:  # the others wait for an answer
-                answers = [str(error)] * self.world
-        answer: list[Any] = [None]
-        dist.scatter_object_list(answer, answers)
-        if isinstance(answer[0], str):
-            raise ValueError(f"checkpoint: the ranks' shares do not fit together: {answer[0]}")
-        return answer[0]
-
     def collect(self) -> None:
-        """After the writing: raise RunFailed on every rank when one has not written its share."""
-        reports: list[Any] = [None] * self.world
+        """After the writing: raise RunFailed on every rank when one has not written its share. The
+        reports come to rank 0 alone."""
         ours = self._read_report(self.rank)
-        missing = {"error": "the process that writes ended without a report"}
-        dist.all_gather_object(reports, ours or missing)
-        self._accept(reports)
+        ours = ours or {"error": "the process that writes ended without a report"}
+        errors: list[Any] = [None] * self.world
+        dist.all_gather_object(errors, {k: v for k, v in ours.items() if k == "error"})
+        self._accept(errors)
+        reports: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(ours, reports)
+        self._accept(reports or [ours])
 
     def wait(self, timeout_s: float) -> None:
         """`collect` for when ranks may be gone: rank 0 reads the reports of all, the others their own.
@@ -129,11 +126,14 @@ class ShardWriter:
         return [rank for rank in ranks if self._read_report(rank) is None]
 
     def finish(self) -> dict[str, FileRecord]:
-        """On rank 0, after `collect` or `wait`: write `.metadata`; every file with size and digest."""
-        assert self._metadata is not None
+        """On rank 0, after `collect` or `wait`: write `.metadata`; every file with size and digest.
+
+        Raises ValueError unless each element of each tensor was written exactly once.
+        """
         assert self._reports is not None
+        metadata = joined_metadata([report["items"] for report in self._reports])
         results = [[_result(item) for item in report["items"]] for report in self._reports]
-        self._writer.finish(self._metadata, results)
+        self._writer.finish(metadata, results)
         for rank in range(self.world):
             self._report_file(rank).unlink(missing_ok=True)
         return {n: FileRecord(*r) for report in self._reports for n, r in report["files"].items()}
@@ -176,7 +176,9 @@ def _write(
         results = writer.write_data(plan, planner).wait()
         names = sorted({result.storage_data.relative_path for result in results})
         files = {name: tuple(record(report.parent / name)) for name in names}
-        content: Report = {"items": [_item(r) for r in results], "files": files}
+        by_index = {result.index: result for result in results}
+        items = [_item(by_index[item.index], item) for item in plan.items]
+        content: Report = {"items": items, "files": files}
     except Exception as error:
         content = {"error": f"{type(error).__name__}: {error}"}
     partial = report.with_suffix(".partial")
@@ -194,14 +196,46 @@ def _settle_in_child(parent: int) -> None:
     die_with_parent(parent)
 
 
-def _item(result: WriteResult) -> list[Any]:
+Item = list[Any]
+"""A rectangle that was written: name, offset, bytes, file, place in it (offset and length), its shape,
+the tensor's shape, the dtype."""
+
+
+def _item(result: WriteResult, planned: WriteItem) -> Item:
     place: _StorageInfo = result.storage_data
-    index = result.index
-    offset = None if index.offset is None else list(index.offset)
-    size = result.size_in_bytes
-    return [index.fqn, offset, size, place.relative_path, place.offset, place.length]
+    tensor = planned.tensor_data
+    assert tensor is not None
+    return [
+        result.index.fqn, list(tensor.chunk.offsets), result.size_in_bytes,
+        place.relative_path, place.offset, place.length,
+        list(tensor.chunk.sizes), list(tensor.size), str(tensor.properties.dtype),
+    ]  # fmt: skip
 
 
-def _result(item: list[Any]) -> WriteResult:
-    name, offset, size, file, start, length = item
+def _result(item: Item) -> WriteResult:
+    name, offset, size, file, start, length, *_ = item
     return WriteResult(MetadataIndex(name, offset), size, _StorageInfo(file, start, length))
+
+
+def joined_metadata(items_by_rank: Sequence[Sequence[Item]]) -> Metadata:
+    """What `.metadata` says of the tensors, as torch's planner would have made it of all ranks' plans.
+
+    Raises ValueError where the shares do not fit together: shapes or dtypes differ, rectangles overlap,
+    reach beyond their tensor, or leave some of it out.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    for name, offset, _, _, _, _, sizes, whole, dtype in chain.from_iterable(items_by_rank):
+        size = torch.Size(whole)
+        properties = TensorProperties(getattr(torch, dtype.removeprefix("torch.")))
+        tensor = tensors.setdefault(name, TensorStorageMetadata(properties, size, []))
+        if tensor.size != size or tensor.properties.dtype != properties.dtype:
+            raise ValueError(
+                f"the ranks' shares do not fit together: {name} is {tensor.properties.dtype} "
+                f"{list(tensor.size)} on one rank and {dtype} {whole} on another"
+            )
+        tensor.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
+    metadata = Metadata({**tensors})
+    if errors := _validate_global_plan([], metadata):
+        raise ValueError(f"the ranks' shares do not fit together: {errors[0]}")
+    check_coverage(metadata)
+    return metadata

@@ -13,7 +13,7 @@ MAX_LINES = 350
 
 BASE = {
     *("mrl", "mrl.types", "mrl.config", "mrl.errors"),
-    *("mrl.histogram", "mrl.processes", "mrl.shared_memory", "mrl.plugins"),
+    *("mrl.histogram", "mrl.processes", "mrl.shared_bytes", "mrl.shared_memory", "mrl.plugins"),
 }
 """Everyone may import these; `mrl` itself holds the version only."""
 ROOMS = {
@@ -21,6 +21,7 @@ ROOMS = {
     "mrl.errors": set(),
     "mrl.histogram": set(),
     "mrl.processes": set(),
+    "mrl.shared_bytes": set(),
     "mrl.shared_memory": set(),
     "mrl.plugins": set(),
     "mrl.config": set(),

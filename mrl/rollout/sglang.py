@@ -38,11 +38,11 @@ from mrl.rollout.sglang_server.decode import (
 from mrl.rollout.sglang_server.flight import Flight
 from mrl.rollout.sglang_server.manifest import Manifest
 from mrl.rollout.sglang_server.requests import check_requests, score
+from mrl.rollout.sglang_server.route_memory import RouteReader
 from mrl.rollout.sglang_server.server import Server
 from mrl.rollout.sglang_server.settings import server_environment, server_settings
 from mrl.rollout.sglang_server.warm_up import warm_up
 from mrl.rollout.sglang_server.weight_sync import WeightSync
-from mrl.route_memory import RouteReader
 from mrl.types import WeightBucket
 
 FLUSH_TIMEOUT_S = 60.0

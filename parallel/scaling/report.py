@@ -8,6 +8,7 @@ from parallel.dims import ParallelDims
 from parallel.scaling.communication import Volume, sync_volumes, volumes
 from parallel.scaling.cost import Hardware, StepCost, model_flops, step_cost
 from parallel.scaling.memory import phases
+from parallel.scaling.rollouts import rollout_bytes
 from parallel.scaling.rows import Row, total
 from parallel.scaling.shape import ModelShape
 from parallel.scaling.stages import stages
@@ -36,6 +37,7 @@ def tables(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware)
         peak_table(shape, dims, work, gpu),
         host_table(shape, dims, work, gpu),
         communication_table(shape, dims, work),
+        rollout_table(shape, dims, work),
         sync_table(shape, dims, work),
         cost_table(step_cost(shape, dims, work, gpu), work),
     ]
@@ -110,6 +112,15 @@ def communication_table(shape: ModelShape, dims: ParallelDims, work: Workload) -
             rows += [_row(v, kind, work) for v in volumes(shape, dims, work, stage)]
     header = ("traffic", "stage", "forward", "backward", "recompute", "update")
     return Table("Bytes that one rank sends per optimizer step", header, rows)
+
+
+def rollout_table(shape: ModelShape, dims: ParallelDims, work: Workload) -> Table:
+    rows = [
+        (each.name, *(size(n) if n else "" for n in (each.leader, each.rank, each.first)))
+        for each in rollout_bytes(shape, dims, work)
+    ]
+    header = ("rollouts", "an engine's leader sends", "a rank receives", "rank 0 besides")
+    return Table("Bytes of rollouts outside the GPUs per step", header, rows)
 
 
 def sync_table(shape: ModelShape, dims: ParallelDims, work: Workload) -> Table:

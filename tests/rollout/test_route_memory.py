@@ -13,7 +13,7 @@ import torch
 from rollout_helpers import generate, make_prompts, make_requests
 
 from mrl.rollout.base import SamplingParams
-from mrl.route_memory import (
+from mrl.rollout.sglang_server.route_memory import (
     PAGE,
     VARIABLE,
     Reference,

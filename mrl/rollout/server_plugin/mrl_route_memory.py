@@ -1,10 +1,9 @@
 """SGLang plugin: routes leave the scheduler through memory that the trainer reads, not in messages.
 
 SGLang would send int32 ids to the detokenizer, which makes base64 of them, which goes to the HTTP
-server, which puts it into JSON. Here the scheduler lays the ids into memory (mrl/route_memory.py) and
-sends a reference of some 100 bytes on that way. Where the trainer's memory cannot be read from here, as
-on another node, or too much waits there, the ids go as SGLang sends them. Read by
-mrl/rollout/sglang_server/decode.py.
+server, which puts it into JSON. Here the scheduler lays the ids into memory and sends a reference of
+some 100 bytes on that way. Where the trainer's memory cannot be read from here, as on another node, or
+too much waits there, the ids go as SGLang sends them. See mrl/rollout/sglang_server/route_memory.py.
 """
 
 from importlib.util import find_spec
@@ -36,7 +35,7 @@ def with_references(sender, output, *args, **options):
     if not routes or sender.socket is None:
         return
     if not writers:
-        from mrl.route_memory import make_writer
+        from mrl.rollout.sglang_server.route_memory import make_writer
 
         writers.append(make_writer())
     if writers[0] is not None:

@@ -16,7 +16,7 @@ import torch
 from moe.trace import decode_base64, decode_routes
 from mrl.errors import InputError
 from mrl.rollout.base import Completion, Request, SamplingParams
-from mrl.route_memory import RouteReader, find_reference
+from mrl.rollout.sglang_server.route_memory import RouteReader, find_reference
 from mrl.types import UNKNOWN_VERSION, RoutingTrace, VersionSpan
 
 NEVER = 1 << 30

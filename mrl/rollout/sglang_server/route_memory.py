@@ -97,7 +97,7 @@ class RouteReader:
         try:
             file = os.open(f"/proc/{reference.pid}/fd/{reference.fd}", os.O_RDWR)
             try:
-                num_bytes = _read(file, memoryview(routes), reference.offset)
+                num_bytes = _read(file, routes.data, reference.offset)
                 _free(file, reference.offset, _whole_pages(reference.num_bytes))
             finally:
                 os.close(file)
@@ -135,7 +135,7 @@ class RouteWriter:
         if self.num_bytes + values.nbytes > self._max_bytes:
             return None
         offset, self._end = self._end, self._end + _whole_pages(values.nbytes)
-        view = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        view = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
         written = 0
         while written < len(view):  # Linux moves at most 2 GiB at once
             written += os.pwrite(self._file, view[written:], offset + written)

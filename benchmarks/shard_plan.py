@@ -1,0 +1,83 @@
+"""The plan of a save with the keys of a large model: a part of `python -m benchmarks.world_step`."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.planner import WriteItem
+
+from parallel.scaling.shape import ModelShape
+from parallel.shard_writer import ShardedTensor, ShardWriter, check_coverage, joined_metadata
+
+KINDS = ("model", "main", "exp_avg", "exp_avg_sq")
+
+
+def key_names(shape: ModelShape) -> list[str]:
+    """As `parallel.sharded_state` names them: two weights an expert, about ten others a layer."""
+    experts = [
+        f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc{k}.weight"
+        for layer in shape.moe_layers
+        for expert in range(shape.num_experts)
+        for k in (1, 2)
+    ]
+    others = [f"decoder.layers.{n}.other_{i}" for n in range(shape.num_layers) for i in range(10)]
+    return [f"{kind}.{name}" for kind in KINDS for name in (*experts, *others)]
+
+
+def plan_checkpoint(shape: ModelShape, world: int, folder: Path) -> dict[str, Any]:
+    """Of each rank for itself, and before, of rank 0 for all. One rectangle a key."""
+    names, size = key_names(shape), (shape.hidden, shape.moe_ffn)
+    data = torch.empty(size, device="meta")
+    shards = [ShardedTensor(n, data, data.dtype, size, size, (0, 0), None) for n in names[::world]]
+    start = time.perf_counter()
+    request = ShardWriter(folder / "save", 0, world).request(shards, copy=False)
+    own_s = time.perf_counter() - start
+    plan: SavePlan = request.async_fn_args[2]
+    (item,) = plan.items[:1]
+    plans = [
+        replace(
+            plan, items=[replace(item, index=replace(item.index, fqn=n)) for n in names[r::world]]
+        )
+        for r in range(world)
+    ]
+    sent = [pickle.dumps(each) for each in plans]
+    reports = [json.dumps([as_item(item) for item in each.items]) for each in plans]
+    start = time.perf_counter()
+    everything = [pickle.loads(each) for each in sent]
+    ready, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(everything)
+    check_coverage(metadata)
+    for each in ready:
+        pickle.dumps(each)
+    before_s = time.perf_counter() - start
+    start = time.perf_counter()
+    joined = joined_metadata([json.loads(report) for report in reports])
+    joined_s = time.perf_counter() - start
+    assert joined.state_dict_metadata == metadata.state_dict_metadata
+    return {
+        "keys": len(names),
+        "now": {
+            "every_rank_plans_s": own_s,
+            "rank_0_after_the_writing_s": joined_s,
+            "rank_0_receives": sum(map(len, reports)),
+        },
+        "before": {
+            "all_ranks_wait_for_rank_0_s": before_s,
+            "rank_0_receives_and_sends": 2 * sum(map(len, sent)),
+            "every_rank_receives_reports": max(map(len, reports)) * world,
+        },
+    }
+
+
+def as_item(item: WriteItem) -> list[Any]:
+    """As a rank reports it (`parallel.shard_writer.Item`)."""
+    tensor = item.tensor_data
+    assert tensor is not None
+    where = [item.index.fqn, list(tensor.chunk.offsets), 1 << 20, "__0_0.distcp", 1 << 30, 1 << 20]
+    return [*where, list(tensor.chunk.sizes), list(tensor.size), str(tensor.properties.dtype)]

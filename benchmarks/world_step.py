@@ -1,0 +1,292 @@
+"""A step of 64 and of 256 ranks, seen from one of them: `python -m benchmarks.world_step [CASE ...]`.
+
+The functions that a run calls (of `mrl.tasks`, `mrl.exchange`, packing, a rollout's lines, the plan of
+a checkpoint) on synthetic samples of Qwen3-30B-A3B and of a 671B's shape, for the share of one engine
+leader, one reader and rank 0. The wire is left out: bytes are counted, no other rank runs. `before` is
+what the code of commit e517742 would have done: every rank gets all tokens in parts padded to the
+largest, rank 0 decodes all texts and plans for all. Its bytes are counted from what `encode_groups`
+makes, its seconds are measured on one leader's part and multiplied. So are the seconds of routes,
+measured on SLICE samples. Seconds are of one thread; the tokenizer is the toy one: a letter a token.
+
+Passes where the bytes are those of `parallel.scaling.rollouts` (`mrl check --plan`) within a tenth, and
+what a rank holds of other ranks' samples is at most a tenth of before.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernel_bench.machine import describe
+from benchmarks.scaling import layout, read_model, work
+from benchmarks.shard_plan import plan_checkpoint
+from mrl.completions import completions
+from mrl.exchange import RouteCargo, TokenCargo
+from mrl.parcels import TOKENS, Cargo, Parcel, Want, plan_transfers
+from mrl.rollout.saved import decode_groups, encode_groups
+from mrl.run_folder import RunFolder, rollout_lines
+from mrl.toy_model import build_tokenizer
+from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
+from parallel.dims import ParallelDims
+from parallel.packing import plan
+from parallel.scaling.rollouts import NODE, moe_layers_by_stage, rollout_bytes
+from parallel.scaling.shape import ModelShape
+from parallel.scaling.workload import Workload
+
+RESULT = Path(__file__).parent / "results" / "world_step.json"
+SLICE = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    dims: ParallelDims
+    work: Workload
+
+
+CASES = {
+    "30B on 64 ranks": Case("qwen3_30b_a3b", layout(64, 4, 1, 8), work(256, 8, 4)),
+    "671B on 256 ranks": Case("deepseek_v3", layout(256, 2, 8, 8, last=5), work(512, 16, 32)),
+}
+
+
+def make_groups(case: Case, shape: ModelShape, engine: int) -> list[SampleGroup]:
+    """What one engine rolled out; routes on the meta device."""
+    num_engines = case.dims.world // case.work.engine_tp
+    generator = torch.Generator().manual_seed(engine)
+    return [
+        SampleGroup(
+            Prompt(
+                str(i),
+                torch.arange(case.work.prompt_len),
+                "text" * case.work.prompt_len,
+                {"answer": "7"},
+                "f:1",
+            ),
+            [make_sample(case, shape, i, generator) for _ in range(case.work.samples)],
+            rewards=torch.zeros(case.work.samples),
+        )
+        for i in range(engine, case.work.prompts, num_engines)
+    ]
+
+
+def make_sample(case: Case, shape: ModelShape, group_id: int, generator: torch.Generator) -> Sample:
+    shorter = int(torch.randint(0, 64, (), generator=generator))
+    length, start = case.work.sequence_len - shorter, case.work.prompt_len
+    return Sample(
+        group_id=group_id,
+        token_ids=torch.randint(0, 96, (length,), generator=generator),
+        prompt_len=start,
+        loss_mask=torch.arange(length) >= start,
+        rollout_logprobs=-torch.rand(length, generator=generator),
+        weight_versions=(VersionSpan(3, start, length),),
+        finish_reason="stop",
+        routing=make_trace(shape, length - 1, device="meta"),
+    )
+
+
+def make_trace(shape: ModelShape, num_rows: int, device: str = "cpu") -> RoutingTrace:
+    numbers = tuple(layer + 1 for layer in shape.moe_layers)
+    size = (num_rows, len(numbers), shape.topk)
+    ids = torch.empty(size, dtype=torch.uint8, device=device)
+    if device == "cpu":
+        first = torch.randint(0, shape.num_experts, size[:2]).unsqueeze(2)
+        ids = ((first + 3 * torch.arange(shape.topk)) % shape.num_experts).to(torch.uint8)
+    return RoutingTrace(ids, numbers, shape.num_experts, (VersionSpan(3, 0, num_rows),), 0)
+
+
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    result = function()
+    return result, time.perf_counter() - start
+
+
+def held(function: Callable[[], Any]) -> tuple[Any, int]:
+    """What it returns, and how many bytes of tensors on the CPU are in there."""
+    result = function()
+    return result, sum(
+        t.numel() * t.element_size()
+        for group in result
+        for s in group.samples
+        for t in (s.token_ids, s.loss_mask, s.rollout_logprobs)
+        if not t.is_meta
+    )
+
+
+def share_groups(case: Case, shape: ModelShape) -> tuple[dict[str, Any], list[SampleGroup]]:
+    """Everybody's groups on one rank, now and before; all groups, the first engine's own ones."""
+    num_engines, world = case.dims.world // case.work.engine_tp, case.dims.world
+    own = make_groups(case, shape, 0)
+    blob, encode_s = timed(lambda: encode_groups(own, with_routes=False, with_tokens=False))
+    whole, whole_encode_s = timed(lambda: encode_groups(own, with_routes=False))
+    parts = [blob]
+    for engine in range(1, num_engines):
+        other = make_groups(case, shape, engine)
+        parts.append(encode_groups(other, with_routes=False, with_tokens=False))
+    start = time.perf_counter()
+    everything, num_held = held(lambda: [g for part in parts[1:] for g in decode_groups(part)])
+    decode_s = time.perf_counter() - start
+    (_, one_held), whole_decode_s = timed(lambda: held(lambda: decode_groups(whole)))
+    received = sum(map(len, parts))
+    return {
+        "now": {
+            "leader_sends": len(blob),
+            "rank_receives": received,
+            "buffers": received,
+            "held_of_others": num_held,
+            "encode_s": encode_s,
+            "decode_s": decode_s,
+        },
+        "before": {
+            "leader_sends": len(whole),
+            "rank_receives": len(whole) * num_engines,
+            "buffers": len(whole) * world,  # all_gather_object pads to the largest
+            "held_of_others": one_held * (num_engines - 1),
+            "encode_s": whole_encode_s,
+            "decode_s": whole_decode_s * (num_engines - 1),
+        },
+    }, sorted([*own, *everything], key=lambda group: group.samples[0].group_id)
+
+
+def move(case: Case, shape: ModelShape, groups: list[SampleGroup]) -> dict[str, Any]:
+    """The plan of who trains what, of the transfers of a leader and of a reader, and their bytes."""
+    dims, num_engines = case.dims, case.dims.world // case.work.engine_tp
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = [len(sample.token_ids) for sample in samples]
+    shares, batch_s = timed(lambda: plan(lengths, dims.dp, case.work.micro_batch_tokens))
+    of_dp = [tuple(sorted(i for micro in share for i in micro)) for share in shares]
+    by_stage = [tuple(n + 1 for n in layers) for layers in moe_layers_by_stage(shape, dims)]
+    nodes = [rank // NODE * NODE for rank in range(dims.world)]
+    leaders = [n * case.work.engine_tp for n in range(num_engines)]
+    at = {rank: [] for rank in range(dims.world)}
+    for i, sample in enumerate(samples):
+        at[leaders[sample.group_id % num_engines]].append(i)
+    held_by = [at[rank] for rank in range(dims.world)]
+
+    def wants(layers: Callable[[int], tuple[int, ...]]) -> dict[int, Want]:
+        dp = [rank // (dims.tp * dims.cp) % dims.dp for rank in range(dims.world)]
+        return {rank: Want(of_dp[dp[rank]], layers(rank)) for rank in range(dims.world)}
+
+    stage = dims.world // dims.pp
+    kinds = {
+        "tokens": (TokenCargo(samples), wants(lambda rank: (TOKENS,))),
+        "routes": (
+            RouteCargo({i: s.routing for i, s in enumerate(samples) if s.routing is not None}),
+            wants(lambda rank: by_stage[rank // stage]),
+        ),
+    }
+    found: dict[str, Any] = {"batch_plan_s": batch_s}
+    reader = dims.world - 1 - case.work.engine_tp // 2  # leads nothing
+    for kind, (cargo, wanted) in kinds.items():
+        leader_plan, plan_s = timed(lambda w=wanted: plan_transfers(0, w, held_by, nodes))
+        reader_plan, reader_s = timed(lambda w=wanted: plan_transfers(reader, w, held_by, nodes))
+        arriving = num_bytes(reader_plan.arriving, cargo)
+        found[kind] = {
+            "plan_s": max(plan_s, reader_s),
+            "leader_sends": num_bytes(leader_plan.leaving, cargo),
+            "rank_receives": arriving + num_bytes(reader_plan.reading, cargo),
+            "of_that_in_messages": arriving,
+        }
+    return found
+
+
+def num_bytes(parcels: list[Parcel], cargo: Cargo) -> int:
+    return sum(cargo.num_bytes(i, p.want.layers) for p in parcels for i in p.want.samples)
+
+
+def route_seconds(case: Case, shape: ModelShape) -> dict[str, float]:
+    """Of a leader's packing and a reader's unpacking, from SLICE samples."""
+    layers = max(moe_layers_by_stage(shape, case.dims), key=len)
+    traces = {i: make_trace(shape, case.work.sequence_len - 1) for i in range(SLICE)}
+    cargo, want = RouteCargo(traces), Want(tuple(range(SLICE)), tuple(n + 1 for n in layers))
+    wire, pack_s = timed(lambda: cargo.pack(want).flatten())
+    _, unpack_s = timed(lambda: cargo.unpack(want, wire))
+    num_own = case.work.num_sequences / (case.dims.world // case.work.engine_tp)
+    share = len(shape.moe_layers) / len(layers)
+    return {
+        "pack_s": pack_s * num_own / SLICE * share,
+        "unpack_s": unpack_s * case.work.num_sequences / case.dims.dp / SLICE,
+    }
+
+
+def texts(case: Case, groups: list[SampleGroup], folder: Path) -> dict[str, Any]:
+    """A leader's decoding and lines, and rank 0's writing of all lines."""
+    num_engines, tokenizer = case.dims.world // case.work.engine_tp, build_tokenizer(128)
+    own = [group for group in groups if group.samples[0].is_held]
+    decoded, decode_s = timed(lambda: completions(own, tokenizer))
+    lines, lines_s = timed(
+        lambda: [rollout_lines(3, g, t) for g, t in zip(own, decoded, strict=True)]
+    )
+    run = RunFolder(folder)
+    run.rollouts.mkdir()
+    _, write_s = timed(lambda: run.write_rollouts(3, lines * num_engines))
+    return {
+        "now": {
+            "leader_s": decode_s + lines_s,
+            "rank_0_s": decode_s + lines_s + write_s,
+            "rank_0_receives": sum(map(len, lines)) * (num_engines - 1),
+        },
+        "before": {"leader_s": 0.0, "rank_0_s": (decode_s + lines_s) * num_engines + write_s},
+    }
+
+
+def measure(name: str, folder: Path) -> dict[str, Any]:
+    case = CASES[name]
+    shape = read_model(case.model)
+    shared, groups = share_groups(case, shape)
+    moved = move(case, shape, groups)
+    moved["routes"] |= route_seconds(case, shape)
+    planned = {row.name.split()[0]: row for row in rollout_bytes(shape, case.dims, case.work)}
+    pairs = {
+        "outlines": (shared["now"]["rank_receives"], planned["outlines"].rank),
+        "tokens of a rank": (moved["tokens"]["rank_receives"], planned["tokens"].rank),
+        "tokens of a leader": (moved["tokens"]["leader_sends"], planned["tokens"].leader),
+        "routes of a leader": (moved["routes"]["leader_sends"], planned["routes"].leader),
+    }
+    ratios = {what: round(real / formula, 3) for what, (real, formula) in pairs.items()}
+    less = shared["now"]["held_of_others"] <= 0.1 * shared["before"]["held_of_others"]
+    return {
+        "case": name,
+        "layout": case.dims.describe(),
+        "samples": case.work.num_sequences,
+        "tokens": case.work.num_tokens,
+        "groups": shared,
+        "moved": moved,
+        "texts": texts(case, groups, folder),
+        "checkpoint": plan_checkpoint(shape, case.dims.world, folder),
+        "real_over_planned": ratios,
+        "passed": less and all(abs(ratio - 1) <= 0.1 for ratio in ratios.values()),
+    }
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(CASES)
+    rows = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(rounded(measure(name, Path(folder))))
+        print(json.dumps(rows[-1], indent=1), flush=True)
+    if names == list(CASES):
+        result = {**describe(torch.device("cpu"), ("torch",)), "rows": rows}
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    failed = sum(not row["passed"] for row in rows)
+    print(f"{len(rows) - failed} passed, {failed} failed")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
