@@ -6,7 +6,8 @@ leader, one reader and rank 0. The wire is left out: bytes are counted, no other
 what the code of commit e517742 would have done: every rank gets all tokens in parts padded to the
 largest, rank 0 decodes all texts and plans for all. Its bytes are counted from what `encode_groups`
 makes, its seconds are measured on one leader's part and multiplied. So are the seconds of routes,
-measured on SLICE samples. Seconds are of one thread; the tokenizer is the toy one: a letter a token.
+measured on SLICE samples. Seconds are of one thread's CPU; the tokenizer is the toy one: a letter a
+token.
 
 Passes where the bytes are those of `parallel.scaling.rollouts` (`mrl check --plan`) within a tenth, and
 what a rank holds of other ranks' samples is at most a tenth of before.
@@ -104,9 +105,9 @@ def make_trace(shape: ModelShape, num_rows: int, device: str = "cpu") -> Routing
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    start = time.perf_counter()
+    start = time.process_time()
     result = function()
-    return result, time.perf_counter() - start
+    return result, time.process_time() - start
 
 
 def held(function: Callable[[], Any]) -> tuple[Any, int]:
@@ -131,9 +132,9 @@ def share_groups(case: Case, shape: ModelShape) -> tuple[dict[str, Any], list[Sa
     for engine in range(1, num_engines):
         other = make_groups(case, shape, engine)
         parts.append(encode_groups(other, with_routes=False, with_tokens=False))
-    start = time.perf_counter()
+    start = time.process_time()
     everything, num_held = held(lambda: [g for part in parts[1:] for g in decode_groups(part)])
-    decode_s = time.perf_counter() - start
+    decode_s = time.process_time() - start
     (_, one_held), whole_decode_s = timed(lambda: held(lambda: decode_groups(whole)))
     received = sum(map(len, parts))
     return {

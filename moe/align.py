@@ -57,14 +57,19 @@ def pack_joined(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> Packed
             "weights): " + ", ".join(map(str, sorted(kinds)))
         )
     ((layer_numbers, num_experts, topk, _),) = kinds
-    ids = torch.cat([trace.expert_ids for trace in traces])
-    weights = [trace.expert_weights for trace in traces if trace.expert_weights is not None]
-    gates = torch.cat(weights) if weights else None
     wanted = tuple(layers)
-    if wanted != layer_numbers:
-        places = places_of(layer_numbers, wanted)
-        ids, gates = ids[:, places], None if gates is None else gates[:, places]
+    places = list(places_of(layer_numbers, wanted))
+    ids = torch.cat([_of_layers(trace.expert_ids, places) for trace in traces])
+    weights = [trace.expert_weights for trace in traces if trace.expert_weights is not None]
+    gates = torch.cat([_of_layers(each, places) for each in weights]) if weights else None
     return PackedRoutes(pack_routes(ids, num_experts), wanted, num_experts, topk, gates)
+
+
+def _of_layers(rows: Tensor, places: list[int]) -> Tensor:
+    """[R, len(places), K]; neighbouring layers, as those of a pipeline stage are, as a view."""
+    if places and places == list(range(places[0], places[0] + len(places))):
+        return rows[:, places[0] : places[0] + len(places)]
+    return rows[:, places]
 
 
 def with_native_rows(routes: PackedRoutes, native: Tensor) -> PackedRoutes:

@@ -10,6 +10,7 @@ import pytest
 
 from mrl.config import ParallelConfig, Recipe, load_recipe
 from mrl.errors import RunFailed
+from mrl.rollout.saved import is_held
 from mrl.scoring import Scoring
 from mrl.tasks import share_scored
 from parallel.dims import ParallelDims
@@ -33,7 +34,9 @@ def shared(recipe: Recipe, num_failed: int) -> tuple[int, str]:
     result = (own, num_failed if own else 0)
     task: Any = SimpleNamespace(scoring=SimpleNamespace(finish=lambda: result))
     try:
-        return len(share_scored(task, recipe, groups)), ""
+        (one,) = share_scored(task, recipe, groups)
+        assert is_held(one) == (groups.rank == 0)  # the others get its outline
+        return 1, ""
     except RunFailed as error:
         return 0, str(error)
 
