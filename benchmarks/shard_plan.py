@@ -32,7 +32,8 @@ def key_names(shape: ModelShape) -> list[str]:
 
 
 def plan_checkpoint(shape: ModelShape, world: int, folder: Path) -> dict[str, Any]:
-    """Of each rank for itself, and before, of rank 0 for all. One rectangle a key."""
+    """Of each rank for itself, and before, of rank 0 for all. One rectangle a key. What rank 0 unpickled
+    of the others' plans is left out of before."""
     names, size = key_names(shape), (shape.hidden, shape.moe_ffn)
     data = torch.empty(size, device="meta")
     shards = [ShardedTensor(n, data, data.dtype, size, size, (0, 0), None) for n in names[::world]]
@@ -50,8 +51,7 @@ def plan_checkpoint(shape: ModelShape, world: int, folder: Path) -> dict[str, An
     sent = [pickle.dumps(each) for each in plans]
     reports = [json.dumps([as_item(item) for item in each.items]) for each in plans]
     start = time.process_time()
-    everything = [pickle.loads(each) for each in sent]
-    ready, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(everything)
+    ready, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
     check_coverage(metadata)
     for each in ready:
         pickle.dumps(each)
