@@ -32,8 +32,8 @@ def key_names(shape: ModelShape) -> list[str]:
 
 
 def plan_checkpoint(shape: ModelShape, world: int, folder: Path) -> dict[str, Any]:
-    """Of each rank for itself, and before, of rank 0 for all. One rectangle a key. What rank 0 unpickled
-    of the others' plans is left out of before."""
+    """Of each rank for itself, and before, of rank 0 for all. One rectangle a key. What rank 0 had to
+    unpickle of the others' plans is left out of before."""
     names, size = key_names(shape), (shape.hidden, shape.moe_ffn)
     data = torch.empty(size, device="meta")
     shards = [ShardedTensor(n, data, data.dtype, size, size, (0, 0), None) for n in names[::world]]
