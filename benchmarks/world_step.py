@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_bench.machine import describe
-from benchmarks.scaling import layout, read_model, work
+from benchmarks.scaling import read_model
 from benchmarks.shard_plan import plan_checkpoint
 from mrl.completions import completions
 from mrl.exchange import RouteCargo, TokenCargo
@@ -51,6 +51,22 @@ class Case:
     model: str
     dims: ParallelDims
     work: Workload
+
+
+def layout(world: int, tp: int, pp: int, ep: int, last: int | None = None) -> ParallelDims:
+    return ParallelDims(world=world, tp=tp, pp=pp, vpp=1, cp=1, ep=ep, etp=1, last_layers=last)
+
+
+def work(prompts: int, samples: int, engine_tp: int) -> Workload:
+    """Two whole sequences a micro-batch, R3."""
+    return Workload(
+        prompts=prompts,
+        samples=samples,
+        prompt_len=512,
+        response_len=4096,
+        micro_batch_tokens=9216,
+        engine_tp=engine_tp,
+    )
 
 
 CASES = {

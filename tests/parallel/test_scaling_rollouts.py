@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from benchmarks.scaling import layout, read_model
-from benchmarks.world_step import Case, move, share_groups
+from benchmarks.scaling import read_model
+from benchmarks.world_step import Case, layout, move, share_groups
 from parallel.dims import ParallelDims
 from parallel.scaling.report import rollout_table
 from parallel.scaling.rollouts import rollout_bytes
