@@ -65,7 +65,7 @@ def measure(form: str, num_parameters: int, num_elements: int, device: str) -> d
     parameters = [
         torch.nn.Parameter(torch.randn(num_elements, device=device)) for _ in range(num_parameters)
     ]
-    adam = torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.01, **FORMS[form])
+    adam = torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.01, **FORMS[form])  # pyright: ignore[reportArgumentType]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     adam.step()  # makes the moments
