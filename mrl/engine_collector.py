@@ -8,7 +8,6 @@ all send the weights once more, and the rest is generated with the same seeds.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,12 +22,12 @@ from mrl.canary import canary_sequences, check_canaries, default_tolerance
 from mrl.collect import Clock, SyncCount
 from mrl.data import PromptCursor
 from mrl.dynamic_sampling import SignalRounds
+from mrl.engine_nodes import make_engine
 from mrl.errors import RunFailed
 from mrl.evaluation import Evaluation, Evaluator
 from mrl.exchange import RolloutExchange
 from mrl.memory_watch import MemoryWatch
 from mrl.preflight import Plan
-from mrl.rollout import load_engine
 from mrl.rollout.backlog import Backlog, Started, StepPlan
 from mrl.rollout.base import (
     CUDA_GRAPH,
@@ -36,7 +35,6 @@ from mrl.rollout.base import (
     WEIGHTS,
     EngineLost,
     RolloutEngine,
-    engine_seed,
 )
 from mrl.rollout.engine_group import EngineGroup, GatheredBuckets
 from mrl.run_folder import RunFolder
@@ -61,7 +59,6 @@ class EngineCollector:
         tp = recipe.rollout.tensor_parallel_size
         self.engine_number = groups.rank // tp
         self._engine_group = EngineGroup.create(groups.rank, dist.get_world_size(), tp)
-        self.engine: RolloutEngine | None = None
         self.scoring: Scoring | None = None
         self._lost: EngineLost | None = None
         self._canaries = canary_sequences(plan.prompts, recipe.rollout.canary_prompts)
@@ -75,16 +72,9 @@ class EngineCollector:
         self.backlog = Backlog(recipe.rollout)
         self.exchange = RolloutExchange(groups)
         """Of groups that wait for another step, which another engine may go on with."""
-        if groups.rank % tp == 0:
-            self.engine = load_engine(recipe.rollout.engine)(
-                model=recipe.model,
-                config=recipe.rollout,
-                log_path=folder.logs / f"engine_{self.engine_number:02d}.log",
-                return_routes=recipe.captures_routes,
-                gpu_ids=_gpu_ids(groups, tp),
-                # A resumed run goes on with other random numbers than those it began with.
-                seed=engine_seed(recipe.seed, self.engine_number, plan.resume_step or 0),
-            )
+        self._nodes = make_engine(plan, groups, folder, self._engine_group.exchange)
+        self.engine = self._nodes.engine
+        if self.engine is not None:
             self.scoring = Scoring(recipe, plan.tokenizer)
         self.evaluator = Evaluator(
             plan, groups, folder, self.engine_number if self.engine else None
@@ -95,8 +85,8 @@ class EngineCollector:
         policy.offload_optimizer()
         policy.offload_parameters()
         dist.barrier()
+        self._nodes.start()
         if self.engine is not None:
-            self.engine.start()
             self.engine.sleep()
         dist.barrier()
         policy.onload()
@@ -251,14 +241,14 @@ class EngineCollector:
             if left and self._lost is None:
                 self._generate(left, clock)
             with clock.part("rollout"):  # the wait for the slowest engine is part of it
-                num_lost = sum_over_ranks(self._lost is not None)
+                num_lost = self._count_lost()
             if not num_lost:
                 break
             start = time.perf_counter()
             while num_lost:  # the next one may be lost while it starts
                 count.restarts += num_lost
                 self._replace_lost(count.restarts)
-                num_lost = sum_over_ranks(self._lost is not None)
+                num_lost = self._count_lost()
             count.recovery_s += time.perf_counter() - start
             if not sum_over_ranks(any(not task.is_over for task in tasks)):
                 break
@@ -282,6 +272,11 @@ class EngineCollector:
         except EngineLost as error:
             self._lost = error
 
+    def _count_lost(self) -> int:
+        """Engines that were lost, over all ranks; every rank of a lost one knows that it was."""
+        self._lost = self._nodes.share_loss(self._lost)
+        return sum_over_ranks(self._lost is not None and self.engine is not None)
+
     def _replace_lost(self, num_restarts: int) -> None:
         """Start another engine where one was lost, the last of `num_restarts` over all ranks.
 
@@ -293,14 +288,16 @@ class EngineCollector:
                 f"{num_restarts} rollout engines were lost in one step, more than "
                 f"rollout.max_restarts={limit}; {self._lost or 'see the messages of other ranks'}"
             )
-        if self._lost is None or self.engine is None:
+        if self._lost is None:
             return
-        console.warning(f"{self._lost}")
-        console.warning(f"rollout engine {self.engine_number}: starting another one")
+        if self.engine is not None:
+            console.warning(f"{self._lost}")
+            console.warning(f"rollout engine {self.engine_number}: starting another one")
         self._lost = None
         try:
-            self.engine.start()
-            self.engine.sleep()
+            self._nodes.start()
+            if self.engine is not None:
+                self.engine.sleep()
         except RuntimeError as error:
             self._lost = error if isinstance(error, EngineLost) else EngineLost(str(error))
 
@@ -316,8 +313,7 @@ class EngineCollector:
 
     def close(self) -> None:
         try:
-            if self.engine is not None:
-                self.engine.stop()
+            self._nodes.stop()
         finally:
             if self.scoring is not None:
                 self.scoring.close()
@@ -327,14 +323,3 @@ class EngineCollector:
 def as_statistics(numbers: Mapping[str, float]) -> Statistics:
     """Numbers that are the same on every rank."""
     return {key: Max(torch.tensor(value, dtype=torch.float64)) for key, value in numbers.items()}
-
-
-def _gpu_ids(groups: Groups, tp: int) -> list[str]:
-    """The GPUs of this engine group on its node, none on a CPU machine."""
-    if groups.device.type != "cuda":
-        return []
-    assert groups.device.index is not None
-    numbers = range(groups.device.index, groups.device.index + tp)
-    # Ours count within what this process may see; the engine's process starts from the machine's.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [visible.split(",")[n] for n in numbers] if visible else [str(n) for n in numbers]

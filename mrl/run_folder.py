@@ -37,6 +37,8 @@ MAY_CHANGE = (
     "guards",
     "parallel",
     "rollout.tensor_parallel_size",
+    "rollout.expert_parallel_size",
+    "rollout.data_parallel_attention_size",
     "optimizer.use_distributed_optimizer",
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",

@@ -18,7 +18,15 @@ class RolloutConfig(Branch):
     """What the engine holds and computes in; `auto`: as the trainer (`model.dtype`). Weights are cast
     on the way to it, before they are digested."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that one engine spans."""
+    """Ranks that one engine spans; more than a node has, and it spans whole nodes. May be above the
+    number of key/value heads, which SGLang then replicates."""
+    expert_parallel_size: int = Field(default=1, ge=1)
+    """Groups of the engine's ranks that share out whole experts; an expert's columns are split over
+    tensor_parallel_size / expert_parallel_size ranks. SGLang's `ep_size`."""
+    data_parallel_attention_size: int = Field(default=1, ge=1)
+    """Replicas of the attention among the engine's ranks, each with requests and a KV cache of its own
+    (DP attention: SGLang's `dp_size` with `enable_dp_attention`). For models with few key/value heads,
+    or with latent attention, whose cache would be replicated by tensor parallelism."""
     prompts_per_step: int = Field(default=16, ge=1)
     samples_per_prompt: int = Field(default=8, ge=1)
     max_response_len: int = Field(ge=1)

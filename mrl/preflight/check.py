@@ -26,6 +26,7 @@ from mrl.preflight.algorithm import (
     read_reference,
 )
 from mrl.preflight.allocator import check_allocator
+from mrl.preflight.engine_layout import check_engine_sizes, engine_layout
 from mrl.preflight.long_tails import check_importance, check_started, check_unfinished
 from mrl.preflight.megatron import check_megatron
 from mrl.preflight.moe import check_moe
@@ -33,7 +34,7 @@ from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.plan import Plan
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
-from mrl.rollout import load_engine
+from mrl.rollout import load_engine, node_class
 from mrl.rollout.sglang_server.arguments import check_server_args
 from mrl.run_folder import RunFolder, check_saved_steps
 from mrl.types import Prompt
@@ -169,19 +170,10 @@ def load_tokenizer(model: HfModel) -> Any:
 
 def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
     rollout = recipe.rollout
-    tp = rollout.tensor_parallel_size
     prompts, minis = rollout.prompts_per_step, recipe.train.num_steps_per_rollout
-    heads = model.sizes.num_query_groups
-    if dims.world % tp and not recipe.debug.load_rollouts:
-        raise InputError(
-            f"rollout.tensor_parallel_size: {dims.world} rank(s) are not divisible by {tp} "
-            f"({dims.world} = {dims.world // tp} x {tp} + {dims.world % tp})"
-        )
-    if heads % tp:
-        raise InputError(
-            f"rollout.tensor_parallel_size: {heads} key/value heads are not divisible by {tp} "
-            f"({heads} = {heads // tp} x {tp} + {heads % tp})"
-        )
+    if not recipe.debug.load_rollouts and engine_layout(rollout, dims.world).num_nodes > 1:
+        node_class(load_engine(rollout.engine), rollout.engine)
+    check_engine_sizes(rollout, model.sizes)
     if prompts % minis:
         raise InputError(
             f"rollout.prompts_per_step {prompts} is not divisible by train.num_steps_per_rollout "
@@ -194,12 +186,6 @@ def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
         )
     if rollout.weight_sync == "tensor" and torch.cuda.is_available():
         check_allocator(os.environ)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dims.world)))
-    if local % tp and not recipe.debug.load_rollouts:
-        raise InputError(
-            f"rollout.tensor_parallel_size: an engine stays on one node, and {local} ranks of a node "
-            f"are not divisible by {tp} ({local} = {local // tp} x {tp} + {local % tp})"
-        )
     if rollout.min_response_len not in (0, rollout.max_response_len):
         raise InputError(
             f"rollout.min_response_len {rollout.min_response_len}: expected 0 or max_response_len "

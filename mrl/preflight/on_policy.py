@@ -29,6 +29,7 @@ def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
         ("rollout.engine", recipe.rollout.engine, "sglang"),
         # A sum over ranks adds in another order than the engine's.
         ("rollout.tensor_parallel_size", recipe.rollout.tensor_parallel_size, 1),
+        ("rollout.expert_parallel_size", recipe.rollout.expert_parallel_size, 1),
         ("parallel.tensor_model_parallel_size", dims.tp, 1),
         ("parallel.expert_tensor_parallel_size", dims.etp, 1),
         ("parallel.context_parallel_size", dims.cp, 1),

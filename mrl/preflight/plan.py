@@ -10,6 +10,7 @@ from mrl.algorithms.base import Algorithm
 from mrl.config import Recipe
 from mrl.data import Demonstration
 from mrl.eval_sets import EvalSet
+from mrl.preflight.engine_layout import EngineLayout, engine_layout
 from mrl.types import Prompt
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
@@ -41,6 +42,10 @@ class Plan:
     def num_engines(self) -> int:
         return self.dims.world // self.recipe.rollout.tensor_parallel_size
 
+    @property
+    def engines(self) -> EngineLayout:
+        return engine_layout(self.recipe.rollout, self.dims.world)
+
     def rows(self) -> list[tuple[str, str]]:
         """What is about to happen, for the terminal."""
         recipe, model, rollout = self.recipe, self.model, self.recipe.rollout
@@ -56,8 +61,7 @@ class Plan:
             ("trainer", f"megatron-core {_version('megatron-core')}, {implementation} layers "
              f"({why}), {choose_dtype(recipe.model.dtype)}".replace("torch.", "")),
             ("rollout", f"saved: {source}" if source else
-             f"{rollout.engine} {_version(rollout.engine)}, {self.num_engines} engine(s) of tensor "
-             f"parallel size {rollout.tensor_parallel_size}, "
+             f"{rollout.engine} {_version(rollout.engine)}, {_engines(self)}, "
              f"{choose_dtype(rollout.engine_dtype(recipe.model))}".replace("torch.", "")),
             ("algorithm", f"{recipe.algorithm.name}, routing replay {recipe.moe.routing_replay}"),
             *([("critic", f"{self.critic.path}: {self.critic.describe()}")] if self.critic else []),
@@ -68,6 +72,14 @@ class Plan:
             ("steps", f"{recipe.train.num_steps}{resumed}"),
             ("run folder", recipe.output_dir),
         ]  # fmt: skip
+
+
+def _engines(plan: Plan) -> str:
+    rollout = plan.recipe.rollout
+    parts = [("expert parallel", rollout.expert_parallel_size)]
+    parts.append(("DP attention", rollout.data_parallel_attention_size))
+    sizes = "".join(f", {name} {size}" for name, size in parts if size > 1)
+    return f"{plan.engines.describe()}{sizes}"
 
 
 def _task(recipe: Recipe) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mrl.errors import InputError
-from mrl.rollout.base import RolloutEngine
+from mrl.rollout.base import RolloutEngine, RolloutNode
 
 NOT_ENGINES = {"__init__", "backlog", "base", "saved", "scheduling", "session"}
 
@@ -56,3 +56,14 @@ def _exists(module_name: str) -> bool:
         return importlib.util.find_spec(module_name) is not None
     except ModuleNotFoundError:
         return False
+
+
+def node_class(engine: Callable[..., RolloutEngine], name: str) -> Callable[..., RolloutNode]:
+    """What runs on the further nodes of an engine. Raises InputError for one that stays on a node."""
+    found = getattr(engine, "Node", None)
+    if found is None:
+        raise InputError(
+            f"rollout.engine {name}: it has no `Node`, so it cannot span nodes; lower "
+            "rollout.tensor_parallel_size to the ranks of a node"
+        )
+    return found

@@ -18,7 +18,7 @@ Dimensions: P tokens of a request, C tokens of its completion.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -120,8 +120,12 @@ class RolloutEngine(Protocol):
     two completions of generate(); nothing else may.
     """
 
-    def start(self) -> None:
+    def start(self, address: str = "", meanwhile: Callable[[], None] | None = None) -> None:
         """Load the checkpoint and get ready to generate; `weight_version` is the first version.
+
+        The arguments are given to engines that span nodes only: `address` (host:port, the host is this
+        machine) is where their processes meet, and `meanwhile` is called again and again until the
+        engine is ready; it raises RuntimeError where another node has failed.
 
         Raises InputError for what the user can mend in the recipe, RuntimeError with the log's last
         lines and its path where the engine dies or is not ready in time, and where it runs already.
@@ -205,6 +209,30 @@ class RolloutEngine(Protocol):
 
     def resume(self) -> None:
         """Go on with what pause() stopped."""
+        ...
+
+    def stop(self) -> None:
+        """Leave no process behind. Harmless when repeated or never started."""
+        ...
+
+
+class RolloutNode(Protocol):
+    """An engine's process on a node that does not lead it: the attribute `Node` of the engine's class.
+
+    Engines without one stay on a node. The constructor's keywords are those of
+    `mrl.rollout.sglang_server.node.EngineNode`.
+    """
+
+    def start(self, address: str) -> None:
+        """Start the process, after clearing away a former one, and do not wait for it."""
+        ...
+
+    def note_ready(self) -> None:
+        """Told when the engine has started on all nodes."""
+        ...
+
+    def failure(self) -> str:
+        """Why it has ended, and where its log is; empty while it runs."""
         ...
 
     def stop(self) -> None:

@@ -8,14 +8,13 @@ routes, hand it out.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.errors import InputError
 from mrl.rollout.base import (
     CUDA_GRAPH,
     KV_CACHE,
@@ -26,21 +25,18 @@ from mrl.rollout.base import (
     PauseMode,
     Request,
     SyncReport,
-    engine_seed,
 )
 from mrl.rollout.sglang_server.decode import (
     Expected,
     decode_completion,
-    refuse_unfaithful,
-    refuse_weights,
-    route_shape,
 )
 from mrl.rollout.sglang_server.flight import Flight
+from mrl.rollout.sglang_server.launch import read_launch
 from mrl.rollout.sglang_server.manifest import Manifest
+from mrl.rollout.sglang_server.node import EngineNode
 from mrl.rollout.sglang_server.requests import check_requests, score
 from mrl.rollout.sglang_server.route_memory import RouteReader
 from mrl.rollout.sglang_server.server import Server
-from mrl.rollout.sglang_server.settings import server_environment, server_settings
 from mrl.rollout.sglang_server.warm_up import warm_up
 from mrl.rollout.sglang_server.weight_sync import WeightSync
 from mrl.types import WeightBucket
@@ -55,6 +51,9 @@ class Engine:
     on a laptop fails where one on GPUs would, but free nothing.
     """
 
+    Node = EngineNode
+    """Its process on each further node that it spans."""
+
     def __init__(
         self,
         *,
@@ -66,60 +65,39 @@ class Engine:
         seed: int = 0,
         first_version: int = 0,
         keep_weights_on_host: bool = False,
+        num_nodes: int = 1,
     ) -> None:
         """Nothing is started yet.
 
-        `gpu_ids` are what CUDA_VISIBLE_DEVICES of the server will be, one for each of
-        `config.tensor_parallel_size` ranks; empty runs on CPUs. SGLang's own seed follows from
-        `seed`, with another one at each start(); it counts where sampling does not follow the seeds
-        of the requests, on GPUs without deterministic inference. `first_version` is the version of
-        the checkpoint's weights.
-        `keep_weights_on_host` allows sleep(1) on GPUs, for a copy of the weights in host memory.
+        `gpu_ids` are what CUDA_VISIBLE_DEVICES of the server will be, one for each of the ranks on
+        this node, `config.tensor_parallel_size` over `num_nodes`; empty runs on CPUs. `first_version`
+        is the version of the checkpoint's weights. SGLang's own seed follows from `seed`, with another
+        one at each start(); it counts where sampling does not follow the seeds of the requests, on
+        GPUs without deterministic inference. `keep_weights_on_host` allows sleep(1) on GPUs, for a
+        copy of the weights in host memory.
         Raises InputError for an unreadable model folder, a dense model with `return_routes`, or one
         that SGLang would run wrongly.
         """
-        # Slow to import, and no other module of this room needs it.
-        from transformers import AutoConfig
-
-        if gpu_ids and len(gpu_ids) != config.tensor_parallel_size:
-            raise InputError(
-                f"rollout.tensor_parallel_size={config.tensor_parallel_size}, and the engine was "
-                f"given {len(gpu_ids)} GPUs ({list(gpu_ids)}); expected one a rank"
-            )
-        if not (Path(model.path) / "config.json").is_file():
-            raise InputError(f"model.path {model.path}: no config.json there; give a folder of one")
-        hf_config = AutoConfig.from_pretrained(model.path)
-        refuse_unfaithful(hf_config, on_gpu=bool(gpu_ids), return_routes=return_routes)
-        self._manifest = Manifest(Path(model.path), hf_config)
+        self._launch = read_launch(
+            model,
+            config,
+            gpu_ids=gpu_ids,
+            return_routes=return_routes,
+            seed=seed,
+            first_version=first_version,
+            keep_weights_on_host=keep_weights_on_host,
+            num_nodes=num_nodes,
+        )
+        self._num_starts = 0
+        self._manifest = Manifest(Path(model.path), self._launch.hf_config)
         self._config = config
-        weights = config.return_routing_weights
-        if weights:
-            refuse_weights(on_gpu=bool(gpu_ids), return_routes=return_routes)
-        self._shape = route_shape(hf_config, with_weights=weights) if return_routes else None
-        self._context_len: int = config.context_len or hf_config.max_position_embeddings
+        self._shape = self._launch.shape
+        self._context_len = self._launch.context_len
         self._first_version = first_version
-        self._seed, self._num_starts = seed, 0
         self._can_keep_weights = keep_weights_on_host or not gpu_ids
         self._routes = RouteReader()
-        self._server = Server(
-            server_settings(
-                model,
-                config,
-                on_gpu=bool(gpu_ids),
-                context_len=self._context_len,
-                return_routes=return_routes,
-                first_version=first_version,
-                keep_weights_on_host=keep_weights_on_host,
-            ),
-            server_environment(
-                gpu_ids,
-                config.tensor_parallel_size,
-                true_on_policy=config.true_on_policy,
-                return_routing_weights=config.return_routing_weights,
-            )
-            | self._routes.environment,
-            Path(log_path),
-        )
+        environment = self._launch.environment | self._routes.environment
+        self._server = Server(self._launch.settings, environment, Path(log_path))
         self._weights_folder = Path(log_path).with_suffix(".weights")
         """Of this engine alone, in the run's folder: /tmp may be small."""
         self._awake: set[str] = set()
@@ -152,16 +130,14 @@ class Engine:
         version = "no weights" if self._version is None else f"weight version {self._version}"
         return f"{state}, {version}"
 
-    def start(self) -> None:
+    def start(self, address: str = "", meanwhile: Callable[[], None] | None = None) -> None:
         if self._server.client is not None:
             raise RuntimeError(f"engine: start() while it runs; it is {self.state}")
         if self._sync is not None:
             self._sync.close()  # of a server that was lost
-        # A server in place of a lost one must not repeat its random numbers.
-        self._server.start(
-            self._config.start_timeout_s, random_seed=engine_seed(self._seed, self._num_starts)
-        )
+        settings = self._launch.start_settings(self._num_starts, address)
         self._num_starts += 1
+        self._server.start(self._config.start_timeout_s, settings, meanwhile)
         self._awake = set(MEMORY_TAGS)
         self._version = self._first_version
         self._paused = False
@@ -183,7 +159,7 @@ class Engine:
         self._in_cache = [self._first_version]
         warm_up(
             self._server,
-            num_replicas=1,
+            num_replicas=self._config.data_parallel_attention_size,
             context_len=self._context_len,
             return_routes=self._shape is not None,
             timeout_s=self._config.start_timeout_s,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
 from mrl.config import ModelConfig, RolloutConfig
+from mrl.engine_nodes import free_address
 from mrl.rollout import load_engine
 from mrl.rollout.base import Request, RolloutEngine, SamplingParams
 from mrl.rollout.scheduling import Round, start_groups
@@ -64,15 +65,65 @@ def make_engine(folder: Path, log_path: Path, **config: object) -> Engine:
         "start_timeout_s": 240.0,
         "max_total_tokens": 4096,  # little, so that the engine has to take requests back
         "tensor_parallel_size": int(os.environ.get("MRL_CONFORMANCE_TP", "1")),
+        "expert_parallel_size": int(os.environ.get("MRL_CONFORMANCE_EP", "1")),
+        "data_parallel_attention_size": int(os.environ.get("MRL_CONFORMANCE_DP", "1")),
         **config,
     }
-    engine = load_engine(os.environ.get("MRL_CONFORMANCE_ENGINE", "sglang"))(
-        model=ModelConfig(path=str(folder), dtype="float32"),
-        config=RolloutConfig.model_validate(settings),
-        log_path=log_path,
-        gpu_ids=GPUS[: int(settings["tensor_parallel_size"])],
-    )
+    engine_class = load_engine(os.environ.get("MRL_CONFORMANCE_ENGINE", "sglang"))
+    keywords: dict[str, Any] = {
+        "model": ModelConfig(path=str(folder), dtype="float32"),
+        "config": RolloutConfig.model_validate(settings),
+    }
+    num_nodes = int(os.environ.get("MRL_CONFORMANCE_NODES", "1"))
+    if num_nodes > 1:
+        return cast(Engine, OnNodes(engine_class, log_path, num_nodes, keywords))
+    gpu_ids = GPUS[: int(settings["tensor_parallel_size"])]
+    engine = engine_class(log_path=log_path, gpu_ids=gpu_ids, **keywords)
     return cast(Engine, engine)  # tests of SGLang alone look inside
+
+
+class OnNodes:
+    """An engine over several "nodes", which are processes of this machine that meet on loopback.
+
+    What mrl.engine_nodes does between ranks of a run is done here in one process.
+    """
+
+    def __init__(
+        self, engine_class: Callable[..., Any], log_path: Path, num_nodes: int, keywords: dict
+    ) -> None:
+        keywords = {**keywords, "num_nodes": num_nodes}
+        self._engine = engine_class(log_path=log_path, **keywords)
+        self.nodes = [
+            engine_class.Node(log_path=log_path.with_suffix(f".{n}"), node_rank=n, **keywords)
+            for n in range(1, num_nodes)
+        ]
+
+    def start(self) -> None:
+        if self._engine.process_id is not None:
+            self._engine.start()  # refuses, and the nodes go on
+        address = free_address()
+        for node in self.nodes:
+            node.start(address)
+        try:
+            self._engine.start(address, self._watch)
+        except BaseException:
+            self.stop()
+            raise
+        for node in self.nodes:
+            node.note_ready()
+
+    def _watch(self) -> None:
+        failed = [failure for node in self.nodes if (failure := node.failure())]
+        if failed:
+            raise RuntimeError(failed[0])
+
+    def stop(self) -> None:
+        self._engine.stop()
+        for node in self.nodes:
+            node.stop()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 def named_weights(model: Qwen3MoeForCausalLM, folder: Path) -> list[tuple[str, torch.Tensor]]:

@@ -34,6 +34,12 @@ def register():
         HookType.AFTER,
     )
     HookRegistry.register(
+        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
+        without_other_ranks_experts,
+        HookType.AROUND,
+    )
+    give_padding_value()
+    HookRegistry.register(
         "sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER
     )
 
@@ -42,6 +48,32 @@ def fork_children(result, server_args):
     """Start processes by fork from here on: nothing has started a thread that they would need."""
     gc.freeze()  # what is imported stays shared with them
     multiprocessing.set_start_method("fork", force=True)
+
+
+def give_padding_value():
+    """Under DP attention a batch is padded with requests of this length; the backend has no say."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    if not hasattr(TorchNativeAttnBackend, "get_cpu_graph_seq_len_fill_value"):
+        TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
+def without_other_ranks_experts(original, layer, x, topk_output, moe_runner_config):
+    """Under expert parallelism id -1 is an expert of another rank, which SGLang's loop cannot count.
+
+    Such a place gets an expert of this rank that the token has not chosen, with weight 0.
+    """
+    weights, ids, logits = topk_output
+    elsewhere = ids < 0
+    if elsewhere.any():
+        num_experts = layer.w13_weight.shape[0]
+        used = torch.zeros(len(ids), num_experts, dtype=torch.int64)
+        used.scatter_add_(1, ids.clamp(min=0).to(torch.int64), (~elsewhere).to(torch.int64))
+        spare = used.argsort(dim=1, stable=True)  # those not chosen come first
+        number = (elsewhere.cumsum(1) - 1).clamp(min=0)
+        ids = torch.where(elsewhere, spare.gather(1, number).to(ids.dtype), ids)
+        topk_output = type(topk_output)(weights.masked_fill(elsewhere, 0), ids, logits)
+    return original(layer, x, topk_output, moe_runner_config)
 
 
 def allocate_unpinned(

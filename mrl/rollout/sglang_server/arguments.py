@@ -22,6 +22,9 @@ OWNED = {
     "tokenizer_path": "model.path",
     "dtype": "rollout.dtype",
     "tp_size": "rollout.tensor_parallel_size",
+    "ep_size": "rollout.expert_parallel_size",
+    "dp_size": "rollout.data_parallel_attention_size",
+    "enable_dp_attention": "rollout.data_parallel_attention_size",
     "context_length": "rollout.context_len",
     "max_total_tokens": "rollout.max_total_tokens",
     "max_running_requests": "rollout.max_running_requests",
@@ -37,9 +40,13 @@ FIXED = {
         "skip_tokenizer_init", "tokenizer_worker_num", "skip_server_warmup",
     ),
     "it would print the key": ("log_level", "log_level_http"),
-    "an engine is one tensor-parallel group on one node": (
-        "dp_size", "pp_size", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step",
-        "device", "disaggregation_mode", "enable_dp_attention",
+    "nodes and devices follow from rollout.tensor_parallel_size and the ranks of a node": (
+        "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step", "device",
+    ),
+    "every rank of an engine holds a share of every layer": ("pp_size", "disaggregation_mode"),
+    "digests and routes name experts by their own numbers, and each is in one place": (
+        "enable_eplb", "ep_num_redundant_experts", "init_expert_location", "elastic_ep_backend",
+        "enable_elastic_expert_backup", "moe_dp_size", "attn_cp_size", "dcp_size", "moe_dense_tp_size",
     ),
     "weights come from the trainer, with a version, and leave the GPU between rollouts": (
         "weight_version", "enable_memory_saver", "enable_weights_cpu_backup", "weight_cache_mode",

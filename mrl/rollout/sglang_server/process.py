@@ -160,11 +160,19 @@ class ServerProcess:
         paths.append(environment.get("PYTHONPATH", ""))
         environment.update(self.environment)
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        # A file instead of SGLang's TCP store, which would listen on every interface.
-        environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{self._scratch}/store"
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        address = self.server_args.get("dist_init_addr")
+        if address is None:
+            # A file instead of SGLang's TCP store, which would listen on every interface.
+            store = f"file://{self._scratch}/store"
+            environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = store
+        if address is None or is_loopback(address.rpartition(":")[0]):
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment["TMPDIR"] = self._scratch or ""  # Its sockets go with the folder.
         return environment
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "[::1]"
 
 
 def _free_port() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,25 +40,33 @@ class Server:
         self.loss: EngineLost | None = None
         """Why there is no server now, where it was not stopped."""
 
-    def start(self, timeout_s: float, **settings: Any) -> None:
+    def start(
+        self,
+        timeout_s: float,
+        settings: Mapping[str, Any],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Block until the server answers; another port where the chosen one was just taken.
 
-        `settings` are fields of ServerArgs that are new at each start.
-        Raises RuntimeError where it dies or is not ready in time; nothing is left running then.
+        `settings` are fields of ServerArgs that are new at each start. `meanwhile` is called again and
+        again while the server starts, and may raise RuntimeError to give up. Raises RuntimeError where
+        the server dies or is not ready in time; nothing is left running then.
         """
         self.loss = None
         self.process.server_args |= settings
-        for attempt in range(1, PORT_ATTEMPTS + 1):
+        # Other nodes know where to meet this server's ranks: whoever started them starts all anew.
+        attempts = 1 if "dist_init_addr" in settings else PORT_ATTEMPTS
+        for attempt in range(1, attempts + 1):
             self.process.start()
             try:
-                self.client = self._wait_until_ready(timeout_s)
+                self.client = self._wait_until_ready(timeout_s, meanwhile)
                 self.process.note_shared_memory()
                 self.process.note_parts()
                 return
             except RuntimeError:
                 clash = PORT_IN_USE in self.process.log_text().lower()
                 self.process.stop()
-                if not clash or attempt == PORT_ATTEMPTS:
+                if not clash or attempt == attempts:
                     raise
             except BaseException:
                 self.process.stop()
@@ -139,7 +147,9 @@ class Server:
         status, _ = self._running_client().get(path, timeout_s=CONTROL_TIMEOUT_S)
         return status != 404
 
-    def _wait_until_ready(self, timeout_s: float) -> HttpClient:
+    def _wait_until_ready(
+        self, timeout_s: float, meanwhile: Callable[[], None] | None
+    ) -> HttpClient:
         deadline = time.monotonic() + timeout_s
         client = HttpClient(self.process.port, self._api_key)
         while not _answers(client, "/model_info"):
@@ -154,6 +164,8 @@ class Server:
                     f"engine: the SGLang server is not ready after rollout.start_timeout_s="
                     f"{timeout_s:g} s; {self.process.log_tail()}"
                 )
+            if meanwhile is not None:
+                meanwhile()
             time.sleep(READY_POLL_S)
         for line in self.process.log_text().splitlines():
             if any(text in line for text in PLUGIN_FAILURES):

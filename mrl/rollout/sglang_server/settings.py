@@ -47,6 +47,11 @@ def server_settings(
         # At `info` SGLang prints all of its arguments, and the API key is one.
         "log_level": "warning",
     }
+    if config.expert_parallel_size > 1:
+        settings["ep_size"] = config.expert_parallel_size
+    if config.data_parallel_attention_size > 1:
+        settings["dp_size"] = config.data_parallel_attention_size
+        settings["enable_dp_attention"] = True
     if config.max_total_tokens is not None:
         settings["max_total_tokens"] = config.max_total_tokens
     if config.max_running_requests is not None:
@@ -76,10 +81,14 @@ def server_environment(
     gpu_ids: Sequence[int | str],
     tensor_parallel_size: int,
     *,
+    first_rank: int = 0,
     true_on_policy: bool = False,
     return_routing_weights: bool = False,
 ) -> dict[str, str]:
-    """On top of the trainer's environment. PYTHONPATH here comes before everything else."""
+    """On top of the trainer's environment. PYTHONPATH here comes before everything else.
+
+    `first_rank` is the engine's first rank on this node.
+    """
     if gpu_ids:
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpu_ids),
@@ -104,7 +113,8 @@ def server_environment(
     }
     if tensor_parallel_size > 1:
         cores = sorted(os.sched_getaffinity(0))
-        ranks = (cores[rank % len(cores)] for rank in range(tensor_parallel_size))
+        # SGLang counts the ranks of a node from 0.
+        ranks = (cores[(first_rank + n) % len(cores)] for n in range(tensor_parallel_size))
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in ranks)
     return environment
 

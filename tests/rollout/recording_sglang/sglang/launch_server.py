@@ -165,15 +165,29 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def _num_starts(fields):
+    """Nodes that have come to this address."""
+    with open(os.environ["MRL_RECORD"]) as file:
+        starts = [body for path, body in map(json.loads, file) if path == "START"]
+    address = fields.get("dist_init_addr")
+    return sum(body["args"].get("dist_init_addr") == address for body in starts)
+
+
 def run_server(server_args):
     fields = server_args.fields
     scheduler = Scheduler(os.environ["MRL_RECORD"])
+    if fields.get("node_rank") and os.environ.get("MRL_RECORD_NODE_FAILS"):
+        raise RuntimeError("no room on this node")
     fields = {name: value for name, value in fields.items() if name != "api_key"}
     scheduler.note("START", {"args": fields, "environment": dict(os.environ)})
     scheduler.must(
         "expandable_segments:True" not in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         "TorchMemorySaver is disabled for the current process",
     )
+    if fields.get("node_rank"):  # it follows node 0, and serves nobody
+        threading.Event().wait()
+    while _num_starts(fields) < fields.get("nnodes", 1):
+        time.sleep(0.02)
     Handler.scheduler = scheduler
     Handler.has_sessions = bool(os.environ.get("MRL_RECORD_SESSIONS"))
     with open(os.environ["MRL_RECORD_HELD"]) as file:

@@ -1,0 +1,123 @@
+"""One engine over two "nodes" of this machine: they start, fail and stop together.
+
+The servers are those of recording_sglang/; real ones over two nodes are in `make conformance`. The two
+ranks are threads here, and meet at a barrier instead of gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mrl.config import ModelConfig, RolloutConfig
+from mrl.engine_nodes import EngineNodes, free_address
+from mrl.rollout.base import EngineLost
+from mrl.rollout.sglang import Engine
+from mrl.rollout.sglang_server.node import EngineNode
+
+RECORDING_SGLANG = Path(__file__).parent / "recording_sglang"
+
+
+class Ranks:
+    """Two ranks of one engine, each the leader of its node."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._barrier = threading.Barrier(2)
+        self._said: list = [None, None]
+        keywords: dict = {
+            "model": ModelConfig(path=str(model)),
+            "config": RolloutConfig(max_response_len=8, tensor_parallel_size=2, start_timeout_s=60),
+            "return_routes": False,
+            "num_nodes": 2,
+            "seed": 7,
+        }
+        self.engine = Engine(log_path=folder / "a.log", gpu_ids=("0",), **keywords)
+        self.node = EngineNode(log_path=folder / "b.log", node_rank=1, gpu_ids=("3",), **keywords)
+        self._nodes = [
+            EngineNodes(self.engine, None, lambda own: self._exchange(0, own)),
+            EngineNodes(None, self.node, lambda own: self._exchange(1, own)),
+        ]
+
+    def _exchange(self, rank: int, own):
+        self._said[rank] = own
+        self._barrier.wait(60)
+        said = list(self._said)
+        self._barrier.wait(60)
+        return said
+
+    def both(self, action) -> list:
+        """What `action` gives, or raises, on each rank."""
+
+        def run(nodes):
+            try:
+                return action(nodes)
+            except RuntimeError as error:
+                return error
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(run, self._nodes))
+
+    def stop(self) -> None:
+        for nodes in self._nodes:
+            nodes.stop()
+
+
+@pytest.fixture
+def ranks(toy_folder, tmp_path, monkeypatch):
+    (tmp_path / "held.json").write_text("{}")
+    monkeypatch.setenv("PYTHONPATH", str(RECORDING_SGLANG))
+    monkeypatch.setenv("MRL_RECORD", str(tmp_path / "record.jsonl"))
+    monkeypatch.setenv("MRL_RECORD_HELD", str(tmp_path / "held.json"))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    ranks = Ranks(toy_folder, tmp_path)
+    yield ranks
+    ranks.stop()
+
+
+def test_both_nodes_start_and_a_loss_of_one_replaces_both(ranks, tmp_path) -> None:
+    assert ranks.both(lambda nodes: nodes.start()) == [None, None]
+    assert ranks.both(lambda nodes: nodes.share_loss(None)) == [None, None]
+    first = [ranks.engine.process_id, ranks.node.process_id]
+    psutil.Process(first[1]).kill()
+    psutil.Process(first[1]).wait(10)
+    lost = ranks.both(lambda nodes: nodes.share_loss(None))
+    assert all(isinstance(one, EngineLost) and "node 1 of the engine" in str(one) for one in lost)
+    assert not any(psutil.pid_exists(pid) for pid in first)
+    assert ranks.both(lambda nodes: nodes.start()) == [None, None]
+    assert ranks.engine.weight_version == 0
+    lines = map(json.loads, (tmp_path / "record.jsonl").read_text().splitlines())
+    starts = [body for path, body in lines if path == "START"]
+    assert len(starts) == 4
+    for pair in (starts[:2], starts[2:]):
+        args = sorted((body["args"] for body in pair), key=lambda one: one["node_rank"])
+        assert [one["node_rank"] for one in args] == [0, 1]
+        assert {one["nnodes"] for one in args} == {2}
+        assert len({(one["dist_init_addr"], one["random_seed"]) for one in args}) == 1
+        # No rank of another node could open a file in this node's /tmp.
+        assert not any(
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE" in one["environment"] for one in pair
+        )
+        gpus = {
+            one["args"]["node_rank"]: one["environment"]["CUDA_VISIBLE_DEVICES"] for one in pair
+        }
+        assert gpus == {0: "0", 1: "3"}
+    assert starts[0]["args"]["random_seed"] != starts[2]["args"]["random_seed"]
+
+
+def test_a_node_that_cannot_start_ends_the_wait_of_the_other(ranks, monkeypatch) -> None:
+    monkeypatch.setenv("MRL_RECORD_NODE_FAILS", "1")
+    errors = ranks.both(lambda nodes: nodes.start())
+    assert all("no room on this node" in str(error) for error in errors)
+    assert ranks.engine.process_id is ranks.node.process_id is None
+
+
+def test_an_address_is_one_that_other_nodes_reach(monkeypatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    host, _, port = free_address().rpartition(":")
+    assert host == "127.0.0.1"
+    assert 0 < int(port) < 65536
