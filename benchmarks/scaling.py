@@ -53,8 +53,7 @@ CASES = (
     Case("A 671B MoE (DeepSeek-V3's sizes) on 128 x 141 GB", "deepseek_v3_671b_128x141gb",
          "deepseek_v3", "h200", 128, "rollout.mem_fraction_static=0.25",
          "In bfloat16 the weights alone are 1.34 TB and a node of eight H200 has 1.19 TB, so an "
-         "engine takes 32 GPUs over four nodes; the plan counts its bytes, and preflight decides "
-         "whether an engine may span nodes. Nothing of this size has run. The published "
+         "engine takes 32 GPUs over four nodes. Nothing of this size has run. The published "
          "checkpoint is in 8 bits, which mrl refuses: convert it to bfloat16 first. Its "
          "multi-token-prediction layer is left out."),
 )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from mrl import console
 from mrl.config import Recipe
 from mrl.errors import InputError
+from mrl.preflight.engine_layout import check_engine_sizes
 from parallel.dims import ParallelDims
 from parallel.groups import world_size
 from parallel.hf_config import has_weights, read_config
@@ -149,25 +150,5 @@ def plan_workload(
             f"({world} = {world // tp} x {tp} + {world % tp}); change it"
         )
     work = recipe_workload(recipe, asked, exact_pinned(), num_parameters=shape.num_parameters)
-    _check_engine(shape, work)
+    check_engine_sizes(recipe.rollout, shape.sizes)
     return work
-
-
-def _check_engine(shape: ModelShape, work: Workload) -> None:
-    """Raise InputError for heads and experts that the engine's ranks do not share evenly."""
-    if work.engine_tp % work.engine_dp:
-        raise InputError(
-            f"rollout.data_parallel_attention_size: {work.engine_tp} ranks are not divisible by "
-            f"{work.engine_dp}; change it"
-        )
-    ranks, heads = work.engine_tp // work.engine_dp, shape.kv_heads
-    if shape.mla is None and heads % ranks and ranks % heads:
-        raise InputError(
-            f"rollout.tensor_parallel_size: {heads} key/value heads and {ranks} ranks of an engine do "
-            "not divide each other; change it"
-        )
-    if shape.heads % ranks:
-        raise InputError(
-            f"rollout.tensor_parallel_size: {shape.heads} attention heads are not divisible by {ranks} "
-            f"({shape.heads} = {shape.heads // ranks} x {ranks} + {shape.heads % ranks}); change it"
-        )

@@ -120,11 +120,11 @@ def test_a_whole_model_is_checked_as_before_a_start(
         (["--host-memory", "9"], "--host-memory is for the plan; add --plan"),
         (
             ["--plan", "--gpus", "6", "rollout.tensor_parallel_size=6"],
-            "4 key/value heads and 6 ranks",
+            "32 heads are not divisible by 6",
         ),
         (
             ["--plan", "--gpus", "64", "rollout.tensor_parallel_size=64"],
-            "32 attention heads are not",
+            "32 heads are not divisible by 64",
         ),
         (
             ["--plan", "--gpus", "5", "parallel.pipeline_model_parallel_size=5"],
