@@ -36,7 +36,7 @@ from mrl.rollout.sglang_server.manifest import Manifest
 from mrl.rollout.sglang_server.node import EngineNode
 from mrl.rollout.sglang_server.requests import check_requests, score
 from mrl.rollout.sglang_server.route_memory import RouteReader
-from mrl.rollout.sglang_server.server import Server
+from mrl.rollout.sglang_server.server import REAP_S, Server
 from mrl.rollout.sglang_server.warm_up import warm_up
 from mrl.rollout.sglang_server.weight_sync import WeightSync
 from mrl.types import WeightBucket
@@ -266,7 +266,13 @@ class Engine:
                 expected = Expected(
                     self._in_force, self._in_cache[0], self._shape, self._retracted, self._routes
                 )
-                yield decode_completion(answer, request, expected)
+                try:
+                    completion = decode_completion(answer, request, expected)
+                except RuntimeError:
+                    # The routes of a server that has died since it answered cannot be read.
+                    self._server.check_alive(wait_s=REAP_S)
+                    raise
+                yield completion
         finally:
             if self._paused:  # an abort reaches only a scheduler that turns
                 with contextlib.suppress(RuntimeError):  # EngineLost among them
