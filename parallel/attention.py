@@ -315,7 +315,8 @@ def varlen_attention(
 
 
 def _find_varlen() -> Any:
-    """`varlen_attn` of torch 2.12 and later; None where it lacks an argument that is needed here."""
+    """torch's `varlen_attn`, read in torch 2.13; None where this torch has none, or one that lacks an
+    argument that is needed here: the buckets serve then."""
     try:
         function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except ImportError:

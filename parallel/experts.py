@@ -78,7 +78,8 @@ class GroupedExperts(SequentialMLP):
         fc1, fc2 = (self._weights(linears) for linears in self._linears)
         hidden = _GroupedLinear.apply(rows, ends, *fc1)
         if self.config.bias_activation_fusion:  # Megatron's, which torch.compile fuses on GPUs
-            hidden = weighted_bias_swiglu_impl(hidden, None, probs.unsqueeze(-1))
+            in_fp8 = self.config.activation_func_fp8_input_store
+            hidden = weighted_bias_swiglu_impl(hidden, None, probs.unsqueeze(-1), in_fp8)
         else:
             hidden = _WeightedSwiglu.apply(hidden, probs)
         return _GroupedLinear.apply(hidden, ends, *fc2), None

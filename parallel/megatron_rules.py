@@ -47,6 +47,8 @@ KEEP_BITS = ("recompute_granularity", "recompute_modules", "deallocate_pipeline_
              "clone_scatter_output_in_embedding", "microbatch_group_size_per_vp_stage",
              "overlap_p2p_comm_warmup_flush", "batch_p2p_sync")  # fmt: skip
 """Options of the model under which each token keeps its bits in the forward pass."""
+OF_ENGINES_EXPERTS = ("expert_fc1", "moe_act")
+"""Of `offload_modules`: only TransformerEngine's grouped experts move them (`TEGroupedMLP`)."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def check_rules(given: Mapping[str, Any], around: Surroundings) -> None:
     _check_optimizer(given, around)
     _check_recompute(given, around)
     _check_model(given, around)
+    _check_activations(given, around)
 
 
 def _check_machine(name: str, value: Any, around: Surroundings) -> None:
@@ -228,6 +231,23 @@ def _check_model(given: Mapping[str, Any], around: Surroundings) -> None:
                 f"megatron.fp8_recipe is {given.get('fp8_recipe', 'delayed')}, whose scales live "
                 "between steps and are in no checkpoint; set tensorwise, blockwise or mxfp8"
             )
+
+
+def _check_activations(given: Mapping[str, Any], around: Surroundings) -> None:
+    """What is to be kept of a pass in 8 bits, or on the host."""
+    fuses = given.get("bias_activation_fusion", torch.cuda.is_available())
+    if given.get("activation_func_fp8_input_store") and not fuses:
+        raise InputError(
+            "megatron.activation_func_fp8_input_store is true, but only the fused SwiGLU does that; "
+            "add bias_activation_fusion=true (the default with CUDA), or leave it out"
+        )
+    of_engine = [n for n in given.get("offload_modules") or () if n in OF_ENGINES_EXPERTS]
+    if of_engine and around.implementation != "transformer_engine":
+        raise InputError(
+            f"megatron.offload_modules has {', '.join(of_engine)}, but only TransformerEngine's "
+            f"experts move that, and these are {around.implementation}; leave it out, or train with "
+            "transformer-engine"
+        )
 
 
 @cache

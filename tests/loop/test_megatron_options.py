@@ -81,6 +81,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["megatron.gradient_accumulation_fusion=true"],
         ["gradient_accumulation_fusion is True, but there is no CUDA device"],
     ),
+    "fp8 that nothing keeps": (
+        ["megatron.activation_func_fp8_input_store=true"],
+        ["only the fused SwiGLU does that", "add bias_activation_fusion=true"],
+    ),
     "without its switch": (
         ["megatron.overlap_param_gather=true"],
         ["does nothing without megatron.overlap_grad_reduce"],

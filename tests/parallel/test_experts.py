@@ -115,9 +115,12 @@ def one_layer(model_path: Path, distributed: bool) -> dict[str, Any]:
     for name, kind in (
         ("grouped", GroupedExperts),
         ("fused", GroupedExperts),
+        ("fp8", GroupedExperts),
         ("loop", SequentialMLP),
     ):
-        experts.config.bias_activation_fusion = name == "fused"  # as on a GPU, not compiled here
+        # As on a GPU, not compiled here.
+        experts.config.bias_activation_fusion = name in ("fused", "fp8")
+        experts.config.activation_func_fp8_input_store = name == "fp8"
         found["waited for"].clear()
         out, _ = kind.forward(experts, rows, torch.tensor(SIZES), probs)
         found[f"{name} waited for"] = sorted(found["waited for"])
@@ -140,6 +143,10 @@ def test_a_layer_computes_what_the_loop_computes_without_a_copy(
     for name in ("grouped", "fused"):
         for ours, theirs in zip(found[name], found["loop"], strict=True):
             assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+    # What the backward keeps in 8 bits changes gradients, and nothing else.
+    assert torch.equal(found["fp8"][0], found["fused"][0])
+    error = (found["fp8"][1] - found["fused"][1]).norm() / found["fused"][1].norm()
+    assert 1e-3 < error < 0.1
     names = [f"local_experts.{i}.linear_fc{n}.weight" for i in range(4) for n in (1, 2)]
     assert sorted(found["grouped names"]) == names
     assert all(found["order"])

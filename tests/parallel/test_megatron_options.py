@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from mrl.errors import InputError
+from parallel.dims import ParallelDims
 from parallel.megatron_fields import ALLOWED, ANYWHERE, NEEDS_CUDA, NEEDS_ENGINE, OWNED, REFUSED
 from parallel.megatron_options import installed_fields, read_options
-from parallel.megatron_rules import SWITCHES
+from parallel.megatron_rules import SWITCHES, Surroundings, check_rules
 
 TABLES = {
     "owned": list(OWNED),
@@ -90,3 +92,24 @@ def test_a_flag_is_true_or_false(value: Any) -> None:
     with pytest.raises(InputError, match="expected true or false") as error:
         read_options({"overlap_grad_reduce": value})
     assert str(error.value).count("\n") == 0
+
+
+def test_native_experts_are_not_offloaded_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron names them in TEGroupedMLP only: with other experts nothing would move."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    around = Surroundings(
+        dims=ParallelDims(world=1, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1),
+        implementation="local",
+        dtype=torch.bfloat16,
+        distributed_optimizer=True,
+        recompute=False,
+        replays_order=False,
+        true_on_policy=False,
+        has_shared_experts=False,
+    )
+    given = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
+    check_rules(given, around)
+    with pytest.raises(InputError, match="offload_modules has moe_act, but only TransformerEngine"):
+        check_rules({**given, "offload_modules": ["core_attn", "moe_act"]}, around)
+    engine = dataclasses.replace(around, implementation="transformer_engine")
+    check_rules({**given, "offload_modules": ["moe_act"]}, engine)
