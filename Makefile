@@ -15,7 +15,7 @@ KERNEL_SOURCES := $(wildcard csrc/*.* csrc/*/*.*)
 FORMATTED := $(filter %.cpp %.cc %.cu %.cuh %.h %.hpp,$(KERNEL_SOURCES))
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 15
 
 setup: $(VENV)/.installed  ## Create .venv, install the pinned packages, build the extension
 

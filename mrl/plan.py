@@ -17,6 +17,7 @@ from mrl import console
 from mrl.config import Recipe
 from mrl.errors import InputError
 from mrl.preflight.engine_layout import check_engine_sizes
+from mrl.rollout.sglang_server.arguments import check_server_args
 from parallel.dims import ParallelDims
 from parallel.groups import world_size
 from parallel.hf_config import has_weights, read_config
@@ -103,12 +104,13 @@ def read_plan(
     recipe: Recipe, world: int, prompt_len: int | None
 ) -> tuple[ModelShape, ParallelDims, Workload]:
     """Model, layout and work of a recipe on `world` GPUs. Raises InputError."""
-    read_options(recipe.megatron)
+    read_options(recipe.megatron)  # names and types; the GPUs that the rest asks for are elsewhere
+    if recipe.rollout.engine == "sglang":
+        check_server_args(recipe.rollout.server_args)
     config = read_config(Path(recipe.model.path))
     shape = read_shape(config)
     dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
     dims.check_model(shape.sizes)
-    read_options(recipe.megatron)  # names and types; the GPUs that the rest asks for are elsewhere
     context_len = recipe.rollout.context_len or config.get("max_position_embeddings")
     return shape, dims, plan_workload(recipe, shape, world, prompt_len, context_len)
 

@@ -19,8 +19,8 @@ def read_config(folder: Path) -> HfConfig:
     """config.json of a model folder, with or without weights. Raises InputError."""
     if not folder.is_dir():
         raise InputError(
-            f"model.path: no folder {folder}; give a Hugging Face checkpoint, or make a toy one "
-            f"with `mrl toy-model {folder}`"
+            f"model.path: no folder {folder}; give a Hugging Face checkpoint (for `mrl check --plan` "
+            f"its config.json alone is enough), or make a toy one with `mrl toy-model {folder}`"
         )
     file = folder / "config.json"
     try:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from mrl.config.recipe import Recipe
 from mrl.errors import InputError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+MEMBER = re.compile(r"int|float|constrained-(int|float)|literal\[.*\]")
+"""How pydantic ends the location of a problem with one type of a union."""
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
@@ -69,7 +76,12 @@ def _apply_override(tree: dict[str, Any], item: str) -> None:
 
 def _explain(error: ValidationError) -> str:
     lines = []
-    for problem in error.errors():
+    problems = error.errors()
+    for key, members in _of_unions(problems).items():
+        messages = ", or: ".join(member["msg"] for member in members)
+        lines.append(f"{key}: {messages}, got {members[0]['input']!r}")
+        problems = [problem for problem in problems if problem not in members]
+    for problem in problems:
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             named = ".".join(part for part in problem["loc"] if isinstance(part, str))
@@ -79,6 +91,16 @@ def _explain(error: ValidationError) -> str:
         else:
             lines.append(f"{key}: {problem['msg']}, got {problem['input']!r}")
     return "; ".join(lines)
+
+
+def _of_unions(problems: list[ErrorDetails]) -> dict[str, list[ErrorDetails]]:
+    """Problems of fields that take one type or another, by key: pydantic reports one for each type."""
+    found: dict[str, list[ErrorDetails]] = {}
+    for problem in problems:
+        *path, member = problem["loc"]
+        if path and MEMBER.fullmatch(str(member)):
+            found.setdefault(".".join(str(part) for part in path), []).append(problem)
+    return found
 
 
 def _suggest(key: str) -> str:

@@ -103,5 +103,5 @@ def _divide(key: str, what: str, count: int, size: int) -> None:
     if count % size:
         raise InputError(
             f"{key}: {what} are not divisible by {size} "
-            f"({count} = {count // size} x {size} + {count % size})"
+            f"({count} = {count // size} x {size} + {count % size}); change it"
         )

@@ -163,6 +163,7 @@ def _leaner_work(work: Workload) -> list[tuple[str, dict[str, Any], bool]]:
     state, half = work.state, work.micro_batch_tokens // 2
     offloaded = dataclasses.replace(state, offload_fraction=1.0, precision_aware=True, main_bytes=4,
                                     exp_avg_bytes=4, exp_avg_sq_bytes=4)  # fmt: skip
+    bucket = min(work.bucket_bytes // 2, 2 << 30)  # `auto` makes none above 2 GiB
     narrow = dataclasses.replace(state, gradient_bytes=work.weight_bytes)
     return [
         ("train.recompute=true", {"recompute": True}, not work.recompute),
@@ -194,8 +195,8 @@ def _leaner_work(work: Workload) -> list[tuple[str, dict[str, Any], bool]]:
             work.engine_share > 0.3,
         ),
         (
-            f"rollout.weight_bucket_mb={(work.bucket_bytes >> 20) // 2}",
-            {"bucket_bytes": work.bucket_bytes // 2},
+            f"rollout.weight_bucket_mb={bucket >> 20}",
+            {"bucket_bytes": bucket},
             work.bucket_bytes >= 2 << 20,
         ),
     ]

@@ -14,6 +14,13 @@ from tests.loop.conftest import TOY_RECIPE, Toy
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "unknown key": (["optimizer.lrr=1"], ["unknown key 'optimizer.lrr'", "'optimizer.lr'"]),
     "unknown key elsewhere": (["rollout.lr=1"], ["'rollout.lr'", "did you mean 'optimizer.lr'"]),
+    "neither of two types": (
+        ["rollout.weight_bucket_mb=lots"],
+        [
+            "rollout.weight_bucket_mb: Input should be a valid ",
+            "or: Input should be 'auto', got 'l",
+        ],
+    ),
     "wrong type": (["train.num_steps=many"], ["train.num_steps", "'many'"]),
     "sizes": (
         ["parallel.tensor_model_parallel_size=2"],
