@@ -165,8 +165,9 @@ def _leaner_work(work: Workload) -> list[tuple[str, dict[str, Any], bool]]:
                                     exp_avg_bytes=4, exp_avg_sq_bytes=4)  # fmt: skip
     bucket = min(work.bucket_bytes // 2, 2 << 30)  # `auto` makes none above 2 GiB
     narrow = dataclasses.replace(state, gradient_bytes=work.weight_bytes)
+    instead = " in place of megatron.recompute_granularity" * bool(work.recompute_modules)
     return [
-        ("train.recompute=true", {"recompute": True}, not work.recompute),
+        (f"train.recompute=true{instead}", {"recompute": True}, not work.recompute),
         (
             "optimizer.use_distributed_optimizer=true",
             {"distributed_optimizer": True},
@@ -176,7 +177,8 @@ def _leaner_work(work: Workload) -> list[tuple[str, dict[str, Any], bool]]:
             "megatron.optimizer_cpu_offload=true with optimizer_offload_fraction=1 and "
             "use_precision_aware_optimizer=true",
             {"state": offloaded},
-            work.distributed_optimizer and state.offload_fraction < 1,
+            # `parallel.megatron_rules` refuses it for fp32 weights.
+            work.distributed_optimizer and state.offload_fraction < 1 and work.weight_bytes < 4,
         ),
         ("megatron.grad_reduce_in_fp32=false", {"state": narrow}, narrow != state),
         (

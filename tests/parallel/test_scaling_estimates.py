@@ -155,6 +155,22 @@ def test_flops_and_experts_by_hand() -> None:
     assert engine.kv_bytes_per_token(latent, WORK) == 2 * 61 * (512 + 64)
 
 
+def test_the_advice_is_none_that_would_be_refused() -> None:
+    shape = shape_of("qwen3_30b_a3b")
+    dims = ParallelDims(world=8, tp=4, pp=1, vpp=1, cp=1, ep=8, etp=1)
+    work = Workload(prompts=64, samples=8, prompt_len=512, response_len=4096, weight_bytes=4,
+                    micro_batch_tokens=9216, distributed_optimizer=True, engine_tp=4)  # fmt: skip
+    small = cost.HARDWARE["h100"]
+    # The distributed optimizer gives views of fp32 weights, which cannot be stepped on the host.
+    text = verdict(shape, dims, work, small).text
+    assert "what helps most is " in text
+    assert "optimizer_cpu_offload" not in text
+    long = dataclasses.replace(work, micro_batch_tokens=65536, weight_bytes=2,
+                               recompute_modules=("core_attn",))  # fmt: skip
+    text = verdict(shape, dims, long, cost.HARDWARE["h200"]).text
+    assert "train.recompute=true in place of megatron.recompute_granularity (saves" in text
+
+
 def test_the_verdict_names_phase_bytes_and_the_best_setting() -> None:
     shape = shape_of("qwen3_30b_a3b")
     dims = ParallelDims(world=8, tp=4, pp=1, vpp=1, cp=1, ep=8, etp=1)
