@@ -58,7 +58,9 @@ class EngineCollector:
         self.cursor = PromptCursor(plan.prompts, seed=recipe.seed, shuffle=recipe.data.shuffle)
         tp = recipe.rollout.tensor_parallel_size
         self.engine_number = groups.rank // tp
-        self._engine_group = EngineGroup.create(groups.rank, dist.get_world_size(), tp)
+        self._engine_group = EngineGroup.create(
+            groups.rank, dist.get_world_size(), tp, timeout_s=recipe.longest_wait_s
+        )
         self.scoring: Scoring | None = None
         self._lost: EngineLost | None = None
         self._canaries = canary_sequences(plan.prompts, recipe.rollout.canary_prompts)

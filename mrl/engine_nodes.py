@@ -138,12 +138,13 @@ def make_engine(
         "model": recipe.model,
         "config": recipe.rollout,
         "return_routes": recipe.captures_routes,
-        "gpu_ids": gpu_ids(groups, layout.ranks_per_node),
         # A resumed run goes on with other random numbers than those it began with.
         "seed": engine_seed(recipe.seed, number, plan.resume_step or 0),
     }
     if layout.num_nodes > 1:
         keywords["num_nodes"] = layout.num_nodes
+    if layout.leads_node(rank):  # of another rank the GPUs from its own on are not the engine's
+        keywords["gpu_ids"] = gpu_ids(groups, layout.ranks_per_node)
     engine, node = None, None
     if rank % layout.ranks == 0:
         engine = engine_class(log_path=folder.logs / f"engine_{number:02d}.log", **keywords)

@@ -11,7 +11,7 @@ from pathlib import Path
 from mrl.errors import InputError
 from mrl.rollout.base import RolloutEngine, RolloutNode
 
-NOT_ENGINES = {"__init__", "backlog", "base", "saved", "scheduling", "session"}
+NOT_ENGINES = {"__init__", "backlog", "base", "engine_group", "saved", "scheduling", "session"}
 
 
 def engine_names() -> list[str]:

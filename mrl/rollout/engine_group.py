@@ -9,6 +9,7 @@ bucket, and the leader, rank 0 of the group, gets all of them.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -65,14 +66,19 @@ class EngineGroup:
         self._group = group
 
     @classmethod
-    def create(cls, rank: int, world: int, size: int) -> EngineGroup:
-        """The group of `rank` among groups of `size` neighbouring ranks. A collective of all ranks."""
+    def create(cls, rank: int, world: int, size: int, *, timeout_s: float = 1800.0) -> EngineGroup:
+        """The group of `rank` among groups of `size` neighbouring ranks. A collective of all ranks.
+
+        `timeout_s`: how long an exchange waits. The ranks of an engine over several nodes wait in one
+        for their leader while it generates.
+        """
         if size == 1:
             return cls(None)
+        timeout = datetime.timedelta(seconds=timeout_s)
         own: Any = None  # torch names another type for those that are not in a group
         for start in range(0, world, size):  # every rank takes part in making every group
             ranks = list(range(start, start + size))
-            group = dist.new_group(ranks, backend="gloo")
+            group = dist.new_group(ranks, timeout=timeout, backend="gloo")
             own = group if rank in ranks else own
         return cls(own)
 

@@ -141,14 +141,14 @@ class Engine:
         self._awake = set(MEMORY_TAGS)
         self._version = self._first_version
         self._paused = False
-        self._sync = WeightSync(
-            self._server,
-            self._manifest,
-            num_ranks=self._config.tensor_parallel_size,
-            method=self._config.weight_sync,
-            folder=self._weights_folder,
-        )
         try:
+            self._sync = WeightSync(
+                self._server,
+                self._manifest,
+                num_ranks=self._config.tensor_parallel_size,
+                method=self._config.weight_sync,
+                folder=self._weights_folder,
+            )
             self._warm_up()
         except BaseException:
             self.stop()

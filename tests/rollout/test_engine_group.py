@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from recording_server import Client, Recorder
 from safetensors.torch import save_file
 
@@ -237,3 +239,11 @@ def test_handles_of_too_few_ranks_are_refused(recorder, sync):
     ):
         sync.update(alone, 7)
     assert not recorder.calls
+
+
+def test_an_engine_group_waits_as_long_as_the_run_does(monkeypatch) -> None:
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda *args, **options: made.append((args, options)))
+    EngineGroup.create(1, 4, 2, timeout_s=7200.0)
+    assert [args[0] for args, _ in made] == [[0, 1], [2, 3]]
+    assert all(options["timeout"] == timedelta(hours=2) for _, options in made)

@@ -10,12 +10,16 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
+from mrl import engine_nodes
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.engine_nodes import EngineNodes, free_address
+from mrl.preflight.engine_layout import EngineLayout
 from mrl.rollout.base import EngineLost
 from mrl.rollout.sglang import Engine
 from mrl.rollout.sglang_server.node import EngineNode
@@ -121,3 +125,21 @@ def test_an_address_is_one_that_other_nodes_reach(monkeypatch) -> None:
     host, _, port = free_address().rpartition(":")
     assert host == "127.0.0.1"
     assert 0 < int(port) < 65536
+
+
+def test_each_engine_gets_the_gpus_of_its_own_ranks(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr(engine_nodes, "load_engine", lambda name: lambda **keywords: keywords)
+    rollout = SimpleNamespace(engine="sglang")
+    recipe = SimpleNamespace(rollout=rollout, model=None, captures_routes=False, seed=1)
+    plan = SimpleNamespace(recipe=recipe, engines=EngineLayout(2, 2, 2), resume_step=None)
+    made = [
+        engine_nodes.make_engine(
+            plan,
+            SimpleNamespace(rank=rank, device=torch.device("cuda", rank)),
+            SimpleNamespace(logs=tmp_path),
+            lambda own: [own],
+        ).engine
+        for rank in range(4)
+    ]
+    assert [engine and engine["gpu_ids"] for engine in made] == [["4", "5"], None, ["6", "7"], None]

@@ -143,6 +143,7 @@ class ServerProcess:
         kill_session(popen.pid)
         popen.wait()
         self._popen = None
+        self._parts = {}
         for file in self._shared_memory:
             file.unlink(missing_ok=True)
         self._shared_memory = set()
