@@ -59,7 +59,7 @@ training-pass: setup  ## The demo's log-prob and training pass beside transforme
 layouts: setup  ## Every parallel layout against one process; writes docs/layouts.md
 	$(BIN)/python -m benchmarks.layouts
 
-conformance: setup  ## What an engine owes, against a real SGLang: 1 and 2 ranks, 1 and 2 engines; 10 minutes
+conformance: setup  ## What an engine owes, against a real SGLang: 1 and 2 ranks, engines, nodes; 10 minutes
 	$(BIN)/python -m benchmarks.conformance $(BENCH_ARGS)
 
 faults: setup  ## Kill the engine 20 times in a real run, and hang it; 6 minutes
@@ -90,7 +90,7 @@ $(VENV)/.bench: $(VENV)/.installed requirements/bench.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements/bench.txt
 	touch $@
 
-gpu-check:  ## What only a GPU can show, in calls of 10 minutes that go on from each other (docs/gpu.md)
+gpu-check:  ## What only a GPU can show; each call takes 10 minutes and continues the last (docs/gpu.md)
 	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(BENCH_ARGS)
 
 clean:  ## Remove the environment and everything built (never runs/ or toy/)
