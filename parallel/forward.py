@@ -130,8 +130,15 @@ class PipelineRunner:
         """All micro-batches forward, and backward when there is a `loss`. A collective.
 
         `replay`: True replays the routes in the micro-batches (R3), a record replays that (R2), False
-        lets every router decide for itself. `head`: another one than the model's for this pass.
+        lets every router decide for itself. `head`: another one than the model's for this pass. Raises
+        ValueError for micro-batches of several lengths where the layout takes one.
         """
+        lengths = sorted({batch.num_tokens for batch in batches})
+        if self.groups.dims.equal_micro_batches and len(lengths) > 1:
+            raise ValueError(
+                f"micro-batches of {lengths} tokens: this layout takes one length; pad them (`pack` has "
+                "`min_tokens`)"
+            )
         output = PassOutput(native_routes=[{} for _ in batches], observed=[{} for _ in batches])
         counter = RoutingCounter()
         train = loss is not None

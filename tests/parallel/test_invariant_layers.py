@@ -30,11 +30,20 @@ def logprobs(
     """By sample and packing: log-probs of the last stage; empty on the others."""
     groups = join_groups(model_path, layout)
     policy = build(model_path, groups, true_on_policy=True)
-    batches = [pack([weighted(samples[i]) for i in packing]) for packing in packings]
+    # Pipeline stages need micro-batches of one length; padding is one more sequence of each.
+    longest = max(sum(len(samples[i].token_ids) for i in packing) for packing in packings)
+    least = longest if groups.dims.equal_micro_batches else 1
+    batches = [
+        pack([weighted(samples[i]) for i in packing], min_tokens=least) for packing in packings
+    ]
     found = policy.logprobs(batches, False).logprobs
+    if groups.dims.equal_micro_batches:
+        with pytest.raises(ValueError, match="this layout takes one length"):
+            policy.logprobs([batches[0], pack([weighted(samples[3])])], False)
     tables = {}
     for number, (packing, row) in enumerate(zip(packings, found, strict=False)):
-        parts = row.split([len(samples[i].token_ids) for i in packing])
+        lengths = [len(samples[i].token_ids) for i in packing]
+        parts = row[: sum(lengths)].split(lengths)
         tables |= {f"{i} in {number}": x.clone() for i, x in zip(packing, parts, strict=True)}
     return tables
 

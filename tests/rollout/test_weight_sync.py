@@ -91,8 +91,7 @@ def test_an_engine_with_expert_parallelism_and_dp_attention(toy_folder, toy_weig
     """
     engine = make_engine(toy_folder, tmp_path / "engine.log", tensor_parallel_size=2)
     parallel = {"ep_size": 2, "enable_dp_attention": True, "dp_size": 2}
-    engine._server.process.server_args |= parallel
-    engine._server.start(240.0)
+    engine._server.start(240.0, parallel)
     try:
         sync = sync_for(engine, toy_folder)
         weights = moved(toy_weights, 1)
