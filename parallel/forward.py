@@ -136,8 +136,8 @@ class PipelineRunner:
         lengths = sorted({batch.num_tokens for batch in batches})
         if self.groups.dims.equal_micro_batches and len(lengths) > 1:
             raise ValueError(
-                f"micro-batches of {lengths} tokens: this layout takes one length; pad them (`pack` has "
-                "`min_tokens`)"
+                f"micro-batches of {lengths} tokens: this layout takes one length; pad them with the "
+                "min_tokens of parallel.packing.pack"
             )
         output = PassOutput(native_routes=[{} for _ in batches], observed=[{} for _ in batches])
         counter = RoutingCounter()
