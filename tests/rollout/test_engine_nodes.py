@@ -23,6 +23,7 @@ from mrl.preflight.engine_layout import EngineLayout
 from mrl.rollout.base import EngineLost
 from mrl.rollout.sglang import Engine
 from mrl.rollout.sglang_server.node import EngineNode
+from mrl.rollout.sglang_server.server import PORT_ATTEMPTS, Server
 
 RECORDING_SGLANG = Path(__file__).parent / "recording_sglang"
 
@@ -143,3 +144,17 @@ def test_each_engine_gets_the_gpus_of_its_own_ranks(monkeypatch, tmp_path) -> No
         for rank in range(4)
     ]
     assert [engine and engine["gpu_ids"] for engine in made] == [["4", "5"], None, ["6", "7"], None]
+
+
+@pytest.mark.parametrize(
+    "line", ["[Errno 98] Address already in use", "Port is already in use. ..."]
+)
+def test_another_port_where_one_was_just_taken(monkeypatch, tmp_path, line) -> None:
+    starts = []
+    server = Server({}, {}, tmp_path / "log")
+    monkeypatch.setattr(server.process, "start", lambda: starts.append(1))
+    monkeypatch.setattr(server.process, "log_text", lambda: line)
+    monkeypatch.setattr(server.process, "exit_code", lambda: 1)
+    with pytest.raises(RuntimeError, match="died while starting"):
+        server.start(60.0, {})
+    assert len(starts) == PORT_ATTEMPTS

@@ -14,7 +14,8 @@ from mrl.rollout.sglang_server.http import EventStream, HttpClient, ServerError
 from mrl.rollout.sglang_server.process import ServerProcess
 
 PORT_ATTEMPTS = 3
-PORT_IN_USE = "address already in use"
+PORT_IN_USE = "already in use"
+"""In the system's message, and in that of SGLang's own check of ports under DP attention."""
 CONTROL_TIMEOUT_S = 600.0
 READY_POLL_S = 0.1
 REAP_S = 2.0
