@@ -59,8 +59,8 @@ def show_plan(
 
         console.plan(check(recipe, world).rows())
     else:
-        console.plan([("model", f"{folder}: config.json only, so nothing but sizes was checked"),
-                      ("layout", dims.describe())])  # fmt: skip
+        checked = "config.json only, so only sizes and options were checked"
+        console.plan([("model", f"{folder}: {checked}"), ("layout", dims.describe())])
     print(f"\n{assumptions(dims, work, hardware)}")
     for table in tables(shape, dims, work, hardware):
         console.table(table.title, table.header, table.rows)
@@ -136,14 +136,20 @@ def plan_workload(
     recipe: Recipe, shape: ModelShape, world: int, prompt_len: int | None, context_len: int | None
 ) -> Workload:
     """The recipe's work with prompts of `prompt_len` tokens. Raises InputError where it cannot be."""
-    room = (context_len or math.inf) - recipe.rollout.max_response_len
-    asked = int(min(DEFAULT_PROMPT_LEN, max(room, 1))) if prompt_len is None else prompt_len
+    response_len = recipe.rollout.max_response_len
+    room = (context_len or math.inf) - response_len
+    if room < 1:
+        raise InputError(
+            f"rollout.max_response_len {response_len} leaves no room for a prompt in the context of "
+            f"{context_len}; lower it, or raise rollout.context_len"
+        )
+    asked = int(min(DEFAULT_PROMPT_LEN, room)) if prompt_len is None else prompt_len
     if asked < 1:
         raise InputError(f"--prompt-len: got {asked}, expected at least 1")
     if asked > room:
         raise InputError(
-            f"--prompt-len: {asked} tokens and rollout.max_response_len "
-            f"{recipe.rollout.max_response_len} are more than the context of {context_len}; lower one"
+            f"--prompt-len: {asked} tokens and rollout.max_response_len {response_len} are more "
+            f"than the context of {context_len}; lower one"
         )
     tp = recipe.rollout.tensor_parallel_size
     if world % tp:

@@ -163,7 +163,7 @@ def _in_words(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return "one of " + ", ".join(kind.__members__)
     words = {
-        bool: "true or false", int: "an integer", float: "a number", str: "a text",
+        bool: "true or false", int: "an integer", float: "a number", str: "text",
         type(None): "null",
     }  # fmt: skip
     return words.get(kind, f"Megatron's type {kind}")

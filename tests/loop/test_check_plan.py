@@ -116,6 +116,7 @@ def test_a_whole_model_is_checked_as_before_a_start(
         (["--plan", "--gpus", "abc"], "--gpus: invalid int value: 'abc'; see mrl check --help"),
         (["--plan", "parallel.tensor_model_parallel_size=2"], "1 ranks are not divisible by"),
         (["--plan", "--gpus", "3", "rollout.tensor_parallel_size=2"], "3 GPUs are not divisible"),
+        (["--plan", "rollout.context_len=8", "rollout.max_response_len=8"], "no room for a prompt"),
         (["--plan", "rollout.server_args.ep_size=2"], "use rollout.expert_parallel_size"),
         (["--plan", "--host-memory", "0"], "--host-memory: got 0, expected gigabytes above 0"),
         (["--host-memory", "9"], "--host-memory is for the plan; add --plan"),

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a list with a text": (
         ["megatron.recompute_modules=moe"],
-        ["recompute_modules: got 'moe', expected a list of a text or null"],
+        ["recompute_modules: got 'moe', expected a list of text or null"],
     ),
     "no such dtype": (
         ["megatron.exp_avg_dtype=bf16"],
