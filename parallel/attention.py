@@ -256,6 +256,8 @@ class PackedAttention(torch.nn.Module):
 
             found = (x[bucket.keys] if bucket.keys is not None else block(x) for x in (key, value))
             q, k, v = (x.transpose(1, 2) for x in (block(laid), *found))
+            if q.shape[1] != k.shape[1] and not takes_grouped_heads(q, bucket.mask):
+                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             attended = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -268,6 +270,15 @@ class PackedAttention(torch.nn.Module):
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
             start = rows.stop
         return layout.take_back(torch.cat(outputs) if len(outputs) > 1 else outputs[0])
+
+
+def takes_grouped_heads(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether `scaled_dot_product_attention` may be given fewer key heads than query heads.
+
+    On GPUs only FlashAttention and the math kernel take that (its docstring in torch 2.13). The math
+    kernel holds all scores [b, h, s, k], and FlashAttention takes no mask and no fp32.
+    """
+    return not query.is_cuda or (mask is None and query.dtype != torch.float32)
 
 
 VARLEN_MAX_HEAD_SIZE = 256

@@ -133,3 +133,23 @@ def test_when_varlen_is_taken() -> None:
     parallel = ContextSlice(whole.context.group, whole.context.blocks, places=torch.arange(15))
     cut = PackedSequences(context=parallel)
     assert not takes(tensor(), tensor(), cut)
+
+
+def test_masked_grouped_heads_are_repeated_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose fused kernels take no mask with grouped heads; nothing else changes."""
+    half = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    single = SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    mask: Any = torch.ones(1, dtype=torch.bool)
+    takes: Any = attention.takes_grouped_heads
+    assert [takes(half, None), takes(half, mask), takes(single, None)] == [True, False, False]
+    assert takes(torch.zeros(1), mask)
+
+    found, lengths = [], LENGTHS[0]
+    for answer in (True, False):
+        monkeypatch.setattr(attention, "takes_grouped_heads", lambda *a, answer=answer: answer)
+        torch.manual_seed(0)
+        own = inputs(sum(lengths))
+        out = module()(*own, packed_seq_params=packed(lengths))
+        found.append((out, *torch.autograd.grad(out.square().sum(), own)))
+    for grouped, repeated in zip(*found, strict=True):
+        torch.testing.assert_close(grouped, repeated)
