@@ -21,12 +21,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from mrl.errors import InputError
 from parallel.attention import PackedSequences
 from parallel.rotary import Rotation
 
@@ -48,17 +46,9 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's MLA with whole down projections; needs sequence parallelism when TP > 1.
-
-    Raises InputError on a GPU with a megatron-core that has MLA only with TransformerEngine (0.16).
-    """
+    """Megatron's MLA with whole down projections; needs sequence parallelism when TP > 1."""
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
-        if multi_latent_attention.HAVE_TE and not isinstance(multi_latent_attention.TELinear, type):
-            raise InputError(
-                "model.transformer_impl: this megatron-core has no latent attention (MLA) without "
-                "transformer-engine; install it, or megatron-core 0.19 or newer"
-            )
         super().__init__(config, *args, **kwargs)
         hidden, rope = config.hidden_size, config.qk_pos_emb_head_dim
         if config.q_lora_rank is not None:
