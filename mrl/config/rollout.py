@@ -59,7 +59,8 @@ class RolloutConfig(Branch):
     weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """How weights reach the engine. `tensor`: handles to the trainer's memory (shared memory on CPUs,
     CUDA IPC on GPUs). `distributed`: a process group with the engine's ranks (gloo; refused on GPUs,
-    where the engine has the trainer's). `disk`: safetensors in a private folder."""
+    where the engine has the trainer's, and for an engine over several nodes). `disk`: safetensors in a
+    private folder of the run's folder, which all nodes of an engine must share."""
     over_sampling: float = Field(default=1.0, ge=1)
     """Prompts started for each one that the step needs: it goes on with those that finish first, and
     no longer waits for the slowest. 1 waits for all."""

@@ -171,9 +171,10 @@ def load_tokenizer(model: HfModel) -> Any:
 def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
     rollout = recipe.rollout
     prompts, minis = rollout.prompts_per_step, recipe.train.num_steps_per_rollout
-    if not recipe.debug.load_rollouts and engine_layout(rollout, dims.world).num_nodes > 1:
-        node_class(load_engine(rollout.engine), rollout.engine)
-    check_engine_sizes(rollout, model.sizes)
+    if not recipe.debug.load_rollouts:  # which starts no engine
+        if engine_layout(rollout, dims.world).num_nodes > 1:
+            node_class(load_engine(rollout.engine), rollout.engine)
+        check_engine_sizes(rollout, model.sizes)
     if prompts % minis:
         raise InputError(
             f"rollout.prompts_per_step {prompts} is not divisible by train.num_steps_per_rollout "

@@ -50,7 +50,7 @@ def engine_layout(rollout: RolloutConfig, world: int, local: int | None = None) 
     """The layout of `world` ranks, `local` of them on a node (by default as torchrun says).
 
     Raises InputError, with the arithmetic, where engines do not fill the ranks, or would start in the
-    middle of a node.
+    middle of a node, and for a weight sync that stays within a node.
     """
     local = local or int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     ranks = rollout.tensor_parallel_size
@@ -62,6 +62,11 @@ def engine_layout(rollout: RolloutConfig, world: int, local: int | None = None) 
         )
     if ranks <= local:
         _divide(RANKS, f"{local} ranks of a node", local, ranks)
+    if ranks > local and rollout.weight_sync == "distributed":
+        raise InputError(
+            f"rollout.weight_sync=distributed: its process group meets on loopback, and an engine of "
+            f"{ranks} ranks spans {ranks // local} nodes of {local}; use tensor"
+        )
     return EngineLayout(world // ranks, ranks, min(ranks, local))
 
 
