@@ -53,6 +53,11 @@ def show_plan(
             raise InputError(f"--host-memory: got {host_memory_gb:g}, expected gigabytes above 0")
         hardware = dataclasses.replace(hardware, host_memory_bytes=int(host_memory_gb * 1e9))
     folder = Path(recipe.model.path)
+    try:
+        ParallelDims.create(recipe.parallel, world)
+    except InputError as error:
+        hint = "" if gpus else f"; this plan is for {world} GPU(s), --gpus N makes it for more"
+        raise InputError(f"{error}{hint}") from None
     shape, dims, work = read_plan(recipe, world, prompt_len)
     if has_weights(folder):
         from mrl.preflight import check
@@ -74,8 +79,13 @@ def check_memory(recipe: Recipe, world: int) -> str | None:
     """
     if not torch.cuda.is_available():
         return None
-    found = accepted(verdict(*read_plan(recipe, world, None), this_machine(world)))
-    return f"{found} (by formulas: mrl check --plan lists them)"
+    found = verdict(*read_plan(recipe, world, None), this_machine(world))
+    if not found.runs:
+        raise InputError(
+            f"memory plan: {found.text}. These are estimates: mrl check --ignore-memory, and "
+            "IGNORE_MEMORY=1 launch/torchrun.sh, accept the recipe all the same"
+        )
+    return f"{found.text} (by formulas: mrl check --plan lists them)"
 
 
 def this_machine(world: int) -> Hardware:

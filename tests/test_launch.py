@@ -114,6 +114,8 @@ def test_torchrun_checks_once_before_it_starts_ranks(cluster):
     assert run.returncode == 2
     assert (seen / "check").read_text() == "2 -m mrl check r.yaml seed=3\n"
     assert not (seen / "torchrun.json").exists()
+    subprocess.run([TORCHRUN, "r.yaml"], env=environ | {"IGNORE_MEMORY": "1"}, check=False)
+    assert (seen / "check").read_text() == "2 -m mrl check --ignore-memory r.yaml\n"
 
 
 @pytest.mark.parametrize("script", [TORCHRUN, SBATCH])
