@@ -83,7 +83,7 @@ def run(engine: Engine, is_open: bool) -> dict[str, Any]:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """Of all threads that live."""
+    """CPU seconds of all threads that live."""
     tasks = Path(f"/proc/{process.pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 

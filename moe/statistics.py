@@ -23,7 +23,7 @@ from mrl.types import NATIVE_ROUTE, Max, Mean, Quantiles, Statistics
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Of L layers of this rank, over the micro-batches of a pass: rows with a captured route."""
+    """Counts over rows with a captured route, of L layers of this rank in one pass."""
 
     num_choices: Tensor
     """i64[L]: those rows times K."""

@@ -73,7 +73,7 @@ class EngineCollector:
         self._statistics: Statistics = {}
         self.backlog = Backlog(recipe.rollout)
         self.exchange = RolloutExchange(groups)
-        """Of groups that wait for another step, which another engine may go on with."""
+        """Moves groups that wait for another step to the engine that goes on with them."""
         self._nodes = make_engine(plan, groups, folder, self._engine_group.exchange)
         self.engine = self._nodes.engine
         if self.engine is not None:

@@ -27,7 +27,7 @@ class _Said(NamedTuple):
     """What a rank says in a meeting."""
 
     is_over: bool = False
-    """Of the leader: this is the last meeting of a start."""
+    """The leader says with it that this is the last meeting of a start."""
     failure: str = ""
 
 

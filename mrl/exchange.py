@@ -111,12 +111,12 @@ class RolloutExchange:
 
     @property
     def num_bytes_shared(self) -> int:
-        """Of the last exchange, what this rank laid into its memory."""
+        """What this rank laid into its memory in the last exchange."""
         return self._parcels.num_bytes_shared
 
     @property
     def num_bytes_sent(self) -> int:
-        """Of the last exchange, what this rank sent in messages."""
+        """What this rank sent in messages in the last exchange."""
         return self._parcels.num_bytes_sent
 
     def deliver(

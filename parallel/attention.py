@@ -101,9 +101,9 @@ class PackedSequences(PackedSeqParams):
     positions: Tensor | None = None
     """i64[n]: the place of each of this rank's tokens in its sequence."""
     rotation: Rotation | None = None
-    """Of queries and keys in PackedAttention; set by the first layer (RotaryAttention)."""
+    """Rotation of queries and keys in PackedAttention; the first layer (RotaryAttention) sets it."""
     latent_rotation: Rotation | None = None
-    """Of the rotary part of queries and keys in latent attention; set by its first layer."""
+    """Rotation of the rotary parts in latent attention; its first layer sets it."""
 
 
 def packed_sequences(

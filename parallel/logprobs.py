@@ -80,7 +80,7 @@ def _predicts(batch: MicroBatch) -> Tensor:
 def _in_packed_order(
     logprobs: Tensor, entropy: Tensor, context: ContextSlice
 ) -> tuple[Tensor, Tensor]:
-    """Of this rank's rows f32[n] -> of all packed tokens f32[N], each where its token is."""
+    """Values of this rank's rows f32[n] -> of all packed tokens f32[N], each where its token is."""
     if context.index is not None:
         logprobs, entropy = context.gather(torch.stack([logprobs, entropy], dim=1)).unbind(1)
     # The last row predicts nothing and is 0, so what rolls around to the front is too.

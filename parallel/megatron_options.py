@@ -27,11 +27,11 @@ class MegatronOptions:
     """Arguments for Megatron's dataclasses, beside those that mrl gives."""
 
     transformer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of TransformerConfig or MLATransformerConfig."""
+    """Fields of TransformerConfig or MLATransformerConfig."""
     ddp: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of DistributedDataParallelConfig."""
+    """Fields of DistributedDataParallelConfig."""
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of OptimizerConfig."""
+    """Fields of OptimizerConfig."""
 
     @property
     def recomputes_routers(self) -> bool:
@@ -66,7 +66,7 @@ def read_options(given: Mapping[str, Any]) -> MegatronOptions:
 
 @cache
 def installed_fields() -> Fields:
-    """Of the installed version's dataclasses; MLATransformerConfig has all fields of its base."""
+    """Fields of the installed version's dataclasses; MLATransformerConfig has those of its base."""
     from parallel import prepare
 
     prepare()

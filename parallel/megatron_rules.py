@@ -48,7 +48,7 @@ KEEP_BITS = ("recompute_granularity", "recompute_modules", "deallocate_pipeline_
              "overlap_p2p_comm_warmup_flush", "batch_p2p_sync")  # fmt: skip
 """Options of the model under which each token keeps its bits in the forward pass."""
 OF_ENGINES_EXPERTS = ("expert_fc1", "moe_act")
-"""Of `offload_modules`: only TransformerEngine's grouped experts move them (`TEGroupedMLP`)."""
+"""Values of `offload_modules` that only TransformerEngine's grouped experts (`TEGroupedMLP`) move."""
 
 
 @dataclass(frozen=True)

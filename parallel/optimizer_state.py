@@ -133,7 +133,7 @@ def _state(adam: Any, inner: Tensor) -> dict[str, Tensor]:
 
 
 def _refresh(main: Tensor, inner: Tensor, is_weight: bool) -> Callable[[], None]:
-    """Of two copies of a main parameter, bring the one that was not loaded up to the one that was."""
+    """Bring the copy of a main parameter that was not loaded up to the one that was."""
 
     def copy() -> None:
         source, target = (main, inner) if is_weight else (inner, main)

@@ -11,12 +11,12 @@ class Part:
 
     name: str
     module: str
-    """In benchmarks/gpu_lane: has a function `name(folder, device)` that returns its figures."""
+    """The module of benchmarks/gpu_lane whose `name(folder, device)` returns the figures."""
     tells: str
     limit_s: float
-    """On a GPU machine; then the part is killed."""
+    """Seconds on a GPU machine after which the part is killed."""
     cpu_limit_s: float | None = None
-    """With `--device cpu`, on the toy model; None where the part says nothing without a GPU."""
+    """The same with `--device cpu`; None where the part says nothing without a GPU."""
 
 
 PARTS = (

@@ -14,7 +14,7 @@ from benchmarks.gpu_lane.parts import RECIPE, note, train_overrides
 
 GIB = 2**30
 PROMPT_LEN = 4
-"""Of the prompts that `train_overrides` writes, at most."""
+"""The longest prompt that `train_overrides` writes."""
 READ_IN = {"awake": "rollout", "train": "train"}
 """Phases of mrl.memory_watch, each with the plan's phase in which it is read."""
 
@@ -95,7 +95,7 @@ def memory_plan(folder: Path, device: str) -> dict[str, Any]:
 
 
 def planned_bytes(overrides: list[str], device_bytes: int) -> dict[str, dict[str, int]]:
-    """Of the toy recipe with `overrides` on one GPU: bytes on the device by phase, by what they are."""
+    """Planned bytes on one GPU, by phase and kind, of the toy recipe with `overrides`."""
     from mrl.config import load_recipe
     from mrl.plan import plan_workload
     from parallel.dims import ParallelDims

@@ -25,12 +25,12 @@ ROUNDS = 5
 TOKENS = {"cuda": (64, 512), "cpu": (4, 32)}
 """(sequences, tokens of each) of a training pass and of attention."""
 HEADS = (16, 4, 64)
-"""Of attention: queries, groups of keys and values, head size."""
+"""Query heads, groups of keys and values, and head size of the attention case."""
 HEAD_SIZES = {"cuda": (8192, 2048, 151_936), "cpu": (64, 32, 1000)}
-"""Of the head: rows, hidden size, vocabulary."""
+"""Rows, hidden size and vocabulary of the head case."""
 CHUNK_ROWS = {"cuda": 1024, "cpu": 16}
 ADAM_TENSORS = {"cuda": (200, 1 << 20), "cpu": (8, 1 << 12)}
-"""Of the optimizer: tensors, elements of each."""
+"""Number of tensors and elements of each in the optimizer case."""
 
 Pass = Callable[[], object]
 

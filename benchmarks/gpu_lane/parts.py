@@ -47,7 +47,7 @@ def model_folder(folder: Path, device: str) -> Path:
 
 
 def train_overrides(folder: Path, device: str) -> list[str]:
-    """Of the toy recipe, for `train` and for the plan of its memory; writes the prompts."""
+    """Overrides of the toy recipe, for `train` and for its memory plan; writes the prompts."""
     data = folder / "data.jsonl"
     prompts = [{"prompt": chr(97 + i % 26) * (1 + i // 26)} for i in range(64)]
     data.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))

@@ -38,10 +38,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 TOTAL_S = 540.0
 """A call of ten minutes, less the machine's start and the way back."""
 LEAST_SHARE = 0.4
-"""With less than this share of a part's limit left, the part waits for the next call."""
+"""A part waits for the next call where less than this share of its limit is left."""
 TAIL_LINES = 30
 LOG_BYTES = 600 << 10
-"""Of each part's log, its end goes into gpu_check.log: all parts together stay below 16 MiB."""
+"""The end of each part's log goes into gpu_check.log: all parts together stay below 16 MiB."""
 FIGURES = "FIGURES "
 """Starts a line of a part's log that holds figures as JSON; they count even where the part fails."""
 

@@ -33,7 +33,7 @@ PASSED, FAILED, CUT, SKIPPED, RUNNING = "passed", "failed", "cut", "skipped", "r
 
 
 def code_digest(root: Path = ROOT) -> str:
-    """Of every source file that a part may run; results and built files do not count."""
+    """Digest of every source file that a part may run; results and built files do not count."""
     digest = hashlib.sha256()
     for name in CODE:
         top = root / name
@@ -45,7 +45,7 @@ def code_digest(root: Path = ROOT) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that decide what the parts do, those that are installed."""
+    """Versions of the installed packages that decide what the parts do."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in PACKAGES:
         try:
@@ -101,7 +101,7 @@ class State:
         self.parts = parts
 
     def has_passed(self, name: str) -> bool:
-        """With the present code and versions."""
+        """Whether the part passed with the present code and versions."""
         record = self.parts.get(name, {})
         return record.get("status") == PASSED and record.get("key") == self.key
 

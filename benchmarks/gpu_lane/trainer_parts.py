@@ -113,7 +113,7 @@ def make_samples(plan: Any, device: str) -> list[Sample]:
 
 
 def difference(a: Tensor, b: Tensor) -> dict[str, float]:
-    """Of two f32[N]: the largest absolute difference, and the quantile that all but 0.1% stay below."""
+    """The largest |difference| of two f32[N], and the quantile that all but 0.1% stay below."""
     apart = (a - b).abs().float().sort().values
     return {"max": float(apart[-1]), "q999": float(apart[int(0.999 * (len(apart) - 1))])}
 

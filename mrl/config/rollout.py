@@ -92,7 +92,7 @@ class RolloutConfig(Branch):
         return model.dtype if self.dtype == "auto" else self.dtype
 
     def weight_bucket_bytes(self, model_bytes: int) -> int:
-        """Of a model whose weights are `model_bytes` as they are sent."""
+        """Bytes of a bucket, for a model whose weights are `model_bytes` as they are sent."""
         if self.weight_bucket_mb != "auto":
             return self.weight_bucket_mb << 20
         at_least = min(256 << 20, max(1 << 20, model_bytes // 4))

@@ -24,9 +24,9 @@ class EngineLayout:
 
     num_engines: int
     ranks: int
-    """Of one engine."""
+    """Ranks of one engine."""
     ranks_per_node: int
-    """Of one engine on each node that it spans."""
+    """Ranks of one engine on each node that it spans."""
 
     @property
     def num_nodes(self) -> int:

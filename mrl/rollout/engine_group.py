@@ -110,7 +110,7 @@ class GatheredBuckets:
         self._buckets = buckets
         self._exchange = exchange
         self._is_wanted = True
-        """Of the leader: someone opens the handles."""
+        """The leader says with it that someone opens the handles."""
         self._has_handles = has_handles
         """The same on every rank: the rest of the buckets go on with handles."""
         self._is_over = False

@@ -87,7 +87,7 @@ def activation_bytes(shape: ModelShape, stage: Stage, dims: ParallelDims, work: 
 def activation_rows(
     shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload, training: bool
 ) -> list[Row]:
-    """Of a pass with gradients, or of one without, which keeps one layer at a time."""
+    """Bytes of a pass with gradients, or of one without, which keeps one layer at a time."""
     rows = work.packed_tokens(dims) // (dims.tp * dims.cp)
     if not training:
         layer = max(layer_activation_bytes(shape, n, rows, work) for n in stage.layers)

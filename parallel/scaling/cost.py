@@ -43,7 +43,7 @@ class Hardware:
     """One direction, to host memory (PCIe 5.0 x16)."""
     gpus_per_node: int = 8
     host_memory_bytes: int = 2 << 40
-    """Of one node; 2 TiB is that of NVIDIA's DGX H100 and H200."""
+    """Host memory of one node; 2 TiB is that of NVIDIA's DGX H100 and H200."""
 
 
 HARDWARE = {
@@ -272,7 +272,7 @@ def num_buckets(shape: ModelShape, work: Workload) -> int:
 
 
 def num_hf_tensors(shape: ModelShape) -> int:
-    """Of a Hugging Face checkpoint: queries, keys and values apart, gate and up projections too."""
+    """Number of tensors of a Hugging Face checkpoint; q, k, v, gate and up projections count apart."""
     moe = len(shape.moe_layers)
     attention = 4 + 2 * shape.qk_norm + 3 * shape.qkv_bias
     if shape.mla:

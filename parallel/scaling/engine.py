@@ -90,7 +90,7 @@ def prefill_bytes(shape: ModelShape, work: Workload) -> int:
 def engine_rows(
     shape: ModelShape, work: Workload, device_bytes: int, *, awake: bool
 ) -> tuple[Row, ...]:
-    """On one GPU: weights while it is synced, and all of it during the rollout."""
+    """Rows of one GPU: weights while it is synced, and all of it during the rollout."""
     each = engine_weight_bytes(shape, work)
     replicas = f", {work.engine_dp} replicas of the attention" * (work.engine_dp > 1)
     weights = Row(
@@ -141,7 +141,7 @@ def engine_rows(
 def engine_host_rows(
     shape: ModelShape, work: Workload, world: int, device_bytes: int
 ) -> tuple[Row, ...]:
-    """On the host, of one engine rank; what an engine's leader holds is shared out over its ranks."""
+    """Host rows of one engine rank; what an engine's leader holds is shared out over its ranks."""
     slots = max(0, kv_capacity_tokens(shape, work, device_bytes)) // work.engine_dp
     slots = max(slots, work.sequence_len)
     each = 4 * shape.num_layers * shape.topk

@@ -30,7 +30,7 @@ def pinned_bytes(num_bytes: int, exact: int | None) -> int:
 
 
 def pinned_total(tensors: Tensors, element_bytes: int, exact: int | None) -> int:
-    """Of one buffer a tensor."""
+    """Pinned bytes with one buffer a tensor."""
     return sum(count * pinned_bytes(element_bytes * n, exact) for count, n in tensors)
 
 

@@ -150,7 +150,7 @@ class Expected:
     retracted: bool
     """All running requests were taken back once."""
     routes: RouteReader | None = None
-    """Of routes that the server laid into its memory."""
+    """Reader of routes that the server laid into memory."""
 
 
 def decode_completion(answer: dict[str, Any], request: Request, expected: Expected) -> Completion:

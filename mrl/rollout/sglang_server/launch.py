@@ -31,7 +31,7 @@ class Launch:
     hf_config: Any
     context_len: int
     shape: RouteShape | None
-    """Of the routes; None where none are asked for."""
+    """Shape of the routes; None where none are asked for."""
     settings: dict[str, Any]
     environment: dict[str, str]
     seed: int

@@ -26,14 +26,14 @@ from torch import Tensor
 from mrl.shared_bytes import Handle, SharedBytes
 
 VARIABLE = "MRL_ROUTE_READER"
-"""In the server's environment: how to find the trainer's memory, as JSON."""
+"""The variable that tells the server, as JSON, how to find the trainer's memory."""
 MARK = b"mrl-routes"
 """What a reference starts with: read as int32 it is no expert's number."""
 MAX_BYTES = 4 << 30
 """That wait to be read. Routes beyond that go the way that SGLang sends them, as base64 in JSON."""
 PAGE = 4096
 CLOSED = 0
-"""In the place of the number: the trainer wants nothing in memory."""
+"""It stands for the number where the trainer wants nothing in memory."""
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 
 

@@ -85,7 +85,7 @@ def server_environment(
     true_on_policy: bool = False,
     return_routing_weights: bool = False,
 ) -> dict[str, str]:
-    """On top of the trainer's environment. PYTHONPATH here comes before everything else.
+    """What is set on top of the trainer's environment. PYTHONPATH comes before everything else.
 
     `first_rank` is the engine's first rank on this node.
     """
