@@ -28,7 +28,6 @@ COMPILE_ARGS = [
     "-Wextra",
     "-Wno-psabi",  # vectors are passed between inlined functions only
 ]
-PLUGINS = ("server_plugin", "on_policy_plugin", "routing_weights_plugin")  # SGLang's, by folder
 NVCC_ARGS = ["-O3", "-std=c++17", "-Icsrc", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 PTX_ARCH = "80"
 
@@ -94,9 +93,7 @@ if CUDA:
 setup(
     package_dir={"": "."},  # with this, an editable install is one .pth line: new rooms just appear
     packages=find_packages(include=["mrl", "mrl.*", "parallel", "parallel.*", "moe", "moe.*"]),
-    package_data={
-        "mrl": [*(f"rollout/{name}/**" for name in ("cpu_stubs", *PLUGINS)), "view/page/*"]
-    },
+    package_data={"mrl": ["rollout/sglang/plugins/**", "view/page/*"]},
     ext_modules=[
         Pybind11Extension(
             "mrl._C",

@@ -25,11 +25,11 @@ import torch
 
 from benchmarks.kernel_bench.machine import describe
 from benchmarks.replay_overhead import NUM_SAVED, make_trainer
-from mrl.batching import make_train_batches
-from mrl.collect import Clock
+from mrl.learn.batching import make_train_batches
+from mrl.system.clock import Clock
 from mrl.toy_model import write_toy_model
 from parallel import prepare
-from parallel.groups import destroy_groups
+from parallel.mesh import destroy_mesh
 
 RESULT = Path(__file__).parent / "results" / "diagnosis_overhead.json"
 LIMIT = 0.03
@@ -79,7 +79,7 @@ def passes(trainer: Any) -> dict[str, Callable[[int], None]]:
     (batch,) = make_train_batches(
         [(samples, [0.0] * len(samples))],
         trainer.plan.algorithm,
-        trainer.groups,
+        trainer.mesh,
         recipe.train.micro_batch_tokens,
         learner.exchange.deliver,
     )
@@ -96,7 +96,7 @@ def measure(scratch: Path, rounds: int) -> dict[str, Any]:
     live_s = statistics.median(live_steps(live))
     rollouts = f"debug.load_rollouts={live.folder.rollouts}"
     saved = {
-        arm: make_trainer(model, scratch / arm, live.groups, rollouts, *keys)
+        arm: make_trainer(model, scratch / arm, live.mesh, rollouts, *keys)
         for arm, keys in ARMS.items()
     }
     steps = by_turns({arm: run_saved(trainer) for arm, trainer in saved.items()}, rounds)
@@ -127,7 +127,7 @@ def main() -> None:
     prepare()
     with tempfile.TemporaryDirectory() as scratch:
         row = measure(Path(scratch), args.steps)
-    destroy_groups()
+    destroy_mesh()
     print(json.dumps(row))
     failed = row["added_share_of_live_step"]["tokens"] > LIMIT
     packages = ("torch", "megatron-core", "sglang")

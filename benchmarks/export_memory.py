@@ -30,7 +30,7 @@ import torch.distributed as dist
 from benchmarks.kernel_bench.machine import describe
 from parallel.export import export_buckets
 from tests.parallel.conftest import write_model
-from tests.parallel.layouts import build, join_groups
+from tests.parallel.layouts import build, join_mesh
 from tests.ranks import run_ranks
 
 RESULT = Path(__file__).parent / "results" / "export_memory.json"
@@ -69,7 +69,7 @@ def measure(model: Path, sizes: dict[str, Any], bucket_bytes: int) -> dict[str, 
     """Runs on every rank."""
     # Freed tensors leave the process at once, and are not kept in a heap.
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 64 << 10)
-    policy = build(model, join_groups(model, sizes))
+    policy = build(model, join_mesh(model, sizes))
     largest = 0
 
     def drain() -> list[Any]:

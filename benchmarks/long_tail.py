@@ -26,17 +26,17 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_bench.machine import describe
-from mrl.collect import Clock
+from mrl.collect.live import EngineCollector
 from mrl.config import Recipe, load_recipe
 from mrl.data.repeat import MEDIAN
-from mrl.engine_collector import EngineCollector
 from mrl.preflight import check
 from mrl.rollout.base import RolloutEngine
-from mrl.run_folder import RunFolder
+from mrl.run.folder import RunFolder
+from mrl.system.clock import Clock
 from mrl.toy_model import write_toy_model
 from mrl.types import SampleGroup
 from parallel import prepare
-from parallel.groups import Groups, init_groups
+from parallel.mesh import Mesh, init_mesh
 from tests.loop.stepped import SteppedRun
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +57,7 @@ EVALUATED = 48
 class Run(SteppedRun):
     """One that can be examined."""
 
-    def evaluate(self, groups: Groups) -> list[SampleGroup]:
+    def evaluate(self, mesh: Mesh) -> list[SampleGroup]:
         """Answers of the present weights, to the same prompts for every run; nobody is left out."""
         recipe = self.plan.recipe
         whole = {"over_sampling": 1.0, "unfinished": "drop"}
@@ -66,7 +66,7 @@ class Run(SteppedRun):
         )
         recipe = recipe.model_copy(update={"rollout": rollout, "seed": recipe.seed + 1})
         plan = check(recipe.model_copy(update={"output_dir": f"{recipe.output_dir}_eval"}), 1)
-        collector = EngineCollector(plan, groups, self.folder)
+        collector = EngineCollector(plan, mesh, self.folder)
         unused, collector.engine = collector.engine, self.collector.engine
         try:
             return collector.collect(self.step, self.policy, Clock())
@@ -83,12 +83,12 @@ def recipe_of(name: str, scratch: Path, num_steps: int) -> Recipe:
     )
 
 
-def start_runs(scratch: Path, num_steps: int) -> tuple[dict[str, Run], Groups]:
+def start_runs(scratch: Path, num_steps: int) -> tuple[dict[str, Run], Mesh]:
     """All runs at the same weights: the first one's checkpoint after the warm start."""
     write_toy_model(scratch / "model", num_layers=2)
     prepare()
     runs: dict[str, Run] = {}
-    groups: Groups | None = None
+    mesh: Mesh | None = None
     engine: RolloutEngine | None = None
     for name in RUNS:
         recipe = recipe_of(name, scratch, num_steps)
@@ -97,12 +97,12 @@ def start_runs(scratch: Path, num_steps: int) -> tuple[dict[str, Run], Groups]:
             shutil.copytree(scratch / "plain/checkpoints", folder.checkpoints)
         plan = check(recipe, 1)
         folder.open(recipe)
-        groups = groups or init_groups(plan.dims, recipe.seed)
-        runs[name] = Run(plan, groups, folder)
+        mesh = mesh or init_mesh(plan.dims, recipe.seed)
+        runs[name] = Run(plan, mesh, folder)
         engine = runs[name].begin(engine)
         runs[name].checkpoints.finish()
-    assert groups is not None
-    return runs, groups
+    assert mesh is not None
+    return runs, mesh
 
 
 def lengths_asked(groups: Sequence[SampleGroup]) -> list[int]:
@@ -160,7 +160,7 @@ def main() -> None:
     names = list(RUNS)
     metrics: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as scratch:
-        runs, groups = start_runs(Path(scratch), num_steps)
+        runs, mesh = start_runs(Path(scratch), num_steps)
         try:
             for step in range(num_steps):
                 turn = step % len(names)
@@ -168,7 +168,7 @@ def main() -> None:
                     metrics[name].append(runs[name].run_step())
                 shown = {n: round(metrics[n][-1]["time/rollout_s"], 2) for n in names}
                 print(f"step {step} rollout_s {json.dumps(shown)}", flush=True)
-            rows = {n: row_of(n, metrics[n], runs[n].evaluate(groups)) for n in names}
+            rows = {n: row_of(n, metrics[n], runs[n].evaluate(mesh)) for n in names}
             lost = {n: num_not_accounted(runs[n]) for n in names}
         finally:
             for run in runs.values():

@@ -35,7 +35,7 @@ from benchmarks.on_policy_layers.engine_side import PROMPT_LEN, TEMPERATURE, Eng
 from benchmarks.on_policy_layers.trainer_side import (
     Recorder,
     evaluate,
-    join_groups,
+    join_mesh,
     make_policy,
     own_ops,
 )
@@ -68,7 +68,7 @@ def trainer_side(
 ) -> dict[str, dict[str, Any]]:
     """On a rank: the differences by op (prompt, decode, own op) and of whole sequences."""
     engine = EngineRun(**run)
-    policy = make_policy(folder, join_groups(), true_on_policy)
+    policy = make_policy(folder, join_mesh(), true_on_policy)
     recorder = Recorder(policy)
     theirs, ids = engine.tensors, engine.token_ids
     [logprobs], _ = evaluate(policy, [(ids, PROMPT_LEN)])

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mrl.kernels.digest import add_digests, digests_of
-from mrl.rollout import sglang
 from mrl.rollout.base import Completion, Request, SyncReport
+from mrl.rollout.sglang import engine as sglang
 from mrl.types import WeightBucket
 
 

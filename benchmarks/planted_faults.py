@@ -36,10 +36,10 @@ from benchmarks.planted_engine import (
 from mrl.config import load_recipe
 from mrl.diagnosis.why import Explanation, explain
 from mrl.preflight import check
-from mrl.run_folder import RunFolder
+from mrl.run.folder import RunFolder
 from mrl.toy_model import write_toy_model
 from parallel import prepare
-from parallel.groups import init_groups
+from parallel.mesh import init_mesh
 from tests.loop.stepped import SteppedRun
 
 ROOT = Path(__file__).parents[1]
@@ -100,7 +100,7 @@ def start(scratch: Path, more: Sequence[str] = ()) -> SteppedRun:
     folder = RunFolder(recipe.output_dir)
     folder.open(recipe)
     prepare()
-    run = SteppedRun(plan, init_groups(plan.dims, recipe.seed), folder)
+    run = SteppedRun(plan, init_mesh(plan.dims, recipe.seed), folder)
     run.begin(None)
     return run
 

@@ -31,11 +31,11 @@ import torch
 from benchmarks.kernel_bench.machine import describe
 from mrl.config import load_recipe
 from mrl.preflight import check
-from mrl.rollout.saved import save_groups
-from mrl.run_folder import RunFolder, saved_step
+from mrl.run.folder import RunFolder, saved_step
+from mrl.run.rollouts import save_groups
 from mrl.toy_model import write_toy_model
 from parallel import prepare
-from parallel.groups import Groups, destroy_groups, init_groups
+from parallel.mesh import Mesh, destroy_mesh, init_mesh
 
 RESULT = Path(__file__).parent / "results" / "replay_overhead.json"
 RECIPE = Path(__file__).parents[1] / "launch" / "recipes" / "toy_moe.yaml"
@@ -50,7 +50,7 @@ NUM_SAVED = 4
 """Steps whose rollouts are saved."""
 
 
-def make_trainer(model: Path, folder: Path, groups: Groups | None, *more: str) -> Any:
+def make_trainer(model: Path, folder: Path, mesh: Mesh | None, *more: str) -> Any:
     from mrl.trainer import Trainer
 
     recipe = load_recipe(
@@ -60,7 +60,7 @@ def make_trainer(model: Path, folder: Path, groups: Groups | None, *more: str) -
     plan = check(recipe, 1)
     run = RunFolder(recipe.output_dir)
     run.open(recipe)
-    return Trainer(plan, groups or init_groups(plan.dims, recipe.seed), run)
+    return Trainer(plan, mesh or init_mesh(plan.dims, recipe.seed), run)
 
 
 def compare(
@@ -114,14 +114,14 @@ def measure(name: str, scratch: Path, num_steps: int) -> dict[str, Any]:
     """Both comparisons of a model, in this process; the engines are children of it."""
     model = scratch / name
     write_toy_model(model, **MODELS[name])
-    groups: Groups | None = None
+    mesh: Mesh | None = None
     live: dict[str, Any] = {}
     engines: dict[str, list[psutil.Process]] = {}
     try:
         for arm in ARMS:
             folder = scratch / f"{name}_live_{arm}"
-            live[arm] = make_trainer(model, folder, groups, f"moe.routing_replay={arm}")
-            groups = live[arm].groups
+            live[arm] = make_trainer(model, folder, mesh, f"moe.routing_replay={arm}")
+            mesh = live[arm].mesh
             known = {process.pid for process in psutil.Process().children(recursive=True)}
             live[arm].collector.start(live[arm].policy)
             everyone = psutil.Process().children(recursive=True)
@@ -134,13 +134,13 @@ def measure(name: str, scratch: Path, num_steps: int) -> dict[str, Any]:
     saved = {}
     for arm in ARMS:
         keys = (f"debug.load_rollouts={rollouts}", f"moe.routing_replay={arm}")
-        saved[arm] = make_trainer(model, scratch / f"{name}_saved_{arm}", groups, *keys)
+        saved[arm] = make_trainer(model, scratch / f"{name}_saved_{arm}", mesh, *keys)
     return {**result, "saved": compare(saved, 2 * num_steps, NUM_SAVED, {})}
 
 
 def save_rollouts(trainer: Any) -> Path:
     """A few more rollouts of a live trainer, as `debug.save_rollouts` writes them."""
-    from mrl.collect import Clock
+    from mrl.system.clock import Clock
 
     for i in range(NUM_SAVED):
         groups = trainer.collector.collect(trainer.step, trainer.policy, Clock())
@@ -160,7 +160,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.models or list(MODELS):
             row = measure(name, Path(scratch), args.steps)
-            destroy_groups()
+            destroy_mesh()
             print(json.dumps(row), flush=True)
             rows.append(row)
     failed = sum(row["live"]["ratio_of_medians"]["cpu/step_s"] > LIMIT for row in rows)

@@ -27,8 +27,8 @@ import torch
 from benchmarks.kernel_bench.machine import describe
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout.base import Request, SamplingParams
-from mrl.rollout.sglang import Engine
-from mrl.rollout.sglang_server import decode
+from mrl.rollout.sglang import decode
+from mrl.rollout.sglang.engine import Engine
 from mrl.toy_model import write_toy_model
 
 RESULT = Path(__file__).parent / "results" / "route_memory.json"

@@ -31,11 +31,11 @@ import torch.distributed as dist
 from benchmarks.kernel_bench.machine import describe
 from moe.wire import wire_row_bytes
 from mrl.config import ParallelConfig
-from mrl.exchange import RolloutExchange
-from mrl.rollout.saved import decode_groups, encode_groups, outline
+from mrl.exchange.rollouts import RolloutExchange
+from mrl.run.rollouts import decode_groups, encode_groups, outline
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 from parallel.dims import ParallelDims
-from parallel.groups import init_groups
+from parallel.mesh import init_mesh
 from tests.ranks import run_ranks
 
 RESULT = Path(__file__).parent / "results" / "route_wire.json"
@@ -78,15 +78,15 @@ def make_group(number: int, shape: tuple[int, ...]) -> SampleGroup:
 
 def exchange(shape: tuple[int, ...]) -> dict[str, Any]:
     """On a rank: bytes that it gave, and the median of the slowest rank's seconds, by way."""
-    groups = init_groups(ParallelDims.create(ParallelConfig(), 2), 0)
+    mesh = init_mesh(ParallelDims.create(ParallelConfig(), 2), 0)
     layers, num_samples = shape[0], shape[3]
-    own = make_group(groups.rank, shape)
+    own = make_group(mesh.rank, shape)
     both = [own, own]
-    both[1 - groups.rank] = outline(make_group(1 - groups.rank, shape))
+    both[1 - mesh.rank] = outline(make_group(1 - mesh.rank, shape))
     samples = [sample for group in both for sample in group.samples]
     shares = [set(range(num_samples, 2 * num_samples)), set(range(num_samples))]
     wires = {
-        name: RolloutExchange(groups, range(1, layers + 1), share_memory=name == "memory")
+        name: RolloutExchange(mesh, range(1, layers + 1), share_memory=name == "memory")
         for name in ("memory", "messages")
     }
 

@@ -12,9 +12,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrl.commands.scaling_plan import plan_workload
 from mrl.config import load_recipe
 from mrl.errors import InputError
-from mrl.plan import plan_workload
 from parallel.dims import ParallelDims
 from parallel.scaling.cost import HARDWARE, Efficiency, Hardware
 from parallel.scaling.report import tables

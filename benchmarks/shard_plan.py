@@ -13,14 +13,19 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
+from parallel.checkpoint.shard_writer import (
+    ShardedTensor,
+    ShardWriter,
+    check_coverage,
+    joined_metadata,
+)
 from parallel.scaling.shape import ModelShape
-from parallel.shard_writer import ShardedTensor, ShardWriter, check_coverage, joined_metadata
 
 KINDS = ("model", "main", "exp_avg", "exp_avg_sq")
 
 
 def key_names(shape: ModelShape) -> list[str]:
-    """As `parallel.sharded_state` names them: two weights an expert, about ten others a layer."""
+    """Names like those of a checkpoint's keys: two weights an expert, about ten others a layer."""
     experts = [
         f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc{k}.weight"
         for layer in shape.moe_layers
@@ -76,7 +81,7 @@ def plan_checkpoint(shape: ModelShape, world: int, folder: Path) -> dict[str, An
 
 
 def as_item(item: WriteItem) -> list[Any]:
-    """As a rank reports it (`parallel.shard_writer.Item`)."""
+    """As a rank reports it (`parallel.checkpoint.shard_writer.Item`)."""
     tensor = item.tensor_data
     assert tensor is not None
     where = [item.index.fqn, list(tensor.chunk.offsets), 1 << 20, "__0_0.distcp", 1 << 30, 1 << 20]

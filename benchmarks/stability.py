@@ -42,7 +42,7 @@ from benchmarks.stability_study.report import (
     table,
 )
 from mrl.config import load_recipe
-from mrl.processes import JsonWorker, WorkerLost
+from mrl.system.processes import JsonWorker, WorkerLost
 
 RESULT = ROOT / "benchmarks/results/stability.json"
 DOCUMENT, PLOT = ROOT / "docs/stability.md", ROOT / "docs/stability.svg"

@@ -4,7 +4,7 @@ The same load, prompts of random tokens with log-probs and routes, is put on two
 model, turn about: by SGLang's own benchmark client (`sglang.bench_serving`, not streaming, all requests
 at once) on a server that mrl has nothing to do with, and by mrl's engine on mrl's server, up to whole
 sample groups. On a CPU the bare server needs one line of mrl's plugin all the same, or it could not
-return routes (see mrl/rollout/cpu_stubs). Ratios are mrl's tokens per second over the other's.
+return routes (see mrl/rollout/sglang/plugins/cpu). Ratios are mrl's tokens per second over the other's.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.kernel_bench.machine import describe
+from mrl.collect.single_turn import Round, start_groups
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout.base import SamplingParams
-from mrl.rollout.scheduling import Round, start_groups
-from mrl.rollout.sglang import Engine
-from mrl.rollout.sglang_server.http import HttpClient
-from mrl.rollout.sglang_server.server import Server
-from mrl.rollout.sglang_server.settings import CPU_STUBS
+from mrl.rollout.sglang.engine import Engine
+from mrl.rollout.sglang.http import HttpClient
+from mrl.rollout.sglang.server import Server
+from mrl.rollout.sglang.settings import CPU_STUBS
 from mrl.toy_model import write_toy_model
 from mrl.types import Prompt
 

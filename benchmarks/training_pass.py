@@ -32,13 +32,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.kernel_bench.machine import describe
-from mrl.batching import make_train_batches
 from mrl.config import Recipe, load_recipe
+from mrl.learn.batching import make_train_batches
 from mrl.preflight import Plan, check
 from mrl.toy_model import write_toy_model
 from mrl.types import MicroBatch, RoutingTrace, Sample, TrainBatch, VersionSpan
 from parallel import prepare
-from parallel.groups import destroy_groups, init_groups
+from parallel.mesh import destroy_mesh, init_mesh
 
 RESULT = Path(__file__).parent / "results" / "training_pass.json"
 RECIPE = Path(__file__).parents[1] / "launch" / "recipes" / "toy_moe.yaml"
@@ -168,13 +168,13 @@ class Ours:
         return self.policy.train_step(batch, self.loss, replay=True).grad_norm
 
 
-def make_ours(plan: Plan, groups: Any) -> Ours:
+def make_ours(plan: Plan, mesh: Any) -> Ours:
     from parallel.policy import Policy
 
     recipe = plan.recipe
     policy = Policy(
         plan.model,
-        groups,
+        mesh,
         recipe.model,
         recipe.optimizer,
         recompute=recipe.train.recompute,
@@ -185,17 +185,17 @@ def make_ours(plan: Plan, groups: Any) -> Ours:
     return Ours(policy, lambda logprobs, batch: algorithm.loss(logprobs, batch, recipe.algorithm))
 
 
-def measure(plan: Plan, groups: Any, num_pairs: int) -> dict[str, Any]:
+def measure(plan: Plan, mesh: Any, num_pairs: int) -> dict[str, Any]:
     """Check that both compute the same, then time both passes by turns."""
     from parallel.policy import with_old_logprobs
 
-    peer, ours = Peer.load(plan.recipe), make_ours(plan, groups)
+    peer, ours = Peer.load(plan.recipe), make_ours(plan, mesh)
     samples = make_samples(plan, peer)
     advantages = torch.randn(len(samples), generator=torch.Generator().manual_seed(1)).tolist()
     tokens = plan.recipe.train.micro_batch_tokens
     config = plan.recipe.algorithm
     (batch,) = make_train_batches(
-        [(samples, advantages)], plan.algorithm, groups, tokens, config=config
+        [(samples, advantages)], plan.algorithm, mesh, tokens, config=config
     )
     padded = [PaddedBatch.of(micro) for micro in batch.micro_batches]
     old = peer.logprob_pass(padded)
@@ -275,9 +275,9 @@ def main() -> None:
         keys = [f"model.path={model}", f"output_dir={scratch}/run"]
         plan = check(load_recipe(RECIPE, keys), 1)
         try:
-            result = measure(plan, init_groups(plan.dims, plan.recipe.seed), args.pairs)
+            result = measure(plan, init_mesh(plan.dims, plan.recipe.seed), args.pairs)
         finally:
-            destroy_groups()
+            destroy_mesh()
     packages = ("torch", "megatron-core", "transformers")
     machine = describe(torch.device("cpu"), packages)
     result = {**machine, "limit": LIMIT, **result}

@@ -21,7 +21,7 @@ from mrl.config import ModelConfig, OptimizerConfig
 from parallel.hf_config import HfModel
 from parallel.policy import Policy
 from tests.parallel.conftest import make_samples, write_model
-from tests.parallel.layouts import join_groups, loss, ready_batch
+from tests.parallel.layouts import join_mesh, loss, ready_batch
 from tests.ranks import run_ranks
 
 RESULT = Path(__file__).parent / "results" / "weight_delta.json"
@@ -32,16 +32,16 @@ NUM_STEPS = 6
 
 def measure(model: Path, dtype: Any) -> dict[str, Any]:
     """Runs on the one rank: medians over the steps."""
-    groups = join_groups(model, {})
+    mesh = join_mesh(model, {})
     policy = Policy(
         HfModel.read(model),
-        groups,
+        mesh,
         ModelConfig(path=str(model), dtype=dtype),
         OptimizerConfig(lr=LR),
         recompute=False,
         temperature=1.0,
     )
-    batch, _ = ready_batch(policy, groups, make_samples())
+    batch, _ = ready_batch(policy, mesh, make_samples())
     before, rows = _weights(policy), []
     for _ in range(NUM_STEPS):
         policy.train_step(batch, loss, True)

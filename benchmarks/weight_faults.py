@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from mrl.kernels.digest import add_digests, digests_of
-from mrl.rollout.sglang_server.manifest import Manifest
-from mrl.rollout.sglang_server.weight_sync import Method, Push, WeightSync
-from mrl.shared_memory import SharedMemory
+from mrl.rollout.sglang.manifest import Manifest
+from mrl.rollout.sglang.weight_sync import Method, Push, WeightSync
+from mrl.system.shared_memory import SharedMemory
 from mrl.types import WeightBucket
 
 Weights = Sequence[tuple[str, Tensor]]

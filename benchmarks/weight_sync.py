@@ -26,12 +26,12 @@ from benchmarks.kernel_bench.machine import describe
 from benchmarks.weight_faults import FAULTS, is_caught, moved, shared_buckets, sync_for
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout import load_engine
-from mrl.rollout.sglang_server.weight_sync import Method, Push, WeightSync
-from mrl.shared_memory import SharedMemory
+from mrl.rollout.sglang.weight_sync import Method, Push, WeightSync
+from mrl.system.shared_memory import SharedMemory
 from mrl.toy_model import write_toy_model
 from mrl.types import WeightBucket
 from parallel.policy import Policy
-from tests.parallel.layouts import build, join_groups
+from tests.parallel.layouts import build, join_mesh
 from tests.ranks import run_ranks
 
 RESULT = Path(__file__).parent / "results" / "weight_sync.json"
@@ -57,7 +57,7 @@ def start_engine(model: Path, timeout_s: float) -> Any:
 
 def measure(model: Path, rounds: int, timeout_s: float) -> list[dict[str, Any]]:
     """Runs on the one rank of the trainer; one row a way. The ways take turns in every round."""
-    policy = build(model, join_groups(model, {}))
+    policy = build(model, join_mesh(model, {}))
     engine = start_engine(model, timeout_s)
     try:
         num_bytes = policy.export_bytes()

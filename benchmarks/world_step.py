@@ -1,8 +1,9 @@
 """A step of 64 and of 256 ranks, seen from one of them: `python -m benchmarks.world_step [CASE ...]`.
 
-The functions that a run calls (of `mrl.tasks`, `mrl.exchange`, packing, a rollout's lines, the plan of
-a checkpoint) on synthetic samples of Qwen3-30B-A3B and of a 671B's shape, for the share of one engine
-leader, one reader and rank 0. The wire is left out: bytes are counted, no other rank runs. `before` is
+The functions that a run calls (of `mrl.collect.task`, `mrl.exchange.rollouts`, packing, a rollout's
+lines, the plan of a checkpoint) on synthetic samples of Qwen3-30B-A3B and of a 671B's shape, for
+the share of one engine leader, one reader and rank 0. The wire is left out: bytes are
+counted, no other rank runs. `before` is
 what the code of commit e517742 would have done: every rank gets all tokens in parts padded to the
 largest, rank 0 decodes all texts and plans for all. Its bytes are counted from what `encode_groups`
 makes, its seconds are measured on one leader's part and multiplied. So are the seconds of routes,
@@ -29,11 +30,11 @@ import torch
 from benchmarks.kernel_bench.machine import describe
 from benchmarks.scaling import read_model
 from benchmarks.shard_plan import plan_checkpoint
-from mrl.completions import completions
-from mrl.exchange import RouteCargo, TokenCargo
-from mrl.parcels import TOKENS, Cargo, Parcel, Want, plan_transfers
-from mrl.rollout.saved import decode_groups, encode_groups
-from mrl.run_folder import RunFolder, rollout_lines
+from mrl.data.completions import completions
+from mrl.exchange.rollouts import RouteCargo, TokenCargo
+from mrl.exchange.transfers import TOKENS, Cargo, Parcel, Want, plan_transfers
+from mrl.run.folder import RunFolder, rollout_lines
+from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.toy_model import build_tokenizer
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 from parallel.dims import ParallelDims

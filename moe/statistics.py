@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from moe.align import RouterRows
 from moe.replay import ReplayedChunk, Routes, ids_of
-from mrl.histogram import log_histograms
+from mrl.system.histogram import log_histograms
 from mrl.types import NATIVE_ROUTE, Max, Mean, Quantiles, Statistics
 
 
@@ -52,7 +52,7 @@ class MarginCounts:
     nums: Tensor
     """i64[2, L]: how many there were."""
     histograms: Tensor
-    """i64[2, L, NUM_BINS]: see `mrl.histogram`."""
+    """i64[2, L, NUM_BINS]: see `mrl.system.histogram`."""
 
     @staticmethod
     def of(margins: Tensor, differs: Tensor, captured: Tensor) -> MarginCounts:

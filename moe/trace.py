@@ -4,7 +4,7 @@ Dimensions: T all tokens of a sample, H hidden layers (dense ones too), L MoE la
 token. SGLang sends int32 [T-1, H, K] in C order: the prompt is included, the last token has no row,
 dense layers hold placeholders, shared experts are left out. With weights the rows are [T-1, H, 2K]:
 K ids, then the bits of the K float32 gate weights. They come as base64, or through memory in one
-byte or two an id (`mrl.rollout.sglang_server.route_memory`).
+byte or two an id (`mrl.rollout.sglang.route_memory`).
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import torch
 
 from mrl import __version__
 from mrl.commands import ALL
-from mrl.console import escape
 from mrl.errors import InputError, RunFailed
+from mrl.run.console import escape
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -13,25 +13,27 @@ from typing import Any
 
 import torch
 
-from mrl import console
-from mrl.batching import drop_from_loss, set_advantages
-from mrl.collect import Clock, Collector, SavedCollector
-from mrl.completions import completions
+from mrl.collect.base import Collector
+from mrl.collect.live import EngineCollector
+from mrl.collect.saved import SavedCollector
+from mrl.data.completions import completions
 from mrl.diagnosis.collect import Diagnosis
-from mrl.engine_collector import EngineCollector
-from mrl.exchange import RolloutExchange
-from mrl.learner import Learner, make_critic
-from mrl.metrics import episode_metrics, rollout_metrics
+from mrl.exchange.rollouts import RolloutExchange
+from mrl.exchange.sharing import gather_lines
+from mrl.learn.batching import drop_from_loss, set_advantages
+from mrl.learn.learner import Learner, make_critic
+from mrl.learn.rollout_metrics import episode_metrics, rollout_metrics
+from mrl.learn.sft import warm_start
+from mrl.learn.shaping import shaping_metrics
 from mrl.preflight import Plan
-from mrl.rollout.saved import is_held, save_groups
-from mrl.run_folder import RunFolder, rollout_lines, saved_step
-from mrl.shaping import shaping_metrics
-from mrl.sharing import gather_lines
+from mrl.run import console
+from mrl.run.folder import RunFolder, rollout_lines, saved_step
+from mrl.run.rollouts import is_held, save_groups
+from mrl.system.clock import Clock
 from mrl.types import Max, SampleGroup, Statistics
-from mrl.warm_start import warm_start
-from parallel.checkpoint import Checkpoints, Loaded
-from parallel.groups import Groups
+from parallel.checkpoint.checkpoints import Checkpoints, Loaded
 from parallel.ledger import memory_statistics
+from parallel.mesh import Mesh
 from parallel.policy import Policy
 from parallel.reduce import reduce_statistics
 
@@ -41,19 +43,19 @@ class Trainer:
     """One run on one rank. `train()` goes from the last checkpoint to the last step."""
 
     plan: Plan
-    groups: Groups
+    mesh: Mesh
     folder: RunFolder
 
     def __post_init__(self) -> None:
         recipe = self.plan.recipe
-        self.is_main = self.groups.rank == 0
+        self.is_main = self.mesh.rank == 0
         self.step = 0
         """Steps done."""
         self._interrupted = False
         with self._progress("loading the model"):
             self.policy = Policy(
                 self.plan.model,
-                self.groups,
+                self.mesh,
                 recipe.model,
                 recipe.optimizer,
                 recompute=recipe.train.recompute,
@@ -65,15 +67,15 @@ class Trainer:
                 logprob_chunk_tokens=recipe.train.logprob_chunk_tokens,
             )
         self.collector = self._make_collector()
-        self.exchange = RolloutExchange(self.groups, self.policy.moe_layers)
-        diagnosis = Diagnosis(self.plan, self.groups, self.policy, self.folder)
-        self.critic = make_critic(self.plan, self.policy, self.groups)
+        self.exchange = RolloutExchange(self.mesh, self.policy.moe_layers)
+        diagnosis = Diagnosis(self.plan, self.mesh, self.policy, self.folder)
+        self.critic = make_critic(self.plan, self.policy, self.mesh)
         self.learner = Learner(
-            self.plan, self.groups, self.policy, self.exchange, diagnosis, self.critic
+            self.plan, self.mesh, self.policy, self.exchange, diagnosis, self.critic
         )
         self.checkpoints = Checkpoints(
             self.folder.checkpoints,
-            self.groups,
+            self.mesh,
             keep=recipe.checkpoint.keep,
             async_save=recipe.checkpoint.async_save,
             seed=recipe.seed,
@@ -83,8 +85,8 @@ class Trainer:
     def _make_collector(self) -> Collector:
         saved = self.plan.recipe.debug.load_rollouts
         if saved is not None:
-            return SavedCollector(saved, self.groups)
-        return EngineCollector(self.plan, self.groups, self.folder)
+            return SavedCollector(saved, self.mesh)
+        return EngineCollector(self.plan, self.mesh, self.folder)
 
     def train(self) -> None:
         """Run all steps that are left. Whatever happens, no engine is left running.
@@ -120,7 +122,7 @@ class Trainer:
         elif recipe.warm_start is not None:
             text = f"warm start, {recipe.warm_start.num_steps} supervised steps"
             with self._progress(text):
-                warm_start(self.plan, recipe.warm_start, self.policy, self.groups)
+                warm_start(self.plan, recipe.warm_start, self.policy, self.mesh)
             self._save()
         if self.is_main:
             self.folder.rewind(self.step)
@@ -167,7 +169,7 @@ class Trainer:
         if not recipe.debug.rollout_only:
             metrics |= self.learner.learn(self.step, groups, clock)
             memory |= memory_statistics("train", self.policy.ledger.where())
-        memory |= _device_memory(self.groups.device)
+        memory |= _device_memory(self.mesh.device)
         metrics |= reduce_statistics(memory | self.collector.statistics())
         metrics["weight_version"] = max(
             sample.weight_versions[-1].version for group in groups for sample in group.samples

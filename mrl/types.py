@@ -60,7 +60,7 @@ class RoutingTrace:
 
     expert_ids: Tensor
     """u8[T-1, L, K], or u16 above 256 experts; on the `meta` device (shape without ids) where another
-    rank holds them: `mrl.exchange` brings them to the ranks that train the sample."""
+    rank holds them: `mrl.exchange.rollouts` brings them to the ranks that train the sample."""
     layer_numbers: tuple[int, ...]
     """Megatron's 1-based number of each of the L MoE layers."""
     num_experts: int
@@ -119,7 +119,7 @@ class Sample:
     token_ids: Tensor
     """i64[T]: prompt, then completion; in a conversation all turns and what comes between them. On the
     `meta` device (length without ids), as the log-probs are, where another rank holds them:
-    `mrl.exchange` brings them to the ranks that train the sample."""
+    `mrl.exchange.rollouts` brings them to the ranks that train the sample."""
     prompt_len: int
     loss_mask: Tensor
     """bool[T]: true on tokens that the policy chose."""
@@ -165,7 +165,7 @@ class SampleGroup:
     advantages: Tensor | None = None
     """f32[G]; 0 where the reward is NaN."""
     texts: list[str] | None = None
-    """The completions in words, where this rank has decoded them already (`mrl.completions`)."""
+    """The completions in words, where this rank has decoded them already (`mrl.data.completions`)."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class Quantiles:
     """A statistic reported as quantiles over micro-batches and ranks, each under a key of its own."""
 
     counts: Tensor
-    """i64[bins], as `mrl.histogram` counts them."""
+    """i64[bins], as `mrl.system.histogram` counts them."""
     reported: tuple[tuple[str, float], ...]
     """(metric key, quantile)."""
 

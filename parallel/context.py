@@ -4,7 +4,7 @@ Every sequence is cut into 2 x cp chunks of equal length, and rank r holds chunk
 an early one, whose tokens look back at little, and a late one, so that causal attention is the same
 work on every rank. It is the order that Megatron's RoPE and TransformerEngine expect.
 
-Attention gathers keys and values over the ranks (`parallel.attention`); all else is per token.
+Attention gathers keys and values over the ranks (`parallel.layers.attention`); all else is per token.
 Log-probs are gathered as well, 8 bytes a token: the loss is then computed on whole sequences, as
 without context parallelism, and every rank takes the gradient of its own tokens.
 

@@ -22,10 +22,10 @@ from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
 from parallel.architectures.base import HfConfig, Rule
 from parallel.forward import HeadInput, LossFunction, PassOutput
-from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger
-from parallel.megatron_options import read_options
+from parallel.mesh import Mesh
+from parallel.options.read import read_options
 from parallel.policy import StepOutput
 from parallel.reduce import merge
 from parallel.trained_model import TrainedModel
@@ -94,7 +94,7 @@ class Critic:
     def __init__(
         self,
         model: HfModel,
-        groups: Groups,
+        mesh: Mesh,
         config: ModelConfig,
         optimizer: OptimizerConfig,
         *,
@@ -107,10 +107,10 @@ class Critic:
         """`model`: a language model, or a critic saved under HF names. `ledger`: the policy's own, so
         that one ledger knows every byte of the rank. The head starts as N(0, head_std^2). `megatron`:
         that branch of the recipe."""
-        self.groups = groups
+        self.mesh = mesh
         self.trained = TrainedModel(
             value_model(model),
-            groups,
+            mesh,
             config,
             value_rows,
             recompute=recompute,
@@ -144,7 +144,7 @@ class Critic:
         """
         step = self.trained.train_step(batch.micro_batches, loss, False, before_update)
         stats: Statistics = {}
-        if self.groups.reports_loss:
+        if self.mesh.reports_loss:
             losses = step.output.losses
             stats = merge([{**each.stats, "loss/value": Sum(each.loss_sum)} for each in losses])
         return StepOutput(step.grad_norm, step.lr, stats, step.output)

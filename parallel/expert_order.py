@@ -1,5 +1,5 @@
 """A token's experts added in the order of its route (`moe.replay: ids_order`), with TransformerEngine's
-layers; mrl's own have it in their dispatcher (`parallel.dispatch`).
+layers; mrl's own have it in their dispatcher (`parallel.layers.dispatch`).
 
 Megatron adds what the K experts of a token give in the order of the experts' numbers, SGLang in the
 order of the route: falling weight. From K = 3 on the two sums round differently.

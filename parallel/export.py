@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.kernels.digest import CHUNK, add_digests, digest_place, weight_sums
-from mrl.shared_memory import SharedMemory
+from mrl.system.shared_memory import SharedMemory
 from mrl.types import WeightBucket
 from parallel.shards import split
 from parallel.weights import Entry, WeightMap
@@ -71,15 +71,15 @@ def export_buckets(
     bucket's tensors are overwritten when the next but one is asked for. A collective: every rank must
     drain the iterator. Stage after stage in pipeline order. On CPUs the buckets lie in `memory`.
     """
-    groups = weights.groups
+    mesh = weights.mesh
     plan = _plan(weights, max_bytes, dtype)
     start = time.perf_counter()
     digests = _digests(weights, plan)
     digest_s = time.perf_counter() - start
     buffers = _buffers(weights, plan, memory or SharedMemory())
     count = 0
-    for stage in range(groups.dims.pp):
-        mine = stage == groups.pp_rank
+    for stage in range(mesh.dims.pp):
+        mine = stage == mesh.pp_rank
         headers = _from_stage(weights, _headers(plan, digests), stage)
         for number, (header, digest) in enumerate(headers):
             buffer, path = buffers[count % len(buffers)]
@@ -90,10 +90,10 @@ def export_buckets(
                 rest = iter(views)
                 for unit in plan[number]:
                     _gather(weights, unit, [next(rest) for _ in unit.tensors])
-            if groups.dims.pp > 1:
-                dist.broadcast(flat, dist.get_global_rank(groups.pp, stage), groups.pp)
+            if mesh.dims.pp > 1:
+                dist.broadcast(flat, dist.get_global_rank(mesh.pp, stage), mesh.pp)
             tensors = [(name, view) for (name, _, _), view in zip(header, views, strict=True)]
-            is_last = stage == groups.dims.pp - 1 and number == len(headers) - 1
+            is_last = stage == mesh.dims.pp - 1 and number == len(headers) - 1
             yield WeightBucket(
                 tensors,
                 version,
@@ -108,13 +108,13 @@ def export_buckets(
 
 def model_bytes(weights: WeightMap, dtype: torch.dtype | None) -> int:
     """About what an export sends: this stage's share, times the number of stages. Nothing is asked."""
-    groups, total = weights.groups, 0
+    mesh, total = weights.mesh, 0
     for entry in weights.entries:
         parameter = entry.parameter
         sent = parameter.dtype if dtype is None or entry.rule.is_buffer else dtype
-        ways = weights.tp_place(entry)[1] * (groups.dims.ep if entry.expert >= 0 else 1)
+        ways = weights.tp_place(entry)[1] * (mesh.dims.ep if entry.expert >= 0 else 1)
         total += parameter.numel() * sent.itemsize * ways
-    return total * groups.dims.pp
+    return total * mesh.dims.pp
 
 
 def _buffers(
@@ -126,8 +126,8 @@ def _buffers(
     consumer. On GPUs a handle that no engine opens keeps its buffer until this process ends
     (torch/csrc/CudaIPCTypes.cpp): an engine that fails costs the buffers of that sync.
     """
-    device, size = weights.groups.device, _largest(weights, plan)
-    number = 1 if weights.groups.dims.pp == 1 and len(plan) == 1 else NUM_BUFFERS
+    device, size = weights.mesh.device, _largest(weights, plan)
+    number = 1 if weights.mesh.dims.pp == 1 and len(plan) == 1 else NUM_BUFFERS
     if device.type != "cpu":
         return [(torch.empty(size, dtype=torch.uint8, device=device), None) for _ in range(number)]
     shared = [memory.take(size, index) for index in range(number)]
@@ -145,16 +145,16 @@ def _digests(weights: WeightMap, plan: list[list[Unit]]) -> list[dict[str, int]]
     Each rank reads its own shards where they are, and the sums are added up: neither gathering,
     copying nor sending can hide from them.
     """
-    groups = weights.groups
+    mesh = weights.mesh
     units = [unit for bucket in plan for unit in bucket]
     sums = _own_sums(weights, units)
-    is_expert = torch.tensor([unit.entry.expert >= 0 for unit in units], device=groups.device)
-    for rows, group in ((~is_expert, groups.tp), (is_expert, groups.etp)):
+    is_expert = torch.tensor([unit.entry.expert >= 0 for unit in units], device=mesh.device)
+    for rows, group in ((~is_expert, mesh.tp), (is_expert, mesh.etp)):
         if group.size() > 1:
             part = sums[rows]
             dist.all_reduce(part, group=group)
             sums[rows] = part
-    rows = iter(torch.stack(_all_gather(sums, groups.ep), dim=1).tolist())
+    rows = iter(torch.stack(_all_gather(sums, mesh.ep), dim=1).tolist())
     return [
         add_digests(part for unit in bucket for part in _by_place(weights, unit, next(rows)))
         for bucket in plan
@@ -164,7 +164,7 @@ def _digests(weights: WeightMap, plan: list[list[Unit]]) -> list[dict[str, int]]
 def _by_place(weights: WeightMap, unit: Unit, of_peers: list[int]) -> Iterator[tuple[str, int]]:
     """(place, digest) of a unit; expert-parallel peers hold other experts, or copies of the rest."""
     entry = unit.entry
-    digests = of_peers if entry.expert >= 0 else [of_peers[weights.groups.ep_rank]]
+    digests = of_peers if entry.expert >= 0 else [of_peers[weights.mesh.ep_rank]]
     for expert, digest in zip(_experts(weights, entry), digests, strict=True):
         yield digest_place(entry.hf_names(expert)[0]), digest
 
@@ -174,11 +174,11 @@ def _own_sums(weights: WeightMap, units: list[Unit]) -> Tensor:
 
     Nothing waits for the device. Shards that have to be cast are cast about CHUNK elements at a time.
     """
-    groups = weights.groups
-    sums = torch.zeros(len(units), dtype=torch.int64, device=groups.device)
+    mesh = weights.mesh
+    sums = torch.zeros(len(units), dtype=torch.int64, device=mesh.device)
     batch: list[tuple[int, Tensor]] = []
     for number, unit in enumerate(units):
-        rank = groups.etp_rank if unit.entry.expert >= 0 else groups.tp_rank
+        rank = mesh.etp_rank if unit.entry.expert >= 0 else mesh.tp_rank
         if weights.tp_place(unit.entry)[1] > 1 or rank == 0:
             batch.append((number, unit.shard()))
         if sum(shard.numel() for _, shard in batch) >= CHUNK or unit is units[-1]:
@@ -192,11 +192,11 @@ def _own_sums(weights: WeightMap, units: list[Unit]) -> Tensor:
 
 def _largest(weights: WeightMap, plan: list[list[Unit]]) -> int:
     """Bytes of the largest bucket of any pipeline stage."""
-    groups = weights.groups
+    mesh = weights.mesh
     largest = torch.tensor(max(sum(unit.num_bytes for unit in bucket) for bucket in plan))
-    largest = largest.to(groups.device)
-    if groups.dims.pp > 1:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, groups.pp)
+    largest = largest.to(mesh.device)
+    if mesh.dims.pp > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.pp)
     return int(largest)
 
 
@@ -239,22 +239,22 @@ def _experts(weights: WeightMap, entry: Entry) -> list[int]:
     """The global expert of each expert-parallel peer: the same place in its own block of experts."""
     if entry.expert < 0:
         return [-1]
-    groups = weights.groups
+    mesh = weights.mesh
     return [
-        entry.expert + (peer - groups.ep_rank) * weights.num_local_experts
-        for peer in range(groups.dims.ep)
+        entry.expert + (peer - mesh.ep_rank) * weights.num_local_experts
+        for peer in range(mesh.dims.ep)
     ]
 
 
 def _gather(weights: WeightMap, unit: Unit, views: list[Tensor]) -> None:
     """Fill the HF tensors of one unit."""
-    groups, entry, local = weights.groups, unit.entry, unit.shard()
+    mesh, entry, local = weights.mesh, unit.entry, unit.shard()
     is_expert = entry.expert >= 0
-    peers = _all_gather(local, groups.ep) if is_expert else [local]
+    peers = _all_gather(local, mesh.ep) if is_expert else [local]
     _, size = weights.tp_place(entry)
     rest = iter(views)
     for peer in peers:
-        shards = _all_gather(peer, groups.etp if is_expert else groups.tp) if size > 1 else [peer]
+        shards = _all_gather(peer, mesh.etp if is_expert else mesh.tp) if size > 1 else [peer]
         mine = [next(rest) for _ in entry.rule.hf]
         for rank, shard in enumerate(shards):
             for view, piece in zip(mine, _split_hf(weights, entry, shard), strict=True):
@@ -281,7 +281,7 @@ def _views(flat: Tensor, header: list[HfTensor]) -> list[Tensor]:
 
 def _from_stage(weights: WeightMap, headers: list[Header], stage: int) -> list[Header]:
     """What a pipeline stage is about to send, on every rank."""
-    group = weights.groups.pp
+    group = weights.mesh.pp
     if group.size() == 1:
         return headers
     box = [headers]

@@ -20,12 +20,12 @@ from moe.align import local_routes, router_rows, row_slice
 from moe.replay import ReplayedChunk, Route, Routes, ids_of
 from moe.statistics import RoutingCounter
 from mrl.types import LossOutput, MicroBatch, Statistics
-from parallel.attention import packed_sequences
-from parallel.balancing import RouterLosses
 from parallel.context import ContextSlice, context_slice
-from parallel.groups import Groups
+from parallel.layers.attention import packed_sequences
+from parallel.layers.balancing import RouterLosses
+from parallel.layers.output_layer import Projection
+from parallel.mesh import Mesh
 from parallel.model import unwrap
-from parallel.output_layer import Projection
 from parallel.packing import to_device
 
 LossFunction = Callable[[Tensor, MicroBatch], LossOutput]
@@ -99,7 +99,7 @@ class PipelineRunner:
     def __init__(
         self,
         chunks: list[Any],
-        groups: Groups,
+        mesh: Mesh,
         head: Head,
         recompute: bool,
         router_losses: RouterLosses,
@@ -108,7 +108,7 @@ class PipelineRunner:
         """`gates`: replay the gate weights that are known of the routes, and record them under R2."""
         self.chunks = chunks
         self._gates = gates
-        self.groups = groups
+        self.mesh = mesh
         self.head = head
         self.router_losses = router_losses
         self.projections = {
@@ -134,7 +134,7 @@ class PipelineRunner:
         ValueError for micro-batches of several lengths where the layout takes one.
         """
         lengths = sorted({batch.num_tokens for batch in batches})
-        if self.groups.dims.equal_micro_batches and len(lengths) > 1:
+        if self.mesh.dims.equal_micro_batches and len(lengths) > 1:
             raise ValueError(
                 f"micro-batches of {lengths} tokens: this layout takes one length; pad them with the "
                 "min_tokens of parallel.packing.pack"
@@ -145,9 +145,9 @@ class PipelineRunner:
 
         def forward_step(numbered: Iterator[tuple[int, MicroBatch]], chunk: Any):
             number, on_cpu = next(numbered)
-            batch = to_device(on_cpu, self.groups.device)
+            batch = to_device(on_cpu, self.mesh.device)
             replayed = self.replays[id(unwrap(chunk))]
-            context = context_slice(on_cpu.cu_seqlens, self.groups.cp, self.groups.device)
+            context = context_slice(on_cpu.cu_seqlens, self.mesh.cp, self.mesh.device)
             captured = None
             if replay is True or observe:
                 captured = self._captured(batch, context, replayed, must=replay is True)
@@ -161,7 +161,7 @@ class PipelineRunner:
                 context.take(batch.input_ids).unsqueeze(0),
                 context.take(batch.position_ids).unsqueeze(0),
                 None,
-                packed_seq_params=packed_sequences(on_cpu.cu_seqlens, context, self.groups.device),
+                packed_seq_params=packed_sequences(on_cpu.cu_seqlens, context, self.mesh.device),
                 **self._output_options,
             )
             if not train and replay is False:
@@ -193,7 +193,7 @@ class PipelineRunner:
             )
         for replayed in self.replays.values():
             replayed.check_drained()
-        output.routing = counter.statistics(self.groups.pp) | self._loads(counter)
+        output.routing = counter.statistics(self.mesh.pp) | self._loads(counter)
         if train:
             output.routing |= self.router_losses.end_step()
         return output
@@ -219,8 +219,8 @@ class PipelineRunner:
         """The engine's routes of this rank's rows and layers: replayed as a record, they are R3."""
         found: RecordedRoutes = []
         for on_cpu in batches:
-            batch = to_device(on_cpu, self.groups.device)
-            context = context_slice(on_cpu.cu_seqlens, self.groups.cp, self.groups.device)
+            batch = to_device(on_cpu, self.mesh.device)
+            context = context_slice(on_cpu.cu_seqlens, self.mesh.cp, self.mesh.device)
             routes: dict[int, Route] = {}
             for chunk in self.replays.values():
                 routes |= self._captured(batch, context, chunk, must=False) or {}
@@ -229,7 +229,7 @@ class PipelineRunner:
 
     def row_places(self, batch: MicroBatch) -> Tensor:
         """i64[n]: the packed tokens whose rows this rank's routers see, in their order; on the CPU."""
-        context = context_slice(batch.cu_seqlens, self.groups.cp, torch.device("cpu"))
+        context = context_slice(batch.cu_seqlens, self.mesh.cp, torch.device("cpu"))
         places = self._row_places(batch.num_tokens, context)
         return torch.arange(batch.num_tokens)[places] if isinstance(places, slice) else places
 
@@ -260,7 +260,7 @@ class PipelineRunner:
                 "with rollout.return_routing_weights=true, or set moe.replay=ids"
             )
         routes = context.take_routes(batch.routes)
-        return local_routes(routes, chunk.layers, self.groups.tp_rank, self.groups.dims.tp)
+        return local_routes(routes, chunk.layers, self.mesh.tp_rank, self.mesh.dims.tp)
 
     def _native_routes(self, chunk: ReplayedChunk) -> dict[int, Route]:
         layers = {n: layer for n, layer in chunk.layers.items() if layer.native_ids is not None}
@@ -270,8 +270,8 @@ class PipelineRunner:
 
     def _row_places(self, num_tokens: int, context: ContextSlice) -> slice | Tensor:
         """The rows that this rank's routers see."""
-        num_rows = num_tokens // self.groups.dims.cp
-        own = row_slice(num_rows, self.groups.tp_rank, self.groups.dims.tp)
+        num_rows = num_tokens // self.mesh.dims.cp
+        own = row_slice(num_rows, self.mesh.tp_rank, self.mesh.dims.tp)
         return own if context.index is None else context.index[own]
 
     def _loads(self, counter: RoutingCounter) -> Statistics:
@@ -280,7 +280,7 @@ class PipelineRunner:
         if isinstance(frequency, int):
             frequency = [int(n % frequency == 0) for n in range(config.num_layers)]
         numbers = [n + 1 for n, is_moe in enumerate(frequency) if is_moe]
-        return counter.load_statistics(numbers, config.num_moe_experts or 0, self.groups.device)
+        return counter.load_statistics(numbers, config.num_moe_experts or 0, self.mesh.device)
 
 
 def _observed(chunk: ReplayedChunk, captured: Routes) -> dict[int, ObservedRoutes]:

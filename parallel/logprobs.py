@@ -17,7 +17,7 @@ from mrl.kernels import linear_logprob, vp_logprob
 from mrl.types import MicroBatch
 from parallel.context import ContextSlice
 from parallel.forward import HeadInput, PassOutput
-from parallel.output_layer import Projection
+from parallel.layers.output_layer import Projection
 
 
 def packed_logprobs(

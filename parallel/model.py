@@ -14,15 +14,16 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from parallel import expert_order, invariant
-from parallel.attention import PackedAttention, RotaryAttention
-from parallel.dispatch import NativeMoELayer, RouteOrderMoELayer
-from parallel.experts import GroupedExperts, join_storages
-from parallel.groups import Groups
+from parallel import expert_order
 from parallel.hf_config import HfModel
 from parallel.implementation import Implementation
-from parallel.latent_attention import LatentAttention
-from parallel.output_layer import deferred_output_layer
+from parallel.layers import invariant
+from parallel.layers.attention import PackedAttention, RotaryAttention
+from parallel.layers.dispatch import NativeMoELayer, RouteOrderMoELayer
+from parallel.layers.experts import GroupedExperts, join_storages
+from parallel.layers.latent_attention import LatentAttention
+from parallel.layers.output_layer import deferred_output_layer
+from parallel.mesh import Mesh
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
@@ -88,7 +89,7 @@ def _native_layer(
 
 def build_chunks(
     model: HfModel,
-    groups: Groups,
+    mesh: Mesh,
     config: TransformerConfig,
     implementation: Implementation,
     ddp: DistributedDataParallelConfig,
@@ -104,7 +105,7 @@ def build_chunks(
     token's experts in the order of its route. `logprob_chunk_tokens`: the last chunk gives hidden
     states, and the head computes the logits of so many tokens at a time; 0: it gives all logits.
     """
-    dims = groups.dims
+    dims = mesh.dims
     chunks = []
     for virtual in range(dims.vpp):
         vp_stage = virtual if dims.vpp > 1 else None
@@ -116,8 +117,8 @@ def build_chunks(
             position_embedding_type="rope",
             rotary_base=model.rotary_base,  # pyright: ignore[reportArgumentType]
             share_embeddings_and_output_weights=model.tied_embeddings,
-            pre_process=groups.pp_rank == 0 and virtual == 0,
-            post_process=groups.is_last_stage and virtual == dims.vpp - 1,
+            pre_process=mesh.pp_rank == 0 and virtual == 0,
+            post_process=mesh.is_last_stage and virtual == dims.vpp - 1,
             vp_stage=vp_stage,
         )
         if output_layer is not None and chunk.post_process:
@@ -133,7 +134,7 @@ def build_chunks(
                 # Megatron flags experts only when EP > 1, yet with ETP < TP they too are shared out
                 # differently from the dense layers; unflagged, their gradients are silently wrong.
                 setattr(parameter, "allreduce", False)  # noqa: B010
-        chunk = chunk.to(groups.device)
+        chunk = chunk.to(mesh.device)
         chunk = _half(config, chunk) if config.bf16 else chunk
         join_storages(chunk)
         chunks.append(chunk)

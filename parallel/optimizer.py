@@ -12,7 +12,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mrl.config import OptimizerConfig
-from parallel.megatron_options import MegatronOptions
+from parallel.options.read import MegatronOptions
 
 NO_CLIPPING = 1e30
 """Megatron reports the gradient norm only where it clips."""

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
-from mrl.shared_memory import SharedMemory
+from mrl.system.shared_memory import SharedMemory
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch, WeightBucket
 from parallel.export import export_buckets, model_bytes
 from parallel.forward import LossFunction, Observe, PassOutput, RecordedRoutes
-from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger, parameter_tensors
 from parallel.logprobs import LogprobHead
-from parallel.megatron_options import read_options
+from parallel.mesh import Mesh
+from parallel.options.read import read_options
 from parallel.reduce import merge
 from parallel.reference import ReferenceWeights
 from parallel.scoring import score
@@ -48,7 +48,7 @@ class Policy:
     def __init__(
         self,
         model: HfModel,
-        groups: Groups,
+        mesh: Mesh,
         config: ModelConfig,
         optimizer: OptimizerConfig,
         *,
@@ -61,14 +61,14 @@ class Policy:
         logprob_chunk_tokens: int = 1024,
     ) -> None:
         """`megatron`: that branch of the recipe."""
-        self.groups = groups
+        self.mesh = mesh
         self._export_memory = SharedMemory()
-        self.ledger = Ledger(groups.device)
+        self.ledger = Ledger(mesh.device)
         self.trained = TrainedModel(
             model,
-            groups,
+            mesh,
             config,
-            LogprobHead(temperature, groups.tp),
+            LogprobHead(temperature, mesh.tp),
             recompute=recompute,
             distributed_optimizer=optimizer.use_distributed_optimizer,
             moe=moe,
@@ -79,7 +79,7 @@ class Policy:
         )
         self._reference: ReferenceWeights | None = None
         if reference is not None:
-            WeightMap(reference, groups, self.chunks).load()
+            WeightMap(reference, mesh, self.chunks).load()
             self._reference = ReferenceWeights(lambda: parameter_tensors(self.chunks))
             self.ledger.own("reference", self._reference.host_tensors, on_host=True)
         self.weights.load()
@@ -135,7 +135,7 @@ class Policy:
 
     def score(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Log-probs f32[T] at temperature 1 of sequences i64[T], 0 first; the same on every rank."""
-        return score(self.trained, self.groups, sequences)
+        return score(self.trained, self.mesh, sequences)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -164,7 +164,7 @@ class Policy:
         return StepOutput(step.grad_norm, step.lr, stats, step.output)
 
     def _step_statistics(self, output: PassOutput) -> Statistics:
-        if not self.groups.reports_loss:
+        if not self.mesh.reports_loss:
             return dict(output.routing)
         losses = [{**loss.stats, "loss/policy": Sum(loss.loss_sum)} for loss in output.losses]
         return merge([*losses, output.routing])

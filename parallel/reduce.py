@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.histogram import NUM_BINS, quantile
+from mrl.system.histogram import NUM_BINS, quantile
 from mrl.types import Max, Mean, Quantiles, Statistic, Statistics, Sum
 
 

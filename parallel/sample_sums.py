@@ -15,21 +15,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.types import MicroBatch
-from parallel.groups import Groups
+from parallel.mesh import Mesh
 
 
 def sample_sums(
-    columns: Sequence[Tensor], batches: Sequence[MicroBatch], num_samples: int, groups: Groups
+    columns: Sequence[Tensor], batches: Sequence[MicroBatch], num_samples: int, mesh: Mesh
 ) -> Tensor:
     """f[N, C] of each micro-batch -> f64[S, C] on the CPU: sums over the loss tokens of each sample.
 
     A collective. `columns` are read on the ranks that report losses, and may be missing on others.
     """
-    width = torch.tensor([columns[0].shape[1] if columns else 0], device=groups.device)
-    if groups.dims.world > 1:
+    width = torch.tensor([columns[0].shape[1] if columns else 0], device=mesh.device)
+    if mesh.dims.world > 1:
         dist.all_reduce(width, dist.ReduceOp.MAX)
-    total = torch.zeros(num_samples, int(width), dtype=torch.float64, device=groups.device)
-    if groups.reports_loss:
+    total = torch.zeros(num_samples, int(width), dtype=torch.float64, device=mesh.device)
+    if mesh.reports_loss:
         for batch, values in zip(batches, columns, strict=True):
             assert batch.sample_ids is not None
             device = values.device
@@ -38,6 +38,6 @@ def sample_sums(
             sums = torch.segment_reduce(wanted, "sum", lengths=lengths)
             known = batch.sample_ids.to(device) >= 0  # not padding
             total[batch.sample_ids.to(device)[known]] = sums[known]
-    if groups.dims.world > 1:
+    if mesh.dims.world > 1:
         dist.all_reduce(total)
     return total.cpu()

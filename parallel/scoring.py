@@ -9,27 +9,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.types import MicroBatch, Sample
-from parallel.groups import Groups
 from parallel.logprobs import LogprobHead
+from parallel.mesh import Mesh
 from parallel.packing import WeightedSample, pack
 from parallel.trained_model import TrainedModel
 
 
-def score(trained: TrainedModel, groups: Groups, sequences: Sequence[Tensor]) -> list[Tensor]:
+def score(trained: TrainedModel, mesh: Mesh, sequences: Sequence[Tensor]) -> list[Tensor]:
     """Log-probs f32[T] at temperature 1 of each sequence i64[T], 0 first. A collective.
 
     Every data-parallel replica computes all of them, natively routed; every rank gets the same.
     """
-    batch = _batch(sequences, groups)
-    repeats = (
-        groups.dims.pp if groups.dims.vpp > 1 else 1
-    )  # Megatron's interleaving wants a multiple
-    head = LogprobHead(1.0, groups.tp)
+    batch = _batch(sequences, mesh)
+    repeats = mesh.dims.pp if mesh.dims.vpp > 1 else 1  # Megatron's interleaving wants a multiple
+    head = LogprobHead(1.0, mesh.tp)
     output = trained.evaluate([batch] * repeats, replay=False, head=head)
-    logprobs = torch.zeros(batch.num_tokens, device=groups.device)
-    if groups.reports_loss and groups.dp_rank == 0:  # one rank of all holds them
+    logprobs = torch.zeros(batch.num_tokens, device=mesh.device)
+    if mesh.reports_loss and mesh.dp_rank == 0:  # one rank of all holds them
         logprobs += output.logprobs[0]
-    if groups.dims.world > 1:
+    if mesh.dims.world > 1:
         dist.all_reduce(logprobs)
     starts = batch.cu_seqlens.tolist()
     return [
@@ -38,7 +36,7 @@ def score(trained: TrainedModel, groups: Groups, sequences: Sequence[Tensor]) ->
     ]
 
 
-def _batch(sequences: Sequence[Tensor], groups: Groups) -> MicroBatch:
+def _batch(sequences: Sequence[Tensor], mesh: Mesh) -> MicroBatch:
     samples = [
         Sample(
             group_id=0,
@@ -53,6 +51,6 @@ def _batch(sequences: Sequence[Tensor], groups: Groups) -> MicroBatch:
     ]
     return pack(
         [WeightedSample(sample, 0.0, 0.0) for sample in samples],
-        groups.dims.token_multiple,
-        sequence_multiple=groups.dims.sequence_multiple,
+        mesh.dims.token_multiple,
+        sequence_multiple=mesh.dims.sequence_multiple,
     )

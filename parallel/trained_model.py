@@ -17,7 +17,6 @@ from moe.align import router_rows
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.errors import RunFailed
 from mrl.types import MicroBatch
-from parallel.balancing import RouterLosses
 from parallel.forward import (
     Head,
     LossFunction,
@@ -26,14 +25,15 @@ from parallel.forward import (
     PipelineRunner,
     RecordedRoutes,
 )
-from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype, choose_implementation
+from parallel.layers.balancing import RouterLosses
 from parallel.ledger import Ledger, gradient_tensors, optimizer_tensors, parameter_tensors
-from parallel.megatron_options import MegatronOptions
+from parallel.mesh import Mesh
 from parallel.model import OutputLayer, build_chunks, unwrap
 from parallel.optimizer import build_optimizer
 from parallel.optimizer_state import free_gradient_copies
+from parallel.options.read import MegatronOptions
 from parallel.transformer_config import build_config, build_ddp_config
 from parallel.weights import WeightMap
 
@@ -57,7 +57,7 @@ class TrainedModel:
     def __init__(
         self,
         model: HfModel,
-        groups: Groups,
+        mesh: Mesh,
         config: ModelConfig,
         head: Head,
         *,
@@ -72,16 +72,16 @@ class TrainedModel:
         logprob_chunk_tokens: int = 0,
     ) -> None:
         """`prefix`: of its kinds in the ledger. `output_layer`: in the place of the vocabulary's.
-        `true_on_policy`: layers that compute each token as the engine does (`parallel.invariant`).
+        `true_on_policy`: layers that compute each token as the engine does (`layers/invariant.py`).
         `options`: the recipe's own, for Megatron. `logprob_chunk_tokens`: as in the recipe's `train`; a
         critic has no logits."""
-        self.groups, self.ledger, self._prefix = groups, ledger, prefix
+        self.mesh, self.ledger, self._prefix = mesh, ledger, prefix
         implementation, _ = choose_implementation(config.transformer_impl)
         self._dtype = choose_dtype(config.dtype)
         self._settings = build_config(
             model,
-            groups.dims,
-            groups.device,
+            mesh.dims,
+            mesh.device,
             self._dtype,
             implementation,
             recompute,
@@ -96,7 +96,7 @@ class TrainedModel:
         )
         self.chunks = build_chunks(
             model,
-            groups,
+            mesh,
             self._settings,
             implementation,
             build_ddp_config(distributed_optimizer, options),
@@ -109,11 +109,11 @@ class TrainedModel:
             # Gradients are reduced in the backward pass of the last micro-batch only.
             contexts = [chunk.no_sync for chunk in self.chunks]
             self._settings.no_sync_func = contexts if len(contexts) > 1 else contexts[0]  # pyright: ignore[reportAttributeAccessIssue]
-        self.weights = WeightMap(model, groups, self.chunks)
+        self.weights = WeightMap(model, mesh, self.chunks)
         self.router_losses = RouterLosses(moe, map(unwrap, self.chunks))
         self.runner = PipelineRunner(
             self.chunks,
-            groups,
+            mesh,
             head,
             recompute or options.recomputes_routers,
             self.router_losses,
@@ -185,8 +185,8 @@ class TrainedModel:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         counted = sum(int(router_rows(b, slice(None)).counted.sum()) for b in micro_batches)
-        num_tokens = torch.tensor(counted, device=self.groups.device)
-        self.router_losses.begin_step(num_tokens, self.groups.dp)
+        num_tokens = torch.tensor(counted, device=self.mesh.device)
+        self.router_losses.begin_step(num_tokens, self.mesh.dp)
         output = self.runner.run(micro_batches, loss, replay)
         if before_update is not None:
             before_update()
@@ -206,7 +206,7 @@ class TrainedModel:
         """
         norms = [tensor.norm() for tensor in gradient_tensors(self.chunks)]
         bad = (~torch.stack(norms).isfinite()).any().float()
-        if self.groups.dims.world > 1:
+        if self.mesh.dims.world > 1:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         if bool(bad):
             raise RunFailed(
@@ -217,7 +217,7 @@ class TrainedModel:
     def offload_optimizer(self) -> None:
         """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""
         self.gather_parameters()
-        if self.groups.device.type == "cpu":
+        if self.mesh.device.type == "cpu":
             return
         if self.ledger.place(self._prefix + "optimizer") == "device":
             self.ledger.to_host(self._prefix + "optimizer")
@@ -227,7 +227,7 @@ class TrainedModel:
     def offload_parameters(self) -> None:
         """Make room for the engine's KV cache, once the weights are sent."""
         kind = self._prefix + "parameters"
-        if self.groups.device.type != "cpu" and self.ledger.place(kind) == "device":
+        if self.mesh.device.type != "cpu" and self.ledger.place(kind) == "device":
             self.ledger.to_host(kind)
 
     def onload(self) -> None:

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from parallel import invariant
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.implementation import Implementation, fusions
-from parallel.megatron_options import MegatronOptions
+from parallel.layers import invariant
+from parallel.options.read import MegatronOptions
 
 
 def build_config(
@@ -56,7 +56,7 @@ def build_config(
         "overlap_p2p_comm": dims.vpp > 1,
         "batch_p2p_comm": dims.vpp == 1,
         "moe_token_dispatcher_type": dims.dispatcher,
-        "moe_router_load_balancing_type": "none",  # parallel.balancing adds what the recipe asks for
+        "moe_router_load_balancing_type": "none",  # layers/balancing.py adds what the recipe asks for
         "moe_router_bias_update_rate": expert_bias_update_rate,  # 0 keeps the bias as it was loaded
         "moe_router_dtype": "fp32" if half else None,
         "moe_grouped_gemm": implementation == "transformer_engine" and model.sizes.num_experts > 0,

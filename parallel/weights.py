@@ -15,9 +15,9 @@ import torch
 
 from mrl.errors import InputError
 from parallel.architectures.base import Rule, rule_pattern
-from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, check_names
+from parallel.mesh import Mesh
 from parallel.model import unwrap
 from parallel.shards import join, take_shard
 
@@ -56,12 +56,12 @@ class Entry:
 class WeightMap:
     """The parameters of this rank's chunks, each with its rule. Raises on a parameter without one."""
 
-    def __init__(self, model: HfModel, groups: Groups, chunks: Iterable[torch.nn.Module]) -> None:
+    def __init__(self, model: HfModel, mesh: Mesh, chunks: Iterable[torch.nn.Module]) -> None:
         self.model = model
-        self.groups = groups
+        self.mesh = mesh
         config = model.config
         self.num_groups = model.sizes.num_query_groups
-        self.num_local_experts = model.sizes.num_experts // groups.dims.ep
+        self.num_local_experts = model.sizes.num_experts // mesh.dims.ep
         patterns = [(rule_pattern(rule), rule) for rule in model.architecture.rules(config)]
         self.entries = [
             self._entry(patterns, unwrap(chunk), name, parameter)
@@ -87,7 +87,7 @@ class WeightMap:
                 if "layer" in place:
                     layer = chunk.decoder.layers[place["layer"]].layer_number - 1
                 if "expert" in place:
-                    expert = place["expert"] + self.groups.ep_rank * self.num_local_experts
+                    expert = place["expert"] + self.mesh.ep_rank * self.num_local_experts
                 return Entry(parameter, rule, layer, expert)
         raise ValueError(
             f"{self.model.architecture.model_type} has no rule for Megatron parameter {name}"
@@ -113,8 +113,8 @@ class WeightMap:
         if entry.rule.split == "none":
             return 0, 1
         if entry.expert >= 0:
-            return self.groups.etp_rank, self.groups.dims.etp
-        return self.groups.tp_rank, self.groups.dims.tp
+            return self.mesh.etp_rank, self.mesh.dims.etp
+        return self.mesh.tp_rank, self.mesh.dims.tp
 
     @torch.no_grad()
     def load(self, may_lack: Collection[str] = ()) -> None:
@@ -141,7 +141,7 @@ class WeightMap:
                 entry.parameter.copy_(shard)
             for output in self._tied_outputs:
                 rows = tensors["model.embed_tokens.weight"]
-                output.copy_(take_shard(rows, "rows", self.groups.tp_rank, self.groups.dims.tp))
+                output.copy_(take_shard(rows, "rows", self.mesh.tp_rank, self.mesh.dims.tp))
 
 
 def _tensors(

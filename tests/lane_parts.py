@@ -1,4 +1,4 @@
-"""Parts for tests/test_gpu_lane.py in the place of those that need a GPU: `python -m tests.lane_parts`.
+"""Stand-ins for the parts that need a GPU, for test_gpu_lane.py: `python -m tests.lane_parts`.
 
 `drive ARGUMENTS` is the driver over these parts. Otherwise it is one of them, as the driver starts it.
 LANE_PARTS_SEEN names a file to which each part adds its name when it starts.

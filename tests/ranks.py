@@ -71,9 +71,9 @@ def _rank(
     )
     try:
         torch.save(function(*args), folder / f"{rank}.pt")
-        from parallel.groups import destroy_groups
+        from parallel.mesh import destroy_mesh
 
-        destroy_groups()
+        destroy_mesh()
     except BaseException:
         (folder / f"{rank}.error").write_text(traceback.format_exc())
         os._exit(1)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from mrl.processes import die_with_parent
+from mrl.system.processes import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 PR_SET_CHILD_SUBREAPER = 36

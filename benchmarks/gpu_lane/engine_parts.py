@@ -16,9 +16,9 @@ from torch import Tensor
 from benchmarks.gpu_lane.children import run_child
 from benchmarks.gpu_lane.parts import GPU_ARGS, RECIPE, model_folder, note, train_overrides
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.memory_watch import ProcessTree, leak_slope
 from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, Request, SamplingParams
-from mrl.rollout.sglang import Engine
+from mrl.rollout.sglang.engine import Engine
+from mrl.system.memory_watch import ProcessTree, leak_slope
 from mrl.types import WeightBucket
 
 NUM_CYCLES = {"cuda": 50, "cpu": 10}
@@ -117,7 +117,7 @@ def make_requests(num: int, sampling: SamplingParams) -> list[Request]:
 def engine(folder: Path, device: str) -> dict[str, Any]:
     """The life of a colocated engine up to its second rollout, a line of figures after each step.
 
-    It sleeps as soon as `start` returns, as mrl.engine_collector does: SGLang's own warm-up request
+    It sleeps as soon as `start` returns, as mrl.collect.live does: SGLang's own warm-up request
     must not be running then.
     """
     took: dict[str, float] = {}

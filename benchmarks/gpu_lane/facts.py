@@ -16,7 +16,7 @@ GIB = 2**30
 PROMPT_LEN = 4
 """The longest prompt that `train_overrides` writes."""
 READ_IN = {"awake": "rollout", "train": "train"}
-"""Phases of mrl.memory_watch, each with the plan's phase in which it is read."""
+"""Phases of mrl.system.memory_watch, each with the plan's phase in which it is read."""
 
 
 def build(folder: Path, device: str) -> dict[str, Any]:
@@ -96,8 +96,8 @@ def memory_plan(folder: Path, device: str) -> dict[str, Any]:
 
 def planned_bytes(overrides: list[str], device_bytes: int) -> dict[str, dict[str, int]]:
     """Planned bytes on one GPU, by phase and kind, of the toy recipe with `overrides`."""
+    from mrl.commands.scaling_plan import plan_workload
     from mrl.config import load_recipe
-    from mrl.plan import plan_workload
     from parallel.dims import ParallelDims
     from parallel.hf_config import read_config
     from parallel.scaling.memory import phases

@@ -41,10 +41,10 @@ def one_process() -> Any:
     from mrl.config import ParallelConfig
     from parallel import prepare
     from parallel.dims import ParallelDims
-    from parallel.groups import init_groups
+    from parallel.mesh import init_mesh
 
     prepare()
-    return init_groups(ParallelDims.create(ParallelConfig(), 1), 0)
+    return init_mesh(ParallelDims.create(ParallelConfig(), 1), 0)
 
 
 def native(folder: Path, device: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def experts(folder: Path, device: torch.device) -> dict[str, Pass]:
     from mrl.config import ModelConfig, OptimizerConfig
     from parallel.hf_config import HfModel
 
-    groups = one_process()
+    mesh = one_process()
     from parallel.policy import Policy
 
     path = model_folder(folder, device.type)
@@ -113,7 +113,7 @@ def experts(folder: Path, device: torch.device) -> dict[str, Pass]:
     for name in ("grouped", "loop"):
         config = ModelConfig(path=str(path), transformer_impl="local")
         policy = Policy(
-            model, groups, config, OptimizerConfig(lr=1e-6), recompute=False, temperature=1.0
+            model, mesh, config, OptimizerConfig(lr=1e-6), recompute=False, temperature=1.0
         )
         if name == "loop":
             loop_over_experts(policy)
@@ -125,13 +125,13 @@ def experts(folder: Path, device: torch.device) -> dict[str, Pass]:
 def attention(device: torch.device) -> dict[str, Pass] | str:
     """Forward and backward of packed attention: torch's FlashAttention of packed sequences, and buckets
     of scaled_dot_product_attention."""
-    groups = one_process()
-    from parallel import attention as module
+    mesh = one_process()
     from parallel.context import context_slice
+    from parallel.layers import attention as module
 
     lengths = torch.randint(64, 2048, (48,), generator=torch.Generator().manual_seed(0))
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    packed = module.packed_sequences(bounds, context_slice(bounds, groups.cp, device), device)
+    packed = module.packed_sequences(bounds, context_slice(bounds, mesh.cp, device), device)
     heads, kv_groups, size = HEADS
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 

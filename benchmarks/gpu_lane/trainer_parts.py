@@ -28,28 +28,28 @@ def trainer_step(folder: Path, device: str) -> dict[str, Any]:
     are replayed in a second pair of passes: random ones, as an engine would have sent them.
     """
     from benchmarks.training_pass import make_ours
-    from mrl.batching import make_train_batches
     from mrl.config import load_recipe
+    from mrl.learn.batching import make_train_batches
     from mrl.preflight import check
     from parallel import prepare
-    from parallel.groups import destroy_groups, init_groups
+    from parallel.mesh import destroy_mesh, init_mesh
 
     prepare()
     overrides = train_overrides(folder, device)
     overrides += ["model.transformer_impl=local", f"output_dir={folder / 'trainer_step'}"]
     plan = check(load_recipe(RECIPE, overrides), 1)
-    groups = init_groups(plan.dims, plan.recipe.seed)
+    mesh = init_mesh(plan.dims, plan.recipe.seed)
     start = time.perf_counter()
-    ours = make_ours(plan, groups)
-    synchronize(groups.device)
-    note(build_s=round(time.perf_counter() - start, 2), **memory(groups.device))
+    ours = make_ours(plan, mesh)
+    synchronize(mesh.device)
+    note(build_s=round(time.perf_counter() - start, 2), **memory(mesh.device))
     samples = make_samples(plan, device)
     advantages = torch.randn(len(samples), generator=torch.Generator().manual_seed(1)).tolist()
     recipe = plan.recipe
     (batch,) = make_train_batches(
         [(samples, advantages)],
         plan.algorithm,
-        groups,
+        mesh,
         recipe.train.micro_batch_tokens,
         config=recipe.algorithm,
     )
@@ -60,7 +60,7 @@ def trainer_step(folder: Path, device: str) -> dict[str, Any]:
         for _ in range(1 + ROUNDS):
             start = time.perf_counter()
             found = ours.policy.logprobs(micros, replay).logprobs
-            synchronize(groups.device)
+            synchronize(mesh.device)
             seconds.append(time.perf_counter() - start)
             old = [part.cpu() for part in found]
             passes.append(torch.cat(old))
@@ -76,11 +76,11 @@ def trainer_step(folder: Path, device: str) -> dict[str, Any]:
     for _ in range(1 + ROUNDS):
         start = time.perf_counter()
         norms.append(ours.train_pass(batch))
-        synchronize(groups.device)
+        synchronize(mesh.device)
         times.append(time.perf_counter() - start)
-        note(grad_norms=norms, step_s=times, **memory(groups.device))
+        note(grad_norms=norms, step_s=times, **memory(mesh.device))
     num_tokens = sum(len(sample.token_ids) for sample in samples)
-    destroy_groups()
+    destroy_mesh()
     assert torch.isfinite(torch.tensor(norms)).all(), f"grad norms {norms}"
     assert noise["q999"] < NOISE_BOUND, f"two passes differ: {noise}"
     step_s = statistics.median(times[1:])

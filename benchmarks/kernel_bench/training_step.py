@@ -93,13 +93,13 @@ def make_policy(model: Path) -> Any:
 @functools.cache
 def one_process() -> Any:
     from parallel.dims import ParallelDims
-    from parallel.groups import init_groups
+    from parallel.mesh import init_mesh
 
-    return init_groups(ParallelDims.create(ParallelConfig(), 1), seed=0)
+    return init_mesh(ParallelDims.create(ParallelConfig(), 1), seed=0)
 
 
 def loop_over_experts(policy: Any) -> None:
-    from parallel.experts import compute_one_by_one
+    from parallel.layers.experts import compute_one_by_one
 
     for chunk in policy.chunks:
         compute_one_by_one(chunk)

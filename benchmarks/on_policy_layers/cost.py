@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.on_policy_layers.trainer_side import join_groups, make_policy, packed
+from benchmarks.on_policy_layers.trainer_side import join_mesh, make_policy, packed
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout.base import Request, SamplingParams
-from mrl.rollout.sglang import Engine
+from mrl.rollout.sglang.engine import Engine
 from mrl.types import LossOutput, MicroBatch
 from tests.ranks import run_ranks
 
@@ -89,8 +89,8 @@ def _tree_seconds(engine: Engine) -> float:
 
 def trainer_seconds(folder: Path) -> dict[str, dict[str, float]]:
     """On a rank."""
-    groups = join_groups()
-    policies = {mode: make_policy(folder, groups, on) for mode, on in MODES.items()}
+    mesh = join_mesh()
+    policies = {mode: make_policy(folder, mesh, on) for mode, on in MODES.items()}
     batch = packed([(ids, PROMPT_LEN) for ids in prompts()])
 
     def loss(logprobs: Tensor, batch: MicroBatch) -> LossOutput:

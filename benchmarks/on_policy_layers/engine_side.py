@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout.base import Completion, Request, SamplingParams
-from mrl.rollout.sglang import Engine
+from mrl.rollout.sglang.engine import Engine
 
 PROMPT_LEN, NUM_NEW = 21, 24
 BATCH = 16

@@ -16,24 +16,24 @@ from torch import Tensor
 from mrl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from mrl.types import MicroBatch, Sample, VersionSpan
 from parallel.dims import ParallelDims
-from parallel.groups import Groups, init_groups
 from parallel.hf_config import HfModel
 from parallel.logprobs import LogprobHead
+from parallel.mesh import Mesh, init_mesh
 from parallel.model import unwrap
 from parallel.packing import WeightedSample, pack
 from parallel.policy import Policy
 
 
-def join_groups() -> Groups:
+def join_mesh() -> Mesh:
     """Of the one rank that calls, once."""
-    return init_groups(ParallelDims.create(ParallelConfig(), 1), 0)
+    return init_mesh(ParallelDims.create(ParallelConfig(), 1), 0)
 
 
-def make_policy(folder: Path, groups: Groups, true_on_policy: bool) -> Policy:
+def make_policy(folder: Path, mesh: Mesh, true_on_policy: bool) -> Policy:
     model = ModelConfig(path=str(folder), dtype="float32")
     return Policy(
         HfModel.read(folder),
-        groups,
+        mesh,
         model,
         OptimizerConfig(),
         recompute=False,
@@ -66,7 +66,7 @@ def evaluate(
     policy: Policy, sequences: Sequence[tuple[Tensor, int]], temperature: float = 1.0
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Log-probs f32[T] and native routes i64[T, L, K] of each, all packed into one micro-batch."""
-    head = LogprobHead(temperature, policy.groups.tp)
+    head = LogprobHead(temperature, policy.mesh.tp)
     output = policy.trained.evaluate([packed(sequences)], False, head)
     native = output.native_routes[0]
     routes = torch.stack([native[number] for number in sorted(native)], 1)
@@ -82,7 +82,7 @@ class Recorder:
         self.attention_options: dict[str, Any] = {}
         self.chunk: Any = unwrap(policy.chunks[0])
         config = self.chunk.config
-        self.groups, self.heads = config.num_query_groups, config.num_attention_heads
+        self.query_groups, self.heads = config.num_query_groups, config.num_attention_heads
         self._note(self.chunk.embedding, "embedding")
         layers = self.chunk.decoder.layers
         for i, layer in enumerate(layers):
@@ -102,8 +102,8 @@ class Recorder:
 
     def engine_order(self, mixed: Tensor) -> Tensor:
         """Megatron's [..., g x (queries of the group, key, value)] -> SGLang's [..., q | k | v]."""
-        per_group = self.heads // self.groups
-        split = mixed.reshape(*mixed.shape[:-1], self.groups, per_group + 2, -1)
+        per_group = self.heads // self.query_groups
+        split = mixed.reshape(*mixed.shape[:-1], self.query_groups, per_group + 2, -1)
         parts = split.split([per_group, 1, 1], dim=-2)
         return torch.cat([part.flatten(-3) for part in parts], dim=-1)
 
@@ -181,7 +181,7 @@ def own_ops(recorder: Recorder, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _heads(recorder: Recorder, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    heads, groups = recorder.heads, recorder.groups
+    heads, groups = recorder.heads, recorder.query_groups
     size = qkv.shape[1] // (heads + 2 * groups)
     q, k, v = qkv.view(len(qkv), -1, size).split([heads, groups, groups], dim=1)
     return q, k, v

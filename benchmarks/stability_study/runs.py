@@ -19,16 +19,16 @@ from torch import Tensor
 
 from benchmarks.stability_study.arms import ARMS, RECIPE, Job
 from mrl.algorithms.base import Algorithm
-from mrl.batching import make_train_batch
-from mrl.collect import Clock
 from mrl.config import AlgorithmConfig, load_recipe
 from mrl.errors import RunFailed
-from mrl.learner import Learner
+from mrl.learn.batching import make_train_batch
+from mrl.learn.learner import Learner
 from mrl.preflight import check
 from mrl.rollout.base import RolloutEngine
-from mrl.run_folder import RunFolder
+from mrl.run.folder import RunFolder
+from mrl.system.clock import Clock
 from mrl.types import LossOutput, Mean, MicroBatch, SampleGroup
-from parallel.groups import Groups, init_groups
+from parallel.mesh import Mesh, init_mesh
 from tests.loop.stepped import SteppedRun
 
 TAU = 2.0
@@ -86,7 +86,7 @@ class PairedLearner(Learner):
         samples = [sample for group in groups for sample in group.samples]
         limit = self.plan.recipe.train.micro_batch_tokens
         batch = make_train_batch(
-            samples, [0.0] * len(samples), self.plan.algorithm, self.groups, limit
+            samples, [0.0] * len(samples), self.plan.algorithm, self.mesh, limit
         )
         found: dict[str, dict[str, float]] = {}
         for name, replay in (("native", False), ("replayed", True)):
@@ -125,7 +125,7 @@ class Run(SteppedRun):
         super().__post_init__()
         plain = self.learner
         self.learner = PairedLearner(
-            self.plan, self.groups, self.policy, self.exchange, plain.diagnosis, plain.critic
+            self.plan, self.mesh, self.policy, self.exchange, plain.diagnosis, plain.critic
         )
 
     @property
@@ -134,7 +134,7 @@ class Run(SteppedRun):
         return self.learner.paired
 
 
-def make_run(job: Job, groups: Groups | None) -> Run:
+def make_run(job: Job, mesh: Mesh | None) -> Run:
     """The run before its start; its engine, if it is to have one of its own, is not started."""
     recipe = load_recipe(
         RECIPE,
@@ -148,13 +148,13 @@ def make_run(job: Job, groups: Groups | None) -> Run:
     plan = dataclasses.replace(plan, algorithm=watched)
     folder = RunFolder(recipe.output_dir)
     folder.open(recipe)
-    return Run(plan, groups or init_groups(plan.dims, recipe.seed), folder)
+    return Run(plan, mesh or init_mesh(plan.dims, recipe.seed), folder)
 
 
-def start_engine(job: Job) -> tuple[RolloutEngine, Groups]:
+def start_engine(job: Job) -> tuple[RolloutEngine, Mesh]:
     """For all runs of this process; it records routes, whatever the arm of `job`."""
     run = make_run(dataclasses.replace(job, arm="R3", folder=f"{job.folder}_engine"), None)
-    return run.begin(None), run.groups
+    return run.begin(None), run.mesh
 
 
 def result_of(run: Run, job: Job) -> dict[str, Any]:

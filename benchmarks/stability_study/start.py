@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 
 from benchmarks.stability_study.arms import RECIPE, SHAPE
 from mrl.config import load_recipe
+from mrl.learn.sft import warm_start
 from mrl.preflight import check
 from mrl.toy_model import write_toy_model
-from mrl.warm_start import warm_start
 from parallel import prepare
-from parallel.groups import init_groups
+from parallel.mesh import init_mesh
 from parallel.policy import Policy
 
 
@@ -31,11 +31,11 @@ def write_start(folder: Path) -> None:
     plan = check(recipe, 1)
     assert recipe.warm_start is not None
     prepare()
-    groups = init_groups(plan.dims, recipe.seed)
+    mesh = init_mesh(plan.dims, recipe.seed)
     policy = Policy(
-        plan.model, groups, recipe.model, recipe.optimizer, recompute=False, temperature=1.0
+        plan.model, mesh, recipe.model, recipe.optimizer, recompute=False, temperature=1.0
     )
-    warm_start(plan, recipe.warm_start, policy, groups)
+    warm_start(plan, recipe.warm_start, policy, mesh)
     weights = {
         name: tensor.clone()
         for bucket in policy.export(0, 1 << 30)

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from mrl.processes import send, worker_pipes
+from mrl.system.processes import send, worker_pipes
 
 
 def main() -> None:
@@ -35,8 +35,8 @@ def main() -> None:
         request = json.loads(line)
         job = Job(**{**request, "more": tuple(request["more"])})
         shared = shared or start_engine(job)
-        engine, groups = shared
-        run = make_run(job, groups)
+        engine, mesh = shared
+        run = make_run(job, mesh)
         run.begin(engine)
         send(replies, result_of(run, job))
 

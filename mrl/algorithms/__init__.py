@@ -27,6 +27,7 @@ _PARTS = (
     "gae",
     "kl",
     "ratio_loss",
+    "signal",
     "value_loss",
 )
 """Files of this folder that are no algorithms: what these share."""

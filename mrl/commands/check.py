@@ -37,12 +37,12 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     recipe = read_recipe(args)
-    from mrl import console
+    from mrl.run import console
     from parallel.versions import version_rows
 
     console.table("Versions", ("package", "version", "what it implies"), version_rows())
     if args.plan:
-        from mrl.plan import show_plan
+        from mrl.commands.scaling_plan import show_plan
 
         show_plan(recipe, args.gpus, args.gpu, args.prompt_len, args.host_memory)
         return
@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} is for the plan; add --plan")
     from mrl.preflight import check
-    from parallel.groups import world_size
+    from parallel.mesh import world_size
 
     console.plan(check(recipe, world_size()).rows())
     if not args.ignore_memory:
-        from mrl.plan import check_memory
+        from mrl.commands.scaling_plan import check_memory
 
         if memory := check_memory(recipe, world_size()):
             print(f"memory: {memory}")

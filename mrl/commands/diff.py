@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mrl.compare import Pair
+    from mrl.run.compare import Pair
 
 MAX_ROWS = 20
 
@@ -24,7 +24,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from mrl.compare import compare_runs
+    from mrl.run.compare import compare_runs
 
     found = compare_runs(args.a, args.b)
     if args.json:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _show(title: str, pairs: list[Pair]) -> None:
-    from mrl import console
+    from mrl.run import console
 
     if not pairs:
         return

@@ -8,8 +8,8 @@ from typing import Any
 
 from mrl.commands.recipe_arguments import add_recipe, read_recipe
 from mrl.errors import InputError
-from mrl.processes import die_with_torchrun
-from mrl.run_folder import RunFolder
+from mrl.run.folder import RunFolder
+from mrl.system.processes import die_with_torchrun
 
 
 def add_to(commands: Any) -> None:
@@ -29,10 +29,10 @@ def run(args: argparse.Namespace) -> None:
             f"{args.recipe}: eval.sets is empty; add a set, e.g. eval.sets: [{{name: test, path: "
             "data/test.jsonl, samples_per_prompt: 8}]"
         )
-    from mrl import console
     from mrl.preflight import check
+    from mrl.run import console
     from parallel import prepare
-    from parallel.groups import destroy_groups, init_groups, world_size
+    from parallel.mesh import destroy_mesh, init_mesh, world_size
 
     plan = check(recipe, world_size())
     folder = RunFolder(recipe.output_dir)
@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> None:
     prepare()
     from mrl.trainer import Trainer
 
-    groups = init_groups(plan.dims, recipe.seed, timeout_s=recipe.longest_wait_s)
+    mesh = init_mesh(plan.dims, recipe.seed, timeout_s=recipe.longest_wait_s)
     folder.logs = folder.evals / "logs"  # not the engines' of a run that trains meanwhile
     folder.logs.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(plan, groups, folder)
+    trainer = Trainer(plan, mesh, folder)
     metrics = trainer.evaluate(args.step)
     if os.environ.get("RANK", "0") == "0":
         console.evaluation(metrics)
         what = f"step {trainer.step}" if trainer.step else recipe.model.path
         print(f"evaluated {what}; samples: {folder.evals / f'step_{trainer.step:06d}.jsonl'}")
-    destroy_groups()
+    destroy_mesh()

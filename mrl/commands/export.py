@@ -19,6 +19,6 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from mrl.export import export
+    from mrl.commands.export_checkpoint import export
 
     export(args.source, args.folder, args.model, args.max_shard_size_mb)

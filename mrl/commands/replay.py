@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mrl.redo import Replayed
+    from mrl.commands.replay_step import Replayed
 
 
 def add_to(commands: Any) -> None:
@@ -28,15 +28,15 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Exit code 1 where a metric differs."""
-    from mrl.redo import find_source, replay
-    from parallel.groups import destroy_groups, world_size
+    from mrl.commands.replay_step import find_source, replay
+    from parallel.mesh import destroy_mesh, world_size
 
     source = find_source(args.run_folder, args.step)
     output = args.output or args.run_folder / "replay" / f"step_{args.step:06d}"
     done = replay(source, output, world_size())
     if os.environ.get("RANK", "0") == "0":
         _show_json(done) if args.json else _show(done)
-    destroy_groups()
+    destroy_mesh()
     if done.pairs:
         sys.exit(1)
 
@@ -55,7 +55,7 @@ def _show_json(done: Replayed) -> None:
 
 
 def _show(done: Replayed) -> None:
-    from mrl import console
+    from mrl.run import console
 
     source = done.source
     rows = [

@@ -42,9 +42,9 @@ def add_to(commands: Any) -> None:
 
 def run_serve(args: argparse.Namespace) -> None:
     """With the token of MRL_REWARD_TOKEN, where that is set."""
-    from mrl.console import escape
     from mrl.rewards.remote import TOKEN_VARIABLE, read_token
     from mrl.rewards.server import RewardServer
+    from mrl.run.console import escape
 
     token = read_token()
     with RewardServer(
@@ -97,8 +97,8 @@ def _encoder(model: Path | None) -> Callable[[str], list[int]]:
 
 
 def _show(trial: Any, num_cases: int) -> None:
-    from mrl import console
     from mrl.rewards.trial import PROBLEMS
+    from mrl.run import console
 
     console.plan(_figures(trial, num_cases))
     rows: list[tuple[str, ...]] = []

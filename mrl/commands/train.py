@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mrl.commands.recipe_arguments import add_recipe, read_recipe
 from mrl.config import Recipe
-from mrl.processes import die_with_torchrun
-from mrl.run_folder import RunFolder
+from mrl.run.folder import RunFolder
+from mrl.system.processes import die_with_torchrun
 
 if TYPE_CHECKING:
     from mrl.preflight import Plan
@@ -28,16 +28,16 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     die_with_torchrun()
     recipe = read_recipe(args)
-    from parallel.groups import destroy_groups, world_size
+    from parallel.mesh import destroy_mesh, world_size
 
     train(recipe, world_size())
-    destroy_groups()
+    destroy_mesh()
 
 
 def train(recipe: Recipe, world: int) -> None:
     """Check, start and run a recipe on this rank of `world`."""
-    from mrl import console
     from mrl.preflight import check
+    from mrl.run import console
     from parallel import prepare
 
     plan = check(recipe, world)
@@ -55,10 +55,10 @@ def train(recipe: Recipe, world: int) -> None:
         return
     prepare()
     from mrl.trainer import Trainer
-    from parallel.groups import init_groups
+    from parallel.mesh import init_mesh
 
-    groups = init_groups(plan.dims, recipe.seed, timeout_s=recipe.longest_wait_s)
-    Trainer(plan, groups, folder).train()
+    mesh = init_mesh(plan.dims, recipe.seed, timeout_s=recipe.longest_wait_s)
+    Trainer(plan, mesh, folder).train()
     if is_main:
         _summarize(folder, recipe)
 
@@ -72,7 +72,7 @@ def _is_done(plan: Plan, folder: RunFolder) -> bool:
 
 
 def _summarize(folder: RunFolder, recipe: Recipe) -> None:
-    from mrl import console
+    from mrl.run import console
 
     rewards = [row["reward/mean"] for row in folder.read_metrics()]
     scored = [row for row in folder.read_rollouts(len(rewards) - 1) if row["reward"] is not None]

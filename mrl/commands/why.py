@@ -26,8 +26,8 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from mrl.compare import open_run
     from mrl.diagnosis.why import explain
+    from mrl.run.compare import open_run
 
     found = explain(open_run(args.run_folder), args.step)
     if args.json:
@@ -123,7 +123,7 @@ def _show_layers(found: Explanation) -> None:
 def _table(
     title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], limit: int = MAX_ROWS
 ) -> None:
-    from mrl import console
+    from mrl.run import console
 
     if rows:
         console.table(title, header, rows[:limit])

@@ -17,10 +17,10 @@ from mrl.diagnosis.decompose import decompose
 from mrl.diagnosis.gather import gather_tokens
 from mrl.diagnosis.tokens import TokenRecord, save_tokens
 from mrl.preflight import Plan
-from mrl.run_folder import RunFolder
+from mrl.run.folder import RunFolder
 from mrl.types import MicroBatch, Sample
 from parallel.forward import Observe, PassOutput
-from parallel.groups import Groups
+from parallel.mesh import Mesh
 from parallel.policy import Policy
 
 
@@ -29,7 +29,7 @@ class Diagnosis:
     """The diagnosis of a run on one rank. `before_update` is a collective."""
 
     plan: Plan
-    groups: Groups
+    mesh: Mesh
     policy: Policy
     folder: RunFolder
     _pieces: dict[int, str] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Diagnosis:
         (captured,) = self.policy.runner.captured([batch])
         layers = self.plan.model.moe_layer_numbers
         found = decompose(self.policy, batch, captured, layers, config.decompose_layers)
-        if self.groups.rank == 0:
+        if self.mesh.rank == 0:
             self.folder.diagnosis.mkdir(exist_ok=True)
             text = json.dumps({"step": step, **found.as_json()}, allow_nan=False)
             file = self.folder.diagnosis_file(step)

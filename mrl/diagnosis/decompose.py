@@ -22,7 +22,7 @@ from torch import Tensor
 from moe.align import router_rows
 from moe.replay import GatedRoute, Route, ids_of
 from mrl.diagnosis.mismatch import gap_statistics
-from mrl.finite import finite_or_null
+from mrl.run.json_lines import finite_or_null
 from mrl.types import Max, MicroBatch, Statistics, Sum
 from parallel.forward import RecordedRoutes
 from parallel.layer_outputs import LayerOutputs
@@ -118,10 +118,10 @@ class _Runs:
 
     def __init__(self, policy: Policy, batch: MicroBatch) -> None:
         self.policy, self.batch = policy, batch
-        dims = policy.groups.dims
+        dims = policy.mesh.dims
         self.repeats = dims.pp if dims.vpp > 1 else 1  # Megatron's interleaving wants a multiple
         self.counted = router_rows(batch, policy.runner.row_places(batch)).counted
-        mask = batch.loss_mask if policy.groups.reports_loss else batch.loss_mask[:0]
+        mask = batch.loss_mask if policy.mesh.reports_loss else batch.loss_mask[:0]
         self.stats: Statistics = {"num_tokens": Sum(mask.sum())}
 
     def run(
@@ -134,7 +134,7 @@ class _Runs:
             found = self.policy.logprobs(
                 [self.batch] * self.repeats, False if routes is None else record
             )
-        if self.policy.groups.reports_loss:
+        if self.policy.mesh.reports_loss:
             ours = found.logprobs[0].cpu()
             gap = gap_statistics(ours, self.batch.rollout_logprobs, self.batch.loss_mask)
             self.stats |= {f"{name}/{key}": gap[f"mismatch/{key}"] for key in MEASURES}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mrl.types import NATIVE_ROUTE, UNKNOWN_VERSION, MicroBatch, Sample
 from parallel.forward import PassOutput
-from parallel.groups import Groups
+from parallel.mesh import Mesh
 from parallel.policy import Policy
 
 Parts = list[tuple[str, Tensor, Tensor]]
@@ -99,10 +99,10 @@ def gather_tokens(
     `samples` of all ranks; `batches` of this one, and what the pass `old` over them gave, with its
     `observed` rows where routes are to be recorded; layer_numbers: all L MoE layers of the model.
     """
-    groups = policy.groups
-    chosen = choose(samples, batches, old, groups, max_tokens)
-    tokens = token_parts(batches, old, chosen) if groups.reports_loss else []
-    everyone = gather((tokens, *route_parts(policy, batches, old, chosen)), groups)
+    mesh = policy.mesh
+    chosen = choose(samples, batches, old, mesh, max_tokens)
+    tokens = token_parts(batches, old, chosen) if mesh.reports_loss else []
+    everyone = gather((tokens, *route_parts(policy, batches, old, chosen)), mesh)
     if everyone is None:
         return None
     return chosen, fill(everyone, sum(chosen.lengths), layer_numbers)
@@ -112,15 +112,15 @@ def choose(
     samples: Sequence[Sample],
     batches: Sequence[MicroBatch],
     old: PassOutput,
-    groups: Groups,
+    mesh: Mesh,
     max_tokens: int,
 ) -> Chosen:
     """The samples of the record, the same on every rank. A collective where not all of them fit."""
     lengths = [len(sample.token_ids) for sample in samples]
     gaps: dict[int, float] = {}
     if sum(lengths) > max_tokens:
-        everyone: list[Any] = [None] * groups.dims.world
-        dist.all_gather_object(everyone, _gaps(batches, old) if groups.reports_loss else {})
+        everyone: list[Any] = [None] * mesh.dims.world
+        dist.all_gather_object(everyone, _gaps(batches, old) if mesh.reports_loss else {})
         gaps = {i: gap for part in everyone for i, gap in part.items()}
     ids = choose_samples(lengths, gaps, max_tokens)
     return Chosen(ids, [lengths[i] for i in ids])
@@ -183,13 +183,13 @@ def route_parts(
     return layers, parts
 
 
-def gather(parts: tuple[Parts, tuple[int, ...], Parts], groups: Groups) -> list[Any] | None:
+def gather(parts: tuple[Parts, tuple[int, ...], Parts], mesh: Mesh) -> list[Any] | None:
     """Of all ranks on rank 0; None elsewhere. A collective."""
     tokens, layers, routes = parts
     message = (_joined(tokens), layers, _joined(routes))
-    if groups.dims.world == 1:
+    if mesh.dims.world == 1:
         return [message]
-    everyone: list[Any] | None = [None] * groups.dims.world if groups.rank == 0 else None
+    everyone: list[Any] | None = [None] * mesh.dims.world if mesh.rank == 0 else None
     dist.gather_object(message, everyone)
     return everyone
 

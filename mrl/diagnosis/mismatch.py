@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mrl.histogram import log_histogram
+from mrl.system.histogram import log_histogram
 from mrl.types import Max, Mean, MicroBatch, Quantiles, Statistics
 from parallel.forward import PassOutput
 from parallel.reduce import merge

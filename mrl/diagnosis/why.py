@@ -21,8 +21,8 @@ from mrl.diagnosis.detectors.stale_expert import expert_z
 from mrl.diagnosis.findings import find, usual_mismatch
 from mrl.diagnosis.tokens import TokenRecord, load_tokens
 from mrl.errors import InputError
-from mrl.finite import finite_or_null
-from mrl.run_folder import RunFolder
+from mrl.run.folder import RunFolder
+from mrl.run.json_lines import finite_or_null
 
 PREFIXES = ("mismatch/", "decompose/", "routing/disagreement", "routing/token_any_layer",
             "routing/margin", "ratio/", "staleness/", "guard/", "moe/load_max")  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from mrl.errors import InputError
-from mrl.plugins import Kind, resolve
+from mrl.system.plugins import Kind, resolve
 
 _KIND = Kind(
     noun="environment",

@@ -30,7 +30,7 @@ from typing import Any
 
 from mrl.environments.base import Message, StepResult
 from mrl.errors import InputError
-from mrl.plugins import Kind, resolve
+from mrl.system.plugins import Kind, resolve
 
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _TARGET = Kind(

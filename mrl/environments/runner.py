@@ -17,8 +17,8 @@ from typing import Any
 from mrl.config import EnvironmentConfig
 from mrl.environments.base import RESERVED_COLUMNS, Observation, StepResult
 from mrl.errors import InputError
-from mrl.processes import Closing, JsonWorker, WorkerLost, WorkerNotStarted
 from mrl.rewards.runner import check_failures
+from mrl.system.processes import Closing, JsonWorker, WorkerLost, WorkerNotStarted
 from mrl.types import Prompt
 
 CLOSE_LIMIT_S = 5.0

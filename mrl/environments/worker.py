@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from mrl.environments.base import Environment, Observation, StepResult, resolve_environment
 from mrl.errors import InputError
-from mrl.processes import describe, send, worker_pipes
+from mrl.system.processes import describe, send, worker_pipes
 
 
 def checked_observation(observation: Any) -> Observation:

@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 
-from mrl import console
 from mrl.algorithms import check_algorithm, load_algorithm
 from mrl.algorithms.base import traits
 from mrl.config import Recipe
 from mrl.data import Demonstration, read_demonstrations, read_prompts
 from mrl.data.chat import ChatTurns
+from mrl.data.eval_sets import read_eval_sets
 from mrl.environments import resolve_environment
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
-from mrl.eval_sets import read_eval_sets
 from mrl.preflight.algorithm import (
     check_dynamic_sampling,
     check_group_size,
@@ -35,14 +34,15 @@ from mrl.preflight.plan import Plan
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine, node_class
-from mrl.rollout.sglang_server.arguments import check_server_args
-from mrl.run_folder import RunFolder, check_saved_steps
+from mrl.rollout.sglang.arguments import check_server_args
+from mrl.run import console
+from mrl.run.folder import RunFolder, check_saved_steps
 from mrl.types import Prompt
+from parallel.checkpoint.manifest import candidates, damage, newest_good, step_of
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, check_names
 from parallel.implementation import choose_implementation
-from parallel.manifest import candidates, damage, newest_good, step_of
 
 
 def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Plan:

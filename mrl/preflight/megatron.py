@@ -12,8 +12,8 @@ from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype, choose_implementation
-from parallel.megatron_options import MegatronOptions, read_options
-from parallel.megatron_rules import Surroundings, check_rules
+from parallel.options.read import MegatronOptions, read_options
+from parallel.options.rules import Surroundings, check_rules
 
 
 def check_megatron(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from mrl.algorithms.base import Algorithm
 from mrl.config import Recipe
 from mrl.data import Demonstration
-from mrl.eval_sets import EvalSet
+from mrl.data.eval_sets import EvalSet
 from mrl.preflight.engine_layout import EngineLayout, engine_layout
 from mrl.types import Prompt
 from parallel.dims import ParallelDims

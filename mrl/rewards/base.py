@@ -8,8 +8,8 @@ from collections.abc import Awaitable
 from typing import Any, Protocol
 
 from mrl.errors import InputError
-from mrl.plugins import Kind, resolve
-from mrl.processes import START_TIMEOUT_S, JsonWorker, WorkerLost
+from mrl.system.plugins import Kind, resolve
+from mrl.system.processes import START_TIMEOUT_S, JsonWorker, WorkerLost
 
 _NOT_REWARDS = frozenset({"__init__", "base", "runner", "worker", "answers"}) | frozenset(
     {"remote", "server", "reward_model", "trial", "trial_cases"}

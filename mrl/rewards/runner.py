@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mrl.errors import InputError, RunFailed
-from mrl.processes import Closing
 from mrl.rewards.base import call_worker, reward_worker
+from mrl.system.processes import Closing
 from mrl.types import Prompt, SampleGroup
 
 MAX_FAILED_SHARE = 0.05

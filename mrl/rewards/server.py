@@ -23,9 +23,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 from mrl.errors import InputError
-from mrl.processes import Closing
 from mrl.rewards.base import call_worker, reward_worker
 from mrl.rewards.remote import TIME_LEFT_HEADER, TOKEN_VARIABLE
+from mrl.system.processes import Closing
 
 MAX_BODY_BYTES = 1 << 30
 WAIT_SHARE = 0.25

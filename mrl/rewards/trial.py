@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mrl.processes import JsonWorker
 from mrl.rewards.base import HANG, RewardError, call_worker
 from mrl.rewards.trial_cases import SPELLINGS, Case
+from mrl.system.processes import JsonWorker
 
 PROBLEMS = {
     "hang": "gave no answer in time and was killed",

@@ -15,7 +15,6 @@ import sys
 from typing import Any, BinaryIO
 
 from mrl.errors import InputError
-from mrl.processes import describe, send, worker_pipes
 from mrl.rewards.base import (
     BrokenReward,
     NotANumber,
@@ -24,6 +23,7 @@ from mrl.rewards.base import (
     RewardFunction,
     resolve_reward,
 )
+from mrl.system.processes import describe, send, worker_pipes
 
 
 def call_reward(function: RewardFunction, request: dict[str, Any]) -> list[float | None]:

@@ -1,4 +1,4 @@
-"""Rollout engines: one file each, found by name. See base.py for what an engine must do."""
+"""Finds rollout engines by name (`NAME.py` or `NAME/engine.py`). base.py says what one must do."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from pathlib import Path
 from mrl.errors import InputError
 from mrl.rollout.base import RolloutEngine, RolloutNode
 
-NOT_ENGINES = {"__init__", "backlog", "base", "engine_group", "saved", "scheduling", "session"}
+NOT_ENGINES = {"__init__", "base", "engine_group"}
 
 
 def engine_names() -> list[str]:
     """The engines of this folder."""
-    files = Path(__file__).parent.glob("*.py")
-    return sorted(file.stem for file in files if file.stem not in NOT_ENGINES)
+    room = Path(__file__).parent
+    files = {file.stem for file in room.glob("*.py")} - NOT_ENGINES
+    folders = {file.parent.name for file in room.glob("*/engine.py")}
+    return sorted(files | folders)
 
 
 def load_engine(name: str) -> Callable[..., RolloutEngine]:
@@ -34,6 +36,8 @@ def load_engine(name: str) -> Callable[..., RolloutEngine]:
                 f"dotted module{hint}"
             )
         module_name = f"mrl.rollout.{name}"
+        if (Path(__file__).parent / name).is_dir():
+            module_name += ".engine"
     else:
         module_name = name
         if not _exists(module_name):

@@ -10,7 +10,7 @@ for something its state does not allow raises RuntimeError that names the state.
 died or hangs raises EngineLost, whatever it was asked; start() then brings up another.
 
 An engine generates token sequences. What is asked for and in which order, groups and long tails are
-the business of mrl/rollout/scheduling.py.
+the business of mrl/collect/single_turn.py.
 
 Dimensions: P tokens of a request, C tokens of its completion.
 """
@@ -115,9 +115,9 @@ class SyncReport:
 class RolloutEngine(Protocol):
     """A file of mrl/rollout/ offers one as `Engine`, or as a function `build_engine`.
 
-    The constructor's keywords are those of `mrl.rollout.sglang.Engine`. All methods block, and all
-    may raise EngineLost. abort(), pause() and resume() may be called from another thread, or between
-    two completions of generate(); nothing else may.
+    The constructor's keywords are those of `mrl.rollout.sglang.engine.Engine`. All methods block,
+    and all may raise EngineLost. abort(), pause() and resume() may be called from another thread,
+    or between two completions of generate(); nothing else may.
     """
 
     def start(self, address: str = "", meanwhile: Callable[[], None] | None = None) -> None:
@@ -220,7 +220,7 @@ class RolloutNode(Protocol):
     """An engine's process on a node that does not lead it: the attribute `Node` of the engine's class.
 
     Engines without one stay on a node. The constructor's keywords are those of
-    `mrl.rollout.sglang_server.node.EngineNode`.
+    `mrl.rollout.sglang.node.EngineNode`.
     """
 
     def start(self, address: str) -> None:

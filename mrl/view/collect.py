@@ -21,7 +21,7 @@ from mrl.diagnosis.tokens import load_tokens
 from mrl.errors import InputError
 from mrl.view.samples import pack_step
 from mrl.view.series import curves, read_rows, short
-from parallel.manifest import Damaged, candidates, read_manifest
+from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 from parallel.versions import installed_version
 
 MAX_STEPS = 12

@@ -144,7 +144,7 @@ def trainer_host_rows(
         Row("reference, pinned", 2 * copy * work.reference, "its weights, and room for the policy's",
             "parallel.reference.HostCopy; rounded as all pinned memory"),
         Row("asynchronous save", saved, "weights and optimizer state, copied and not pinned",
-            "parallel.shard_writer.ShardWriter.request"),
+            "parallel.checkpoint.shard_writer.ShardWriter.request"),
         Row("samples and routes", tokens * per_token, f"{per_token} B x {tokens} tokens of a replica",
             f"{ASSUMPTION}: 32 B a token beside the packed routes"),
         Row("trainer: process", PROCESS_BYTES, "libraries and Python objects", ASSUMPTION),

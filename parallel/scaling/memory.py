@@ -21,7 +21,7 @@ from parallel.scaling.workload import Workload
 
 UNEVEN = 0.5
 """Rows of experts above an even share that the busiest rank may get."""
-COUNTED = "counted in tests/parallel/test_scaling_bytes.py"
+COUNTED = "counted in tests/parallel/scaling/test_scaling_bytes.py"
 
 
 def weight_bytes(shape: ModelShape, stage: Stage, work: Workload) -> int:
@@ -165,7 +165,7 @@ def phases(
     device_bytes: int,
     gpus_per_node: int = 8,
 ) -> list[Phase]:
-    """Every phase of a step on every pipeline stage, in the order of `mrl.collect` and the trainer."""
+    """Every phase of a step on every pipeline stage, in the order of the trainer's step."""
     return [
         phase
         for stage in stages(shape, dims)

@@ -1,6 +1,6 @@
 """Bytes of a step's rollouts on their way outside the GPUs: groups, tokens, routes, texts.
 
-What `mrl.tasks`, `mrl.exchange` and the engine's route memory move, from formulas;
+What `mrl.collect.task`, `mrl.exchange.rollouts` and the engine's route memory move, from formulas;
 `benchmarks/world_step.py` holds them to what these functions send. Leaders are the first ranks of the
 engines' groups; all engines have the same share, and nodes have NODE ranks.
 
@@ -19,7 +19,7 @@ from parallel.scaling.workload import Workload
 
 NODE = 8
 TOKEN_BYTES = 8
-"""i32 id and f32 log-prob (`mrl.exchange.BYTES_PER_TOKEN`)."""
+"""i32 id and f32 log-prob (`mrl.exchange.rollouts.BYTES_PER_TOKEN`)."""
 OUTLINE_BYTES = 350
 """Of a sample in JSON: lengths, versions, the finish reason, the shape of its routes."""
 PROMPT_BYTES = 12

@@ -120,7 +120,7 @@ def optimizer_row(shard: Shard, options: StateOptions, weight_bytes: int) -> Row
         "optimizer",
         int(each * shard.num),
         f"{each:g} B x {shard.num} elements whose state this rank keeps",
-        "parallel.scaling.state.device_bytes_each; counted in tests/parallel/test_scaling_bytes.py",
+        "parallel.scaling.state.device_bytes_each; counted in tests/parallel/scaling",
         managed=True,
     )
 

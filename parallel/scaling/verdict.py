@@ -177,7 +177,7 @@ def _leaner_work(work: Workload) -> list[tuple[str, dict[str, Any], bool]]:
             "megatron.optimizer_cpu_offload=true with optimizer_offload_fraction=1 and "
             "use_precision_aware_optimizer=true",
             {"state": offloaded},
-            # `parallel.megatron_rules` refuses it for fp32 weights.
+            # `parallel.options.rules` refuses it for fp32 weights.
             work.distributed_optimizer and state.offload_fraction < 1 and work.weight_bytes < 4,
         ),
         ("megatron.grad_reduce_in_fp32=false", {"state": narrow}, narrow != state),

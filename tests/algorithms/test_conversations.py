@@ -7,9 +7,9 @@ import torch
 
 from moe.align import router_rows
 from mrl.algorithms import load_algorithm
-from mrl.completions import completions
 from mrl.config import AlgorithmConfig
-from mrl.metrics import episode_metrics, rollout_metrics
+from mrl.data.completions import completions
+from mrl.learn.rollout_metrics import episode_metrics, rollout_metrics
 from mrl.toy_model import build_tokenizer
 from mrl.types import MicroBatch, Prompt, Sample, SampleGroup, VersionSpan
 

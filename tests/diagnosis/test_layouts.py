@@ -13,15 +13,15 @@ import torch
 
 from moe.replay import GatedRoute, ids_of
 from mrl.algorithms import gspo
-from mrl.batching import make_train_batch
 from mrl.diagnosis.decompose import decompose
 from mrl.diagnosis.gather import gather_tokens
 from mrl.diagnosis.mismatch import mismatch_statistics
+from mrl.learn.batching import make_train_batch
 from mrl.types import Sample, VersionSpan
 from parallel.policy import with_old_logprobs
 from parallel.reduce import reduce_statistics
 from tests.parallel.conftest import MOE_LAYERS, make_samples, write_model
-from tests.parallel.layouts import Layout, build, join_groups
+from tests.parallel.layouts import Layout, build, join_mesh
 from tests.ranks import run_ranks
 
 LAYOUTS = [
@@ -52,13 +52,13 @@ def of_versions(samples: list[Sample]) -> list[Sample]:
 
 def diagnosed(model_path: Path, layout: Layout) -> dict[str, Any]:
     """On every rank; the record is on rank 0 alone."""
-    groups = join_groups(model_path, layout.sizes)
-    policy = build(model_path, groups)
+    mesh = join_mesh(model_path, layout.sizes)
+    policy = build(model_path, mesh)
     samples = of_versions(make_samples())
     advantages = [float(i) for i in range(len(samples))]
     found: dict[str, Any] = {}
     for name, size in (("small", 64), ("whole", 4096)):  # tokens of a micro-batch
-        batches = make_train_batch(samples, advantages, gspo, groups, size).micro_batches
+        batches = make_train_batch(samples, advantages, gspo, mesh, size).micro_batches
         old = policy.logprobs(batches, True, "rows")
         batches = with_old_logprobs(batches, old)
         for limit in (MAX_TOKENS, 4096):
@@ -66,7 +66,7 @@ def diagnosed(model_path: Path, layout: Layout) -> dict[str, Any]:
             if record is not None:
                 ids = torch.tensor(record[0].ids)
                 found[f"{name}/{limit}"] = {"sample_ids": ids, **record[1]}
-        stats = mismatch_statistics(batches, old, 2) if groups.reports_loss else {}
+        stats = mismatch_statistics(batches, old, 2) if mesh.reports_loss else {}
         found[f"{name}/metrics"] = reduce_statistics({**old.routing, **stats})
     (captured,) = policy.runner.captured(batches[:1])
     even = {n: GatedRoute(ids_of(r), torch.full(ids_of(r).shape, 0.5)) for n, r in captured.items()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mrl.diagnosis.mismatch import gap_statistics, mismatch_statistics
-from mrl.histogram import log_histogram, quantile
+from mrl.system.histogram import log_histogram, quantile
 from mrl.types import Max, Mean, MicroBatch, Statistics
 from parallel.forward import PassOutput
 from parallel.reduce import merge

@@ -11,7 +11,7 @@ import pytest
 from mrl.cli import main
 from mrl.diagnosis.tokens import save_tokens
 from mrl.diagnosis.why import explain, step_numbers
-from mrl.run_folder import RunFolder
+from mrl.run.folder import RunFolder
 from tests.diagnosis.tiny_moe import PROMPT, Model, S, T, make_record
 from tests.loop.test_refusals import refused
 
@@ -20,7 +20,7 @@ from tests.loop.test_refusals import refused
 def run(tmp_path: Path) -> RunFolder:
     """Four steps; the record of step 3 has another temperature and no rollouts beside it."""
     folder = RunFolder(tmp_path)
-    folder.config.write_text("see tests/test_config.py")
+    folder.config.write_text("see tests/config/test_config.py")
     for step in range(4):
         gap = 0.5 if step == 3 else 0.01 * (step + 1)
         row = {"step": step, "mismatch/k3": gap, "reward/mean": 1.0, "tokens/train": 7.0}

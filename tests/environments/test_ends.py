@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 
+from mrl.collect.multi_turn import Episodes
+from mrl.collect.single_turn import start_groups
 from mrl.config import EnvironmentConfig
 from mrl.environments.runner import EnvironmentRunner
-from mrl.episodes import Episodes
-from mrl.plugins import Kind, resolve
 from mrl.rollout.base import Completion, SamplingParams
-from mrl.rollout.scheduling import start_groups
+from mrl.system.plugins import Kind, resolve
 from mrl.toy_model import build_tokenizer
 from mrl.types import Prompt, VersionSpan
 from tests.environments.test_runner import ZOO

@@ -16,7 +16,7 @@ import pytest
 from mrl.commands.train import train
 from mrl.config import load_recipe
 from mrl.toy_model import write_toy_model
-from parallel.groups import world_size
+from parallel.mesh import world_size
 from tests.ranks import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]

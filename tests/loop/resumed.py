@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from parallel.saved_tensors import SavedTensors
+from parallel.checkpoint.saved_tensors import SavedTensors
 from tests.loop.shared_engine import SharedEngine
 from tests.loop.stepped import SteppedRun
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from mrl.config import load_recipe
 from mrl.preflight import check
 from mrl.rollout.base import RolloutEngine
-from mrl.run_folder import RunFolder
+from mrl.run.folder import RunFolder
 from mrl.toy_model import write_toy_model
 from parallel import prepare
-from parallel.groups import Groups, init_groups
+from parallel.mesh import Mesh, init_mesh
 from tests.loop.stepped import SteppedRun
 
 RECIPE = Path(__file__).parents[2] / "launch/recipes/toy_moe.yaml"
@@ -39,7 +39,7 @@ class SharedEngine:
         write_toy_model(scratch / "model", num_layers=2)
         prepare()
         self.scratch = scratch
-        self._groups: Groups | None = None
+        self._mesh: Mesh | None = None
         self._engine: RolloutEngine | None = None
 
     def run(
@@ -53,8 +53,8 @@ class SharedEngine:
             shutil.copytree(checkpoints, folder.checkpoints)
         plan = check(recipe, 1)
         folder.open(recipe)
-        self._groups = self._groups or init_groups(plan.dims, recipe.seed)
-        run = SteppedRun(plan, self._groups, folder)
+        self._mesh = self._mesh or init_mesh(plan.dims, recipe.seed)
+        run = SteppedRun(plan, self._mesh, folder)
         self._engine = run.begin(self._engine)
         return run
 

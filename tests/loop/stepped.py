@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.engine_collector import EngineCollector
+from mrl.collect.live import EngineCollector
 from mrl.rollout.base import RolloutEngine
 from mrl.trainer import Trainer
 

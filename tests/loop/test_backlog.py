@@ -11,9 +11,9 @@ import pytest
 from mrl.config import load_recipe
 from mrl.data import PromptCursor
 from mrl.preflight import check
-from mrl.run_folder import RunFolder
+from mrl.run.folder import RunFolder
 from parallel import prepare
-from parallel.groups import init_groups
+from parallel.mesh import init_mesh
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.loop.stepped import SteppedRun
 from tests.ranks import run_ranks
@@ -38,15 +38,15 @@ def died_and_resumed(overrides: list[str]) -> dict[str, Any]:
     plan = check(recipe, 1)
     folder.open(recipe)
     prepare()
-    groups = init_groups(plan.dims, recipe.seed)
-    first = Run(plan, groups, folder)
+    mesh = init_mesh(plan.dims, recipe.seed)
+    first = Run(plan, mesh, folder)
     engine = first.begin(None)
     try:
         first.go(2)
         first.save()
         saved = [one.group.prompt.prompt_id for one in first.collector.backlog.waiting]
         first.go(1)
-        second = Run(check(recipe, 1), groups, folder)
+        second = Run(check(recipe, 1), mesh, folder)
         second.begin(engine)
         restored = [one.group.prompt.prompt_id for one in second.collector.backlog.waiting]
         second.go(2)

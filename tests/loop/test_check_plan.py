@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from mrl.cli import main
+from mrl.commands.scaling_plan import check_memory
 from mrl.config import load_recipe
 from mrl.errors import InputError
-from mrl.plan import check_memory
 from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy
 from tests.loop.test_refusals import refused
 
@@ -76,10 +76,12 @@ def test_a_start_on_gpus_is_refused_too(
     toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain `mrl check`, with the memory of the GPU at hand; here one that is not there."""
-    monkeypatch.setattr("mrl.plan.torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("mrl.commands.scaling_plan.torch.cuda.is_available", lambda: True)
     found = SimpleNamespace(name="small", total_memory=24 << 30)
-    monkeypatch.setattr("mrl.plan.torch.cuda.get_device_properties", lambda index: found)
-    monkeypatch.setattr("mrl.plan.torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(
+        "mrl.commands.scaling_plan.torch.cuda.get_device_properties", lambda index: found
+    )
+    monkeypatch.setattr("mrl.commands.scaling_plan.torch.cuda.device_count", lambda: 1)
     recipe = load_recipe(TOY_RECIPE, toy.overrides(tmp_path / "run"))
     assert "fits: the peak is " in (check_memory(recipe, 1) or "")
     found.total_memory = 2 << 30

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms import grpo, ppo, reinforce_pp
-from mrl.batching import make_train_batches
 from mrl.config import AlgorithmConfig, ParallelConfig
-from mrl.credit import credits_tokens, with_penalised_advantages, with_token_advantages
-from mrl.kl_control import KlControl, Penalties
+from mrl.learn.batching import make_train_batches
+from mrl.learn.credit import credits_tokens, with_penalised_advantages, with_token_advantages
+from mrl.learn.kl_control import KlControl, Penalties
 from mrl.types import MicroBatch, Sample
 from parallel.dims import ParallelDims
-from parallel.groups import Groups, init_groups
+from parallel.mesh import Mesh, init_mesh
 from tests.loop.test_shaping import sample
 from tests.ranks import run_ranks
 
@@ -64,16 +64,16 @@ def split(batch: MicroBatch, tensor: Tensor) -> list[Tensor]:
 
 
 def credited(world: int, sizes: dict[str, int], budget: int) -> dict[str, Any]:
-    groups: Groups = init_groups(ParallelDims.create(ParallelConfig(**sizes), world), 0)
+    mesh: Mesh = init_mesh(ParallelDims.create(ParallelConfig(**sizes), world), 0)
     (made,) = make_train_batches(
-        [(samples(), REWARDS)], ppo, groups, budget, config=IN_REWARD, max_response_len=12
+        [(samples(), REWARDS)], ppo, mesh, budget, config=IN_REWARD, max_response_len=12
     )
     batches = [filled(batch) for batch in made.micro_batches]
     control = KlControl(IN_REWARD)
-    penalties = control.penalties(batches, NUM_SAMPLES, groups)
+    penalties = control.penalties(batches, NUM_SAMPLES, mesh)
     values = [at_tokens(batch, 1.1) for batch in batches]
     done, metrics = with_token_advantages(
-        batches, values, penalties, ppo, IN_REWARD, NUM_SAMPLES, groups
+        batches, values, penalties, ppo, IN_REWARD, NUM_SAMPLES, mesh
     )
     groups_of = [torch.tensor(REWARDS[:4]), torch.tensor(REWARDS[4:])]
     penalised = with_penalised_advantages(batches, groups_of, penalties, grpo, IN_REWARD)
@@ -167,17 +167,17 @@ def test_the_coefficient_follows_the_target_and_is_kept(whole: dict[str, Any]) -
 
 def noise_alone(config: AlgorithmConfig) -> list[float]:
     """Rewards are all 0: the largest advantage that the penalties alone make, by algorithm."""
-    groups: Groups = init_groups(ParallelDims.create(ParallelConfig(), 1), 0)
+    mesh: Mesh = init_mesh(ParallelDims.create(ParallelConfig(), 1), 0)
     largest = []
     for algorithm in (reinforce_pp, ppo):
         (made,) = make_train_batches(
-            [(samples(), [0.0] * NUM_SAMPLES)], algorithm, groups, 1000, config=config
+            [(samples(), [0.0] * NUM_SAMPLES)], algorithm, mesh, 1000, config=config
         )
         batches = [filled(batch) for batch in made.micro_batches]
-        penalties = KlControl(config).penalties(batches, NUM_SAMPLES, groups)
+        penalties = KlControl(config).penalties(batches, NUM_SAMPLES, mesh)
         values = [torch.zeros_like(batch.rollout_logprobs) for batch in batches]
         done, _ = with_token_advantages(
-            batches, values, penalties, algorithm, config, NUM_SAMPLES, groups
+            batches, values, penalties, algorithm, config, NUM_SAMPLES, mesh
         )
         (batch,) = done
         assert batch.token_advantages is not None

@@ -12,8 +12,8 @@ import torch
 
 from mrl.diagnosis.tokens import TokenRecord, load_tokens
 from mrl.preflight import load_tokenizer
-from mrl.rollout.saved import load_groups, save_groups
-from mrl.run_folder import RunFolder, saved_step
+from mrl.run.folder import RunFolder, saved_step
+from mrl.run.rollouts import load_groups, save_groups
 from mrl.types import Sample, SampleGroup
 from parallel.hf_config import HfModel
 from tests.loop.conftest import Toy, trained

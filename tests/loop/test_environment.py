@@ -54,7 +54,10 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "neither": (NO_REWARD, "reward and environment: neither is given, expected exactly one"),
     "both": (("environment.name=guess_letter",), "reward and environment: both are given"),
     "unknown": ((*NO_REWARD, "environment.name=gues_letter"), "did you mean 'guess_letter'?"),
-    "no class": ((*NO_REWARD, "environment.name=mrl.plugins:Kinds"), "no class 'Kinds' in it"),
+    "no class": (
+        (*NO_REWARD, "environment.name=mrl.system.plugins:Kinds"),
+        "no class 'Kinds' in it",
+    ),
     "turns": ((*GUESS, "environment.max_turns=0"), "environment.max_turns: Input should be gr"),
     "unknown key": ((*GUESS, "environment.turns=3"), "unknown key 'environment.turns'"),
 }

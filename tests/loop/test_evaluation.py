@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from mrl.cli import main
+from mrl.collect.evaluation import eval_metrics, pass_at_k
+from mrl.collect.single_turn import Round, start_groups
+from mrl.collect.task import Task
 from mrl.config import EvalSetConfig, dump_recipe, load_recipe
+from mrl.data.eval_sets import EvalSet
 from mrl.errors import InputError, RunFailed
-from mrl.eval_sets import EvalSet
-from mrl.evaluation import eval_metrics, pass_at_k
 from mrl.rollout.base import Completion, Request, SamplingParams
-from mrl.rollout.scheduling import Round, start_groups
-from mrl.run_folder import RunFolder
-from mrl.tasks import Task
+from mrl.run.folder import RunFolder
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 from tests.loop.conftest import TOY_RECIPE, Toy, trained
 from tests.loop.test_refusals import refused
@@ -163,13 +163,13 @@ def test_ranks_wait_for_each_other_as_long_as_engines_may_take(
     """Many long answers a set, and the sets one after the other; and ranks die with their torchrun."""
     waits, parents = [], []
 
-    def init_groups(*args: object, timeout_s: float) -> None:
+    def init_mesh(*args: object, timeout_s: float) -> None:
         waits.append(timeout_s)
         raise RunFailed("far enough")
 
     monkeypatch.setattr("parallel.prepare", lambda: None)
-    monkeypatch.setattr("parallel.groups.init_groups", init_groups)
-    monkeypatch.setattr("mrl.processes.die_with_parent", parents.append)
+    monkeypatch.setattr("parallel.mesh.init_mesh", init_mesh)
+    monkeypatch.setattr("mrl.system.processes.die_with_parent", parents.append)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     base = [str(TOY_RECIPE), *toy.overrides(tmp_path / "run", SETS)]
     for command in ("eval", "train"):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms import gspo
+from mrl.algorithms.signal import zero_signal_metrics
 from mrl.config import AlgorithmConfig, GuardConfig
 from mrl.errors import RunFailed
-from mrl.guards import QUANTILE, check_first_update, drift, not_finite, sequence_clip
-from mrl.histogram import quantile
-from mrl.metrics import zero_signal_metrics
+from mrl.learn.guards import QUANTILE, check_first_update, drift, not_finite, sequence_clip
+from mrl.system.histogram import quantile
 from mrl.types import Max, Mean, MicroBatch, Quantiles
 from parallel.reduce import merge
 

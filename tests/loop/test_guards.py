@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl import learner
 from mrl.algorithms import gspo
-from mrl.batching import set_advantages
-from mrl.collect import Clock
 from mrl.config import AlgorithmConfig, load_recipe
 from mrl.errors import RunFailed
+from mrl.learn import learner
+from mrl.learn.batching import set_advantages
+from mrl.learn.shaping import without_loss
 from mrl.preflight import check
-from mrl.rollout.saved import load_groups
-from mrl.run_folder import RunFolder, saved_step
-from mrl.shaping import without_loss
+from mrl.run.folder import RunFolder, saved_step
+from mrl.run.rollouts import load_groups
+from mrl.system.clock import Clock
 from mrl.types import LossOutput, MicroBatch
-from parallel.groups import init_groups, world_size
+from parallel.mesh import init_mesh, world_size
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.ranks import run_ranks
 
@@ -41,19 +41,19 @@ def made_trainer(overrides: list[str], **changes: Any) -> Any:
 
     recipe = load_recipe(TOY_RECIPE, overrides)
     plan = dataclasses.replace(check(recipe, world_size()), **changes)
-    groups = init_groups(plan.dims, recipe.seed)
+    mesh = init_mesh(plan.dims, recipe.seed)
     folder = RunFolder(recipe.output_dir)
-    if groups.rank == 0:
+    if mesh.rank == 0:
         folder.open(recipe)
-    return Trainer(plan, groups, folder)
+    return Trainer(plan, mesh, folder)
 
 
 def one_poisoned_step(overrides: list[str], what: str) -> dict[str, Any]:
     """A step on this rank whose loss is spoiled in two samples -> the error, and what moved."""
     trainer = made_trainer(overrides, algorithm=Poisoned(what))
-    groups, folder = trainer.groups, trainer.folder
+    mesh, folder = trainer.mesh, trainer.folder
     before = [p.detach().clone() for p in trainer.policy.chunks[0].parameters()]
-    if what == "model" and groups.rank == 0:
+    if what == "model" and mesh.rank == 0:
         next(trainer.policy.chunks[0].parameters()).register_hook(lambda grad: grad * NAN)
     try:
         trainer.run_step()

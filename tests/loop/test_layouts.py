@@ -10,8 +10,8 @@ import torch
 
 from mrl.config import load_recipe
 from mrl.preflight import check
-from mrl.run_folder import RunFolder
-from parallel.groups import init_groups, world_size
+from mrl.run.folder import RunFolder
+from parallel.mesh import init_mesh, world_size
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.ranks import run_ranks
 
@@ -39,10 +39,10 @@ def one_step(overrides: list[str]) -> dict[str, Any]:
     folder = RunFolder(recipe.output_dir)
     if torch.distributed.is_initialized():
         raise AssertionError("one world a process")
-    groups = init_groups(plan.dims, recipe.seed)
-    if groups.rank == 0:
+    mesh = init_mesh(plan.dims, recipe.seed)
+    if mesh.rank == 0:
         folder.open(recipe)
-    trainer = Trainer(plan, groups, folder)
+    trainer = Trainer(plan, mesh, folder)
     metrics = trainer.run_step()
     buckets = trainer.policy.export(1, 1 << 16)
     weights = {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors}
@@ -135,9 +135,9 @@ def two_steps(overrides: list[str]) -> list[dict[str, float]]:
     recipe = load_recipe(TOY_RECIPE, overrides)
     plan = check(recipe, world_size())
     folder = RunFolder(recipe.output_dir)
-    groups = init_groups(plan.dims, recipe.seed)
+    mesh = init_mesh(plan.dims, recipe.seed)
     folder.open(recipe)
-    trainer = Trainer(plan, groups, folder)
+    trainer = Trainer(plan, mesh, folder)
     return [trainer.run_step() for _ in range(2)]
 
 

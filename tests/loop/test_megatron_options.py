@@ -10,7 +10,7 @@ import pytest
 
 from mrl.commands.train import train
 from mrl.config import load_recipe
-from parallel.groups import world_size
+from parallel.mesh import world_size
 from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy
 from tests.loop.test_refusals import refused
 from tests.ranks import run_ranks

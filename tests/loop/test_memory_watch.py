@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from mrl.memory_watch import MIN_CYCLES, MemoryWatch, ProcessTree, leak_slope
+from mrl.system.memory_watch import MIN_CYCLES, MemoryWatch, ProcessTree, leak_slope
 
 MIB = 2**20
 LEAKING = """

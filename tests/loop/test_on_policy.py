@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.on_policy_layers.causes import causes
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.rollout.sglang_server.settings import server_environment, server_settings
+from mrl.rollout.sglang.settings import server_environment, server_settings
 from mrl.toy_model import write_toy_model
 from tests.loop.conftest import Toy, trained
 from tests.ranks import run_ranks
@@ -64,13 +64,13 @@ def test_each_cause_is_there_and_mended() -> None:
 @pytest.mark.parametrize("on", [False, True])
 def test_the_plugin_is_on_the_path_in_this_mode_only(on: bool) -> None:
     environment = server_environment((), 1, true_on_policy=on)
-    assert ("on_policy_plugin" in environment["PYTHONPATH"]) == on
-    assert "on_policy_plugin" not in server_environment((0,), 1, true_on_policy=on)["PYTHONPATH"]
+    assert ("plugins/on_policy" in environment["PYTHONPATH"]) == on
+    assert "plugins/on_policy" not in server_environment((0,), 1, true_on_policy=on)["PYTHONPATH"]
 
 
 def test_on_gpus_the_engine_is_asked_to_be_deterministic() -> None:
     """What can be said without a GPU: the argument, and that the installed SGLang has it."""
-    from mrl.rollout.sglang_server.arguments import field_names
+    from mrl.rollout.sglang.arguments import field_names
 
     settings = server_settings(
         ModelConfig(path="somewhere"),

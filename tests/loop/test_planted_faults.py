@@ -11,7 +11,7 @@ import pytest
 from benchmarks import planted_faults
 from benchmarks.planted_faults import EXPERT, HEALTHY_FIRST, LAYER, MOVES, PLANTED, Step
 from mrl.cli import main
-from mrl.run_folder import RunFolder
+from mrl.run.folder import RunFolder
 from tests.ranks import run_ranks
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from mrl.config import load_recipe
 from mrl.preflight import check
-from mrl.rollout.saved import load_groups, save_groups
-from mrl.run_folder import RunFolder, saved_step
+from mrl.run.folder import RunFolder, saved_step
+from mrl.run.rollouts import load_groups, save_groups
 from mrl.types import VersionSpan
-from parallel.groups import init_groups
+from parallel.mesh import init_mesh
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.ranks import run_ranks
 
@@ -45,7 +45,7 @@ def one_update(toy: Toy, recorded: Path, scratch: Path) -> dict[str, dict[str, f
     """Metrics of step STEP under the initial weights: engine and trainer differ by 0.5 a token."""
     from mrl.trainer import Trainer
 
-    rows, groups = {}, None
+    rows, mesh = {}, None
     for name, age in [*(("a3po", age) for age in AGES), ("decoupled_ppo", 2)]:
         key = f"{name}/{age}"
         saved = aged(recorded, scratch / key / "rollouts", age)
@@ -57,8 +57,8 @@ def one_update(toy: Toy, recorded: Path, scratch: Path) -> dict[str, dict[str, f
         plan = check(recipe, 1, saved_steps=range(STEP, STEP + 1))
         folder = RunFolder(recipe.output_dir)
         folder.open(recipe)
-        groups = groups or init_groups(plan.dims, recipe.seed)
-        trainer = Trainer(plan, groups, folder)
+        mesh = mesh or init_mesh(plan.dims, recipe.seed)
+        trainer = Trainer(plan, mesh, folder)
         trainer.step = STEP
         rows[key] = trainer.run_step()
     return rows

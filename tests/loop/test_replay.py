@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from mrl.cli import main
-from mrl.compare import compare_runs
-from mrl.redo import find_source
-from mrl.rollout.saved import load_groups, save_groups
-from mrl.run_folder import saved_step
+from mrl.commands.replay_step import find_source
+from mrl.run.compare import compare_runs
+from mrl.run.folder import saved_step
+from mrl.run.rollouts import load_groups, save_groups
 from tests.loop.conftest import Toy, trained
 from tests.loop.test_refusals import refused
 from tests.ranks import run_ranks

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from mrl.errors import InputError
-from mrl.run_folder import RunFolder, saved_step
-from parallel.manifest import damage, latest_step
-from parallel.saved_tensors import SavedTensors
+from mrl.run.folder import RunFolder, saved_step
+from parallel.checkpoint.manifest import damage, latest_step
+from parallel.checkpoint.saved_tensors import SavedTensors
 from tests.loop.conftest import Toy, environment, trained
 from tests.loop.test_run import metrics
-from tests.parallel.test_checkpoint_failures import slow_disk
+from tests.parallel.checkpoint.test_checkpoint_failures import slow_disk
 from tests.ranks import run_ranks
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from mrl.collect.scoring import Scoring
+from mrl.collect.task import share_scored
 from mrl.config import ParallelConfig, Recipe, load_recipe
 from mrl.errors import RunFailed
-from mrl.rollout.saved import is_held
-from mrl.scoring import Scoring
-from mrl.tasks import share_scored
+from mrl.run.rollouts import is_held
 from parallel.dims import ParallelDims
-from parallel.groups import init_groups
+from parallel.mesh import init_mesh
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.loop.test_shaping import group
 from tests.ranks import run_ranks
@@ -29,13 +29,13 @@ def recipe_of(toy: Toy, *more: str) -> Recipe:
 
 def shared(recipe: Recipe, num_failed: int) -> tuple[int, str]:
     """A last round of one group, on the first of two engines -> groups on this rank, or the error."""
-    groups = init_groups(ParallelDims.create(ParallelConfig(), 2), 0)
-    own = [group([NAN, 1.0, 0.0, 1.0], 9)] if groups.rank == 0 else []
+    mesh = init_mesh(ParallelDims.create(ParallelConfig(), 2), 0)
+    own = [group([NAN, 1.0, 0.0, 1.0], 9)] if mesh.rank == 0 else []
     result = (own, num_failed if own else 0)
     task: Any = SimpleNamespace(scoring=SimpleNamespace(finish=lambda: result))
     try:
-        (one,) = share_scored(task, recipe, groups)
-        assert is_held(one) == (groups.rank == 0)  # the others get its outline
+        (one,) = share_scored(task, recipe, mesh)
+        assert is_held(one) == (mesh.rank == 0)  # the others get its outline
         return 1, ""
     except RunFailed as error:
         return 0, str(error)

@@ -16,7 +16,7 @@ import yaml
 
 from mrl.cli import main
 from mrl.config import load_recipe
-from parallel.saved_tensors import SavedTensors
+from parallel.checkpoint.saved_tensors import SavedTensors
 from tests.loop.conftest import RECORDED, REPOSITORY, TOY_RECIPE, Toy, environment
 from tests.loop.test_refusals import refused
 

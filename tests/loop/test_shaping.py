@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from mrl.algorithms import dapo
-from mrl.batching import drop_from_loss, set_advantages
+from mrl.collect.dynamic_sampling import SignalRounds
 from mrl.config import AlgorithmConfig, RolloutConfig
-from mrl.dynamic_sampling import SignalRounds
-from mrl.run_folder import RunFolder, rollout_lines
-from mrl.shaping import shaping_metrics
+from mrl.learn.batching import drop_from_loss, set_advantages
+from mrl.learn.shaping import shaping_metrics
+from mrl.run.folder import RunFolder, rollout_lines
 from mrl.types import Prompt, Sample, SampleGroup, VersionSpan
 
 PROMPT_LEN = 2

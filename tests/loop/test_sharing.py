@@ -8,16 +8,16 @@ from typing import Any
 import torch.distributed as dist
 
 from mrl.config import ParallelConfig
-from mrl.sharing import gather_bytes, gather_lines, share_bytes, sum_over_ranks
+from mrl.exchange.sharing import gather_bytes, gather_lines, share_bytes, sum_over_ranks
 from parallel.dims import ParallelDims
-from parallel.groups import init_groups
+from parallel.mesh import init_mesh
 from tests.ranks import run_ranks
 
 GIVEN = [b"abc", b"", b"defgh" * 1000]
 
 
 def moved() -> dict[str, Any]:
-    rank = init_groups(ParallelDims.create(ParallelConfig(), 3), 0).rank
+    rank = init_mesh(ParallelDims.create(ParallelConfig(), 3), 0).rank
     lines = {0: {1: b"one\n", 3: b""}, 1: {}, 2: {2: b"two\n", 0: b"zero\n"}}[rank]
     try:
         twice = gather_lines({0: b"x"} if rank else {}, 1)
@@ -44,7 +44,7 @@ def test_every_rank_gets_the_bytes_of_all_and_one_rank_the_lines(tmp_path: Path)
 
 
 def alone() -> dict[str, Any]:
-    init_groups(ParallelDims.create(ParallelConfig(), 1), 0)
+    init_mesh(ParallelDims.create(ParallelConfig(), 1), 0)
     try:
         gather_lines({0: b"a"}, 2)
         missed = ""

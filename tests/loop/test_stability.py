@@ -42,12 +42,12 @@ def two_runs(folder: Path) -> list[dict[str, Any]]:
 
     prepare()
     job = Job("off", 0, NUM_STEPS, str(folder / "model"), str(folder / "run"), SMALL)
-    engine, groups = start_engine(job)
+    engine, mesh = start_engine(job)
     results = []
     try:
         for arm in ("off", "R3"):
             mine = dataclasses.replace(job, arm=arm, folder=str(folder / arm))
-            run = make_run(mine, groups)
+            run = make_run(mine, mesh)
             run.begin(engine)
             results.append(result_of(run, mine))
     finally:

@@ -20,19 +20,19 @@ NUM_TOKENS = 24
 
 def train_sync_generate(overrides: list[str]) -> dict[str, Any]:
     """Two real steps, then a sync of the trained weights and greedy tokens from the engine."""
-    from mrl.engine_collector import EngineCollector
+    from mrl.collect.live import EngineCollector
+    from mrl.collect.single_turn import Round, start_groups
     from mrl.preflight import check
     from mrl.rollout.base import SamplingParams
-    from mrl.rollout.scheduling import Round, start_groups
-    from mrl.run_folder import RunFolder
+    from mrl.run.folder import RunFolder
     from mrl.trainer import Trainer
-    from parallel.groups import init_groups
+    from parallel.mesh import init_mesh
 
     recipe = load_recipe(TOY_RECIPE, overrides)
     plan = check(recipe, 1)
     folder = RunFolder(recipe.output_dir)
     folder.open(recipe)
-    trainer = Trainer(plan, init_groups(plan.dims, 0), folder)
+    trainer = Trainer(plan, init_mesh(plan.dims, 0), folder)
     trainer.train()
     collector = trainer.collector
     assert isinstance(collector, EngineCollector)

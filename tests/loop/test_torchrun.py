@@ -19,8 +19,8 @@ def is_server(process: psutil.Process) -> bool:
     """The first process of an engine; those that it forks have other names in time."""
     with contextlib.suppress(psutil.Error):
         parent = process.parent()
-        return "sglang_server.child" in " ".join(process.cmdline()) and not (
-            parent is not None and "sglang_server.child" in " ".join(parent.cmdline())
+        return "rollout.sglang.child" in " ".join(process.cmdline()) and not (
+            parent is not None and "rollout.sglang.child" in " ".join(parent.cmdline())
         )
     return False
 

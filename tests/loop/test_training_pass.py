@@ -12,7 +12,7 @@ from benchmarks import training_pass
 from mrl.config import load_recipe
 from mrl.preflight import check
 from mrl.toy_model import write_toy_model
-from parallel.groups import init_groups
+from parallel.mesh import init_mesh
 from tests.ranks import run_ranks
 
 
@@ -21,7 +21,7 @@ def measured(folder: Path) -> dict[str, Any]:
     write_toy_model(folder / "model")
     keys = [f"model.path={folder}/model", f"output_dir={folder}/run", "rollout.prompts_per_step=2"]
     plan = check(load_recipe(training_pass.RECIPE, keys), 1)
-    return training_pass.measure(plan, init_groups(plan.dims, 0), num_pairs=1)
+    return training_pass.measure(plan, init_mesh(plan.dims, 0), num_pairs=1)
 
 
 def test_both_sides_compute_the_same(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import re
 
 from mrl.cli import main
 from mrl.diagnosis.tokens import load_tokens
-from mrl.run_folder import RunFolder
+from mrl.run.folder import RunFolder
 from tests.view.browser import open_browser
 
 

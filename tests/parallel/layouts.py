@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms import gspo
-from mrl.batching import make_train_batch
 from mrl.config import AlgorithmConfig, ModelConfig, MoeConfig, OptimizerConfig, ParallelConfig
 from mrl.kernels.digest import add_digests, digests_of
+from mrl.learn.batching import make_train_batch
 from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch
 from parallel.dims import ParallelDims
-from parallel.groups import Groups, init_groups, world_size
 from parallel.hf_config import HfModel
+from parallel.mesh import Mesh, init_mesh, world_size
 from parallel.policy import Policy, with_old_logprobs
 from parallel.reduce import reduce_statistics
 
@@ -96,15 +96,15 @@ def parallel_config(sizes: dict[str, Any]) -> ParallelConfig:
     return ParallelConfig(**{CONFIG_KEYS[key]: value for key, value in sizes.items()})
 
 
-def join_groups(model_path: Path, sizes: dict[str, Any]) -> Groups:
+def join_mesh(model_path: Path, sizes: dict[str, Any]) -> Mesh:
     dims = ParallelDims.create(parallel_config(sizes), world_size())
     dims.check_model(HfModel.read(model_path).sizes)
-    return init_groups(dims, seed=0)
+    return init_mesh(dims, seed=0)
 
 
 def build(
     model_path: Path,
-    groups: Groups,
+    mesh: Mesh,
     recompute: bool = False,
     *,
     dtype: Any = "float32",
@@ -116,7 +116,7 @@ def build(
 ) -> Policy:
     return Policy(
         HfModel.read(model_path),
-        groups,
+        mesh,
         ModelConfig(path=str(model_path), dtype=dtype),
         # A larger epsilon than Adam's usual one: its first step would otherwise be the sign of the
         # gradient, and rounding noise around 0 would come out as a full step.
@@ -179,17 +179,17 @@ def replays(samples: list[Sample]) -> bool:
     return samples[0].routing is not None
 
 
-def ready_batch(policy: Policy, groups: Groups, samples: list[Sample]) -> tuple[TrainBatch, dict]:
+def ready_batch(policy: Policy, mesh: Mesh, samples: list[Sample]) -> tuple[TrainBatch, dict]:
     """The batch with the log-probs before the update, and the statistics of that pass."""
     advantages = [(-1.0) ** i * (1 + i / 10) for i in range(len(samples))]
-    batch = make_train_batch(samples, advantages, gspo, groups, micro_batch_tokens=64)
+    batch = make_train_batch(samples, advantages, gspo, mesh, micro_batch_tokens=64)
     before = policy.logprobs(batch.micro_batches, replays(samples))
     micro = with_old_logprobs(batch.micro_batches, before)
     return TrainBatch(micro, batch.num_loss_tokens, batch.num_samples), dict(before.routing)
 
 
-def train(policy: Policy, groups: Groups, samples: list[Sample], steps: int) -> list[dict]:
-    batch, _ = ready_batch(policy, groups, samples)
+def train(policy: Policy, mesh: Mesh, samples: list[Sample], steps: int) -> list[dict]:
+    batch, _ = ready_batch(policy, mesh, samples)
     results = []
     for _ in range(steps):
         out = policy.train_step(batch, loss, replays(samples))
@@ -199,10 +199,10 @@ def train(policy: Policy, groups: Groups, samples: list[Sample], steps: int) -> 
 
 def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dict[str, Any]:
     """Runs on every rank; rank 0's answer counts: steps, weights before and after, routing."""
-    groups = join_groups(model_path, layout.sizes)
+    mesh = join_mesh(model_path, layout.sizes)
     policy = build(
         model_path,
-        groups,
+        mesh,
         layout.recompute,
         dtype=layout.dtype,
         distributed_optimizer=layout.distributed_optimizer,
@@ -214,11 +214,11 @@ def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dic
     loaded = exported(policy)
     for dtype in (torch.bfloat16, torch.float32):  # for an engine of another precision
         check_cast(exported(policy, dtype), loaded, dtype, buffer_names(policy.weights.model))
-    _, routing = ready_batch(policy, groups, samples)
+    _, routing = ready_batch(policy, mesh, samples)
     return {
         "loaded": loaded,
         "routing": reduce_statistics(routing),
-        "steps": train(policy, groups, samples, NUM_STEPS),
+        "steps": train(policy, mesh, samples, NUM_STEPS),
         "weights": exported(policy),
     }
 

@@ -76,32 +76,30 @@ def build(folder: Path, implementation: Any) -> Any:
     """The chunk of one rank with the weights of `folder` in it; its parameters by Megatron's names."""
     from mrl.config import ParallelConfig
     from parallel.dims import ParallelDims
-    from parallel.groups import init_groups
     from parallel.hf_config import HfModel
+    from parallel.mesh import init_mesh
     from parallel.model import build_chunks, unwrap
     from parallel.transformer_config import build_config, build_ddp_config
     from parallel.weights import WeightMap
 
-    groups = init_groups(ParallelDims.create(ParallelConfig(), 1), 0)
+    mesh = init_mesh(ParallelDims.create(ParallelConfig(), 1), 0)
     model = HfModel.read(folder)
-    config = build_config(
-        model, groups.dims, groups.device, torch.float32, implementation, False, 0.0
-    )
+    config = build_config(model, mesh.dims, mesh.device, torch.float32, implementation, False, 0.0)
     # Its modules refuse to be made where torch sees no GPU; the tensors stay on the CPU.
     with mock.patch("torch.cuda.is_available", return_value=True):
-        chunks = build_chunks(model, groups, config, implementation, build_ddp_config(False))
-    WeightMap(model, groups, chunks).load()
+        chunks = build_chunks(model, mesh, config, implementation, build_ddp_config(False))
+    WeightMap(model, mesh, chunks).load()
     return dict(unwrap(chunks[0]).named_parameters())
 
 
 def compare(folder: Path) -> dict[str, Any]:
-    from parallel.groups import destroy_groups
+    from parallel.mesh import destroy_mesh
     from parallel.weights import canonical_name
 
     local = build(folder, "local")
-    destroy_groups()
+    destroy_mesh()
     engine = build(folder, "transformer_engine")
-    destroy_groups()
+    destroy_mesh()
     renamed = {canonical_name(name): value for name, value in engine.items()}
     local = {canonical_name(name): value for name, value in local.items()}
     return {

@@ -10,12 +10,12 @@ import torch
 
 from mrl.config import ModelConfig, OptimizerConfig
 from mrl.types import Sample
-from parallel.checkpoint import Checkpoints
+from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.hf_config import HfModel
 from parallel.policy import Policy
 from tests.parallel.layouts import (
     exported,
-    join_groups,
+    join_mesh,
     loss,
     ready_batch,
 )
@@ -25,12 +25,12 @@ from tests.ranks import run_ranks
 def exercise(
     model_path: Path, sizes: dict[str, int], samples: list[Sample], checkpoints: Path
 ) -> dict[str, Any]:
-    groups = join_groups(model_path, sizes)
+    mesh = join_mesh(model_path, sizes)
 
     def build() -> Policy:
         return Policy(
             HfModel.read(model_path),
-            groups,
+            mesh,
             ModelConfig(path=str(model_path), dtype="bfloat16"),
             OptimizerConfig(lr=1e-3),
             recompute=True,
@@ -38,9 +38,9 @@ def exercise(
         )
 
     policy = build()
-    batch, _ = ready_batch(policy, groups, samples)
+    batch, _ = ready_batch(policy, mesh, samples)
     norms = [policy.train_step(batch, loss, True).grad_norm for _ in range(2)]
-    store = Checkpoints(checkpoints, groups, keep=1)
+    store = Checkpoints(checkpoints, mesh, keep=1)
     store.save(2, policy, {})
     policy.ledger.free("gradients")
     policy.ledger.to_host("optimizer")

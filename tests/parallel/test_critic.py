@@ -12,27 +12,27 @@ from transformers import Qwen3MoeForCausalLM
 
 from mrl.algorithms import grpo
 from mrl.algorithms.value_loss import value_loss
-from mrl.batching import make_train_batch
 from mrl.config import ModelConfig, OptimizerConfig
+from mrl.learn.batching import make_train_batch
 from mrl.types import LossOutput, MicroBatch, Sample
-from parallel.checkpoint import Checkpoints
+from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.critic import VALUE_HEAD, Critic
 from parallel.export import export_buckets
-from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger
+from parallel.mesh import Mesh
 from parallel.reduce import reduce_statistics
 from tests.parallel.conftest import make_samples
-from tests.parallel.layouts import LAYOUTS, TOLERANCE, distance, join_groups
+from tests.parallel.layouts import LAYOUTS, TOLERANCE, distance, join_mesh
 from tests.ranks import run_ranks
 
 HEAD_STD = 0.1
 
 
-def build(model_path: Path, groups: Groups, ledger: Ledger, recompute: bool = False) -> Critic:
+def build(model_path: Path, mesh: Mesh, ledger: Ledger, recompute: bool = False) -> Critic:
     return Critic(
         HfModel.read(model_path),
-        groups,
+        mesh,
         ModelConfig(path=str(model_path)),
         OptimizerConfig(lr=1e-3, clip_grad=0),
         recompute=recompute,
@@ -67,12 +67,12 @@ def exercise(
     num_steps: int,
     checkpoints: Path,
 ) -> dict[str, Any]:
-    groups = join_groups(model_path, sizes)
+    mesh = join_mesh(model_path, sizes)
     result: dict[str, Any] = {}
     for recompute in (False, True):
-        ledger = Ledger(groups.device)
-        critic = build(model_path, groups, ledger, recompute)
-        batch = make_train_batch(samples, [0.0] * len(samples), grpo, groups, 64)
+        ledger = Ledger(mesh.device)
+        critic = build(model_path, mesh, ledger, recompute)
+        batch = make_train_batch(samples, [0.0] * len(samples), grpo, mesh, 64)
         result["start"] = exported(critic)[VALUE_HEAD]
         result["values"] = critic.values(batch.micro_batches)
         steps = []
@@ -81,9 +81,9 @@ def exercise(
             steps.append({**reduce_statistics(out.stats), "grad_norm": out.grad_norm})
         result[f"steps/{recompute}"] = steps
         result[f"weights/{recompute}"] = exported(critic)
-    store = Checkpoints(checkpoints, groups, keep=1)
+    store = Checkpoints(checkpoints, mesh, keep=1)
     store.save(num_steps, critic, {})
-    other = build(model_path, groups, Ledger(groups.device))
+    other = build(model_path, mesh, Ledger(mesh.device))
     store.load(num_steps, other)
     for each in (critic, other):
         each.train_step(batch, loss)
@@ -187,7 +187,7 @@ def test_value_loss_by_hand() -> None:
 
 def tied(model_path: Path) -> None:
     """A tied model has an output weight to share; its critic must not."""
-    critic = build(model_path, join_groups(model_path, {}), Ledger(torch.device("cpu")))
+    critic = build(model_path, join_mesh(model_path, {}), Ledger(torch.device("cpu")))
     names = exported(critic)
     assert VALUE_HEAD in names
     assert "lm_head.weight" not in names

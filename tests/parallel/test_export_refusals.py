@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from mrl.cli import main
-from parallel.checkpoint import Checkpoints
+from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.ledger import Ledger
-from tests.parallel.layouts import join_groups
-from tests.parallel.test_checkpoint_layouts import build
+from tests.parallel.checkpoint.test_checkpoint_layouts import build
+from tests.parallel.layouts import join_mesh
 from tests.parallel.test_critic import build as build_critic
 from tests.ranks import run_ranks
 
@@ -24,12 +24,12 @@ DISK_BYTES = 30_000
 
 
 def save(model_path: Path, root: Path, is_critic: bool) -> None:
-    groups = join_groups(model_path, {})
-    store = Checkpoints(root, groups, keep=1)
+    mesh = join_mesh(model_path, {})
+    store = Checkpoints(root, mesh, keep=1)
     if is_critic:
-        store.save(3, build_critic(model_path, groups, Ledger(torch.device("cpu"))), {})
+        store.save(3, build_critic(model_path, mesh, Ledger(torch.device("cpu"))), {})
     else:
-        store.save(3, build(model_path, groups), {})
+        store.save(3, build(model_path, mesh), {})
 
 
 @pytest.fixture(scope="module")

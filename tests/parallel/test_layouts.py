@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from mrl.algorithms import gspo
-from mrl.batching import make_train_batches
 from mrl.config import OptimizerConfig
+from mrl.learn.batching import make_train_batches
 from mrl.types import Sample
-from parallel.checkpoint import Checkpoints
+from parallel.checkpoint.checkpoints import Checkpoints
 from tests.parallel.layouts import (
     TOLERANCE,
     Layout,
@@ -21,7 +21,7 @@ from tests.parallel.layouts import (
     build,
     distance,
     exported,
-    join_groups,
+    join_mesh,
     loss,
     ready_batch,
     train_layout,
@@ -65,17 +65,17 @@ def test_layout_matches_one_process(
 
 def resumes(model_path: Path, samples: list[Sample], checkpoints: Path) -> dict[str, Any]:
     """Three steps at once, and two with a save and a load before the third."""
-    groups = join_groups(model_path, {})
-    policy = build(model_path, groups)
-    batch, _ = ready_batch(policy, groups, samples)
+    mesh = join_mesh(model_path, {})
+    policy = build(model_path, mesh)
+    batch, _ = ready_batch(policy, mesh, samples)
     steps = [policy.train_step(batch, loss, True) for _ in range(2)]
     result: dict[str, Any] = {"ratio": [float(s.stats["ratio/max"].value) for s in steps]}
     result["saved"] = exported(policy)
-    store = Checkpoints(checkpoints, groups, keep=1)
+    store = Checkpoints(checkpoints, mesh, keep=1)
     store.save(2, policy, {"step": 2})
     policy.train_step(batch, loss, True)
     result["uninterrupted"] = exported(policy)
-    resumed = build(model_path, groups)
+    resumed = build(model_path, mesh)
     loaded = store.load(2, resumed)
     resumed.train_step(batch, loss, True)
     return {**result, "resumed": exported(resumed), "step": loaded.trainer["step"]}
@@ -100,10 +100,10 @@ def test_one_process_trains_and_resumes(
 
 def resets(model_path: Path, samples: list[Sample], distributed: bool) -> dict[str, Any]:
     """A step with a fresh optimizer of another configuration, as after a warm start."""
-    groups = join_groups(model_path, {})
-    policy = build(model_path, groups, distributed_optimizer=distributed)
+    mesh = join_mesh(model_path, {})
+    policy = build(model_path, mesh, distributed_optimizer=distributed)
     policy.reset_optimizer(OptimizerConfig(lr=1e-3, adam_eps=1e-6))
-    batch, _ = ready_batch(policy, groups, samples)
+    batch, _ = ready_batch(policy, mesh, samples)
     policy.train_step(batch, loss, True)
     return exported(policy)
 
@@ -119,10 +119,10 @@ def test_a_fresh_optimizer_is_of_the_same_kind(
 def passes_over_two_mini_batches(
     model_path: Path, samples: list[Sample], sizes: dict[str, Any]
 ) -> list[int]:
-    groups = join_groups(model_path, sizes)
-    policy = build(model_path, groups)
+    mesh = join_mesh(model_path, sizes)
+    policy = build(model_path, mesh)
     parts = [(part, [0.0] * len(part)) for part in (samples[:3], samples[3:])]
-    batches = make_train_batches(parts, gspo, groups, 64)
+    batches = make_train_batches(parts, gspo, mesh, 64)
     micro = [batch for each in batches for batch in each.micro_batches]
     policy.logprobs(micro, True)
     return [batch.num_tokens for batch in micro]

@@ -14,22 +14,22 @@ from torch import Tensor
 
 from mrl.config import ModelConfig, OptimizerConfig
 from mrl.types import Sample
-from parallel.groups import Groups
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger, memory_statistics
+from parallel.mesh import Mesh
 from parallel.policy import Policy
 from parallel.reduce import reduce_statistics
 from tests.parallel.conftest import make_samples
-from tests.parallel.layouts import exported, join_groups, loss, ready_batch
+from tests.parallel.layouts import exported, join_mesh, loss, ready_batch
 from tests.ranks import run_ranks
 
 KINDS = ("parameters", "gradients", "optimizer")
 
 
-def build(model_path: Path, groups: Groups, dtype: str, distributed: bool) -> Policy:
+def build(model_path: Path, mesh: Mesh, dtype: str, distributed: bool) -> Policy:
     return Policy(
         HfModel.read(model_path),
-        groups,
+        mesh,
         ModelConfig(path=str(model_path), dtype=dtype),  # pyright: ignore[reportArgumentType]
         OptimizerConfig(lr=1e-3, use_distributed_optimizer=distributed),
         recompute=False,
@@ -114,12 +114,12 @@ def exercise(
     model_path: Path, sizes: dict[str, int], samples: list[Sample], dtype: str, distributed: bool
 ) -> dict[str, Any]:
     """Three steps of two equal policies; one moves everything to the host and back in between."""
-    groups = join_groups(model_path, sizes)
+    mesh = join_mesh(model_path, sizes)
     result: dict[str, Any] = {}
     weights = []
     for moves in (False, True):
-        policy = build(model_path, groups, dtype, distributed)
-        batch, _ = ready_batch(policy, groups, samples)
+        policy = build(model_path, mesh, dtype, distributed)
+        batch, _ = ready_batch(policy, mesh, samples)
         buffers = []
         for _ in range(3):
             policy.train_step(batch, loss, True)

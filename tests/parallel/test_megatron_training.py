@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mrl.types import Sample
 from parallel.policy import Policy
-from tests.parallel.layouts import build, distance, exported, join_groups, loss, ready_batch
+from tests.parallel.layouts import build, distance, exported, join_mesh, loss, ready_batch
 from tests.ranks import run_ranks
 
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 500}
@@ -38,7 +38,7 @@ OTHER_SUMS = {
 norm; and the gradients of a norm's two readers are added up before they reach its input."""
 
 
-def steps(policy: Policy, groups: Any, samples: list[Sample]) -> list[dict[str, Tensor]]:
+def steps(policy: Policy, mesh: Any, samples: list[Sample]) -> list[dict[str, Tensor]]:
     """The weights after each of two updates, with a pass without gradients before and in between.
 
     The second has more micro-batches: Megatron counts in the first one how often a gradient is ready
@@ -46,7 +46,7 @@ def steps(policy: Policy, groups: Any, samples: list[Sample]) -> list[dict[str, 
     """
     weights = []
     for part in (samples[:6], samples):
-        batch, _ = ready_batch(policy, groups, part)
+        batch, _ = ready_batch(policy, mesh, part)
         policy.train_step(batch, loss, True)
         weights.append(exported(policy))
     return weights
@@ -56,13 +56,11 @@ def compare_all(
     model_path: Path, sizes: dict[str, int], samples: list[Sample], dtype: str
 ) -> dict[str, float]:
     """Relative distance from the plain run, by option set, one after the other in one process."""
-    groups = join_groups(model_path, sizes)
+    mesh = join_mesh(model_path, sizes)
 
     def run(options: dict[str, Any]) -> list[dict[str, Tensor]]:
-        policy = build(
-            model_path, groups, dtype=dtype, distributed_optimizer=True, megatron=options
-        )
-        return steps(policy, groups, samples)
+        policy = build(model_path, mesh, dtype=dtype, distributed_optimizer=True, megatron=options)
+        return steps(policy, mesh, samples)
 
     plain = run({})
     return {name: max(map(distance, run(options), plain)) for name, options in SAME_BITS.items()}

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from mrl.types import Sample
-from parallel.checkpoint import Checkpoints
+from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.optimizer import torch_adams, use_fused_kernels
 from parallel.optimizer_state import optimizer_shards
-from tests.parallel.layouts import build, exported, join_groups, loss, ready_batch
+from tests.parallel.layouts import build, exported, join_mesh, loss, ready_batch
 from tests.ranks import run_ranks
 
 OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
@@ -31,7 +31,7 @@ ROUNDED = ("bf16 gradients",)
 
 def exercise(model_path: Path, samples: list[Sample], folder: Path) -> dict[str, Any]:
     """Two steps, a save, all memory to the host and back, a third step; and it again after a load."""
-    groups = join_groups(model_path, {"expert": 2})
+    mesh = join_mesh(model_path, {"expert": 2})
 
     def run(variant: Variant, checkpoints: Path | None = None) -> dict[str, Any]:
         dtype, distributed, options = variant
@@ -39,14 +39,14 @@ def exercise(model_path: Path, samples: list[Sample], folder: Path) -> dict[str,
         def start() -> Any:
             return build(
                 model_path,
-                groups,
+                mesh,
                 dtype=dtype,
                 distributed_optimizer=distributed,
                 megatron=options,
             )
 
         policy = start()
-        batch, _ = ready_batch(policy, groups, samples)
+        batch, _ = ready_batch(policy, mesh, samples)
         norms = [policy.train_step(batch, loss, True).grad_norm for _ in range(2)]
         if checkpoints is None:
             policy.train_step(batch, loss, True)
@@ -54,7 +54,7 @@ def exercise(model_path: Path, samples: list[Sample], folder: Path) -> dict[str,
             assert groups_of_adam
             assert all(g["fused"] and not g["foreach"] for g in groups_of_adam)
             return {"weights": exported(policy), "norms": norms}
-        store = Checkpoints(checkpoints, groups, keep=1)
+        store = Checkpoints(checkpoints, mesh, keep=1)
         store.save(2, policy, {})
         policy.ledger.free("gradients")
         policy.ledger.to_host("optimizer")

@@ -20,7 +20,7 @@ from mrl.types import NATIVE_ROUTE, LossOutput, MicroBatch, Sample, TrainBatch
 from parallel.hf_config import HfModel
 from parallel.packing import pack
 from tests.parallel.conftest import weighted
-from tests.parallel.layouts import build, exported, join_groups
+from tests.parallel.layouts import build, exported, join_mesh
 from tests.ranks import run_ranks
 
 TEMPERATURE = 0.8  # of layouts.build
@@ -31,7 +31,7 @@ def packed(samples: list[Sample]) -> MicroBatch:
 
 
 def native_logprobs(model_path: Path, samples: list[Sample]) -> Tensor:
-    policy = build(model_path, join_groups(model_path, {}))
+    policy = build(model_path, join_mesh(model_path, {}))
     return policy.logprobs([packed(samples)], False).logprobs[0]
 
 
@@ -61,7 +61,7 @@ def test_logprobs_equal_transformers(
 
 
 def replay_effects(model_path: Path, samples: list[Sample]) -> dict[str, Any]:
-    policy = build(model_path, join_groups(model_path, {}))
+    policy = build(model_path, join_mesh(model_path, {}))
     # Every token but the first counts here, so that every log-prob can be seen.
     seen = [dataclasses.replace(s, loss_mask=torch.arange(len(s.token_ids)) > 0) for s in samples]
     batch = packed(seen)
@@ -117,7 +117,7 @@ def test_one_captured_id_changes_what_follows_and_nothing_else(
 
 
 def survives_a_bad_step(model_path: Path, samples: list[Sample]) -> dict[str, Any]:
-    policy = build(model_path, join_groups(model_path, {}))
+    policy = build(model_path, join_mesh(model_path, {}))
     before = exported(policy)
 
     def poisoned(logprobs: Tensor, batch: MicroBatch) -> LossOutput:
@@ -156,7 +156,7 @@ def test_a_folder_that_is_not_a_model_is_refused(model_path: Path, tmp_path: Pat
 
 def load_other_shape(model_path: Path) -> str:
     try:
-        build(model_path, join_groups(model_path, {}))
+        build(model_path, join_mesh(model_path, {}))
     except InputError as error:
         return str(error)
     return ""

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms import grpo
-from mrl.batching import make_train_batch
 from mrl.config import AlgorithmConfig, ModelConfig, OptimizerConfig
+from mrl.learn.batching import make_train_batch
 from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch
-from parallel.checkpoint import Checkpoints
+from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.forward import LossFunction
-from parallel.groups import Groups
 from parallel.hf_config import HfModel
+from parallel.mesh import Mesh
 from parallel.policy import Policy, with_old_logprobs, with_ref_logprobs
 from parallel.reduce import reduce_statistics
 from tests.parallel.conftest import make_samples, write_model
-from tests.parallel.layouts import exported, join_groups
+from tests.parallel.layouts import exported, join_mesh
 from tests.ranks import run_ranks
 
 COEFF = 0.5
@@ -30,14 +30,14 @@ Bits = dict[str, Tensor]
 
 def build(
     model_path: Path,
-    groups: Groups,
+    mesh: Mesh,
     reference: Path | None,
     dtype: str = "float32",
     distributed: bool = False,
 ) -> Policy:
     return Policy(
         HfModel.read(model_path),
-        groups,
+        mesh,
         ModelConfig(path=str(model_path), dtype=dtype),  # pyright: ignore[reportArgumentType]
         OptimizerConfig(lr=1e-3, clip_grad=0, use_distributed_optimizer=distributed),
         recompute=False,
@@ -60,10 +60,10 @@ def reference_logprobs(policy: Policy, batch: TrainBatch) -> list[Tensor]:
         return policy.logprobs(batch.micro_batches, True).logprobs
 
 
-def ready(policy: Policy, groups: Groups, samples: list[Sample], advantage: float) -> TrainBatch:
+def ready(policy: Policy, mesh: Mesh, samples: list[Sample], advantage: float) -> TrainBatch:
     """With old log-probs, and reference log-probs where the policy has a reference."""
     signs = [advantage * (-1.0) ** i for i in range(len(samples))]
-    batch = make_train_batch(samples, signs, grpo, groups, micro_batch_tokens=64)
+    batch = make_train_batch(samples, signs, grpo, mesh, micro_batch_tokens=64)
     micro = with_old_logprobs(batch.micro_batches, policy.logprobs(batch.micro_batches, True))
     if policy.ledger.where().get("reference"):
         with policy.reference():
@@ -83,9 +83,9 @@ def fails_under_the_reference(policy: Policy) -> None:
 def exercise(
     model_path: Path, sizes: dict[str, int], samples: list[Sample], checkpoints: Path
 ) -> dict[str, Any]:
-    groups = join_groups(model_path, sizes)
-    policy = build(model_path, groups, model_path)
-    batch = ready(policy, groups, samples, 1.0)
+    mesh = join_mesh(model_path, sizes)
+    policy = build(model_path, mesh, model_path)
+    batch = ready(policy, mesh, samples, 1.0)
     first = reference_logprobs(policy, batch)
     for micro, logprobs in zip(batch.micro_batches, first, strict=False):
         assert micro.old_logprobs is not None
@@ -102,8 +102,8 @@ def exercise(
         fails_under_the_reference(policy)
     assert same(exported(policy), before)
 
-    resumed = build(model_path, groups, model_path)
-    store = Checkpoints(checkpoints, groups, keep=1)
+    resumed = build(model_path, mesh, model_path)
+    store = Checkpoints(checkpoints, mesh, keep=1)
     store.save(3, policy, {})
     store.load(3, resumed)
     assert same(exported(resumed), before)
@@ -142,12 +142,12 @@ def test_tp2_pp2_gives_the_numbers_of_one_process(
 
 def gradients_of_the_penalty(model_path: Path, samples: list[Sample]) -> list[float]:
     """k1 has gradient +1 by each log-prob: that of an advantage of -1 at ratio 1."""
-    groups = join_groups(model_path, {})
+    mesh = join_mesh(model_path, {})
     norms = []
     for reference, advantage in ((model_path, 0.0), (None, -COEFF)):
-        policy = build(model_path, groups, reference)
-        batch = make_train_batch(samples, [advantage] * len(samples), grpo, groups, 64)
-        filled = ready(policy, groups, samples, 0.0)
+        policy = build(model_path, mesh, reference)
+        batch = make_train_batch(samples, [advantage] * len(samples), grpo, mesh, 64)
+        filled = ready(policy, mesh, samples, 0.0)
         micro = [
             dataclasses.replace(m, old_logprobs=f.old_logprobs, ref_logprobs=f.ref_logprobs)
             for m, f in zip(batch.micro_batches, filled.micro_batches, strict=True)
@@ -167,17 +167,17 @@ def test_the_penalty_reaches_the_gradient(model_path: Path, tmp_path: Path) -> N
 
 def half_precision(model_path: Path, other: Path, samples: list[Sample]) -> dict[str, Any]:
     """bf16 with sharded fp32 main parameters: swapping in another model changes no bit of training."""
-    groups = join_groups(model_path, {})
+    mesh = join_mesh(model_path, {})
     weights, found = [], []
     for swaps in (False, True):
-        policy = build(model_path, groups, other if swaps else None, "bfloat16", True)
-        batch = ready(policy, groups, samples, 1.0)
+        policy = build(model_path, mesh, other if swaps else None, "bfloat16", True)
+        batch = ready(policy, mesh, samples, 1.0)
         for _ in range(2):
             policy.train_step(batch, kl_loss(), True)
             if swaps:
                 found = reference_logprobs(policy, batch)
         weights.append(exported(policy))
-    theirs = build(other, groups, None, "bfloat16").logprobs(batch.micro_batches, True).logprobs
+    theirs = build(other, mesh, None, "bfloat16").logprobs(batch.micro_batches, True).logprobs
     return {
         "same": same(*weights),
         "other": all(torch.equal(a, b) for a, b in zip(found, theirs, strict=True)),
@@ -194,7 +194,7 @@ def test_another_folder_as_reference_and_bf16_main_parameters(
 
 
 def without_a_reference(model_path: Path) -> None:
-    policy = build(model_path, join_groups(model_path, {}), None)
+    policy = build(model_path, join_mesh(model_path, {}), None)
     with pytest.raises(RuntimeError, match="without a reference"), policy.reference():
         pass
 

@@ -10,7 +10,7 @@ import torch
 from rollout_helpers import load_oracle, make_buckets, make_engine, named_weights
 from transformers import Qwen3MoeForCausalLM
 
-from mrl.rollout.sglang import Engine
+from mrl.rollout.sglang.engine import Engine
 from mrl.toy_model import write_toy_model
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from mrl.rollout.sglang_server.http import HttpClient
+from mrl.rollout.sglang.http import HttpClient
 
 
 class Recorder(ThreadingHTTPServer):

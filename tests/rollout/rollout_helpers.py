@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
+from mrl.collect.engine_nodes import free_address
+from mrl.collect.single_turn import Round, start_groups
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.engine_nodes import free_address
 from mrl.rollout import load_engine
 from mrl.rollout.base import Request, RolloutEngine, SamplingParams
-from mrl.rollout.scheduling import Round, start_groups
-from mrl.rollout.sglang import Engine
+from mrl.rollout.sglang.engine import Engine
 from mrl.types import Prompt, SampleGroup, WeightBucket
 
 GPUS = tuple(filter(None, os.environ.get("MRL_CONFORMANCE_GPUS", "").split(",")))
@@ -85,7 +85,7 @@ def make_engine(folder: Path, log_path: Path, **config: object) -> Engine:
 class OnNodes:
     """An engine over several "nodes", which are processes of this machine that meet on loopback.
 
-    What mrl.engine_nodes does between ranks of a run is done here in one process.
+    What mrl.collect.engine_nodes does between ranks of a run is done here in one process.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rollout_helpers import make_buckets, make_prompts, score
 
-from mrl.canary import MAX_TOKENS, canary_sequences, check_canaries, default_tolerance
+from mrl.collect.canary import MAX_TOKENS, canary_sequences, check_canaries, default_tolerance
 from mrl.errors import RunFailed
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mrl.rollout.sglang_server.settings import CPU_STUBS
+from mrl.rollout.sglang.settings import CPU_STUBS
 
 REPOSITORY = Path(__file__).parents[2]
 READER = r"""
@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import torch
 from torch.multiprocessing import reductions
 from mrl.rollout import engine_group
-from mrl.rollout.sglang_server.weights import TensorPush
+from mrl.rollout.sglang.weights import TensorPush
 from mrl.types import WeightBucket
 
 fields = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import mrl.rollout
 from mrl.kernels.digest import add_digests, digests_of
-from mrl.rollout.sglang_server.held import held_digests
+from mrl.rollout.sglang.held import held_digests
 
 HIDDEN, HEAD = 12, 4
 QUERY_HEADS, KV_HEADS, EXPERTS, FFN, VOCAB = 8, 2, 8, 16, 24
@@ -28,7 +28,7 @@ QUERY_HEADS, KV_HEADS, EXPERTS, FFN, VOCAB = 8, 2, 8, 16, 24
 
 @pytest.fixture
 def plugin(monkeypatch) -> ModuleType:
-    path = Path(mrl.rollout.__file__).parent / "server_plugin" / "mrl_weight_digest.py"
+    path = Path(mrl.rollout.__file__).parent / "sglang/plugins/server" / "mrl_weight_digest.py"
     spec = importlib.util.spec_from_file_location("mrl_weight_digest", path)
     assert spec is not None
     assert spec.loader is not None

@@ -25,9 +25,9 @@ from mrl.kernels.digest import add_digests, digests_of, weight_digest
 from mrl.rollout import engine_group
 from mrl.rollout.base import EngineLost
 from mrl.rollout.engine_group import EngineGroup, GatheredBuckets
-from mrl.rollout.sglang_server.manifest import Manifest
-from mrl.rollout.sglang_server.weight_sync import WeightSync
-from mrl.shared_memory import SharedMemory
+from mrl.rollout.sglang.manifest import Manifest
+from mrl.rollout.sglang.weight_sync import WeightSync
+from mrl.system.shared_memory import SharedMemory
 from mrl.types import WeightBucket
 
 NUM_RANKS = 3

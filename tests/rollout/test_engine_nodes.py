@@ -16,14 +16,14 @@ import psutil
 import pytest
 import torch
 
-from mrl import engine_nodes
+from mrl.collect import engine_nodes
+from mrl.collect.engine_nodes import EngineNodes, free_address
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.engine_nodes import EngineNodes, free_address
 from mrl.preflight.engine_layout import EngineLayout
 from mrl.rollout.base import EngineLost
-from mrl.rollout.sglang import Engine
-from mrl.rollout.sglang_server.node import EngineNode
-from mrl.rollout.sglang_server.server import PORT_ATTEMPTS, Server
+from mrl.rollout.sglang.engine import Engine
+from mrl.rollout.sglang.node import EngineNode
+from mrl.rollout.sglang.server import PORT_ATTEMPTS, Server
 
 RECORDING_SGLANG = Path(__file__).parent / "recording_sglang"
 

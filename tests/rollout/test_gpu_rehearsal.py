@@ -19,7 +19,7 @@ from mrl.errors import InputError
 from mrl.kernels.digest import weight_digest
 from mrl.preflight.allocator import check_allocator
 from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, SamplingParams
-from mrl.rollout.sglang import Engine
+from mrl.rollout.sglang.engine import Engine
 
 RECORDING_SGLANG = Path(__file__).parent / "recording_sglang"
 EXPANDABLE = "expandable_segments:True"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.rollout.sglang_server.launch import read_launch
-from mrl.rollout.sglang_server.settings import CPU_STUBS
+from mrl.rollout.sglang.launch import read_launch
+from mrl.rollout.sglang.settings import CPU_STUBS
 
 PROGRAM = Path(__file__).parent / "resolve_server_args.py"
 ENGINES: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def start_settings(model: Path, engine: dict[str, Any]) -> dict[str, Any]:
-    """What `mrl.rollout.sglang_server.process` writes to the child."""
+    """What `mrl.rollout.sglang.process` writes to the child."""
     config = {k: v for k, v in engine.items() if k not in ("nodes", "keep")}
     nodes = engine.get("nodes", 1)
     rollout = RolloutConfig.model_validate({"max_response_len": 8, **config})

@@ -10,13 +10,13 @@ import torch
 from rollout_helpers import score
 from transformers import AutoTokenizer
 
+from mrl.collect.multi_turn import Episodes
+from mrl.collect.single_turn import start_groups
 from mrl.config import EnvironmentConfig
 from mrl.data.chat import ChatTurns
 from mrl.environments.runner import EnvironmentRunner
-from mrl.episodes import Episodes
-from mrl.metrics import episode_metrics
+from mrl.learn.rollout_metrics import episode_metrics
 from mrl.rollout.base import EngineLost, SamplingParams
-from mrl.rollout.scheduling import start_groups
 from mrl.types import Prompt, VersionSpan
 
 ZOO = Path(__file__).parents[1] / "environments/zoo.py"

@@ -20,14 +20,14 @@ from mrl.config import ModelConfig, RolloutConfig
 from mrl.errors import InputError
 from mrl.rollout import engine_names, load_engine
 from mrl.rollout.base import Request, SamplingParams, sample_seed
-from mrl.rollout.sglang import Engine
-from mrl.rollout.sglang_server.decode import (
+from mrl.rollout.sglang.decode import (
     Expected,
     RouteShape,
     decode_completion,
     refuse_unfaithful,
     route_shape,
 )
+from mrl.rollout.sglang.engine import Engine
 from mrl.toy_model import build_tokenizer, write_toy_model
 from mrl.types import UNKNOWN_VERSION, VersionSpan
 
@@ -209,7 +209,7 @@ def murmur3_x86_32(data: bytes) -> int:
 
 @pytest.fixture(scope="module")
 def cpu_plugin():
-    path = Path(mrl.rollout.__file__).parent / "cpu_stubs" / "mrl_sglang_cpu.py"
+    path = Path(mrl.rollout.__file__).parent / "sglang/plugins/cpu" / "mrl_sglang_cpu.py"
     spec = importlib.util.spec_from_file_location("mrl_sglang_cpu", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -262,7 +262,7 @@ def test_engines_are_found_by_name(tmp_path, monkeypatch):
     assert load_engine("sglang") is Engine
     with pytest.raises(InputError, match=r"'sglan'.*did you mean 'sglang'"):
         load_engine("sglan")
-    for hidden in ("saved", "base", "sglang_server"):
+    for hidden in ("base", "engine_group"):
         with pytest.raises(InputError, match="expected one of sglang"):
             load_engine(hidden)
     (tmp_path / "outside_engines").mkdir()

@@ -10,11 +10,11 @@ import torch
 from rollout_helpers import make_buckets, make_prompts, named_weights, score
 from transformers import Qwen3MoeForCausalLM
 
+from mrl.collect.backlog import Backlog, StepPlan
+from mrl.collect.single_turn import Round, is_finished
 from mrl.config import RolloutConfig
-from mrl.rollout.backlog import Backlog, StepPlan
 from mrl.rollout.base import SamplingParams
-from mrl.rollout.scheduling import Round, is_finished
-from mrl.rollout.sglang import Engine
+from mrl.rollout.sglang.engine import Engine
 from mrl.types import SampleGroup, VersionSpan
 
 # The toy model hardly ever stops by itself: with these it does about every 60 tokens.

@@ -26,9 +26,9 @@ from rollout_helpers import (
 )
 
 from mrl.rollout.base import EngineLost, SamplingParams
-from mrl.rollout.saved import decode_groups, encode_groups
-from mrl.rollout.sglang_server.http import HttpClient
-from mrl.rollout.sglang_server.leftovers import shared_memory_files
+from mrl.rollout.sglang.http import HttpClient
+from mrl.rollout.sglang.leftovers import shared_memory_files
+from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.toy_model import write_toy_model
 
 NUM_PROMPTS, NUM_SAMPLES = 8, 8

@@ -13,7 +13,7 @@ import torch
 from rollout_helpers import generate, make_prompts, make_requests
 
 from mrl.rollout.base import SamplingParams
-from mrl.rollout.sglang_server.route_memory import (
+from mrl.rollout.sglang.route_memory import (
     PAGE,
     VARIABLE,
     Reference,
@@ -22,7 +22,7 @@ from mrl.rollout.sglang_server.route_memory import (
     find_reference,
     make_writer,
 )
-from mrl.shared_bytes import Handle
+from mrl.system.shared_bytes import Handle
 
 LONG = SamplingParams(40, 40)
 

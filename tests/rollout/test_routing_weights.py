@@ -12,7 +12,7 @@ from torch import Tensor
 from moe.trace import decode_routes, join_traces
 from mrl.errors import InputError
 from mrl.rollout.base import Completion, SamplingParams
-from mrl.rollout.sglang_server.decode import refuse_weights, without_last_token
+from mrl.rollout.sglang.decode import refuse_weights, without_last_token
 from mrl.types import RoutingTrace, VersionSpan
 
 ROWS, LAYERS, TOPK = 3, 2, 2

@@ -6,8 +6,8 @@ import pytest
 
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.errors import InputError
-from mrl.rollout.sglang_server import arguments
-from mrl.rollout.sglang_server.settings import server_settings
+from mrl.rollout.sglang import arguments
+from mrl.rollout.sglang.settings import server_settings
 
 
 def settings(

@@ -10,8 +10,8 @@ from rollout_helpers import make_buckets, make_engine
 
 from benchmarks.weight_faults import FAULTS, is_caught, moved, shared_buckets, sync_for
 from mrl.kernels.digest import add_digests, digests_of
-from mrl.rollout.sglang_server.held import ACTION, held_digests
-from mrl.shared_memory import SharedMemory
+from mrl.rollout.sglang.held import ACTION, held_digests
+from mrl.system.shared_memory import SharedMemory
 
 
 def held_by(engine) -> dict[str, int]:

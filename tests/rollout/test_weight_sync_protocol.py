@@ -27,10 +27,10 @@ from safetensors.torch import load_file, save_file
 
 from mrl.kernels.digest import weight_digest
 from mrl.rollout.base import EngineLost
-from mrl.rollout.sglang_server.held import check_held
-from mrl.rollout.sglang_server.manifest import Manifest
-from mrl.rollout.sglang_server.settings import server_environment
-from mrl.rollout.sglang_server.weight_sync import WeightSync
+from mrl.rollout.sglang.held import check_held
+from mrl.rollout.sglang.manifest import Manifest
+from mrl.rollout.sglang.settings import server_environment
+from mrl.rollout.sglang.weight_sync import WeightSync
 from mrl.types import WeightBucket
 
 SESSION = ("/begin_weight_update", "/end_weight_update")

@@ -11,10 +11,10 @@ from mrl.cli import main
 from mrl.commands.view import read_steps
 from mrl.diagnosis.why import explain
 from mrl.errors import InputError
-from mrl.run_folder import RunFolder
+from mrl.run.folder import RunFolder
 from mrl.view.collect import choose_steps, collect
 from mrl.view.samples import choose_samples, pack_step
-from parallel.manifest import folder_name, point_to, set_aside, write_manifest
+from parallel.checkpoint.manifest import folder_name, point_to, set_aside, write_manifest
 from tests.view.invented import EXPERTS, LAYERS, PROMPT, TOKENS, TOPK, record, rollout, write_run
 
 PLENTY = 10**9

@@ -12,8 +12,8 @@ from rollout_helpers import (
     make_prompts,
 )
 
+from mrl.collect.single_turn import Round, start_groups
 from mrl.rollout.base import EngineLost, SamplingParams
-from mrl.rollout.scheduling import Round, start_groups
 
 SAMPLING = SamplingParams(200)
 """Without a minimum: groups finish one after the other."""

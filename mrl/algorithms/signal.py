@@ -1,0 +1,38 @@
+"""Which sample groups have two rewards that differ; the others have zero variance and teach nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def has_signal(rewards: Tensor) -> bool:
+    """Whether two of f32[G] rewards differ; NaN are none."""
+    known = rewards[~rewards.isnan()]
+    return bool((known != known[:1]).any())
+
+
+def zero_signal_metrics(rewards: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Groups that teach nothing, in all and by cause; f32[G] rewards each.
+
+    `unscored`: fewer than two samples have a reward, so nothing compares. Else all rewards are equal:
+    `best` where no reward of the step is higher (solved), `worst` where none is lower (out of reach),
+    `equal` in between, and where the whole step has one reward.
+    """
+    known = [group[~group.isnan()] for group in rewards]
+    all_known = torch.cat(known) if known else torch.empty(0)
+    low, high = (float(all_known.min()), float(all_known.max())) if len(all_known) else (0.0, 0.0)
+    causes = dict.fromkeys(("unscored", "best", "worst", "equal"), 0.0)
+    for group in known:
+        if len(group) < 2:
+            causes["unscored"] += 1
+        elif bool((group == group[0]).all()):
+            value = float(group[0])
+            at_end = low < high and value in (low, high)
+            causes[("best" if value == high else "worst") if at_end else "equal"] += 1
+    return {
+        "reward/zero_signal_groups": sum(causes.values()),
+        **{f"reward/zero_signal/{cause}": count for cause, count in causes.items()},
+    }

@@ -1,0 +1,167 @@
+"""One engine over the nodes that it spans: started, lost and stopped together.
+
+Rank 0 of an engine's ranks leads it; the first of its ranks on each further node runs a process there.
+All of them meet before a start, to agree on an address, and again and again while it goes on, so that
+the failure of one node ends the wait of the others. An engine on one node needs none of that.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mrl.preflight import Plan
+from mrl.rollout import load_engine, node_class
+from mrl.rollout.base import EngineLost, RolloutEngine, RolloutNode, engine_seed
+from mrl.run.folder import RunFolder
+from parallel.mesh import Mesh
+
+MEET_S = 0.1
+"""Between two meetings during a start; the leader sets the pace."""
+
+
+class _Said(NamedTuple):
+    """What a rank says in a meeting."""
+
+    is_over: bool = False
+    """The leader says with it that this is the last meeting of a start."""
+    failure: str = ""
+
+
+class EngineNodes:
+    """An engine as one rank of it sees it. start() and share_loss() are collectives of its ranks."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine | None,
+        node: RolloutNode | None,
+        exchange: Callable[[Any], list[Any]] | None,
+    ) -> None:
+        """`engine` on the leader, `node` on the first rank of each further node.
+
+        `exchange` tells every rank of the engine what each of them says, in rank order; None for an
+        engine on one node, of which only the leader does anything here.
+        """
+        self.engine, self._node, self._exchange = engine, node, exchange
+
+    def start(self) -> None:
+        """Raises RuntimeError on every rank where the engine does not start; nothing is left then."""
+        if self._exchange is None:
+            if self.engine is not None:
+                self.engine.start()
+            return
+        address = self._exchange(free_address() if self.engine is not None else "")[0]
+        failure = self._lead(address) if self.engine is not None else self._follow(address)
+        if failure:
+            self.stop()
+            raise RuntimeError(failure)
+        if self._node is not None:
+            self._node.note_ready()
+
+    def _lead(self, address: str) -> str:
+        assert self.engine is not None
+        failure = ""
+        try:
+            self.engine.start(address, self._watch_others)
+        except RuntimeError as error:
+            failure = str(error)
+        self._meet(_Said(is_over=True, failure=failure))
+        return failure
+
+    def _watch_others(self) -> None:
+        failed = [said.failure for said in self._meet(_Said()) if said.failure]
+        if failed:
+            raise RuntimeError(f"engine: {'; '.join(failed)}")
+
+    def _follow(self, address: str) -> str:
+        if self._node is not None:
+            self._node.start(address)
+        while True:
+            said = self._meet(_Said(failure=self._own_failure()))
+            if said[0].is_over:
+                return said[0].failure
+            time.sleep(MEET_S)
+
+    def share_loss(self, lost: EngineLost | None) -> EngineLost | None:
+        """What each rank of the engine knows of its loss, on all of them. Clears away what is left."""
+        if self._exchange is None:
+            return lost
+        own = str(lost) if lost is not None else self._own_failure()
+        failed = [said.failure for said in self._meet(_Said(failure=own)) if said.failure]
+        if not failed:
+            return None
+        self.stop()
+        return lost or EngineLost(failed[0])
+
+    def stop(self) -> None:
+        """This rank's processes of the engine. Harmless when repeated."""
+        for part in (self.engine, self._node):
+            if part is not None:
+                part.stop()
+
+    def _own_failure(self) -> str:
+        return self._node.failure() if self._node is not None else ""
+
+    def _meet(self, own: _Said) -> list[_Said]:
+        assert self._exchange is not None
+        return [_Said(*said) for said in self._exchange(tuple(own))]
+
+
+def free_address() -> str:
+    """host:port of this machine, as the other nodes reach it, with a port that is free now.
+
+    The host is the address from which MASTER_ADDR, torchrun's, is reached; on its own node that may be
+    loopback under the name of the machine, which other nodes must know then.
+    """
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))  # of a datagram socket: nothing is sent
+        host = probe.getsockname()[0]
+    if host.startswith("127.") and not (master.startswith("127.") or master == "localhost"):
+        host = socket.gethostname()
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return f"{host}:{listener.getsockname()[1]}"
+
+
+def make_engine(
+    plan: Plan, mesh: Mesh, folder: RunFolder, exchange: Callable[[Any], list[Any]]
+) -> EngineNodes:
+    """This rank's part of its engine, not started. `exchange` is among the engine's ranks."""
+    recipe, layout, rank = plan.recipe, plan.engines, mesh.rank
+    number = rank // layout.ranks
+    engine_class = load_engine(recipe.rollout.engine)
+    keywords: dict[str, Any] = {
+        "model": recipe.model,
+        "config": recipe.rollout,
+        "return_routes": recipe.captures_routes,
+        # A resumed run goes on with other random numbers than those it began with.
+        "seed": engine_seed(recipe.seed, number, plan.resume_step or 0),
+    }
+    if layout.num_nodes > 1:
+        keywords["num_nodes"] = layout.num_nodes
+    if layout.leads_node(rank):  # of another rank the GPUs from its own on are not the engine's
+        keywords["gpu_ids"] = gpu_ids(mesh, layout.ranks_per_node)
+    engine, node = None, None
+    if rank % layout.ranks == 0:
+        engine = engine_class(log_path=folder.logs / f"engine_{number:02d}.log", **keywords)
+    elif layout.leads_node(rank):
+        node_rank = layout.node_of(rank)
+        log_path = folder.logs / f"engine_{number:02d}_node_{node_rank:02d}.log"
+        make_node = node_class(engine_class, recipe.rollout.engine)
+        node = make_node(log_path=log_path, node_rank=node_rank, **keywords)
+    return EngineNodes(engine, node, exchange if layout.num_nodes > 1 else None)
+
+
+def gpu_ids(mesh: Mesh, num: int) -> list[str]:
+    """The GPUs of this rank's engine on this node, from this rank's on; none on a CPU machine."""
+    if mesh.device.type != "cuda":
+        return []
+    assert mesh.device.index is not None
+    numbers = range(mesh.device.index, mesh.device.index + num)
+    # Ours count within what this process may see; the engine's process starts from the machine's.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [visible.split(",")[n] for n in numbers] if visible else [str(n) for n in numbers]

@@ -1,0 +1,161 @@
+"""Evaluation on the rollout engine: several sets of prompts, several samples a prompt.
+
+Sampling seeds depend on the recipe's seed and the prompt alone: two evaluations differ by the weights
+and by nothing else.
+
+n scored samples of a prompt, c of them pass.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import torch
+
+from mrl.collect.scoring import Scoring
+from mrl.collect.single_turn import start_groups
+from mrl.collect.task import Task, make_task, share_scored
+from mrl.data.completions import completions
+from mrl.data.eval_sets import EvalSet
+from mrl.exchange.sharing import gather_lines
+from mrl.preflight import Plan
+from mrl.run.folder import RunFolder, as_lines
+from mrl.run.rollouts import is_held
+from mrl.types import SampleGroup
+from parallel.mesh import Mesh
+
+
+class Evaluator:
+    """The sets of a run on one rank; makes one `Evaluation` after the other."""
+
+    def __init__(
+        self, plan: Plan, mesh: Mesh, folder: RunFolder, engine_number: int | None
+    ) -> None:
+        """`engine_number`: of the engine that this rank leads; None where it leads none."""
+        self.plan, self.mesh, self.folder = plan, mesh, folder
+        self._number = engine_number
+        self._scorings: dict[str, Scoring] = {}
+
+    def begin(self, version: int) -> Evaluation:
+        """Of weights `version`."""
+        return Evaluation(self, version, [self._task(each) for each in self.plan.eval_sets])
+
+    def _task(self, eval_set: EvalSet) -> Task | None:
+        if self._number is None:
+            return None
+        name, recipe = eval_set.config.name, eval_set.recipe
+        if name not in self._scorings:
+            self._scorings[name] = Scoring(recipe, self.plan.tokenizer)
+        started = start_groups(eval_set.prompts, recipe.rollout.samples_per_prompt)
+        own = started[self._number :: self.plan.num_engines]
+        seeds = [recipe.seed] * len(own)
+        return make_task(
+            self.plan,
+            recipe,
+            self._scorings[name],
+            own,
+            seeds,
+            clock_name="eval",
+            keeps_routes=False,
+        )
+
+    def close(self) -> None:
+        """Leave no process behind. Harmless when repeated."""
+        for scoring in self._scorings.values():
+            scoring.close()
+
+
+class Evaluation:
+    """Of one version of the weights: run all `tasks` on the engine, then `finish`."""
+
+    def __init__(self, evaluator: Evaluator, version: int, tasks: list[Task | None]) -> None:
+        self._evaluator, self._version, self._tasks = evaluator, version, tasks
+
+    @property
+    def tasks(self) -> list[Task]:
+        """Of this rank's engine; none where it leads none."""
+        return [task for task in self._tasks if task is not None]
+
+    def finish(self) -> dict[str, float]:
+        """`eval/NAME/...` on every rank; rank 0 writes the samples. A collective.
+
+        Raises RunFailed where more than 5% of a set's rewards failed.
+        """
+        plan, folder = self._evaluator.plan, self._evaluator.folder
+        metrics: dict[str, float] = {}
+        lines: list[bytes] = []
+        for eval_set, task in zip(plan.eval_sets, self._tasks, strict=True):
+            groups = share_scored(task, eval_set.recipe, self._evaluator.mesh)
+            metrics |= eval_metrics(eval_set, groups)
+            own = {i: group for i, group in enumerate(groups) if is_held(group)}
+            texts = completions(list(own.values()), plan.tokenizer)
+            parts = [_lines(eval_set, g, t) for g, t in zip(own.values(), texts, strict=True)]
+            of_set = gather_lines(dict(zip(own, parts, strict=True)), len(groups))
+            lines += of_set or []
+        if self._evaluator.mesh.rank == 0:
+            folder.write_evaluation(self._version, metrics, lines)
+        return metrics
+
+
+def eval_metrics(eval_set: EvalSet, groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """`avg@k`: the mean over prompts of the mean reward of their samples, with its standard error;
+    `pass@k` (arXiv 2107.03374 eq. 1, unbiased) over the prompts with at least k scored samples;
+    `unscored`: samples without a reward, which count in neither; `truncated`: the share that ran into
+    the length limit."""
+    prefix, k_max = f"eval/{eval_set.config.name}/", eval_set.config.samples_per_prompt
+    scored = []
+    for group in groups:
+        assert group.rewards is not None
+        scored.append([r for r in group.rewards.tolist() if not math.isnan(r)])
+    means = [statistics.fmean(rewards) for rewards in scored if rewards]
+    spread = statistics.stdev(means) if len(means) > 1 else math.nan
+    samples = [sample for group in groups for sample in group.samples]
+    metrics = {
+        f"avg@{k_max}": statistics.fmean(means) if means else math.nan,
+        f"avg@{k_max}_stderr": spread / math.sqrt(max(1, len(means))),
+        "response_len": statistics.fmean(sample.num_generated for sample in samples),
+        "truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "unscored": float(len(samples) - sum(map(len, scored))),
+    }
+    threshold = torch.tensor(eval_set.config.pass_threshold).item()  # in f32, as rewards are
+    for k in _powers(k_max):
+        each = [
+            pass_at_k(len(rewards), sum(r >= threshold for r in rewards), k)
+            for rewards in scored
+            if len(rewards) >= k
+        ]
+        metrics[f"pass@{k}"] = statistics.fmean(each) if each else math.nan
+    return {prefix + key: value for key, value in metrics.items()}
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k): the chance that k of n samples hold one of the c that pass."""
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def _powers(k_max: int) -> list[int]:
+    """1, 2, 4 ... and k_max itself."""
+    powers = [1 << i for i in range(k_max.bit_length()) if 1 << i < k_max]
+    return [*powers, k_max]
+
+
+def _lines(eval_set: EvalSet, group: SampleGroup, texts: Sequence[str]) -> bytes:
+    """A group in `evals/step_*.jsonl`, one line a sample; nothing of a group without rewards."""
+    if group.rewards is None:
+        return b""
+    rows = (
+        {
+            "set": eval_set.config.name,
+            "prompt_id": group.prompt.prompt_id,
+            "source": group.prompt.source,
+            "prompt": group.prompt.content,
+            "completion": text,
+            "reward": reward,
+            "response_len": sample.num_generated,
+            "finish_reason": sample.finish_reason,
+        }
+        for sample, text, reward in zip(group.samples, texts, group.rewards.tolist(), strict=True)
+    )
+    return b"".join(as_lines(rows))

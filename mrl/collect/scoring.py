@@ -1,0 +1,92 @@
+"""Rewards of groups as they come back, while the engine goes on with the others."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from mrl.config import Recipe
+from mrl.data.completions import completions
+from mrl.environments.runner import EnvironmentRunner
+from mrl.rewards.runner import RewardRunner
+from mrl.run import console
+from mrl.types import SampleGroup
+
+
+class Scoring:
+    """The reward function or the environments of one engine's share, in their own processes."""
+
+    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._step_samples = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
+        self._rewards: RewardRunner | None = None
+        self.environments: EnvironmentRunner | None = None
+        """Who gives the rewards of conversations; None where a function does."""
+        # One thread for the whole run: a worker dies with the thread that started it.
+        self._thread = ThreadPoolExecutor(1)
+        self._begun: list[tuple[SampleGroup, Future[Tensor] | None]] = []
+        if recipe.environment is not None:
+            self.environments = EnvironmentRunner(recipe.environment)
+        elif recipe.reward is not None:
+            self._rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s)
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self._begun = []
+        if self._rewards is not None:
+            self._rewards.begin_step()
+
+    def begin(self, group: SampleGroup) -> None:
+        """Start with a whole group; returns at once. Groups that have rewards keep them."""
+        if self._rewards is None:
+            self._begun.append((group, None))
+            return
+        (texts,) = completions([group], self._tokenizer)  # the group keeps them
+        future = self._thread.submit(
+            self._rewards.score_group, group, texts, step_samples=self._step_samples
+        )
+        self._begun.append((group, future))
+
+    def finish(self) -> tuple[list[SampleGroup], int]:
+        """The groups with their rewards in the order of their ids, and how many samples failed.
+
+        Raises RunFailed where more than 5% of the step's samples did.
+        """
+        for group, rewards in self._begun:
+            if rewards is not None:
+                group.rewards = rewards.result()
+        groups = sorted((g for g, _ in self._begun), key=lambda group: group.samples[0].group_id)
+        return groups, self._report_failures()
+
+    def close(self) -> None:
+        """Leave no process behind. Harmless when repeated."""
+        if self._rewards is not None:
+            self._rewards.close()
+        if self.environments is not None:
+            self.environments.close()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _report_failures(self) -> int:
+        """Warn of samples that are masked for a fault of what scores them, and count them."""
+        if not self._begun:  # the environments' count is of the round before
+            return 0
+        if self.environments is not None:
+            environments = self.environments
+            if environments.num_failed:
+                console.warning(
+                    f"{environments.what} failed in {environments.num_failed} episodes, which are "
+                    f"masked ({environments.num_replayed} others were played again): "
+                    f"{environments.first_error}"
+                )
+            return environments.num_failed
+        if self._rewards is None:
+            return 0
+        report = self._rewards.report
+        if report.num_failed or report.num_repeated:
+            console.warning(
+                f"the reward function failed on {report.num_repeated} groups, scored again one by "
+                f"one; {report.num_failed} samples masked: {report.first_error}"
+            )
+        return report.num_failed

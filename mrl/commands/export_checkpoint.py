@@ -1,0 +1,69 @@
+"""`mrl export`: find the checkpoint, say which one it is, and write it as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mrl.config import Recipe, load_recipe
+from mrl.errors import InputError
+from mrl.run import console
+from mrl.run.folder import RunFolder
+from parallel.checkpoint.hf_export import Exported, export_checkpoint
+from parallel.checkpoint.manifest import candidates, damage, newest_good
+
+
+def export(source: Path, target: Path, base: Path | None, max_shard_size_mb: int) -> None:
+    """Raises InputError where `source` holds no whole checkpoint or `target` cannot be written."""
+    if max_shard_size_mb < 1:
+        raise InputError(f"--max-shard-size-mb {max_shard_size_mb}: expected at least 1")
+    folder = _find(source)
+    with console.progress(f"exporting {folder}"):
+        done: Exported = export_checkpoint(
+            folder,
+            target,
+            base=base,
+            max_bytes=max_shard_size_mb << 20,
+            notes=_notes(folder.parent.parent),
+        )
+    print(
+        f"wrote step {done.step} to {target}: {done.num_tensors} tensors in {done.num_files} file(s)"
+    )
+
+
+def _find(source: Path) -> Path:
+    """The checkpoint itself, or the newest whole one of a run folder."""
+    if source.name.startswith("iter_") and source.is_dir():
+        if reason := damage(source):
+            raise InputError(f"checkpoint {source.name} is damaged: {reason}; export another one")
+        return source
+    found = newest_good(candidates(source / "checkpoints"), damage, console.warning)
+    if found is None:
+        raise InputError(
+            f"{source} has no checkpoint; give a run folder (output_dir), or one iter_* folder of its "
+            "checkpoints"
+        )
+    return found
+
+
+def _task(recipe: Recipe) -> dict[str, str]:
+    if recipe.environment is not None:
+        return {"environment": Path(recipe.environment.name).name}
+    return {"reward": Path(recipe.reward or "").name}
+
+
+def _notes(run: Path) -> dict[str, str]:
+    """Rows of the model card about the recipe, where the checkpoint lies in its run folder."""
+    config = RunFolder(run).config
+    if not config.is_file():
+        return {}
+    recipe = load_recipe(config)
+    return {
+        "algorithm": recipe.algorithm.name,
+        "routing replay": recipe.moe.routing_replay,
+        "learning rate": str(recipe.optimizer.lr),
+        **_task(recipe),
+        "prompts": Path(recipe.data.path).name,
+        "samples a step": str(recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt),
+        "longest response": f"{recipe.rollout.max_response_len} tokens",
+        "seed": str(recipe.seed),
+    }

@@ -1,0 +1,172 @@
+"""`mrl check --plan`: what a recipe costs on GPUs, from formulas, before there are any.
+
+`mrl check` without it does the same arithmetic for the GPUs at hand, and refuses what cannot fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from mrl.config import Recipe
+from mrl.errors import InputError
+from mrl.preflight.engine_layout import check_engine_sizes
+from mrl.rollout.sglang.arguments import check_server_args
+from mrl.run import console
+from parallel.dims import ParallelDims
+from parallel.hf_config import has_weights, read_config
+from parallel.mesh import world_size
+from parallel.options.read import read_options
+from parallel.scaling.cost import HARDWARE, Hardware, find_hardware
+from parallel.scaling.report import tables
+from parallel.scaling.shape import ModelShape, read_shape
+from parallel.scaling.verdict import Verdict, verdict
+from parallel.scaling.workload import Workload, recipe_workload
+
+DEFAULT_PROMPT_LEN = 512
+PINNED_LIMIT = re.compile(r"(?:^|,)\s*pinned_max_round_threshold_mb:(\d+)")
+
+
+def show_plan(
+    recipe: Recipe,
+    gpus: int | None,
+    gpu: str | None,
+    prompt_len: int | None,
+    host_memory_gb: float | None = None,
+) -> None:
+    """Print the plan; the last line says that it fits. Raises InputError, with the arithmetic, where
+    it does not, and for a recipe that cannot be.
+
+    A folder with weights is checked as before a start; of one with only config.json, the sizes are.
+    """
+    world = world_size() if gpus is None else gpus
+    if world < 1:
+        raise InputError(f"--gpus: got {world}, expected at least 1")
+    hardware = find_hardware(gpu or "h100")
+    if host_memory_gb is not None:
+        if host_memory_gb <= 0:
+            raise InputError(f"--host-memory: got {host_memory_gb:g}, expected gigabytes above 0")
+        hardware = dataclasses.replace(hardware, host_memory_bytes=int(host_memory_gb * 1e9))
+    folder = Path(recipe.model.path)
+    try:
+        ParallelDims.create(recipe.parallel, world)
+    except InputError as error:
+        hint = "" if gpus else f"; this plan is for {world} GPU(s), --gpus N makes it for more"
+        raise InputError(f"{error}{hint}") from None
+    shape, dims, work = read_plan(recipe, world, prompt_len)
+    if has_weights(folder):
+        from mrl.preflight import check
+
+        console.plan(check(recipe, world).rows())
+    else:
+        checked = "config.json only, so only sizes and options were checked"
+        console.plan([("model", f"{folder}: {checked}"), ("layout", dims.describe())])
+    print(f"\n{assumptions(dims, work, hardware)}")
+    for table in tables(shape, dims, work, hardware):
+        console.table(table.title, table.header, table.rows)
+    print(f"\n{accepted(verdict(shape, dims, work, hardware))}")
+
+
+def check_memory(recipe: Recipe, world: int) -> str | None:
+    """The plan's verdict for the GPUs of this machine; None where there is none.
+
+    Raises InputError where the recipe cannot fit into their memory, or into the host's.
+    """
+    if not torch.cuda.is_available():
+        return None
+    found = verdict(*read_plan(recipe, world, None), this_machine(world))
+    if not found.runs:
+        raise InputError(
+            f"memory plan: {found.text}. These are estimates: mrl check --ignore-memory, and "
+            "IGNORE_MEMORY=1 launch/torchrun.sh, accept the recipe all the same"
+        )
+    return f"{found.text} (by formulas: mrl check --plan lists them)"
+
+
+def this_machine(world: int) -> Hardware:
+    """The GPU at hand with the speeds of the nearest data sheet, which the verdict does not need."""
+    properties = torch.cuda.get_device_properties(0)
+    nearest = min(
+        HARDWARE.values(), key=lambda gpu: abs(gpu.memory_bytes - properties.total_memory)
+    )
+    return dataclasses.replace(
+        nearest,
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        gpus_per_node=min(world, torch.cuda.device_count()),
+        host_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+
+
+def accepted(found: Verdict) -> str:
+    """Its text. Raises InputError where the layout does not run."""
+    if not found.runs:
+        raise InputError(f"memory plan: {found.text}")
+    return found.text
+
+
+def read_plan(
+    recipe: Recipe, world: int, prompt_len: int | None
+) -> tuple[ModelShape, ParallelDims, Workload]:
+    """Model, layout and work of a recipe on `world` GPUs. Raises InputError."""
+    read_options(recipe.megatron)  # names and types; the GPUs that the rest asks for are elsewhere
+    if recipe.rollout.engine == "sglang":
+        check_server_args(recipe.rollout.server_args)
+    config = read_config(Path(recipe.model.path))
+    shape = read_shape(config)
+    dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
+    dims.check_model(shape.sizes)
+    context_len = recipe.rollout.context_len or config.get("max_position_embeddings")
+    return shape, dims, plan_workload(recipe, shape, world, prompt_len, context_len)
+
+
+def assumptions(dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
+    """What the tables are about; the lines above them are about this machine."""
+    dtype = "bfloat16" if work.weight_bytes == 2 else "float32"
+    return (
+        f"Below: {dims.world} x {gpu.name}, weights in {dtype}, prompts of {work.prompt_len} tokens "
+        f"(an assumption: --prompt-len), every response as long as allowed, {work.response_len}."
+    )
+
+
+def exact_pinned() -> int | None:
+    """Bytes above which torch does not round pinned buffers, by the environment that it reads."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if found := PINNED_LIMIT.search(os.environ.get(name, "")):
+            return int(found[1]) << 20
+    return None
+
+
+def plan_workload(
+    recipe: Recipe, shape: ModelShape, world: int, prompt_len: int | None, context_len: int | None
+) -> Workload:
+    """The recipe's work with prompts of `prompt_len` tokens. Raises InputError where it cannot be."""
+    response_len = recipe.rollout.max_response_len
+    room = (context_len or math.inf) - response_len
+    if room < 1:
+        raise InputError(
+            f"rollout.max_response_len {response_len} leaves no room for a prompt in the context of "
+            f"{context_len}; lower it, or raise rollout.context_len"
+        )
+    asked = int(min(DEFAULT_PROMPT_LEN, room)) if prompt_len is None else prompt_len
+    if asked < 1:
+        raise InputError(f"--prompt-len: got {asked}, expected at least 1")
+    if asked > room:
+        raise InputError(
+            f"--prompt-len: {asked} tokens and rollout.max_response_len {response_len} are more "
+            f"than the context of {context_len}; lower one"
+        )
+    tp = recipe.rollout.tensor_parallel_size
+    if world % tp:
+        raise InputError(
+            f"rollout.tensor_parallel_size: {world} GPUs are not divisible by {tp} "
+            f"({world} = {world // tp} x {tp} + {world % tp}); change it"
+        )
+    work = recipe_workload(recipe, asked, exact_pinned(), num_parameters=shape.num_parameters)
+    check_engine_sizes(recipe.rollout, shape.sizes)
+    return work

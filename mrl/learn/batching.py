@@ -1,0 +1,276 @@
+"""Scored groups -> batches of this rank: advantages, weights, routes, mini-batches, packing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from moe.align import pack_traces, with_native_rows
+from moe.provenance import stale_rows, without_stale_tokens
+from mrl.algorithms.base import Algorithm
+from mrl.config import AlgorithmConfig
+from mrl.errors import InputError
+from mrl.learn.shaping import outside_loss, shaped_rewards, without_loss
+from mrl.types import PackedRoutes, Sample, SampleGroup, TrainBatch
+from parallel.mesh import Mesh
+from parallel.packing import WeightedSample, pack, plan, round_up
+
+_PUBLISHED = AlgorithmConfig()
+
+
+def set_advantages(
+    groups: Sequence[SampleGroup],
+    algorithm: Algorithm,
+    config: AlgorithmConfig,
+    max_response_len: int = 0,
+) -> None:
+    """Fill in every group's advantages, of the shaped rewards."""
+    rewards = [shaped_rewards(group, config, max_response_len) for group in groups]
+    advantages = algorithm.advantages(rewards, config)
+    for group, own in zip(groups, advantages, strict=True):
+        group.advantages = own
+
+
+def drop_from_loss(groups: Sequence[SampleGroup], config: AlgorithmConfig) -> None:
+    """Samples that teach nothing (`mrl.learn.shaping`) lose their loss tokens."""
+    for group in groups:
+        group.samples = [
+            without_loss(sample) if outside else sample
+            for sample, outside in zip(group.samples, outside_loss(group, config), strict=True)
+        ]
+
+
+def split_evenly(groups: Sequence[SampleGroup], parts: int) -> list[list[SampleGroup]]:
+    """Consecutive groups in `parts` mini-batches of the same number of prompts.
+
+    Raises InputError, with the arithmetic, where they do not divide: nothing is dropped.
+    """
+    size, rest = divmod(len(groups), parts)
+    if rest or not size:
+        raise InputError(
+            f"train.num_steps_per_rollout: {len(groups)} prompts do not divide into {parts} "
+            f"mini-batches ({len(groups)} = {size} x {parts} + {rest})"
+        )
+    return [list(groups[i * size : (i + 1) * size]) for i in range(parts)]
+
+
+RouteSource = Callable[[Sequence[Sample], Sequence[Collection[int]]], Mapping[int, PackedRoutes]]
+"""(samples of a step, numbers of those that each data-parallel rank trains) -> by the number of a
+sample of this rank, the routes of this rank's layers. Samples without routes are left out."""
+
+
+TokenSource = Callable[[Sequence[Sample], Sequence[Collection[int]]], Mapping[int, Sample]]
+"""As `RouteSource`: by their numbers, the samples of this rank with all their tokens."""
+
+
+def held_tokens(samples: Sequence[Sample], shares: Sequence[Collection[int]]) -> dict[int, Sample]:
+    """The TokenSource where every rank holds all samples."""
+    return dict(enumerate(samples))
+
+
+def held_routes(
+    samples: Sequence[Sample], shares: Sequence[Collection[int]]
+) -> dict[int, PackedRoutes]:
+    """The RouteSource where every rank holds all samples whole, or none has routes: all layers."""
+    numbers = sorted(i for share in shares for i in share)
+    traces = {i: trace for i in numbers if (trace := samples[i].routing) is not None}
+    if not traces:
+        return {}
+    layers = next(iter(traces.values())).layer_numbers
+    return dict(zip(traces, pack_traces(list(traces.values()), layers), strict=True))
+
+
+def make_train_batches(
+    parts: Sequence[tuple[Sequence[Sample], Sequence[float]]],
+    algorithm: Algorithm,
+    mesh: Mesh,
+    micro_batch_tokens: int,
+    routes: RouteSource | None = held_routes,
+    tokens: TokenSource = held_tokens,
+    *,
+    drops_stale: bool = True,
+    config: AlgorithmConfig = _PUBLISHED,
+    max_response_len: int = 0,
+    version: int | None = None,
+) -> list[TrainBatch]:
+    """`make_train_batch` of each mini-batch (samples, advantages) of a step.
+
+    `config`, `max_response_len`: what `algorithm.sequence_weights` wants to know of the recipe.
+    `version`: of the weights before the update.
+
+    `routes`: where those to be replayed or compared come from; None for neither. Rows that other
+    weights chose than their tokens were sampled with are not among them, and their tokens leave the
+    loss if `drops_stale`: a replay would have to do without those rows.
+
+    `tokens`: where the tokens of this rank's samples come from; of the others their lengths and loss
+    masks are enough.
+
+    Micro-batches may run in one pass whatever mini-batch they belong to, so where they have to be of
+    one length, they all are.
+    """
+    dims = mesh.dims
+    plans = [_plan(samples, mesh, micro_batch_tokens) for samples, _ in parts]
+    longest = max(
+        sum(round_up(len(samples[i].token_ids), dims.sequence_multiple) for i in members)
+        for (samples, _), shares in zip(parts, plans, strict=True)
+        for share in shares
+        for members in share
+    )
+    drops = drops_stale and routes is not None
+    of_parts = [samples for samples, _ in parts]
+    fetched = _fetch_routes(of_parts, plans, routes)
+    whole = _fetch_tokens(of_parts, plans, mesh.dp_rank, tokens)
+    return [
+        _pack_share(
+            [without_stale_tokens(sample) for sample in samples] if drops else samples,
+            advantages,
+            partial(_weights, algorithm, config, max_response_len),
+            mesh,
+            shares[mesh.dp_rank],
+            own_routes,
+            first_id,
+            min_tokens=longest if dims.equal_micro_batches else 1,
+            version=version,
+        )
+        for samples, (_, advantages), shares, own_routes, first_id in zip(
+            whole, parts, plans, fetched, _first_ids(of_parts), strict=True
+        )
+    ]
+
+
+def make_train_batch(
+    samples: Sequence[Sample],
+    advantages: Sequence[float],
+    algorithm: Algorithm,
+    mesh: Mesh,
+    micro_batch_tokens: int,
+) -> TrainBatch:
+    """This data-parallel rank's micro-batches of one optimizer step over `samples` of all ranks.
+
+    Every rank computes the same plan, so the normalisers are global before anything is split.
+    """
+    return make_train_batches([(samples, advantages)], algorithm, mesh, micro_batch_tokens)[0]
+
+
+def _fetch_routes(
+    parts: Sequence[Sequence[Sample]],
+    plans: Sequence[list[list[list[int]]]],
+    source: RouteSource | None,
+) -> list[dict[int, PackedRoutes]]:
+    """By mini-batch and sample, in one exchange; stale rows are native."""
+    if source is None:
+        return [{} for _ in parts]
+    samples = [sample for part in parts for sample in part]
+    firsts = _first_ids(parts)
+    routes = dict(source(samples, _shares(parts, plans)))
+    for i, own in routes.items():
+        stale = stale_rows(samples[i])
+        if stale is not None:
+            routes[i] = with_native_rows(own, stale)
+    return [
+        {i - first: routes[i] for i in range(first, first + len(part)) if i in routes}
+        for first, part in zip(firsts, parts, strict=True)
+    ]
+
+
+def _fetch_tokens(
+    parts: Sequence[Sequence[Sample]],
+    plans: Sequence[list[list[list[int]]]],
+    dp_rank: int,
+    source: TokenSource,
+) -> list[list[Sample]]:
+    """The mini-batches with this rank's own samples whole, in one exchange."""
+    samples = [sample for part in parts for sample in part]
+    shares = _shares(parts, plans)
+    whole = source(samples, shares)
+    for i in shares[dp_rank]:
+        samples[i] = whole[i]
+    firsts = _first_ids(parts)
+    return [samples[i : i + len(part)] for i, part in zip(firsts, parts, strict=True)]
+
+
+def _shares(
+    parts: Sequence[Sequence[Any]], plans: Sequence[list[list[list[int]]]]
+) -> list[set[int]]:
+    """By data-parallel rank, the numbers in the step of the samples that it trains."""
+    firsts = _first_ids(parts)
+    return [
+        {first + i for first, plan in zip(firsts, plans, strict=True) for m in plan[dp] for i in m}
+        for dp in range(len(plans[0]))
+    ]
+
+
+def _first_ids(parts: Sequence[Sequence[Any]]) -> list[int]:
+    """The number in the step of each mini-batch's first sample."""
+    sizes = [len(part) for part in parts]
+    return [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+def _plan(samples: Sequence[Sample], mesh: Mesh, micro_batch_tokens: int) -> list[list[list[int]]]:
+    dims = mesh.dims
+    return plan(
+        [round_up(len(s.token_ids), dims.sequence_multiple) for s in samples],
+        dims.dp,
+        micro_batch_tokens,
+        multiple_of=dims.pp if dims.vpp > 1 else 1,
+    )
+
+
+def _pack_share(
+    samples: Sequence[Sample],
+    advantages: Sequence[float],
+    weights_of: Callable[[Sequence[Sample], Sequence[float]], _Weights],
+    mesh: Mesh,
+    share: list[list[int]],
+    routes: Mapping[int, PackedRoutes],
+    first_id: int,
+    min_tokens: int,
+    version: int | None,
+) -> TrainBatch:
+    weights = weights_of(samples, advantages)
+    weighted = [
+        WeightedSample(sample, advantage, weight, first_id + i, nll_weight, routes.get(i))
+        for i, (sample, advantage, weight, nll_weight) in enumerate(
+            zip(samples, advantages, weights.loss, weights.nll, strict=True)
+        )
+    ]
+    micro_batches = [
+        pack(
+            [weighted[i] for i in members],
+            mesh.dims.token_multiple,
+            sequence_multiple=mesh.dims.sequence_multiple,
+            min_tokens=min_tokens,
+            version=version,
+        )
+        for members in share
+    ]
+    return TrainBatch(micro_batches, weights.num_loss_tokens, weights.num_samples)
+
+
+class _Weights(NamedTuple):
+    """What the samples of an optimizer step count, and what they were divided by."""
+
+    loss: list[float]
+    nll: Sequence[float | None]
+    num_loss_tokens: int
+    num_samples: int
+
+
+def _weights(
+    algorithm: Algorithm,
+    config: AlgorithmConfig,
+    max_response_len: int,
+    samples: Sequence[Sample],
+    advantages: Sequence[float],
+) -> _Weights:
+    counts = torch.stack([s.loss_mask.sum() for s in samples])
+    num_tokens, num_samples = int(counts.sum()), int((counts > 0).sum())
+    weights = algorithm.sequence_weights(counts, num_tokens, num_samples, config, max_response_len)
+    nll: Sequence[float | None] = [None] * len(samples)
+    if (nll_weights := getattr(algorithm, "nll_weights", None)) is not None:
+        nll = nll_weights(counts, torch.tensor(advantages), config).tolist()
+    return _Weights(weights.tolist(), nll, num_tokens, num_samples)

@@ -1,0 +1,78 @@
+"""KL in the reward, and its adaptive coefficient, over the steps of a run.
+
+N packed tokens of a micro-batch, S samples of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms.kl import adapted_coef, reward_penalties
+from mrl.config import AlgorithmConfig
+from mrl.types import MicroBatch
+from parallel.mesh import Mesh
+from parallel.packing import to_device
+from parallel.sample_sums import sample_sums
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What the KL takes off the rewards of a step."""
+
+    tokens: list[Tensor]
+    """f32[N] a micro-batch, on the last pipeline stage."""
+    samples: Tensor
+    """f64[S]: their sums, on every rank."""
+    has_tokens: Tensor
+    """bool[S]: samples with a loss token; the others have nothing to sum."""
+    mean: float
+    """The estimator itself, a token, over the step."""
+
+
+class KlControl:
+    """The coefficient of a run's KL penalty."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+        self.coef = config.kl_coef
+
+    @property
+    def config(self) -> AlgorithmConfig:
+        """With the coefficient of the present step."""
+        return self._config.model_copy(update={"kl_coef": self.coef})
+
+    @property
+    def in_reward(self) -> bool:
+        return self._config.kl_coef > 0 and self._config.kl_in == "reward"
+
+    def penalties(self, batches: Sequence[MicroBatch], num_samples: int, mesh: Mesh) -> Penalties:
+        """Of the policy before the update; `batches` with old and reference log-probs. A collective."""
+        whole = self._config.model_copy(update={"kl_coef": 1.0})
+        terms = [
+            reward_penalties(batch.old_logprobs, to_device(batch, batch.old_logprobs.device), whole)
+            for batch in batches
+            if batch.old_logprobs is not None
+        ]
+        columns = [torch.stack([term, torch.ones_like(term)], dim=1) for term in terms]
+        sums, counts = sample_sums(columns, batches, num_samples, mesh).unbind(1)
+        mean = float(sums.sum() / counts.sum().clamp(min=1))
+        return Penalties([self.coef * term for term in terms], self.coef * sums, counts > 0, mean)
+
+    def end_step(self, measured: float, num_samples: int) -> dict[str, float]:
+        """The next step's coefficient, after `measured` a token; metrics of this one's."""
+        metrics = {"kl/coef": self.coef}
+        if math.isfinite(measured):  # not of a step without a loss token
+            self.coef = adapted_coef(self.coef, measured, num_samples, self._config)
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl_coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.coef = state["kl_coef"]

@@ -1,0 +1,349 @@
+"""SGLang's /generate: from requests to a body, and from its answers to completions.
+
+P tokens of a request, C tokens of its completion, T = P + C.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe.trace import decode_base64, decode_routes
+from mrl.errors import InputError
+from mrl.rollout.base import Completion, Request, SamplingParams
+from mrl.rollout.sglang.route_memory import RouteReader, find_reference
+from mrl.types import UNKNOWN_VERSION, RoutingTrace, VersionSpan
+
+NEVER = 1 << 30
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """What the routes of a model look like."""
+
+    num_hidden_layers: int
+    moe_layer_numbers: tuple[int, ...]
+    """Megatron's, 1-based."""
+    num_experts: int
+    topk: int
+    with_weights: bool = False
+    """The gates' weights come with the ids."""
+
+
+def route_shape(config: Any, *, with_weights: bool = False) -> RouteShape:
+    """Read it from a Hugging Face model config. Raises InputError where there are no experts."""
+    num_experts = _first(config, "num_experts", "n_routed_experts", "num_local_experts")
+    topk = _first(config, "num_experts_per_tok")
+    if not num_experts or not topk:
+        raise InputError(
+            f"model {config.model_type!r}: expected num_experts and num_experts_per_tok in "
+            "config.json, found none; set moe.routing_replay=off for a dense model"
+        )
+    dense = set(getattr(config, "mlp_only_layers", None) or ())
+    num_dense_first = getattr(config, "first_k_dense_replace", None) or 0
+    sparse_step = getattr(config, "decoder_sparse_step", None) or 1
+    layer_numbers = tuple(
+        i + 1
+        for i in range(config.num_hidden_layers)
+        if i not in dense and i >= num_dense_first and (i + 1) % sparse_step == 0
+    )
+    return RouteShape(config.num_hidden_layers, layer_numbers, num_experts, topk, with_weights)
+
+
+def refuse_unfaithful(config: Any, *, on_gpu: bool, return_routes: bool) -> None:
+    """Raise InputError for a model that SGLang would run as another one, or not at all.
+
+    Seen in 0.5.20: its Qwen MoE models make every layer sparse, whatever config.json says (the
+    experts of a dense layer keep their random initialisation, and nothing is logged); its Mixtral
+    does not tell the recorder of routes which layer it is; its Qwen2-MoE adds the shared expert
+    with a Triton kernel; its attention for CPUs takes the cached latents of DeepSeek's prompts for
+    values.
+    """
+    if config.model_type == "mixtral" and return_routes:
+        raise InputError(
+            "model 'mixtral': SGLang cannot record its routes; expected moe.routing_replay=r2 or off"
+        )
+    not_on_a_cpu = {
+        "qwen2_moe": "SGLang's shared expert does not run on a CPU",
+        "deepseek_v3": "SGLang's latent attention is wrong on a CPU",
+    }
+    if config.model_type in not_on_a_cpu and not on_gpu:
+        raise InputError(
+            f"model {config.model_type!r}: {not_on_a_cpu[config.model_type]}; roll it out on GPUs"
+        )
+    dense = list(getattr(config, "mlp_only_layers", None) or [])
+    sparse_step = getattr(config, "decoder_sparse_step", None) or 1
+    if config.model_type in ("qwen2_moe", "qwen3_moe") and (dense or sparse_step != 1):
+        raise InputError(
+            f"model {config.model_type!r} with mlp_only_layers={dense} and decoder_sparse_step="
+            f"{sparse_step}: SGLang would run every layer as MoE; expected [] and 1"
+        )
+
+
+def refuse_weights(*, on_gpu: bool, return_routes: bool) -> None:
+    """Raise InputError where `rollout.return_routing_weights` has nothing to return."""
+    if on_gpu or not return_routes:
+        given = "an engine on GPUs" if on_gpu else "no routes"
+        raise InputError(
+            f"rollout.return_routing_weights is on with {given}; expected "
+            "moe.routing_replay=r3 and an engine on CPUs"
+        )
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None))), None)
+
+
+def build_request(
+    requests: Sequence[Request], rids: Sequence[str], *, return_routes: bool
+) -> dict[str, Any]:
+    """The body of one batched request: they reach the scheduler together and in this order."""
+    return {
+        "rid": list(rids),
+        "input_ids": [request.token_ids.tolist() for request in requests],
+        "sampling_params": [
+            {**_sampling(request.sampling), "sampling_seed": request.seed} for request in requests
+        ],
+        "return_logprob": True,
+        "return_routed_experts": return_routes,
+        "stream": True,
+    }
+
+
+def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+    params = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "skip_special_tokens": False,
+        "stream_interval": NEVER,  # one event at the first token, and the whole answer at the end
+    }
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.min_new_tokens == sampling.max_new_tokens:
+        params["ignore_eos"] = True
+    elif sampling.min_new_tokens:
+        params["min_new_tokens"] = sampling.min_new_tokens
+    return params
+
+
+def finish_reason(answer: dict[str, Any]) -> str | None:
+    """`stop`, `length` or `abort`; None while it is not finished."""
+    return (answer["meta_info"].get("finish_reason") or {}).get("type")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the answers of one call of generate() may hold."""
+
+    versions: Sequence[int]
+    """In force since the call began, oldest first; more than one after an update in mid-flight."""
+    cache_version: int
+    """The oldest weights that may have filled the prefix cache."""
+    shape: RouteShape | None
+    """None where routes are off."""
+    retracted: bool
+    """All running requests were taken back once."""
+    routes: RouteReader | None = None
+    """Reader of routes that the server laid into memory."""
+
+
+def decode_completion(answer: dict[str, Any], request: Request, expected: Expected) -> Completion:
+    """One finished answer of the server.
+
+    Raises RuntimeError where it came from other weights than those expected, or holds a field of the
+    wrong length.
+    """
+    meta, output = answer["meta_info"], answer["output_ids"]
+    where, prompt_len = request.request_id, len(request.token_ids)
+    reason = finish_reason(answer)
+    if reason not in ("stop", "length", "abort"):
+        raise RuntimeError(f"{where}: finish_reason {reason!r}, expected stop, length or abort")
+    if reason == "abort" and "prompt_tokens" not in meta:  # aborted in the queue: no more is said
+        return Completion(
+            where, torch.empty(0, dtype=torch.int64), torch.empty(0), "abort", (), None
+        )
+    _expect(where, "completion_tokens", meta["completion_tokens"], len(output))
+    _expect(where, "prompt_tokens", meta["prompt_tokens"], prompt_len)
+    entries = meta.get("output_token_logprobs") or []
+    _expect(where, "output_token_logprobs", len(entries), len(output))
+    if [entry[1] for entry in entries] != output:
+        raise RuntimeError(f"{where}: the log-probs belong to other tokens than output_ids")
+    if any(entry[0] is None for entry in entries):
+        raise RuntimeError(
+            f"{where}: the engine's log-probs hold NaN: its weights or its cache do too"
+        )
+    spans = _version_spans(meta, prompt_len, len(output), expected.versions, where)
+    num_retractions = meta.get("num_retractions") or 0
+    retracted = num_retractions > 0 or expected.retracted
+    routing = None
+    if expected.shape and output:
+        num_cached = meta["cached_tokens"]
+        routing = _decode_routing(
+            meta,
+            expected.shape,
+            row_versions(
+                spans, prompt_len, num_cached, expected.cache_version, retracted=retracted
+            ),
+            num_cached,
+            retracted=retracted,
+            where=where,
+            reader=expected.routes,
+        )
+    completion = Completion(
+        request_id=where,
+        output_ids=torch.tensor(output, dtype=torch.int64),
+        logprobs=torch.tensor([entry[0] for entry in entries], dtype=torch.float32),
+        finish_reason=reason,
+        weight_versions=spans,
+        routing=routing,
+        num_retractions=num_retractions,
+    )
+    return without_last_token(completion) if reason == "abort" and output else completion
+
+
+def without_last_token(completion: Completion) -> Completion:
+    """SGLang looks for an abort before it looks for the end: an end token would go unnoticed, and the
+    next piece of the sample would go on behind it. Whoever goes on draws it again."""
+    num_output = len(completion.output_ids) - 1
+    if not num_output:
+        return dataclasses.replace(
+            completion,
+            output_ids=completion.output_ids[:0],
+            logprobs=completion.logprobs[:0],
+            weight_versions=(),
+            routing=None,
+        )
+    trace = completion.routing
+    if trace is not None:
+        num_rows = len(trace.expert_ids) - 1
+        trace = dataclasses.replace(
+            trace,
+            expert_ids=trace.expert_ids[:-1],
+            expert_weights=None if trace.expert_weights is None else trace.expert_weights[:-1],
+            row_versions=_cut(trace.row_versions, num_rows),
+            num_cached_rows=min(trace.num_cached_rows, num_rows),
+            num_recomputed_rows=min(trace.num_recomputed_rows, num_rows),
+        )
+    start = completion.weight_versions[0].start
+    return dataclasses.replace(
+        completion,
+        output_ids=completion.output_ids[:-1],
+        logprobs=completion.logprobs[:-1],
+        weight_versions=_cut(completion.weight_versions, start + num_output),
+        routing=trace,
+    )
+
+
+def _cut(spans: Sequence[VersionSpan], end: int) -> tuple[VersionSpan, ...]:
+    """Without what comes from `end` on."""
+    return tuple(
+        dataclasses.replace(span, end=min(span.end, end)) for span in spans if span.start < end
+    )
+
+
+def row_versions(
+    spans: Sequence[VersionSpan],
+    prompt_len: int,
+    num_cached: int,
+    cache_version: int,
+    *,
+    retracted: bool,
+) -> tuple[VersionSpan, ...]:
+    """The weights that chose the routes of each of the T - 1 rows, from those of the C tokens.
+
+    Row r was computed with token r + 1, the prompt with the first token, the cached rows whenever the
+    cache was filled. After a retraction rows may have been computed anew or found in the cache; under
+    one version that is the same, under several nobody knows (SGLang 0.5.20 does not say).
+    """
+    first = spans[0].version
+    num_cached = min(num_cached, prompt_len - 1)
+    rows = [(cache_version, num_cached), (first, prompt_len - 1)]
+    rows += [(span.version, span.end - 1) for span in spans]
+    if retracted and {cache_version, *(span.version for span in spans)} != {first}:
+        rows = [(UNKNOWN_VERSION, spans[-1].start - 1), rows[-1]]
+    joined: list[VersionSpan] = []
+    start = 0
+    for version, end in rows:
+        if end <= start:
+            continue
+        if joined and joined[-1].version == version:
+            joined[-1] = VersionSpan(version, joined[-1].start, end)
+        else:
+            joined.append(VersionSpan(version, start, end))
+        start = end
+    return tuple(joined) or (VersionSpan(first, 0, 0),)
+
+
+def _decode_routing(
+    meta: dict[str, Any],
+    shape: RouteShape,
+    rows: tuple[VersionSpan, ...],
+    num_cached: int,
+    *,
+    retracted: bool,
+    where: str,
+    reader: RouteReader | None,
+) -> RoutingTrace:
+    payload = meta.get("routed_experts")
+    if payload is None:
+        raise RuntimeError(f"{where}: the server returned no routed_experts, expected base64")
+    num_rows = rows[-1].end
+    try:
+        return decode_routes(
+            _numbers(payload, reader),
+            num_tokens=num_rows + 1,
+            num_hidden_layers=shape.num_hidden_layers,
+            moe_layer_numbers=shape.moe_layer_numbers,
+            num_experts=shape.num_experts,
+            topk=shape.topk,
+            row_versions=rows,
+            num_cached_rows=min(num_cached, num_rows),
+            num_recomputed_rows=num_rows if retracted else 0,
+            with_weights=shape.with_weights,
+        )
+    except ValueError as error:
+        raise RuntimeError(f"{where}: {error}") from error
+
+
+def _numbers(payload: str, reader: RouteReader | None) -> np.ndarray:
+    """What the server sent as routes, or laid down and sent a reference to."""
+    reference = None if reader is None else find_reference(payload)
+    return decode_base64(payload) if reader is None or reference is None else reader.take(reference)
+
+
+def _version_spans(
+    meta: dict[str, Any], prompt_len: int, num_output: int, versions: Sequence[int], where: str
+) -> tuple[VersionSpan, ...]:
+    """`weight_versions` (0.5.20 and later) says who made which output token; before, only the last."""
+    seen = [
+        (str(span["version"]), span["start"], span["end"])
+        for span in meta.get("weight_versions") or ()
+    ]
+    if not seen and num_output:
+        if len(versions) > 1:
+            raise RuntimeError(
+                f"{where}: sampled while the weights changed, and this SGLang does not say which "
+                "weights made which token; expected SGLang 0.5.20 or later"
+            )
+        seen = [(str(meta.get("weight_version")), 0, num_output)]
+    allowed = {str(version) for version in versions}
+    if strange := {version for version, _, _ in seen} - allowed:
+        raise RuntimeError(
+            f"{where}: sampled with weight version {', '.join(sorted(strange))}, expected "
+            f"{' or '.join(sorted(allowed))}, what was pushed"
+        )
+    ends = [0, *(end for _, _, end in seen)]
+    if [start for _, start, _ in seen] != ends[:-1] or ends[-1] != num_output:
+        raise RuntimeError(f"{where}: weight versions {seen}, expected all of {num_output} tokens")
+    return tuple(VersionSpan(int(v), prompt_len + i, prompt_len + j) for v, i, j in seen)
+
+
+def _expect(where: str, what: str, got: int, expected: int) -> None:
+    if got != expected:
+        raise RuntimeError(f"{where}: {what}: got {got}, expected {expected}")

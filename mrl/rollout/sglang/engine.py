@@ -1,0 +1,330 @@
+"""The SGLang engine: a real SGLang server in a child process on loopback, driven over HTTP.
+
+One rollout in five steps: flush the prefix cache, send all requests as one streamed batch in a fixed
+order with a seed each, check every length and weight version of an answer as it finishes, decode its
+routes, hand it out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mrl.config import ModelConfig, RolloutConfig
+from mrl.rollout.base import (
+    CUDA_GRAPH,
+    KV_CACHE,
+    MEMORY_TAGS,
+    WEIGHTS,
+    Completion,
+    EngineLost,
+    PauseMode,
+    Request,
+    SyncReport,
+)
+from mrl.rollout.sglang.decode import (
+    Expected,
+    decode_completion,
+)
+from mrl.rollout.sglang.flight import Flight
+from mrl.rollout.sglang.launch import read_launch
+from mrl.rollout.sglang.manifest import Manifest
+from mrl.rollout.sglang.node import EngineNode
+from mrl.rollout.sglang.requests import check_requests, score
+from mrl.rollout.sglang.route_memory import RouteReader
+from mrl.rollout.sglang.server import REAP_S, Server
+from mrl.rollout.sglang.warm_up import warm_up
+from mrl.rollout.sglang.weight_sync import WeightSync
+from mrl.types import WeightBucket
+
+FLUSH_TIMEOUT_S = 60.0
+
+
+class Engine:
+    """`mrl.rollout.base.RolloutEngine` on SGLang. Several can run side by side.
+
+    On CPUs SGLang gives no memory back: sleep and wake keep the state and its rules, so that a run
+    on a laptop fails where one on GPUs would, but free nothing.
+    """
+
+    Node = EngineNode
+    """Its process on each further node that it spans."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        config: RolloutConfig,
+        log_path: Path,
+        return_routes: bool = True,
+        gpu_ids: Sequence[int | str] = (),
+        seed: int = 0,
+        first_version: int = 0,
+        keep_weights_on_host: bool = False,
+        num_nodes: int = 1,
+    ) -> None:
+        """Nothing is started yet.
+
+        `gpu_ids` are what CUDA_VISIBLE_DEVICES of the server will be, one for each of the ranks on
+        this node, `config.tensor_parallel_size` over `num_nodes`; empty runs on CPUs. `first_version`
+        is the version of the checkpoint's weights. SGLang's own seed follows from `seed`, with another
+        one at each start(); it counts where sampling does not follow the seeds of the requests, on
+        GPUs without deterministic inference. `keep_weights_on_host` allows sleep(1) on GPUs, for a
+        copy of the weights in host memory.
+        Raises InputError for an unreadable model folder, a dense model with `return_routes`, or one
+        that SGLang would run wrongly.
+        """
+        self._launch = read_launch(
+            model,
+            config,
+            gpu_ids=gpu_ids,
+            return_routes=return_routes,
+            seed=seed,
+            first_version=first_version,
+            keep_weights_on_host=keep_weights_on_host,
+            num_nodes=num_nodes,
+        )
+        self._num_starts = 0
+        self._manifest = Manifest(Path(model.path), self._launch.hf_config)
+        self._config = config
+        self._shape = self._launch.shape
+        self._context_len = self._launch.context_len
+        self._first_version = first_version
+        self._can_keep_weights = keep_weights_on_host or not gpu_ids
+        self._routes = RouteReader()
+        environment = self._launch.environment | self._routes.environment
+        self._server = Server(self._launch.settings, environment, Path(log_path))
+        self._weights_folder = Path(log_path).with_suffix(".weights")
+        """Of this engine alone, in the run's folder: /tmp may be small."""
+        self._awake: set[str] = set()
+        self._version: int | None = None
+        self._paused = False
+        self._flight: Flight | None = None
+        self._retracted = False
+        self._in_force: list[int] = []
+        """Versions since generate() began, oldest first."""
+        self._in_cache: list[int] = []
+        """Versions that the prefix cache may hold something of, oldest first; none, it is empty."""
+        self._sync: WeightSync | None = None
+
+    @property
+    def weight_version(self) -> int | None:
+        return None if self._server.client is None else self._version
+
+    @property
+    def process_id(self) -> int | None:
+        return self._server.process.pid
+
+    @property
+    def state(self) -> str:
+        """In words, for error messages."""
+        if self._server.client is None:
+            return "stopped"
+        asleep = [tag for tag in MEMORY_TAGS if tag not in self._awake]
+        state = f"asleep ({', '.join(asleep)})" if asleep else "awake"
+        state += ", paused" * self._paused + ", generating" * (self._flight is not None)
+        version = "no weights" if self._version is None else f"weight version {self._version}"
+        return f"{state}, {version}"
+
+    def start(self, address: str = "", meanwhile: Callable[[], None] | None = None) -> None:
+        if self._server.client is not None:
+            raise RuntimeError(f"engine: start() while it runs; it is {self.state}")
+        if self._sync is not None:
+            self._sync.close()  # of a server that was lost
+        settings = self._launch.start_settings(self._num_starts, address)
+        self._num_starts += 1
+        self._server.start(self._config.start_timeout_s, settings, meanwhile)
+        self._awake = set(MEMORY_TAGS)
+        self._version = self._first_version
+        self._paused = False
+        try:
+            self._sync = WeightSync(
+                self._server,
+                self._manifest,
+                num_ranks=self._config.tensor_parallel_size,
+                method=self._config.weight_sync,
+                folder=self._weights_folder,
+            )
+            self._warm_up()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _warm_up(self) -> None:
+        """One request of ours, and an empty prefix cache after it."""
+        self._in_cache = [self._first_version]
+        warm_up(
+            self._server,
+            num_replicas=self._config.data_parallel_attention_size,
+            context_len=self._context_len,
+            return_routes=self._shape is not None,
+            timeout_s=self._config.start_timeout_s,
+        )
+        self._flush()
+
+    def stop(self) -> None:
+        self._awake = set()
+        self._version = None
+        self._server.stop()
+        if self._sync is not None:
+            self._sync.close()  # after: it has nothing to say to a server that may hang
+
+    def wake(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        self._require_running("wake")
+        unknown = set(tags) - set(MEMORY_TAGS)
+        if unknown:
+            raise ValueError(
+                f"wake: got tags {sorted(unknown)}, expected some of {', '.join(MEMORY_TAGS)}"
+            )
+        wanted = [tag for tag in MEMORY_TAGS if tag in tags and tag not in self._awake]
+        if wanted:
+            self._server.post("/resume_memory_occupation", {"tags": wanted})
+            self._awake |= set(wanted)
+
+    def sleep(self, level: int = 2) -> None:
+        self._require_running("sleep")
+        self._require_idle("sleep")
+        if level not in (1, 2):
+            raise ValueError(f"sleep: got level {level}, expected 1 (keep weights) or 2 (drop)")
+        if level == 1 and not self._can_keep_weights:
+            raise RuntimeError(
+                "sleep(1): the engine was built without keep_weights_on_host, so its weights "
+                f"cannot be kept; use sleep(2). It is {self.state}"
+            )
+        # The cache first: what reads the weights must be gone before they are.
+        tags = [tag for tag in (KV_CACHE, CUDA_GRAPH, WEIGHTS) if tag in self._awake]
+        if tags:
+            # The last answer leaves a moment before the scheduler is idle, and a release before
+            # that kills the server: wait, also where the cache is known to be empty.
+            self._flush(always=True)
+            self._server.post("/release_memory_occupation", {"tags": tags})
+            self._awake -= set(tags)
+        if level == 2:
+            self._version = None
+
+    def _flush(self, *, always: bool = False) -> None:
+        """Wait for the scheduler, then drop the prefix cache; takes 0.3 s on a CPU."""
+        if self._in_cache or always:
+            self._server.post(f"/flush_cache?timeout={FLUSH_TIMEOUT_S:g}", {})
+            self._in_cache = []
+
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> SyncReport:
+        self._require_running("update_weights")
+        if self._flight is not None and not self._paused:
+            raise RuntimeError(f"update_weights: the engine is {self.state}; pause() it first")
+        if WEIGHTS not in self._awake:
+            raise RuntimeError(
+                f"update_weights: the engine is {self.state}; wake(['{WEIGHTS}']) first"
+            )
+        self._version = None  # Until the last bucket is in, the weights are a mixture.
+        assert self._sync is not None
+        report = self._sync.update(buckets, version)
+        self._version = version
+        if self._flight is None:
+            self._flush()
+        else:  # SGLang cannot drop the cache of requests in flight
+            self._in_force.append(version)
+            self._in_cache.append(version)
+        return report
+
+    def generate(
+        self, requests: Sequence[Request], *, reuse_cache: bool = False
+    ) -> Iterator[Completion]:
+        self._require_ready("generate")
+        check_requests(requests, self._context_len)
+        # Cached prefixes change the last bits of log-probs, and their routes are another request's.
+        # The wait is for requests that an abort has ended and the scheduler has yet to drop.
+        if not reuse_cache:
+            self._flush()
+        return self._completions(list(requests))
+
+    def _fill_cache(self) -> None:
+        """Note whose keys and values the prefix cache is about to get."""
+        assert self._version is not None
+        if self._version not in self._in_cache:
+            self._in_cache.append(self._version)
+
+    def _completions(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        self._require_ready("generate")  # this runs when the first completion is asked for
+        assert self._version is not None
+        self._fill_cache()
+        self._routes.begin()
+        self._retracted, self._in_force = False, [self._version]
+        flight = self._flight = Flight(
+            self._server,
+            requests,
+            return_routes=self._shape is not None,
+            request_timeout_s=self._config.request_timeout_s,
+            stall_timeout_s=self._config.stall_timeout_s,
+        )
+        try:
+            for request, answer in flight.answers():
+                expected = Expected(
+                    self._in_force, self._in_cache[0], self._shape, self._retracted, self._routes
+                )
+                try:
+                    completion = decode_completion(answer, request, expected)
+                except RuntimeError:
+                    # The routes of a server that has died since it answered cannot be read.
+                    self._server.check_alive(wait_s=REAP_S)
+                    raise
+                yield completion
+        finally:
+            if self._paused:  # an abort reaches only a scheduler that turns
+                with contextlib.suppress(RuntimeError):  # EngineLost among them
+                    self._post_in_flight("/continue_generation", {})
+            flight.close()
+            self._flight, self._paused = None, False
+
+    def score(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        self._require_ready("score")
+        self._flush()
+        self._fill_cache()
+        return score(self._server, sequences)
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        flight = self._flight  # it may end in between
+        if flight is not None:
+            flight.abort(request_ids)
+
+    def pause(self, mode: PauseMode = "in_place") -> None:
+        self._require_running("pause")
+        if self._flight is None:
+            raise RuntimeError(f"pause: the engine is {self.state}; there is nothing to pause")
+        self._post_in_flight("/pause_generation", {"mode": mode})
+        self._paused = True
+        self._retracted |= mode == "retract"
+
+    def resume(self) -> None:
+        if not self._paused:
+            raise RuntimeError(f"resume: the engine is {self.state}; pause() it first")
+        if self._version is None:
+            raise RuntimeError(f"resume: the engine is {self.state}; update_weights() first")
+        self._post_in_flight("/continue_generation", {})
+        self._paused = False
+
+    def _post_in_flight(self, path: str, body: dict[str, Any]) -> None:
+        self._server.post(path, body, timeout_s=self._config.stall_timeout_s)
+
+    def _require_running(self, action: str) -> None:
+        if self._server.client is None:
+            kind = RuntimeError if self._server.loss is None else EngineLost
+            raise kind(f"{action}: the engine is {self.state}; start() it first")
+
+    def _require_idle(self, action: str) -> None:
+        if self._flight is not None:
+            raise RuntimeError(
+                f"{action}: the engine is {self.state}; finish or leave generate() first"
+            )
+
+    def _require_ready(self, action: str) -> None:
+        self._require_running(action)
+        self._require_idle(action)
+        if set(MEMORY_TAGS) - self._awake or self._version is None:
+            raise RuntimeError(
+                f"{action}: the engine is {self.state}; wake() it and update_weights() first"
+            )

@@ -1,0 +1,192 @@
+"""Requests in flight: all sent to the server at once, answered in any order, each exactly once.
+
+Up to 1024 requests travel in one streamed batch, so that they reach the scheduler together and in
+order; a thread for each batch reads the answers as they finish. A request whose connection broke, or
+that the server gave up by itself, is sent again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from mrl.rollout.base import Request
+from mrl.rollout.sglang.decode import build_request, finish_reason
+from mrl.rollout.sglang.http import EventStream, ServerError
+from mrl.rollout.sglang.server import REAP_S, Server
+
+SAMPLES_PER_BATCH = 1024
+MALFORMED = 400
+NUM_RETRIES = 2
+"""Of one request that the server failed while it lives."""
+POLL_S = 0.2
+PROBE_AFTER_S = 5.0
+"""Of silence: long answers are silent too, so the scheduler is asked whether it still turns."""
+DRAIN_TIMEOUT_S = 60.0
+ABORTED = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
+"""What stands for the answer to a request that was told to end when its connection broke."""
+
+
+class _Event(NamedTuple):
+    """What a reading thread saw."""
+
+    rids: Sequence[str]
+    answer: dict[str, Any] | None
+    error: Exception | None
+
+
+class Flight:
+    """One call of generate(). The consumer iterates `answers()`; `abort()` is for any thread."""
+
+    def __init__(
+        self,
+        server: Server,
+        requests: Sequence[Request],
+        *,
+        return_routes: bool,
+        request_timeout_s: float,
+        stall_timeout_s: float,
+    ) -> None:
+        self._server = server
+        self._requests = requests
+        self._return_routes = return_routes
+        self._request_timeout_s = request_timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._pending: dict[str, Request] = {}
+        """By the id that SGLang knows; it changes with each try."""
+        self._aborting: set[str] = set()
+        self._num_tries: dict[str, int] = {}
+        self._streams: list[EventStream] = []
+        self._threads: list[threading.Thread] = []
+        self._heard = time.monotonic()
+
+    def answers(self) -> Iterator[tuple[Request, dict[str, Any]]]:
+        """Each request with SGLang's answer. Leaving early aborts the rest.
+
+        Raises EngineLost, TimeoutError past `request_timeout_s`, RuntimeError where SGLang calls a
+        request malformed.
+        """
+        deadline = time.monotonic() + self._request_timeout_s
+        try:
+            self._send(self._requests)
+            while self._pending:
+                event = self._next_event(deadline)
+                if isinstance(event.error, ServerError) and event.error.status == MALFORMED:
+                    raise RuntimeError(f"generate: {event.error}")
+                if event.answer is None:
+                    self._send_again(event.rids, str(event.error or "the answer never came"))
+                    continue
+                (rid,) = event.rids
+                if finish_reason(event.answer) == "abort" and rid not in self._aborting:
+                    self._send_again([rid], str(event.answer["meta_info"]["finish_reason"]))
+                    continue
+                request = self._take(rid)
+                if request is not None:
+                    yield request, event.answer
+        finally:
+            self.close()
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Ask for what there is of these requests, or of all; they come as usual."""
+        wanted = None if request_ids is None else set(request_ids)
+        with self._lock:
+            rids = [
+                rid
+                for rid, request in self._pending.items()
+                if wanted is None or request.request_id in wanted
+            ]
+            self._aborting |= set(rids)
+        if len(rids) == len(self._pending):
+            self._tell_to_abort({"abort_all": True})
+            return
+        for rid in rids:
+            self._tell_to_abort({"rid": rid})
+
+    def _tell_to_abort(self, body: dict[str, Any]) -> None:
+        self._server.post("/abort_request", body, timeout_s=self._stall_timeout_s)
+
+    def _send(self, requests: Sequence[Request]) -> None:
+        for start in range(0, len(requests), SAMPLES_PER_BATCH):
+            batch = requests[start : start + SAMPLES_PER_BATCH]
+            rids = [self._server.new_request_id() for _ in batch]
+            with self._lock:
+                self._pending |= dict(zip(rids, batch, strict=True))
+            body = build_request(batch, rids, return_routes=self._return_routes)
+            try:
+                stream = self._server.stream(body)
+            except OSError as error:
+                self._events.put(_Event(rids, None, error))
+                continue
+            self._streams.append(stream)
+            thread = threading.Thread(target=self._read, args=(rids, stream), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _read(self, rids: list[str], stream: EventStream) -> None:
+        """In a thread of its own: the answers of one batch, then one event for what never came."""
+        error: Exception | None = None
+        try:
+            for answer in stream:
+                self._heard = time.monotonic()
+                if finish_reason(answer) is not None:
+                    self._events.put(_Event([rids[answer["index"]]], answer, None))
+        except Exception as failure:  # whatever it is, the consumer must hear of it
+            error = failure
+        self._events.put(_Event(rids, None, error))
+
+    def _next_event(self, deadline: float) -> _Event:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._events.get(timeout=POLL_S)
+            self._server.check_alive()
+            if time.monotonic() - self._heard > PROBE_AFTER_S:
+                self._server.check_answers(self._stall_timeout_s)
+                self._heard = time.monotonic()
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"generate: no answer within rollout.request_timeout_s="
+                    f"{self._request_timeout_s:g} s for {len(self._pending)} of "
+                    f"{len(self._requests)} samples; {self._server.process.log_tail()}"
+                )
+
+    def _take(self, rid: str) -> Request | None:
+        """The request of an answer; None where it was sent again in the meantime."""
+        with self._lock:
+            self._aborting.discard(rid)
+            return self._pending.pop(rid, None)
+
+    def _send_again(self, rids: Sequence[str], why: str) -> None:
+        """What of `rids` is still to come, under new ids. Raises EngineLost where it is hopeless."""
+        for rid in set(rids) & self._aborting:
+            self._events.put(_Event([rid], ABORTED, None))
+        failed = [
+            request
+            for rid in rids
+            if rid not in self._aborting and (request := self._take(rid)) is not None
+        ]
+        if not failed:
+            return
+        self._server.check_alive(wait_s=REAP_S)
+        for request in failed:
+            tries = self._num_tries.get(request.request_id, 1)
+            if tries > NUM_RETRIES:
+                raise self._server.lost(f"it failed {request.request_id} {tries} times: {why}")
+            self._num_tries[request.request_id] = tries + 1
+        self._send(failed)
+
+    def close(self) -> None:
+        """Leave no request in the server and no thread behind. Harmless when repeated."""
+        if self._pending:
+            with contextlib.suppress(RuntimeError):  # EngineLost among them
+                self._tell_to_abort({"abort_all": True})
+        for stream in self._streams:
+            stream.close()
+        for thread in self._threads:
+            thread.join(DRAIN_TIMEOUT_S)
+        self._pending = {}

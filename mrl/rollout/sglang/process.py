@@ -1,0 +1,182 @@
+"""The server as a child process: start it, know whether it lives, leave nothing behind."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import mrl
+from mrl.rollout.sglang.leftovers import (
+    kill_session,
+    session_processes,
+    shared_memory_files,
+)
+
+LOG_TAIL_LINES = 30
+TERM_GRACE_S = 1.0
+"""SGLang looks at SIGTERM every 5 s; requests are never in flight here, so nothing is to drain."""
+PART_PREFIX = "sglang::"
+"""Schedulers and the detokenizer."""
+TORCHRUN_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} | {
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+}
+"""The trainer's; SGLang would take itself for one of its ranks."""
+
+ALLOCATOR_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+"""The trainer's too. torch_memory_saver, by which the engine sleeps, raises RuntimeError under
+`expandable_segments:True` (torch_memory_saver/entrypoint.py, _sanity_checks)."""
+
+
+class ServerProcess:
+    """One `mrl.rollout.sglang.child` and all its descendants, in a session of their own."""
+
+    def __init__(
+        self, server_args: Mapping[str, Any], environment: Mapping[str, str], log_path: Path
+    ) -> None:
+        """`server_args` are SGLang's, without `host` and `port`; `environment` is on top of ours."""
+        self.server_args = dict(server_args)
+        self.environment = dict(environment)
+        self.log_path = log_path
+        self.port = 0
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._scratch: str | None = None
+        self._log_start = 0
+        self._shared_memory: set[Path] = set()
+        self._parts: dict[int, psutil.Process] = {}
+
+    def start(self) -> None:
+        """Spawn the server on a free loopback port; it is not ready yet."""
+        self.port = _free_port()
+        self._parts = {}
+        self._scratch = tempfile.mkdtemp(prefix="mrl-sglang-")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log_path, "ab") as log:
+            self._log_start = log.tell()
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "mrl.rollout.sglang.child"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._child_environment(),
+                start_new_session=True,
+            )
+        atexit.register(self.stop)
+        settings = {
+            "server_args": {**self.server_args, "host": "127.0.0.1", "port": self.port},
+            "parent_pid": os.getpid(),
+            "scratch": self._scratch,
+        }
+        assert self._popen.stdin is not None
+        # Broken where it died at once; whoever waits for it reads the reason in the log.
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.write(json.dumps(settings).encode())
+            self._popen.stdin.close()
+
+    def exit_code(self) -> int | None:
+        """None while the server lives; minus the signal where one killed it."""
+        return self._popen.poll() if self._popen else None
+
+    @property
+    def pid(self) -> int | None:
+        return self._popen.pid if self._popen else None
+
+    def note_parts(self) -> None:
+        """Remember the processes that SGLang gave names to: it cannot do without any of them."""
+        self._parts = {p.pid: p for p in self.tree() if p.name().startswith(PART_PREFIX)}
+
+    def dead_part(self) -> str | None:
+        """The number of one that has ended. SGLang takes 5 to 15 seconds to find out by itself."""
+        for pid, part in self._parts.items():
+            try:
+                if part.status() != psutil.STATUS_ZOMBIE:
+                    continue
+            except psutil.NoSuchProcess:
+                pass
+            return f"process {pid}"
+        return None
+
+    def tree(self) -> list[psutil.Process]:
+        """The server and its descendants that still run: all processes of its session."""
+        return session_processes(self._popen.pid) if self._popen else []
+
+    def note_shared_memory(self) -> None:
+        """Remember what to unlink at stop(): of a process that has died, nobody can tell."""
+        self._shared_memory |= shared_memory_files(self.tree())
+
+    def log_text(self) -> str:
+        """What this start of the server has logged."""
+        if not self.log_path.exists():
+            return ""
+        with open(self.log_path, "rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+
+    def log_tail(self) -> str:
+        """The last lines of the log and its path, for error messages."""
+        lines = self.log_text().splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join([f"last lines of {self.log_path}:", *lines])
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL to whatever of the session is left. Harmless when repeated."""
+        popen = self._popen
+        if popen is None:
+            return
+        atexit.unregister(self.stop)
+        self.note_shared_memory()
+        popen.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            popen.wait(TERM_GRACE_S)
+        # The session's id cannot be reused while one of its processes is there.
+        kill_session(popen.pid)
+        popen.wait()
+        self._popen = None
+        self._parts = {}
+        for file in self._shared_memory:
+            file.unlink(missing_ok=True)
+        self._shared_memory = set()
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _child_environment(self) -> dict[str, str]:
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in TORCHRUN_VARIABLES | ALLOCATOR_VARIABLES
+            and not name.startswith("TORCHELASTIC_")
+        }
+        paths = [self.environment.get("PYTHONPATH", ""), str(Path(mrl.__file__).parents[1])]
+        paths.append(environment.get("PYTHONPATH", ""))
+        environment.update(self.environment)
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        address = self.server_args.get("dist_init_addr")
+        if address is None:
+            # A file instead of SGLang's TCP store, which would listen on every interface.
+            store = f"file://{self._scratch}/store"
+            environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = store
+        if address is None or is_loopback(address.rpartition(":")[0]):
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment["TMPDIR"] = self._scratch or ""  # Its sockets go with the folder.
+        return environment
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "[::1]"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

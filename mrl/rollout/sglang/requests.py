@@ -1,0 +1,50 @@
+"""Requests before they are sent, and log-probs of whole sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mrl.rollout.base import Request
+from mrl.rollout.sglang.server import Server
+
+
+def check_requests(requests: Sequence[Request], context_len: int) -> None:
+    """Raises ValueError for a request that is empty, has another's id, or is too long."""
+    seen: set[str] = set()
+    for request in requests:
+        name, num_tokens = request.request_id, request.token_ids.numel()
+        new = request.sampling.max_new_tokens
+        if name in seen:
+            raise ValueError(f"{name}: two requests have this id, expected one")
+        seen.add(name)
+        if not num_tokens:
+            raise ValueError(f"{name}: the prompt has no tokens, expected at least 1")
+        if num_tokens + new > context_len:
+            raise ValueError(
+                f"{name}: {num_tokens} prompt tokens + {new} new tokens exceed the context of "
+                f"{context_len}"
+            )
+
+
+def score(server: Server, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Log-probs f32[T] of sequences i64[T] under the server's weights; 0 for the first token."""
+    body = {
+        "input_ids": [sequence.tolist() for sequence in sequences],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    answers = server.post("/generate", body)
+    scores = []
+    for sequence, answer in zip(sequences, answers, strict=True):
+        entries = answer["meta_info"]["input_token_logprobs"]
+        if [entry[1] for entry in entries] != sequence.tolist():
+            raise RuntimeError("score: the log-probs belong to other tokens than those sent")
+        # The first token has none; any other without one is NaN.
+        values = [math.nan if entry[0] is None else entry[0] for entry in entries[1:]]
+        scores.append(torch.tensor([0.0, *values]))
+    return scores

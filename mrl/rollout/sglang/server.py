@@ -1,0 +1,185 @@
+"""A running server: started until it answers, asked over HTTP, and known when it has died."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mrl.rollout.base import EngineLost
+from mrl.rollout.sglang.http import EventStream, HttpClient, ServerError
+from mrl.rollout.sglang.process import ServerProcess
+
+PORT_ATTEMPTS = 3
+PORT_IN_USE = "already in use"
+"""In the system's message, and in that of SGLang's own check of ports under DP attention."""
+CONTROL_TIMEOUT_S = 600.0
+READY_POLL_S = 0.1
+REAP_S = 2.0
+"""From a broken connection to an exit code, where the process has died."""
+PLUGIN_FAILURES = ("Failed to load plugin", "Failed to execute general plugin", "Failed to apply")
+
+
+class Server:
+    """SGLang behind a random API key. Every RuntimeError ends with the log's last lines.
+
+    post() and stream() may be called from several threads.
+    """
+
+    def __init__(
+        self, server_args: Mapping[str, Any], environment: Mapping[str, str], log_path: Path
+    ) -> None:
+        self._api_key = secrets.token_urlsafe(32)
+        self.process = ServerProcess(
+            {**server_args, "api_key": self._api_key}, environment, log_path
+        )
+        self.client: HttpClient | None = None
+        self._request_numbers = itertools.count()
+        self.loss: EngineLost | None = None
+        """Why there is no server now, where it was not stopped."""
+
+    def start(
+        self,
+        timeout_s: float,
+        settings: Mapping[str, Any],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Block until the server answers; another port where the chosen one was just taken.
+
+        `settings` are fields of ServerArgs that are new at each start. `meanwhile` is called again and
+        again while the server starts, and may raise RuntimeError to give up. Raises RuntimeError where
+        the server dies or is not ready in time; nothing is left running then.
+        """
+        self.loss = None
+        self.process.server_args |= settings
+        # Other nodes know where to meet this server's ranks: whoever started them starts all anew.
+        attempts = 1 if "dist_init_addr" in settings else PORT_ATTEMPTS
+        for attempt in range(1, attempts + 1):
+            self.process.start()
+            try:
+                self.client = self._wait_until_ready(timeout_s, meanwhile)
+                self.process.note_shared_memory()
+                self.process.note_parts()
+                return
+            except RuntimeError:
+                clash = PORT_IN_USE in self.process.log_text().lower()
+                self.process.stop()
+                if not clash or attempt == attempts:
+                    raise
+            except BaseException:
+                self.process.stop()
+                raise
+
+    def stop(self) -> None:
+        """Harmless when repeated."""
+        self.client = None
+        self.loss = None
+        self.process.stop()
+
+    def new_request_id(self) -> str:
+        """Never given out before: two seconds after an answer SGLang aborts its requests by id once
+        more. All are of one length: it aborts every request whose id starts with the given one."""
+        return f"mrl-{next(self._request_numbers):012d}"
+
+    def post(self, path: str, body: dict[str, Any], *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        """The decoded answer.
+
+        Raises RuntimeError where the server refused, EngineLost where it died, hung up or did not
+        answer in time.
+        """
+        try:
+            return self._running_client().post(path, body, timeout_s=timeout_s)
+        except ServerError as error:
+            raise RuntimeError(f"{error}\n{self.process.log_tail()}") from None
+        except TimeoutError:
+            raise self.lost(f"no answer to POST {path} within {timeout_s:g} s") from None
+        except ConnectionError as error:
+            self.check_alive(wait_s=REAP_S)  # It breaks a moment before it can be reaped.
+            raise self.lost(f"the SGLang server hung up: {error}") from None
+
+    def stream(self, body: dict[str, Any]) -> EventStream:
+        """POST /generate. Raises EngineLost where no server is, ConnectionError where it hangs up."""
+        return self._running_client().stream("/generate", body)
+
+    def check_alive(self, wait_s: float = 0.0) -> None:
+        """Raise EngineLost where a process of the server has ended, also in the next `wait_s`."""
+        self._running_client()
+        deadline = time.monotonic() + wait_s
+        while (code := self.process.exit_code()) is None:
+            if part := self.process.dead_part():
+                raise self.lost(f"the SGLang server's {part} died")
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(wait_s / 10)
+        raise self.lost(f"the SGLang server died, exit code {code}")
+
+    def check_answers(self, timeout_s: float) -> None:
+        """Raise EngineLost where the scheduler does not answer within `timeout_s`."""
+        try:
+            # Goes through the scheduler's loop, between two of its batches.
+            self._running_client().get("/server_info", timeout_s=timeout_s)
+        except TimeoutError:
+            raise self.lost(
+                f"the SGLang server hangs: its scheduler gave no sign for rollout.stall_timeout_s="
+                f"{timeout_s:g} s"
+            ) from None
+        except OSError:
+            self.check_alive(wait_s=REAP_S)
+
+    def lost(self, what: str) -> EngineLost:
+        """Clear away what is left of the server, and return what to raise."""
+        error = EngineLost(f"engine: {what}; {self.process.log_tail()}")
+        self.stop()
+        self.loss = error
+        return error
+
+    def _running_client(self) -> HttpClient:
+        """Raises EngineLost where another thread has found the server lost."""
+        client = self.client
+        if client is None:
+            raise self.loss or EngineLost("engine: the SGLang server was stopped")
+        return client
+
+    def offers(self, path: str) -> bool:
+        """Whether the server knows a POST endpoint; a GET tells without doing it."""
+        status, _ = self._running_client().get(path, timeout_s=CONTROL_TIMEOUT_S)
+        return status != 404
+
+    def _wait_until_ready(
+        self, timeout_s: float, meanwhile: Callable[[], None] | None
+    ) -> HttpClient:
+        deadline = time.monotonic() + timeout_s
+        client = HttpClient(self.process.port, self._api_key)
+        while not _answers(client, "/model_info"):
+            code = self.process.exit_code()
+            if code is not None:
+                raise RuntimeError(
+                    f"engine: the SGLang server died while starting, exit code {code}; "
+                    f"{self.process.log_tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"engine: the SGLang server is not ready after rollout.start_timeout_s="
+                    f"{timeout_s:g} s; {self.process.log_tail()}"
+                )
+            if meanwhile is not None:
+                meanwhile()
+            time.sleep(READY_POLL_S)
+        for line in self.process.log_text().splitlines():
+            if any(text in line for text in PLUGIN_FAILURES):
+                raise RuntimeError(
+                    f"engine: a plugin of SGLang failed, so sampling would not be reproducible: "
+                    f"{line}; see {self.process.log_path}"
+                )
+        return client
+
+
+def _answers(client: HttpClient, path: str) -> bool:
+    try:
+        status, _ = client.get(path, timeout_s=5.0)
+    except OSError:
+        return False
+    return status == 200

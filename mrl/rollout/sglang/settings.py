@@ -1,0 +1,133 @@
+"""SGLang's server arguments and environment, from the recipe and the device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mrl.config import ModelConfig, RolloutConfig
+from mrl.rollout.sglang.arguments import check_server_args
+
+PLUGINS = Path(__file__).parent / "plugins"
+CPU_STUBS = PLUGINS / "cpu"
+SERVER_PLUGIN = PLUGINS / "server"
+ON_POLICY_PLUGIN = PLUGINS / "on_policy"
+ROUTING_WEIGHTS_PLUGIN = PLUGINS / "routing_weights"
+CPU_MAX_TOTAL_TOKENS = 16_384
+
+
+def server_settings(
+    model: ModelConfig,
+    config: RolloutConfig,
+    *,
+    on_gpu: bool,
+    context_len: int,
+    return_routes: bool,
+    first_version: int,
+    keep_weights_on_host: bool,
+) -> dict[str, Any]:
+    """Fields of SGLang's ServerArgs, less host, port, api_key and random_seed.
+
+    The recipe's own (`config.server_args`) come last. Raises InputError for one that it may not set.
+    """
+    check_server_args(config.server_args)
+    dtype = config.engine_dtype(model)
+    settings: dict[str, Any] = {
+        "model_path": model.path,
+        "trust_remote_code": False,
+        "tp_size": config.tensor_parallel_size,
+        "context_length": context_len,
+        "weight_version": str(first_version),
+        "enable_return_routed_experts": return_routes,
+        "sampling_backend": "pytorch",
+        # SGLang's own warm-up request runs in a thread beside the server, which nobody can wait for:
+        # the engine could be put to sleep under it. `sglang.Engine` sends one of its own.
+        "skip_server_warmup": True,
+        # At `info` SGLang prints all of its arguments, and the API key is one.
+        "log_level": "warning",
+    }
+    if config.expert_parallel_size > 1:
+        settings["ep_size"] = config.expert_parallel_size
+    if config.data_parallel_attention_size > 1:
+        settings["dp_size"] = config.data_parallel_attention_size
+        settings["enable_dp_attention"] = True
+    if config.max_total_tokens is not None:
+        settings["max_total_tokens"] = config.max_total_tokens
+    if config.max_running_requests is not None:
+        settings["max_running_requests"] = config.max_running_requests
+    if on_gpu:
+        settings |= {
+            "dtype": "bfloat16" if dtype == "auto" else dtype,
+            "mem_fraction_static": config.mem_fraction_static,
+            "enable_memory_saver": True,
+            "enable_weights_cpu_backup": keep_weights_on_host,
+        }
+        if config.true_on_policy:
+            settings["enable_deterministic_inference"] = True
+    else:
+        settings |= {
+            "device": "cpu",
+            "dtype": "float32" if dtype == "auto" else dtype,
+            "attention_backend": "torch_native",
+            # An idle scheduler spins: it would take a core from the trainer while it trains.
+            "sleep_on_idle": True,
+        }
+        settings.setdefault("max_total_tokens", CPU_MAX_TOTAL_TOKENS)
+    return settings | config.server_args
+
+
+def server_environment(
+    gpu_ids: Sequence[int | str],
+    tensor_parallel_size: int,
+    *,
+    first_rank: int = 0,
+    true_on_policy: bool = False,
+    return_routing_weights: bool = False,
+) -> dict[str, str]:
+    """What is set on top of the trainer's environment. PYTHONPATH comes before everything else.
+
+    `first_rank` is the engine's first rank on this node.
+    """
+    if gpu_ids:
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpu_ids),
+            "PYTHONPATH": str(SERVER_PLUGIN),
+            # Without the first, the graphs' memory does not belong to the tag `cuda_graph` and stays
+            # on the GPU while the engine sleeps. The second keeps NCCL from registering addresses
+            # inside graphs, whose memory is unmapped and mapped anew between rollouts.
+            "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+            "NCCL_GRAPH_REGISTER": "0",
+            **compile_caches(),
+        }
+    plugins = [SERVER_PLUGIN, CPU_STUBS] + [ON_POLICY_PLUGIN] * true_on_policy
+    plugins += [ROUTING_WEIGHTS_PLUGIN] * return_routing_weights
+    environment = {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # A toy model on two threads is 20 to 40 times slower than on one.
+        "OMP_NUM_THREADS": "1",
+        # SGLang would compile a few functions of a line or two at the first request of two ranks.
+        "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(str(folder) for folder in plugins),
+    }
+    if tensor_parallel_size > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        # SGLang counts the ranks of a node from 0.
+        ranks = (cores[(first_rank + n) % len(cores)] for n in range(tensor_parallel_size))
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in ranks)
+    return environment
+
+
+def compile_caches() -> dict[str, str]:
+    """Where kernels that are compiled at run time stay: the trainer's own folders where it has some.
+
+    The default are the folders that SGLang itself chooses since 0.5.20 (environ.py,
+    third_party_cache_defaults). inductor's own default lies in TMPDIR, which ends with the server.
+    Both compilers name entries by their contents and versions, and move them into place whole, so
+    engines and users' runs share them.
+    """
+    base = Path(os.environ.get("SGLANG_CACHE_DIR") or "~/.cache/sglang").expanduser()
+    defaults = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    return {name: os.environ.get(name) or str(base / folder) for name, folder in defaults.items()}

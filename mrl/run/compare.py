@@ -1,0 +1,203 @@
+"""Two runs side by side: recipe, versions, data order, samples and metrics, and where they part.
+
+Within a step the order of causes is: prompts, samples, metrics. Times and memory are the machine's and
+do not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrl.config import load_recipe
+from mrl.errors import InputError
+from mrl.run.folder import RunFolder, flatten, saved_step
+from mrl.run.rollouts import load_groups
+from mrl.types import Sample
+from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
+
+MACHINE = ("time/", "memory/")
+"""Metrics that differ between two starts of one run."""
+NOT_ASKED = ("output_dir",)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One thing with two values; None where a run has none."""
+
+    key: str
+    a: Any
+    b: Any
+
+    @property
+    def difference(self) -> float | None:
+        """Of two numbers, relative to the larger."""
+        numbers = [v for v in (self.a, self.b) if isinstance(v, (int, float))]
+        if len(numbers) < 2:
+            return None
+        return abs(numbers[0] - numbers[1]) / max(abs(numbers[0]), abs(numbers[1]), 1e-300)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first step in which something differs."""
+
+    step: int
+    pairs: list[Pair]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `mrl diff` says. Everything empty or None: the runs are the same as far as both go."""
+
+    steps_a: int
+    steps_b: int
+    config: list[Pair]
+    versions: list[Pair]
+    prompts: Parting | None
+    """Prompt ids; the key is the number of the sample in its step."""
+    samples: Parting | None
+    """The first sample that differs, where prompts are the same."""
+    metrics: Parting | None
+
+    @property
+    def first_step(self) -> int | None:
+        """Where the runs part."""
+        steps = [p.step for p in (self.prompts, self.samples, self.metrics) if p is not None]
+        return min(steps, default=None)
+
+    def verdict(self) -> str:
+        """One line."""
+        for name in ("prompts", "samples", "metrics"):
+            parting: Parting | None = getattr(self, name)
+            if parting is not None and parting.step == self.first_step:
+                before = f", the same up to step {parting.step - 1}" if parting.step else ""
+                return f"other {name} in step {parting.step}{before}"
+        return f"the same in the {min(self.steps_a, self.steps_b)} steps that both have"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **dataclasses.asdict(self),
+            "first_step": self.first_step,
+            "verdict": self.verdict(),
+        }
+
+
+def compare_runs(a: Path, b: Path) -> Comparison:
+    """Raises InputError where one is not a run folder."""
+    one, two = open_run(a), open_run(b)
+    rows = [{row["step"]: row for row in folder.read_metrics()} for folder in (one, two)]
+    recipes = [flatten(load_recipe(folder.config).model_dump()) for folder in (one, two)]
+    recipes = [{k: v for k, v in recipe.items() if k not in NOT_ASKED} for recipe in recipes]
+    prompts, samples = _rollouts(one, two)
+    return Comparison(
+        len(rows[0]),
+        len(rows[1]),
+        differences(recipes[0], recipes[1]),
+        differences(_versions(one), _versions(two)),
+        prompts,
+        samples,
+        _metrics(*rows),
+    )
+
+
+def open_run(path: Path) -> RunFolder:
+    """Raises InputError where `path` is not a run folder."""
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        raise InputError(f"{path}: no config.yaml there; give the output_dir of an mrl train")
+    return folder
+
+
+def differences(
+    a: Mapping[str, Any], b: Mapping[str, Any], leave_out: tuple[str, ...] = ()
+) -> list[Pair]:
+    """Keys whose values differ, or that one side lacks; a NaN equals a NaN."""
+    keys = [key for key in sorted(a.keys() | b.keys()) if not key.startswith(leave_out)]
+    pairs = [Pair(key, a.get(key), b.get(key)) for key in keys]
+    return [pair for pair in pairs if not _same(pair.a, pair.b)]
+
+
+def _same(a: Any, b: Any) -> bool:
+    both_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
+    return both_nan or a == b
+
+
+def _versions(folder: RunFolder) -> dict[str, str]:
+    """As its newest checkpoint with a readable manifest says; empty without one."""
+    for checkpoint in candidates(folder.checkpoints):
+        with suppress(Damaged, InputError):
+            return read_manifest(checkpoint).get("versions", {})
+    return {}
+
+
+def _metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> Parting | None:
+    for step in sorted(a.keys() & b.keys()):
+        if pairs := differences(a[step], b[step], MACHINE):
+            return Parting(step, sorted(pairs, key=lambda p: -(p.difference or 0.0)))
+    return None
+
+
+def _rollouts(one: RunFolder, two: RunFolder) -> tuple[Parting | None, Parting | None]:
+    """First other prompts, and first other samples before that."""
+    samples: Parting | None = None
+    for step in _common_steps(one, two):
+        a, b = one.read_rollouts(step), two.read_rollouts(step)
+        if pairs := differences(_prompt_ids(a), _prompt_ids(b)):
+            return Parting(step, pairs), samples
+        if samples is None:
+            samples = _samples(one, two, step, a, b)
+    return None, samples
+
+
+def _prompt_ids(rows: list[dict[str, Any]]) -> dict[str, str]:
+    return {f"sample {i}": row["prompt_id"] for i, row in enumerate(rows)}
+
+
+def _common_steps(one: RunFolder, two: RunFolder) -> list[int]:
+    numbers = [
+        {int(f.stem.removeprefix("step_")) for f in folder.rollouts.glob("step_*.jsonl")}
+        for folder in (one, two)
+    ]
+    return sorted(numbers[0] & numbers[1])
+
+
+def _samples(
+    one: RunFolder, two: RunFolder, step: int, a: list[dict], b: list[dict]
+) -> Parting | None:
+    """The first sample whose tokens differ (whose text, where tokens were not saved)."""
+    files = [saved_step(folder.rollouts, step) for folder in (one, two)]
+    if all(file.is_file() for file in files):
+        both = [[s for g in load_groups(file) for s in g.samples] for file in files]
+        for i, (mine, theirs) in enumerate(zip(*both, strict=True)):
+            if pair := _tokens(i, mine, theirs):
+                return Parting(step, [pair])
+        return None
+    for i, (mine, theirs) in enumerate(zip(a, b, strict=True)):
+        if mine["completion"] != theirs["completion"]:
+            pair = Pair(f"sample {i}, text", mine["completion"], theirs["completion"])
+            return Parting(step, [pair])
+    return None
+
+
+def _tokens(number: int, a: Sample, b: Sample) -> Pair | None:
+    """The first other token, or log-prob of the engine."""
+    for what, mine, theirs in (
+        ("token", a.token_ids, b.token_ids),
+        ("rollout log-prob", a.rollout_logprobs, b.rollout_logprobs),
+    ):
+        if torch.equal(mine, theirs):
+            continue
+        common = min(len(mine), len(theirs))
+        differs = (mine[:common] != theirs[:common]).nonzero()
+        place = int(differs[0]) if len(differs) else common
+        values = [t[place].item() if place < len(t) else None for t in (mine, theirs)]
+        return Pair(f"sample {number}, {what} {place}", *values)
+    return None

@@ -1,0 +1,267 @@
+"""The run folder: what a run leaves behind, and what a restart picks up.
+
+OUTPUT_DIR/config.yaml            the resolved recipe
+OUTPUT_DIR/metrics.jsonl          one object a step
+OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts)
+OUTPUT_DIR/tokens/                step_000000.safetensors: what trainer and engine made of each token
+OUTPUT_DIR/diagnosis/             step_000000.json: the gap between them, by layer
+OUTPUT_DIR/evals/                 step_000000.json: metrics of those weights, .jsonl: the samples
+OUTPUT_DIR/checkpoints/           iter_0000010/, latest_checkpointed_iteration.txt
+OUTPUT_DIR/logs/                  the engines' logs
+
+What a restart does again is moved to dropped_0/ (the next one's to dropped_1/) where it was.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mrl.config import Recipe, dump_recipe, load_recipe
+from mrl.errors import InputError
+from mrl.run.json_lines import finite_or_null
+from mrl.types import SampleGroup
+
+MAY_CHANGE = (
+    "output_dir",
+    "train.num_steps",
+    "checkpoint",
+    "debug.save_rollouts",
+    "diagnosis",
+    "eval",
+    "guards",
+    "parallel",
+    "rollout.tensor_parallel_size",
+    "rollout.expert_parallel_size",
+    "rollout.data_parallel_attention_size",
+    "optimizer.use_distributed_optimizer",
+    "rollout.start_timeout_s",
+    "rollout.request_timeout_s",
+    "rollout.stall_timeout_s",
+    "rollout.max_restarts",
+    "reward_timeout_s",
+    "environment.time_limit_s",
+    *(
+        f"megatron.{name}"
+        for name in (
+            *("overlap_grad_reduce", "overlap_param_gather", "bucket_size"),
+            *("pad_buckets_for_high_nccl_busbw", "deallocate_pipeline_outputs", "batch_p2p_sync"),
+            *("recompute_granularity", "recompute_modules", "optimizer_cpu_offload"),
+            *("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads"),
+            *("fine_grained_activation_offloading", "offload_modules", "min_offloaded_tensor_size"),
+            *("cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations"),
+            *("cpu_offloading_double_buffering", "moe_deepep_num_sms", "moe_hybridep_num_sms"),
+        )
+    ),
+)
+"""Keys that a restart may change and still continue the same run."""
+
+
+class RunFolder:
+    """Paths and writers. Only rank 0 writes."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        self.config = self.root / "config.yaml"
+        self.metrics = self.root / "metrics.jsonl"
+        self.rollouts = self.root / "rollouts"
+        self.tokens = self.root / "tokens"
+        self.diagnosis = self.root / "diagnosis"
+        self.checkpoints = self.root / "checkpoints"
+        self.logs = self.root / "logs"
+        self.evals = self.root / "evals"
+        self._lock: IO[str] | None = None
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise InputError where the folder belongs to a run of another recipe, or cannot be made."""
+        parent = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise InputError(
+                f"output_dir {self.root}: {parent} is not a folder that can be written; choose another"
+            )
+        if not self.config.exists():
+            return
+        old, new = flatten(load_recipe(self.config).model_dump()), flatten(recipe.model_dump())
+        changed = [
+            f"{key}: {old.get(key)!r} there, {new.get(key)!r} now"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key) and not _may_change(key)
+        ]
+        if changed:
+            raise InputError(
+                f"output_dir {self.root} holds a run of another recipe ({'; '.join(changed)}); "
+                "choose another output_dir, or remove the folder"
+            )
+
+    def open(self, recipe: Recipe) -> None:
+        """Make the folder and claim it. Raises InputError while another run is writing to it."""
+        try:
+            for folder in (self.rollouts, self.checkpoints, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"output_dir {self.root}: {error.strerror}; choose another") from None
+        self._lock = (self.root / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"output_dir {self.root} is in use by a running job; choose another output_dir"
+            ) from None
+        dump_recipe(recipe, self.config)
+
+    def rewind(self, step: int) -> None:
+        """Make room for steps that a resumed run will do again, from `step` on.
+
+        Their metrics are dropped. Their files are moved to `dropped_0/` in their folder, or the next
+        free number: `debug.load_rollouts` would otherwise find steps of two histories side by side.
+        """
+        for folder in (self.rollouts, self.tokens, self.diagnosis):
+            _set_aside(folder, step)
+        _set_aside(self.evals, step + 1)  # that of `step` is of the weights that it goes on with
+        if not self.metrics.exists():
+            return
+        kept = [r for r in self.read_metrics() if r["step"] < step]
+        _write_whole(self.metrics, as_lines(kept))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All whole lines of metrics.jsonl; a line cut short by a crash is left out."""
+        if not self.metrics.exists():
+            return []
+        lines = self.metrics.read_text().split("\n")[:-1]
+        return [json.loads(line) for line in lines]
+
+    def add_metrics(self, metrics: dict[str, float]) -> None:
+        with self.metrics.open("a") as file:
+            file.write(_line(metrics))
+
+    def write_rollouts(self, step: int, lines: Iterable[bytes]) -> None:
+        """The readable record of a step: the `rollout_lines` of its groups, in order."""
+        _write_whole(self.rollout_file(step), lines)
+
+    def write_evaluation(
+        self, version: int, metrics: dict[str, float], lines: Iterable[bytes]
+    ) -> None:
+        """What an evaluation of weights `version` gave: one line a sample (`as_lines`) and, when these
+        are written, its numbers."""
+        self.evals.mkdir(parents=True, exist_ok=True)
+        file = self.evaluation_file(version)
+        file.with_suffix(".jsonl").write_bytes(b"".join(lines))
+        _write_whole(file, as_lines([{"step": version, **metrics}]))
+
+    def read_rollouts(self, step: int) -> list[dict[str, Any]]:
+        """What `write_rollouts` wrote."""
+        text = self.rollout_file(step).read_text()
+        return [json.loads(line) for line in text.split("\n")[:-1]]
+
+    def rollout_file(self, step: int) -> Path:
+        return self.rollouts / f"step_{step:06d}.jsonl"
+
+    def evaluation_file(self, version: int) -> Path:
+        """There once the evaluation of these weights is done."""
+        return self.evals / f"step_{version:06d}.json"
+
+    def token_file(self, step: int) -> Path:
+        return self.tokens / f"step_{step:06d}.safetensors"
+
+    def diagnosis_file(self, step: int) -> Path:
+        return self.diagnosis / f"step_{step:06d}.json"
+
+
+def saved_step(rollouts: str | Path, step: int) -> Path:
+    """The file with all tensors of a step, in the `rollouts` folder of a run."""
+    return Path(rollouts) / f"step_{step:06d}.safetensors"
+
+
+def check_saved_steps(rollouts: str, steps: Iterable[int]) -> None:
+    """Raise InputError where the rollouts of one of `steps` are not there."""
+    for step in steps:
+        file = saved_step(rollouts, step)
+        if not file.is_file():
+            raise InputError(
+                f"debug.load_rollouts: no {file}; write it with debug.save_rollouts=true, and keep "
+                "train.num_steps within the saved steps"
+            )
+
+
+def _set_aside(folder: Path, step: int) -> None:
+    """Files of steps from `step` on."""
+    dropped = [f for f in folder.glob("step_*") if _step_of_file(f) >= step]
+    if not dropped:
+        return
+    aside = (folder / f"dropped_{n}" for n in itertools.count())
+    new = next(path for path in aside if not path.exists())
+    new.mkdir()
+    for file in dropped:
+        file.rename(new / file.name)
+
+
+def rollout_lines(step: int, group: SampleGroup, completions: Sequence[str]) -> bytes:
+    """A group in `rollouts/step_*.jsonl`, one line a sample.
+
+    `weight_version` is of the last weights that a sample is from, `staleness` by how many versions the
+    step's are ahead of the first.
+    """
+    rewards = [] if group.rewards is None else group.rewards.tolist()
+    advantages = [] if group.advantages is None else group.advantages.tolist()
+    return b"".join(
+        as_lines(
+            {
+                "group_id": sample.group_id,
+                "prompt_id": group.prompt.prompt_id,
+                "source": group.prompt.source,
+                "prompt": group.prompt.content,
+                "completion": text,
+                "reward": rewards[i],
+                "advantage": advantages[i] if advantages else None,
+                "weight_version": sample.weight_versions[-1].version,
+                "staleness": step - min(s.version for s in sample.weight_versions),
+                "prompt_len": sample.prompt_len,
+                "response_len": sample.num_generated,
+                "finish_reason": sample.finish_reason,
+            }
+            for i, (sample, text) in enumerate(zip(group.samples, completions, strict=True))
+        )
+    )
+
+
+def as_lines(rows: Iterable[dict[str, Any]]) -> Iterator[bytes]:
+    """JSON Lines."""
+    return (_line(row).encode() for row in rows)
+
+
+def _write_whole(file: Path, lines: Iterable[bytes]) -> None:
+    """Whoever reads it meanwhile, or after a crash, finds all of it or what was there before."""
+    partial = file.with_suffix(".partial")
+    with partial.open("wb") as opened:
+        opened.writelines(lines)
+    partial.replace(file)
+
+
+def _step_of_file(file: Path) -> int:
+    """Of `step_000012.jsonl` and the like; -1 for another name."""
+    number = file.name.removeprefix("step_").partition(".")[0]
+    return int(number) if number.isascii() and number.isdigit() else -1
+
+
+def _may_change(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(finite_or_null(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Branches as dotted keys, as overrides write them."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

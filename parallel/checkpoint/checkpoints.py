@@ -1,0 +1,350 @@
+"""Checkpoints that any layout can load: written beside, checked, renamed; resumed bit for bit.
+
+`checkpoints/iter_0000010/` is a Megatron `torch_dist` checkpoint (`.metadata`, `__R_0.distcp`,
+`common.pt`, `metadata.json`) with a manifest (`manifest.py`). It holds whole tensors by name in
+rectangles (`sharded_state.py`), one set of random states a rank, and in the manifest the
+trainer's own state. The folder appears under its name only when it is whole. A run with a critic has
+both models in it: what is the critic's has `critic_` before its keys.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dataclasses
+import importlib.metadata
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.utils import get_model_config
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+
+from mrl import __version__
+from mrl.errors import InputError, RunFailed
+from parallel.checkpoint import manifest
+from parallel.checkpoint.pending_save import COMMON_FILE, PendingSave, describe
+from parallel.checkpoint.pickle_scan import check_pickles
+from parallel.checkpoint.random_state import pack_random_state, reseed, restore_random_state
+from parallel.checkpoint.shard_writer import ShardWriter
+from parallel.checkpoint.sharded_state import (
+    misfit,
+    own_key,
+    parameter_names,
+    saved_key,
+    state_shards,
+)
+from parallel.mesh import Mesh
+from parallel.optimizer_state import get_step, optimizer_shards, set_step, write_back
+from parallel.trained_model import TrainedModel
+
+# Python 3.11.0 to 3.11.3 would write `getattr(_MEM_FORMAT_ENCODING, name)` into `.metadata`, and a
+# pickle that names getattr is refused: it could reach anything. This is what other versions write.
+copyreg.pickle(_MEM_FORMAT_ENCODING, lambda member: (type(member), (member.value,)))
+
+
+class Owner(Protocol):
+    """A policy or a critic."""
+
+    trained: TrainedModel
+
+
+RESCUE_S = 60.0
+
+Models = Mapping[str, TrainedModel]
+"""By what stands before their keys: nothing, and `critic_`."""
+
+
+def _models(owner: Owner, critic: Owner | None) -> Models:
+    return {"": owner.trained} | ({} if critic is None else {"critic_": critic.trained})
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint gave back beside the policy's own state."""
+
+    step: int
+    trainer: dict[str, Any]
+    """What was given to `save`."""
+    same_layout: bool
+    """The random states are then those of the moment of saving; else they were seeded anew."""
+
+
+class Checkpoints:
+    """The checkpoints of a run. Every method but `rescue` is a collective: call it on all ranks.
+
+    With `async_save` a save only copies to the host. It gets its name once all is written; one that
+    could not be written raises RunFailed on all ranks in the next `poll`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        mesh: Mesh,
+        *,
+        keep: int,
+        async_save: bool = False,
+        seed: int = 0,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`seed`: the recipe's, from which other layouts draw their random states; a checkpoint that is
+        loaded brings its own."""
+        self.root = root
+        self.mesh = mesh
+        self.keep = keep
+        self.async_save = async_save
+        self.seed = seed
+        self.warn = warn
+        self._queue = AsyncCallsQueue()
+        self._in_flight: PendingSave | None = None
+
+    def save(
+        self, step: int, owner: Owner, trainer: dict[str, Any], critic: Owner | None = None
+    ) -> Path:
+        """Save the model of the owner, and of a critic beside it, and the JSON-able `trainer` state;
+        returns the folder-to-be.
+
+        A crash at any moment leaves the previous checkpoint untouched and named by LATEST. Waits for a
+        save that is still in flight. Raises RunFailed when a rank cannot write.
+        """
+        self.finish()
+        models = _models(owner, critic)
+        mesh, partial = self.mesh, manifest.partial_folder(self.root, step)
+        common: dict[str, Any] = {"seed": self.seed}
+        shards: list[ShardedTensor] = []
+        for prefix, model in models.items():
+            common[f"{prefix}adam_step"] = get_step(model.optimizer)
+            common[f"{prefix}scheduler"] = model.scheduler.state_dict()
+            model.gather_parameters()
+            shards += state_shards(
+                model.weights, optimizer_shards(model.optimizer), own_key(prefix)
+            )
+        shards.append(self._random_shard())
+        self._on_first_rank(partial, lambda: _start_folder(partial, common))
+        writer = ShardWriter(partial, mesh.rank, mesh.dims.world)
+        request = writer.request(shards, copy=self.async_save)
+        content = self._content(step, models, trainer)
+        self._in_flight = PendingSave(self.root, step, self.keep, content, writer)
+        request.add_finalize_fn(self._name_in_flight)
+        if self.async_save:
+            self._queue.schedule_async_request(request)
+            if mesh.rank == 0:
+                self._in_flight.watch()
+        else:
+            request.execute_sync()
+        return self.root / manifest.folder_name(step)
+
+    def poll(self) -> None:
+        """See to a save that is done on every rank; does not wait."""
+        self._queue.maybe_finalize_async_calls(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for the save in flight, if any."""
+        self._queue.maybe_finalize_async_calls(blocking=True)
+
+    def rescue(self, wait_s: float = RESCUE_S) -> None:
+        """After a failure: name the save in flight if every rank has written its share.
+
+        No collective, for ranks may be gone; waits up to `wait_s` for them. What is not whole then is
+        reported and stays without a name. Raises nothing for it: another error is on its way.
+        """
+        save, self._in_flight = self._in_flight, None
+        if save is None:
+            return
+        self._queue = AsyncCallsQueue()
+        name = manifest.folder_name(save.step)
+        save.stop_watching()
+        if save.is_published:
+            return
+        try:
+            if save.failure:
+                raise RunFailed(save.failure)
+            save.writer.wait(wait_s)  # on every rank: the process that writes dies with its trainer
+            if self.mesh.rank == 0:
+                save.publish()
+            self.warn(f"checkpoint {name} was in flight when the run stopped; it is whole")
+        except Exception as error:
+            self.warn(f"checkpoint {name} was in flight when the run stopped, and is lost: {error}")
+
+    def _name_in_flight(self) -> None:
+        save, self._in_flight = self._in_flight, None
+        assert save is not None
+        save.stop_watching()
+        outcome = [save.is_published, save.failure]
+        dist.broadcast_object_list(outcome)  # of rank 0, which has the thread
+        is_published, failure = outcome
+        if failure:
+            raise _failed(save.writer.folder, failure)
+        if not is_published:
+            save.writer.collect()
+            self._on_first_rank(save.writer.folder, save.publish)
+
+    def load_newest(self, owner: Owner, critic: Owner | None = None) -> Loaded:
+        """Load the newest checkpoint that is whole; every damaged one on the way is reported and
+        renamed, so that it neither counts in `keep` nor is found again.
+
+        Raises InputError when there is none, or it is of another model.
+        """
+        listed = [manifest.candidates(self.root) if self.mesh.rank == 0 else None]
+        dist.broadcast_object_list(listed)
+        folders = listed[0] or []
+        folder = manifest.newest_good(folders, self._find_damage, self.warn)
+        if folder is None:
+            raise InputError(f"{self.root}: there is no checkpoint; start without one")
+        loaded = self._load(folder, _models(owner, critic))
+        if damaged := folders[: folders.index(folder)]:
+            self._on_first_rank(folder, lambda: self._set_aside(damaged, loaded.step))
+        return loaded
+
+    def _set_aside(self, damaged: list[Path], step: int) -> None:
+        for folder in damaged:
+            if folder.is_dir():
+                aside = manifest.set_aside(folder)
+                self.warn(f"checkpoint {folder.name} is kept as {aside.name}; remove it at will")
+        manifest.point_to(self.root, step)
+
+    def load(self, step: int, owner: Owner, critic: Owner | None = None) -> Loaded:
+        """Load one checkpoint. Raises InputError when it is damaged or of another model."""
+        folder = self.root / manifest.folder_name(step)
+        if reason := self._find_damage(folder):
+            raise InputError(
+                f"checkpoint {folder.name} is damaged: {reason}; put an older step into "
+                f"{self.root / manifest.LATEST}"
+            )
+        return self._load(folder, _models(owner, critic))
+
+    def _load(self, folder: Path, models: Models) -> Loaded:
+        content = manifest.read_manifest(folder)
+        same_layout = all(content[key] == value for key, value in self._layout().items())
+        check_pickles(folder)
+        saved = FileSystemReader(folder).read_metadata()
+        shards = []
+        states = {prefix: optimizer_shards(model.optimizer) for prefix, model in models.items()}
+        for prefix, model in models.items():
+            own, reason = [], _other_model(content.get(f"{prefix}model"), model)
+            if reason is None:
+                own = state_shards(model.weights, states[prefix], saved_key(saved, prefix))
+            unused = self._unused(own, saved, prefix)
+            if reason := self._first(reason or misfit(own, saved) or unused):
+                path = "critic.path" if prefix else "model.path"
+                raise InputError(
+                    f"checkpoint {folder} is of another model: {reason}; give the {path} that it was "
+                    "trained from, or another output_dir"
+                )
+            shards += own
+        random = None
+        if same_layout:
+            size = tuple(saved.state_dict_metadata[self._random_key].size)  # pyright: ignore[reportAttributeAccessIssue]
+            random = self._random_shard(torch.empty(size, dtype=torch.uint8))
+            shards.append(random)
+        wanted: dict[str, Any] = {str(number): shard for number, shard in enumerate(shards)}
+        common: Any = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
+        for prefix, model in models.items():
+            write_back(states[prefix])
+            set_step(model.optimizer, common[f"{prefix}adam_step"])
+            model.scheduler.num_steps = 0  # loading adds to it
+            model.scheduler.load_state_dict(common[f"{prefix}scheduler"])
+        self.seed = common["seed"]
+        if random is not None:
+            assert random.data is not None
+            restore_random_state(random.data, self.mesh.device)
+        else:
+            reseed(self.seed, content["step"])
+        return Loaded(content["step"], content["trainer"], same_layout)
+
+    def _unused(self, shards: list[ShardedTensor], saved: Metadata, prefix: str) -> str | None:
+        """A parameter of the checkpoint that no rank has, in words."""
+        names = parameter_names(saved, prefix)
+        ours = {shard.key.partition(".")[2] for shard in shards}
+        used = torch.tensor([name in ours for name in names], dtype=torch.uint8)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        left = [name for name, flag in zip(names, used.tolist(), strict=True) if not flag]
+        return f"this model has no {left[0]}" if left else None
+
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "layout": dataclasses.asdict(self.mesh.dims),
+            "device": self.mesh.device.type,
+        }
+
+    @property
+    def _random_key(self) -> str:
+        return f"random.rank_{self.mesh.rank:05d}"
+
+    def _random_shard(self, data: torch.Tensor | None = None) -> ShardedTensor:
+        packed = pack_random_state(self.mesh.device) if data is None else data
+        shape = tuple(packed.shape)
+        return ShardedTensor(self._random_key, packed, packed.dtype, shape, shape, (0,), None)
+
+    def _content(self, step: int, models: Models, trainer: dict[str, Any]) -> dict[str, Any]:
+        dtype = get_model_config(models[""].chunks[0]).params_dtype
+        return {
+            "step": step,
+            **self._layout(),
+            "versions": {
+                "mrl": __version__,
+                "torch": torch.__version__,
+                "megatron-core": importlib.metadata.version("megatron-core"),
+            },
+            "dtype": str(dtype).removeprefix("torch."),
+            **{
+                f"{prefix}model": {"path": str(model.path), "config": model.config}
+                for prefix, model in ((p, trained.weights.model) for p, trained in models.items())
+            },
+            "trainer": trainer,
+        }
+
+    def _find_damage(self, folder: Path) -> str | None:
+        """As `manifest.damage`; the ranks share the hashing and agree on the verdict."""
+        rank, world = self.mesh.rank, self.mesh.dims.world
+        try:
+            reason, refusal = manifest.damage(folder, rank=rank, world=world), None
+        except InputError as error:
+            reason, refusal = None, str(error)
+        if refusal := self._first(refusal):
+            raise InputError(refusal)
+        return self._first(reason)
+
+    def _first(self, reason: str | None) -> str | None:
+        """The reason of the lowest rank that has one, on every rank."""
+        reasons: list[str | None] = [None] * self.mesh.dims.world
+        dist.all_gather_object(reasons, reason)
+        return next((each for each in reasons if each is not None), None)
+
+    def _on_first_rank(self, partial: Path, work: Callable[[], None]) -> None:
+        """Raise RunFailed on every rank when the file work of the first one fails, in whatever way."""
+        reason = None
+        if self.mesh.rank == 0:
+            try:
+                work()
+            except Exception as error:  # torch.save on a full disk: RuntimeError
+                reason = describe(error)
+        if reason := self._first(reason):
+            raise _failed(partial, reason)
+
+
+def _failed(partial: Path, reason: str) -> RunFailed:
+    return RunFailed(f"checkpoint {partial}: {reason}; the one before it is untouched")
+
+
+def _other_model(saved: dict[str, Any] | None, model: TrainedModel) -> str | None:
+    """In what the saved model is not ours, in words."""
+    if saved is None:
+        return "it has no critic"
+    ours, config = model.weights.model, saved["config"]
+    if config["model_type"] != ours.architecture.model_type:  # its settings cannot be compared
+        return f"model_type {config['model_type']} there, {ours.architecture.model_type} here"
+    return ", ".join(ours.differences(dataclasses.replace(ours, config=config))) or None
+
+
+def _start_folder(partial: Path, common: dict[str, Any]) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    torch.save(common, partial / COMMON_FILE)

@@ -1,0 +1,63 @@
+"""Tensors under Hugging Face names into safetensors files of bounded size, one in memory at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_safetensors(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int
+) -> dict[str, str]:
+    """Write `model-00001-of-00003.safetensors` and so on, and the index; name -> file.
+
+    A file is closed before it would grow over `max_bytes`; a larger tensor gets one of its own. Takes
+    what a checkpoint gives (`parallel.checkpoint.hf_export`) or the buckets of a live `Policy.export`.
+    Raises ValueError when a name comes twice or none comes at all.
+    """
+    readable = folder.stat().st_mode & 0o666
+    groups: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    seen: set[str] = set()
+    size = total = 0
+
+    def flush() -> None:
+        groups.append(list(pending))
+        file = folder / _unfinished(len(groups))
+        save_file(pending, file, metadata={"format": "pt"})
+        file.chmod(readable)  # safetensors gives the owner alone the right to read
+        pending.clear()
+
+    for name, tensor in tensors:
+        if name in seen:
+            raise ValueError(f"{name} comes twice")
+        seen.add(name)
+        num_bytes = tensor.numel() * tensor.element_size()
+        if pending and size + num_bytes > max_bytes:
+            flush()
+            size = 0
+        pending[name] = tensor.detach().cpu().contiguous().clone()  # no view of a larger storage
+        size, total = size + num_bytes, total + num_bytes
+    if pending:
+        flush()
+    if not groups:
+        raise ValueError("there are no tensors to write")
+    where = {}
+    for number, names in enumerate(groups, start=1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        (folder / _unfinished(number)).rename(folder / file)
+        where |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return where
+
+
+def _unfinished(number: int) -> str:
+    """Until all are written nobody knows how many there are."""
+    return f"model-{number:05d}.safetensors.partial"

@@ -1,0 +1,73 @@
+"""A save that is being written: it gets its name as soon as every rank has written its share."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+from parallel.checkpoint import manifest
+from parallel.checkpoint.shard_writer import POLL_S, ShardWriter
+
+CONFIG_FILE = "metadata.json"
+COMMON_FILE = "common.pt"
+
+
+@dataclass
+class PendingSave:
+    """On rank 0 a thread gives it its name, or keeps what went wrong for the next collective."""
+
+    root: Path
+    step: int
+    keep: int
+    content: dict[str, Any]
+    """Of the manifest."""
+    writer: ShardWriter
+    is_published: bool = False
+    failure: str | None = None
+    """Why the thread could not give it its name."""
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _watcher: threading.Thread | None = None
+
+    def watch(self) -> None:
+        """On rank 0: publish in the background, so that a trainer that is killed in the middle of a
+        long step does not take along what was written before it."""
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def stop_watching(self) -> None:
+        """After this `is_published` and `failure` are final, or neither is set and the reports are
+        where they were."""
+        self._stop.set()
+        if self._watcher is not None:
+            self._watcher.join()
+            self._watcher = None
+
+    def publish(self) -> None:
+        """On rank 0, when the writer has the reports of all ranks."""
+        partial, files = self.writer.folder, self.writer.finish()
+        save_config(CheckpointingConfig("torch_dist"), str(partial))
+        for name in (COMMON_FILE, CONFIG_FILE, ".metadata"):
+            manifest.sync(partial / name)
+            files[name] = manifest.record(partial / name)
+        manifest.write_manifest(partial, self.content, files)
+        manifest.publish(self.root, self.step, self.keep)
+        self.is_published = True
+
+    def _watch(self) -> None:
+        while not self.writer.all_have_reported():
+            if self._stop.wait(POLL_S):
+                return
+        try:
+            self.writer.wait(0.0)
+            self.publish()
+        except Exception as error:  # nobody would see it here
+            self.failure = describe(error)
+
+
+def describe(error: Exception) -> str:
+    """In one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,241 @@
+"""Rectangles into files, at once or in a background process, in torch's and Megatron's own format.
+
+The files and `.metadata` are torch's (torch.distributed.checkpoint), the background process is
+Megatron's (AsyncRequest, AsyncCallsQueue), Megatron's `dist_checkpointing.load` reads the result.
+Megatron's own writer is not used: it hands its results over through a manager process that outlives a
+killed trainer.
+
+Every rank plans for itself, as its names and rectangles are the whole model's already; nothing is asked
+of other ranks before the writing. What each rank wrote comes to the first one with its report, which
+makes `.metadata` of all reports and checks that they fit together, in the background where the save is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.checkpointable import (
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
+)
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.default_planner import _validate_global_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mrl.errors import RunFailed
+from mrl.system.processes import die_with_parent
+from parallel.checkpoint.manifest import FileRecord, record
+
+POLL_S = 0.05
+Report = dict[str, Any]
+"""What a rank has written: `items` and `files`, or `error`."""
+
+
+class ShardWriter:
+    """One save: plan and copy, write (maybe elsewhere), collect, finish.
+
+    `request` and `collect` are collectives.
+    """
+
+    def __init__(self, folder: Path, rank: int, world: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        self.world = world
+        # No copying ahead: that would use a CUDA stream, which a forked process cannot.
+        self._writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
+        self._reports: list[Report] | None = None
+
+    def request(self, shards: list[ShardedTensor], *, copy: bool) -> AsyncRequest:
+        """Plan what this rank writes, and give back the writing as something to run or to start.
+
+        `copy`: to memory that later training steps do not touch.
+        """
+        written = [shard for shard in shards if is_main_replica(shard.replica_id)]
+        if copy:
+            written = [replace(s, data=s.data.to("cpu", copy=True)) for s in written]  # pyright: ignore[reportOptionalMemberAccess]
+        by_key: dict[str, list[Any]] = defaultdict(list)
+        for shard in written:
+            by_key[shard.key].append(CheckpointableShardedTensor.from_sh_ten(shard))
+        state = {key: LocalShardsContainer(group) for key, group in by_key.items()}
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(state, is_coordinator=self.rank == 0)
+        self._writer.set_up_storage_writer(self.rank == 0)
+        local = planner.create_local_plan()
+        plan = planner.finish_plan(replace(local, storage_data=_StoragePrefix(f"__{self.rank}_")))
+        arguments = (self._writer, planner, plan, self._report_file(self.rank), os.getpid())
+        return AsyncRequest(_write, arguments, [])
+
+    def collect(self) -> None:
+        """After the writing: raise RunFailed on every rank when one has not written its share. The
+        reports come to rank 0 alone."""
+        ours = self._read_report(self.rank)
+        ours = ours or {"error": "the process that writes ended without a report"}
+        errors: list[Any] = [None] * self.world
+        dist.all_gather_object(errors, {k: v for k, v in ours.items() if k == "error"})
+        self._accept(errors)
+        reports: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(ours, reports)
+        self._accept(reports or [ours])
+
+    def wait(self, timeout_s: float) -> None:
+        """`collect` for when ranks may be gone: rank 0 reads the reports of all, the others their own.
+
+        Raises RunFailed when a rank has not written its share, or not within `timeout_s`.
+        """
+        if self._reports is not None:
+            return
+        ranks = range(self.world) if self.rank == 0 else (self.rank,)
+        deadline = time.monotonic() + timeout_s
+        while missing := self._without_report(ranks):
+            if not self.folder.exists():  # rank 0 has given it its name
+                return
+            if time.monotonic() > deadline:
+                raise RunFailed(f"rank {missing[0]} has not written its share in {timeout_s:g} s")
+            time.sleep(POLL_S)
+        self._accept([self._read_report(rank) or {} for rank in ranks])
+
+    def all_have_reported(self) -> bool:
+        """On rank 0: whether `wait` would return, or raise, at once."""
+        return not self._without_report(range(self.world))
+
+    def _without_report(self, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if self._read_report(rank) is None]
+
+    def finish(self) -> dict[str, FileRecord]:
+        """On rank 0, after `collect` or `wait`: write `.metadata`; every file with size and digest.
+
+        Raises ValueError unless each element of each tensor was written exactly once.
+        """
+        assert self._reports is not None
+        metadata = joined_metadata([report["items"] for report in self._reports])
+        results = [[_result(item) for item in report["items"]] for report in self._reports]
+        self._writer.finish(metadata, results)
+        for rank in range(self.world):
+            self._report_file(rank).unlink(missing_ok=True)
+        return {n: FileRecord(*r) for report in self._reports for n, r in report["files"].items()}
+
+    def _accept(self, reports: list[Report]) -> None:
+        for rank, report in enumerate(reports):
+            if "error" in report:
+                raise RunFailed(f"checkpoint {self.folder}: rank {rank}: {report['error']}")
+        self._reports = reports
+
+    def _report_file(self, rank: int) -> Path:
+        return self.folder / f"written_{rank:05d}.json"
+
+    def _read_report(self, rank: int) -> Report | None:
+        try:
+            return json.loads(self._report_file(rank).read_text())
+        except (OSError, ValueError):
+            return None
+
+
+def check_coverage(metadata: Metadata) -> None:
+    """torch has checked that no rectangles overlap; here, that their volumes are those of the tensors.
+
+    Raises ValueError.
+    """
+    for key, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)
+        volume = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+        if volume != math.prod(tensor.size):
+            raise ValueError(f"{volume} of {math.prod(tensor.size)} elements of {key} are written")
+
+
+def _write(
+    writer: FileSystemWriter, planner: DefaultSavePlanner, plan: SavePlan, report: Path, parent: int
+) -> None:
+    """Write this rank's file and digest it. What happened goes into `report`, never up the stack."""
+    try:
+        if os.getpid() != parent:
+            _settle_in_child(parent)
+        results = writer.write_data(plan, planner).wait()
+        names = sorted({result.storage_data.relative_path for result in results})
+        files = {name: tuple(record(report.parent / name)) for name in names}
+        by_index = {result.index: result for result in results}
+        items = [_item(by_index[item.index], item) for item in plan.items]
+        content: Report = {"items": items, "files": files}
+    except Exception as error:
+        content = {"error": f"{type(error).__name__}: {error}"}
+    partial = report.with_suffix(".partial")
+    try:
+        partial.write_text(json.dumps(content))
+        partial.replace(report)  # at once: another process may be waiting for it
+    except OSError:
+        partial.unlink(missing_ok=True)  # a missing report says as much
+
+
+def _settle_in_child(parent: int) -> None:
+    """A killed trainer leaves nobody behind who writes where the next one does."""
+    torch.set_num_threads(1)  # the parent's OpenMP threads did not come along
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; this is to be finished
+    die_with_parent(parent)
+
+
+Item = list[Any]
+"""A rectangle that was written: name, offset, bytes, file, place in it (offset and length), its shape,
+the tensor's shape, the dtype."""
+
+
+def _item(result: WriteResult, planned: WriteItem) -> Item:
+    place: _StorageInfo = result.storage_data
+    tensor = planned.tensor_data
+    assert tensor is not None
+    return [
+        result.index.fqn, list(tensor.chunk.offsets), result.size_in_bytes,
+        place.relative_path, place.offset, place.length,
+        list(tensor.chunk.sizes), list(tensor.size), str(tensor.properties.dtype),
+    ]  # fmt: skip
+
+
+def _result(item: Item) -> WriteResult:
+    name, offset, size, file, start, length, *_ = item
+    return WriteResult(MetadataIndex(name, offset), size, _StorageInfo(file, start, length))
+
+
+def joined_metadata(items_by_rank: Sequence[Sequence[Item]]) -> Metadata:
+    """What `.metadata` says of the tensors, as torch's planner would have made it of all ranks' plans.
+
+    Raises ValueError where the shares do not fit together: shapes or dtypes differ, rectangles overlap,
+    reach beyond their tensor, or leave some of it out.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    for name, offset, _, _, _, _, sizes, whole, dtype in chain.from_iterable(items_by_rank):
+        size = torch.Size(whole)
+        properties = TensorProperties(getattr(torch, dtype.removeprefix("torch.")))
+        tensor = tensors.setdefault(name, TensorStorageMetadata(properties, size, []))
+        if tensor.size != size or tensor.properties.dtype != properties.dtype:
+            raise ValueError(
+                f"the ranks' shares do not fit together: {name} is {tensor.properties.dtype} "
+                f"{list(tensor.size)} on one rank and {dtype} {whole} on another"
+            )
+        tensor.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
+    metadata = Metadata({**tensors})
+    if errors := _validate_global_plan([], metadata):
+        raise ValueError(f"the ranks' shares do not fit together: {errors[0]}")
+    check_coverage(metadata)
+    return metadata

@@ -1,0 +1,125 @@
+"""A policy's weights and optimizer state as rectangles of whole tensors with names of their own.
+
+The key of a tensor is its kind (`model`, `main`, `exp_avg`, `exp_avg_sq`) and the Megatron name of the
+parameter in the whole model (`decoder.layers.7.mlp.experts.local_experts.5.linear_fc1.weight`), so that
+nothing on disk depends on the layout, the kind of optimizer or the implementation of the layers. A
+critic beside the policy has the same kinds with a prefix (`critic_model`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from parallel.checkpoint.shard_boxes import boxes, whole_shape
+from parallel.optimizer_state import OptimizerShard
+from parallel.weights import Entry, WeightMap
+
+Replica = tuple[int, ...]
+"""Which copy a rank holds; the one of zeros is written."""
+KeyOf = Callable[[str, str, torch.dtype], str]
+"""(kind, name, dtype of this rank's tensor) -> the key to read it from."""
+
+
+def own_key(prefix: str = "") -> KeyOf:
+    return lambda kind, name, dtype: f"{prefix}{kind}.{name}"
+
+
+def state_shards(
+    weights: WeightMap, state: Mapping[int, OptimizerShard], key_of: KeyOf | None = None
+) -> list[ShardedTensor]:
+    """Everything of this rank, with the optimizer's `state` from `optimizer_shards`; the data are
+    views: loading into them, and then `optimizer_state.write_back`, loads the policy.
+
+    A tied output layer is a further copy of the embedding.
+    """
+    both = [(e, 0) for e in weights.entries] + [(e, 1) for e in weights.tied_entries]
+    return [
+        shard
+        for entry, copy in both
+        for shard in _entry_shards(weights, entry, copy, state, key_of or own_key())
+    ]
+
+
+def _entry_shards(
+    weights: WeightMap, entry: Entry, copy: int, state: Mapping[int, OptimizerShard], key_of: KeyOf
+) -> Iterator[ShardedTensor]:
+    name = entry.rule.megatron.format(layer=entry.layer, expert=entry.expert)
+    parameter = entry.parameter
+    tensor_rank, data_rank = _copies(weights, entry)
+
+    def cut(kind: str, tensor: Tensor, start: int, replica: Replica) -> Iterator[ShardedTensor]:
+        key = key_of(kind, name, tensor.dtype)
+        shape, place = tuple(parameter.shape), weights.tp_place(entry)
+        yield from _rectangles(key, tensor, shape, entry.rule.split, place, start, replica)
+
+    yield from cut("model", parameter, 0, (copy, tensor_rank, data_rank))
+    if owned := state.get(id(parameter)):
+        replica = (copy, tensor_rank, 0 if owned.sharded else data_rank)
+        for kind, tensor in owned.tensors.items():
+            yield from cut(kind, tensor, owned.start, replica)
+
+
+def _rectangles(
+    key: str, tensor: Tensor, shape: tuple[int, ...], split: Any, place: tuple[int, int],
+    start: int, replica: Replica,
+) -> Iterator[ShardedTensor]:  # fmt: skip
+    flat = tensor.detach().view(-1)
+    whole = whole_shape(split, shape, place[1])
+    for box in boxes(split, shape, *place, start, start + flat.numel()):
+        data = flat.narrow(0, box.start - start, math.prod(box.shape)).view(box.shape)
+        # Without a regular grid Megatron leaves it to torch to check that all is covered once.
+        yield ShardedTensor(key, data, data.dtype, box.shape, whole, box.offset, None, replica)
+
+
+def _copies(weights: WeightMap, entry: Entry) -> tuple[int, int]:
+    """(copy over tensor-parallel ranks, copy over data- and context-parallel ranks)."""
+    state: Any = parallel_state
+    split = weights.tp_place(entry)[1] > 1
+    if entry.expert >= 0:
+        tensor = 0 if split else state.get_expert_tensor_parallel_rank()
+        return tensor, state.get_expert_data_parallel_rank()
+    tensor = 0 if split else state.get_tensor_model_parallel_rank()
+    return tensor, state.get_data_parallel_rank(with_context_parallel=True)
+
+
+def saved_key(saved: Metadata, prefix: str = "") -> KeyOf:
+    """Where to read from when the precision has changed between writing and reading.
+
+    fp32 weights come from the fp32 main parameters of a bf16 checkpoint, and main parameters from the
+    weights of an fp32 one.
+    """
+
+    def key(kind: str, name: str, dtype: torch.dtype) -> str:
+        has_main = f"{prefix}main.{name}" in saved.state_dict_metadata
+        if kind == "model" and dtype == torch.float32 and has_main:
+            kind = "main"
+        elif kind == "main" and not has_main:
+            kind = "model"
+        return f"{prefix}{kind}.{name}"
+
+    return key
+
+
+def parameter_names(saved: Metadata, prefix: str = "") -> list[str]:
+    """Of the whole model in a checkpoint, in order."""
+    kinds = (key.partition(".") for key in saved.state_dict_metadata)
+    return sorted(name for kind, _, name in kinds if kind == f"{prefix}model")
+
+
+def misfit(shards: list[ShardedTensor], saved: Metadata) -> str | None:
+    """What keeps these tensors from being read from a checkpoint, in words."""
+    for shard in shards:
+        found = saved.state_dict_metadata.get(shard.key)
+        if not isinstance(found, TensorStorageMetadata):
+            return f"it has no tensor {shard.key}"
+        if tuple(found.size) != tuple(shard.global_shape):
+            return f"{shard.key} is {tuple(found.size)} there, {tuple(shard.global_shape)} here"
+    return None

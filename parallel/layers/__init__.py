@@ -1,0 +1,1 @@
+"""Layers that mrl puts into Megatron's models: attention, experts, dispatch, head, balancing."""

@@ -1,0 +1,339 @@
+"""Packed attention without TransformerEngine: causal within each sequence of a thd batch.
+
+A drop-in `core_attention` for Megatron's layer spec, for CPUs and GPUs. The sequences of a
+micro-batch are sorted into buckets whose lengths differ by less than 2x, and each bucket is one call
+of `scaled_dot_product_attention`: a few large calls in place of one a sequence, and at most 2x
+padding. Right padding needs no mask, because causal queries never look at later keys.
+
+Under context parallelism, keys and values are gathered over the ranks; the queries of a rank are two
+blocks of each sequence (`parallel.context`), and a mask says which keys come before them.
+
+Dimensions: N packed tokens, n of them on this rank (n = N without context parallelism), b blocks of a
+bucket, s its longest block, k its most keys, h heads, g query groups, d and e head sizes of keys and
+values (the same but in latent attention).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+
+from parallel.context import Block, ContextSlice
+from parallel.layers.rotary import Rotation
+
+
+@dataclass
+class Bucket:
+    """Blocks of like length, next to each other in the layout, and their keys among all."""
+
+    shape: tuple[int, int]
+    """(b, s)."""
+    keys: Tensor | None
+    """i64[b, k]: index into the gathered keys; None for whole sequences, whose keys are their own."""
+    mask: Tensor | None
+    """bool[b, 1, s, k]: true where a query sees a key; None for plain causal blocks."""
+
+
+@dataclass
+class Layout:
+    """The padded blocks of all buckets laid end to end: P positions of n tokens, n <= P < 2 n."""
+
+    source: Tensor
+    """i64[P]: the local index of each position; padding repeats the block's last token."""
+    places: Tensor
+    """i64[n]: the position of each token."""
+    is_identity: bool
+    """Nothing is padded and nothing is moved."""
+
+    def lay_out(self, x: Tensor) -> Tensor:
+        """[n, h, d] -> [P, h, d]."""
+        return x if self.is_identity else _LayOut.apply(x, self.source, self.places)
+
+    def take_back(self, x: Tensor) -> Tensor:
+        """[P, h, d] -> [n, h, d]."""
+        return x if self.is_identity else _TakeBack.apply(x, self.places)
+
+
+class _LayOut(torch.autograd.Function):
+    """Padding is seen by no token's output: its gradient is zero, and each token has one position."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None
+
+
+class _TakeBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_positions = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        (places,) = ctx.saved_tensors
+        zeros = grad.new_zeros(ctx.num_positions, *grad.shape[1:])
+        return zeros.index_copy_(0, places, grad), None
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's thd parameters plus what is computed once per micro-batch for all layers."""
+
+    buckets: list[Bucket] = field(default_factory=list)
+    layout: Layout | None = None
+    context: ContextSlice | None = None
+    positions: Tensor | None = None
+    """i64[n]: the place of each of this rank's tokens in its sequence."""
+    rotation: Rotation | None = None
+    """Rotation of queries and keys in PackedAttention; the first layer (RotaryAttention) sets it."""
+    latent_rotation: Rotation | None = None
+    """Rotation of the rotary parts in latent attention; its first layer sets it."""
+
+
+def packed_sequences(
+    cu_seqlens: Tensor, context: ContextSlice, device: torch.device
+) -> PackedSequences:
+    """`cu_seqlens` i32[B+1] on the CPU -> parameters for one micro-batch on `device`."""
+    by_size: dict[tuple[int, int], list[Block]] = {}
+    for block in context.blocks:
+        size = (block.num_tokens - 1).bit_length()
+        by_size.setdefault((size, block.offset // block.num_tokens), []).append(block)
+    longest = int(cu_seqlens.diff().max())
+    bounds = cu_seqlens.to(device)
+    ordered = [by_size[key] for key in sorted(by_size)]
+    positions = [torch.arange(b.offset, b.offset + b.num_tokens) for b in context.blocks]
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        cp_group=context.group,
+        buckets=[_bucket(blocks, context.places, device) for blocks in ordered],
+        layout=_layout(ordered, device),
+        context=context,
+        positions=torch.cat(positions).to(device),
+    )
+
+
+def _columns(blocks: list[Block]) -> tuple[Tensor, Tensor, Tensor]:
+    """i64[b, 1]: first local token, length and offset of each block."""
+    rows = [(block.local_start, block.num_tokens, block.offset) for block in blocks]
+    start, length, offset = torch.tensor(rows).unsqueeze(2).unbind(1)
+    return start, length, offset
+
+
+def _layout(buckets: list[list[Block]], device: torch.device) -> Layout:
+    """All buckets, in the order in which `PackedAttention` asks for them."""
+    sources, real = [], []
+    for blocks in buckets:
+        start, length, _ = _columns(blocks)
+        step = torch.arange(int(length.max())).unsqueeze(0)
+        sources.append((start + torch.minimum(step, length - 1)).flatten())
+        real.append((step < length).flatten())
+    source = torch.cat(sources)
+    (positions,) = torch.cat(real).nonzero(as_tuple=True)
+    places = torch.empty_like(positions).scatter_(0, source[positions], positions)
+    is_identity = torch.equal(source, torch.arange(len(places)))
+    return Layout(source.to(device), places.to(device), is_identity)
+
+
+def _bucket(blocks: list[Block], places: Tensor | None, device: torch.device) -> Bucket:
+    _, length, offset = _columns(blocks)
+    shape = len(blocks), int(length.max())
+    if places is None:  # whole sequences
+        return Bucket(shape, None, None)
+    step = torch.arange(shape[1]).unsqueeze(0)
+    key_step = torch.arange(int((offset + length).max())).unsqueeze(0)
+    first = torch.tensor([[block.sequence_start] for block in blocks])
+    keys = first + key_step.minimum(offset + length - 1)
+    mask = None
+    if bool(offset.any()):
+        mask = key_step.unsqueeze(1) <= (offset + step).unsqueeze(2)
+        mask = mask.unsqueeze(1).to(device)
+    return Bucket(shape, places[keys.to(device)], mask)
+
+
+class RotaryAttention(SelfAttention):
+    """Megatron's self-attention, whose queries and keys PackedAttention turns."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        *args: Any,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`rotary_pos_emb` f32[S, 1, 1, d]: Megatron's angles by position."""
+        packed = packed_seq_params
+        if packed is None or packed.positions is None:
+            raise ValueError("RotaryAttention takes packed batches with positions, got none")
+        if packed.rotation is None and rotary_pos_emb is not None:
+            packed.rotation = Rotation.at(rotary_pos_emb, packed.positions)
+        return super().forward(
+            hidden_states, attention_mask, *args, packed_seq_params=packed, **kwargs
+        )
+
+
+class PackedAttention(torch.nn.Module):
+    """`core_attention` of a Megatron layer.
+
+    Query [n, h, d], key [n, g, d], value [n, g, e] -> [n, h*e]; `softmax_scale` or 1 / sqrt(d).
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if attention_dropout or config.attention_dropout:
+            raise ValueError("PackedAttention has no dropout: set attention_dropout to 0")
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        packed = packed_seq_params
+        if packed is None or packed.context is None or query.dim() != 3:
+            raise ValueError(
+                f"{type(self).__name__} takes packed [n, h, d] batches, got query "
+                f"{tuple(query.shape)}"
+            )
+        if packed.rotation is not None:
+            query, key = packed.rotation.turn(query), packed.rotation.turn(key)
+        return self.attend(query, key, value, packed).flatten(1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        """Query [n, h, d], key [n, g, d], value [n, g, e], turned -> [n, h, e]."""
+        if takes_varlen(query, value, packed):
+            return varlen_attention(query, key, value, packed, self.softmax_scale)
+        return self._in_buckets(query, key, value, packed)
+
+    def _in_buckets(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
+    ) -> Tensor:
+        layout, context = packed.layout, packed.context
+        assert layout is not None
+        assert context is not None
+        ready = layout.lay_out if context.places is None else context.gather_shared
+        laid, key, value = layout.lay_out(query), ready(key), ready(value)
+        outputs, start = [], 0
+        for bucket in packed.buckets:
+            rows = slice(start, start + math.prod(bucket.shape))
+
+            def block(x: Tensor, rows: slice = rows, shape: tuple = bucket.shape) -> Tensor:
+                return x[rows].unflatten(0, shape)
+
+            found = (x[bucket.keys] if bucket.keys is not None else block(x) for x in (key, value))
+            q, k, v = (x.transpose(1, 2) for x in (block(laid), *found))
+            if q.shape[1] != k.shape[1] and not takes_grouped_heads(q, bucket.mask):
+                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            attended = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=bucket.mask,
+                is_causal=bucket.mask is None,
+                scale=self.softmax_scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
+            start = rows.stop
+        return layout.take_back(torch.cat(outputs) if len(outputs) > 1 else outputs[0])
+
+
+def takes_grouped_heads(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether `scaled_dot_product_attention` may be given fewer key heads than query heads.
+
+    On GPUs only FlashAttention and the math kernel take that (its docstring in torch 2.13). The math
+    kernel holds all scores [b, h, s, k], and FlashAttention takes no mask and no fp32.
+    """
+    return not query.is_cuda or (mask is None and query.dtype != torch.float32)
+
+
+VARLEN_MAX_HEAD_SIZE = 256
+"""FlashAttention's largest (`mha_varlen_fwd` in torch's aten/src/ATen/native/transformers/cuda)."""
+
+
+def takes_varlen(query: Tensor, value: Tensor, packed: PackedSequences) -> bool:
+    """Whether torch's FlashAttention for packed sequences takes this: half precision on a GPU, whole
+    sequences, one head size for keys and values, a multiple of 8."""
+    context, size = packed.context, query.shape[2]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and context is not None
+        and context.places is None
+        and size == value.shape[2]
+        and size % 8 == 0
+        and size <= VARLEN_MAX_HEAD_SIZE
+        and VARLEN is not None
+    )
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None
+) -> Tensor:
+    """One launch for all sequences, without padding: [n, h, d], [n, g, d], [n, g, d] -> [n, h, d].
+
+    Its backward adds up the gradient of the queries in no fixed order unless
+    `torch.use_deterministic_algorithms` is on, like every FlashAttention.
+    """
+    assert VARLEN is not None
+    bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    return VARLEN(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1, 0),  # all keys up to the query's own place
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _find_varlen() -> Any:
+    """torch's `varlen_attn`, read in torch 2.13; None where this torch has none, or one that lacks an
+    argument that is needed here: the buckets serve then."""
+    try:
+        function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:
+        return None
+    wanted = {"scale", "window_size", "enable_gqa"}
+    return function if wanted <= set(inspect.signature(function).parameters) else None
+
+
+VARLEN = _find_varlen()

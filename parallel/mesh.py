@@ -1,0 +1,131 @@
+"""Process groups: made once, passed on as a value."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from parallel import prepare
+from parallel.dims import ParallelDims
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's groups and its place in them."""
+
+    dims: ParallelDims
+    rank: int
+    device: torch.device
+    tp: ProcessGroup
+    pp: ProcessGroup
+    dp: ProcessGroup
+    """Replicas that see other samples; context-parallel ranks see the same."""
+    cp: ProcessGroup
+    ep: ProcessGroup
+    etp: ProcessGroup
+
+    @property
+    def tp_rank(self) -> int:
+        return self.tp.rank()
+
+    @property
+    def pp_rank(self) -> int:
+        return self.pp.rank()
+
+    @property
+    def dp_rank(self) -> int:
+        return self.dp.rank()
+
+    @property
+    def ep_rank(self) -> int:
+        return self.ep.rank()
+
+    @property
+    def cp_rank(self) -> int:
+        return self.cp.rank()
+
+    @property
+    def etp_rank(self) -> int:
+        return self.etp.rank()
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.dims.pp - 1
+
+    @property
+    def reports_loss(self) -> bool:
+        """One rank of each data-parallel replica holds the losses: no number is counted twice."""
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+
+def world_size() -> int:
+    """Ranks of this start: torchrun's, or 1."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_device() -> torch.device:
+    """This rank's device: its own GPU, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
+    """Join the other ranks (torchrun's rendezvous, or alone), make Megatron's groups, seed.
+
+    `timeout_s`: a rank that waits longer than this for the others in a collective gives up.
+    """
+    prepare()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    device = local_device()
+    if not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(
+        dims.tp,
+        dims.pp,
+        virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
+        context_parallel_size=dims.cp,
+        expert_model_parallel_size=dims.ep,
+        expert_tensor_parallel_size=dims.etp,
+    )
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    state: Any = parallel_state  # its getters say "or None", and these groups were just made
+    model_parallel_cuda_manual_seed(seed, inference_rng_tracker=device.type == "cpu")
+    return Mesh(
+        dims=dims,
+        rank=dist.get_rank(),
+        device=device,
+        tp=state.get_tensor_model_parallel_group(),
+        pp=state.get_pipeline_model_parallel_group(),
+        dp=state.get_data_parallel_group(),
+        cp=state.get_context_parallel_group(),
+        ep=state.get_expert_model_parallel_group(),
+        etp=state.get_expert_tensor_parallel_group(),
+    )
+
+
+def destroy_mesh() -> None:
+    """Leave the world; safe to call when it was never joined."""
+    if dist.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,169 @@
+"""`megatron:` of a recipe: Megatron's options by their own names, read against its dataclasses.
+
+A name that is a field of several of them goes to all of these. Values are YAML: a dtype is its torch
+name ("bfloat16"), a member of an enum its name ("flash").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import importlib.metadata
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, Union
+
+import torch
+
+from mrl.errors import InputError
+from parallel.options.fields import ALLOWED, OWNED, REASONS
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatronOptions:
+    """Arguments for Megatron's dataclasses, beside those that mrl gives."""
+
+    transformer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of TransformerConfig or MLATransformerConfig."""
+    ddp: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of DistributedDataParallelConfig."""
+    optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of OptimizerConfig."""
+
+    @property
+    def recomputes_routers(self) -> bool:
+        """Selective recompute runs the routers a second time in the backward pass."""
+        return self.transformer.get("recompute_granularity") == "selective" and "moe" in (
+            self.transformer.get("recompute_modules") or ()
+        )
+
+
+Part = Literal["transformer", "ddp", "optimizer"]
+Fields = Mapping[str, Mapping[Part, Any]]
+"""By name, the parts that have such a field, with its type."""
+
+
+def read_options(given: Mapping[str, Any]) -> MegatronOptions:
+    """Check each key by itself and sort it to its dataclass. Imports Megatron where anything is given.
+
+    Raises InputError, one line: a name that the installed version does not have (with the nearest one
+    that it has), one that another key of the recipe sets, one that mrl refuses, a value of another
+    type.
+    """
+    if not given:
+        return MegatronOptions()
+    fields = installed_fields()
+    parts: dict[Part, dict[str, Any]] = {"transformer": {}, "ddp": {}, "optimizer": {}}
+    for name, value in given.items():
+        _check_name(name, fields)
+        for part, kind in fields[name].items():
+            parts[part][name] = _parse(name, value, kind)
+    return MegatronOptions(**parts)
+
+
+@cache
+def installed_fields() -> Fields:
+    """Fields of the installed version's dataclasses; MLATransformerConfig has those of its base."""
+    from parallel import prepare
+
+    prepare()
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    classes: dict[Part, type] = {
+        "transformer": MLATransformerConfig,
+        "ddp": DistributedDataParallelConfig,
+        "optimizer": OptimizerConfig,
+    }
+    found: dict[str, dict[Part, Any]] = {}
+    for part, owner in classes.items():
+        hints = typing.get_type_hints(owner)
+        for field in dataclasses.fields(owner):
+            found.setdefault(field.name, {})[part] = hints[field.name]
+    return found
+
+
+def _check_name(name: str, fields: Fields) -> None:
+    version = f"megatron-core {importlib.metadata.version('megatron-core')}"
+    if name not in fields:
+        near = difflib.get_close_matches(name, [*ALLOWED & fields.keys(), *fields], n=1)
+        more = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"megatron.{name}: {version} has no such option{more}")
+    if name in OWNED:
+        raise InputError(f"megatron.{name}: mrl sets it itself; use {OWNED[name]}")
+    if name in REASONS:
+        raise InputError(f"megatron.{name}: mrl refuses it ({REASONS[name]}); leave it out")
+    if name not in ALLOWED:
+        raise InputError(
+            f"megatron.{name}: {version} has it, but mrl was not read beside it and cannot say that "
+            "replay, packing and checkpoints survive it; leave it out"
+        )
+
+
+class _WrongType(Exception):
+    pass
+
+
+def _parse(name: str, value: Any, kind: Any) -> Any:
+    try:
+        return _convert(value, kind)
+    except _WrongType:
+        raise InputError(f"megatron.{name}: got {value!r}, expected {_in_words(kind)}") from None
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        for option in arguments:
+            try:
+                return _convert(value, option)
+            except _WrongType:
+                continue
+        raise _WrongType
+    if origin is Literal:
+        if not any(value == option and type(value) is type(option) for option in arguments):
+            raise _WrongType
+        return value
+    if origin in (list, tuple) or kind in (list, tuple):
+        if not isinstance(value, list):
+            raise _WrongType
+        items = [_convert(item, arguments[0]) for item in value] if arguments else value
+        return tuple(items) if (origin or kind) is tuple else items
+    if kind is torch.dtype:
+        found = getattr(torch, value, None) if isinstance(value, str) else None
+        if not isinstance(found, torch.dtype):
+            raise _WrongType
+        return found
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        if value not in kind.__members__:
+            raise _WrongType
+        return kind[value]
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    # `bool` is an `int` to Python, and to no one who writes a recipe.
+    if not isinstance(kind, type) or type(value) is not kind:
+        raise _WrongType
+    return value
+
+
+def _in_words(kind: Any) -> str:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_in_words(option) for option in arguments)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if origin in (list, tuple) or kind in (list, tuple):
+        return f"a list of {_in_words(arguments[0])}" if arguments else "a list"
+    if kind is torch.dtype:
+        return "the torch name of a dtype, such as bfloat16"
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return "one of " + ", ".join(kind.__members__)
+    words = {
+        bool: "true or false", int: "an integer", float: "a number", str: "text",
+        type(None): "null",
+    }  # fmt: skip
+    return words.get(kind, f"Megatron's type {kind}")

@@ -1,0 +1,139 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mrl.config import (
+    EvalConfig,
+    EvalSetConfig,
+    Recipe,
+    RolloutConfig,
+    dump_recipe,
+    load_recipe,
+)
+from mrl.errors import InputError
+
+RECIPES = sorted((Path(__file__).parents[2] / "launch/recipes").rglob("*.yaml"))
+TOY = Path(__file__).parents[2] / "launch/recipes/toy_moe.yaml"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads_and_its_data_is_there(path):
+    recipe = load_recipe(path)
+    if not recipe.model.path.startswith("toy"):  # a published model: its user brings both
+        return
+    data = [recipe.data.path, *([recipe.warm_start.path] if recipe.warm_start else [])]
+    assert all((TOY.parents[2] / file).is_file() for file in data)
+
+
+def test_the_toy_recipe_is_the_documented_run():
+    recipe = load_recipe(TOY)
+    assert (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt) == (16, 8)
+    assert recipe.rollout.min_response_len == recipe.rollout.max_response_len == 32
+    assert (recipe.algorithm.name, recipe.moe.routing_replay) == ("gspo", "r3")
+    assert recipe.optimizer.lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("rollout.max_respones_len=3", "did you mean 'rollout.max_response_len'?"),
+        ("modle.path=x", "unknown key 'modle'; did you mean 'model'?"),
+        ("max_response_len=3", "did you mean 'rollout.max_response_len'?"),
+        ("lr=1", "unknown key 'lr'; did you mean 'optimizer.lr'?"),
+        ("warm_start.num_step=1", "did you mean 'warm_start.num_steps'?"),
+        ("eval.sets=[{nam: a, path: b}]", "'eval.sets.0.nam'; did you mean 'eval.sets.name'?"),
+        ("zzzzqq=1", "unknown key 'zzzzqq'"),
+        ("optimizer.lr=abc", "optimizer.lr: Input should be a valid number"),
+        ("optimizer.lr=-1", "optimizer.lr: Input should be greater than 0, got -1"),
+        ("optimizer.lr=.nan", "optimizer.lr: Input should be a finite number, got nan"),
+        ("optimizer.lr=.inf", "optimizer.lr: Input should be a finite number, got inf"),
+        ("moe.routing_replay=r4", "'off', 'r2' or 'r3', got 'r4'"),
+        ("train.num_steps=2.5", "train.num_steps: Input should be a valid integer"),
+        ("algorithm.name=3", "algorithm.name: Input should be a valid string, got 3"),
+        ("optimizer=3", "optimizer: Input should be a valid dictionary"),
+        ("reward.x=3", "reward is a value, not a branch"),
+        ("noequals", "expected key=value"),
+        ("=3", "expected key=value"),
+        ("seed=[", "'[' is not a YAML value"),
+    ],
+)
+def test_a_wrong_override_is_named(override, reason):
+    with pytest.raises(InputError) as caught:
+        load_recipe(TOY, [override])
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_overrides_apply_in_order_and_make_branches():
+    recipe = load_recipe(
+        TOY,
+        ["optimizer.lr=1e-6", "seed=1", "seed=2", "checkpoint.save_every=5", "reward=a=b.py:f"],
+    )
+    assert recipe.optimizer.lr == 1e-6  # YAML 1.1 reads this as a string
+    assert (recipe.seed, recipe.checkpoint.save_every, recipe.reward) == (2, 5, "a=b.py:f")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_dump_spells_out_everything_and_loads_again(tmp_path, path):
+    recipe = load_recipe(path, ["seed=7"])
+    dump_recipe(recipe, tmp_path / "config.yaml")
+    assert load_recipe(tmp_path / "config.yaml") == recipe
+    dumped = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert set(dumped) == set(Recipe.model_fields)
+    assert dumped["optimizer"]["adam_beta2"] == 0.999
+
+
+def test_unreadable_recipes(tmp_path):
+    with pytest.raises(InputError, match=r"gone\.yaml: No such file"):
+        load_recipe(tmp_path / "gone.yaml")
+    file = tmp_path / "recipe.yaml"
+    for content, reason in (
+        (b"a: [", "not valid YAML"),
+        (b"\xff\xfe\xff", "not valid YAML"),
+        (b"- 1\n", "expected a mapping of keys, got list"),
+        (b"", "expected a mapping of keys, got NoneType"),
+        (b"seed: 1\n", "model: required, and not given"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=reason):
+            load_recipe(file)
+
+
+def test_the_tree_is_frozen_and_every_key_explains_itself_or_is_a_branch():
+    recipe = load_recipe(TOY)
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.seed = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_bare_off_turns_replay_off(tmp_path):
+    """YAML 1.1 reads `off` as false."""
+    recipe = next(iter(sorted((Path(__file__).parents[2] / "launch/recipes").glob("*.yaml"))))
+    for value in ("off", '"off"'):
+        assert load_recipe(recipe, [f"moe.routing_replay={value}"]).moe.routing_replay == "off"
+
+
+def test_the_example_of_the_docs_is_a_valid_one():
+    text = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()
+    example = yaml.safe_load(text.partition("```yaml")[2].partition("```")[0])
+    config = EvalConfig.model_validate(example["eval"])
+    assert {key for each in config.sets for key in each.model_fields_set} == set(
+        EvalSetConfig.model_fields
+    )
+
+
+def test_weight_buckets_by_the_size_of_the_model():
+    rollout = RolloutConfig(max_response_len=8)
+    mb = 1 << 20
+    for model_bytes, expected in (
+        (mb, mb),
+        (200 * mb, 50 * mb),
+        (4096 * mb, 256 * mb),
+        (58_240 * mb, 910 * mb),  # 30B in bfloat16
+        (1_280_000 * mb, 2048 * mb),  # 671B
+    ):
+        assert rollout.weight_bucket_bytes(model_bytes) == expected
+    fixed = RolloutConfig(max_response_len=8, weight_bucket_mb=64)
+    assert fixed.weight_bucket_bytes(58_240 * mb) == 64 * mb
+    with pytest.raises(ValueError, match="weight_bucket_mb"):
+        RolloutConfig(max_response_len=8, weight_bucket_mb=0)

@@ -1,0 +1,281 @@
+"""The launch scripts and the build files, run for real with stand-ins for the cluster's programs."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SBATCH = ROOT / "launch/slurm/train.sbatch"
+TORCHRUN = ROOT / "launch/torchrun.sh"
+
+TORCHRUN_SHIM = f"""#!{sys.executable}
+# As torchrun does: the ranks are children in sessions of their own.
+import json, os, subprocess, sys
+with open(os.environ["SEEN"] + "/torchrun.json", "w") as file:
+    json.dump([sys.argv[1:], os.environ.get("OMP_NUM_THREADS")], file)
+rank = '''
+import os, signal, sys, time
+def stop(*_):
+    open(os.environ["SEEN"] + "/rank_saved", "w")
+    sys.exit(3)
+signal.signal(signal.SIGUSR1, stop)
+open(os.environ["SEEN"] + "/rank_started", "w")
+time.sleep(float(os.environ.get("RANK_SECONDS", "0")))
+sys.exit(int(os.environ.get("RANK_CODE", "0")))
+'''
+sys.exit(subprocess.call([sys.executable, "-c", rank], start_new_session=True))
+"""
+SRUN_SHIM = """#!/usr/bin/env bash
+printf '%s\\n' "$@" > "$SEEN/srun"
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+PYTHON_SHIM = """#!/bin/sh
+echo "$WORLD_SIZE $*" > "$SEEN/check"
+exit "${CHECK_CODE:-0}"
+"""
+SCONTROL_SHIM = """#!/usr/bin/env bash
+printf '%s\\n' "$*" >> "$SEEN/scontrol"
+if [[ $2 == hostnames ]]; then echo node7; sleep 0.1; echo node8; fi
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """(environment with the stand-ins first in PATH, folder of what they saw)."""
+    shims, seen = tmp_path / "shims", tmp_path / "seen"
+    shims.mkdir()
+    seen.mkdir()
+    for name, text in (
+        ("torchrun", TORCHRUN_SHIM),
+        ("srun", SRUN_SHIM),
+        ("scontrol", SCONTROL_SHIM),
+        ("python", PYTHON_SHIM),
+        ("nvidia-smi", "#!/bin/sh\ncat $SEEN/gpus 2> /dev/null\n"),
+        ("nproc", "#!/bin/sh\necho 26\n"),
+    ):
+        (shims / name).write_text(text)
+        (shims / name).chmod(0o755)
+    environ = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "NPROC")}
+    environ |= {
+        "PATH": f"{shims}:{os.environ['PATH']}",
+        "SEEN": str(seen),
+        "SLURM_JOB_ID": "42",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_RESTART_COUNT": "1",
+    }
+    return environ, seen
+
+
+def torchrun_saw(seen):
+    return json.loads((seen / "torchrun.json").read_text())
+
+
+def test_torchrun_forwards_recipe_and_overrides(cluster):
+    environ, seen = cluster
+    command = [TORCHRUN, "r.yaml", "reward=my file.py:f", "seed=3"]
+    subprocess.run(command, env=environ, check=True)
+    words, threads = torchrun_saw(seen)
+    tail = ["-m", "mrl", "train", "r.yaml", "reward=my file.py:f", "seed=3"]
+    assert words == ["--standalone", "--nproc-per-node", "1", *tail]
+    assert threads == "1"
+
+
+def test_torchrun_counts_gpus_unless_told(cluster):
+    environ, seen = cluster
+    (seen / "gpus").write_text("GPU 0\nGPU 1\nGPU 2\n")
+    subprocess.run([TORCHRUN, "r.yaml"], env=environ, check=True)
+    words, threads = torchrun_saw(seen)
+    assert (words[2], threads) == ("3", "8")  # 26 cores
+    for variables, expected in (
+        ({"NPROC": "2"}, ("2", "13")),
+        ({"NPROC": "40"}, ("40", "1")),
+        ({"OMP_NUM_THREADS": "5"}, ("3", "5")),
+    ):
+        subprocess.run([TORCHRUN, "r.yaml"], env=environ | variables, check=True)
+        words, threads = torchrun_saw(seen)
+        assert (words[2], threads) == expected
+
+
+def test_torchrun_checks_once_before_it_starts_ranks(cluster):
+    environ, seen = cluster
+    environ |= {"NPROC": "2", "CHECK_CODE": "2"}
+    run = subprocess.run([TORCHRUN, "r.yaml", "seed=3"], env=environ, check=False)
+    assert run.returncode == 2
+    assert (seen / "check").read_text() == "2 -m mrl check r.yaml seed=3\n"
+    assert not (seen / "torchrun.json").exists()
+    subprocess.run([TORCHRUN, "r.yaml"], env=environ | {"IGNORE_MEMORY": "1"}, check=False)
+    assert (seen / "check").read_text() == "2 -m mrl check --ignore-memory r.yaml\n"
+
+
+@pytest.mark.parametrize("script", [TORCHRUN, SBATCH])
+def test_usage(script, cluster):
+    run = subprocess.run(
+        ["bash", script], env=cluster[0], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2
+    assert run.stderr.startswith("usage: ")
+
+
+def test_sbatch_forms_the_multi_node_command(cluster, tmp_path):
+    environ, seen = cluster
+    out = tmp_path / "run folder"
+    environ |= {"NPROC_PER_NODE": "4", "PORT": "1234"}
+    subprocess.run(["bash", SBATCH, "r.yaml", out, "seed=3"], env=environ, check=True)
+    assert torchrun_saw(seen)[0] == [
+        "--nnodes", "2", "--nproc-per-node", "4",
+        "--rdzv-id", "42_1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node7:1234",
+        "-m", "mrl", "train", "r.yaml", f"output_dir={out}", "seed=3",
+    ]  # fmt: skip
+    srun = (seen / "srun").read_text().splitlines()
+    assert f"--output={out}/logs/node_%t_42_1.log" in srun
+    assert "--kill-on-bad-exit=1" in srun
+    assert (out / "train.sbatch").read_bytes() == SBATCH.read_bytes()
+    assert "nodes node[7-8]" in (out / "logs/slurm_42.log").read_text()
+    assert "requeue" not in (seen / "scontrol").read_text()
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64"}, "8"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96", "NPROC_PER_NODE": "4"}, "24"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "4"}, "1"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64", "OMP_NUM_THREADS": "3"}, "3"),
+        ({"SLURM_CPUS_PER_TASK": "64"}, None),  # no GPUs: torchrun gives one
+    ],
+)
+def test_sbatch_shares_the_cores_out(variables, threads, cluster, tmp_path):
+    environ, seen = cluster
+    command = ["bash", SBATCH, "r.yaml", tmp_path / "out"]
+    subprocess.run(command, env=environ | variables, check=True)
+    assert torchrun_saw(seen)[1] == threads
+
+
+def test_sbatch_fails_as_the_job_does_without_requeue(cluster, tmp_path):
+    environ, seen = cluster
+    run = subprocess.run(
+        ["bash", SBATCH, "r.yaml", tmp_path / "out"], env=environ | {"RANK_CODE": "2"}, check=False
+    )
+    assert run.returncode == 2
+    assert "requeue" not in (seen / "scontrol").read_text()
+
+
+def test_usr1_reaches_the_ranks_and_the_job_requeues(cluster, tmp_path):
+    environ, seen = cluster
+    command = ["bash", str(SBATCH), "r.yaml", str(tmp_path / "out")]
+    with subprocess.Popen(command, env=environ | {"RANK_SECONDS": "60"}) as job:
+        deadline = time.monotonic() + 30
+        while not (seen / "rank_started").exists():
+            assert job.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=30) == 3
+    assert (seen / "rank_saved").exists()
+    assert (seen / "scontrol").read_text().splitlines()[-1] == "requeue 42"
+
+
+def test_sbatch_asks_for_the_signal_and_requeue():
+    text = SBATCH.read_text()
+    assert re.search(r"^#SBATCH --signal=B:USR1@\d+$", text, re.M)
+    assert re.search(r"^#SBATCH --requeue$", text, re.M)
+
+
+def test_make_refuses_an_old_python_in_one_line(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    old = tmp_path / "python3.8"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    run = subprocess.run(
+        ["make", "setup", f"PYTHON={old}"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 2
+    assert f"error: {old} is not Python >= 3.11; run: make PYTHON=python3.11 setup" in run.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_make_help_lists_every_target():
+    shown = subprocess.run(
+        ["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    listed = {line.split()[0] for line in shown.stdout.splitlines()}
+    assert listed >= {"setup", "demo", "test", "lint", "bench", "clean", "help"}
+
+
+def test_the_lock_is_exact_and_covers_the_project():
+    lines = (ROOT / "requirements/cpu.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", pin) for pin in pins)
+    names = [re.sub(r"[-_.]+", "-", pin.split("==")[0]).lower() for pin in pins]
+    assert len(set(names)) == len(names)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    needed = [*project["project"]["dependencies"], *extras["dev"], *extras["tasks"], "sglang",
+              *project["build-system"]["requires"]]  # fmt: skip
+    wanted = {re.split(r"[<>=\[ ]", need)[0].lower() for need in needed}
+    assert wanted <= set(names)
+
+
+def test_the_gpu_extra_names_only_what_the_index_has():
+    """NVIDIA's apex is not in it: what the package index calls apex is another project."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    names = {need.split("[")[0].split(">")[0] for need in (*extras["gpu"], *extras["te"])}
+    assert names == {"sglang", "transformer-engine"}
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "NOT_UNDER_TORCHRUN"])
+def test_a_rank_does_not_outlive_torchrun(variable, tmp_path):
+    """The rank waits for its recipe, a pipe; what started it is killed."""
+    recipe = tmp_path / "recipe.yaml"
+    os.mkfifo(recipe)
+    start = (
+        "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True);"
+        "time.sleep(60)"
+    )
+    command = [sys.executable, "-c", start, sys.executable, "-m", "mrl", "train", str(recipe)]
+    env = {**os.environ, variable: "1", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as launcher:
+        rank = int(launcher.stdout.readline())
+        pipe = os.open(recipe, os.O_WRONLY)  # waits for the rank, and then the rank for us
+        launcher.kill()
+    dies = variable == "TORCHELASTIC_RUN_ID"
+    deadline = time.monotonic() + (30 if dies else 0.5)
+    while is_alive(rank) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    survived = is_alive(rank)
+    os.close(pipe)
+    assert survived != dies
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", ["0", "abc", "-1"])
+def test_nproc_is_a_number_above_zero(number):
+    env = {**os.environ, "NPROC": number}
+    done = subprocess.run(
+        [TORCHRUN, "recipe"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"mrl: NPROC: got '{number}', expected a number of processes above 0"
+    ]

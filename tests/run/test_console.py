@@ -1,0 +1,111 @@
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from mrl.run import console
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202egnp\u2028[red]a\nb\tc\ud800"
+
+
+def capture(**options):
+    return Console(file=io.StringIO(), width=80, markup=False, highlight=False, **options)
+
+
+def text_of(terminal):
+    return terminal.file.getvalue()
+
+
+def test_escape_leaves_nothing_that_steers_a_terminal():
+    safe = console.escape(HOSTILE)
+    assert safe == ("\\x1b[2J\\x1b]0;owned\\x07\\x0d\\x9b31m\\u202egnp\\u2028[red]a\\nb\\tc\\ud800")
+    assert console.escape("é 漢字 🙂 [x]") == "é 漢字 🙂 [x]"
+
+
+METRICS = {
+    "step": 0,
+    "reward/mean": 0.25,
+    "response_len/mean": 32.0,
+    "loss/total": -1.5e-3,
+    "grad_norm": 0.75,
+    "mismatch/logprob_abs_max": 1.25e-5,
+    "routing/disagreement": 0.01,
+    "time/step_s": 1.5,
+}
+
+
+def test_logs_are_plain_and_escaped():
+    log = capture()
+    sample = {"prompt": HOSTILE, "completion": HOSTILE * 99, "reward": 0.5}
+    console.plan([("model", HOSTILE), ("ranks", "2")], console=log)
+    console.step_line(METRICS, num_steps=110, console=log)
+    console.warning(HOSTILE, console=log)
+    with console.progress("load the model", console=log):
+        pass
+    console.summary([0.1, 0.2], sample, sample, "runs/x", "mrl eval runs/x", console=log)
+    shown = text_of(log)
+    assert all(char == "\n" or char.isprintable() for char in shown)
+    for part in ("ranks", "1/110", "0.2500", "best sample, reward 0.5000", "runs/x", "[red]a\\nb"):
+        assert part in shown
+
+
+def test_a_terminal_gets_no_code_of_the_sample():
+    terminal = capture(force_terminal=True)
+    console.summary([0.5], {"completion": HOSTILE, "reward": 1}, {}, "r", "n", console=terminal)
+    assert "\x1b" in text_of(terminal)  # rich's own bold
+    for code in ("\x1b[2J", "\x1b]0", "\x9b", "\u202e", "\r"):
+        assert code not in text_of(terminal)
+
+
+def test_step_lines_align_and_say_what_is_off():
+    log = capture()
+    console.step_line(METRICS, num_steps=110, console=log)
+    off = {"step": 99, "reward/mean": math.nan, "response_len/mean": 1024.0}
+    console.step_line(off, num_steps=110, console=log)
+    head, first, second = text_of(log).splitlines()
+    assert len(head) == len(first) == len(second)
+    assert second.split() == ["100/110", "nan", "1024.0", "-", "-", "-", "-", "-"]
+
+
+def test_progress_without_a_terminal_is_two_lines_and_one_on_failure():
+    log = capture()
+    with console.progress("start", console=log):
+        pass
+    with pytest.raises(KeyError), console.progress("fail", console=log):
+        raise KeyError
+    first, second, third = text_of(log).splitlines()
+    assert (first, third) == ("start ...", "fail ...")
+    assert second.startswith("start: 0.")
+
+
+@pytest.mark.parametrize("unicode", [True, False])
+@pytest.mark.parametrize("width", [12, 40, 100])
+def test_curve_rises_and_fits(width, unicode):
+    lines = console.curve([i / 300 for i in range(300)], width=width, unicode=unicode)
+    assert len(lines) == console.PLOT_HEIGHT + 1
+    assert max(map(len, lines)) <= width
+    filled = [len(line.split("┤" if unicode else "|")[1].strip()) for line in lines[:-1]]
+    assert filled == sorted(filled)
+    assert all(ord(c) < 128 for line in lines for c in line) or unicode
+
+
+def test_curve_of_little():
+    assert console.curve([], width=40) == []
+    assert console.curve([math.nan, math.inf], width=40) == []
+    (bar,) = {line.split("┤")[1] for line in console.curve([0.5], width=40)[4:8]}
+    assert bar == "█"
+    flat = console.curve([2.0] * 5, width=40)
+    assert flat[7].endswith("┤█████")
+    gap = console.curve([1.0, math.nan, 2.0], width=40)
+    assert gap[7].split("┤")[1][1] == " "
+
+
+def test_an_ascii_terminal_gets_ascii():
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    log = Console(file=file, width=80, markup=False)
+    console.summary([0.1, 0.9], {"prompt": "漢", "reward": 1}, {}, "r", "n", console=log)
+    file.flush()
+    assert b"\\u6f22" in raw.getvalue()
+    assert b"#" in raw.getvalue()
