@@ -17,6 +17,7 @@ import yaml
 from mrl.cli import main
 from mrl.config import load_recipe
 from parallel.checkpoint.saved_tensors import SavedTensors
+from tests.docs.metric_keys import undocumented
 from tests.loop.conftest import RECORDED, REPOSITORY, TOY_RECIPE, Toy, environment
 from tests.loop.test_refusals import refused
 
@@ -78,6 +79,7 @@ def test_every_metric_is_there_every_step_and_true(recorded: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     for row in rows:
         missing = [key for key in KEYS.split() if not isinstance(row.get(key), (int, float))]
+        assert undocumented(row) == []  # in docs/metrics.md
         assert not missing
         assert row["mismatch/logprob_abs_max"] <= 1e-4
         assert row["mismatch/k3"] >= 0
