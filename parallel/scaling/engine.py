@@ -158,7 +158,8 @@ def engine_host_rows(
             if work.routing_replay == "r3"
             else 0,
             f"ids of {work.num_tokens // world} tokens x {shape.num_layers} layers x {shape.topk}",
-            "mrl.route_memory: a byte an id below 257 experts, until the trainer has read them",
+            "mrl.rollout.sglang.route_memory: a byte an id below 257 experts, until the trainer has "
+            "read them",
         ),
         Row(
             "engine: process",
