@@ -16,7 +16,7 @@ TEST = re.compile(r"`([\w/]+\.py)?::(\w+)(?:\[([^`]*)\])?`")
 DOTTED = re.compile(r"(?:mrl|moe|parallel|benchmarks)(?:\.\w+)+")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 METRIC = re.compile(r"[a-z_]+(?:/[\w@<>*]+)+")
-NOT_KEPT = ("mrl/_C*.so", "mrl._C", "benchmarks/results/gpu_check.json")
+NOT_KEPT = ("mrl/_C*.so", "mrl._C", "benchmarks/results/gpu_check.json", "mrl/learn/advantages.py")
 """What is built, or written on a GPU only, and not in a checkout."""
 
 
@@ -124,6 +124,14 @@ CHECKS = (
 def test_what_the_pages_name_is_there() -> None:
     problems = [problem for page in pages() for find in CHECKS for problem in find(page)]
     assert not problems, "\n".join(problems)
+
+
+def test_every_page_of_docs_says_first_what_its_reader_can_do() -> None:
+    for page in pages():
+        if page.path.parent.name == "docs":
+            title, first, *_ = page.text.split("\n\n")
+            assert title.startswith("# "), page.name
+            assert re.match(r"(After|With)\b[^.]*\byou can ", first), f"{page.name}: {first}"
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
