@@ -32,7 +32,7 @@ from benchmarks.scaling import read_model
 from benchmarks.shard_plan import plan_checkpoint
 from mrl.data.completions import completions
 from mrl.exchange.rollouts import RouteCargo, TokenCargo
-from mrl.exchange.transfers import TOKENS, Cargo, Parcel, Want, plan_transfers
+from mrl.exchange.transfers import TOKENS, Cargo, Selection, Transfer, compute_transfers
 from mrl.run.folder import RunFolder, rollout_lines
 from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.toy_model import build_tokenizer
@@ -189,44 +189,49 @@ def move(case: Case, shape: ModelShape, groups: list[SampleGroup]) -> dict[str, 
         at[leaders[sample.group_id % num_engines]].append(i)
     held_by = [at[rank] for rank in range(dims.world)]
 
-    def wants(layers: Callable[[int], tuple[int, ...]]) -> dict[int, Want]:
+    def needed(layers: Callable[[int], tuple[int, ...]]) -> dict[int, Selection]:
         dp = [rank // (dims.tp * dims.cp) % dims.dp for rank in range(dims.world)]
-        return {rank: Want(of_dp[dp[rank]], layers(rank)) for rank in range(dims.world)}
+        return {rank: Selection(of_dp[dp[rank]], layers(rank)) for rank in range(dims.world)}
 
     stage = dims.world // dims.pp
     kinds = {
-        "tokens": (TokenCargo(samples), wants(lambda rank: (TOKENS,))),
+        "tokens": (TokenCargo(samples), needed(lambda rank: (TOKENS,))),
         "routes": (
             RouteCargo({i: s.routing for i, s in enumerate(samples) if s.routing is not None}),
-            wants(lambda rank: by_stage[rank // stage]),
+            needed(lambda rank: by_stage[rank // stage]),
         ),
     }
     found: dict[str, Any] = {"batch_plan_s": batch_s}
     reader = dims.world - 1 - case.work.engine_tp // 2  # leads nothing
-    for kind, (cargo, wanted) in kinds.items():
-        leader_plan, plan_s = timed(lambda w=wanted: plan_transfers(0, w, held_by, nodes))
-        reader_plan, reader_s = timed(lambda w=wanted: plan_transfers(reader, w, held_by, nodes))
-        arriving = num_bytes(reader_plan.arriving, cargo)
+    for kind, (cargo, by_rank) in kinds.items():
+        leader, plan_s = timed(lambda n=by_rank: compute_transfers(0, n, held_by, nodes))
+        read, reader_s = timed(lambda n=by_rank: compute_transfers(reader, n, held_by, nodes))
+        arriving = num_bytes(read.arriving, cargo)
         found[kind] = {
             "plan_s": max(plan_s, reader_s),
-            "leader_sends": num_bytes(leader_plan.leaving, cargo),
-            "rank_receives": arriving + num_bytes(reader_plan.reading, cargo),
+            "leader_sends": num_bytes(leader.leaving, cargo),
+            "rank_receives": arriving + num_bytes(read.reading, cargo),
             "of_that_in_messages": arriving,
         }
     return found
 
 
-def num_bytes(parcels: list[Parcel], cargo: Cargo) -> int:
-    return sum(cargo.num_bytes(i, p.want.layers) for p in parcels for i in p.want.samples)
+def num_bytes(transfers: list[Transfer], cargo: Cargo) -> int:
+    return sum(
+        cargo.num_bytes(i, t.selection.layers) for t in transfers for i in t.selection.samples
+    )
 
 
 def route_seconds(case: Case, shape: ModelShape) -> dict[str, float]:
     """Of a leader's packing and a reader's unpacking, from SLICE samples."""
     layers = max(moe_layers_by_stage(shape, case.dims), key=len)
     traces = {i: make_trace(shape, case.work.sequence_len - 1) for i in range(SLICE)}
-    cargo, want = RouteCargo(traces), Want(tuple(range(SLICE)), tuple(n + 1 for n in layers))
-    wire, pack_s = timed(lambda: cargo.pack(want).flatten())
-    _, unpack_s = timed(lambda: cargo.unpack(want, wire))
+    cargo, selection = (
+        RouteCargo(traces),
+        Selection(tuple(range(SLICE)), tuple(n + 1 for n in layers)),
+    )
+    wire, pack_s = timed(lambda: cargo.pack(selection).flatten())
+    _, unpack_s = timed(lambda: cargo.unpack(selection, wire))
     num_own = case.work.num_sequences / (case.dims.world // case.work.engine_tp)
     share = len(shape.moe_layers) / len(layers)
     return {

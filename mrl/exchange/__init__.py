@@ -1,1 +1,1 @@
-"""Samples and their routes travel here from the ranks that roll out to the ranks that train."""
+"""This room moves samples and their routes from the ranks that roll out to the ranks that train."""

@@ -1,7 +1,7 @@
-"""Bytes from the ranks that have some to all ranks, or to one: no pickle, and no padding.
+"""This module shares bytes of some ranks with all ranks, or with one, without pickle and padding.
 
-A rank holds what it gets, the sum of what the others sent, and not the number of ranks times the
-largest of them, as `all_gather_object` does. Sizes travel first, as one number a rank.
+A rank needs memory for the sum of what the others send, and not for the number of ranks times the
+largest message, as `all_gather_object` does. Sizes travel first, as one number a rank.
 
 W ranks.
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 
 
 def share_bytes(data: bytes) -> list[bytes]:
-    """What every rank gave, by rank, on every rank: a broadcast from each rank that has any bytes.
+    """Return what every rank gave, by rank, on every rank.
 
-    A collective. Ranks without bytes send nothing but their size.
+    A collective: a broadcast from each rank that has any bytes. The others send only their size.
     """
     sizes = _sizes(len(data))
     rank = dist.get_rank()
@@ -33,7 +33,7 @@ def share_bytes(data: bytes) -> list[bytes]:
 
 
 def gather_bytes(data: bytes, reader: int = 0) -> list[bytes] | None:
-    """What every rank gave, by rank, on the rank `reader`; None on the others. A collective."""
+    """Return what every rank gave, by rank, on the rank `reader`; None on the others. A collective."""
     sizes = _sizes(len(data))
     rank = dist.get_rank()
     if rank != reader:
@@ -51,15 +51,17 @@ def gather_bytes(data: bytes, reader: int = 0) -> list[bytes] | None:
     ]
 
 
-def gather_lines(own: Mapping[int, bytes], num_parts: int) -> list[bytes] | None:
-    """On rank 0, all parts of a text by their numbers, 0 to `num_parts` - 1; None on the others.
+def gather_lines(local: Mapping[int, bytes], num_parts: int) -> list[bytes] | None:
+    """Return on rank 0 all parts of a text in the order of their numbers, 0 to `num_parts` - 1.
 
-    A collective; every rank gives the parts that it has. Raises RuntimeError on rank 0 where a part is
-    missing, or given twice.
+    A collective; every rank gives the parts that it has. Returns None on the other ranks. Raises
+    RuntimeError on rank 0 where a part is missing, or given twice.
     """
-    index = np.array([[number, len(part)] for number, part in own.items()], dtype="<i8")
-    data = np.array([len(own)], dtype="<i8").tobytes() + index.tobytes() + b"".join(own.values())
-    packages = gather_bytes(data if own else b"")
+    index = np.array([[number, len(part)] for number, part in local.items()], dtype="<i8")
+    data = (
+        np.array([len(local)], dtype="<i8").tobytes() + index.tobytes() + b"".join(local.values())
+    )
+    packages = gather_bytes(data if local else b"")
     if packages is None:
         return None
     parts: dict[int, bytes] = {}
@@ -79,7 +81,7 @@ def gather_lines(own: Mapping[int, bytes], num_parts: int) -> list[bytes] | None
 
 
 def sum_over_ranks(number: int | bool) -> int:
-    """A collective."""
+    """Return the sum of what every rank gives. A collective."""
     total = torch.tensor(int(number))
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
@@ -87,7 +89,7 @@ def sum_over_ranks(number: int | bool) -> int:
 
 
 def _sizes(size: int) -> list[int]:
-    """i64[W]: bytes that each rank gives."""
+    """Return i64[W]: how many bytes each rank gives."""
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     sizes[dist.get_rank()] = size
     if len(sizes) > 1:

@@ -13,7 +13,8 @@ from torch import Tensor
 from moe.align import pack_trace
 from mrl.config import ParallelConfig
 from mrl.exchange.rollouts import RolloutExchange
-from mrl.exchange.transfers import Parcel, Transfers, Want, nodes_of, plan_transfers
+from mrl.exchange.transfers import Selection, Transfer, Transfers, compute_transfers
+from mrl.exchange.transport import nodes_of
 from mrl.run.rollouts import is_held, outline
 from mrl.types import PackedRoutes, Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 from parallel.dims import ParallelDims
@@ -93,7 +94,7 @@ def exchange(sizes: dict[str, Any], stages: int, with_weights: bool) -> list[dic
             "right": all(_same(delivered, expected) for delivered in deliveries),
             "bytes": wire.bytes_per_token,
             "moved": moved,
-            "left": wire._parcels._memory.num_bytes,
+            "left": wire._transport._memory.num_bytes,
         }
         collected = [sample for group in wire.collect(mine) for sample in group.samples]
         is_whole = all(_same_routes(a, b) for a, b in zip(collected, full, strict=True))
@@ -166,35 +167,38 @@ def test_weights_arrive_with_their_ids(tmp_path: Path) -> None:
             assert result["whole"] == (number == 0)
 
 
-WANTS = {0: Want((0, 1, 2), (1,)), 1: Want((0, 1, 2), (2,)), 2: Want((1, 2), ())}
+NEEDED = {0: Selection((0, 1, 2), (1,)), 1: Selection((0, 1, 2), (2,)), 2: Selection((1, 2), ())}
 
 
 def test_ranks_of_one_node_read_what_they_lack() -> None:
     held, nodes = [{0}, {1}, {1, 2}], [0, 0, 0]
     pages = {0: [((2,), 0)], 1: [((1,), 1)], 2: [((1,), 2), ((2,), 2)]}
-    assert plan_transfers(0, WANTS, held, nodes) == Transfers(
-        reading=[Parcel(1, 0, Want((1,), (1,))), Parcel(2, 0, Want((2,), (1,)))], pages=pages
+    assert compute_transfers(0, NEEDED, held, nodes) == Transfers(
+        reading=[Transfer(1, 0, Selection((1,), (1,))), Transfer(2, 0, Selection((2,), (1,)))],
+        pages=pages,
     )
-    assert plan_transfers(2, WANTS, held, nodes) == Transfers(pages=pages)
+    assert compute_transfers(2, NEEDED, held, nodes) == Transfers(pages=pages)
     with pytest.raises(RuntimeError, match=r"no rank holds .* for samples \[2\]"):
-        plan_transfers(0, WANTS, [{0}, {1}, set()], nodes)
+        compute_transfers(0, NEEDED, [{0}, {1}, set()], nodes)
 
 
 def test_between_nodes_bytes_travel_once_and_the_receivers_take_turns() -> None:
-    same = Want((0, 1, 2, 3), (1,))
-    wants, nodes = {2: same, 3: same}, [0, 0, 2, 2]
+    same = Selection((0, 1, 2, 3), (1,))
+    needed, nodes = {2: same, 3: same}, [0, 0, 2, 2]
     held = [{0, 1, 2}, set(), set(), {3}]
-    even, odd = Want((0, 2), (1,)), Want((1,), (1,))
+    even, odd = Selection((0, 2), (1,)), Selection((1,), (1,))
     pages = {2: [((1,), 0), ((1,), 2)], 3: [((1,), 1), ((1,), 3)]}
-    assert plan_transfers(0, wants, held, nodes) == Transfers(
-        leaving=[Parcel(0, 2, even), Parcel(0, 3, odd)]
+    assert compute_transfers(0, needed, held, nodes) == Transfers(
+        leaving=[Transfer(0, 2, even), Transfer(0, 3, odd)]
     )
-    assert plan_transfers(1, wants, held, nodes) == Transfers()
-    assert plan_transfers(2, wants, held, nodes) == Transfers(
-        arriving=[Parcel(0, 2, even)], reading=[Parcel(3, 2, Want((1, 3), (1,)))], pages=pages
+    assert compute_transfers(1, needed, held, nodes) == Transfers()
+    assert compute_transfers(2, needed, held, nodes) == Transfers(
+        arriving=[Transfer(0, 2, even)],
+        reading=[Transfer(3, 2, Selection((1, 3), (1,)))],
+        pages=pages,
     )
-    assert plan_transfers(3, wants, held, nodes) == Transfers(
-        arriving=[Parcel(0, 3, odd)], reading=[Parcel(2, 3, even)], pages=pages
+    assert compute_transfers(3, needed, held, nodes) == Transfers(
+        arriving=[Transfer(0, 3, odd)], reading=[Transfer(2, 3, even)], pages=pages
     )
 
 
@@ -214,7 +218,7 @@ def moved(nodes: list[int]) -> dict[str, Any]:
     samples = [sample for group in mine for sample in group.samples]
     full = [sample for group in whole for sample in group.samples]
     wire = RolloutExchange(mesh, (1, 2, 3, 4))
-    wire._parcels.nodes = nodes
+    wire._transport.nodes = nodes
     tokens = wire.deliver_tokens(samples, SHARES)
     share = SHARES[mesh.dp_rank]
     sent = wire.num_bytes_sent
