@@ -104,8 +104,8 @@ class RolloutExchange:
         self._rank, self._world = mesh.rank, mesh.dims.world
         self._transport = Transport(mesh, (mesh.dp_rank, tuple(layers)), share_memory=share_memory)
         self.bytes_per_token = 0.0
-        """Bytes of routes per token in the last `deliver`, over all ranks and all layers of the model: a
-        rank with half the layers counts half a token. 0 where every rank had what it needs."""
+        """Bytes of routes per token in the last `deliver`, over all ranks and layers: a rank with half
+        the layers counts half a token. 0 where every rank had what it needs."""
 
     @property
     def num_bytes_shared(self) -> int:
