@@ -46,8 +46,8 @@ MORE = "rollout.over_sampling=1.5"
 RUNS = {
     "plain": [],
     "drop": [MORE],
-    "resume": [MORE, "rollout.unfinished=resume", "algorithm.importance=tis"],
-    "defer": [MORE, "rollout.unfinished=defer"],
+    "resume": [MORE, "rollout.partial_rollouts=resume", "algorithm.importance=tis"],
+    "defer": [MORE, "rollout.partial_rollouts=defer"],
 }
 NUM_LAST = 10
 EVALUATED = 48
@@ -60,7 +60,7 @@ class Run(SteppedRun):
     def evaluate(self, mesh: Mesh) -> list[SampleGroup]:
         """Answers of the present weights, to the same prompts for every run; nobody is left out."""
         recipe = self.plan.recipe
-        whole = {"over_sampling": 1.0, "unfinished": "drop"}
+        whole = {"over_sampling": 1.0, "partial_rollouts": "drop"}
         rollout = recipe.rollout.model_copy(
             update={**whole, "prompts_per_step": EVALUATED, "samples_per_prompt": 1}
         )
@@ -84,7 +84,7 @@ def recipe_of(name: str, scratch: Path, num_steps: int) -> Recipe:
 
 
 def start_runs(scratch: Path, num_steps: int) -> tuple[dict[str, Run], Mesh]:
-    """All runs at the same weights: the first one's checkpoint after the warm start."""
+    """All runs at the same weights: the first one's checkpoint after SFT."""
     write_toy_model(scratch / "model", num_layers=2)
     prepare()
     runs: dict[str, Run] = {}

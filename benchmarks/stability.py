@@ -2,7 +2,7 @@
 
 A toy MoE, a bfloat16 engine against a float32 trainer, and several optimizer steps a rollout
 (launch/recipes/stability.yaml): six corrections (runs.ARMS) with five seeds each, all from one
-warm-started model. Two processes, one a core, each with a real SGLang that its runs use one after the
+SFT model. Two processes, one a core, each with a real SGLang that its runs use one after the
 other. A finished run is a line of FOLDER/results.jsonl: a study that was interrupted goes on where it
 was, `--fresh` begins anew. docs/stability.md gets the tables, docs/stability.svg the curves; of a study
 with other seeds or steps, files of these names in FOLDER do.

@@ -23,7 +23,7 @@ from mrl.exchange.sharing import gather_lines
 from mrl.learn.batching import drop_from_loss, set_advantages
 from mrl.learn.learner import Learner, make_critic
 from mrl.learn.rollout_metrics import episode_metrics, rollout_metrics
-from mrl.learn.sft import warm_start
+from mrl.learn.sft import run_sft
 from mrl.learn.shaping import shaping_metrics
 from mrl.preflight import Plan
 from mrl.run import console
@@ -98,7 +98,7 @@ class Trainer:
         try:
             with self._progress(self.collector.start_text):
                 self.collector.start(self.policy)
-            self._restore_or_warm_start()
+            self._restore_or_run_sft()
             while self.step < recipe.train.num_steps:
                 metrics = self.run_step()
                 if self.is_main:
@@ -115,14 +115,14 @@ class Trainer:
         finally:
             self.collector.close()
 
-    def _restore_or_warm_start(self) -> None:
+    def _restore_or_run_sft(self) -> None:
         recipe = self.plan.recipe
         if self.plan.resume_step is not None:
             self.resume(self.checkpoints.load_newest(self.policy, self.critic))
-        elif recipe.warm_start is not None:
-            text = f"warm start, {recipe.warm_start.num_steps} supervised steps"
+        elif recipe.sft is not None:
+            text = f"SFT, {recipe.sft.num_steps} supervised steps"
             with self._progress(text):
-                warm_start(self.plan, recipe.warm_start, self.policy, self.mesh)
+                run_sft(self.plan, recipe.sft, self.policy, self.mesh)
             self._save()
         if self.is_main:
             self.folder.rewind(self.step)

@@ -47,7 +47,7 @@ def build_optimizer(
     dtype: torch.dtype,
     options: MegatronOptions = MegatronOptions(),  # noqa: B008
 ) -> tuple[Any, OptimizerParamScheduler]:
-    # As the gradients are reduced, whatever `config` says: it may be another's (warm start).
+    # As the gradients are reduced, whatever `config` says: it may be another's (SFT).
     distributed = chunks[0].ddp_config.use_distributed_optimizer
     optimizer = get_megatron_optimizer(
         build_optimizer_config(config, dtype, distributed, options), chunks

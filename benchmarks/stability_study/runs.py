@@ -1,6 +1,6 @@
 """One run of the stability study: an arm, a seed, and what it measures beside the loop's own metrics.
 
-The start is a warm-started model folder, the same for all runs. The engine records routes in every
+The start is a model folder after SFT, the same for all runs. The engine records routes in every
 run, also where the arm does not replay them: so each rollout can be scored both ways.
 
 d = trainer's log-prob before the update - engine's, of one token. A token is *extreme* where one of the
@@ -140,7 +140,7 @@ def make_run(job: Job, mesh: Mesh | None) -> Run:
         RECIPE,
         [
             f"model.path={job.start}", f"output_dir={job.folder}", f"seed={job.seed}",
-            f"train.num_steps={job.num_steps}", "warm_start=null", *ARMS[job.arm], *job.more,
+            f"train.num_steps={job.num_steps}", "sft=null", *ARMS[job.arm], *job.more,
         ],
     )  # fmt: skip
     plan = check(recipe, 1)

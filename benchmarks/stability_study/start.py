@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from benchmarks.stability_study.arms import RECIPE, SHAPE
 from mrl.config import load_recipe
-from mrl.learn.sft import warm_start
+from mrl.learn.sft import run_sft
 from mrl.preflight import check
 from mrl.toy_model import write_toy_model
 from parallel import prepare
@@ -24,18 +24,18 @@ from parallel.policy import Policy
 
 def write_start(folder: Path) -> None:
     """`folder`/start, whole or not at all."""
-    scratch = folder / "warm_start"
+    scratch = folder / "sft"
     shutil.rmtree(scratch, ignore_errors=True)
     write_toy_model(scratch / "model", **SHAPE)
     recipe = load_recipe(RECIPE, [f"model.path={scratch / 'model'}", f"output_dir={scratch}/run"])
     plan = check(recipe, 1)
-    assert recipe.warm_start is not None
+    assert recipe.sft is not None
     prepare()
     mesh = init_mesh(plan.dims, recipe.seed)
     policy = Policy(
         plan.model, mesh, recipe.model, recipe.optimizer, recompute=False, temperature=1.0
     )
-    warm_start(plan, recipe.warm_start, policy, mesh)
+    run_sft(plan, recipe.sft, policy, mesh)
     weights = {
         name: tensor.clone()
         for bucket in policy.export(0, 1 << 30)

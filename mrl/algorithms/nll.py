@@ -1,4 +1,4 @@
-"""Supervised next-token loss: what a warm start trains with before the first rollout.
+"""Supervised next-token loss: what SFT trains with before the first rollout.
 
 It has the shape of an algorithm so that the same trainer runs it. It reads no rewards, so it has
 no advantages: asked for them, as the algorithm of an RL run would be, it refuses.
@@ -24,7 +24,7 @@ sequence_weights = weights_by("token_mean")
 def advantages(rewards: Sequence[Tensor], config: AlgorithmConfig) -> list[Tensor]:
     """Raises InputError: zeros would let an RL run train on its own samples, good and bad."""
     raise InputError(
-        "algorithm.name: got 'nll', the supervised loss of warm starts, which has no advantages; "
+        "algorithm.name: got 'nll', the supervised loss of SFT, which has no advantages; "
         "expected an RL algorithm such as gspo or grpo"
     )
 

@@ -69,9 +69,9 @@ def plan_step(
     wanted = config.prompts_per_step
     old: Sequence[Started] = ()
     is_long_round = False
-    if config.unfinished == "resume":
+    if config.partial_rollouts == "resume":
         old = backlog[: config.num_started]
-    elif config.unfinished == "defer" and len(backlog) >= wanted:
+    elif config.partial_rollouts == "defer" and len(backlog) >= wanted:
         old, is_long_round = backlog[:wanted], True
     num_new = 0 if is_long_round else config.num_started - len(old)
     started = [*old, *_fresh(draw(num_new), config.samples_per_prompt, seed)]
@@ -80,7 +80,7 @@ def plan_step(
         wanted,
         is_long_round,
         list(backlog[len(old) :]),
-        num_resumed=len(old) if config.unfinished == "resume" else 0,
+        num_resumed=len(old) if config.partial_rollouts == "resume" else 0,
     )
 
 
@@ -159,12 +159,12 @@ class Backlog:
         config = self._config
         if config.num_started == config.prompts_per_step:
             return {}
-        left = unfinished_of(plan, trained, partial, config.unfinished)
+        left = unfinished_of(plan, trained, partial, config.partial_rollouts)
         self._waiting = [*plan.rest, *left]
-        if config.unfinished == "drop":
+        if config.partial_rollouts == "drop":
             return {"rollout/dropped_prompts": float(len(plan.started) - len(trained))}
         metrics = {"rollout/backlog_prompts": float(len(self._waiting))}
-        if config.unfinished == "resume":
+        if config.partial_rollouts == "resume":
             return metrics | older_tokens(trained, version)
         return metrics | {
             "rollout/deferred_prompts": float(len(left)),

@@ -118,7 +118,7 @@ class EngineCollector:
         recipe = self.plan.recipe
         with clock.part("score"):
             groups = share_scored(own, recipe, self.mesh)
-            resumes = recipe.rollout.unfinished == "resume"
+            resumes = recipe.rollout.partial_rollouts == "resume"
             return groups, share_unfinished(own, self.mesh) if resumes else []
 
     def _rounds_after(

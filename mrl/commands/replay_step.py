@@ -38,7 +38,7 @@ class Source:
     start: int
     """Steps done in the checkpoint that is loaded; 0 without one."""
     checkpoint: bool
-    """False: from the initial weights (and the warm start)."""
+    """False: from the initial weights (and SFT)."""
 
     @property
     def name(self) -> str:
@@ -157,7 +157,7 @@ def replay(source: Source, output: Path, world: int) -> Replayed:
 def _load(trainer: Trainer, source: Source) -> None:
     """All that the run had before step `source.start`: models, optimizers, random states, and what one
     step keeps for the next."""
-    from mrl.learn.sft import warm_start
+    from mrl.learn.sft import run_sft
     from parallel.checkpoint.checkpoints import Checkpoints
 
     recipe = trainer.plan.recipe
@@ -165,8 +165,8 @@ def _load(trainer: Trainer, source: Source) -> None:
     if source.checkpoint:
         saved = Checkpoints(source.run.checkpoints, trainer.mesh, keep=1, seed=recipe.seed)
         trainer.resume(saved.load(source.start, trainer.policy, trainer.critic))
-    elif recipe.warm_start is not None:
-        warm_start(trainer.plan, recipe.warm_start, trainer.policy, trainer.mesh)
+    elif recipe.sft is not None:
+        run_sft(trainer.plan, recipe.sft, trainer.policy, trainer.mesh)
 
 
 def _compare(source: Source, row: dict[str, Any]) -> tuple[int, list[Pair], list[str]]:

@@ -18,8 +18,8 @@ from mrl.config.training import (
     MoeConfig,
     OptimizerConfig,
     ParallelConfig,
+    SftConfig,
     TrainConfig,
-    WarmStartConfig,
 )
 
 __all__ = [
@@ -41,8 +41,8 @@ __all__ = [
     "ParallelConfig",
     "Recipe",
     "RolloutConfig",
+    "SftConfig",
     "TrainConfig",
-    "WarmStartConfig",
     "dump_recipe",
     "load_recipe",
 ]

@@ -65,12 +65,12 @@ class AlgorithmConfig(Branch):
     """Samples over which an adaptive kl_coef changes by at most a fifth."""
     reference_path: str | None = None
     """Folder of the frozen reference, of the model's architecture and sizes; by default model.path, as
-    it was before any warm start or resume."""
+    it was before SFT or a resume."""
 
     importance: Literal["none", "tis", "mis"] = "none"
     """Weight exp(old - rollout) that corrects for what the tokens were sampled from: another engine,
-    and older weights where `rollout.unfinished` is `resume`. `tis`: clamped into a range; `mis`: 0
-    outside of it. decoupled_ppo and a3po weigh without it, too: see their files."""
+    and older weights where `rollout.partial_rollouts` is `resume`. `tis`: clamped into a range; `mis`:
+    0 outside of it. decoupled_ppo and a3po weigh without it, too: see their files."""
     importance_level: Literal["token", "sequence"] = "token"
     """One weight a token, or one a sequence: of the mean of old - rollout over its loss tokens."""
     importance_low: float | None = Field(default=None, ge=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,11 @@ from mrl.errors import InputError
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+RENAMED = {
+    "warm_start": "sft",
+    "rollout.unfinished": "rollout.partial_rollouts",
+}
+"""Keys of earlier recipes and their names now. A recipe that has an old one is refused."""
 MEMBER = re.compile(r"int|float|constrained-(int|float)|literal\[.*\]")
 """How pydantic ends the location of a problem with one type of a union."""
 
@@ -26,8 +32,12 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     Raises InputError that names the key, what was given, what was expected and the nearest key.
     """
     tree = _read_yaml(Path(path))
+    _refuse_renamed(_keys_of(tree), str(path))
     for item in overrides or []:
+        _refuse_renamed([item.partition("=")[0]], f"override {item!r}")
         _apply_override(tree, item)
+    # An override may also give a whole branch: rollout={unfinished: resume}.
+    _refuse_renamed(_keys_of(tree), "overrides")
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
@@ -39,6 +49,21 @@ def dump_recipe(recipe: Recipe, path: Path) -> None:
     partial = path.with_suffix(".partial")  # other ranks may be reading the file
     partial.write_text(yaml.safe_dump(recipe.model_dump(), sort_keys=False))
     partial.replace(path)
+
+
+def _refuse_renamed(keys: Iterable[str], source: str) -> None:
+    """Raise InputError, naming the new key, where one of the dotted `keys` has an old name."""
+    for key in keys:
+        for old, new in RENAMED.items():
+            if key == old or key.startswith(f"{old}."):
+                raise InputError(f"{source}: {old} was renamed: write {new}{key[len(old) :]}")
+
+
+def _keys_of(tree: dict[Any, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _keys_of(value, f"{prefix}{name}.")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

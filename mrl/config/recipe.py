@@ -19,8 +19,8 @@ from mrl.config.training import (
     MoeConfig,
     OptimizerConfig,
     ParallelConfig,
+    SftConfig,
     TrainConfig,
-    WarmStartConfig,
 )
 
 
@@ -55,7 +55,7 @@ class Recipe(Branch):
     environment: EnvironmentConfig | None = None
     """What the policy talks with, in several turns; it takes the place of `reward`."""
     data: DataConfig
-    warm_start: WarmStartConfig | None = None
+    sft: SftConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     diagnosis: DiagnosisConfig = DiagnosisConfig()
     debug: DebugConfig = DebugConfig()

@@ -64,7 +64,7 @@ class RolloutConfig(Branch):
     over_sampling: float = Field(default=1.0, ge=1)
     """Prompts started for each one that the step needs: it goes on with those that finish first, and
     no longer waits for the slowest. 1 waits for all."""
-    unfinished: Literal["drop", "resume", "defer"] = "drop"
+    partial_rollouts: Literal["drop", "resume", "defer"] = "drop"
     """What becomes of prompts that were started and not needed. `drop`: given up, which favours prompts
     with short answers. `resume` (APRIL, arXiv 2509.18521): continued first in the next step under its
     newer weights; needs `algorithm.importance`. `defer` (RollPacker, arXiv 2509.21009): started anew in

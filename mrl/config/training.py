@@ -99,7 +99,7 @@ class MoeConfig(Branch):
         return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
 
 
-class WarmStartConfig(Branch):
+class SftConfig(Branch):
     path: str
     """JSONL with `prompt` and `completion`: supervised steps before the first rollout."""
     num_steps: int = Field(ge=1)

@@ -1,6 +1,6 @@
 """JSONL readers. Every bad row is found at load, named by `file:line`, and stops the run.
 
-Dimensions: P prompt tokens, T all tokens of a demonstration.
+Dimensions: P prompt tokens, T all tokens of an SFT example.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mrl.types import Prompt
 
 
 @dataclass(frozen=True)
-class Demonstration:
-    """One row of the supervised warm start."""
+class SftExample:
+    """One row of the SFT data, tokenized."""
 
     token_ids: Tensor
     """i64[T]: prompt, completion, end-of-sequence token."""
@@ -62,16 +62,16 @@ def read_prompts(
     return prompts
 
 
-def read_demonstrations(
+def read_sft_examples(
     path: str | Path, tokenizer: Any, *, max_len: int | None = None
-) -> list[Demonstration]:
+) -> list[SftExample]:
     """Read `prompt` + `completion` rows as token ids that end with the end-of-sequence token.
 
     `max_len` is the context in tokens. Raises InputError, as `file:line: reason`.
     """
     if tokenizer.eos_token_id is None:
         raise InputError(f"{path}: the tokenizer has no end-of-sequence token to learn to stop on")
-    demonstrations = []
+    examples = []
     for source, row in read_rows(Path(path)):
         prompt_ids = _prompt_ids(row.get("prompt"), tokenizer, source)
         completion = row.get("completion")
@@ -82,8 +82,8 @@ def read_demonstrations(
             raise InputError(
                 f"{source}: prompt and completion have {len(ids)} tokens, at most {max_len} fit"
             )
-        demonstrations.append(Demonstration(torch.tensor(ids), len(prompt_ids), source))
-    return demonstrations
+        examples.append(SftExample(torch.tensor(ids), len(prompt_ids), source))
+    return examples
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -40,7 +40,7 @@ NEXT = {
     "(rollout.server_args, a custom engine)",
     "stale_expert": "the engine holds other weights for this expert: turn the canaries on "
     "(rollout.canary_prompts=4) and look at the export of that layer (mrl export, a custom engine)",
-    "stale_weights": "tokens of older versions: rollout.unfinished=drop, or algorithm.importance "
+    "stale_weights": "tokens of older versions: rollout.partial_rollouts=drop, or algorithm.importance "
     "corrects them; of the right version: turn the canaries on (rollout.canary_prompts=4)",
     "router_disagreement": "replay the rollout's routes: moe.routing_replay=r3",
     "extreme_tokens": "read the tokens below; a correction bounds their weight: algorithm.importance",

@@ -7,8 +7,8 @@ import random
 import torch
 
 from mrl.algorithms import nll
-from mrl.config import OptimizerConfig, WarmStartConfig
-from mrl.data import Demonstration
+from mrl.config import OptimizerConfig, SftConfig
+from mrl.data import SftExample
 from mrl.learn.batching import make_train_batch
 from mrl.preflight import Plan
 from mrl.types import LossOutput, MicroBatch, Sample
@@ -16,10 +16,11 @@ from parallel.mesh import Mesh
 from parallel.policy import Policy
 
 
-def warm_start(plan: Plan, config: WarmStartConfig, policy: Policy, mesh: Mesh) -> None:
+def run_sft(plan: Plan, config: SftConfig, policy: Policy, mesh: Mesh) -> None:
     """`num_steps` optimizer steps of next-token loss on the completions, then a fresh optimizer."""
     recipe = plan.recipe
-    samples = [_sample(demonstration) for demonstration in plan.demonstrations]
+    samples = [_sample(example) for example in plan.sft_examples]
+    # The seed keeps its former name: another one would draw other batches.
     order = random.Random(f"warm start/{recipe.seed}")
     policy.reset_optimizer(OptimizerConfig(lr=config.lr))
 
@@ -35,14 +36,14 @@ def warm_start(plan: Plan, config: WarmStartConfig, policy: Policy, mesh: Mesh) 
     policy.reset_optimizer(recipe.optimizer)
 
 
-def _sample(demonstration: Demonstration) -> Sample:
-    """A demonstration as a sample whose completion is the loss."""
-    num_tokens = len(demonstration.token_ids)
+def _sample(example: SftExample) -> Sample:
+    """Return the example as a sample whose completion is the loss."""
+    num_tokens = len(example.token_ids)
     return Sample(
         group_id=0,
-        token_ids=demonstration.token_ids,
-        prompt_len=demonstration.prompt_len,
-        loss_mask=torch.arange(num_tokens) >= demonstration.prompt_len,
+        token_ids=example.token_ids,
+        prompt_len=example.prompt_len,
+        loss_mask=torch.arange(num_tokens) >= example.prompt_len,
         rollout_logprobs=torch.zeros(num_tokens),
         weight_versions=(),
         finish_reason="stop",

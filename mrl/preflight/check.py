@@ -11,7 +11,7 @@ import torch
 from mrl.algorithms import check_algorithm, load_algorithm
 from mrl.algorithms.base import traits
 from mrl.config import Recipe
-from mrl.data import Demonstration, read_demonstrations, read_prompts
+from mrl.data import SftExample, read_prompts, read_sft_examples
 from mrl.data.chat import ChatTurns
 from mrl.data.eval_sets import read_eval_sets
 from mrl.environments import resolve_environment
@@ -26,7 +26,7 @@ from mrl.preflight.algorithm import (
 )
 from mrl.preflight.allocator import check_allocator
 from mrl.preflight.engine_layout import check_engine_sizes, engine_layout
-from mrl.preflight.long_tails import check_importance, check_started, check_unfinished
+from mrl.preflight.long_tails import check_importance, check_partial_rollouts, check_started
 from mrl.preflight.megatron import check_megatron
 from mrl.preflight.moe import check_moe
 from mrl.preflight.on_policy import check_on_policy
@@ -61,7 +61,7 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
     check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)
     check_on_policy(recipe, dims, model)
-    check_unfinished(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
+    check_partial_rollouts(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
     context_len = _context_len(recipe, model)
     algorithm = load_algorithm(recipe.algorithm.name)
     check_algorithm(recipe.algorithm)
@@ -82,7 +82,7 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
     )
     check_started(recipe.rollout, len(prompts))
     _check_prompts(recipe, prompts, tokenizer)
-    demonstrations = _demonstrations(recipe, tokenizer, context_len)
+    sft_examples = _sft_examples(recipe, tokenizer, context_len)
     eval_sets = read_eval_sets(recipe, tokenizer, context_len)
     for each in eval_sets:
         _check_task(each.recipe)
@@ -93,7 +93,7 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
         left = range(resume_step or 0, recipe.train.num_steps)
         check_saved_steps(recipe.debug.load_rollouts, saved_steps or left)
     return Plan(
-        recipe, dims, model, reference, critic, algorithm, tokenizer, prompts, demonstrations,
+        recipe, dims, model, reference, critic, algorithm, tokenizer, prompts, sft_examples,
         eval_sets, context_len, resume_step,
     )  # fmt: skip
 
@@ -138,17 +138,17 @@ def _resume_step(folder: RunFolder) -> int | None:
     return None if found is None else step_of(found)
 
 
-def _demonstrations(recipe: Recipe, tokenizer: Any, context_len: int) -> list[Demonstration]:
-    if recipe.warm_start is None:
+def _sft_examples(recipe: Recipe, tokenizer: Any, context_len: int) -> list[SftExample]:
+    if recipe.sft is None:
         return []
-    path, batch_size = recipe.warm_start.path, recipe.warm_start.batch_size
-    demonstrations = read_demonstrations(path, tokenizer, max_len=context_len)
-    if len(demonstrations) < batch_size:
+    path, batch_size = recipe.sft.path, recipe.sft.batch_size
+    examples = read_sft_examples(path, tokenizer, max_len=context_len)
+    if len(examples) < batch_size:
         raise InputError(
-            f"warm_start.path {path} has {len(demonstrations)} rows, warm_start.batch_size is "
+            f"sft.path {path} has {len(examples)} rows, sft.batch_size is "
             f"{batch_size}; add rows or lower it"
         )
-    return demonstrations
+    return examples
 
 
 def load_tokenizer(model: HfModel) -> Any:

@@ -24,8 +24,8 @@ def check_importance(algorithm: AlgorithmConfig) -> None:
         raise InputError(f"algorithm.{error}") from None
 
 
-def check_unfinished(recipe: Recipe, num_engines: int) -> None:
-    """Raise InputError where nothing can be unfinished, or could not be trained on afterwards."""
+def check_partial_rollouts(recipe: Recipe, num_engines: int) -> None:
+    """Raise InputError where no rollout can stay partial, or where training on it would be biased."""
     rollout = recipe.rollout
     if rollout.over_sampling != 1:
         _check_shares(rollout, num_engines)
@@ -34,16 +34,22 @@ def check_unfinished(recipe: Recipe, num_engines: int) -> None:
             f"rollout.over_sampling is {rollout.over_sampling:g}, but the episodes of an environment "
             "advance turn by turn together: none is slow alone; set it to 1"
         )
-    if rollout.unfinished != "drop" and rollout.over_sampling == 1:
+    if rollout.partial_rollouts != "drop" and rollout.over_sampling == 1:
         raise InputError(
-            f"rollout.unfinished is {rollout.unfinished}, but with rollout.over_sampling 1.0 every "
-            "prompt finishes; start more than a step needs (e.g. 1.5), or leave it at drop"
+            f"rollout.partial_rollouts is {rollout.partial_rollouts}, but with "
+            "rollout.over_sampling 1.0 every prompt finishes; start more than a step needs "
+            "(e.g. 1.5), or leave it at drop"
         )
     corrects = traits(load_algorithm(recipe.algorithm.name)).corrects_rollout
-    if rollout.unfinished == "resume" and recipe.algorithm.importance == "none" and not corrects:
+    if (
+        rollout.partial_rollouts == "resume"
+        and recipe.algorithm.importance == "none"
+        and not corrects
+    ):
         raise InputError(
-            "rollout.unfinished is resume, but algorithm.importance is none: tokens of older weights "
-            "would count as if the present ones had sampled them; set algorithm.importance=tis"
+            "rollout.partial_rollouts is resume, but algorithm.importance is none: tokens of "
+            "older weights would count as if the present ones had sampled them; set "
+            "algorithm.importance=tis"
         )
 
 

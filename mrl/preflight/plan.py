@@ -8,7 +8,7 @@ from typing import Any
 
 from mrl.algorithms.base import Algorithm
 from mrl.config import Recipe
-from mrl.data import Demonstration
+from mrl.data import SftExample
 from mrl.data.eval_sets import EvalSet
 from mrl.preflight.engine_layout import EngineLayout, engine_layout
 from mrl.types import Prompt
@@ -31,8 +31,8 @@ class Plan:
     algorithm: Algorithm
     tokenizer: Any
     prompts: list[Prompt]
-    demonstrations: list[Demonstration]
-    """Of the warm start; empty without one."""
+    sft_examples: list[SftExample]
+    """What SFT trains on; empty without SFT."""
     eval_sets: list[EvalSet]
     context_len: int
     resume_step: int | None
@@ -52,7 +52,7 @@ class Plan:
         implementation, why = choose_implementation(recipe.model.transformer_impl)
         samples = rollout.prompts_per_step * rollout.samples_per_prompt
         more = rollout.num_started - rollout.prompts_per_step
-        started = f" ({more} more prompts are started: {rollout.unfinished})" if more else ""
+        started = f" ({more} more prompts are started: {rollout.partial_rollouts})" if more else ""
         resumed = "" if self.resume_step is None else f" (continues after step {self.resume_step})"
         source = recipe.debug.load_rollouts
         return [

@@ -24,19 +24,19 @@ from mrl.collect.single_turn import is_finished
 from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.data import PromptCursor
 from mrl.errors import InputError
-from mrl.preflight.long_tails import check_unfinished
+from mrl.preflight.long_tails import check_partial_rollouts
 from mrl.types import RoutingTrace, Sample, SampleGroup, VersionSpan
 
 NUM_PROMPTS = 23
 
 
-def config_of(rng: random.Random, unfinished: str) -> RolloutConfig:
+def config_of(rng: random.Random, partial_rollouts: str) -> RolloutConfig:
     return RolloutConfig(
         max_response_len=8,
         prompts_per_step=rng.randint(1, 6),
         samples_per_prompt=rng.randint(1, 3),
         over_sampling=rng.uniform(1.05, 3.0),
-        unfinished=unfinished,  # pyright: ignore[reportArgumentType]
+        partial_rollouts=partial_rollouts,  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -95,11 +95,11 @@ def rolled_out(
     return sorted(trained, key=lambda g: g.samples[0].group_id), partial
 
 
-@pytest.mark.parametrize("unfinished", ["drop", "resume", "defer"])
+@pytest.mark.parametrize("partial_rollouts", ["drop", "resume", "defer"])
 @pytest.mark.parametrize("seed", range(8))
-def test_nothing_is_lost_or_doubled_over_random_steps_and_restarts(unfinished, seed) -> None:
+def test_nothing_is_lost_or_doubled_over_random_steps_and_restarts(partial_rollouts, seed) -> None:
     rng = random.Random(seed)
-    config = config_of(rng, unfinished)
+    config = config_of(rng, partial_rollouts)
     prompts = make_prompts(NUM_PROMPTS)
     cursor, backlog = PromptCursor(prompts, seed=seed), Backlog(config)
     drawn: Counter[str] = Counter()
@@ -117,7 +117,7 @@ def test_nothing_is_lost_or_doubled_over_random_steps_and_restarts(unfinished, s
         assert all(is_finished(group) for group in trained)
         done.update(group.prompt.prompt_id for group in trained)
         metrics = backlog.end_step(plan, trained, partial, step)
-        if unfinished == "drop":
+        if partial_rollouts == "drop":
             done.update(g.prompt.prompt_id for g in partial)
             assert metrics == {"rollout/dropped_prompts": len(partial)}
         else:
@@ -137,7 +137,7 @@ def test_nothing_is_lost_or_doubled_over_random_steps_and_restarts(unfinished, s
 def test_resumed_prompts_come_first_with_all_they_have() -> None:
     config = RolloutConfig(
         max_response_len=8, prompts_per_step=2, samples_per_prompt=2, over_sampling=2,
-        unfinished="resume",
+        partial_rollouts="resume",
     )  # fmt: skip
     cursor, backlog = PromptCursor(make_prompts(9), seed=0, shuffle=False), Backlog(config)
     plan = backlog.begin_step(cursor.next, seed=7)
@@ -171,7 +171,7 @@ def test_resumed_prompts_come_first_with_all_they_have() -> None:
 def test_deferred_prompts_meet_in_one_long_round_with_their_own_seeds() -> None:
     config = RolloutConfig(
         max_response_len=8, prompts_per_step=4, samples_per_prompt=1, over_sampling=1.5,
-        unfinished="defer",
+        partial_rollouts="defer",
     )  # fmt: skip
     cursor, backlog = PromptCursor(make_prompts(20), seed=0, shuffle=False), Backlog(config)
     rounds = []
@@ -231,11 +231,11 @@ def test_routes_join_where_the_new_weights_took_over() -> None:
 def test_engines_that_over_sample_nothing_are_refused() -> None:
     rollout = RolloutConfig(max_response_len=8, prompts_per_step=8, over_sampling=1.5)
     recipe = SimpleNamespace(rollout=rollout, environment=None, algorithm=AlgorithmConfig())
-    check_unfinished(recipe, 4)
+    check_partial_rollouts(recipe, 4)
     with pytest.raises(
         InputError, match=r"12 prompts for 8, engine 4 of 8 starts 1 and waits for all"
     ):
-        check_unfinished(recipe, 8)
+        check_partial_rollouts(recipe, 8)
 
 
 def test_a_prompt_drawn_twice_is_not_the_same_samples_twice() -> None:

@@ -12,6 +12,7 @@ from mrl.config import (
     load_recipe,
 )
 from mrl.errors import InputError
+from mrl.run.folder import RunFolder
 
 RECIPES = sorted((Path(__file__).parents[2] / "launch/recipes").rglob("*.yaml"))
 TOY = Path(__file__).parents[2] / "launch/recipes/toy_moe.yaml"
@@ -22,7 +23,7 @@ def test_every_recipe_loads_and_its_data_is_there(path):
     recipe = load_recipe(path)
     if not recipe.model.path.startswith("toy"):  # a published model: its user brings both
         return
-    data = [recipe.data.path, *([recipe.warm_start.path] if recipe.warm_start else [])]
+    data = [recipe.data.path, *([recipe.sft.path] if recipe.sft else [])]
     assert all((TOY.parents[2] / file).is_file() for file in data)
 
 
@@ -41,7 +42,7 @@ def test_the_toy_recipe_is_the_documented_run():
         ("modle.path=x", "unknown key 'modle'; did you mean 'model'?"),
         ("max_response_len=3", "did you mean 'rollout.max_response_len'?"),
         ("lr=1", "unknown key 'lr'; did you mean 'optimizer.lr'?"),
-        ("warm_start.num_step=1", "did you mean 'warm_start.num_steps'?"),
+        ("sft.num_step=1", "did you mean 'sft.num_steps'?"),
         ("eval.sets=[{nam: a, path: b}]", "'eval.sets.0.nam'; did you mean 'eval.sets.name'?"),
         ("zzzzqq=1", "unknown key 'zzzzqq'"),
         ("optimizer.lr=abc", "optimizer.lr: Input should be a valid number"),
@@ -63,6 +64,43 @@ def test_a_wrong_override_is_named(override, reason):
         load_recipe(TOY, [override])
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("warm_start={path: a}", "warm_start was renamed: write sft"),
+        ("warm_start.lr=1e-3", "warm_start was renamed: write sft.lr"),
+        (
+            "rollout.unfinished=resume",
+            "rollout.unfinished was renamed: write rollout.partial_rollouts",
+        ),
+        ("rollout={unfinished: drop}", "overrides: rollout.unfinished was renamed"),
+    ],
+)
+def test_a_renamed_key_is_refused_with_its_new_name(override, reason):
+    with pytest.raises(InputError) as caught:
+        load_recipe(TOY, [override])
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("branch", "key", "new"),
+    [
+        ({"warm_start": None}, "warm_start", "sft"),
+        ({"rollout": {"unfinished": "drop"}}, "rollout.unfinished", "rollout.partial_rollouts"),
+    ],
+)
+def test_a_run_folder_written_with_old_keys_says_what_to_write(tmp_path, branch, key, new):
+    tree = yaml.safe_load(TOY.read_text())
+    for name, value in branch.items():
+        tree[name] = tree.get(name, {}) | value if isinstance(value, dict) else value
+    folder = RunFolder(tmp_path)
+    folder.config.write_text(yaml.safe_dump(tree))
+    with pytest.raises(InputError) as caught:
+        folder.check(load_recipe(TOY))
+    assert f"config.yaml: {key} was renamed: write {new}" in str(caught.value)
 
 
 def test_overrides_apply_in_order_and_make_branches():

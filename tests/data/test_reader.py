@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from mrl.data import read_demonstrations, read_prompts
+from mrl.data import read_prompts, read_sft_examples
 from mrl.errors import InputError
 
 
@@ -58,7 +58,7 @@ def test_line_separators_inside_json_do_not_split_rows(write, tokenizer):
 def test_bad_row_is_named_by_file_and_line(write, tokenizer, row, reason):
     path = write({"prompt": "fine", "completion": "x"}, row)
     for read in (lambda: read_prompts(path, tokenizer, max_prompt_len=64),
-                 lambda: read_demonstrations(path, tokenizer)):  # fmt: skip
+                 lambda: read_sft_examples(path, tokenizer)):  # fmt: skip
         with pytest.raises(InputError) as caught:
             read()
         assert str(caught.value).startswith(f"{path}:2: ")
@@ -102,12 +102,12 @@ def test_messages_need_a_template_that_accepts_them(write, tokenizer, monkeypatc
         read_prompts(path, tokenizer, max_prompt_len=64)
 
 
-def test_demonstrations_end_with_eos(write, tokenizer):
-    (row,) = read_demonstrations(write({"prompt": "ab=", "completion": "12"}), tokenizer)
+def test_sft_examples_end_with_eos(write, tokenizer):
+    (row,) = read_sft_examples(write({"prompt": "ab=", "completion": "12"}), tokenizer)
     assert tokenizer.decode(row.token_ids) == "ab=12<eos>"
     assert row.prompt_len == 3
     for completion in ("", 12, None):
         with pytest.raises(InputError, match=r":1: `completion` must be a string"):
-            read_demonstrations(write({"prompt": "a", "completion": completion}), tokenizer)
+            read_sft_examples(write({"prompt": "a", "completion": completion}), tokenizer)
     with pytest.raises(InputError, match=r":1: prompt and completion have 6 tokens, at most 5"):
-        read_demonstrations(write({"prompt": "ab=", "completion": "12"}), tokenizer, max_len=5)
+        read_sft_examples(write({"prompt": "ab=", "completion": "12"}), tokenizer, max_len=5)

@@ -54,7 +54,7 @@ VARIANTS: dict[str, Variant] = {
 """What is not here runs the task of `shared_engine.SMALL` for NUM_STEPS steps."""
 
 NOT_RL = ("nll",)
-"""Trains from demonstrations: it has no reward to raise."""
+"""Trains on SFT examples: it has no reward to raise."""
 
 
 def algorithms() -> list[str]:

@@ -17,6 +17,6 @@ class SteppedRun(Trainer):
             self.collector.start(self.policy)
         else:
             self.collector.engine = engine
-        self._restore_or_warm_start()
+        self._restore_or_run_sft()
         assert self.collector.engine is not None
         return self.collector.engine

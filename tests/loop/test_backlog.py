@@ -1,4 +1,4 @@
-"""A run that leaves prompts unfinished, dies, and goes on: every prompt drawn is somewhere, once."""
+"""A run that leaves partial rollouts, dies, and continues: every prompt drawn is somewhere, once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def died_and_resumed(overrides: list[str]) -> dict[str, Any]:
 @pytest.mark.timeout(400)
 def test_a_run_with_a_backlog_dies_and_goes_on(toy: Toy, tmp_path: Path) -> None:
     overrides = toy.overrides(
-        tmp_path / "run", "rollout.over_sampling=1.5", "rollout.unfinished=resume",
+        tmp_path / "run", "rollout.over_sampling=1.5", "rollout.partial_rollouts=resume",
         "algorithm.importance=tis", "rollout.max_response_len=48", "train.num_steps=4",
     )  # fmt: skip
     (found,) = run_ranks(1, died_and_resumed, overrides, folder=tmp_path / "out")

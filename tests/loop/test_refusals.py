@@ -96,11 +96,11 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "over-sampling": (["rollout.over_sampling=0.5"], ["rollout.over_sampling", "0.5"]),
     "nothing to resume": (
-        ["rollout.unfinished=resume"],
-        ["unfinished is resume", "over_sampling 1.0 every prompt finishes"],
+        ["rollout.partial_rollouts=resume"],
+        ["partial_rollouts is resume", "over_sampling 1.0 every prompt finishes"],
     ),
     "resume without weights": (
-        ["rollout.unfinished=resume", "rollout.over_sampling=1.5"],
+        ["rollout.partial_rollouts=resume", "rollout.over_sampling=1.5"],
         ["algorithm.importance is none", "set algorithm.importance=tis"],
     ),
     "fewer rows than are started": (
@@ -123,8 +123,8 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "response length": (["rollout.min_response_len=3"], ["expected 0 or max_response_len 12"]),
     "saved rollouts": (["debug.load_rollouts=/nowhere"], ["debug.load_rollouts", "/nowhere"]),
     "output folder": (["output_dir=README.md/run"], ["README.md is not a folder"]),
-    "warm start": (
-        ["warm_start={path: nowhere.jsonl, num_steps: 1, batch_size: 1, lr: 1e-3}"],
+    "sft": (
+        ["sft={path: nowhere.jsonl, num_steps: 1, batch_size: 1, lr: 1e-3}"],
         ["nowhere.jsonl", "No such file"],
     ),
     "no TransformerEngine": (

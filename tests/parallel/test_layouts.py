@@ -99,7 +99,7 @@ def test_one_process_trains_and_resumes(
 
 
 def resets(model_path: Path, samples: list[Sample], distributed: bool) -> dict[str, Any]:
-    """A step with a fresh optimizer of another configuration, as after a warm start."""
+    """A step with a fresh optimizer of another configuration, as after SFT."""
     mesh = join_mesh(model_path, {})
     policy = build(model_path, mesh, distributed_optimizer=distributed)
     policy.reset_optimizer(OptimizerConfig(lr=1e-3, adam_eps=1e-6))

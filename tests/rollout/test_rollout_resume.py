@@ -21,7 +21,7 @@ from mrl.types import SampleGroup, VersionSpan
 SAMPLING = SamplingParams(max_new_tokens=300, stop_token_ids=(0, 1))
 CONFIG = RolloutConfig(
     max_response_len=300, prompts_per_step=2, samples_per_prompt=2, over_sampling=3,
-    unfinished="resume",
+    partial_rollouts="resume",
 )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def test_a_prompt_that_waits_for_its_turn_twice_is_started_with_its_own_seed(
     engine: Engine, toy_weights
 ) -> None:
     """Deferred: the same weights give the same answers again, however slow they were."""
-    config = CONFIG.model_copy(update={"unfinished": "defer", "over_sampling": 2.0})
+    config = CONFIG.model_copy(update={"partial_rollouts": "defer", "over_sampling": 2.0})
     backlog, queue = Backlog(config), iter(make_prompts(9, seed=3))
 
     def draw(n: int):
