@@ -21,6 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from mrl.system.files import write_whole
+
 ROOT = Path(__file__).parents[2]
 CODE = ("setup.py", "csrc", "mrl", "moe", "parallel", "launch/recipes", "benchmarks", "tests")
 SUFFIXES = (".py", ".sh", ".cpp", ".cu", ".h", ".yaml", ".jsonl", ".json")
@@ -143,10 +145,4 @@ class State:
             indent=1,
         )  # fmt: skip
         for folder in self.folders:
-            target = folder / "gpu_check.json"
-            draft = target.with_suffix(".draft")
-            with open(draft, "w") as sink:
-                sink.write(text + "\n")
-                sink.flush()
-                os.fsync(sink.fileno())
-            draft.replace(target)
+            write_whole(folder / "gpu_check.json", text + "\n", durable=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError
+from mrl.system.files import write_whole
 
 
 def add_to(commands: Any) -> None:
@@ -57,10 +58,8 @@ def read_steps(text: str) -> range:
 
 
 def write(target: Path, page: bytes) -> None:
-    """Whole or not at all: someone may have the page open."""
-    partial = target.with_name(target.name + ".part")
+    """Write the page whole, as someone may have it open. Raises InputError."""
     try:
-        partial.write_bytes(page)
-        partial.replace(target)
+        write_whole(target, page)
     except OSError as error:
         raise InputError(f"--output {target}: {error.strerror}; choose another file") from None

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from mrl.config.recipe import Recipe
 from mrl.errors import InputError
+from mrl.system.files import write_whole
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -46,9 +47,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 def dump_recipe(recipe: Recipe, path: Path) -> None:
     """Write the resolved recipe, every default spelled out, so that it can be loaded again."""
-    partial = path.with_suffix(".partial")  # other ranks may be reading the file
-    partial.write_text(yaml.safe_dump(recipe.model_dump(), sort_keys=False))
-    partial.replace(path)
+    # Whole, as other ranks may be reading the file.
+    write_whole(path, yaml.safe_dump(recipe.model_dump(), sort_keys=False))
 
 
 def _refuse_renamed(keys: Iterable[str], source: str) -> None:

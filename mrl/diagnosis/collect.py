@@ -18,6 +18,7 @@ from mrl.diagnosis.gather import gather_tokens
 from mrl.diagnosis.tokens import TokenRecord, save_tokens
 from mrl.preflight import Plan
 from mrl.run.folder import RunFolder
+from mrl.system.files import write_whole
 from mrl.types import MicroBatch, Sample
 from parallel.forward import Observe, PassOutput
 from parallel.mesh import Mesh
@@ -120,8 +121,6 @@ class Diagnosis:
         if self.mesh.rank == 0:
             self.folder.diagnosis.mkdir(exist_ok=True)
             text = json.dumps({"step": step, **found.as_json()}, allow_nan=False)
-            file = self.folder.diagnosis_file(step)
-            partial = file.with_name(file.name + ".part")  # `mrl why` and `mrl view` may be reading
-            partial.write_text(text + "\n")
-            partial.replace(file)
+            # Whole, as `mrl why` and `mrl view` may be reading.
+            write_whole(self.folder.diagnosis_file(step), text + "\n")
         return found.metrics()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mrl.errors import InputError
+from mrl.system.files import replaced
 
 FORMAT = "mrl-tokens-1"
 
@@ -100,9 +100,8 @@ def save_tokens(path: Path, record: TokenRecord) -> None:
     tensors = {name: v.contiguous() for name, v in values.items() if v is not None}
     plain = {name: getattr(record, name) for name in _PLAIN}
     plain["pieces"] = {str(k): text for k, text in record.pieces.items()}
-    temporary = path.with_name(path.name + ".part")
-    save_file(tensors, temporary, {"format": FORMAT, "record": json.dumps(plain)})
-    os.replace(temporary, path)
+    with replaced(path) as partial:
+        save_file(tensors, partial, {"format": FORMAT, "record": json.dumps(plain)})
 
 
 def load_tokens(path: Path) -> TokenRecord:

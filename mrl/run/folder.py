@@ -25,6 +25,7 @@ from typing import IO, Any
 from mrl.config import Recipe, dump_recipe, load_recipe
 from mrl.errors import InputError
 from mrl.run.json_lines import finite_or_null
+from mrl.system.files import write_whole
 from mrl.types import SampleGroup
 
 MAY_CHANGE = (
@@ -126,7 +127,7 @@ class RunFolder:
         if not self.metrics.exists():
             return
         kept = [r for r in self.read_metrics() if r["step"] < step]
-        _write_whole(self.metrics, as_lines(kept))
+        write_whole(self.metrics, as_lines(kept))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl; a line cut short by a crash is left out."""
@@ -141,7 +142,7 @@ class RunFolder:
 
     def write_rollouts(self, step: int, lines: Iterable[bytes]) -> None:
         """The readable record of a step: the `rollout_lines` of its groups, in order."""
-        _write_whole(self.rollout_file(step), lines)
+        write_whole(self.rollout_file(step), lines)
 
     def write_evaluation(
         self, version: int, metrics: dict[str, float], lines: Iterable[bytes]
@@ -151,7 +152,7 @@ class RunFolder:
         self.evals.mkdir(parents=True, exist_ok=True)
         file = self.evaluation_file(version)
         file.with_suffix(".jsonl").write_bytes(b"".join(lines))
-        _write_whole(file, as_lines([{"step": version, **metrics}]))
+        write_whole(file, as_lines([{"step": version, **metrics}]))
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
         """What `write_rollouts` wrote."""
@@ -232,14 +233,6 @@ def rollout_lines(step: int, group: SampleGroup, completions: Sequence[str]) -> 
 def as_lines(rows: Iterable[dict[str, Any]]) -> Iterator[bytes]:
     """JSON Lines."""
     return (_line(row).encode() for row in rows)
-
-
-def _write_whole(file: Path, lines: Iterable[bytes]) -> None:
-    """Whoever reads it meanwhile, or after a crash, finds all of it or what was there before."""
-    partial = file.with_suffix(".partial")
-    with partial.open("wb") as opened:
-        opened.writelines(lines)
-    partial.replace(file)
 
 
 def _step_of_file(file: Path) -> int:

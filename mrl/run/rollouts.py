@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from moe.trace import empty_trace_ids
 from mrl.errors import InputError
+from mrl.system.files import write_whole
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 
 FORMAT = "mrl-rollouts-2"
@@ -27,9 +27,7 @@ FORMAT = "mrl-rollouts-2"
 
 def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
     """Write all groups to `path`, whole or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_bytes(encode_groups(groups))
-    os.replace(temporary, path)
+    write_whole(path, encode_groups(groups))
 
 
 def load_groups(path: Path) -> list[SampleGroup]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mrl.errors import InputError
+from mrl.system.files import sync, write_whole
 
 LATEST = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -45,10 +45,9 @@ def record(file: Path) -> FileRecord:
 
 def write_manifest(folder: Path, content: dict[str, Any], files: dict[str, FileRecord]) -> None:
     listed = {n: {"bytes": r.num_bytes, "sha256": r.sha256} for n, r in sorted(files.items())}
-    write_durably(
-        folder / MANIFEST, json.dumps({"format": FORMAT, **content, "files": listed}, indent=1)
-    )
-    write_durably(folder / DIGEST, _digest_text(record(folder / MANIFEST).sha256))
+    text = json.dumps({"format": FORMAT, **content, "files": listed}, indent=1)
+    write_whole(folder / MANIFEST, text, durable=True)
+    write_whole(folder / DIGEST, _digest_text(record(folder / MANIFEST).sha256), durable=True)
 
 
 def _digest_text(digest: str) -> str:
@@ -209,7 +208,7 @@ def publish(root: Path, step: int, keep: int) -> Path:
 
 def point_to(root: Path, step: int) -> None:
     """Make LATEST name this step: a start goes on from there."""
-    write_durably(root / LATEST, f"{step}\n")
+    write_whole(root / LATEST, f"{step}\n", durable=True)
 
 
 def set_aside(folder: Path) -> Path:
@@ -217,22 +216,3 @@ def set_aside(folder: Path) -> Path:
     names = (f"{folder.name}.damaged{'' if n == 1 else f'.{n}'}" for n in itertools.count(1))
     aside = next(path for name in names if not (path := folder.with_name(name)).exists())
     return folder.rename(aside)
-
-
-def write_durably(file: Path, text: str) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    with partial.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)
-    sync(file.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

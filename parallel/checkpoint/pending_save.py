@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
+from mrl.system.files import sync
 from parallel.checkpoint import manifest
 from parallel.checkpoint.shard_writer import POLL_S, ShardWriter
 
@@ -51,7 +52,7 @@ class PendingSave:
         partial, files = self.writer.folder, self.writer.finish()
         save_config(CheckpointingConfig("torch_dist"), str(partial))
         for name in (COMMON_FILE, CONFIG_FILE, ".metadata"):
-            manifest.sync(partial / name)
+            sync(partial / name)
             files[name] = manifest.record(partial / name)
         manifest.write_manifest(partial, self.content, files)
         manifest.publish(self.root, self.step, self.keep)

@@ -19,6 +19,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -47,6 +48,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mrl.errors import RunFailed
+from mrl.system.files import write_whole
 from mrl.system.processes import die_with_parent
 from parallel.checkpoint.manifest import FileRecord, record
 
@@ -181,12 +183,8 @@ def _write(
         content: Report = {"items": items, "files": files}
     except Exception as error:
         content = {"error": f"{type(error).__name__}: {error}"}
-    partial = report.with_suffix(".partial")
-    try:
-        partial.write_text(json.dumps(content))
-        partial.replace(report)  # at once: another process may be waiting for it
-    except OSError:
-        partial.unlink(missing_ok=True)  # a missing report says as much
+    with suppress(OSError):  # a missing report says as much
+        write_whole(report, json.dumps(content))  # whole: another process may be waiting for it
 
 
 def _settle_in_child(parent: int) -> None:

@@ -1,0 +1,52 @@
+"""Writes a file whole: whoever reads it, meanwhile or after a crash, finds all of it or what was there.
+
+The content is written to a hidden file beside the target, `.NAME.partial`, which is then given the
+target's name. A process that is killed meanwhile leaves that hidden file; the next write replaces it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replaced(file: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Give a path to write to, which gets the name of `file` when the block ends.
+
+    If the block raises, `file` stays as it was and no partial output remains. With `durable`, the
+    content and then the new name are on the disk before this returns, so that they survive a crash of
+    the machine. Raises OSError where the file cannot be written.
+    """
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        yield partial
+        if durable:
+            sync(partial)
+        partial.replace(file)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync(file.parent)
+
+
+def write_whole(
+    file: Path, content: str | bytes | Iterable[bytes], *, durable: bool = False
+) -> None:
+    """Write `content` (text as UTF-8) to `file`; see `replaced`."""
+    if isinstance(content, str):
+        content = content.encode()
+    with replaced(file, durable=durable) as partial, partial.open("wb") as stream:
+        stream.writelines([content] if isinstance(content, bytes) else content)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
