@@ -33,3 +33,4 @@ class EvalConfig(Branch):
     """Steps between evaluations during training, before step 0, N, 2N ... and after the last; 0 leaves
     it to `mrl eval`."""
     sets: tuple[EvalSetConfig, ...] = ()
+    """Sets of prompts, each with a name of its own; see docs/evaluation.md."""

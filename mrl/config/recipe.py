@@ -60,7 +60,9 @@ class Recipe(Branch):
     diagnosis: DiagnosisConfig = DiagnosisConfig()
     debug: DebugConfig = DebugConfig()
     output_dir: str
+    """The run folder; a run that is there already is resumed."""
     seed: int = 0
+    """Decides the order of the prompts, the sampling, and all other random numbers."""
 
     @property
     def longest_wait_s(self) -> float:

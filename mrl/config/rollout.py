@@ -28,11 +28,15 @@ class RolloutConfig(Branch):
     (DP attention: SGLang's `dp_size` with `enable_dp_attention`). For models with few key/value heads,
     or with latent attention, whose cache would be replicated by tensor parallelism."""
     prompts_per_step: int = Field(default=16, ge=1)
+    """Prompts that each step trains on."""
     samples_per_prompt: int = Field(default=8, ge=1)
+    """Completions of each prompt: the size of a group."""
     max_response_len: int = Field(ge=1)
+    """Most tokens of a completion, or of one turn of a conversation."""
     min_response_len: int = Field(default=0, ge=0)
     """0, or max_response_len for completions of one exact length (the end token is ignored)."""
     temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature, which the trainer's log-probs take into account too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Below 1 samples come from the truncated distribution, while the log-probs of both sides stay
     those of the whole one."""
@@ -73,6 +77,7 @@ class RolloutConfig(Branch):
     """With `algorithm.dynamic_sampling`: times that a step draws prompts until prompts_per_step of them
     have a signal; each round draws as many as are missing. Then it trains with what there is."""
     start_timeout_s: float = Field(default=600.0, gt=0)
+    """For the start of an engine, its first request included."""
     request_timeout_s: float = Field(default=1800.0, gt=0)
     """For all completions of a step, or of one turn of its conversations."""
     stall_timeout_s: float = Field(default=120.0, gt=0)
@@ -109,6 +114,7 @@ class DataConfig(Branch):
     path: str
     """JSONL: `prompt` (a string or chat messages), `answer`, `info`, any other column."""
     shuffle: bool = True
+    """A new order of the prompts in each pass over the file; it follows from `seed`."""
 
 
 class EnvironmentConfig(Branch):

@@ -23,11 +23,13 @@ class ParallelConfig(Branch):
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     """Above 1, sequence parallelism is on: Megatron requires it for MoE."""
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
+    """Pipeline stages: ranks that share out the layers."""
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=2)
     """Model chunks per pipeline rank (interleaved schedule)."""
     context_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share the tokens of a micro-batch: `train.micro_batch_tokens` is for all of them."""
     expert_model_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share out the experts of each MoE layer."""
     expert_tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share one expert; 1 gives every tensor-parallel rank whole experts."""
     decoder_first_pipeline_num_layers: int | None = Field(default=None, ge=1)
@@ -59,12 +61,17 @@ class TrainConfig(Branch):
 
 class OptimizerConfig(Branch):
     lr: float = Field(default=1e-6, gt=0)
+    """Learning rate of Adam, constant after the warm-up."""
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up from 0."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay of AdamW."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of Adam's first moment."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of Adam's second moment."""
     adam_eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment that Adam divides by."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Global gradient norm; 0 turns clipping off."""
     use_distributed_optimizer: bool = False
@@ -103,8 +110,11 @@ class SftConfig(Branch):
     path: str
     """JSONL with `prompt` and `completion`: supervised steps before the first rollout."""
     num_steps: int = Field(ge=1)
+    """Optimizer steps of the supervised training."""
     batch_size: int = Field(ge=1)
+    """Rows of the file in each of these steps."""
     lr: float = Field(gt=0)
+    """Learning rate of these steps; the RL starts with a fresh optimizer."""
 
 
 class CheckpointConfig(Branch):
