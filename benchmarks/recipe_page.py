@@ -22,12 +22,12 @@ PAGE = Path(__file__).parents[1] / "docs/recipes.md"
 BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
 HEAD = """# Recipes
 
-After reading this page you can look up every key of a recipe, with its type, its default and its meaning.
+After reading this page you can look up every key of a recipe, with its type, default and meaning.
 
-`python -m benchmarks.recipe_page` writes this page from the classes in `mrl/config/`; a test compares the two. A recipe
-is one YAML file, and `key=value` on the command line overrides a key: `mrl train RECIPE optimizer.lr=1e-6`. Unknown keys
-are refused. A key whose default is *required* must be given. `null` as a default means that the key is not set; the
-meaning says what happens then.
+`python -m benchmarks.recipe_page` writes this page from the classes in `mrl/config/`, and a test
+compares the two. A recipe is one YAML file, and `key=value` on the command line overrides a key:
+`mrl train RECIPE optimizer.lr=1e-6`. Unknown keys are refused. A key whose default is *required*
+must be given. The default `null` means that the key is not set; the meaning says what happens then.
 """
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.docs.metric_keys import undocumented
 from tests.loop.golden_curves import Curve, algorithms, curve_of, read_golden
 from tests.loop.resumed import whole_and_resumed
 from tests.loop.shared_engine import SharedEngine
@@ -150,3 +151,9 @@ def test_dynamic_sampling_trains_on_groups_with_a_signal(found: dict[str, Any]) 
             == drawn - 8 + (row["dynamic_sampling/missing_groups"])
         )
         assert row["reward/zero_signal_groups"] == row["dynamic_sampling/missing_groups"]
+
+
+def test_the_metrics_of_every_algorithm_are_documented(found: dict[str, Any]) -> None:
+    """In docs/metrics.md; tests/docs/test_metrics_page.py compares it with the source."""
+    rows = [row for curve in found["curves"].values() for row in curve]
+    assert undocumented({key for row in rows for key in row}) == []
