@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench training-pass layouts conformance faults stability rollout-bench gpu-check clean
+.PHONY: help setup demo test lint evidence bench training-pass layouts conformance faults stability rollout-bench gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -49,6 +49,9 @@ lint: setup  ## Check style, formatting and types
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(if $(FORMATTED),$(BIN)/clang-format --dry-run -Werror $(FORMATTED),@echo "no kernel sources to format")
+
+evidence: $(VENV)/.bench  ## Every measurement below, one after the other, and one table; about 2 hours
+	$(BIN)/python -m benchmarks.evidence $(EVIDENCE_ARGS)
 
 bench: $(VENV)/.bench  ## Kernels beside eager, torch.compile, Liger, TRL and a copy; 6 to 15 minutes
 	$(BIN)/python -m benchmarks.bench_kernels $(BENCH_ARGS)

@@ -25,14 +25,14 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import argparse  # noqa: E402
 import gc  # noqa: E402
 import json  # noqa: E402
-import sys  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 
+from benchmarks.evidence.machine import describe  # noqa: E402
+from benchmarks.evidence.result import finish, write_result  # noqa: E402
 from benchmarks.kernel_bench import (  # noqa: E402
     head,
-    machine,
     policy_loss,
     routes,
     sequences,
@@ -43,6 +43,7 @@ from benchmarks.kernel_bench.case import RIVALS, Case, Run, Work, errors  # noqa
 from benchmarks.kernel_bench.timing import interleave, make_copy, peak_bytes  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "triton", "liger-kernel", "trl", "transformers")
 MODULES = (policy_loss, vp_logprob, head, sequences, routes, training_step)
 # fp32 sums of a whole batch at a time, where the kernel's stay within blocks.
 EAGER_SLACK = 100.0
@@ -166,7 +167,7 @@ def result_file(device: torch.device) -> Path:
     return RESULTS / f"kernels_cuda_{''.join(c if c.isalnum() else '_' for c in name)}.json"
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, no torch.compile")
@@ -180,7 +181,7 @@ def main() -> int:
     if not cases:
         parser.error(f"--only: got {arguments.only!r}, expected a part of some case's name")
     measured = "medians of interleaved rounds; forward and backward where there is a gradient"
-    words = {**machine.describe(device), "measured": measured}
+    words = {**describe(device, PACKAGES), "measured": measured}
     print("\n".join(f"{name}: {value}" for name, value in words.items()))
     bench = Bench(device, arguments.quick)
     for case in cases:
@@ -192,13 +193,19 @@ def main() -> int:
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(bench.rows, indent=2) + "\n")
-        details = {**words, "not_measured": list(bench.reasons), "cases": bench.details}
         beside = output.with_name(f"{output.stem}_machine.json")
-        beside.write_text(json.dumps(details, indent=2) + "\n")
+        write_result(
+            "kernels_cpu_machine",
+            {"measured": measured, "not_measured": list(bench.reasons), "cases": bench.details},
+            passed=len(cases) - bench.num_failed,
+            failed=bench.num_failed,
+            packages=PACKAGES,
+            device=device,
+            path=beside,
+        )
         print(f"written: {output} and {beside.name}")
-    print(f"{len(cases) - bench.num_failed} passed, {bench.num_failed} failed")
-    return 1 if bench.num_failed else 0
+    finish(len(cases) - bench.num_failed, bench.num_failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

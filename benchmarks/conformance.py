@@ -10,7 +10,6 @@ benchmarks/results/conformance.json.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -22,10 +21,9 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.result import finish, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "conformance.json"
 SUITE = "tests/rollout/conformance"
 
 
@@ -105,16 +103,22 @@ def main() -> None:
             for name, case in cases.items()
             if case.tensor_parallel_size <= num_gpus and case.num_nodes == 1
         }
-    machine, runs = describe(torch.device("cpu"), ["torch", "sglang", "transformers"]), []
+    runs = []
     for name, case in cases.items():
         print(f"{name}: {case}", flush=True)
         runs.append({"case": name, **run_suite(engine, options.gpus, case)})
     num_failed = sum(len(run["failed"]) for run in runs)
-    result = RESULT.with_stem("conformance_gpu") if options.gpus else RESULT
-    if set(cases) == set(DEFAULT) or options.gpus:  # a part is no result
-        result.write_text(json.dumps({**machine, "engine": engine, "runs": runs}, indent=2) + "\n")
-    print(f"{sum(run['passed'] for run in runs)} passed, {num_failed} failed")
-    sys.exit(num_failed > 0)
+    num_passed = sum(run["passed"] for run in runs)
+    if set(cases) == set(DEFAULT) or options.gpus:  # only a whole run is written
+        write_result(
+            "conformance_gpu" if options.gpus else "conformance",
+            {"engine": engine, "runs": runs},
+            passed=num_passed,
+            failed=num_failed,
+            packages=("torch", "sglang", "transformers"),
+            device=torch.device("cuda" if options.gpus else "cpu"),
+        )
+    finish(num_passed, num_failed)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.result import finish, write_result
 from benchmarks.replay_overhead import NUM_SAVED, make_trainer
 from mrl.learn.batching import make_train_batches
 from mrl.system.clock import Clock
@@ -31,7 +30,6 @@ from mrl.toy_model import write_toy_model
 from parallel import prepare
 from parallel.mesh import destroy_mesh
 
-RESULT = Path(__file__).parent / "results" / "diagnosis_overhead.json"
 LIMIT = 0.03
 OFF = ("diagnosis.save_tokens_every=0", "diagnosis.decompose_every=0")
 ARMS = {
@@ -120,7 +118,7 @@ def measure(scratch: Path, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=16, help="rounds of saved steps")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -130,11 +128,11 @@ def main() -> None:
     destroy_mesh()
     print(json.dumps(row))
     failed = row["added_share_of_live_step"]["tokens"] > LIMIT
-    packages = ("torch", "megatron-core", "sglang")
-    result = {**describe(torch.device("cpu"), packages), "limit": LIMIT, **row}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{1 - failed} passed, {int(failed)} failed")
-    sys.exit(failed)
+    write_result(
+        "diagnosis_overhead", {"limit": LIMIT, **row}, passed=1 - failed, failed=int(failed),
+        packages=("torch", "megatron-core", "sglang"),
+    )  # fmt: skip
+    finish(1 - failed, int(failed))
 
 
 if __name__ == "__main__":

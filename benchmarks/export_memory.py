@@ -16,9 +16,6 @@ for its next export.
 from __future__ import annotations
 
 import ctypes
-import json
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.cases import run_cases
 from parallel.export import export_buckets
 from tests.parallel.conftest import write_model
 from tests.parallel.layouts import build, join_mesh
 from tests.ranks import run_ranks
 
-RESULT = Path(__file__).parent / "results" / "export_memory.json"
 MODEL = {
     "vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 512,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "moe_intermediate_size": 256,
@@ -65,7 +61,7 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
-def measure(model: Path, sizes: dict[str, Any], bucket_bytes: int) -> dict[str, float]:
+def on_rank(model: Path, sizes: dict[str, Any], bucket_bytes: int) -> dict[str, float]:
     """Runs on every rank."""
     # Freed tensors leave the process at once, and are not kept in a heap.
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 64 << 10)
@@ -107,33 +103,31 @@ def measure(model: Path, sizes: dict[str, Any], bucket_bytes: int) -> dict[str, 
     }
 
 
+def measure(name: str, scratch: Path) -> dict[str, Any]:
+    """Return the row of one layout: the worst of its ranks."""
+    model = scratch / "model"
+    if not model.exists():
+        write_model(model, **MODEL)
+    world, sizes = LAYOUTS[name]
+    ranks = run_ranks(world, on_rank, model, sizes, BUCKET_BYTES, folder=scratch / "out")
+    worst = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+    return {
+        "layout": name,
+        "ranks": world,
+        "model_mb": round(worst["model_bytes"] / 1e6, 1),
+        "largest_shard_mb": round(worst["shard_bytes"] / 1e6, 1),
+        "bucket_mb": round(worst["bucket_bytes"] / 1e6, 1),
+        "peak_in_buckets": round(worst["peak_bytes"] / worst["bucket_bytes"], 2),
+        "time_in_copies": round(worst["seconds"] / worst["copy_seconds"], 1),
+    }
+
+
 def main() -> None:
-    names = sys.argv[1:] or list(LAYOUTS)
-    rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        model = write_model(Path(scratch) / "model", **MODEL)
-        for name in names:
-            world, sizes = LAYOUTS[name]
-            out = Path(scratch) / "out"
-            ranks = run_ranks(world, measure, model, sizes, BUCKET_BYTES, folder=out)
-            worst = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
-            row = {
-                "layout": name,
-                "ranks": world,
-                "model_mb": round(worst["model_bytes"] / 1e6, 1),
-                "largest_shard_mb": round(worst["shard_bytes"] / 1e6, 1),
-                "bucket_mb": round(worst["bucket_bytes"] / 1e6, 1),
-                "peak_in_buckets": round(worst["peak_bytes"] / worst["bucket_bytes"], 2),
-                "time_in_copies": round(worst["seconds"] / worst["copy_seconds"], 1),
-            }
-            print(json.dumps(row), flush=True)
-            rows.append(row)
-    failed = sum(row["peak_in_buckets"] > 3 for row in rows)
-    result = {**describe(torch.device("cpu"), ("torch", "megatron-core")), "rows": rows}
-    if len(rows) == len(LAYOUTS):
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{len(rows) - failed} passed, {failed} failed")
-    sys.exit(failed > 0)
+    """Measure the layouts that the command line names."""
+    run_cases(
+        "export_memory", __doc__, LAYOUTS, measure, lambda row: row["peak_in_buckets"] <= 3,
+        packages=("torch", "megatron-core"),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

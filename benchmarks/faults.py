@@ -23,14 +23,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.result import finish, write_result
 from mrl.config import load_recipe
 from mrl.data import PromptCursor, read_prompts
 from mrl.preflight import load_tokenizer
@@ -38,9 +38,10 @@ from mrl.toy_model import write_toy_model
 from parallel.hf_config import HfModel
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "faults.json"
 RECIPE = ROOT / "launch" / "recipes" / "toy_moe.yaml"
 PROMPTS, SAMPLES, RESPONSE_LEN = 8, 8, 160
+NUM_KILLS = 20
+"""Kills of a whole run; one with fewer is not written to the results."""
 STALL_TIMEOUT_S = 10
 STEP_TIMEOUT_S = 600
 KILLED = ("child", "scheduler", "detokenizer")
@@ -156,71 +157,105 @@ def left_behind(run: Run) -> list[str]:
     return found
 
 
+@dataclass
+class Struck:
+    """What a run with faults left on file."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """One a fault, in the order of the steps from step 1 on."""
+    failures: list[str] = field(default_factory=list)
+    """What does not hold, one sentence each."""
+    calm_rollout_s: float = 0.0
+    """Seconds of the rollout of step 0, which has no fault."""
+    last_restarts: float = 0.0
+    """Engines that were replaced in the last step, which has no fault of its own."""
+
+
+def strike_every_step(run: Run, faults: Sequence[str], seed: int) -> Struck:
+    """Let the run go through all its steps, with one fault in each but the first and the last."""
+    struck, chance = Struck(), random.Random(seed)
+    try:
+        calm = run.wait_for_step(0)
+        struck.calm_rollout_s = calm["time/rollout_s"]
+        for step, fault in enumerate(faults, start=1):
+            share = 0.9 * chance.random()  # the first step is slower than the others
+            time.sleep(calm["time/sync_s"] + share * calm["time/rollout_s"])
+            strike(fault, run)
+            struck.rows.append(_row(fault, share, run.wait_for_step(step)))
+            print(f"step {step}: {struck.rows[-1]}", flush=True)
+        run.engine()  # the last engine, in a last step without a fault
+        last = run.wait_for_step(len(faults) + 1)
+        struck.last_restarts = last["rollout/engine_restarts"]
+        if run.process.wait(120) != 0:
+            struck.failures.append(f"the run ended with exit code {run.process.returncode}")
+    finally:
+        run.process.kill()
+        run.process.wait()
+    return struck
+
+
+def _row(fault: str, share: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "fault": fault if fault == "hung" else f"kill -9 {fault}",
+        "at_share_of_rollout": round(share, 3),
+        "restarts": metrics["rollout/engine_restarts"],
+        "recovery_s": round(metrics["time/recovery_s"], 2),
+        "rollout_s": round(metrics["time/rollout_s"], 2),
+    }
+
+
+def wrong_samples(run: Run, num_steps: int) -> list[str]:
+    """Return the steps whose prompts or samples are not those that the cursor gave."""
+    found = []
+    for step, expected in enumerate(expected_prompts(run.overrides, num_steps)):
+        lines = (run.output / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
+        samples = [(row["prompt_id"], row["completion"]) for row in map(json.loads, lines)]
+        if Counter(prompt for prompt, _ in samples) != expected:
+            found.append(f"step {step}: other prompts or numbers of samples than expected")
+        if len(set(samples)) != len(samples):  # random ones, of 160 tokens
+            found.append(f"step {step}: a sample is there twice")
+    return found
+
+
+def not_replaced(struck: Struck) -> list[str]:
+    """Return the faults after which no other engine was started, in their step or in the next."""
+    restarts = [*(row["restarts"] for row in struck.rows), struck.last_restarts]
+    return [
+        f"step {step}: {row['fault']}: the engine was not replaced"
+        for step, row in enumerate(struck.rows, start=1)
+        if not restarts[step - 1] + restarts[step]
+    ]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=20)
+    """Run with faults, check what is left, write the result, and exit with 1 where a check failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=NUM_KILLS)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     faults = [KILLED[i % len(KILLED)] for i in range(options.kills)] + ["hung"]
-    chance = random.Random(options.seed)
-    rows, failures = [], []
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder), 2 + len(faults))
-        try:
-            calm = run.wait_for_step(0)
-            for step, fault in enumerate(faults, start=1):
-                share = 0.9 * chance.random()  # the first step is slower than the others
-                time.sleep(calm["time/sync_s"] + share * calm["time/rollout_s"])
-                strike(fault, run)
-                metrics = run.wait_for_step(step)
-                rows.append(
-                    {
-                        "fault": fault
-                        if fault in ("hung", "out of memory")
-                        else f"kill -9 {fault}",
-                        "at_share_of_rollout": round(share, 3),
-                        "restarts": metrics["rollout/engine_restarts"],
-                        "recovery_s": round(metrics["time/recovery_s"], 2),
-                        "rollout_s": round(metrics["time/rollout_s"], 2),
-                    }
-                )
-                print(f"step {step}: {rows[-1]}", flush=True)
-            run.engine()  # the last one, in a last step without a fault
-            last = run.wait_for_step(len(faults) + 1)
-            if run.process.wait(120) != 0:
-                failures.append(f"the run ended with exit code {run.process.returncode}")
-        finally:
-            run.process.kill()
-            run.process.wait()
-        for step, expected in enumerate(expected_prompts(run.overrides, len(faults) + 2)):
-            lines = (run.output / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
-            samples = [(row["prompt_id"], row["completion"]) for row in map(json.loads, lines)]
-            if Counter(prompt for prompt, _ in samples) != expected:
-                failures.append(f"step {step}: other prompts or numbers of samples than expected")
-            if len(set(samples)) != len(samples):  # random ones, of 160 tokens
-                failures.append(f"step {step}: a sample is there twice")
-        failures += left_behind(run)
-    restarts = [*(row["restarts"] for row in rows), last["rollout/engine_restarts"]]
-    failures += [
-        f"step {step}: {row['fault']}: the engine was not replaced"
-        for step, row in enumerate(rows, start=1)
-        if not restarts[step - 1] + restarts[step]
-    ]
-    recoveries = [row["recovery_s"] for row in rows if row["restarts"]]
-    result = {
-        **describe(torch.device("cpu"), ["torch", "sglang", "megatron-core"]),
-        "calm_rollout_s": round(calm["time/rollout_s"], 2),
-        "faults": rows,
-        "median_recovery_s": statistics.median(recoveries),
-        "longest_recovery_s": max(recoveries),
-        "failures": failures,
-    }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
-    for failure in failures:
+        struck = strike_every_step(run, faults, options.seed)
+        struck.failures += wrong_samples(run, 2 + len(faults)) + left_behind(run)
+    struck.failures += not_replaced(struck)
+    recoveries = [row["recovery_s"] for row in struck.rows if row["restarts"]]
+    median, longest = statistics.median(recoveries), max(recoveries)
+    for failure in struck.failures:
         print(failure)
-    print(f"recovery: median {result['median_recovery_s']:.1f} s, at most {max(recoveries):.1f} s")
-    print(f"{len(rows) if not failures else 0} passed, {len(failures)} failed")
-    sys.exit(bool(failures))
+    print(f"recovery: median {median:.1f} s, at most {longest:.1f} s")
+    passed, failed = len(struck.rows) if not struck.failures else 0, len(struck.failures)
+    if options.kills == NUM_KILLS:  # only a whole run is written
+        content = {
+            "calm_rollout_s": round(struck.calm_rollout_s, 2),
+            "faults": struck.rows,
+            "median_recovery_s": median,
+            "longest_recovery_s": longest,
+            "failures": struck.failures,
+        }
+        packages = ("torch", "sglang", "megatron-core")
+        write_result("faults", content, passed=passed, failed=failed, packages=packages)
+    finish(passed, failed)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,16 @@ docs/layouts.md. Layouts that are refused are tried too: the reason in the table
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.result import finish, write_result
 from mrl.errors import InputError
 from mrl.types import Sample
 from parallel.dims import ParallelDims
@@ -29,7 +27,6 @@ from tests.parallel.models import tiny_samples, write_tiny
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "layouts.json"
 DOCUMENT = ROOT / "docs" / "layouts.md"
 TEMPLATE = ROOT / "benchmarks" / "layouts.md.in"
 
@@ -104,6 +101,7 @@ class Row:
 
 
 def measure() -> dict[str, Any]:
+    """Run every layout, write the result, and return it."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model, samples = write_model(folder / "qwen3_moe"), make_samples()
@@ -113,14 +111,14 @@ def measure() -> dict[str, Any]:
             rows += compare(tiny, tiny_samples(tiny), layouts)
         refused = [refusal(model, world, sizes) for world, sizes in REFUSED]
     passed = sum(row.passed for row in rows)
-    return {
-        **describe(torch.device("cpu"), ("torch", "megatron-core")),
+    content = {
         "tolerance": TOLERANCE,
-        "passed": passed,
-        "failed": len(rows) - passed,
         "layouts": [dataclasses.asdict(row) for row in rows],
         "refused": refused,
     }
+    packages = ("torch", "megatron-core")
+    failed = len(rows) - passed
+    return write_result("layouts", content, passed=passed, failed=failed, packages=packages)
 
 
 def compare(model: Path, samples: list[Sample], layouts: list[Layout]) -> Iterator[Row]:
@@ -185,11 +183,11 @@ def document(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Measure all layouts and write docs/layouts.md."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     result = measure()
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
     DOCUMENT.write_text(document(result))
-    print(f"{result['passed']} passed, {result['failed']} failed")
-    sys.exit(result["failed"] > 0)
+    finish(result["passed"], result["failed"])
 
 
 if __name__ == "__main__":

@@ -17,15 +17,12 @@ import argparse
 import json
 import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.result import finish, write_result
 from mrl.collect.live import EngineCollector
 from mrl.config import Recipe, load_recipe
 from mrl.data.repeat import MEDIAN
@@ -40,7 +37,6 @@ from parallel.mesh import Mesh, init_mesh
 from tests.loop.stepped import SteppedRun
 
 ROOT = Path(__file__).parents[1]
-RESULT = Path(__file__).parent / "results" / "long_tail.json"
 COMMON = ["rollout.prompts_per_step=8", "checkpoint.save_every=0", "rollout.canary_prompts=0"]
 MORE = "rollout.over_sampling=1.5"
 RUNS = {
@@ -49,6 +45,8 @@ RUNS = {
     "resume": [MORE, "rollout.partial_rollouts=resume", "algorithm.importance=tis"],
     "defer": [MORE, "rollout.partial_rollouts=defer"],
 }
+NUM_STEPS = 30
+"""Of a whole run; a shorter one is not written to the results."""
 NUM_LAST = 10
 EVALUATED = 48
 """Prompts, with one answer each."""
@@ -155,7 +153,7 @@ def verdicts(rows: dict[str, dict[str, Any]], lost: dict[str, int]) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("num_steps", nargs="?", type=int, default=30)
+    parser.add_argument("num_steps", nargs="?", type=int, default=NUM_STEPS)
     num_steps = parser.parse_args().num_steps
     names = list(RUNS)
     metrics: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -180,19 +178,20 @@ def main() -> None:
         print(json.dumps(row))
     found = verdicts(rows, lost)
     rollout = runs["plain"].plan.recipe.rollout
-    result = {
-        **describe(torch.device("cpu"), ("torch", "megatron-core", "sglang")),
+    content = {
         "num_steps": num_steps,
         "samples_per_step": rollout.prompts_per_step * rollout.samples_per_prompt,
         "evaluated_prompts": EVALUATED,
         "rows": list(rows.values()),
         "verdicts": found,
     }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
     for text, holds in found.items():
         print(f"{'ok' if holds else 'FAILED'} {text}")
-    print(f"{sum(found.values())} passed, {len(found) - sum(found.values())} failed")
-    sys.exit(not all(found.values()))
+    passed, failed = sum(found.values()), len(found) - sum(found.values())
+    if num_steps == NUM_STEPS:
+        packages = ("torch", "megatron-core", "sglang")
+        write_result("long_tail", content, passed=passed, failed=failed, packages=packages)
+    finish(passed, failed)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ everything is equal with the mode on. Only a whole run is written to the results
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.result import finish, write_result
 from benchmarks.on_policy_layers.causes import causes
 from benchmarks.on_policy_layers.compare import Difference, compare
 from benchmarks.on_policy_layers.cost import cost
@@ -44,7 +45,6 @@ from parallel.policy import Policy
 from tests.ranks import run_ranks
 
 REPOSITORY = Path(__file__).parents[1]
-RESULT = Path(__file__).parent / "results" / "on_policy.json"
 OPS = (
     *("input norm", "qkv", "q norm", "k norm", "q rope", "k rope", "attention", "o_proj"),
     *("residual 1", "post norm", "router logits", "router ids", "router weights", "residual 2"),
@@ -204,6 +204,10 @@ def failures(on: dict[str, Any], runs: dict[str, Any]) -> tuple[int, list[str]]:
 
 
 def main() -> None:
+    """Measure both modes; `--no-runs` leaves out the runs and the cost, and writes nothing."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--no-runs", action="store_true", help="without `mrl train` and the cost")
+    no_runs = parser.parse_args().no_runs
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         write_toy_model(scratch / "model")
@@ -214,7 +218,7 @@ def main() -> None:
         for cause in causes():
             mended = f": {cause.mended.text()}" if cause.mended else ""
             print(f"{cause.what}: {cause.off.text()} -> {cause.mend}{mended}")
-        runs = {} if "--no-runs" in sys.argv else live_runs(scratch / "model", scratch)
+        runs = {} if no_runs else live_runs(scratch / "model", scratch)
         for what, value in runs.items():
             print(f"mrl train, {what}: {value}", flush=True)
         costs = cost(scratch / "model", scratch) if runs else {}
@@ -223,12 +227,15 @@ def main() -> None:
     for what in failed:
         print(f"FAILED {what}")
     if runs:
-        machine = describe(torch.device("cpu"), ("torch", "sglang", "megatron-core"))
         listed = [{**asdict(cause)} for cause in causes()]
-        result = {**machine, **results, "causes": listed, "runs": runs, "cost": costs}
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{num - len(failed)} passed, {len(failed)} failed")
-    sys.exit(bool(failed))
+        write_result(
+            "on_policy",
+            {**results, "causes": listed, "runs": runs, "cost": costs},
+            passed=num - len(failed),
+            failed=len(failed),
+            packages=("torch", "sglang", "megatron-core"),
+        )
+    finish(num - len(failed), len(failed))
 
 
 if __name__ == "__main__":

@@ -22,13 +22,14 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.evidence.result import finish, write_result
+
 FORMS: dict[str, dict[str, bool]] = {
     "loop": {"foreach": False},
     "foreach": {"foreach": True},
     "fused": {"fused": True},
 }
 NUM_STEPS = 7
-RESULT = Path(__file__).parent / "results" / "optimizer_step.json"
 
 
 def resident_bytes() -> int:
@@ -108,11 +109,12 @@ def main() -> None:
             f"{form:8} {row['seconds'] * 1e3:8.1f} ms, {ratio:.2f} of foreach; "
             f"{share:.2f} of the parameters' bytes beside them"
         )
-    report = {"torch": torch.__version__, "device": device, "parameter_bytes": parameter_bytes}
-    RESULT.write_text(json.dumps({**report, "forms": found}, indent=1) + "\n")
-    passed = found["fused"]["extra_bytes"] < 0.1 * parameter_bytes
-    print(f"{int(passed)} passed, {int(not passed)} failed")
-    sys.exit(not passed)
+    passed = int(found["fused"]["extra_bytes"] < 0.1 * parameter_bytes)
+    content = {"device": device, "parameter_bytes": parameter_bytes, "forms": found}
+    write_result(
+        "optimizer_step", content, passed=passed, failed=1 - passed, device=torch.device(device)
+    )
+    finish(passed, 1 - passed)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.result import finish, write_result
 from benchmarks.planted_engine import (
     Engine,
     Fault,
@@ -44,7 +41,6 @@ from tests.loop.stepped import SteppedRun
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "launch/recipes/toy_moe.yaml"
-RESULT = Path(__file__).parent / "results" / "planted_faults.json"
 OVERRIDES = (
     "rollout.engine=benchmarks.planted_engine",
     "rollout.canary_prompts=0",  # they would stop the run at the stale expert, before a token is made
@@ -201,16 +197,20 @@ def main() -> None:
     rows = (size_rows if args.sizes else planted_rows)(args.dtype)
     for row in rows:
         print(f"{args.dtype} {json.dumps(row)}", flush=True)
-    content = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    content |= describe(torch.device("cpu"), ("torch", "megatron-core", "sglang"))
-    content[f"{args.dtype} {'sizes' if args.sizes else 'planted'}"] = rows
-    RESULT.write_text(json.dumps(content, indent=1) + "\n")
     named = sum(row["named"] for row in rows)
-    if args.sizes:
+    failed = len(rows) - named
+    stem = "planted_sizes" if args.sizes else "planted_faults"
+    write_result(
+        stem + ("_bfloat16" if args.dtype == "bfloat16" else ""),
+        {"dtype": args.dtype, "num_named": named, "rows": rows},
+        passed=None if args.sizes else named,
+        failed=None if args.sizes else failed,
+        packages=("torch", "megatron-core", "sglang"),
+    )
+    if args.sizes:  # the smallest ones are not meant to be named
         print(f"{named} of {len(rows)} named")
         return
-    print(f"{named} passed, {len(rows) - named} failed")
-    sys.exit(named < len(rows))
+    finish(named, failed)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.result import finish, write_result
 from mrl.config import load_recipe
 from mrl.preflight import check
 from mrl.run.folder import RunFolder, saved_step
@@ -37,7 +36,6 @@ from mrl.toy_model import write_toy_model
 from parallel import prepare
 from parallel.mesh import Mesh, destroy_mesh, init_mesh
 
-RESULT = Path(__file__).parent / "results" / "replay_overhead.json"
 RECIPE = Path(__file__).parents[1] / "launch" / "recipes" / "toy_moe.yaml"
 LARGER = {
     "num_layers": 8, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -150,10 +148,12 @@ def save_rollouts(trainer: Any) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--steps", type=int, default=15, help="pairs of live steps")
     args = parser.parse_args()
+    if unknown := sorted(set(args.models) - set(MODELS)):
+        parser.error(f"got {', '.join(unknown)}; expected some of {', '.join(MODELS)}")
     torch.set_num_threads(1)
     prepare()
     rows = []
@@ -164,11 +164,12 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             rows.append(row)
     failed = sum(row["live"]["ratio_of_medians"]["cpu/step_s"] > LIMIT for row in rows)
-    packages = ("torch", "megatron-core", "sglang")
-    result = {**describe(torch.device("cpu"), packages), "limit": LIMIT, "rows": rows}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{len(rows) - failed} passed, {failed} failed")
-    sys.exit(failed > 0)
+    passed = len(rows) - failed
+    write_result(
+        "replay_overhead", {"limit": LIMIT, "rows": rows}, passed=passed, failed=failed,
+        packages=("torch", "megatron-core", "sglang"),
+    )  # fmt: skip
+    finish(passed, failed)
 
 
 if __name__ == "__main__":

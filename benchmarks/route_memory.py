@@ -13,10 +13,7 @@ processes take less CPU through memory.
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,14 +21,13 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.cases import run_cases
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout.base import Request, SamplingParams
 from mrl.rollout.sglang import decode
 from mrl.rollout.sglang.engine import Engine
 from mrl.toy_model import write_toy_model
 
-RESULT = Path(__file__).parent / "results" / "route_memory.json"
 SHAPES = {
     "toy model": {"num_layers": 4},
     "48 layers x 8 of 128": {
@@ -156,19 +152,12 @@ def of_way(runs: list[dict[str, Any]], rows: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(SHAPES)
+    """Measure the shapes that the command line names."""
     count_payloads()
-    rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in names:
-            rows.append(measure(name, Path(scratch)))
-            print(json.dumps(rows[-1]), flush=True)
-    result = {**describe(torch.device("cpu"), ("torch", "sglang")), "rows": rows}
-    if names == list(SHAPES):
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    failed = sum(not row["passed"] for row in rows)
-    print(f"{len(rows) - failed} passed, {failed} failed")
-    sys.exit(failed > 0)
+    run_cases(
+        "route_memory", __doc__, SHAPES, measure, lambda row: row["passed"],
+        packages=("torch", "sglang"),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

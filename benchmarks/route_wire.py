@@ -15,20 +15,17 @@ token costs both stages together. Only a run of every shape is written to the re
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.cases import run_cases
 from moe.wire import wire_row_bytes
 from mrl.config import ParallelConfig
 from mrl.exchange.rollouts import RolloutExchange
@@ -38,7 +35,6 @@ from parallel.dims import ParallelDims
 from parallel.mesh import init_mesh
 from tests.ranks import run_ranks
 
-RESULT = Path(__file__).parent / "results" / "route_wire.json"
 SHAPES = {
     # layers, experts a token, experts; samples a rank, tokens a sample
     "toy model": (4, 2, 8, 64, 41),
@@ -144,20 +140,14 @@ def measure(name: str, scratch: Path) -> dict[str, Any]:
     }
 
 
+def is_good(row: Mapping[str, Any]) -> bool:
+    """Tell whether both packed ways are within LIMIT of the bound."""
+    return max(row["over_bound"][way] for way in ("memory", "messages")) <= LIMIT
+
+
 def main() -> None:
-    names = sys.argv[1:] or list(SHAPES)
-    rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in names:
-            row = measure(name, Path(scratch))
-            print(json.dumps(row), flush=True)
-            rows.append(row)
-    failed = sum(max(r["over_bound"][w] for w in ("memory", "messages")) > LIMIT for r in rows)
-    result = {**describe(torch.device("cpu"), ("torch",)), "limit": LIMIT, "rows": rows}
-    if names == list(SHAPES):
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{len(rows) - failed} passed, {failed} failed")
-    sys.exit(failed > 0)
+    """Measure the shapes that the command line names."""
+    run_cases("route_wire", __doc__, SHAPES, measure, is_good, more={"limit": LIMIT})
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.evidence.result import finish
 from mrl.commands.scaling_plan import plan_workload
 from mrl.config import load_recipe
 from mrl.errors import InputError
@@ -72,7 +73,18 @@ def read_model(name: str) -> ModelShape:
     return read_shape(json.loads((ROOT / "benchmarks" / "models" / f"{name}.json").read_text()))
 
 
+def holds(case: Case) -> bool:
+    """Tell whether the plan lets the recipe start, and refuses it with the changed key."""
+    gpu = HARDWARE[case.gpu]
+    try:
+        changed_runs = verdict(*read_case(case, case.changed), gpu).runs
+    except InputError:
+        changed_runs = False
+    return verdict(*read_case(case), gpu).runs and not changed_runs
+
+
 def render() -> str:
+    """Return the whole page."""
     cases = "\n\n".join(_section(case) for case in CASES)
     text = TEXT.read_text()
     return text.replace("{assumptions}", _assumptions()).replace("{cases}", cases)
@@ -130,11 +142,14 @@ def _hardware(gpu: Hardware) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="write docs/scaling.md")
+    """Write the page, and exit with 1 where a case does not come out as it should."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "scaling.md")
     output = parser.parse_args().output
     output.write_text(render())
-    print(f"wrote {output}: {len(CASES)} cases")
+    passed = sum(map(holds, CASES))
+    print(f"wrote {output}")
+    finish(passed, len(CASES) - passed)
 
 
 if __name__ == "__main__":

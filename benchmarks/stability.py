@@ -27,9 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.result import finish, write_result
 from benchmarks.stability_study.arms import ARMS, RECIPE, ROOT, SHAPE, Job
 from benchmarks.stability_study.plot import svg
 from benchmarks.stability_study.report import (
@@ -44,7 +42,6 @@ from benchmarks.stability_study.report import (
 from mrl.config import load_recipe
 from mrl.system.processes import JsonWorker, WorkerLost
 
-RESULT = ROOT / "benchmarks/results/stability.json"
 DOCUMENT, PLOT = ROOT / "docs/stability.md", ROOT / "docs/stability.svg"
 NUM_SEEDS = 5
 NUM_WORKERS = 2
@@ -151,15 +148,20 @@ def write(
     rows = [row_of(arm, own) for arm in ARMS if (own := [r for r in results if r["arm"] == arm])]
     expected, found = expectations(results), checks(results, num_wanted)
     content = {
-        **describe(torch.device("cpu"), ("torch", "megatron-core", "sglang")),
         "num_steps": num_steps,
         "rows": rows,
         "expectations": expected,
         "verdicts": found,
     }
-    places = [RESULT, PLOT, DOCUMENT]
-    result, plot, document = [folder / p.name for p in places] if folder else places
-    result.write_text(json.dumps(content, indent=1) + "\n")
+    plot, document = [folder / p.name for p in (PLOT, DOCUMENT)] if folder else (PLOT, DOCUMENT)
+    write_result(
+        "stability",
+        content,
+        passed=sum(found.values()),
+        failed=len(found) - sum(found.values()),
+        packages=("torch", "megatron-core", "sglang"),
+        path=folder / "stability.json" if folder else None,
+    )
     plot.write_text(svg(results))
     text = between_markers(DOCUMENT.read_text(), "arms", table(rows))
     document.write_text(between_markers(text, "expected", expectation_table(expected)))
@@ -198,8 +200,7 @@ def main() -> None:
     found = write(results, len(every), num_steps, None if is_whole else folder)
     for text, holds in found.items():
         print(f"{'ok' if holds else 'FAILED'} {text}")
-    print(f"{sum(found.values())} passed, {len(found) - sum(found.values())} failed")
-    sys.exit(not all(found.values()))
+    finish(sum(found.values()), len(found) - sum(found.values()))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ return routes (see mrl/rollout/sglang/plugins/cpu). Ratios are mrl's tokens per 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.result import finish, write_result
 from mrl.collect.single_turn import Round, start_groups
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout.base import SamplingParams
@@ -34,7 +35,6 @@ from mrl.rollout.sglang.settings import CPU_STUBS
 from mrl.toy_model import write_toy_model
 from mrl.types import Prompt
 
-RESULT = Path(__file__).parent / "results" / "throughput.json"
 NUM_REQUESTS, PROMPT_LEN, RESPONSE_LEN = 128, 32, 64
 NUM_ROUNDS = 7
 GOAL = 0.95
@@ -119,6 +119,8 @@ def by_mrl(engine: Engine, seed: int) -> float:
 
 
 def main() -> None:
+    """Measure NUM_ROUNDS turns of both."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = folder / "model"
@@ -141,19 +143,18 @@ def main() -> None:
         finally:
             engine.stop()
     median = statistics.median(row["ratio"] for row in rows)
-    result = {
-        **describe(torch.device("cpu"), ["torch", "sglang", "transformers"]),
+    content = {
         "load": f"{NUM_REQUESTS} requests, {PROMPT_LEN} tokens in, {RESPONSE_LEN} out, with log-probs "
         "and routes, toy model, one rank",
         "rounds": rows,
         "median_ratio": median,
         "goal": GOAL,
     }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
-    passed = median >= GOAL
+    passed = int(median >= GOAL)
+    packages = ("torch", "sglang", "transformers")
+    write_result("throughput", content, passed=passed, failed=1 - passed, packages=packages)
     print(f"median ratio {median:.3f}, goal {GOAL}")
-    print(f"{int(passed)} passed, {int(not passed)} failed")
-    sys.exit(not passed)
+    finish(passed, 1 - passed)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.result import finish, write_result
 from mrl.config import Recipe, load_recipe
 from mrl.learn.batching import make_train_batches
 from mrl.preflight import Plan, check
@@ -40,7 +39,6 @@ from mrl.types import MicroBatch, RoutingTrace, Sample, TrainBatch, VersionSpan
 from parallel import prepare
 from parallel.mesh import destroy_mesh, init_mesh
 
-RESULT = Path(__file__).parent / "results" / "training_pass.json"
 RECIPE = Path(__file__).parents[1] / "launch" / "recipes" / "toy_moe.yaml"
 LIMIT = 1.5
 LOGPROB_TOLERANCE = 1e-4
@@ -263,9 +261,9 @@ def failures(result: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=15, help="timed turns of each pass")
-    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--output", type=Path, help="another file than the one in results/")
     args = parser.parse_args()
     torch.set_num_threads(1)
     prepare()
@@ -278,17 +276,20 @@ def main() -> None:
             result = measure(plan, init_mesh(plan.dims, plan.recipe.seed), args.pairs)
         finally:
             destroy_mesh()
-    packages = ("torch", "megatron-core", "transformers")
-    machine = describe(torch.device("cpu"), packages)
-    result = {**machine, "limit": LIMIT, **result}
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
     found = failures(result)
+    num_checks = 2 + len(result["passes"])
+    write_result(
+        "training_pass",
+        {"limit": LIMIT, **result},
+        passed=num_checks - len(found),
+        failed=len(found),
+        packages=("torch", "megatron-core", "transformers"),
+        path=args.output,
+    )
     for line in found:
         print(f"FAILED {line}")
     print(json.dumps(result["passes"], indent=1))
-    num_checks = 2 + len(result["passes"])
-    print(f"{num_checks - len(found)} passed, {len(found)} failed")
-    sys.exit(bool(found))
+    finish(num_checks - len(found), len(found))
 
 
 if __name__ == "__main__":

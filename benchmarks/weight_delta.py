@@ -8,6 +8,7 @@ step before.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import tempfile
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.result import finish, write_result
 from mrl.config import ModelConfig, OptimizerConfig
 from parallel.hf_config import HfModel
 from parallel.policy import Policy
@@ -24,9 +25,10 @@ from tests.parallel.conftest import make_samples, write_model
 from tests.parallel.layouts import join_mesh, loss, ready_batch
 from tests.ranks import run_ranks
 
-RESULT = Path(__file__).parent / "results" / "weight_delta.json"
 MODEL = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256}
 LR = 1e-6
+LIMIT = 0.05
+"""Share of the bytes above which it would pay to skip tensors that did not change."""
 NUM_STEPS = 6
 
 
@@ -72,6 +74,8 @@ def _unchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) 
 
 
 def main() -> None:
+    """Measure both number formats."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         model = write_model(Path(scratch) / "model", **MODEL)
@@ -80,10 +84,13 @@ def main() -> None:
             shares = {f"unchanged_{key}": round(share, 4) for key, share in found.items()}
             rows.append({"dtype": dtype, "lr": LR, **shares})
             print(json.dumps(rows[-1]), flush=True)
-    packages = ("torch", "megatron-core")
-    RESULT.write_text(
-        json.dumps({**describe(torch.device("cpu"), packages), "rows": rows}, indent=1) + "\n"
-    )
+    failed = sum(row["unchanged_bytes"] > LIMIT for row in rows)
+    passed = len(rows) - failed
+    write_result(
+        "weight_delta", {"limit": LIMIT, "rows": rows}, passed=passed, failed=failed,
+        packages=("torch", "megatron-core"),
+    )  # fmt: skip
+    finish(passed, failed)
 
 
 if __name__ == "__main__":

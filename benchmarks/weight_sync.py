@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.result import finish, write_result
 from benchmarks.weight_faults import FAULTS, is_caught, moved, shared_buckets, sync_for
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout import load_engine
@@ -34,7 +33,6 @@ from parallel.policy import Policy
 from tests.parallel.layouts import build, join_mesh
 from tests.ranks import run_ranks
 
-RESULT = Path(__file__).parent / "results" / "weight_sync.json"
 LARGE = {"hidden_size": 1024, "num_experts": 4, "moe_intermediate_size": 896,
          "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
 ONE_AT_A_TIME = "tensor, one bucket at a time"
@@ -172,24 +170,26 @@ PARTS = {"cost": run_cost, "faults": run_faults}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="cost and proof of the weight sync")
-    parser.add_argument("--part", choices=PARTS, help="only this; the rest of the results stays")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--part", choices=PARTS, help="only this, which is not written to the results"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tries", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start-timeout-s", type=float, default=300.0)
     options = parser.parse_args()
-    result = json.loads(RESULT.read_text()) if options.part and RESULT.exists() else {}
-    result |= describe(torch.device("cpu"), ("torch", "megatron-core", "sglang"))
+    content: dict[str, Any] = {}
     passed = failed = 0
     for name in [options.part] if options.part else PARTS:
         with tempfile.TemporaryDirectory() as scratch:
             found, is_good = PARTS[name](options, Path(scratch))
-        result |= found
+        content |= found
         passed, failed = passed + is_good, failed + (not is_good)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{passed} passed, {failed} failed")
-    sys.exit(failed > 0)
+    if not options.part:  # only a whole run is written
+        packages = ("torch", "megatron-core", "sglang")
+        write_result("weight_sync", content, passed=passed, failed=failed, packages=packages)
+    finish(passed, failed)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,6 @@ what a rank holds of other ranks' samples is at most a tenth of before.
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel_bench.machine import describe
+from benchmarks.evidence.cases import run_cases
 from benchmarks.scaling import read_model
 from benchmarks.shard_plan import plan_checkpoint
 from mrl.data.completions import completions
@@ -43,7 +40,6 @@ from parallel.scaling.rollouts import NODE, moe_layers_by_stage, rollout_bytes
 from parallel.scaling.shape import ModelShape
 from parallel.scaling.workload import Workload
 
-RESULT = Path(__file__).parent / "results" / "world_step.json"
 SLICE = 16
 
 
@@ -261,8 +257,10 @@ def texts(case: Case, groups: list[SampleGroup], folder: Path) -> dict[str, Any]
     }
 
 
-def measure(name: str, folder: Path) -> dict[str, Any]:
-    case = CASES[name]
+def measure(name: str, scratch: Path) -> dict[str, Any]:
+    """Return the row of one case."""
+    case, folder = CASES[name], scratch / name.replace(" ", "_")
+    folder.mkdir()
     shape = read_model(case.model)
     shared, groups = share_groups(case, shape)
     moved = move(case, shape, groups)
@@ -276,7 +274,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     }
     ratios = {what: round(real / formula, 3) for what, (real, formula) in pairs.items()}
     less = shared["now"]["held_of_others"] <= 0.1 * shared["before"]["held_of_others"]
-    return {
+    row = {
         "case": name,
         "layout": case.dims.describe(),
         "samples": case.work.num_sequences,
@@ -288,6 +286,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         "real_over_planned": ratios,
         "passed": less and all(abs(ratio - 1) <= 0.1 for ratio in ratios.values()),
     }
+    return rounded(row)
 
 
 def rounded(value: Any) -> Any:
@@ -297,18 +296,8 @@ def rounded(value: Any) -> Any:
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(CASES)
-    rows = []
-    for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            rows.append(rounded(measure(name, Path(folder))))
-        print(json.dumps(rows[-1], indent=1), flush=True)
-    if names == list(CASES):
-        result = {**describe(torch.device("cpu"), ("torch",)), "rows": rows}
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    failed = sum(not row["passed"] for row in rows)
-    print(f"{len(rows) - failed} passed, {failed} failed")
-    sys.exit(failed > 0)
+    """Measure the cases that the command line names."""
+    run_cases("world_step", __doc__, CASES, measure, lambda row: row["passed"])
 
 
 if __name__ == "__main__":

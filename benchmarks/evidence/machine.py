@@ -12,10 +12,8 @@ import torch
 
 import mrl
 
-PACKAGES = ("torch", "triton", "liger-kernel", "trl", "transformers")
 
-
-def describe(device: torch.device, packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+def describe(device: torch.device, packages: Sequence[str]) -> dict[str, str]:
     """What a reader needs to judge the figures; packages that are not installed are named so."""
     versions = [f"mrl {mrl.__version__}", f"Python {platform.python_version()}"]
     for package in packages:

@@ -1,0 +1,211 @@
+"""Every piece of evidence in one run: `make evidence`, or `python -m benchmarks.evidence`.
+
+Runs the targets of the catalog one after the other and prints one table of them. A target has passed
+where its command exits with 0 and its last plain line is `N passed, 0 failed`; one that fails does not
+stop the others. What each of them prints is kept in runs/evidence/NAME.log. Targets that need a GPU are
+skipped where there is none. In the end the results are marked in docs/results.md.
+
+--list    print the targets, and which of them `make test` runs in short
+--stale   print which results are of older code than this, and what has changed since
+--mark    write that into docs/results.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.evidence.catalog import Target, chosen
+from benchmarks.evidence.digest import ROOT
+from benchmarks.evidence.result import commit_now
+from benchmarks.evidence.staleness import PAGE, changed_files, marked, states
+
+LOGS = ROOT / "runs" / "evidence"
+PLAIN_LINE = re.compile(r"^(\d+) passed, (\d+) failed(, \d+ skipped)?$")
+NUM_SHOWN = 4
+"""How many changed files `--stale` names."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one target did."""
+
+    target: Target
+    status: str
+    """`passed`, `failed` or `skipped`."""
+    seconds: float
+    line: str
+    """Its plain line, or why it has none."""
+    commit: str
+
+
+def run_target(target: Target, log: Path) -> Outcome:
+    """Run the command of one target, its output going to `log`."""
+    commit = commit_now([])
+    if target.needs_gpu and not has_gpu():
+        return Outcome(target, "skipped", 0.0, "needs a GPU", commit)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    limit_s = 600 + 300 * target.minutes
+    start = time.monotonic()
+    with log.open("w") as sink:
+        command = [sys.executable, "-W", "ignore", "-m", *target.arguments]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(limit_s)
+            why = f"no plain line; exit code {code}"
+        except subprocess.TimeoutExpired:
+            code, why = -1, f"ended at its limit of {limit_s:.0f} s"
+        finally:
+            end_tree(process)
+    seconds = time.monotonic() - start
+    line = plain_line(log.read_text(errors="replace"))
+    found = PLAIN_LINE.match(line)
+    passed = code == 0 and found is not None and int(found[2]) == 0
+    if code < 0 or not found:
+        line = why
+    elif code and int(found[2]) == 0:
+        line = f"{line}, but exit code {code}"
+    return Outcome(target, "passed" if passed else "failed", seconds, line, commit)
+
+
+def end_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of a command and of its children."""
+    if process.poll() is not None:
+        return
+    tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for one in tree:
+        try:
+            one.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait()
+
+
+def has_gpu() -> bool:
+    """Tell whether torch sees a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def plain_line(output: str) -> str:
+    """Return the last line that counts what passed and failed; empty where there is none."""
+    lines = [line.strip() for line in output.splitlines() if PLAIN_LINE.match(line.strip())]
+    return lines[-1] if lines else ""
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as text with aligned columns; the first row is the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def outcome_table(outcomes: Sequence[Outcome]) -> str:
+    """Return the table that `make evidence` ends with."""
+    heading = ("target", "outcome", "seconds", "last line", "commit")
+    rows = [
+        (o.target.name, o.status, f"{o.seconds:.0f}", o.line, o.commit[:7] + o.commit[40:])
+        for o in outcomes
+    ]
+    return table([heading, *rows])
+
+
+def list_table(targets: Sequence[Target]) -> str:
+    """Return the table of `--list`."""
+    heading = ("target", "minutes", "python -m ...", "in make test", "what it shows")
+    rows = [
+        (
+            t.name + (" (GPU)" if t.needs_gpu else ""),
+            f"{t.minutes:g}",
+            " ".join(t.arguments),
+            t.short or "no short form",
+            t.tells,
+        )
+        for t in targets
+    ]
+    return table([heading, *rows])
+
+
+def stale_table() -> str:
+    """Return the table of `--stale`: each result, its commit, and what has changed since."""
+    rows = [("result", "commit", "state", "changed files")]
+    for state in states():
+        if not state.why:
+            rows.append((state.name, state.short_commit, "current", ""))
+            continue
+        changed = changed_files(state)
+        if changed is None:
+            what = "unknown: this clone does not have the commit"
+        elif changed:
+            more = f" and {len(changed) - NUM_SHOWN} more" if len(changed) > NUM_SHOWN else ""
+            what = f"{len(changed)}: " + ", ".join(changed[:NUM_SHOWN]) + more
+        else:
+            what = "0; definitions were removed"
+        rows.append((state.name, state.short_commit, f"stale: {state.why}", what))
+    return table(rows)
+
+
+def mark() -> None:
+    """Write into docs/results.md which results are stale."""
+    page = PAGE.read_text()
+    if (new := marked(page, states())) != page:
+        PAGE.write_text(new)
+        print(f"marked the results anew in {PAGE.relative_to(ROOT)}")
+
+
+def main() -> None:
+    """Parse the arguments and do what they ask for; exit with 1 where a target failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="targets or groups")
+    parser.add_argument("--list", action="store_true", help="print the targets and end")
+    parser.add_argument("--stale", action="store_true", help="print the stale results and end")
+    parser.add_argument("--mark", action="store_true", help="mark docs/results.md and end")
+    arguments = parser.parse_args()
+    try:
+        targets = chosen(arguments.only)
+    except ValueError as error:
+        parser.error(f"--only: {error}")
+    if arguments.list:
+        print(list_table(targets))
+    elif arguments.stale:
+        print(stale_table())
+    elif arguments.mark:
+        mark()
+    else:
+        run_all(targets)
+
+
+def run_all(targets: Sequence[Target]) -> None:
+    """Run the targets, print their table, mark the page, and exit with 1 where one failed."""
+    print(
+        f"{len(targets)} targets, about {sum(t.minutes for t in targets):.0f} minutes; {LOGS}/*.log"
+    )
+    outcomes = []
+    for target in targets:
+        print(f"{target.name} ...", flush=True)
+        outcome = run_target(target, LOGS / f"{target.name}.log")
+        outcomes.append(outcome)
+        print(
+            f"{target.name}: {outcome.status} after {outcome.seconds:.0f} s: {outcome.line}",
+            flush=True,
+        )
+    print(f"\n{outcome_table(outcomes)}")
+    mark()
+    num = {status: sum(o.status == status for o in outcomes) for status in ("passed", "failed")}
+    print(f"{num['passed']} passed, {num['failed']} failed")
+    sys.exit(num["failed"] > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""This module lists every evidence target: its command, its results, and which files it measures.
+
+Tests hold the table to the repository: each pattern names at least one file, each module has a `main`
+that parses its arguments, each result is on file, and nothing else lies in benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RECIPE = "launch/recipes/toy_moe.yaml"
+PASSES = (
+    "parallel/*.py",
+    "parallel/layers",
+    "parallel/architectures",
+    "moe",
+    "mrl/kernels/*.py",
+    "csrc",
+)
+"""What every forward or backward pass goes through."""
+ENGINE = ("mrl/rollout", "mrl/system/processes.py")
+ROLLOUT = (*ENGINE, "mrl/collect")
+STEP = (*PASSES, *ROLLOUT, "mrl/learn", "mrl/trainer.py")
+RANKS = ("tests/ranks.py", "tests/parallel/layouts.py", "tests/parallel/conftest.py")
+STEPPED = ("tests/loop/stepped.py",)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One measurement, its command and the files that its figures depend on."""
+
+    name: str
+    tells: str
+    """What a reader learns from it, in a few words."""
+    arguments: tuple[str, ...]
+    """What follows `python -m`."""
+    results: tuple[str, ...]
+    """The files of benchmarks/results/ without `.json`; the command writes the first of them."""
+    measures: tuple[str, ...]
+    """Paths of files or folders, where `*` stands for any name in one folder."""
+    minutes: float
+    """How long it takes on two cores, roughly."""
+    short: str = ""
+    """The test in which `make test` runs it in short; empty where there is none."""
+    group: str = ""
+    """The Makefile target that runs it together with others."""
+    needs_gpu: bool = False
+
+
+TARGETS = (
+    Target("layouts", "every parallel layout against one process",
+           ("benchmarks.layouts",), ("layouts",),
+           (*PASSES, "mrl/algorithms/gspo.py", "mrl/learn/batching.py", *RANKS,
+            "tests/parallel/models.py", "benchmarks/layouts.py"), 6,
+           short="tests/parallel/test_layouts.py"),
+    Target("conformance", "the contract of an engine, against a real SGLang",
+           ("benchmarks.conformance",), ("conformance",),
+           (*ENGINE, "mrl/system", "mrl/kernels/digest.py", "tests/rollout/conformance",
+            "tests/rollout/rollout_helpers.py", "benchmarks/conformance.py"), 12,
+           short="tests/rollout/conformance"),
+    Target("faults", "the engine killed 20 times in a real run, and hung once",
+           ("benchmarks.faults",), ("faults",),
+           (*ROLLOUT, "mrl/trainer.py", RECIPE, "benchmarks/faults.py"), 6,
+           short="tests/rollout/conformance"),
+    Target("training-pass", "the log-prob and training pass beside transformers",
+           ("benchmarks.training_pass",), ("training_pass",),
+           (*PASSES, "mrl/algorithms/gspo.py", "mrl/learn/batching.py", RECIPE,
+            "benchmarks/training_pass.py"), 1, short="tests/loop/test_training_pass.py"),
+    Target("stability", "6 corrections x 5 seeds with a bf16 engine and an fp32 trainer",
+           ("benchmarks.stability",), ("stability",),
+           (*STEP, "mrl/algorithms", "launch/recipes/stability.yaml", *STEPPED,
+            "benchmarks/stability.py", "benchmarks/stability_study"), 30,
+           short="tests/loop/test_stability.py"),
+    Target("throughput", "tokens per second beside a bare SGLang",
+           ("benchmarks.throughput",), ("throughput",),
+           (*ENGINE, "mrl/collect/single_turn.py", "benchmarks/throughput.py"), 3,
+           group="rollout-bench"),
+    Target("weight_sync", "what a weight sync costs; 100 faulty updates are caught",
+           ("benchmarks.weight_sync",), ("weight_sync",),
+           ("parallel/export.py", "parallel/weights.py", "parallel/hf_tensors.py", "mrl/rollout",
+            "mrl/system", "mrl/kernels/digest.py", "csrc/weight_digest.h", "csrc/cpu", *RANKS,
+            "benchmarks/weight_sync.py", "benchmarks/weight_faults.py"), 2,
+           short="tests/rollout/test_weight_sync.py", group="rollout-bench"),
+    Target("route_wire", "bytes and time of routes between ranks",
+           ("benchmarks.route_wire",), ("route_wire",),
+           ("mrl/exchange", "moe", "mrl/kernels/routes.py", "csrc/routes.h", "csrc/cpu/routes.cpp",
+            "mrl/run/rollouts.py", "tests/ranks.py", "benchmarks/route_wire.py"), 2,
+           group="rollout-bench"),
+    Target("replay_overhead", "what routing replay costs a step",
+           ("benchmarks.replay_overhead", "toy", "--steps", "8"), ("replay_overhead",),
+           (*STEP, "mrl/algorithms/gspo.py", RECIPE, "benchmarks/replay_overhead.py"), 2,
+           group="rollout-bench"),
+    Target("long_tail", "what over-sampling, resuming and deferring save and cost",
+           ("benchmarks.long_tail",), ("long_tail",),
+           (*ROLLOUT, "mrl/data/repeat.py", "launch/recipes/long_tail.yaml", *STEPPED,
+            "benchmarks/long_tail.py"), 3, group="rollout-bench"),
+    Target("bench", "kernels beside eager, torch.compile, Liger-Kernel, TRL and a copy",
+           ("benchmarks.bench_kernels",),
+           ("kernels_cpu_machine", "training_step_cpu_machine", "head_cpu"),
+           ("mrl/kernels", "csrc", "parallel/layers/experts.py", "benchmarks/kernel_bench",
+            "benchmarks/bench_kernels.py"), 15, short="tests/benchmarks/test_kernel_bench.py"),
+    Target("on_policy", "engine and trainer layer by layer, bit by bit",
+           ("benchmarks.on_policy",), ("on_policy",),
+           (*PASSES, "mrl/rollout", RECIPE, "benchmarks/on_policy.py",
+            "benchmarks/on_policy_layers"), 9, short="tests/loop/test_on_policy.py"),
+    Target("planted_faults", "faults planted into the real loop, and what `mrl why` finds",
+           ("benchmarks.planted_faults",),
+           ("planted_faults", "planted_faults_bfloat16", "planted_sizes", "planted_sizes_bfloat16"),
+           ("mrl/diagnosis", "mrl/rollout", "moe", "parallel/logprobs.py",
+            "parallel/layer_outputs.py", RECIPE, *STEPPED, "benchmarks/planted_faults.py",
+            "benchmarks/planted_engine.py"), 2, short="tests/loop/test_planted_faults.py"),
+    Target("diagnosis_overhead", "what the diagnosis of a step costs",
+           ("benchmarks.diagnosis_overhead",), ("diagnosis_overhead",),
+           (*PASSES, "mrl/diagnosis", "mrl/learn/learner.py", RECIPE,
+            "benchmarks/diagnosis_overhead.py", "benchmarks/replay_overhead.py"), 4),
+    Target("route_memory", "routes from SGLang through shared memory and as base64 in JSON",
+           ("benchmarks.route_memory",), ("route_memory",),
+           ("mrl/rollout/sglang", "mrl/system/shared_bytes.py", "mrl/system/shared_memory.py",
+            "benchmarks/route_memory.py"), 2, short="tests/rollout/test_route_memory.py"),
+    Target("world_step", "a step of 64 and of 256 ranks, seen from one of them",
+           ("benchmarks.world_step",), ("world_step",),
+           ("mrl/exchange", "mrl/run", "mrl/data/completions.py", "parallel/packing.py",
+            "parallel/scaling/rollouts.py", "parallel/checkpoint/shard_writer.py",
+            "benchmarks/world_step.py", "benchmarks/shard_plan.py"), 2,
+           short="tests/parallel/scaling/test_scaling_rollouts.py"),
+    Target("export_memory", "the memory and the time of a weight export",
+           ("benchmarks.export_memory",), ("export_memory",),
+           ("parallel/export.py", "parallel/weights.py", "parallel/hf_tensors.py",
+            "parallel/shards.py", "mrl/system/shared_memory.py", *RANKS,
+            "benchmarks/export_memory.py"), 1, short="tests/parallel/test_export_memory.py"),
+    Target("weight_delta", "how much of the weights a step leaves as it was",
+           ("benchmarks.weight_delta",), ("weight_delta",),
+           (*PASSES, *RANKS, "benchmarks/weight_delta.py"), 1),
+    Target("optimizer_step", "Adam in three forms: time and memory",
+           ("benchmarks.optimizer_step",), ("optimizer_step",),
+           ("parallel/optimizer.py", "benchmarks/optimizer_step.py"), 1,
+           short="tests/benchmarks/test_evidence.py"),
+    Target("scaling", "the plans of the big recipes; writes docs/scaling.md",
+           ("benchmarks.scaling",), (),
+           ("parallel/scaling", "launch/recipes", "benchmarks/scaling.py", "benchmarks/models"), 0.1,
+           short="tests/benchmarks/test_scaling_doc.py"),
+    Target("gpu-check", "what only a GPU can show; continues where an earlier call ended",
+           ("benchmarks.gpu_lane.run",), (), ("benchmarks/gpu_lane",), 10,
+           short="tests/benchmarks/test_gpu_lane.py", needs_gpu=True),
+)  # fmt: skip
+BY_NAME = {target.name: target for target in TARGETS}
+
+
+def target_of(result: str) -> Target:
+    """Return the target that writes a result. Raises KeyError where none does."""
+    for target in TARGETS:
+        if result in target.results:
+            return target
+    raise KeyError(f"no target of benchmarks/evidence/catalog.py writes {result}.json")
+
+
+def chosen(names: list[str]) -> list[Target]:
+    """Return the targets of these names or groups, in the order of the table; all where none is given.
+
+    Raises ValueError where a name is neither a target nor a group.
+    """
+    known = {*BY_NAME, *(target.group for target in TARGETS if target.group)}
+    if unknown := sorted(set(names) - known):
+        raise ValueError(f"got {', '.join(unknown)}; expected some of {', '.join(sorted(known))}")
+    return [t for t in TARGETS if not names or t.name in names or t.group in names]

@@ -1,0 +1,100 @@
+"""This module writes what a benchmark found to benchmarks/results/, with the code that it ran.
+
+Every result file begins with the same fields:
+
+machine, versions   the processor and the installed packages, in words
+commit              the commit that was checked out, with `+dirty` where a measured file was not as in
+                    it. Where there is no `digest`, it is the commit that recorded the file.
+measures            the files that the figures depend on (patterns of `benchmarks.evidence.catalog`)
+digest              of these files (`benchmarks.evidence.digest`); where it changes, the result is stale
+passed, failed      how many checks passed and failed
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import torch
+
+from benchmarks.evidence.catalog import target_of
+from benchmarks.evidence.digest import ROOT, digest, measured_files
+from benchmarks.evidence.machine import describe
+
+RESULTS = ROOT / "benchmarks" / "results"
+CPU = torch.device("cpu")
+
+
+def write_result(
+    name: str,
+    content: Mapping[str, Any],
+    *,
+    passed: int | None,
+    failed: int | None,
+    packages: Sequence[str] = ("torch",),
+    device: torch.device = CPU,
+    path: Path | None = None,
+) -> dict[str, Any]:
+    """Write `content` and where it comes from to `path`, by default benchmarks/results/NAME.json.
+
+    `passed` and `failed` are None for a sweep, which has no checks. Returns the whole result as it was
+    written. Raises KeyError where no target of the catalog writes
+    a result of this name.
+    """
+    result = {
+        **describe(device, packages),
+        **provenance(target_of(name).measures),
+        **({} if passed is None else {"passed": passed, "failed": failed}),
+        **content,
+    }
+    file = path or RESULTS / f"{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def finish(passed: int, failed: int) -> NoReturn:
+    """Print the plain line that every benchmark ends with, and exit with 1 where a check failed."""
+    print(f"{passed} passed, {failed} failed")
+    sys.exit(failed > 0)
+
+
+def provenance(patterns: Sequence[str]) -> dict[str, Any]:
+    """Return the commit, the patterns and the digest of the code that this process runs."""
+    files = measured_files(patterns)
+    return {
+        "commit": commit_now(list(files)),
+        "measures": list(patterns),
+        "digest": digest(files),
+    }
+
+
+def commit_now(files: Sequence[str]) -> str:
+    """Return the commit that is checked out; `+dirty` where one of `files` is not as in that commit.
+
+    A file that was changed after this process had started counts as well, because the process may have
+    read it before. Outside of a Git checkout the commit is `unknown`.
+    """
+    head = git("rev-parse", "HEAD")
+    if head is None:
+        return "unknown"
+    changed = git("status", "--porcelain", "--", *files)
+    start = psutil.Process().create_time()
+    during = any((ROOT / file).stat().st_mtime > start for file in files)
+    return head.strip() + ("+dirty" if changed or during else "")
+
+
+def git(*arguments: str) -> str | None:
+    """Return what a Git command prints in the repository; None where it fails or there is no Git."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

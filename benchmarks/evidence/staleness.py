@@ -1,0 +1,157 @@
+"""This module tells which results are out of date, and marks them in docs/results.md.
+
+A result is current while the digest of the code that it measures is the one that it was made with
+(`benchmarks.evidence.digest`), and stale afterwards, until its command is run again. A result without a
+digest was recorded before digests were kept, and counts as stale.
+
+The page says so beside every result, and a test compares the page with the code: who changes measured
+code either repeats the measurement or lets `python -m benchmarks.evidence --mark` write that the
+figures are of older code. A result that is marked as stale already needs nothing more.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence.catalog import TARGETS, Target
+from benchmarks.evidence.digest import (
+    ROOT,
+    SUFFIXES,
+    definitions,
+    digest,
+    matches,
+    measured_files,
+)
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "results.md"
+START, END = "<!-- how current -->", "<!-- /how current -->"
+HEAD = (
+    "| result | made by | at commit | checks | the code that it measures |\n|---|---|---|---|---|"
+)
+
+
+@dataclass(frozen=True)
+class State:
+    """One result file, and whether the code that it measures is still the same."""
+
+    name: str
+    target: Target
+    commit: str
+    """Where it was made, with `+dirty` where measured files were not as in that commit."""
+    checks: str
+    """`N passed, N failed`; empty in files that do not hold it."""
+    why: str
+    """Why it is stale; empty where it is current."""
+
+    @property
+    def short_commit(self) -> str:
+        """The first seven digits of the commit, with the mark of a changed tree."""
+        commit, plus, dirty = self.commit.partition("+")
+        return commit[:7] + plus + dirty
+
+
+def states(results: Path = RESULTS, root: Path = ROOT) -> list[State]:
+    """Return the state of every result that the catalog names and that is on file."""
+    return [
+        _state(name, target, json.loads(file.read_text()), root)
+        for target in TARGETS
+        for name in target.results
+        if (file := results / f"{name}.json").exists()
+    ]
+
+
+def _state(name: str, target: Target, result: dict[str, Any], root: Path) -> State:
+    why = ""
+    if "digest" not in result:
+        why = "recorded before digests were kept"
+    elif list(target.measures) != result["measures"]:
+        why = "the catalog names other files now"
+    elif digest(measured_files(target.measures, root)) != result["digest"]:
+        why = "changed since"
+    checks = f"{result['passed']} passed, {result['failed']} failed" if "passed" in result else ""
+    return State(name, target, result["commit"], checks, why)
+
+
+def section(found: Iterable[State]) -> str:
+    """Return the table of docs/results.md, in Markdown."""
+    rows = [
+        f"| `{s.name}.json` | `{s.target.name}` | {s.short_commit} | {s.checks} "
+        f"| {f'**stale**: {s.why}' if s.why else 'is the same'} |"
+        for s in found
+    ]
+    return "\n".join([START, HEAD, *rows, END])
+
+
+def marked(page: str, found: Iterable[State]) -> str:
+    """Return the page with its table replaced. Raises ValueError where the page has no place for it."""
+    before, start, rest = page.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"{PAGE.relative_to(ROOT)}: expected the lines {START} and {END}")
+    return f"{before}{section(found)}{after}"
+
+
+def changed_files(state: State) -> list[str] | None:
+    """Return the measured files with a definition that was nowhere in the commit of the result.
+
+    None where this clone does not have the commit. The list is empty where definitions were only
+    removed.
+    """
+    commit = state.commit.partition("+")[0]
+    old = definitions_at(commit)
+    if old is None:
+        return None
+    files = measured_files(state.target.measures)
+    return [path for path, content in files.items() if definitions(path, content) - old]
+
+
+@cache
+def definitions_at(commit: str) -> frozenset[str] | None:
+    """Return all definitions of a commit; None where this clone does not have it."""
+    files = files_at(commit, [""])
+    if files is None:
+        return None
+    return frozenset(part for path, content in files.items() for part in definitions(path, content))
+
+
+def files_at(commit: str, patterns: Sequence[str]) -> dict[str, bytes] | None:
+    """Return the files of a commit that `patterns` name; None where this clone does not have it.
+
+    The pattern "" names every file that could be measured.
+    """
+    listed = _git(["ls-tree", "-r", "--name-only", "-z", f"{commit}^{{commit}}"])
+    if listed is None:
+        return None
+    paths = [
+        path
+        for path in listed.decode().split("\0")
+        if path.endswith(SUFFIXES) and any(not p or matches(path, p) for p in patterns)
+    ]
+    asked = "".join(f"{commit}:{path}\n" for path in paths).encode()
+    packed = _git(["cat-file", "--batch"], asked)
+    if packed is None:
+        return None
+    files, at = {}, 0
+    for path in paths:
+        end = packed.index(b"\n", at)
+        size = int(packed[at:end].split()[-1])
+        files[path] = packed[end + 1 : end + 1 + size]
+        at = end + size + 2
+    return files
+
+
+def _git(arguments: list[str], given: bytes = b"") -> bytes | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, input=given, capture_output=True, check=True, timeout=60
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
