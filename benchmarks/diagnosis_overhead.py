@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.evidence.result import finish, write_result
 from benchmarks.replay_overhead import NUM_SAVED, make_trainer
+from moe.routes import Replay
 from mrl.learn.batching import make_train_batches
 from mrl.system.clock import Clock
 from mrl.toy_model import write_toy_model
@@ -82,7 +83,9 @@ def passes(trainer: Any) -> dict[str, Callable[[int], None]]:
         learner.exchange.deliver,
     )
     return {
-        str(how): lambda i, how=how: trainer.policy.logprobs(batch.micro_batches, True, how)
+        str(how): lambda i, how=how: trainer.policy.forward_only(
+            batch.micro_batches, Replay.rollout, observe=how
+        )
         for how in (None, "counts", "rows")
     }
 

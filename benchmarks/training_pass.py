@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.evidence.result import finish, write_result
+from moe.routes import Replay
 from mrl.config import Recipe, load_recipe
 from mrl.learn.batching import make_train_batches
 from mrl.preflight import Plan, check
@@ -160,10 +161,10 @@ class Ours:
     loss: Callable[[Tensor, MicroBatch], Any]
 
     def logprob_pass(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        return self.policy.logprobs(batches, replay=True).logprobs
+        return self.policy.forward_only(batches, Replay.rollout).logprobs
 
     def train_pass(self, batch: TrainBatch) -> float:
-        return self.policy.train_step(batch, self.loss, replay=True).grad_norm
+        return self.policy.train_step(batch, self.loss, Replay.rollout).grad_norm
 
 
 def make_ours(plan: Plan, mesh: Any) -> Ours:
@@ -197,7 +198,7 @@ def measure(plan: Plan, mesh: Any, num_pairs: int) -> dict[str, Any]:
     )
     padded = [PaddedBatch.of(micro) for micro in batch.micro_batches]
     old = peer.logprob_pass(padded)
-    before = ours.policy.logprobs(batch.micro_batches, replay=True)
+    before = ours.policy.forward_only(batch.micro_batches, Replay.rollout)
     differences = [
         float((own - rows.packed(theirs)).abs().max())
         for own, rows, theirs in zip(before.logprobs, padded, old, strict=True)

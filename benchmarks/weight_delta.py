@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.result import finish, write_result
+from moe.routes import Replay
 from mrl.config import ModelConfig, OptimizerConfig
 from parallel.hf_config import HfModel
 from parallel.policy import Policy
@@ -46,7 +47,7 @@ def measure(model: Path, dtype: Any) -> dict[str, Any]:
     batch, _ = ready_batch(policy, mesh, make_samples())
     before, rows = _weights(policy), []
     for _ in range(NUM_STEPS):
-        policy.train_step(batch, loss, True)
+        policy.train_step(batch, loss, Replay.rollout)
         after = _weights(policy)
         rows.append(_unchanged(before, after))
         before = after

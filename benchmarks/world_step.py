@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.evidence.cases import run_cases
 from benchmarks.scaling import read_model
-from benchmarks.shard_plan import plan_checkpoint
+from benchmarks.shard_layout import lay_out_checkpoint
 from mrl.data.completions import completions
 from mrl.exchange.rollouts import RouteCargo, TokenCargo
 from mrl.exchange.transfers import TOKENS, Cargo, Selection, Transfer, compute_transfers
@@ -35,7 +35,7 @@ from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.toy_model import build_tokenizer
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 from parallel.dims import ParallelDims
-from parallel.packing import plan
+from parallel.packing import assign_micro_batches
 from parallel.scaling.rollouts import NODE, moe_layers_by_stage, rollout_bytes
 from parallel.scaling.shape import ModelShape
 from parallel.scaling.workload import Workload
@@ -171,11 +171,13 @@ def share_groups(case: Case, shape: ModelShape) -> tuple[dict[str, Any], list[Sa
 
 
 def move(case: Case, shape: ModelShape, groups: list[SampleGroup]) -> dict[str, Any]:
-    """The plan of who trains what, of the transfers of a leader and of a reader, and their bytes."""
+    """Who trains what, the transfers of a leader and of a reader, and their bytes."""
     dims, num_engines = case.dims, case.dims.world // case.work.engine_tp
     samples = [sample for group in groups for sample in group.samples]
     lengths = [len(sample.token_ids) for sample in samples]
-    shares, batch_s = timed(lambda: plan(lengths, dims.dp, case.work.micro_batch_tokens))
+    shares, batch_s = timed(
+        lambda: assign_micro_batches(lengths, dims.dp, case.work.micro_batch_tokens)
+    )
     of_dp = [tuple(sorted(i for micro in share for i in micro)) for share in shares]
     by_stage = [tuple(n + 1 for n in layers) for layers in moe_layers_by_stage(shape, dims)]
     nodes = [rank // NODE * NODE for rank in range(dims.world)]
@@ -282,7 +284,7 @@ def measure(name: str, scratch: Path) -> dict[str, Any]:
         "groups": shared,
         "moved": moved,
         "texts": texts(case, groups, folder),
-        "checkpoint": plan_checkpoint(shape, case.dims.world, folder),
+        "checkpoint": lay_out_checkpoint(shape, case.dims.world, folder),
         "real_over_planned": ratios,
         "passed": less and all(abs(ratio - 1) <= 0.1 for ratio in ratios.values()),
     }

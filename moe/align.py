@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.replay import GatedRoute, Route
+from moe.routes import GatedRoute, Route
 from mrl.kernels.routes import native_routes, pack_routes, unpack_routes
 from mrl.types import MicroBatch, PackedRoutes, RoutingTrace
 

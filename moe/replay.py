@@ -16,36 +16,14 @@ n rows of this rank, K experts per token, E experts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe.routes import GatedRoute, Route, Routes, ids_of
 from mrl.types import NATIVE_ROUTE
-
-
-@dataclass(frozen=True)
-class GatedRoute:
-    """A layer's route with the gate weights to use."""
-
-    ids: Tensor
-    """i64[n, K]."""
-    weights: Tensor
-    """f32[n, K]: what each chosen expert's output is multiplied with."""
-
-
-Route = Tensor | GatedRoute
-"""Expert ids i64[n, K] of a layer, alone or with their weights; NATIVE_ROUTE rows are free."""
-
-Routes = Mapping[int, Route]
-"""By Megatron layer number, of this rank's rows; layers left out decide for themselves."""
-
-
-def ids_of(route: Route) -> Tensor:
-    """i64[n, K]."""
-    return route.ids if isinstance(route, GatedRoute) else route
 
 
 def margins(scores: Tensor, chosen: Tensor) -> Tensor:

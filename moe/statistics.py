@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe.align import RouterRows
-from moe.replay import ReplayedChunk, Routes, ids_of
+from moe.replay import ReplayedChunk
+from moe.routes import Routes, ids_of
 from mrl.system.histogram import log_histograms
 from mrl.types import NATIVE_ROUTE, Max, Mean, Quantiles, Statistics
 

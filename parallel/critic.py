@@ -1,6 +1,6 @@
 """The critic: a second Megatron model whose last layer gives one value a token, with its own optimizer.
 
-Same layout and groups as the policy, its own weights, optimizer and ledger entries (`critic_*`). It
+It has the policy's mesh, and its own weights, optimizer and ledger entries (`critic_*`). It
 routes natively: its routers are another model's, and the rollout's routes say nothing about them.
 """
 
@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from moe.routes import Replay
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
 from parallel.architectures.base import HfConfig, Rule
@@ -129,7 +130,7 @@ class Critic:
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """f32[N] a micro-batch on the last pipeline stage, none on the others; no gradients."""
-        return self.trained.evaluate(batches, False).values
+        return self.trained.forward_only(batches, Replay.off).values
 
     def train_step(
         self,
@@ -142,7 +143,7 @@ class Critic:
         `before_update` may raise, on all ranks or on none. Raises RunFailed, with the weights
         untouched, when a gradient is not finite.
         """
-        step = self.trained.train_step(batch.micro_batches, loss, False, before_update)
+        step = self.trained.train_step(batch.micro_batches, loss, Replay.off, before_update)
         stats: Statistics = {}
         if self.mesh.reports_loss:
             losses = step.output.losses

@@ -72,15 +72,15 @@ def export_buckets(
     drain the iterator. Stage after stage in pipeline order. On CPUs the buckets lie in `memory`.
     """
     mesh = weights.mesh
-    plan = _plan(weights, max_bytes, dtype)
+    buckets = _assign_buckets(weights, max_bytes, dtype)
     start = time.perf_counter()
-    digests = _digests(weights, plan)
+    digests = _digests(weights, buckets)
     digest_s = time.perf_counter() - start
-    buffers = _buffers(weights, plan, memory or SharedMemory())
+    buffers = _buffers(weights, buckets, memory or SharedMemory())
     count = 0
     for stage in range(mesh.dims.pp):
         mine = stage == mesh.pp_rank
-        headers = _from_stage(weights, _headers(plan, digests), stage)
+        headers = _from_stage(weights, _headers(buckets, digests), stage)
         for number, (header, digest) in enumerate(headers):
             buffer, path = buffers[count % len(buffers)]
             count += 1
@@ -88,7 +88,7 @@ def export_buckets(
             views = _views(flat, header)
             if mine:
                 rest = iter(views)
-                for unit in plan[number]:
+                for unit in buckets[number]:
                     _gather(weights, unit, [next(rest) for _ in unit.tensors])
             if mesh.dims.pp > 1:
                 dist.broadcast(flat, dist.get_global_rank(mesh.pp, stage), mesh.pp)
@@ -118,7 +118,7 @@ def model_bytes(weights: WeightMap, dtype: torch.dtype | None) -> int:
 
 
 def _buffers(
-    weights: WeightMap, plan: list[list[Unit]], memory: SharedMemory
+    weights: WeightMap, buckets: list[list[Unit]], memory: SharedMemory
 ) -> list[tuple[Tensor, str | None]]:
     """Each with its file, on CPUs; only one where there is only one bucket.
 
@@ -126,27 +126,27 @@ def _buffers(
     consumer. On GPUs a handle that no engine opens keeps its buffer until this process ends
     (torch/csrc/CudaIPCTypes.cpp): an engine that fails costs the buffers of that sync.
     """
-    device, size = weights.mesh.device, _largest(weights, plan)
-    number = 1 if weights.mesh.dims.pp == 1 and len(plan) == 1 else NUM_BUFFERS
+    device, size = weights.mesh.device, _largest(weights, buckets)
+    number = 1 if weights.mesh.dims.pp == 1 and len(buckets) == 1 else NUM_BUFFERS
     if device.type != "cpu":
         return [(torch.empty(size, dtype=torch.uint8, device=device), None) for _ in range(number)]
     shared = [memory.take(size, index) for index in range(number)]
     return [(one.tensor, one.path) for one in shared]
 
 
-def _headers(plan: list[list[Unit]], digests: list[dict[str, int]]) -> list[Header]:
-    tensors = ([tensor for unit in bucket for tensor in unit.tensors] for bucket in plan)
+def _headers(buckets: list[list[Unit]], digests: list[dict[str, int]]) -> list[Header]:
+    tensors = ([tensor for unit in bucket for tensor in unit.tensors] for bucket in buckets)
     return list(zip(tensors, digests, strict=True))
 
 
-def _digests(weights: WeightMap, plan: list[list[Unit]]) -> list[dict[str, int]]:
+def _digests(weights: WeightMap, buckets: list[list[Unit]]) -> list[dict[str, int]]:
     """Of each bucket of this stage, by place.
 
     Each rank reads its own shards where they are, and the sums are added up: neither gathering,
     copying nor sending can hide from them.
     """
     mesh = weights.mesh
-    units = [unit for bucket in plan for unit in bucket]
+    units = [unit for bucket in buckets for unit in bucket]
     sums = _own_sums(weights, units)
     is_expert = torch.tensor([unit.entry.expert >= 0 for unit in units], device=mesh.device)
     for rows, group in ((~is_expert, mesh.tp), (is_expert, mesh.etp)):
@@ -157,7 +157,7 @@ def _digests(weights: WeightMap, plan: list[list[Unit]]) -> list[dict[str, int]]
     rows = iter(torch.stack(_all_gather(sums, mesh.ep), dim=1).tolist())
     return [
         add_digests(part for unit in bucket for part in _by_place(weights, unit, next(rows)))
-        for bucket in plan
+        for bucket in buckets
     ]
 
 
@@ -190,18 +190,20 @@ def _own_sums(weights: WeightMap, units: list[Unit]) -> Tensor:
     return sums
 
 
-def _largest(weights: WeightMap, plan: list[list[Unit]]) -> int:
+def _largest(weights: WeightMap, buckets: list[list[Unit]]) -> int:
     """Bytes of the largest bucket of any pipeline stage."""
     mesh = weights.mesh
-    largest = torch.tensor(max(sum(unit.num_bytes for unit in bucket) for bucket in plan))
+    largest = torch.tensor(max(sum(unit.num_bytes for unit in bucket) for bucket in buckets))
     largest = largest.to(mesh.device)
     if mesh.dims.pp > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.pp)
     return int(largest)
 
 
-def _plan(weights: WeightMap, max_bytes: int, dtype: torch.dtype | None) -> list[list[Unit]]:
-    """This stage's units in buckets of one dtype each."""
+def _assign_buckets(
+    weights: WeightMap, max_bytes: int, dtype: torch.dtype | None
+) -> list[list[Unit]]:
+    """Assign this stage's units to buckets of one dtype each."""
     units = sorted((_unit(weights, e, dtype) for e in weights.entries), key=lambda u: str(u.dtype))
     buckets: list[list[Unit]] = []
     size = 0

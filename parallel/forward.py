@@ -17,7 +17,8 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from moe.align import local_routes, router_rows, row_slice
-from moe.replay import ReplayedChunk, Route, Routes, ids_of
+from moe.replay import ReplayedChunk
+from moe.routes import Replay, Route, Routes, ids_of
 from moe.statistics import RoutingCounter
 from mrl.types import LossOutput, MicroBatch, Statistics
 from parallel.context import ContextSlice, context_slice
@@ -30,10 +31,6 @@ from parallel.packing import to_device
 
 LossFunction = Callable[[Tensor, MicroBatch], LossOutput]
 """(what the head gives, f32[N] with gradient, and micro-batch) -> undivided loss sum and statistics."""
-
-RecordedRoutes = list[dict[int, Route]]
-"""What this rank's routers are to choose, by micro-batch and layer number; under R2 what they chose in
-an earlier pass. Layers left out decide for themselves."""
 
 Observe = Literal["counts", "rows"]
 """Compare the captured routes with what the routers would choose, also where they are not replayed:
@@ -64,8 +61,9 @@ class PassOutput:
     """A critic's, f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
     losses: list[LossOutput] = field(default_factory=list)
     """Detached; only on the last pipeline stage, and only with a loss."""
-    native_routes: RecordedRoutes = field(default_factory=list)
-    """Of a pass without gradients in which the routers decided for themselves; empty otherwise."""
+    native_routes: list[dict[int, Route]] = field(default_factory=list)
+    """By micro-batch and layer number, of a pass without gradient in which the routers decided for
+    themselves; empty otherwise. `Replay.recorded` replays them."""
     observed: list[dict[int, ObservedRoutes]] = field(default_factory=list)
     """By micro-batch and layer number, of a pass that was told to keep the rows; (4 K + 4) bytes a row
     and layer of this rank. A micro-batch without captured routes has none."""
@@ -123,15 +121,14 @@ class PipelineRunner:
         self,
         batches: Sequence[MicroBatch],
         loss: LossFunction | None = None,
-        replay: RecordedRoutes | bool = False,
+        replay: Replay = Replay.off,
         head: Head | None = None,
         observe: Observe | None = None,
     ) -> PassOutput:
         """All micro-batches forward, and backward when there is a `loss`. A collective.
 
-        `replay`: True replays the routes in the micro-batches (R3), a record replays that (R2), False
-        lets every router decide for itself. `head`: another one than the model's for this pass. Raises
-        ValueError for micro-batches of several lengths where the layout takes one.
+        `head`: another one than the model's for this pass. Raises ValueError for micro-batches of
+        several lengths where the layout takes one.
         """
         lengths = sorted({batch.num_tokens for batch in batches})
         if self.mesh.dims.equal_micro_batches and len(lengths) > 1:
@@ -141,7 +138,7 @@ class PipelineRunner:
             )
         output = PassOutput(native_routes=[{} for _ in batches], observed=[{} for _ in batches])
         counter = RoutingCounter()
-        train = loss is not None
+        train, of_rollout = loss is not None, replay.kind == "rollout"
 
         def forward_step(numbered: Iterator[tuple[int, MicroBatch]], chunk: Any):
             number, on_cpu = next(numbered)
@@ -149,10 +146,12 @@ class PipelineRunner:
             replayed = self.replays[id(unwrap(chunk))]
             context = context_slice(on_cpu.cu_seqlens, self.mesh.cp, self.mesh.device)
             captured = None
-            if replay is True or observe:
-                captured = self._captured(batch, context, replayed, must=replay is True)
-            routes = captured if isinstance(replay, bool) else replay[number]
-            routes = self._with_gates_or_not(routes) if replay else None
+            if of_rollout or observe:
+                captured = self._captured(batch, context, replayed, must=of_rollout)
+            routes = captured if of_rollout else None
+            if replay.kind == "recorded":
+                routes = replay.routes[number]
+            routes = self._with_gates_or_not(routes)
             rows = router_rows(batch, self._row_places(batch.num_tokens, context))
             replayed.begin_forward(routes, with_grad=train, watch=observe is not None)
             if train:
@@ -164,7 +163,7 @@ class PipelineRunner:
                 packed_seq_params=packed_sequences(on_cpu.cu_seqlens, context, self.mesh.device),
                 **self._output_options,
             )
-            if not train and replay is False:
+            if not train and replay.kind == "off":
                 output.native_routes[number] |= self._native_routes(replayed)
             replayed.end_forward()
             compared = captured if captured is not None else routes
@@ -206,18 +205,19 @@ class PipelineRunner:
         output: PassOutput,
     ) -> tuple[Tensor, Tensor, dict]:
         """Megatron's loss function of one micro-batch, called on the last stage in batch order."""
-        scored = head(given, output)
-        num_tokens = torch.zeros((), dtype=torch.int, device=scored.device)  # Megatron's; unused
+        result = head(given, output)
+        num_tokens = torch.zeros((), dtype=torch.int, device=result.device)  # Megatron's; unused
         if loss is None:
-            return scored.sum(), num_tokens, {}
-        result = loss(scored, given.batch)
+            return result.sum(), num_tokens, {}
+        loss_output = loss(result, given.batch)
         # Megatron scales the tensor that it gets in place.
-        output.losses.append(LossOutput(result.loss_sum.detach().clone(), result.stats))
-        return result.loss_sum, num_tokens, {}
+        output.losses.append(LossOutput(loss_output.loss_sum.detach().clone(), loss_output.stats))
+        return loss_output.loss_sum, num_tokens, {}
 
-    def captured(self, batches: Sequence[MicroBatch]) -> RecordedRoutes:
-        """The engine's routes of this rank's rows and layers: replayed as a record, they are R3."""
-        found: RecordedRoutes = []
+    def captured(self, batches: Sequence[MicroBatch]) -> list[dict[int, Route]]:
+        """Return the engine's routes for this rank's rows and layers, by micro-batch and layer number;
+        `Replay.recorded` of them is the same as `Replay.rollout`."""
+        found: list[dict[int, Route]] = []
         for on_cpu in batches:
             batch = to_device(on_cpu, self.mesh.device)
             context = context_slice(on_cpu.cu_seqlens, self.mesh.cp, self.mesh.device)

@@ -1,4 +1,4 @@
-"""Process groups: made once, passed on as a value."""
+"""This module makes the process groups of a rank once; they are passed on as a value, a `Mesh`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,32 @@ from parallel.dims import ParallelDims
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's groups and its place in them."""
+    """A `Mesh` holds this rank's process groups, one per kind of parallelism.
+
+    The ranks of a job are arranged in a grid of tp x cp x dp x pp for the dense layers; the experts
+    arrange the tp x cp x dp ranks of a pipeline stage anew, in etp x ep x expert replicas.
+    """
 
     dims: ParallelDims
+    """The size of every dimension of the grid."""
     rank: int
+    """This rank's number in the job, from 0 to `dims.world` - 1."""
     device: torch.device
+    """This rank's GPU, or the CPU."""
     tp: ProcessGroup
+    """Tensor parallel: ranks that share out each dense layer's weights, and under sequence parallelism
+    the rows between the layers; all see the same samples."""
     pp: ProcessGroup
+    """Pipeline parallel: one rank of each stage; every stage has other layers."""
     dp: ProcessGroup
-    """Replicas that see other samples; context-parallel ranks see the same."""
+    """Data parallel: replicas that see other samples. Ranks that share out a sequence (`cp`) see the
+    same samples and are in different groups of this kind."""
     cp: ProcessGroup
+    """Context parallel: ranks that share out the tokens of each sequence."""
     ep: ProcessGroup
+    """Expert parallel: ranks that share out the experts of each MoE layer, and exchange tokens."""
     etp: ProcessGroup
+    """Expert tensor parallel: ranks that share out each expert's weights."""
 
     @property
     def tp_rank(self) -> int:
@@ -62,24 +76,26 @@ class Mesh:
 
     @property
     def reports_loss(self) -> bool:
-        """One rank of each data-parallel replica holds the losses: no number is counted twice."""
+        """Whether this rank holds the losses of its data-parallel replica. One rank of each does, so that
+        no number is counted twice."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
 
 def world_size() -> int:
-    """Ranks of this start: torchrun's, or 1."""
+    """Return the number of ranks that torchrun started, or 1."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_device() -> torch.device:
-    """This rank's device: its own GPU, or the CPU."""
+    """Return this rank's device: its own GPU, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
 
 def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
-    """Join the other ranks (torchrun's rendezvous, or alone), make Megatron's groups, seed.
+    """Join the other ranks (through torchrun's rendezvous, or alone), make Megatron's process groups and
+    seed the random generators.
 
     `timeout_s`: a rank that waits longer than this for the others in a collective gives up.
     """
@@ -107,7 +123,7 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    state: Any = parallel_state  # its getters say "or None", and these groups were just made
+    state: Any = parallel_state  # its getters say "or None", but these groups were just made
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=device.type == "cpu")
     return Mesh(
         dims=dims,
@@ -123,7 +139,7 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
 
 
 def destroy_mesh() -> None:
-    """Leave the world; safe to call when it was never joined."""
+    """Leave the process groups; does nothing where they were never joined."""
     if dist.is_initialized():
         from megatron.core import parallel_state
 

@@ -1,7 +1,7 @@
 """Samples -> packed micro-batches: shared out over data-parallel ranks, bounded by a token budget.
 
-Pure and deterministic: every rank computes the same plan from the same samples, so no rank has to be
-told. All ranks get the same number of micro-batches, because expert-parallel ranks meet in every
+Pure and deterministic: every rank computes the same assignment from the same samples, so no rank has to
+be told. All ranks get the same number of micro-batches, because expert-parallel ranks meet in every
 layer; where one has fewer, it runs an empty one.
 """
 
@@ -38,10 +38,10 @@ class WeightedSample:
     """Of its T-1 routed tokens, in the layers of this rank; None where every router decides."""
 
 
-def plan(
+def assign_micro_batches(
     lengths: Sequence[int], dp_size: int, token_budget: int, multiple_of: int = 1
 ) -> list[list[list[int]]]:
-    """Sample indices by [data-parallel rank][micro-batch].
+    """Return the sample indices by [data-parallel rank][micro-batch].
 
     Longest first to the least loaded rank, then first fit into micro-batches of `token_budget` tokens
     (a longer sample goes alone). Every rank gets the same count, a multiple of `multiple_of`.
@@ -63,13 +63,13 @@ def _first_fit(share: list[int], lengths: Sequence[int], token_budget: int) -> l
     bins: list[list[int]] = []
     room: list[int] = []
     for i in share:
-        place = next((b for b, free in enumerate(room) if free >= lengths[i]), None)
-        if place is None:
+        fitting = next((b for b, free in enumerate(room) if free >= lengths[i]), None)
+        if fitting is None:
             bins.append([i])
             room.append(token_budget - lengths[i])
         else:
-            bins[place].append(i)
-            room[place] -= lengths[i]
+            bins[fitting].append(i)
+            room[fitting] -= lengths[i]
     return bins
 
 

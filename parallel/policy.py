@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.routes import Replay
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.system.shared_memory import SharedMemory
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch, WeightBucket
 from parallel.export import export_buckets, model_bytes
-from parallel.forward import LossFunction, Observe, PassOutput, RecordedRoutes
+from parallel.forward import LossFunction, Observe, PassOutput
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger, parameter_tensors
 from parallel.logprobs import LogprobHead
@@ -24,7 +25,7 @@ from parallel.mesh import Mesh
 from parallel.options.read import read_options
 from parallel.reduce import merge
 from parallel.reference import ReferenceWeights
-from parallel.scoring import score
+from parallel.sequence_logprobs import sequence_logprobs
 from parallel.trained_model import TrainedModel
 from parallel.weights import WeightMap
 
@@ -124,18 +125,18 @@ class Policy:
         """The MoE layers of this rank's chunks, Megatron's numbers."""
         return tuple(n for replay in self.runner.replays.values() for n in replay.layers)
 
-    def logprobs(
+    def forward_only(
         self,
         batches: Sequence[MicroBatch],
-        replay: RecordedRoutes | bool,
+        replay: Replay,
         observe: Observe | None = None,
     ) -> PassOutput:
-        """Log-probs and entropies under the present weights, without gradients."""
-        return self.trained.evaluate(batches, replay, observe=observe)
+        """Return log-probs and entropies under the present weights, without gradient."""
+        return self.trained.forward_only(batches, replay, observe=observe)
 
-    def score(self, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """Log-probs f32[T] at temperature 1 of sequences i64[T], 0 first; the same on every rank."""
-        return score(self.trained, self.mesh, sequences)
+    def sequence_logprobs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """Return the log-probs f32[T] of sequences i64[T] (`parallel.sequence_logprobs`)."""
+        return sequence_logprobs(self.trained, self.mesh, sequences)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -155,7 +156,7 @@ class Policy:
         self,
         batch: TrainBatch,
         loss: LossFunction,
-        replay: RecordedRoutes | bool,
+        replay: Replay,
         before_update: Callable[[], None] | None = None,
     ) -> StepOutput:
         """One optimizer step on the global batch. As `TrainedModel.train_step`."""

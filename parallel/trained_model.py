@@ -14,17 +14,11 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
 from moe.align import router_rows
+from moe.routes import Replay
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.errors import RunFailed
 from mrl.types import MicroBatch
-from parallel.forward import (
-    Head,
-    LossFunction,
-    Observe,
-    PassOutput,
-    PipelineRunner,
-    RecordedRoutes,
-)
+from parallel.forward import Head, LossFunction, Observe, PassOutput, PipelineRunner
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype, choose_implementation
 from parallel.layers.balancing import RouterLosses
@@ -151,14 +145,14 @@ class TrainedModel:
                 if not group.param_gather_dispatched or group.param_gather_handle is not None:
                     group.start_param_sync(force_sync=True)
 
-    def evaluate(
+    def forward_only(
         self,
         batches: Sequence[MicroBatch],
-        replay: RecordedRoutes | bool,
+        replay: Replay,
         head: Head | None = None,
         observe: Observe | None = None,
     ) -> PassOutput:
-        """All micro-batches forward under the present weights, without gradients.
+        """Run all micro-batches forward under the present weights, without gradient.
 
         `head` takes the place of the model's own for this pass.
         """
@@ -171,7 +165,7 @@ class TrainedModel:
         self,
         micro_batches: Sequence[MicroBatch],
         loss: LossFunction,
-        replay: RecordedRoutes | bool,
+        replay: Replay,
         before_update: Callable[[], None] | None = None,
     ) -> Step:
         """Gradients of all micro-batches, then one optimizer step; between them `before_update`, which

@@ -121,7 +121,7 @@ TARGETS = (
            ("benchmarks.world_step",), ("world_step",),
            ("mrl/exchange", "mrl/run", "mrl/data/completions.py", "parallel/packing.py",
             "parallel/scaling/rollouts.py", "parallel/checkpoint/shard_writer.py",
-            "benchmarks/world_step.py", "benchmarks/shard_plan.py"), 2,
+            "benchmarks/world_step.py", "benchmarks/shard_layout.py"), 2,
            short="tests/parallel/scaling/test_scaling_rollouts.py"),
     Target("export_memory", "the memory and the time of a weight export",
            ("benchmarks.export_memory",), ("export_memory",),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_lane.parts import model_folder, note
+from moe.routes import Replay
 
 ROUNDS = 5
 TOKENS = {"cuda": (64, 512), "cpu": (4, 32)}
@@ -118,7 +119,7 @@ def experts(folder: Path, device: torch.device) -> dict[str, Pass]:
         if name == "loop":
             loop_over_experts(policy)
         batch = make_batch(policy, ids, routes, sizes.num_experts)
-        found[name] = partial(policy.train_step, batch, loss, replay=True)
+        found[name] = partial(policy.train_step, batch, loss, replay=Replay.rollout)
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_lane.parts import RECIPE, note, train_overrides
+from moe.routes import Replay
 from mrl.types import RoutingTrace, Sample, VersionSpan
 
 NUM_SAMPLES = {"cuda": 64, "cpu": 8}
@@ -55,17 +56,16 @@ def trainer_step(folder: Path, device: str) -> dict[str, Any]:
     )
     micros = batch.micro_batches
     old, noise = [], {"max": 0.0, "q999": 0.0}
-    for replay in (False, True):
+    for name, replay in (("native", Replay.off), ("replayed", Replay.rollout)):
         passes, seconds = [], []
         for _ in range(1 + ROUNDS):
             start = time.perf_counter()
-            found = ours.policy.logprobs(micros, replay).logprobs
+            found = ours.policy.forward_only(micros, replay).logprobs
             synchronize(mesh.device)
             seconds.append(time.perf_counter() - start)
             old = [part.cpu() for part in found]
             passes.append(torch.cat(old))
         noise = difference(passes[-2], passes[-1])
-        name = "replayed" if replay else "native"
         note(**{f"{name}_first_s": round(seconds[0], 3),
                 f"{name}_pass_s": statistics.median(seconds[1:]),
                 f"{name}_two_passes": noise})  # fmt: skip

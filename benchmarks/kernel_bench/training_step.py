@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_bench.case import Case, Outputs, Work
+from moe.routes import Replay
 from mrl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from mrl.types import LossOutput, MicroBatch, RoutingTrace, Sample, TrainBatch, VersionSpan
 
@@ -53,7 +54,7 @@ def build(case: Case, device: torch.device, compile_: bool) -> Work:
     batch = make_batch(policies[0], ids, routes_of(exact, ids, topk), num_experts)
 
     def step(policy: Any) -> Outputs:
-        out = policy.train_step(batch, loss, replay=True)
+        out = policy.train_step(batch, loss, replay=Replay.rollout)
         return {
             "logprobs": out.output.logprobs[0],
             "grad_norm": torch.tensor([out.grad_norm], dtype=torch.float64),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.on_policy_layers.trainer_side import join_mesh, make_policy, packed
+from moe.routes import Replay
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout.base import Request, SamplingParams
 from mrl.rollout.sglang.engine import Engine
@@ -102,10 +103,10 @@ def trainer_seconds(folder: Path) -> dict[str, dict[str, float]]:
         return time.process_time() - start
 
     def forward(policy: Any) -> Callable[[], float]:
-        return lambda: timed(lambda: policy.logprobs([batch], False))
+        return lambda: timed(lambda: policy.forward_only([batch], Replay.off))
 
     def backward(policy: Any) -> Callable[[], float]:
-        return lambda: timed(lambda: policy.runner.run([batch], loss, False))
+        return lambda: timed(lambda: policy.runner.run([batch], loss, Replay.off))
 
     parts = {"log-probs": forward, "forward and backward": backward}
     found = {part: by_turns({mode: way(p) for mode, p in policies.items()})

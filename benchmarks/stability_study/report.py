@@ -104,7 +104,7 @@ def round_to(value: float, digits: int = 4) -> float:
 
 
 def pooled(results: Sequence[Result], way: str) -> tuple[int, int]:
-    """(extreme tokens, all tokens) of all rollouts, scored `native` or `replayed`."""
+    """Count (extreme tokens, all tokens) of all rollouts, under `native` or `replayed` routes."""
     parts = [step["paired"][way] for result in results for step in result["steps"]]
     return sum(p["num_extreme"] for p in parts), sum(p["num_tokens"] for p in parts)
 

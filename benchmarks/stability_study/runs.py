@@ -1,7 +1,7 @@
 """One run of the stability study: an arm, a seed, and what it measures beside the loop's own metrics.
 
 The start is a model folder after SFT, the same for all runs. The engine records routes in every
-run, also where the arm does not replay them: so each rollout can be scored both ways.
+run, also where the arm does not replay them: so log-probs of each rollout can be computed both ways.
 
 d = trainer's log-prob before the update - engine's, of one token. A token is *extreme* where one of the
 two probabilities is more than TAU times the other.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.stability_study.arms import ARMS, RECIPE, Job
+from moe.routes import Replay
 from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig, load_recipe
 from mrl.errors import RunFailed
@@ -72,7 +73,7 @@ def is_extreme(difference: Tensor) -> Tensor:
 
 
 class PairedLearner(Learner):
-    """A learner that scores each rollout both ways before it learns: by its routes and natively."""
+    """A learner that first computes log-probs of each rollout twice: with its routes and natively."""
 
     paired: dict[str, dict[str, float]]
 
@@ -89,14 +90,14 @@ class PairedLearner(Learner):
             samples, [0.0] * len(samples), self.plan.algorithm, self.mesh, limit
         )
         found: dict[str, dict[str, float]] = {}
-        for name, replay in (("native", False), ("replayed", True)):
-            output = self.policy.logprobs(batch.micro_batches, replay)
+        for name, replay in (("native", Replay.off), ("replayed", Replay.rollout)):
+            output = self.policy.forward_only(batch.micro_batches, replay)
             d = torch.cat([
                 (old - micro.rollout_logprobs)[micro.loss_mask]
                 for old, micro in zip(output.logprobs, batch.micro_batches, strict=True)
             ])  # fmt: skip
             found[name] = mismatch(d)
-            if replay:
+            if name == "replayed":
                 found["routes"] = {
                     key.removeprefix("routing/"): float(value.total / value.count)
                     for key, value in output.routing.items()

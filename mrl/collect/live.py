@@ -158,7 +158,7 @@ class EngineCollector:
         policy.onload()  # a step that only rolled out left it on the host
         policy.offload_optimizer()
         with self._verifying():
-            expected = policy.score(self._canaries) if self._canaries else []
+            expected = policy.sequence_logprobs(self._canaries) if self._canaries else []
         dist.barrier()  # an engine wakes on the devices of several ranks
         failure = self._send_weights(engine, version, policy)
         policy.offload_parameters()

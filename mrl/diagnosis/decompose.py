@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from moe.align import router_rows
-from moe.replay import GatedRoute, Route, ids_of
+from moe.routes import GatedRoute, Replay, Route, ids_of
 from mrl.diagnosis.mismatch import gap_statistics
 from mrl.run.json_lines import finite_or_null
 from mrl.types import Max, MicroBatch, Statistics, Sum
-from parallel.forward import RecordedRoutes
 from parallel.layer_outputs import LayerOutputs
 from parallel.policy import Policy
 from parallel.reduce import reduce_statistics
@@ -128,12 +127,10 @@ class _Runs:
         self, name: str, routes: Mapping[int, Route] | None, keep_states: bool = False
     ) -> dict[int, Tensor]:
         """A pass that replays `routes` and nothing else; the states by layer where they are kept."""
-        record: RecordedRoutes = [dict(routes or {})] * self.repeats
+        replay = Replay.off if routes is None else Replay.recorded([routes] * self.repeats)
         outputs = LayerOutputs(self.policy.chunks if keep_states else [])
         with outputs:
-            found = self.policy.logprobs(
-                [self.batch] * self.repeats, False if routes is None else record
-            )
+            found = self.policy.forward_only([self.batch] * self.repeats, replay)
         if self.policy.mesh.reports_loss:
             ours = found.logprobs[0].cpu()
             gap = gap_statistics(ours, self.batch.rollout_logprobs, self.batch.loss_mask)

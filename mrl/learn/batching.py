@@ -17,7 +17,7 @@ from mrl.errors import InputError
 from mrl.learn.shaping import outside_loss, shaped_rewards, without_loss
 from mrl.types import PackedRoutes, Sample, SampleGroup, TrainBatch
 from parallel.mesh import Mesh
-from parallel.packing import WeightedSample, pack, plan, round_up
+from parallel.packing import WeightedSample, assign_micro_batches, pack, round_up
 
 _PUBLISHED = AlgorithmConfig()
 
@@ -212,7 +212,7 @@ def _first_ids(parts: Sequence[Sequence[Any]]) -> list[int]:
 
 def _plan(samples: Sequence[Sample], mesh: Mesh, micro_batch_tokens: int) -> list[list[list[int]]]:
     dims = mesh.dims
-    return plan(
+    return assign_micro_batches(
         [round_up(len(s.token_ids), dims.sequence_multiple) for s in samples],
         dims.dp,
         micro_batch_tokens,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from moe.provenance import provenance_metrics
+from moe.routes import Replay
 from mrl.algorithms.base import traits
 from mrl.algorithms.value_loss import critic_loss
 from mrl.diagnosis.collect import Diagnosis
@@ -25,7 +26,7 @@ from mrl.run import console
 from mrl.system.clock import Clock
 from mrl.types import LossOutput, MicroBatch, Sample, SampleGroup, TrainBatch
 from parallel.critic import Critic
-from parallel.forward import PassOutput, RecordedRoutes
+from parallel.forward import PassOutput
 from parallel.implementation import choose_dtype
 from parallel.mesh import Mesh
 from parallel.policy import Policy, StepOutput, with_old_logprobs, with_ref_logprobs
@@ -82,17 +83,17 @@ class Learner:
             version=step,
         )
         flat = [micro for batch in batches for micro in batch.micro_batches]
-        replay: RecordedRoutes | bool = replays_rollout
+        replay = Replay.rollout if replays_rollout else Replay.off
         before: PassOutput | None = None
         if self._needs_old_logprobs(step):
             with clock.part("logprob"):
-                before = self.policy.logprobs(flat, replay, self.diagnosis.observe(step))
+                before = self.policy.forward_only(flat, replay, self.diagnosis.observe(step))
             if recipe.moe.routing_replay == "r2":
-                replay = before.native_routes
+                replay = Replay.recorded(before.native_routes)
             flat = with_old_logprobs(flat, before)
         if recipe.algorithm.kl_coef:
             with clock.part("ref_logprob"), self.policy.reference():
-                reference = self.policy.logprobs(flat, replay)
+                reference = self.policy.forward_only(flat, replay)
             check_finite(step, "the reference's log-probs", flat, reference.logprobs)
             flat = with_ref_logprobs(flat, reference)
         flat, metrics = self._credit(step, flat, groups, clock)
@@ -163,7 +164,7 @@ class Learner:
         step: int,
         batches: list[TrainBatch],
         flat: list[MicroBatch],
-        replay: RecordedRoutes | bool,
+        replay: Replay,
     ) -> tuple[list[StepOutput], list[StepOutput], dict[str, float]]:
         """Steps of the policy, of the critic, and `guard/*`.
 
@@ -189,9 +190,9 @@ class Learner:
                 continue
             ready = TrainBatch(flat[share], batch.num_loss_tokens, batch.num_samples)
             if trains_policy:
-                routes = replay if isinstance(replay, bool) else replay[share]
+                part = replay.of_batches(share)
                 guard = self._guard(step, is_first=not steps)
-                steps.append(self.policy.train_step(ready, guard.watch(loss), routes, guard.check))
+                steps.append(self.policy.train_step(ready, guard.watch(loss), part, guard.check))
                 metrics |= guard.metrics
             if self.critic is not None:
                 guard = UpdateGuard(step, same_weights=False, clip=None, what="values")

@@ -6,6 +6,7 @@ import random
 
 import torch
 
+from moe.routes import Replay
 from mrl.algorithms import nll
 from mrl.config import OptimizerConfig, SftConfig
 from mrl.data import SftExample
@@ -32,7 +33,7 @@ def run_sft(plan: Plan, config: SftConfig, policy: Policy, mesh: Mesh) -> None:
         batch = make_train_batch(
             chosen, [0.0] * len(chosen), nll, mesh, recipe.train.micro_batch_tokens
         )
-        policy.train_step(batch, loss, False)
+        policy.train_step(batch, loss, Replay.off)
     policy.reset_optimizer(recipe.optimizer)
 
 

@@ -5,9 +5,9 @@ Megatron's (AsyncRequest, AsyncCallsQueue), Megatron's `dist_checkpointing.load`
 Megatron's own writer is not used: it hands its results over through a manager process that outlives a
 killed trainer.
 
-Every rank plans for itself, as its names and rectangles are the whole model's already; nothing is asked
-of other ranks before the writing. What each rank wrote comes to the first one with its report, which
-makes `.metadata` of all reports and checks that they fit together, in the background where the save is.
+Every rank decides for itself what it writes, as its names and rectangles are the whole model's already;
+it asks no other rank before the writing. Every rank then sends a report of what it wrote to rank 0, which
+makes `.metadata` of the reports and checks that they fit together, in the background if the save is.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Report = dict[str, Any]
 
 
 class ShardWriter:
-    """One save: plan and copy, write (maybe elsewhere), collect, finish.
+    """A `ShardWriter` makes one save: assign and copy, write (maybe elsewhere), collect, finish.
 
     `request` and `collect` are collectives.
     """
@@ -72,7 +72,7 @@ class ShardWriter:
         self._reports: list[Report] | None = None
 
     def request(self, shards: list[ShardedTensor], *, copy: bool) -> AsyncRequest:
-        """Plan what this rank writes, and give back the writing as something to run or to start.
+        """Decide what this rank writes, and return the writing as a request to run or to start.
 
         `copy`: to memory that later training steps do not touch.
         """
@@ -87,8 +87,8 @@ class ShardWriter:
         planner.set_up_planner(state, is_coordinator=self.rank == 0)
         self._writer.set_up_storage_writer(self.rank == 0)
         local = planner.create_local_plan()
-        plan = planner.finish_plan(replace(local, storage_data=_StoragePrefix(f"__{self.rank}_")))
-        arguments = (self._writer, planner, plan, self._report_file(self.rank), os.getpid())
+        share = planner.finish_plan(replace(local, storage_data=_StoragePrefix(f"__{self.rank}_")))
+        arguments = (self._writer, planner, share, self._report_file(self.rank), os.getpid())
         return AsyncRequest(_write, arguments, [])
 
     def collect(self) -> None:
@@ -169,17 +169,21 @@ def check_coverage(metadata: Metadata) -> None:
 
 
 def _write(
-    writer: FileSystemWriter, planner: DefaultSavePlanner, plan: SavePlan, report: Path, parent: int
+    writer: FileSystemWriter,
+    planner: DefaultSavePlanner,
+    share: SavePlan,
+    report: Path,
+    parent: int,
 ) -> None:
     """Write this rank's file and digest it. What happened goes into `report`, never up the stack."""
     try:
         if os.getpid() != parent:
             _settle_in_child(parent)
-        results = writer.write_data(plan, planner).wait()
+        results = writer.write_data(share, planner).wait()
         names = sorted({result.storage_data.relative_path for result in results})
         files = {name: tuple(record(report.parent / name)) for name in names}
         by_index = {result.index: result for result in results}
-        items = [_item(by_index[item.index], item) for item in plan.items]
+        items = [_item(by_index[item.index], item) for item in share.items]
         content: Report = {"items": items, "files": files}
     except Exception as error:
         content = {"error": f"{type(error).__name__}: {error}"}
@@ -199,9 +203,9 @@ Item = list[Any]
 the tensor's shape, the dtype."""
 
 
-def _item(result: WriteResult, planned: WriteItem) -> Item:
+def _item(result: WriteResult, item: WriteItem) -> Item:
     place: _StorageInfo = result.storage_data
-    tensor = planned.tensor_data
+    tensor = item.tensor_data
     assert tensor is not None
     return [
         result.index.fqn, list(tensor.chunk.offsets), result.size_in_bytes,
@@ -216,7 +220,7 @@ def _result(item: Item) -> WriteResult:
 
 
 def joined_metadata(items_by_rank: Sequence[Sequence[Item]]) -> Metadata:
-    """What `.metadata` says of the tensors, as torch's planner would have made it of all ranks' plans.
+    """Return what `.metadata` says of the tensors, as torch's planner would make it of all shares.
 
     Raises ValueError where the shares do not fit together: shapes or dtypes differ, rectangles overlap,
     reach beyond their tensor, or leave some of it out.

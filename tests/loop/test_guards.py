@@ -75,7 +75,8 @@ def one_step_of_spoilt_outputs(overrides: list[str], what: str) -> str:
         assert trainer.critic is not None
         trainer.critic.values = spoilt(trainer.critic.values, lambda result: result)
     else:  # after those of the policy
-        trainer.policy.logprobs = spoilt(trainer.policy.logprobs, lambda r: r.logprobs, first=1)
+        forward_only = trainer.policy.forward_only
+        trainer.policy.forward_only = spoilt(forward_only, lambda r: r.logprobs, first=1)
     try:
         trainer.run_step()
     except RunFailed as failed:

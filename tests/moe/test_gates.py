@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.replay import GatedRoute, LayerReplay, margins, with_gates
+from moe.replay import LayerReplay, margins, with_gates
+from moe.routes import GatedRoute, Replay
 from mrl.algorithms import gspo
 from mrl.learn.batching import make_train_batches
 from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch, VersionSpan
@@ -63,21 +64,21 @@ def replayed_gates(model_path: Path, recompute: bool) -> dict[str, Any]:
     samples = tiny_samples(model_path)
     (batch,) = make_train_batches([(samples, [1.0] * len(samples))], gspo, mesh, 64, None)
     with policy.runner.replaying_gates(True):
-        before = policy.logprobs(batch.micro_batches, False)
+        before = policy.forward_only(batch.micro_batches, Replay.off)
     layers = [x for x in unwrap(policy.chunks[0]).decoder.layers if hasattr(x.mlp, "router")]
     gates = [layer.mlp.router.weight for layer in layers]
     with torch.no_grad():
         for gate in gates:
             gate.mul_(-0.7)
-    record = before.native_routes
-    ids = policy.logprobs(batch.micro_batches, record)
+    record = Replay.recorded(before.native_routes)
+    ids = policy.forward_only(batch.micro_batches, record)
 
     def loss(logprobs: Tensor, micro: MicroBatch) -> LossOutput:
         return LossOutput((logprobs * micro.loss_mask).sum())
 
     old = [gate.detach().clone() for gate in gates]
     with policy.runner.replaying_gates(True):
-        weights = policy.logprobs(batch.micro_batches, record)
+        weights = policy.forward_only(batch.micro_batches, record)
         policy.train_step(TrainBatch(batch.micro_batches, 1, 1), loss, record)
     return {
         "before": torch.cat(before.logprobs),
@@ -119,9 +120,9 @@ def compared(model_path: Path) -> dict[str, Any]:
     samples = tiny_samples(model_path)
     parts = [(samples, [1.0] * len(samples))]
     (batch,) = make_train_batches(parts, gspo, mesh, 64)
-    plain = policy.logprobs(batch.micro_batches, False)
-    seen = policy.logprobs(batch.micro_batches, False, "rows")
-    replayed = policy.logprobs(batch.micro_batches, True, "counts")
+    plain = policy.forward_only(batch.micro_batches, Replay.off)
+    seen = policy.forward_only(batch.micro_batches, Replay.off, "rows")
+    replayed = policy.forward_only(batch.micro_batches, Replay.rollout, "counts")
     stale = [([partly_stale(s) for s in samples], parts[0][1])]
     lengths = [
         sum(int(m.loss_mask.sum()) for m in made.micro_batches)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe.align import local_routes, pack_trace
 from moe.replay import LayerReplay
+from moe.routes import Replay
 from mrl.algorithms import gspo
 from mrl.learn.batching import make_train_batch
 from mrl.types import NATIVE_ROUTE, LossOutput, MicroBatch, RoutingTrace, TrainBatch, VersionSpan
@@ -114,13 +115,13 @@ def gate_gradient(model_path: Path) -> list[list[float]]:
         return LossOutput((logprobs * micro.loss_mask).sum())
 
     def total() -> float:
-        out = policy.logprobs(batch.micro_batches, True)
+        out = policy.forward_only(batch.micro_batches, Replay.rollout)
         pairs = zip(out.logprobs, batch.micro_batches, strict=True)
         return sum(float((lp.double() * m.loss_mask).sum()) for lp, m in pairs)
 
     routers = [m.mlp.router for m in policy.chunks[0].module.decoder.layers if _is_moe(m)]
     policy.optimizer.step = lambda: (True, 0.0, None)  # gradients only
-    policy.train_step(TrainBatch(batch.micro_batches, 1, 13), loss, True)
+    policy.train_step(TrainBatch(batch.micro_batches, 1, 13), loss, Replay.rollout)
     found = []
     for router in routers:
         gradient = router.weight.main_grad.clone()
@@ -160,18 +161,19 @@ def r2_against_r3(model_path: Path) -> dict[str, Any]:
     mesh = join_mesh(model_path, {})
     policy = build(model_path, mesh, recompute=True)
     batch = make_train_batch(make_samples(), [1.0] * 13, gspo, mesh, 64)
-    record = []
+    routes = []
     for micro in batch.micro_batches:
         assert micro.routes is not None
-        record.append(local_routes(micro.routes, micro.routes.layer_numbers, 0, 1))
-    r3, r2 = (policy.logprobs(batch.micro_batches, how) for how in (True, record))
-    native = policy.logprobs(batch.micro_batches, False)
+        routes.append(local_routes(micro.routes, micro.routes.layer_numbers, 0, 1))
+    record = Replay.recorded(routes)
+    r3, r2 = (policy.forward_only(batch.micro_batches, how) for how in (Replay.rollout, record))
+    native = policy.forward_only(batch.micro_batches, Replay.off)
     step = policy.train_step(
         TrainBatch(batch.micro_batches, 1, 13), lambda lp, m: LossOutput(lp.sum()), record
     )
     coverage = step.stats["routing/replay_coverage"]
     return {
-        "micro_batches": len(record),
+        "micro_batches": len(record.routes),
         "sequences": max(len(m.cu_seqlens) - 1 for m in batch.micro_batches),
         "equal": all(torch.equal(a, b) for a, b in zip(r3.logprobs, r2.logprobs, strict=True)),
         "native": all(torch.equal(a, b) for a, b in zip(r3.logprobs, native.logprobs, strict=True)),

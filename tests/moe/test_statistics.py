@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.align import RouterRows
-from moe.replay import GatedRoute, LayerReplay, ReplayedChunk, Route, margins
+from moe.replay import LayerReplay, ReplayedChunk, margins
+from moe.routes import GatedRoute, Route
 from moe.statistics import RoutingCounter
 from mrl.system.histogram import log_histogram
 from mrl.types import NATIVE_ROUTE, Max, Mean, Quantiles, Statistics

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from moe.routes import Replay
 from mrl.algorithms import gspo
 from mrl.config import AlgorithmConfig, ModelConfig, MoeConfig, OptimizerConfig, ParallelConfig
 from mrl.kernels.digest import add_digests, digests_of
@@ -174,16 +175,16 @@ def loss(logprobs: Tensor, batch: MicroBatch) -> LossOutput:
     return gspo.loss(logprobs, batch, AlgorithmConfig(clip_low=0.9, clip_high=10.0))
 
 
-def replays(samples: list[Sample]) -> bool:
+def replay_of(samples: list[Sample]) -> Replay:
     """Samples of a dense model carry no routes."""
-    return samples[0].routing is not None
+    return Replay.off if samples[0].routing is None else Replay.rollout
 
 
 def ready_batch(policy: Policy, mesh: Mesh, samples: list[Sample]) -> tuple[TrainBatch, dict]:
     """The batch with the log-probs before the update, and the statistics of that pass."""
     advantages = [(-1.0) ** i * (1 + i / 10) for i in range(len(samples))]
     batch = make_train_batch(samples, advantages, gspo, mesh, micro_batch_tokens=64)
-    before = policy.logprobs(batch.micro_batches, replays(samples))
+    before = policy.forward_only(batch.micro_batches, replay_of(samples))
     micro = with_old_logprobs(batch.micro_batches, before)
     return TrainBatch(micro, batch.num_loss_tokens, batch.num_samples), dict(before.routing)
 
@@ -192,7 +193,7 @@ def train(policy: Policy, mesh: Mesh, samples: list[Sample], steps: int) -> list
     batch, _ = ready_batch(policy, mesh, samples)
     results = []
     for _ in range(steps):
-        out = policy.train_step(batch, loss, replays(samples))
+        out = policy.train_step(batch, loss, replay_of(samples))
         results.append({**reduce_statistics(out.stats), "grad_norm": out.grad_norm})
     return results
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe.routes import Replay
 from mrl.config import ModelConfig, OptimizerConfig
 from mrl.types import Sample
 from parallel.checkpoint.checkpoints import Checkpoints
@@ -39,7 +40,7 @@ def exercise(
 
     policy = build()
     batch, _ = ready_batch(policy, mesh, samples)
-    norms = [policy.train_step(batch, loss, True).grad_norm for _ in range(2)]
+    norms = [policy.train_step(batch, loss, Replay.rollout).grad_norm for _ in range(2)]
     store = Checkpoints(checkpoints, mesh, keep=1)
     store.save(2, policy, {})
     policy.ledger.free("gradients")
@@ -49,7 +50,7 @@ def exercise(
     resumed = build()
     store.load(2, resumed)
     for each in (policy, resumed):
-        each.train_step(batch, loss, True)
+        each.train_step(batch, loss, Replay.rollout)
     ours, theirs = exported(policy), exported(resumed)
     return {
         "norms": norms,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moe.routes import Replay
 from mrl.algorithms import gspo
 from mrl.config import OptimizerConfig
 from mrl.learn.batching import make_train_batches
@@ -68,16 +69,16 @@ def resumes(model_path: Path, samples: list[Sample], checkpoints: Path) -> dict[
     mesh = join_mesh(model_path, {})
     policy = build(model_path, mesh)
     batch, _ = ready_batch(policy, mesh, samples)
-    steps = [policy.train_step(batch, loss, True) for _ in range(2)]
+    steps = [policy.train_step(batch, loss, Replay.rollout) for _ in range(2)]
     result: dict[str, Any] = {"ratio": [float(s.stats["ratio/max"].value) for s in steps]}
     result["saved"] = exported(policy)
     store = Checkpoints(checkpoints, mesh, keep=1)
     store.save(2, policy, {"step": 2})
-    policy.train_step(batch, loss, True)
+    policy.train_step(batch, loss, Replay.rollout)
     result["uninterrupted"] = exported(policy)
     resumed = build(model_path, mesh)
     loaded = store.load(2, resumed)
-    resumed.train_step(batch, loss, True)
+    resumed.train_step(batch, loss, Replay.rollout)
     return {**result, "resumed": exported(resumed), "step": loaded.trainer["step"]}
 
 
@@ -104,7 +105,7 @@ def resets(model_path: Path, samples: list[Sample], distributed: bool) -> dict[s
     policy = build(model_path, mesh, distributed_optimizer=distributed)
     policy.reset_optimizer(OptimizerConfig(lr=1e-3, adam_eps=1e-6))
     batch, _ = ready_batch(policy, mesh, samples)
-    policy.train_step(batch, loss, True)
+    policy.train_step(batch, loss, Replay.rollout)
     return exported(policy)
 
 
@@ -124,7 +125,7 @@ def passes_over_two_mini_batches(
     parts = [(part, [0.0] * len(part)) for part in (samples[:3], samples[3:])]
     batches = make_train_batches(parts, gspo, mesh, 64)
     micro = [batch for each in batches for batch in each.micro_batches]
-    policy.logprobs(micro, True)
+    policy.forward_only(micro, Replay.rollout)
     return [batch.num_tokens for batch in micro]
 
 

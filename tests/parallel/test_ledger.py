@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.routes import Replay
 from mrl.config import ModelConfig, OptimizerConfig
 from mrl.types import Sample
 from parallel.hf_config import HfModel
@@ -95,7 +96,7 @@ def cycle(policy: Policy) -> dict[str, Any]:
         ledger, [("to_host", "parameters"), ("free", "gradients"), ("to_host", "gradients")]
     )
     with pytest.raises(RuntimeError, match=r"'parameters': 'host'"):
-        policy.logprobs([], False)
+        policy.forward_only([], Replay.off)
 
     policy.onload()
     policy.onload()  # nothing left to bring back
@@ -122,7 +123,7 @@ def exercise(
         batch, _ = ready_batch(policy, mesh, samples)
         buffers = []
         for _ in range(3):
-            policy.train_step(batch, loss, True)
+            policy.train_step(batch, loss, Replay.rollout)
             if moves:
                 result |= cycle(policy)
                 buffers.append(policy.ledger.host_buffer_bytes)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from moe.routes import Replay
 from mrl.types import Sample
 from parallel.policy import Policy
 from tests.parallel.layouts import build, distance, exported, join_mesh, loss, ready_batch
@@ -47,7 +48,7 @@ def steps(policy: Policy, mesh: Any, samples: list[Sample]) -> list[dict[str, Te
     weights = []
     for part in (samples[:6], samples):
         batch, _ = ready_batch(policy, mesh, part)
-        policy.train_step(batch, loss, True)
+        policy.train_step(batch, loss, Replay.rollout)
         weights.append(exported(policy))
     return weights
 

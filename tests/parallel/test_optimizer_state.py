@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe.routes import Replay
 from mrl.types import Sample
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.optimizer import torch_adams, use_fused_kernels
@@ -47,9 +48,9 @@ def exercise(model_path: Path, samples: list[Sample], folder: Path) -> dict[str,
 
         policy = start()
         batch, _ = ready_batch(policy, mesh, samples)
-        norms = [policy.train_step(batch, loss, True).grad_norm for _ in range(2)]
+        norms = [policy.train_step(batch, loss, Replay.rollout).grad_norm for _ in range(2)]
         if checkpoints is None:
-            policy.train_step(batch, loss, True)
+            policy.train_step(batch, loss, Replay.rollout)
             groups_of_adam = [g for a in torch_adams(policy.optimizer) for g in a.param_groups]
             assert groups_of_adam
             assert all(g["fused"] and not g["foreach"] for g in groups_of_adam)
@@ -63,7 +64,7 @@ def exercise(model_path: Path, samples: list[Sample], folder: Path) -> dict[str,
         resumed = start()
         store.load(2, resumed)
         for each in (policy, resumed):
-            each.train_step(batch, loss, True)
+            each.train_step(batch, loss, Replay.rollout)
         ours, theirs = exported(policy), exported(resumed)
         states = optimizer_shards(policy.optimizer), optimizer_shards(resumed.optimizer)
         pairs = zip(*(s.values() for s in states), strict=True)

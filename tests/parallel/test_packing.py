@@ -1,4 +1,4 @@
-"""Micro-batch plans: complete, within budget, equal in number; packed fields line up."""
+"""Micro-batches hold every sample, keep to the budget, are equal in number; packed fields line up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe.align import join_routes, local_routes, pack_trace, pack_traces
 from mrl.types import NATIVE_ROUTE, Sample
-from parallel.packing import pack, plan, to_device
+from parallel.packing import assign_micro_batches, pack, to_device
 from tests.parallel.conftest import weighted
 
 
@@ -22,7 +22,7 @@ from tests.parallel.conftest import weighted
     multiple_of=st.integers(1, 4),
 )
 def test_plan(lengths: list[int], dp: int, budget: int, multiple_of: int) -> None:
-    shares = plan(lengths, dp, budget, multiple_of)
+    shares = assign_micro_batches(lengths, dp, budget, multiple_of)
     assert sorted(i for share in shares for batch in share for i in batch) == list(
         range(len(lengths))
     )
@@ -33,9 +33,12 @@ def test_plan(lengths: list[int], dp: int, budget: int, multiple_of: int) -> Non
             assert len(batch) <= 1 or sum(lengths[i] for i in batch) <= budget
 
 
-def test_plan_balances_data_parallel_ranks() -> None:
+def test_assignment_balances_data_parallel_ranks() -> None:
     lengths = [50, 1, 1, 1, 1, 46]
-    loads = [sum(lengths[i] for b in share for i in b) for share in plan(lengths, 2, 1000)]
+    loads = [
+        sum(lengths[i] for b in share for i in b)
+        for share in assign_micro_batches(lengths, 2, 1000)
+    ]
     assert loads == [50, 50]
 
 

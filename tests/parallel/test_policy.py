@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
 from moe.align import local_routes
+from moe.routes import Replay
 from mrl.errors import InputError
 from mrl.kernels.routes import pack_routes
 from mrl.types import NATIVE_ROUTE, LossOutput, MicroBatch, Sample, TrainBatch
@@ -32,7 +33,7 @@ def packed(samples: list[Sample]) -> MicroBatch:
 
 def native_logprobs(model_path: Path, samples: list[Sample]) -> Tensor:
     policy = build(model_path, join_mesh(model_path, {}))
-    return policy.logprobs([packed(samples)], False).logprobs[0]
+    return policy.forward_only([packed(samples)], Replay.off).logprobs[0]
 
 
 def one_rank(tmp_path: Path, function: Any, *args: Any) -> Any:
@@ -65,7 +66,7 @@ def replay_effects(model_path: Path, samples: list[Sample]) -> dict[str, Any]:
     # Every token but the first counts here, so that every log-prob can be seen.
     seen = [dataclasses.replace(s, loss_mask=torch.arange(len(s.token_ids)) > 0) for s in samples]
     batch = packed(seen)
-    before = policy.logprobs([batch], True)
+    before = policy.forward_only([batch], Replay.rollout)
     assert batch.routes is not None
     numbers = batch.routes.layer_numbers
     captured = local_routes(batch.routes, numbers, 0, 1)
@@ -76,14 +77,14 @@ def replay_effects(model_path: Path, samples: list[Sample]) -> dict[str, Any]:
     routes = dataclasses.replace(
         batch.routes, packed=pack_routes(changed, batch.routes.num_experts)
     )
-    after = policy.logprobs([dataclasses.replace(batch, routes=routes)], True)
-    native = policy.logprobs([batch], False)
-    record = native.native_routes
-    recorded = policy.logprobs([batch], record)
+    after = policy.forward_only([dataclasses.replace(batch, routes=routes)], Replay.rollout)
+    native = policy.forward_only([batch], Replay.off)
+    record = Replay.recorded(native.native_routes)
+    recorded = policy.forward_only([batch], record)
 
     def used_equals_captured() -> list[bool]:
         """The router's own output of the last R3 pass against the captured ids."""
-        policy.logprobs([batch], True)
+        policy.forward_only([batch], Replay.rollout)
         replays = next(iter(policy.runner.replays.values())).layers
         answers = []
         for number, ids in captured.items():
@@ -124,7 +125,7 @@ def survives_a_bad_step(model_path: Path, samples: list[Sample]) -> dict[str, An
         return LossOutput(logprobs.sum() * float("nan"))
 
     try:
-        policy.train_step(TrainBatch([packed(samples)], 1, 1), poisoned, True)
+        policy.train_step(TrainBatch([packed(samples)], 1, 1), poisoned, Replay.rollout)
     except RuntimeError as error:
         after = exported(policy)
         return {"error": str(error), "same": all(torch.equal(after[k], before[k]) for k in before)}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.routes import Replay
 from mrl.algorithms import grpo
 from mrl.config import AlgorithmConfig, ModelConfig, OptimizerConfig
 from mrl.learn.batching import make_train_batch
@@ -57,17 +58,21 @@ def kl_loss(**settings: Any) -> LossFunction:
 
 def reference_logprobs(policy: Policy, batch: TrainBatch) -> list[Tensor]:
     with policy.reference():
-        return policy.logprobs(batch.micro_batches, True).logprobs
+        return policy.forward_only(batch.micro_batches, Replay.rollout).logprobs
 
 
 def ready(policy: Policy, mesh: Mesh, samples: list[Sample], advantage: float) -> TrainBatch:
     """With old log-probs, and reference log-probs where the policy has a reference."""
     signs = [advantage * (-1.0) ** i for i in range(len(samples))]
     batch = make_train_batch(samples, signs, grpo, mesh, micro_batch_tokens=64)
-    micro = with_old_logprobs(batch.micro_batches, policy.logprobs(batch.micro_batches, True))
+    micro = with_old_logprobs(
+        batch.micro_batches, policy.forward_only(batch.micro_batches, Replay.rollout)
+    )
     if policy.ledger.where().get("reference"):
         with policy.reference():
-            micro = with_ref_logprobs(micro, policy.logprobs(batch.micro_batches, True))
+            micro = with_ref_logprobs(
+                micro, policy.forward_only(batch.micro_batches, Replay.rollout)
+            )
     return dataclasses.replace(batch, micro_batches=micro)
 
 
@@ -92,7 +97,7 @@ def exercise(
         assert torch.equal(micro.old_logprobs, logprobs)
     steps = []
     for _ in range(3):
-        out = policy.train_step(batch, kl_loss(kl_coef=COEFF), True)
+        out = policy.train_step(batch, kl_loss(kl_coef=COEFF), Replay.rollout)
         steps.append({**reduce_statistics(out.stats), "grad_norm": out.grad_norm})
     before = exported(policy)
     again = reference_logprobs(policy, batch)
@@ -154,7 +159,7 @@ def gradients_of_the_penalty(model_path: Path, samples: list[Sample]) -> list[fl
         ]
         loss = kl_loss(kl_coef=COEFF, kl_estimator="k1") if reference else kl_loss()
         ready_batch = dataclasses.replace(batch, micro_batches=micro)
-        norms.append(policy.train_step(ready_batch, loss, True).grad_norm)
+        norms.append(policy.train_step(ready_batch, loss, Replay.rollout).grad_norm)
     return norms
 
 
@@ -173,11 +178,15 @@ def half_precision(model_path: Path, other: Path, samples: list[Sample]) -> dict
         policy = build(model_path, mesh, other if swaps else None, "bfloat16", True)
         batch = ready(policy, mesh, samples, 1.0)
         for _ in range(2):
-            policy.train_step(batch, kl_loss(), True)
+            policy.train_step(batch, kl_loss(), Replay.rollout)
             if swaps:
                 found = reference_logprobs(policy, batch)
         weights.append(exported(policy))
-    theirs = build(other, mesh, None, "bfloat16").logprobs(batch.micro_batches, True).logprobs
+    theirs = (
+        build(other, mesh, None, "bfloat16")
+        .forward_only(batch.micro_batches, Replay.rollout)
+        .logprobs
+    )
     return {
         "same": same(*weights),
         "other": all(torch.equal(a, b) for a, b in zip(found, theirs, strict=True)),

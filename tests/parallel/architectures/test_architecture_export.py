@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from moe.routes import Replay
 from mrl.cli import main
 from mrl.types import Sample
 from parallel.checkpoint.checkpoints import Checkpoints
-from tests.parallel.layouts import build, exported, join_mesh, loss, ready_batch, replays
+from tests.parallel.layouts import build, exported, join_mesh, loss, ready_batch, replay_of
 from tests.parallel.models import SETTINGS, tiny_samples, write_tiny
 from tests.parallel.test_policy import TEMPERATURE, packed
 from tests.ranks import run_ranks
@@ -26,7 +27,7 @@ def trains(folder: Path, sizes: dict[str, int], samples: list[Sample], root: Pat
     mesh = join_mesh(folder, sizes)
     policy = build(folder, mesh)
     batch, _ = ready_batch(policy, mesh, samples)
-    policy.train_step(batch, loss, replays(samples))
+    policy.train_step(batch, loss, replay_of(samples))
     Checkpoints(root, mesh, keep=1).save(1, policy, {})
     return exported(policy)
 
@@ -39,7 +40,7 @@ def takes_over(folder: Path, samples: list[Sample], written: Path, root: Path) -
     Checkpoints(root, mesh, keep=1).save(1, policy, {})
     return {
         "weights": exported(policy),
-        "logprobs": policy.logprobs([packed(samples)], False).logprobs[0],
+        "logprobs": policy.forward_only([packed(samples)], Replay.off).logprobs[0],
     }
 
 
@@ -47,7 +48,7 @@ def takes_over(folder: Path, samples: list[Sample], written: Path, root: Path) -
 def test_export_from_a_layout_equals_that_from_one_process(model_type: str, tmp_path: Path) -> None:
     base = write_tiny(model_type, tmp_path / "base")
     samples = tiny_samples(base)
-    world, sizes = SPARSE if replays(samples) else DENSE
+    world, sizes = SPARSE if samples[0].routing is not None else DENSE
     many, one = tmp_path / "many", tmp_path / "one"
     arguments = (base, sizes, samples, many)
     live = run_ranks(world, trains, *arguments, folder=tmp_path / "out")[0]

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moe.routes import Replay
 from mrl.algorithms import gspo
 from mrl.config import ModelConfig, OptimizerConfig
 from mrl.kernels.routes import pack_routes, unpack_routes
@@ -82,10 +83,10 @@ def packed(samples: list[Sample]) -> Any:
 
 def train_step(policy: Policy, mesh: Mesh, samples: list[Sample]) -> dict[str, Any]:
     """One GSPO step on the samples' own routes, if they have any."""
-    replay = samples[0].routing is not None
+    replay = Replay.off if samples[0].routing is None else Replay.rollout
     advantages = [(-1.0) ** i * (1 + i / 10) for i in range(len(samples))]
     batch = make_train_batch(samples, advantages, gspo, mesh, micro_batch_tokens=64)
-    micro = with_old_logprobs(batch.micro_batches, policy.logprobs(batch.micro_batches, replay))
+    micro = with_old_logprobs(batch.micro_batches, policy.forward_only(batch.micro_batches, replay))
     ready = TrainBatch(micro, batch.num_loss_tokens, batch.num_samples)
     out = policy.train_step(ready, loss, replay)
     return {**reduce_statistics(out.stats), "grad_norm": out.grad_norm}
@@ -99,7 +100,7 @@ def exercise(
     policy = build(path, mesh, recompute)
     result: dict[str, Any] = {"loaded": exported(policy)}
     if trains:
-        result["logprobs"] = policy.logprobs([packed(samples)], False).logprobs[0]
+        result["logprobs"] = policy.forward_only([packed(samples)], Replay.off).logprobs[0]
         result["step"] = train_step(policy, mesh, samples)
         result["weights"] = exported(policy)
     return result
@@ -192,7 +193,7 @@ def replay_effects(path: Path, samples: list[Sample]) -> dict[str, Any]:
     row = changed[1, 0]  # the second token of the first sample, in the first MoE layer
     row[0] = next(e for e in range(experts) if e not in row.tolist())
     routes = dataclasses.replace(batch.routes, packed=pack_routes(changed, experts))
-    native = policy.logprobs([batch], False)
+    native = policy.forward_only([batch], Replay.off)
     layers = [x for x in unwrap(policy.chunks[0]).decoder.layers if hasattr(x.mlp, "router")]
     gates: dict[str, Any] = {}
     for layer in layers:
@@ -201,13 +202,15 @@ def replay_effects(path: Path, samples: list[Sample]) -> dict[str, Any]:
                 {str(number): (inputs[0], router.weight, output[0], captured[number])}
             )
         )
-    replayed = policy.logprobs([batch], True).logprobs[0]
+    replayed = policy.forward_only([batch], Replay.rollout).logprobs[0]
     return {
         "gates": {key: [tensor.detach().clone() for tensor in kept] for key, kept in gates.items()},
         "replayed": replayed,
-        "changed": policy.logprobs([dataclasses.replace(batch, routes=routes)], True).logprobs[0],
+        "changed": policy.forward_only(
+            [dataclasses.replace(batch, routes=routes)], Replay.rollout
+        ).logprobs[0],
         "native": native.logprobs[0],
-        "recorded": policy.logprobs([batch], native.native_routes).logprobs[0],
+        "recorded": policy.forward_only([batch], Replay.recorded(native.native_routes)).logprobs[0],
     }
 
 

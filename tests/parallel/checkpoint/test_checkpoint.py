@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
+from moe.routes import Replay
 from mrl.errors import InputError, RunFailed
 from mrl.types import Sample
 from parallel.checkpoint import manifest
@@ -201,7 +202,7 @@ def trains_on(model_path: Path, samples: list[Sample], root: Path) -> dict[str, 
     mesh = join_mesh(model_path, {"expert": 2})
     policy = build(model_path, mesh, distributed=True)
     batch, _ = ready_batch(policy, mesh, samples)
-    policy.train_step(batch, loss, True)
+    policy.train_step(batch, loss, Replay.rollout)
     shards = state_shards(policy.weights, optimizer_shards(policy.optimizer))
     planner = ShardWriter(root / "copy", mesh.rank, 2).request(shards, copy=True).async_fn_args[1]
     copies = [s._sh_ten.data for group in planner.state_dict.values() for s in group._local_shards]
@@ -210,12 +211,12 @@ def trains_on(model_path: Path, samples: list[Sample], root: Path) -> dict[str, 
     store = Checkpoints(root / "async", mesh, keep=2, async_save=True)
     store.save(1, policy, {})
     named = (root / "async" / folder_name(1)).exists()
-    policy.train_step(batch, loss, True)
+    policy.train_step(batch, loss, Replay.rollout)
     store.save(2, policy, {})  # waits for the first
     first_named = (root / "async" / folder_name(1)).exists()
     second_named = (root / "async" / folder_name(2)).exists()
     while not (root / "async" / folder_name(2)).exists():
-        policy.train_step(batch, loss, True)
+        policy.train_step(batch, loss, Replay.rollout)
         store.poll()
         torch.distributed.barrier()
     moved = build(model_path, mesh, distributed=True)

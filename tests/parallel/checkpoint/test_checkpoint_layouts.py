@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe.routes import Replay
 from mrl.config import ModelConfig, OptimizerConfig
 from mrl.types import Sample
 from parallel.checkpoint.checkpoints import Checkpoints
@@ -66,7 +67,7 @@ def build(
 
 def next_step(policy: Policy, mesh: Mesh, samples: list[Sample]) -> dict[str, Any]:
     batch, _ = ready_batch(policy, mesh, samples)
-    out = policy.train_step(batch, loss, True)
+    out = policy.train_step(batch, loss, Replay.rollout)
     loss_sum = reduce_statistics(out.stats)["loss/policy"]
     weights = exported(policy)
     return {"grad_norm": out.grad_norm, "lr": out.lr, "loss": loss_sum, "weights": weights}
@@ -80,7 +81,7 @@ def save_after_training(
     policy = build(model_path, mesh, layout[2], dtype)
     batch, _ = ready_batch(policy, mesh, samples)
     for _ in range(STEP):
-        policy.train_step(batch, loss, True)
+        policy.train_step(batch, loss, Replay.rollout)
     store = Checkpoints(root, mesh, keep=1)
     store.save(STEP, policy, {"cursor": 7})
     draw = torch.rand(3)

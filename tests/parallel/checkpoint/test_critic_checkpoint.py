@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe.routes import Replay
 from mrl.config import ModelConfig, OptimizerConfig
 from mrl.errors import InputError
 from mrl.types import Sample
@@ -50,7 +51,7 @@ def both(model_path: Path, sizes: dict[str, int]) -> tuple[Policy, Critic, Mesh]
 def save(model_path: Path, samples: list[Sample], root: Path) -> None:
     policy, critic, mesh = both(model_path, {})
     batch, _ = ready_batch(policy, mesh, samples)
-    policy.train_step(batch, loss, True)
+    policy.train_step(batch, loss, Replay.rollout)
     critic.train_step(batch, value_loss)
     critic.train_step(batch, value_loss)  # its own number of steps
     store = Checkpoints(root, mesh, keep=3)
@@ -97,7 +98,7 @@ def moves(model_path: Path, samples: list[Sample]) -> None:
     """The moves of a GPU, by hand on a CPU: all of a critic leaves before an engine wakes."""
     policy, critic, mesh = both(model_path, {})
     batch, _ = ready_batch(policy, mesh, samples)
-    policy.train_step(batch, loss, True)
+    policy.train_step(batch, loss, Replay.rollout)
     critic.train_step(batch, value_loss)
     before = [t.clone() for t in critic.values(batch.micro_batches)]
     elsewhere = dataclasses.replace(mesh, device=torch.device("meta"))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
+from moe.routes import Replay
 from mrl.cli import main
 from mrl.toy_model import build_tokenizer
 from mrl.types import Sample
@@ -48,7 +49,7 @@ def saves(
     policy = build(model_path, mesh, dtype=dtype)
     for _ in range(steps):
         batch, _ = ready_batch(policy, mesh, samples)
-        policy.train_step(batch, loss, True)
+        policy.train_step(batch, loss, Replay.rollout)
     Checkpoints(root / "checkpoints", mesh, keep=1).save(steps, policy, {})
     weights = exported(policy)
     folder = root / "live"
@@ -60,7 +61,9 @@ def saves(
     else:
         list(stream)
     alone = mesh.dims.world == 1
-    out = policy.logprobs([packed(samples)], False).logprobs[0] if alone else torch.empty(0)
+    out = (
+        policy.forward_only([packed(samples)], Replay.off).logprobs[0] if alone else torch.empty(0)
+    )
     return {"weights": weights, "logprobs": out}
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
+from moe.routes import Replay
 from moe.statistics import load_ratios
 from mrl.algorithms import gspo
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
@@ -81,7 +82,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def step(
-    policy: Policy, mesh: Mesh, samples: list[Sample], tokens: int, replay: bool
+    policy: Policy, mesh: Mesh, samples: list[Sample], tokens: int, replay: Replay
 ) -> dict[str, float]:
     batch = make_train_batch(samples, [1.0] * len(samples), gspo, mesh, tokens)
     return reduce_statistics(policy.train_step(batch, nothing, replay).stats)
@@ -100,7 +101,7 @@ def exercise(model_path: Path, sizes: dict[str, int], samples: list[Sample]) -> 
     for name, moe in LOSSES.items():
         policy = build(model, mesh, moe, recompute=name == "seq_aux_loss")
         for tokens in (4096, 48):
-            stats = step(policy, mesh, masked(samples), tokens, True)
+            stats = step(policy, mesh, masked(samples), tokens, Replay.rollout)
             result[f"{name}/{tokens}"] = {
                 "grads": gradients(policy),
                 "stats": {k: v for k, v in stats.items() if k.startswith("moe/")},
@@ -182,7 +183,7 @@ def native(model_path: Path, samples: list[Sample]) -> dict[str, Any]:
     result = {}
     for name, moe in LOSSES.items():
         policy = build(HfModel.read(model_path), mesh, moe)
-        stats = step(policy, mesh, samples, 4096, False)
+        stats = step(policy, mesh, samples, 4096, Replay.off)
         result[name] = {"grads": gradients(policy), "stats": stats}
     return result
 
@@ -277,7 +278,7 @@ def bias_steps(
     for number, bias in biases(policy).items():
         bias.copy_(torch.linspace(-0.01, 0.02, EXPERTS) * number)
     before = {n: b.clone() for n, b in biases(policy).items()}
-    step(policy, mesh, samples, 48, True)
+    step(policy, mesh, samples, 48, Replay.rollout)
     return {"before": before, "after": biases(policy)}
 
 

@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from moe.routes import Replay
 from mrl.config import ModelConfig, OptimizerConfig
 from mrl.types import Sample
 from parallel.hf_config import HfModel
@@ -77,7 +78,7 @@ def one_pass(path: Path, mesh: Any, variant: Variant, chunk: int, samples: list[
     if last.post_process:
         assert isinstance(last.output_layer, DeferredOutputLayer) == bool(chunk)
     batch, _ = ready_batch(policy, mesh, samples)
-    before = policy.logprobs(batch.micro_batches, True)
+    before = policy.forward_only(batch.micro_batches, Replay.rollout)
     gradients: dict[str, Tensor] = {}
 
     def keep() -> None:
@@ -85,7 +86,7 @@ def one_pass(path: Path, mesh: Any, variant: Variant, chunk: int, samples: list[
             for name, parameter in unwrap(part).named_parameters():
                 gradients[f"{number} {name}"] = getattr(parameter, "main_grad").clone()  # noqa: B009
 
-    output = policy.train_step(batch, loss, True, keep).output
+    output = policy.train_step(batch, loss, Replay.rollout, keep).output
     for a, b in zip(before.logprobs, output.logprobs, strict=True):
         assert torch.equal(a, b)  # the ratio before the first update is 1
     return {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.routes import Replay
 from mrl.types import Sample
 from parallel.packing import pack
 from tests.parallel.conftest import weighted
@@ -36,10 +37,10 @@ def logprobs(
     batches = [
         pack([weighted(samples[i]) for i in packing], min_tokens=least) for packing in packings
     ]
-    found = policy.logprobs(batches, False).logprobs
+    found = policy.forward_only(batches, Replay.off).logprobs
     if mesh.dims.equal_micro_batches:
         with pytest.raises(ValueError, match="this layout takes one length"):
-            policy.logprobs([batches[0], pack([weighted(samples[3])])], False)
+            policy.forward_only([batches[0], pack([weighted(samples[3])])], Replay.off)
     tables = {}
     for number, (packing, row) in enumerate(zip(packings, found, strict=False)):
         lengths = [len(samples[i].token_ids) for i in packing]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moe.routes import Replay
 from mrl.algorithms import gspo
 from mrl.learn.batching import make_train_batch
 from mrl.types import TrainBatch
@@ -76,9 +77,10 @@ def measure(path: Path, layout: Layout) -> dict[str, Any]:
     )
     samples = tiny_samples(path, [LENGTH] * 8)
     batch = make_train_batch(samples, [1.0, -1.0] * 4, gspo, mesh, BUDGET)
-    replay = batch.micro_batches[0].routes is not None
+    has_routes = batch.micro_batches[0].routes is not None
+    replay = Replay.rollout if has_routes else Replay.off
     with SentBytes() as before:
-        old = policy.logprobs(batch.micro_batches, replay)
+        old = policy.forward_only(batch.micro_batches, replay)
     micro = with_old_logprobs(batch.micro_batches, old)
     with SentBytes() as train:
         policy.train_step(TrainBatch(micro, batch.num_loss_tokens, 8), loss, replay)
@@ -86,7 +88,7 @@ def measure(path: Path, layout: Layout) -> dict[str, Any]:
         buckets = [
             b.flat.untyped_storage().nbytes() for b in policy.export(1, 1) if b.flat is not None
         ]
-    native = policy.logprobs(batch.micro_batches, False).native_routes
+    native = policy.forward_only(batch.micro_batches, Replay.off).native_routes
     packed = [m.routes.packed for m in batch.micro_batches if m.routes is not None]
     where = policy.ledger.where()
     return {

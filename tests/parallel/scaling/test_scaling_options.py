@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe.routes import Replay
 from mrl.commands.scaling_plan import exact_pinned
 from parallel.dims import ParallelDims
 from parallel.scaling import host, runtime, state
@@ -41,7 +42,7 @@ def trained_bytes(path: Path, megatron: dict[str, Any]) -> dict[str, int]:
     for part in policy.optimizer.chained_optimizers:
         part.optimizer.register_step_pre_hook(before_step)
     batch, _ = ready_batch(policy, mesh, tiny_samples(path, [13] * 8))
-    policy.train_step(batch, loss, True)
+    policy.train_step(batch, loss, Replay.rollout)
     where = policy.ledger.where()
     return {"gradients": where["gradients"].device, "widened": sum(widened)}
 

@@ -1,4 +1,4 @@
-"""The plan of a save with the keys of a large model: a part of `python -m benchmarks.world_step`."""
+"""Times the layout of a save with a large model's keys: a part of `python -m benchmarks.world_step`."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ def key_names(shape: ModelShape) -> list[str]:
     return [f"{kind}.{name}" for kind in KINDS for name in (*experts, *others)]
 
 
-def plan_checkpoint(shape: ModelShape, world: int, folder: Path) -> dict[str, Any]:
-    """Of each rank for itself, and before, of rank 0 for all. One rectangle a key. What rank 0 had to
-    unpickle of the others' plans is left out of before."""
+def lay_out_checkpoint(shape: ModelShape, world: int, folder: Path) -> dict[str, Any]:
+    """Time what each rank lays out for itself (`now`) and what rank 0 laid out for all (`before`), with
+    one rectangle per key. `before` leaves out that rank 0 had to unpickle the others' shares."""
     names, size = key_names(shape), (shape.hidden, shape.moe_ffn)
     data = torch.empty(size, device="meta")
     shards = [ShardedTensor(n, data, data.dtype, size, size, (0, 0), None) for n in names[::world]]
     start = time.process_time()
     request = ShardWriter(folder / "save", 0, world).request(shards, copy=False)
     own_s = time.process_time() - start
-    plan: SavePlan = request.async_fn_args[2]
-    (item,) = plan.items[:1]
-    plans = [
+    share: SavePlan = request.async_fn_args[2]
+    (item,) = share.items[:1]
+    shares = [
         replace(
-            plan, items=[replace(item, index=replace(item.index, fqn=n)) for n in names[r::world]]
+            share, items=[replace(item, index=replace(item.index, fqn=n)) for n in names[r::world]]
         )
         for r in range(world)
     ]
-    sent = [pickle.dumps(each) for each in plans]
-    reports = [json.dumps([as_item(item) for item in each.items]) for each in plans]
+    sent = [pickle.dumps(each) for each in shares]
+    reports = [json.dumps([as_item(item) for item in each.items]) for each in shares]
     start = time.process_time()
-    ready, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+    ready, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(shares)
     check_coverage(metadata)
     for each in ready:
         pickle.dumps(each)
@@ -81,7 +81,7 @@ def plan_checkpoint(shape: ModelShape, world: int, folder: Path) -> dict[str, An
 
 
 def as_item(item: WriteItem) -> list[Any]:
-    """As a rank reports it (`parallel.checkpoint.shard_writer.Item`)."""
+    """Return the item as a rank reports it (`parallel.checkpoint.shard_writer.Item`)."""
     tensor = item.tensor_data
     assert tensor is not None
     where = [item.index.fqn, list(tensor.chunk.offsets), 1 << 20, "__0_0.distcp", 1 << 30, 1 << 20]

@@ -1,4 +1,4 @@
-"""Every rank plans its own share of a checkpoint; rank 0 joins what they wrote."""
+"""Every rank lays out its own share of a checkpoint; rank 0 joins what they wrote."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 
-from benchmarks.shard_plan import as_item
+from benchmarks.shard_layout import as_item
 from parallel.checkpoint.shard_writer import Item, ShardWriter, joined_metadata
 
 WHOLE = (4, 6)
@@ -33,22 +33,22 @@ def shares() -> list[list[ShardedTensor]]:
     ]
 
 
-def plans(folder: Path, shares: list[list[ShardedTensor]]) -> list[SavePlan]:
+def laid_out(folder: Path, shares: list[list[ShardedTensor]]) -> list[SavePlan]:
     """No process group is there: nobody is asked."""
     writers = [ShardWriter(folder, rank, len(shares)) for rank in range(len(shares))]
     pairs = zip(writers, shares, strict=True)
     return [writer.request(own, copy=False).async_fn_args[2] for writer, own in pairs]
 
 
-def items(plan: SavePlan) -> list[Item]:
-    return [as_item(item) for item in plan.items]
+def items(share: SavePlan) -> list[Item]:
+    return [as_item(item) for item in share.items]
 
 
 def test_joined_shares_are_what_torch_plans_for_all_ranks(tmp_path: Path) -> None:
-    own = plans(tmp_path, shares())
-    assert [plan.storage_data.prefix for plan in own] == ["__0_", "__1_", "__2_"]
+    own = laid_out(tmp_path, shares())
+    assert [share.storage_data.prefix for share in own] == ["__0_", "__1_", "__2_"]
     _, expected = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(own)
-    assert joined_metadata([items(plan) for plan in own]) == expected
+    assert joined_metadata([items(share) for share in own]) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_shares_that_do_not_fit_together(
     wrong = shares()
     wrong[2] = [shard(name, rows, dtype)]
     with pytest.raises(ValueError, match=message):
-        joined_metadata([items(plan) for plan in plans(tmp_path, wrong)])
+        joined_metadata([items(share) for share in laid_out(tmp_path, wrong)])

@@ -1,4 +1,4 @@
-"""Log-probs of whole sequences under the present weights: what trainer and engine are compared on."""
+"""This module computes log-probs of whole sequences, on which trainer and engine are compared."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe.routes import Replay
 from mrl.types import MicroBatch, Sample
 from parallel.logprobs import LogprobHead
 from parallel.mesh import Mesh
@@ -15,15 +16,18 @@ from parallel.packing import WeightedSample, pack
 from parallel.trained_model import TrainedModel
 
 
-def score(trained: TrainedModel, mesh: Mesh, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Log-probs f32[T] at temperature 1 of each sequence i64[T], 0 first. A collective.
+def sequence_logprobs(
+    trained: TrainedModel, mesh: Mesh, sequences: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the log-probs f32[T] of each sequence i64[T] under the present weights at temperature 1;
+    the first is 0. A collective.
 
-    Every data-parallel replica computes all of them, natively routed; every rank gets the same.
+    Every data-parallel replica computes all of them with native routing; every rank gets the same.
     """
     batch = _batch(sequences, mesh)
     repeats = mesh.dims.pp if mesh.dims.vpp > 1 else 1  # Megatron's interleaving wants a multiple
     head = LogprobHead(1.0, mesh.tp)
-    output = trained.evaluate([batch] * repeats, replay=False, head=head)
+    output = trained.forward_only([batch] * repeats, Replay.off, head)
     logprobs = torch.zeros(batch.num_tokens, device=mesh.device)
     if mesh.reports_loss and mesh.dp_rank == 0:  # one rank of all holds them
         logprobs += output.logprobs[0]
