@@ -76,8 +76,8 @@ class Mesh:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank holds the losses of its data-parallel replica. One rank of each does, so that
-        no number is counted twice."""
+        """Whether this rank holds the losses of its data-parallel replica. One rank of each does, so
+        that no number is counted twice."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
 
@@ -94,7 +94,7 @@ def local_device() -> torch.device:
 
 
 def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
-    """Join the other ranks (through torchrun's rendezvous, or alone), make Megatron's process groups and
+    """Join the other ranks (by torchrun's rendezvous, or alone), make Megatron's process groups, and
     seed the random generators.
 
     `timeout_s`: a rank that waits longer than this for the others in a collective gives up.

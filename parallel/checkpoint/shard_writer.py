@@ -6,8 +6,8 @@ Megatron's own writer is not used: it hands its results over through a manager p
 killed trainer.
 
 Every rank decides for itself what it writes, as its names and rectangles are the whole model's already;
-it asks no other rank before the writing. Every rank then sends a report of what it wrote to rank 0, which
-makes `.metadata` of the reports and checks that they fit together, in the background if the save is.
+it asks no other rank before the writing. Each then reports what it wrote to rank 0, which makes
+`.metadata` of the reports and checks that they fit together, in the background if the save is.
 """
 
 from __future__ import annotations
