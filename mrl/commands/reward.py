@@ -65,9 +65,9 @@ def run_test(args: argparse.Namespace) -> None:
     from itertools import islice
 
     from mrl.data.reader import read_rows
-    from mrl.rewards.base import reward_worker
     from mrl.rewards.trial import run_trial
     from mrl.rewards.trial_cases import make_cases
+    from mrl.rewards.worker_calls import reward_worker
 
     cases = make_cases(list(islice(read_rows(args.data), args.limit)))
     encode = _encoder(args.model)

@@ -30,7 +30,8 @@ class MaskConfig(Branch):
 
 class AlgorithmConfig(Branch):
     name: str = "gspo"
-    """A file of mrl/algorithms/, or `package.module` from outside."""
+    """A file of mrl/algorithms/, or your own: `path/file.py` or `package.module`, with `:NAME` where
+    the three functions are those of an object in it."""
     aggregation: (
         Literal[
             "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"

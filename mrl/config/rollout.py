@@ -13,7 +13,8 @@ from mrl.config.training import ModelConfig
 
 class RolloutConfig(Branch):
     engine: str = "sglang"
-    """A file of mrl/rollout/, or `package.module` from outside."""
+    """An engine of mrl/rollout/, or your own: `path/file.py` or `package.module`, with `:NAME` where it
+    is neither `Engine` nor `build_engine`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What the engine holds and computes in; `auto`: as the trainer (`model.dtype`). Weights are cast
     on the way to it, before they are digested."""

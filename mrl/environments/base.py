@@ -14,7 +14,7 @@ _KIND = Kind(
     noun="environment",
     package="mrl.environments",
     not_plugins=frozenset({"__init__", "base", "runner", "worker"}),
-    attribute="Environment",
+    attributes=("Environment",),
     form="class",
     example="Class",
 )

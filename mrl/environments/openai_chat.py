@@ -20,7 +20,6 @@ for what comes after the prompt.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import json
@@ -37,16 +36,9 @@ _TARGET = Kind(
     noun="environment.arguments.target",
     package="mrl.environments",
     not_plugins=frozenset(),
-    attribute="",
     form="object",
     example="NAME",
 )
-
-
-@functools.cache
-def _resolve_target(target: str) -> Any:
-    """Once a process: a file is run when it is resolved, and each episode is of the same target."""
-    return resolve(_TARGET, target)
 
 
 def tool_calls(text: str, taken: Collection[str | None] = ()) -> list[dict[str, Any]]:
@@ -79,7 +71,7 @@ class Environment:
             raise InputError(
                 f"environment.arguments.target {target!r}: expected file.py:NAME or module:NAME"
             )
-        found: Any = _resolve_target(target)
+        found: Any = resolve(_TARGET, target)
         self._target: Any = found(**arguments) if inspect.isclass(found) else found
         self._messages: list[Message] = []
         self._columns: dict[str, Any] = {}

@@ -6,7 +6,8 @@ abstains: the sample is masked, not scored 0. Also by address (`http://...`, `re
 (`reward_model:FOLDER`).
 """
 
-from mrl.rewards.base import RewardFunction, resolve_reward, reward_names
+from mrl.rewards.base import RewardFunction
+from mrl.rewards.resolve import resolve_reward, reward_names
 
 # Not RewardRunner: it needs torch, and the worker process starts faster without.
 __all__ = ["RewardFunction", "resolve_reward", "reward_names"]

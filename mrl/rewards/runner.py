@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mrl.errors import InputError, RunFailed
-from mrl.rewards.base import call_worker, reward_worker
+from mrl.rewards.worker_calls import call_worker, reward_worker
 from mrl.system.processes import Closing
 from mrl.types import Prompt, SampleGroup
 

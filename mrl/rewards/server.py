@@ -23,8 +23,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 from mrl.errors import InputError
-from mrl.rewards.base import call_worker, reward_worker
 from mrl.rewards.remote import TIME_LEFT_HEADER, TOKEN_VARIABLE
+from mrl.rewards.worker_calls import call_worker, reward_worker
 from mrl.system.processes import Closing
 
 MAX_BODY_BYTES = 1 << 30

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mrl.rewards.base import HANG, RewardError, call_worker
+from mrl.rewards.base import HANG, RewardError
 from mrl.rewards.trial_cases import SPELLINGS, Case
+from mrl.rewards.worker_calls import call_worker
 from mrl.system.processes import JsonWorker
 
 PROBLEMS = {

@@ -21,8 +21,8 @@ from mrl.rewards.base import (
     NotFinite,
     RewardError,
     RewardFunction,
-    resolve_reward,
 )
+from mrl.rewards.resolve import resolve_reward
 from mrl.system.processes import describe, send, worker_pipes
 
 

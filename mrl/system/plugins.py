@@ -1,11 +1,24 @@
-"""What a recipe names: a file of one of mrl's folders, or the user's `file.py:NAME`, `module:NAME`."""
+"""Finds the plug-ins that a recipe names: rewards, environments, algorithms and engines.
+
+A spec is one of
+
+    NAME                    a file of the kind's folder (`gspo`: mrl/algorithms/gspo.py)
+    package.module          a module on the Python path
+    package.module:OBJECT   an object in it
+    path/file.py            a file
+    path/file.py:OBJECT     an object in it
+
+Without OBJECT the plug-in is what the kind's own files call theirs (`Kind.attributes`), or the module.
+"""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,80 +26,153 @@ from typing import Any
 
 from mrl.errors import InputError
 
+_ROOT = Path(__file__).parents[2]
+
 
 @dataclass(frozen=True)
 class Kind:
     """One kind of plug-in."""
 
     noun: str
-    """`reward`."""
+    """What messages call it, such as `reward` or `rollout.engine`."""
     package: str
-    """`mrl.rewards`, whose files are the plug-ins that come with mrl ..."""
+    """The package whose files are the plug-ins that come with mrl, such as `mrl.rewards`."""
     not_plugins: frozenset[str]
-    """... but for these."""
-    attribute: str
-    """What a file of the package calls its plug-in."""
-    form: str
-    """What it is: `function` or `class`."""
-    example: str
-    """How messages call one from outside: `func`."""
+    """Names of the files of the package that are no plug-ins."""
+    attributes: tuple[str, ...] = ()
+    """What a file calls its plug-in: the first of these that it has; empty: the module itself."""
+    form: str = "function"
+    """What messages call the object: `function`, `class` or `object`."""
+    example: str = "NAME"
+    """How messages write the name of an object."""
+    inner: str = ""
+    """The file of a plug-in that is a folder, without `.py`; empty where a folder cannot be one."""
 
     def names(self) -> list[str]:
-        """Those that come with mrl."""
-        files = (Path(__file__).parents[2] / self.package.replace(".", "/")).glob("*.py")
-        return sorted(file.stem for file in files if file.stem not in self.not_plugins)
+        """Return the names of the plug-ins that come with mrl, sorted."""
+        return sorted(self._modules())
+
+    def module(self, name: str) -> str:
+        """Return the dotted module of a plug-in that comes with mrl."""
+        return self._modules()[name]
+
+    def _modules(self) -> dict[str, str]:
+        folder = _ROOT / self.package.replace(".", "/")
+        found = {file.stem: f"{self.package}.{file.stem}" for file in folder.glob("*.py")}
+        if self.inner:
+            inner = folder.glob(f"*/{self.inner}.py")
+            found |= {f.parent.name: f"{self.package}.{f.parent.name}.{self.inner}" for f in inner}
+        return {name: module for name, module in found.items() if name not in self.not_plugins}
 
 
 def resolve(kind: Kind, spec: str) -> Any:
-    """Import it. Raises InputError, one line: not found, or does not import."""
+    """Import what `spec` names. Raises InputError, one line: not found, or does not import."""
     target, colon, name = spec.rpartition(":")
     if not colon:
-        module, name = _builtin(kind, spec), kind.attribute
-    elif not target or not name:
+        return _pick(kind, spec, _find_module(kind, spec), kind.attributes)
+    if not target or not name:
         raise InputError(
             f"{kind.noun} {spec!r}: expected NAME, path/file.py:{kind.example} or "
-            f"module:{kind.example}"
+            f"package.module:{kind.example}"
         )
-    elif target.endswith(".py") or "/" in target:
-        module = _load(kind, spec, lambda: _from_file(kind, spec, Path(target)))
-    else:
-        module = _load(kind, spec, lambda: importlib.import_module(target))
-    found = getattr(module, name, None)
-    if found is None:
-        near = difflib.get_close_matches(name, dir(module), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"{kind.noun} {spec!r}: no {kind.form} {name!r} in it{hint}")
-    return found
+    module = (
+        _import_file(kind, spec, Path(target))
+        if _is_file(target)
+        else _guarded(kind, spec, lambda: importlib.import_module(target))
+    )
+    return _pick(kind, spec, module, (name,))
 
 
-def _builtin(kind: Kind, spec: str) -> ModuleType:
+def resolve_builtin(kind: Kind, name: str) -> Any:
+    """Import a plug-in that comes with mrl, where `name` is from data and must not name other code.
+
+    Raises InputError where there is none of this name.
+    """
+    if name not in kind.names():
+        raise InputError(_unknown(kind, name, f"write {_folder(kind)}{name or 'NAME'}.py"))
+    module = _guarded(kind, name, lambda: importlib.import_module(kind.module(name)))
+    return _pick(kind, name, module, kind.attributes)
+
+
+def _is_file(target: str) -> bool:
+    return target.endswith(".py") or "/" in target
+
+
+def _find_module(kind: Kind, spec: str) -> ModuleType:
+    if _is_file(spec):
+        return _import_file(kind, spec, Path(spec))
+    if spec in kind.names():
+        return _guarded(kind, spec, lambda: importlib.import_module(kind.module(spec)))
+    if "." not in spec or not all(spec.split(".")) or not _exists(kind, spec):
+        yours = f"path/file.py:{kind.example} or package.module:{kind.example}"
+        raise InputError(_unknown(kind, spec, f"name your own as {yours}"))
+    return _guarded(kind, spec, lambda: importlib.import_module(spec))
+
+
+def _exists(kind: Kind, module: str) -> bool:
+    """Whether there is such a module; its package is imported to find out."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        # Otherwise the module may be there, and something that its package imports is not.
+        return error.name is None or not f"{module}.".startswith(f"{error.name}.")
+    except (Exception, SystemExit):  # its package does not import: the import will say why
+        return True
+
+
+def _pick(kind: Kind, spec: str, module: ModuleType, names: tuple[str, ...]) -> Any:
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    if not names:
+        return module
+    near = difflib.get_close_matches(names[0], dir(module), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    wanted = " or ".join(map(repr, names))
+    raise InputError(f"{kind.noun} {spec!r}: no {kind.form} {wanted} in it{hint}")
+
+
+def _folder(kind: Kind) -> str:
+    return f"{kind.package.replace('.', '/')}/"
+
+
+def _unknown(kind: Kind, spec: str, otherwise: str) -> str:
     names = kind.names()
-    if spec not in names:
-        near = difflib.get_close_matches(spec, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-        raise InputError(
-            f"{kind.noun} {spec!r} is not a file of {kind.package.replace('.', '/')}/; {hint} "
-            f"(your own: path/file.py:{kind.example} or package.module:{kind.example})"
-        )
-    return _load(kind, spec, lambda: importlib.import_module(f"{kind.package}.{spec}"))
+    near = difflib.get_close_matches(spec, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return (
+        f"{kind.noun} {spec!r} is not in {_folder(kind)}: expected one of {', '.join(names)}; or "
+        f"{otherwise}{hint}"
+    )
 
 
-def _from_file(kind: Kind, spec: str, path: Path) -> ModuleType:
+def _import_file(kind: Kind, spec: str, path: Path) -> ModuleType:
+    """Run a file, once a process."""
     if not path.is_file():
         raise InputError(f"{kind.noun} {spec!r}: no file {path}")
-    loader = importlib.util.spec_from_file_location(f"mrl_{kind.noun}_{path.stem}", path)
-    if loader is None or loader.loader is None:
+    path = path.resolve()
+    # The folder's digest tells files of one name apart.
+    digest = hashlib.sha256(str(path.parent).encode()).hexdigest()[:8]
+    name = f"mrl_plugin_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    found = importlib.util.spec_from_file_location(name, path)
+    if found is None or found.loader is None:
         raise InputError(f"{kind.noun} {spec!r}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(loader)
-    sys.modules[loader.name] = module  # dataclasses and typing look their module up here
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # last: its neighbours import, and shadow nothing
-    loader.loader.exec_module(module)
+    module, loader = importlib.util.module_from_spec(found), found.loader
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last: its neighbours import, and shadow nothing
+    sys.modules[name] = module  # dataclasses and typing look their module up here
+    try:
+        _guarded(kind, spec, lambda: loader.exec_module(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
-def _load(kind: Kind, spec: str, load: Any) -> ModuleType:
+def _guarded(kind: Kind, spec: str, load: Callable[[], Any]) -> Any:
+    """Import user code. Raises InputError with what it raised."""
     try:
         return load()
     except InputError:

@@ -1,29 +1,27 @@
-"""One file a model architecture, found by the `model_type` of a Hugging Face config.json."""
+"""Finds model architectures by the `model_type` of a Hugging Face config.json: MODEL_TYPE.py."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
-from mrl.errors import InputError
+from mrl.system.plugins import Kind, resolve_builtin
 from parallel.architectures.base import Architecture
 
+_KIND = Kind(
+    noun="config.json: model_type",
+    package="parallel.architectures",
+    not_plugins=frozenset({"__init__", "base", "common"}),
+    attributes=("ARCHITECTURE",),
+    form="object",
+)
 
-def architectures() -> dict[str, Architecture]:
-    """Every architecture of this folder by model_type: its modules that have an `ARCHITECTURE`."""
-    modules = (
-        importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
-    )
-    found = [m.ARCHITECTURE for m in modules if hasattr(m, "ARCHITECTURE")]
-    return {architecture.model_type: architecture for architecture in found}
+
+def architectures() -> list[str]:
+    """Return the model types of this folder, sorted."""
+    return _KIND.names()
 
 
 def load_architecture(model_type: str) -> Architecture:
-    """The architecture of a `model_type`. Raises InputError that lists what there is."""
-    known = architectures()
-    if model_type not in known:
-        raise InputError(
-            f"config.json has model_type {model_type!r}; supported: {', '.join(sorted(known))}. To add "
-            "one, write parallel/architectures/MODEL_TYPE.py"
-        )
-    return known[model_type]
+    """Return the architecture of a `model_type`. Raises InputError that lists the supported ones.
+
+    A config.json comes with downloaded weights, so it names files of this folder and no other code.
+    """
+    return resolve_builtin(_KIND, model_type)

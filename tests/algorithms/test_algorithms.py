@@ -210,7 +210,7 @@ def test_outside_module_is_loaded_and_checked(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "outside", ModuleType("outside"))
     monkeypatch.setitem(sys.modules, "outside.mine", module)
     module.loss = module.advantages = lambda *_: None
-    with pytest.raises(InputError, match=r"outside\.mine lacks sequence_weights"):
+    with pytest.raises(InputError, match=r"'outside\.mine' lacks sequence_weights"):
         load_algorithm("outside.mine")
     module.sequence_weights = lambda *_: None
     assert load_algorithm("outside.mine") is module

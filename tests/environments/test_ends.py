@@ -1,7 +1,5 @@
 """Ends that an environment does not know of. An engine in turns: rollout/test_multi_turn."""
 
-import sys
-
 import pytest
 import torch
 
@@ -10,7 +8,6 @@ from mrl.collect.single_turn import start_groups
 from mrl.config import EnvironmentConfig
 from mrl.environments.runner import EnvironmentRunner
 from mrl.rollout.base import Completion, SamplingParams
-from mrl.system.plugins import Kind, resolve
 from mrl.toy_model import build_tokenizer
 from mrl.types import Prompt, VersionSpan
 from tests.environments.test_runner import ZOO
@@ -64,10 +61,3 @@ def test_every_end_closes_the_environment(name, settings, reasons, tmp_path):
         # All samples of a prompt have one seed, and the files are named by it.
         (file,) = tmp_path.iterdir()
         assert file.read_text() == "closed" * 2
-
-
-def test_a_folder_is_put_on_the_path_once(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for _ in range(2):
-        resolve(Kind("test", "mrl.environments", frozenset(), "", "class", "Class"), f"{ZOO}:Echo")
-    assert sys.path.count(str(ZOO.parent)) == 1

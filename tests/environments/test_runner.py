@@ -195,7 +195,7 @@ def test_closing_ends_a_worker_that_is_stopped():
     ("spec", "arguments", "reason"),
     [
         ("guess_leter", {}, "did you mean 'guess_letter'?"),
-        ("runner", {}, "not a file of mrl/environments/"),
+        ("runner", {}, "is not in mrl/environments/"),
         (f"{ZOO}:Ech", {}, "no class 'Ech' in it; did you mean 'Echo'?"),
         (f"{ZOO}:NoStep", {}, "has no method step()"),
         (f"{ZOO}:constant", {}, "is a int, not a class"),

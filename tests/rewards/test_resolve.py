@@ -32,10 +32,10 @@ constant = 3
     ("spec", "reason"),
     [
         ("first_chr", "did you mean 'first_char'?"),
-        ("zzz", "there are exact_match, first_char"),
-        ("runner", "not a file of mrl/rewards/"),
+        ("zzz", "is not in mrl/rewards/: expected one of exact_match, first_char"),
+        ("runner", "is not in mrl/rewards/"),
         ("{}/gone.py:f", "no file {}/gone.py"),
-        ("{}/good.py:", "expected NAME, path/file.py:func or module:func"),
+        ("{}/good.py:", "expected NAME, path/file.py:func or package.module:func"),
         ("{}/good.py:rewrd", "no function 'rewrd' in it; did you mean 'reward'?"),
         ("{}/good.py:constant", "is a int, not a function"),
         ("{}/good.py:no_columns", "must take the columns: def no_columns(prompts, completions,"),

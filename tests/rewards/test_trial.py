@@ -98,7 +98,7 @@ def test_only_some_of_a_kind_are_shown(reward_test):
 @pytest.mark.parametrize(
     ("spec", "rows", "options", "reason"),
     [
-        ("nobody", QUESTIONS, (), "is not a file of mrl/rewards/"),
+        ("nobody", QUESTIONS, (), "is not in mrl/rewards/"),
         ("first_char", [], (), "no rows; one JSON object"),
         ("first_char", [{"answer": 1}], (), "data.jsonl:1: `prompt` must be a string or a list"),
         ("first_char", [{"prompt": "p", "completion": [1]}], (), "`completion` must be a string"),
