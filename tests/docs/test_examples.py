@@ -31,6 +31,18 @@ def examples(text: str) -> list[tuple[str, str]]:
     return [(f"{p.name}:{b.line}", b.text) for p, b in blocks("python") if text in b.text]
 
 
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy") / "model"
+    write_toy_model(folder)
+    return folder
+
+
+def checked(recipe: str, *overrides: str) -> None:
+    """`mrl check`, which ends the test where it refuses something."""
+    main(["check", str(ROOT / recipe), *overrides])
+
+
 def test_python_compiles() -> None:
     found = list(blocks("python"))
     assert found
@@ -75,8 +87,25 @@ def test_the_example_of_an_environment_is_one(tmp_path: Path) -> None:
         assert right.reward > wrong.reward == 0.0, place
 
 
+def test_the_example_of_an_algorithm_passes_mrl_check(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tests/algorithms/test_docs.py computes with it."""
+    found = examples("sequence_weights =")
+    assert found
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(tmp_path)
+    for number, (place, source) in enumerate(found):
+        package = tmp_path / f"package_{number}"
+        package.mkdir()
+        (package / "median.py").write_text(source)
+        paths = [f"model.path={toy}", f"output_dir={tmp_path / 'run'}"]
+        checked("launch/recipes/toy_moe.yaml", f"algorithm.name={package.name}.median", *paths)
+        assert capsys.readouterr().out.strip().endswith("ok"), place
+
+
 def test_the_recipes_of_the_pages_pass_mrl_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those that need nothing but the toy model, which most pages take for granted."""
     named = {
@@ -88,9 +117,7 @@ def test_the_recipes_of_the_pages_pass_mrl_check(
         if yaml.safe_load((ROOT / name).read_text())["model"]["path"] == TOY_MODEL
     ]
     assert "launch/recipes/toy_moe.yaml" in toys
-    model = tmp_path / "model"
-    write_toy_model(model)
     monkeypatch.chdir(ROOT)
     for name in toys:
-        main(["check", name, f"model.path={model}", f"output_dir={tmp_path / 'run'}"])
+        checked(name, f"model.path={toy}", f"output_dir={tmp_path / 'run'}")
         assert capsys.readouterr().out.strip().endswith("ok"), name
