@@ -1,4 +1,4 @@
-"""Torch ops over the compiled module `mrl._C`, and their fp64 references in `oracle`.
+"""This room holds torch ops over the compiled module `mrl._C`, and their fp64 references (`oracle`).
 
 Raises ImportError when `mrl._C` is not built: there is no slow path to fall back to unnoticed.
 """

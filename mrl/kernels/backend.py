@@ -31,7 +31,8 @@ def run(kernel: str, device: torch.device, /, **arguments: Any) -> None:
 
 
 def workspace(kernel: str, device: torch.device, *sizes: int) -> Tensor | None:
-    """Scratch memory u8 of `_C.KERNEL_workspace_bytes(*sizes)` for a GPU kernel; CPU ones need none."""
+    """Allocate u8 scratch of `_C.KERNEL_workspace_bytes(*sizes)` for a GPU kernel; CPU ones need
+    none."""
     if device.type == "cpu" or not _C.has_cuda:
         return None
     num_bytes = getattr(_C, f"{kernel}_workspace_bytes")(*sizes)
@@ -70,7 +71,7 @@ def check_tensor(
 def check_packed(
     tokens: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, name: str
 ) -> tuple[int, int]:
-    """(N, B) of f32[N] packed `tokens` (the argument `name`), bool[N] or u8[N], i32[B+1].
+    """Return (N, B) of f32[N] packed `tokens` (the argument `name`), bool[N] or u8[N], i32[B+1].
 
     Raises ValueError; the values of `cu_seqlens` are the kernel's to check.
     """

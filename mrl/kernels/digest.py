@@ -25,7 +25,8 @@ LAYER = re.compile(r"^(?P<layer>.*?\.?layers\.\d+)\.(?:.*\.experts\.(?P<expert>\
 
 
 def weight_digest(weights: Tensor, num_groups: int = 1) -> list[int]:
-    """One digest in [0, 2^64) for each of `num_groups` equal parts of `weights`, in memory order.
+    """Compute one digest in [0, 2^64) for each of `num_groups` equal parts of `weights`, in
+    memory order.
 
     Raises ValueError for another dtype than float32, bfloat16 and float16, or parts that are unequal.
     """
@@ -33,7 +34,8 @@ def weight_digest(weights: Tensor, num_groups: int = 1) -> list[int]:
 
 
 def weight_sums(parts: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """i64[sum of num_groups]: `weight_digest` of each (weights, num_groups), modulo 2^64, signed.
+    """Return i64[sum of num_groups]: `weight_digest` of each (weights, num_groups), modulo 2^64,
+    signed.
 
     All on one device, and nothing waits for it: read the whole answer in one copy. Raises as
     `weight_digest` does.
@@ -141,7 +143,7 @@ def digest_place(name: str) -> str:
 
 
 def add_digests(parts: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The digest of each place from those of its parts."""
+    """Add up the digest of each place from those of its parts."""
     total: dict[str, int] = {}
     for place, digest in parts:
         total[place] = (total.get(place, 0) + digest) % MODULUS

@@ -22,7 +22,7 @@ from mrl.kernels import backend
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., K], weight [N, K] -> x weight^T [..., N], float32, differentiable.
+    """Compute x weight^T [..., N] of x [..., K] and weight [N, K]; float32, differentiable.
 
     Raises ValueError for another dtype, device or shape.
     """
@@ -33,7 +33,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """x / (1 + e^-x) of x [...], float32, differentiable."""
+    """Compute x / (1 + e^-x) of x [...]; float32, differentiable."""
     _check(x=x)
     return with_gradient_of(F.silu, _silu, x)
 
@@ -46,7 +46,9 @@ def attention(
     key_count: Tensor,
     scale: float,
 ) -> Tensor:
-    """query [M, h, d], key [S, g, d], value [S, g, e] -> softmax(scale q k^T) v [M, h, e], float32.
+    """Compute softmax(scale q k^T) v, float32 [M, h, e].
+
+    Query is [M, h, d], key [S, g, d], value [S, g, e].
 
     Query m sees the keys [first_key[m], first_key[m] + key_count[m]), i32[M] each, and no others. No
     gradient: `with_gradient_of` gives it one. Raises ValueError for a query that sees no key, or one
@@ -87,7 +89,8 @@ def attention(
 def with_gradient_of(
     twin: Callable[..., Tensor], kernel: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
-    """`kernel(*tensors)`, with the gradient of `twin(*tensors)`: the same function, otherwise rounded.
+    """Return `kernel(*tensors)` with the gradient of `twin(*tensors)`: the same function,
+    rounded otherwise.
 
     The backward computes the twin's forward again.
     """

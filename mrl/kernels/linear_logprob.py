@@ -54,7 +54,7 @@ VOCAB_SLICE = 8192
 
 
 def add_product(total: Tensor, grad_logits: Tensor, rows: Tensor) -> None:
-    """total [V_loc, h] += grad_logits [c, V_loc]^T rows [c, h].
+    """Add grad_logits [c, V_loc]^T rows [c, h] to total [V_loc, h].
 
     Where `total` is of another dtype (fp32 under bf16 products), a product of `VOCAB_SLICE` rows is
     held at a time, and never one of the weight's size.
@@ -97,7 +97,7 @@ class Chunked:
 def linear_logprob(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor, how: Chunked
 ) -> tuple[Tensor, Tensor]:
-    """As `vp_logprob` of the logits hidden[rows] weight^T, both results differentiable.
+    """Compute `vp_logprob` of the logits hidden[rows] weight^T; both results are differentiable.
 
     The gradient of `hidden` is that of this rank's columns: summing it over the tensor-parallel ranks
     is the caller's. Bits: a row's logits are as the product of its chunk gives them, which may differ

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation over packed sequences, as the torch op `mrl::packed_gae`.
+"""The torch op `mrl::packed_gae` computes generalised advantage estimation over packed sequences.
 
 Dimensions: N packed tokens, B packed sequences; sequence i is tokens
 [cu_seqlens[i], cu_seqlens[i+1]).

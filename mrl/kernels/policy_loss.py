@@ -1,4 +1,4 @@
-"""Policy-gradient losses with gradient and statistics in one pass: the op `mrl::policy_loss`.
+"""The op `mrl::policy_loss` computes a policy loss, its gradient and its statistics in one pass.
 
 Dimensions: N packed tokens, B packed sequences; sequence i is tokens
 [cu_seqlens[i], cu_seqlens[i+1]), y_i its loss tokens. The kernel is csrc/policy_loss.h.
@@ -40,7 +40,7 @@ class PolicyLoss(NamedTuple):
     """f64[B, S]: the same for each sequence."""
 
     def stat(self, name: str) -> Tensor:
-        """f64[]: one of `POLICY_STATS` over all sequences."""
+        """Return f64[]: one of `POLICY_STATS` over all sequences."""
         return self.stats[POLICY_STATS.index(name)]
 
 

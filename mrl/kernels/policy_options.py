@@ -28,7 +28,7 @@ class Clip:
 
     kind: ClipKind = "ppo"
     low: float = 0.2
-    """Of `ppo` and `cispo`; the CISPO paper leaves this side open: 1."""
+    """The lower side of `ppo` and `cispo`; the CISPO paper leaves it open: 1."""
     high: float = 0.2
     dual: float | None = None
     tau_positive: float = 1.0
@@ -79,7 +79,8 @@ class ImportanceWeight:
 
 @dataclass(frozen=True)
 class KlPenalty:
-    """coef * KL(current || ref), by an estimator of one sample with d = ref - logp (Schulman 2020).
+    """The penalty is coef * KL(current || ref), estimated from one sample with d = ref - logp
+    (Schulman 2020).
 
     `k1` = -d, `k2` = d^2 / 2, `k3` = exp(d) - 1 - d; differentiated as they stand. `k1+`, `k3+`: their
     value with the derivative of `k2`, whose expectation is the gradient of the KL.
@@ -101,7 +102,7 @@ def encode_options(
     importance: ImportanceWeight | None,
     kl: KlPenalty | None,
 ) -> list[float]:
-    """`PolicyLossOptions` of csrc/policy_loss.h in its order, kinds as their numbers there."""
+    """Encode `PolicyLossOptions` of csrc/policy_loss.h in its order, kinds as their numbers there."""
     weight = importance or ImportanceWeight("tis", "token", 0.0, math.inf)
     return [
         RATIOS.index(ratio),

@@ -1,4 +1,4 @@
-"""Expert ids of routing replay in a compact form: the torch ops `mrl::pack_routes`, `unpack_routes`.
+"""Two torch ops hold expert ids in a compact form: `mrl::pack_routes` and `mrl::unpack_routes`.
 
 Dimensions: T or N rows (tokens), L MoE layers, K experts per token, E experts.
 
@@ -23,7 +23,7 @@ _ID_TYPES = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)  
 
 
 def route_row_bits(num_experts: int, topk: int) -> int:
-    """Bits of one (row, layer) that hold codes. Raises ValueError where E or K cannot be."""
+    """Return the bits of one (row, layer) that hold codes. Raises ValueError where E or K cannot be."""
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"num_experts: got {num_experts}, expected 1 to {MAX_EXPERTS}")
     if not 1 <= topk <= num_experts:
@@ -33,12 +33,12 @@ def route_row_bits(num_experts: int, topk: int) -> int:
 
 
 def route_row_bytes(num_experts: int, topk: int) -> int:
-    """Bytes of one (row, layer). Raises ValueError where E or K cannot be."""
+    """Return the bytes of one (row, layer). Raises ValueError where E or K cannot be."""
     return -(-route_row_bits(num_experts, topk) // 8)
 
 
 def pack_routes(expert_ids: Tensor, num_experts: int, out: Tensor | None = None) -> Tensor:
-    """Expert ids [T, L, K] -> u8[T, L, row_bytes]. The order of a row's ids is kept.
+    """Pack expert ids [T, L, K] into u8[T, L, row_bytes]. The order of a row's ids is kept.
 
     Args:
         expert_ids: u8, u16, i16, i32 or i64. A row of K times NATIVE_ROUTE has no captured route.
@@ -59,7 +59,7 @@ def pack_routes(expert_ids: Tensor, num_experts: int, out: Tensor | None = None)
 
 
 def native_routes(num_rows: int, num_layers: int, num_experts: int, topk: int) -> Tensor:
-    """u8[num_rows, L, row_bytes] on the CPU without any captured route."""
+    """Return u8[num_rows, L, row_bytes] on the CPU without any captured route."""
     if topk > 1:
         size = route_row_bytes(num_experts, topk)
         return torch.zeros((num_rows, num_layers, size), dtype=torch.uint8)
@@ -70,7 +70,7 @@ def native_routes(num_rows: int, num_layers: int, num_experts: int, topk: int) -
 def unpack_routes(
     packed: Tensor, *, num_experts: int, topk: int, layers: Sequence[int], start: int, stop: int
 ) -> Tensor:
-    """Rows [start, stop) of the wanted layers -> expert ids i64[len(layers), stop - start, K].
+    """Unpack rows [start, stop) of the wanted layers into expert ids i64[len(layers), stop - start, K].
 
     Args:
         packed: u8[N, L, row_bytes], as `pack_routes` wrote it.

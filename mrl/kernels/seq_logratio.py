@@ -1,4 +1,4 @@
-"""Per-sequence sums of log-ratios: the op `mrl::seq_logratio`.
+"""The op `mrl::seq_logratio` sums log-ratios by sequence.
 
 Dimensions: N packed tokens, B packed sequences. The kernel is csrc/policy_loss.h.
 """

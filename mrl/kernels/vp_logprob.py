@@ -82,7 +82,8 @@ def check_temperature(temperature: float) -> None:
 
 
 def gather_tiles(tiles: Tensor, group: ProcessGroup | None) -> Tensor:
-    """f32[T, tiles of a rank, 4] of each rank of `group` -> f32[ranks, T, tiles of a rank, 4]."""
+    """Gather f32[T, tiles of a rank, 4] of each rank of `group` into f32[ranks, T, tiles of a
+    rank, 4]."""
     tiles = tiles.unsqueeze(0)
     if group is None or group.size() == 1:
         return tiles
@@ -226,8 +227,8 @@ def _combine(
 def united(
     tiles: Tensor, labels: Tensor, mask: Tensor | None, tile: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """f32[ranks, T, tiles of a rank, 4] and labels i64[T] -> logprobs, lse, entropy f32[T]; without
-    autograd."""
+    """Unite f32[ranks, T, tiles of a rank, 4] and labels i64[T] into logprobs, lse and entropy f32[T],
+    without autograd."""
     logprobs, lse, entropy = (tiles.new_empty(tiles.shape[1]) for _ in range(3))
     backend.run(
         "vp_logprob_combine",

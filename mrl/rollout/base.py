@@ -52,7 +52,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
-    """Beside the model's own end-of-sequence ids."""
+    """Ids that stop a completion beside the model's own end-of-sequence ids."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -83,7 +83,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine made of a request; positions count from the request's first token."""
+    """A completion is what an engine made of a request; positions are relative to its first token."""
 
     request_id: str
     output_ids: Tensor
@@ -95,7 +95,8 @@ class Completion:
     weight_versions: tuple[VersionSpan, ...]
     """Cover [P, P + C) in order."""
     routing: RoutingTrace | None
-    """Of all P + C - 1 routed tokens; None where routes are off, or nothing was generated."""
+    """The routes of all P + C - 1 routed tokens; None where routes are off, or nothing was
+    generated."""
     num_retractions: int = 0
     """Times that the engine took the request back for want of memory and computed it anew."""
 
@@ -140,7 +141,7 @@ class RolloutEngine(Protocol):
 
     @property
     def process_id(self) -> int | None:
-        """Of the engine's first process, whose memory is watched; None where none runs."""
+        """The id of the engine's first process, whose memory is watched; None where none runs."""
         ...
 
     def wake(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
@@ -180,7 +181,7 @@ class RolloutEngine(Protocol):
     def generate(
         self, requests: Sequence[Request], *, reuse_cache: bool = False
     ) -> Iterator[Completion]:
-        """Completions in the order in which they finish, each exactly once.
+        """Yield completions in the order in which they finish, each exactly once.
 
         Needs every tag awake. All requests reach the engine at once and in order, so that on a CPU
         the completions are the same bits whenever the same requests are made; `reuse_cache` keeps the
@@ -241,13 +242,14 @@ class RolloutNode(Protocol):
 
 
 def sample_seed(seed: int, prompt_id: str, index: int) -> int:
-    """The sampling seed of sample `index` of a prompt: 63 bits, stable across runs and machines."""
+    """Return the sampling seed of sample `index` of a prompt: 63 bits, stable across runs and
+    machines."""
     text = f"{seed}/{index}/{prompt_id}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def engine_seed(seed: int, *counts: int) -> int:
-    """The seed of an engine's own random numbers: 31 bits, stable across runs and machines.
+    """Return the seed of an engine's own random numbers: 31 bits, stable across runs and machines.
 
     `counts` are what must not share them: an engine's number, the step that a run resumes from, the
     starts of a server. They matter where sampling does not follow the seeds of the requests.

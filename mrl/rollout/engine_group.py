@@ -1,4 +1,4 @@
-"""The ranks that one engine spans: how each of them hands its own copy of a bucket to the engine.
+"""Each rank that an engine spans gives the engine its own copy of a bucket.
 
 Rank r of the trainer's engine group and rank r of the engine share a device (on CPUs a node). An
 engine's rank can only read memory of its own device: a handle to another GPU's memory is not mapped
@@ -67,7 +67,8 @@ class EngineGroup:
 
     @classmethod
     def create(cls, rank: int, world: int, size: int, *, timeout_s: float = 1800.0) -> EngineGroup:
-        """The group of `rank` among groups of `size` neighbouring ranks. A collective of all ranks.
+        """Make the group of `rank` among groups of `size` neighbouring ranks. A collective of
+        all ranks.
 
         `timeout_s`: how long an exchange waits. The ranks of an engine over several nodes wait in one
         for their leader while it generates.
@@ -140,7 +141,7 @@ class GatheredBuckets:
         return self._with_handles(bucket, failure)
 
     def finish(self) -> None:
-        """To the end of the export, after the leader is through with what it took.
+        """Follow the export to its end, after the leader is through with what it took.
 
         When it returns, no process but this one has a bucket open. Raises as `__next__` does.
         """

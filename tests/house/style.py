@@ -5,7 +5,8 @@ tests/house/test_style.py holds the counts at zero violations. The rules:
 - Files: at most 8 in the root of mrl/; no Python file over 350 lines; no function over 60 lines.
 - Docstrings of public modules, classes, functions and methods have a verb in their first sentence. A
   sentence has one if it contains an auxiliary ("is", "has", "can", ...) or the third person of a
-  verb of verbs.txt ("returns"), or if its first word is such a verb ("Return"). Third persons that
+  verb of verbs.txt ("returns"), or such a verb after a plural or a relative pronoun ("the ops hold"),
+  or if its first word is one ("Return"). Third persons that
   are also plurals of our nouns ("groups", "samples", "runs") count in the first place only.
   Properties and fields may be named by a noun phrase.
 - No docstring opens with a preposition ("Of two sides that ..."), whether it is public or not.
@@ -85,8 +86,15 @@ def has_verb(docstring: str) -> bool:
     found = words(first_sentence(docstring))
     if found and (found[0] in BASE_VERBS or found[0] in THIRD_PERSONS):
         return True
+    plural = [
+        False,
+        *(word.endswith("s") or word in ("they", "that", "which", "who") for word in found),
+    ]
     return any(
-        word in AUXILIARIES or (word in THIRD_PERSONS and word not in NOUNS) for word in found
+        word in AUXILIARIES
+        or (word in THIRD_PERSONS and word not in NOUNS)
+        or (after_plural and word in BASE_VERBS)
+        for word, after_plural in zip(found, plural, strict=False)
     )
 
 

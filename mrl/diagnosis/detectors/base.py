@@ -1,4 +1,4 @@
-"""What detectors look at, and what they say.
+"""This module defines what detectors read (`LossTokens`) and what they return (`Finding`).
 
 M loss tokens of a record, N all its tokens, L MoE layers, K experts a token, E experts of a layer.
 d = old - rollout log-prob: trainer before the update less engine.
@@ -25,12 +25,12 @@ MAX_LISTED = 10
 
 @dataclass(frozen=True)
 class Finding:
-    """One explanation of the mismatch of a step, or one thing to know about it."""
+    """A finding is one explanation of the mismatch of a step, or one fact about it."""
 
     name: str
     severity: float
-    """In [0, 1]: the share of the squared mismatch that this explains, weighted by how large the
-    mismatch is (0.5 where it is as large as half precision makes it)."""
+    """A number in [0, 1]: the share of the squared mismatch that this explains, weighted by how
+    large the mismatch is (0.5 where it is as large as half precision makes it)."""
     text: str
     """One sentence with the numbers."""
     where: dict[str, Any] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class LossTokens:
         return self.sample_of(self.index)
 
     def sample_of(self, places: Tensor) -> Tensor:
-        """The same of tokens i64[n] of the record."""
+        """Return the sample number i64[n] of tokens i64[n] of the record."""
         ends = self.record.cu_seqlens[1:].contiguous()
         return torch.searchsorted(ends, places, right=True)
 
@@ -105,7 +105,7 @@ class LossTokens:
         return float(self.d.square().sum())
 
     def severity(self, share: float) -> float:
-        """Of what explains `share` of the mismatch; see `Finding.severity`."""
+        """Return the severity of what explains `share` of the mismatch; see `Finding.severity`."""
         return min(1.0, max(0.0, share)) * self.mean_abs / (self.mean_abs + HALF_PRECISION_GAP)
 
 

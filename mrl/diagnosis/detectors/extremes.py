@@ -1,4 +1,6 @@
-"""Tokens and samples that hold most of the mismatch."""
+"""Mismatch is often held by few: these detectors name the tokens and samples that hold most of
+the mismatch.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ import torch
 from mrl.diagnosis.detectors.base import MAX_LISTED, MIN_TOKENS, Finding, LossTokens
 
 CONCENTRATED = 0.5
-"""Of the squared mismatch, in the worst sample or the worst 1% of the tokens."""
+"""The share of the squared mismatch in the worst sample or the worst 1% of the tokens."""
 
 
 def detect_tokens(tokens: LossTokens) -> Finding | None:
-    """Ratios outside [0.5, 2], or half of the squared mismatch in 1% of the tokens."""
+    """Find ratios outside [0.5, 2], or half of the squared mismatch in 1% of the tokens."""
     num, d = len(tokens.d), tokens.d.abs()
     if num < MIN_TOKENS or not tokens.square_sum:
         return None
@@ -35,7 +37,7 @@ def detect_tokens(tokens: LossTokens) -> Finding | None:
 
 
 def detect_samples(tokens: LossTokens) -> Finding | None:
-    """One sample with most of the squared mismatch, and far more of it than of the tokens."""
+    """Find one sample with most of the squared mismatch, and far more of it than of the tokens."""
     if not tokens.square_sum:
         return None
     by_sample = torch.bincount(tokens.sample, tokens.d.square())
@@ -58,7 +60,7 @@ def detect_samples(tokens: LossTokens) -> Finding | None:
 
 
 def worst_tokens(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, Any]]:
-    """The loss tokens with the largest |d|, largest first."""
+    """Return the loss tokens with the largest |d|, largest first."""
     record, rows = tokens.record, []
     for i in tokens.d.abs().topk(min(limit, len(tokens.d))).indices.tolist():
         place, sample = int(tokens.index[i]), int(tokens.sample[i])

@@ -1,4 +1,4 @@
-"""Router choices that differ between engine and trainer, by layer.
+"""This detector finds router choices that differ between engine and trainer, by layer.
 
 All rows with captured routes count, those of prompts too. Which of a layer's choices were the engine's
 is known only where routes were captured.
@@ -17,7 +17,7 @@ from mrl.diagnosis.tokens import TokenRecord
 
 @dataclass(frozen=True)
 class LayerRoutes:
-    """One MoE layer."""
+    """This is what the routes of one MoE layer show."""
 
     number: int
     disagreement: float
@@ -30,7 +30,7 @@ class LayerRoutes:
 
 
 def layer_routes(record: TokenRecord) -> list[LayerRoutes]:
-    """By layer; empty without captured routes."""
+    """Return one `LayerRoutes` per MoE layer; none without captured routes."""
     captured, native, margins = record.expert_ids, record.native_ids, record.margins
     if captured is None or native is None or margins is None:
         return []

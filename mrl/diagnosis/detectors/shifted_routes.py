@@ -1,4 +1,4 @@
-"""Captured routes that belong to a neighbouring token.
+"""This detector finds captured routes that belong to a neighbouring token.
 
 Row t of the captured routes is compared with row t - s of the trainer's own choices, for shifts s from
 -2 to 2. Where routes are replayed, wrong ones change what deeper routers see; the first MoE layer has
@@ -19,15 +19,15 @@ from mrl.diagnosis.tokens import TokenRecord
 
 SHIFTS = (-2, -1, 1, 2)
 MIN_GAIN = 0.1
-"""Of agreement, in shares of the K choices."""
+"""The gain in agreement, as a share of the K choices."""
 MIN_Z = 8.0
 MAX_ROWS = 16384
-"""Of a larger record, so many that lie evenly: they are enough to tell, and much faster."""
+"""The number of evenly spaced tokens taken of a larger record: enough to tell, and much faster."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How much better the routes of one layer fit when moved."""
+    """A fit says how much better the routes of one layer agree when they are moved."""
 
     shift: int
     layer: int

@@ -20,8 +20,8 @@ from torch import Tensor
 from mrl.diagnosis.detectors.base import MIN_TOKENS, Finding, LossTokens, excess_share
 
 MIN_SHARE = 0.2
-"""Of the squared mismatch. Where the whole model is stale, the experts of the tokens that move most
-stand out too, but little would be gained by mending one."""
+"""A share of the squared mismatch. Where the whole model is stale, the experts of the tokens
+that move most stand out too, but little would be gained by mending one."""
 NUM_STRATA = 10
 NUM_CANDIDATES = 32
 MIN_T = 6.0
@@ -31,12 +31,12 @@ LEAD = 1.5
 MIN_COUNT = 10
 """Tokens of an expert, to say anything of it."""
 MIN_RATIO = 1.5
-"""Of the median |d| of its tokens to that of the others."""
+"""The ratio of the median |d| of its tokens to that of the others."""
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """The expert whose tokens differ most."""
+    """A suspect is the expert whose tokens differ most."""
 
     layer: int
     """Place among the L layers."""
@@ -102,7 +102,7 @@ def expert_z(tokens: LossTokens) -> Tensor | None:
 
 
 def suspect(tokens: LossTokens) -> Suspect | None:
-    """The most suspect expert, guilty or not; None without routes or with too few tokens."""
+    """Return the most suspect expert, guilty or not; None without routes or with too few tokens."""
     table = expert_z(tokens)
     if table is None or tokens.routes is None:
         return None
@@ -135,7 +135,8 @@ def _scores(tokens: LossTokens) -> Tensor:
 
 
 def normal_scores(values: Tensor, covariate: Tensor) -> Tensor:
-    """f64[M]: ranks of `values` among the tokens of about the same `covariate`, as normal quantiles."""
+    """Return f64[M], the ranks of `values` among the tokens of about the same `covariate`, as
+    normal quantiles."""
     num = len(values)
     num_strata = max(1, min(NUM_STRATA, num // 50))
     stratum = covariate.argsort().argsort() * num_strata // num

@@ -1,4 +1,4 @@
-"""The engine's log-probs look like those of another temperature.
+"""This detector finds log-probs of the engine that look like those of another temperature.
 
 With logits z at the trainer's temperature T and b = T/T', the engine's log-prob of token y is
 b z_y - lse(b z). As E_p[z] = lse(z) - H, it differs from the trainer's by
@@ -30,7 +30,7 @@ MIN_Z = 8.0
 BULK = 0.9
 """Share of the tokens, those with the smallest |old + H|, that must show the slope too."""
 MIN_BULK_SLOPE = 1 / 3
-"""Of the slope of all: wild tokens leave less than 0.1, a temperature 0.6 or more."""
+"""A share of the slope of all tokens: wild tokens leave less than 0.1, a temperature 0.6 or more."""
 
 
 def detect(tokens: LossTokens) -> Finding | None:
@@ -66,7 +66,7 @@ def detect(tokens: LossTokens) -> Finding | None:
 
 
 def _bulk_slope(x: Tensor, y: Tensor) -> float:
-    """Of y on x, f64[M] each, without the tokens that are farthest out."""
+    """Return the slope of y on x, f64[M] each, without the tokens that are farthest out."""
     bulk = x.abs() <= x.abs().sort().values[int(BULK * (len(x) - 1))]
     x, y = x[bulk] - x[bulk].mean(), y[bulk] - y[bulk].mean()
     return float(x @ y) / max(float(x.square().sum()), 1e-300)

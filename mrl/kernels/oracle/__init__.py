@@ -1,4 +1,4 @@
-"""fp64 references of the ops in `mrl.kernels`: slow, plain and differentiable by autograd.
+"""These fp64 references of the ops in `mrl.kernels` are slow, plain and differentiable by autograd.
 
 Tests and benchmarks compare against these. They share no code with the ops.
 """

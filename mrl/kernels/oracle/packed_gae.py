@@ -1,4 +1,4 @@
-"""fp64 reference of `mrl::packed_gae`: the textbook loop, one loss token at a time."""
+"""The fp64 reference of `mrl::packed_gae` is the textbook loop, one loss token at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy loss, one token after the other in thought: fp64, written from the papers."""
+"""This policy loss is written from the papers, in fp64, as if one token came after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Range = tuple[float, float]
 
 
 class OracleLoss(NamedTuple):
-    """As `mrl.kernels.PolicyLoss`, by name; only `loss` has a gradient."""
+    """The result has the fields of `mrl.kernels.PolicyLoss`; only `loss` has a gradient."""
 
     loss: Tensor
     stats: dict[str, float]
@@ -37,7 +37,7 @@ def policy_loss(
     kl=None,
     frozen: Tensor | None = None,
 ) -> OracleLoss:
-    """Arguments and meaning as `mrl.kernels.policy_loss`; any float dtype, computed in fp64.
+    """Compute what `mrl.kernels.policy_loss` does, in fp64, from the same arguments of any float dtype.
 
     `frozen`: the log-probs at which detached factors are taken, `logprobs` itself by default. Finite
     differences hold it fixed while they move `logprobs`.
@@ -165,7 +165,7 @@ def _over_sequences(rows: list[dict[str, float]]) -> dict[str, float]:
 def seq_logratio(
     logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    """f64[B, 2]: (sum of logp - old over loss tokens, their number)."""
+    """Return f64[B, 2]: (sum of logp - old over loss tokens, their number)."""
     rows = []
     for start, end in pairwise(cu_seqlens.tolist()):
         mask = loss_mask[start:end].bool()

@@ -1,4 +1,4 @@
-"""Plain references of `mrl::pack_routes` and `mrl::unpack_routes`: one bit at a time, as integers."""
+"""Plain references take one bit at a time, as integers: `mrl::pack_routes`, `mrl::unpack_routes`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ NATIVE = -1
 
 
 def code_bits(num_experts: int, topk: int) -> int:
-    """The fewest bits, at least 1, that tell all experts apart, and the native row where K == 1."""
+    """Return the fewest bits, at least 1, that tell all experts apart, and the native row where
+    K == 1."""
     num_codes = num_experts + (1 if topk == 1 else 0)
     return next(bits for bits in range(1, 64) if 2**bits >= num_codes)
 
@@ -34,7 +35,7 @@ def pack_routes(expert_ids: Tensor, num_experts: int) -> Tensor:
 def unpack_routes(
     packed: Tensor, *, num_experts: int, topk: int, layers: Sequence[int], start: int, stop: int
 ) -> Tensor:
-    """i64[len(layers), stop - start, K]; arguments as `mrl.kernels.unpack_routes`."""
+    """Return i64[len(layers), stop - start, K], from the arguments of `mrl.kernels.unpack_routes`."""
     bits = code_bits(num_experts, topk)
     rows = packed.tolist()
     out = torch.empty((len(layers), stop - start, topk), dtype=torch.int64)

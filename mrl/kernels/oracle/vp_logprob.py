@@ -9,7 +9,7 @@ from torch import Tensor
 def vp_logprob(
     logits: Tensor, labels: Tensor, mask: Tensor | None = None, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(logprobs f64[T], entropy f64[T]) of logits [T, V] of any float dtype; 0 where masked."""
+    """Return (logprobs f64[T], entropy f64[T]) of logits [T, V] of any float dtype; 0 where masked."""
     keep = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
     log_p = (logits[keep].double() / temperature).log_softmax(-1)
     chosen = log_p.gather(1, labels[keep].unsqueeze(1)).squeeze(1)

@@ -1,4 +1,5 @@
-"""Entry of the server process: `python -m mrl.rollout.sglang.child`, settings on stdin.
+"""This module is the entry of the server process: `python -m mrl.rollout.sglang.child`, with
+settings on stdin.
 
 Settings come as one JSON object {"server_args": {...}, "parent_pid": int, "scratch": str}.
 stdin is the only place that the API key passes: command lines and environments can be read by

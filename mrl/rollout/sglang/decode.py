@@ -1,4 +1,4 @@
-"""SGLang's /generate: from requests to a body, and from its answers to completions.
+"""This module turns requests into a body for SGLang's /generate, and its answers into completions.
 
 P tokens of a request, C tokens of its completion, T = P + C.
 """
@@ -24,7 +24,7 @@ NEVER = 1 << 30
 
 @dataclass(frozen=True)
 class RouteShape:
-    """What the routes of a model look like."""
+    """A route shape says what the routes of a model look like."""
 
     num_hidden_layers: int
     moe_layer_numbers: tuple[int, ...]
@@ -102,7 +102,7 @@ def _first(config: Any, *names: str) -> Any:
 def build_request(
     requests: Sequence[Request], rids: Sequence[str], *, return_routes: bool
 ) -> dict[str, Any]:
-    """The body of one batched request: they reach the scheduler together and in this order."""
+    """Build one batched body: its requests reach the scheduler together and in this order."""
     return {
         "rid": list(rids),
         "input_ids": [request.token_ids.tolist() for request in requests],
@@ -142,7 +142,7 @@ class Expected:
     """What the answers of one call of generate() may hold."""
 
     versions: Sequence[int]
-    """In force since the call began, oldest first; more than one after an update in mid-flight."""
+    """Versions since the call began, oldest first; an update in mid-flight adds one."""
     cache_version: int
     """The oldest weights that may have filled the prefix cache."""
     shape: RouteShape | None
@@ -154,7 +154,7 @@ class Expected:
 
 
 def decode_completion(answer: dict[str, Any], request: Request, expected: Expected) -> Completion:
-    """One finished answer of the server.
+    """Decode one finished answer of the server.
 
     Raises RuntimeError where it came from other weights than those expected, or holds a field of the
     wrong length.
@@ -241,7 +241,7 @@ def without_last_token(completion: Completion) -> Completion:
 
 
 def _cut(spans: Sequence[VersionSpan], end: int) -> tuple[VersionSpan, ...]:
-    """Without what comes from `end` on."""
+    """Return the spans up to `end`."""
     return tuple(
         dataclasses.replace(span, end=min(span.end, end)) for span in spans if span.start < end
     )
@@ -255,7 +255,7 @@ def row_versions(
     *,
     retracted: bool,
 ) -> tuple[VersionSpan, ...]:
-    """The weights that chose the routes of each of the T - 1 rows, from those of the C tokens.
+    """Return the weights that chose the routes of each of the T - 1 rows, from those of the C tokens.
 
     Row r was computed with token r + 1, the prompt with the first token, the cached rows whenever the
     cache was filled. After a retraction rows may have been computed anew or found in the cache; under

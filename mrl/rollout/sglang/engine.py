@@ -1,4 +1,4 @@
-"""The SGLang engine: a real SGLang server in a child process on loopback, driven over HTTP.
+"""The SGLang engine drives a real SGLang server, a child process on loopback, over HTTP.
 
 One rollout in five steps: flush the prefix cache, send all requests as one streamed batch in a fixed
 order with a seed each, check every length and weight version of an answer as it finishes, decode its
@@ -45,7 +45,7 @@ FLUSH_TIMEOUT_S = 60.0
 
 
 class Engine:
-    """`mrl.rollout.base.RolloutEngine` on SGLang. Several can run side by side.
+    """This is `mrl.rollout.base.RolloutEngine` for SGLang. Several can run side by side.
 
     On CPUs SGLang gives no memory back: sleep and wake keep the state and its rules, so that a run
     on a laptop fails where one on GPUs would, but free nothing.
@@ -99,7 +99,7 @@ class Engine:
         environment = self._launch.environment | self._routes.environment
         self._server = Server(self._launch.settings, environment, Path(log_path))
         self._weights_folder = Path(log_path).with_suffix(".weights")
-        """Of this engine alone, in the run's folder: /tmp may be small."""
+        """A folder of this engine alone, in the run's folder: /tmp may be small."""
         self._awake: set[str] = set()
         self._version: int | None = None
         self._paused = False
@@ -121,7 +121,7 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """In words, for error messages."""
+        """The state in words, for error messages."""
         if self._server.client is None:
             return "stopped"
         asleep = [tag for tag in MEMORY_TAGS if tag not in self._awake]

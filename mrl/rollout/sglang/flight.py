@@ -22,10 +22,10 @@ from mrl.rollout.sglang.server import REAP_S, Server
 SAMPLES_PER_BATCH = 1024
 MALFORMED = 400
 NUM_RETRIES = 2
-"""Of one request that the server failed while it lives."""
+"""Tries of one request that the server fails while it lives."""
 POLL_S = 0.2
 PROBE_AFTER_S = 5.0
-"""Of silence: long answers are silent too, so the scheduler is asked whether it still turns."""
+"""Seconds of silence: long answers are silent too, so the scheduler is asked whether it still turns."""
 DRAIN_TIMEOUT_S = 60.0
 ABORTED = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
 """What stands for the answer to a request that was told to end when its connection broke."""
@@ -40,7 +40,8 @@ class _Event(NamedTuple):
 
 
 class Flight:
-    """One call of generate(). The consumer iterates `answers()`; `abort()` is for any thread."""
+    """A flight is one call of generate(). The consumer iterates `answers()`; `abort()` is for
+    any thread."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Flight:
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending: dict[str, Request] = {}
-        """By the id that SGLang knows; it changes with each try."""
+        """Requests by the id that SGLang knows; it changes with each try."""
         self._aborting: set[str] = set()
         self._num_tries: dict[str, int] = {}
         self._streams: list[EventStream] = []
@@ -67,7 +68,7 @@ class Flight:
         self._heard = time.monotonic()
 
     def answers(self) -> Iterator[tuple[Request, dict[str, Any]]]:
-        """Each request with SGLang's answer. Leaving early aborts the rest.
+        """Yield each request with SGLang's answer. Leaving early aborts the rest.
 
         Raises EngineLost, TimeoutError past `request_timeout_s`, RuntimeError where SGLang calls a
         request malformed.
@@ -129,7 +130,8 @@ class Flight:
             thread.start()
 
     def _read(self, rids: list[str], stream: EventStream) -> None:
-        """In a thread of its own: the answers of one batch, then one event for what never came."""
+        """Read, in a thread of its own, the answers of one batch, then one event for what never
+        came."""
         error: Exception | None = None
         try:
             for answer in stream:

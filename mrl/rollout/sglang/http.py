@@ -1,4 +1,4 @@
-"""JSON over HTTP on loopback, with the API key on every request."""
+"""This client speaks JSON over HTTP on loopback, with the API key on every request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ServerError(RuntimeError):
-    """The server answered, and refused."""
+    """The server has answered with a refusal, whose status and message this error holds."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -26,11 +26,11 @@ class HttpClient:
         self._headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
 
     def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body, whatever the status. Raises OSError without a server."""
+        """Return status and body, whatever the status. Raises OSError without a server."""
         return self._request("GET", path, None, timeout_s)
 
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float) -> Any:
-        """The decoded answer.
+        """Post a JSON body and return the decoded answer.
 
         Raises ServerError for a status other than 200 or a `success` that is not true, TimeoutError
         past the time limit, ConnectionError where the server goes away.
@@ -66,7 +66,8 @@ class HttpClient:
 
 
 class EventStream:
-    """The server-sent events of one answer. One thread iterates, another may close it."""
+    """A stream yields the server-sent events of one answer. One thread iterates, another may
+    close it."""
 
     def __init__(self, port: int, path: str, body: bytes, headers: dict[str, str]) -> None:
         self._what = f"POST {path}"

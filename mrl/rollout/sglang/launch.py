@@ -26,7 +26,7 @@ from mrl.rollout.sglang.settings import server_environment, server_settings
 
 @dataclass(frozen=True)
 class Launch:
-    """The same at each start of an engine's process on one node."""
+    """A launch holds what stays the same at each start of an engine's process on one node."""
 
     hf_config: Any
     context_len: int

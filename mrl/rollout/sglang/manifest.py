@@ -91,7 +91,7 @@ class Manifest:
         return {**sent, output: sent[digest_place(EMBEDDING)]}
 
     def dtype_hint(self, held: set[str]) -> str:
-        """For a message about differing weights: whether a dtype explains them."""
+        """Explain, for a message about differing weights, whether a dtype is the cause."""
         sent = {str(dtype).removeprefix("torch.") for dtype in self._dtypes}
         if sent == held:
             return ""

@@ -11,7 +11,7 @@ from mrl.rollout.sglang.process import ServerProcess
 
 
 class EngineNode:
-    """`mrl.rollout.base.RolloutNode` on SGLang.
+    """This is `mrl.rollout.base.RolloutNode` for SGLang.
 
     SGLang's process of such a node loads its share of the weights and then follows node 0: its own HTTP
     server answers health checks only (srt/utils/common.py, launch_dummy_health_check_server). It ends
@@ -32,7 +32,8 @@ class EngineNode:
         first_version: int = 0,
         keep_weights_on_host: bool = False,
     ) -> None:
-        """As `mrl.rollout.sglang.engine.Engine`; `gpu_ids` are those of this node."""
+        """Take the arguments of `mrl.rollout.sglang.engine.Engine`; `gpu_ids` are those of this
+        node."""
         self._launch = read_launch(
             model,
             config,

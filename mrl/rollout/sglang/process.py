@@ -41,7 +41,8 @@ ALLOCATOR_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 
 
 class ServerProcess:
-    """One `mrl.rollout.sglang.child` and all its descendants, in a session of their own."""
+    """A server process is one `mrl.rollout.sglang.child` with all its descendants, in a session
+    of its own."""
 
     def __init__(
         self, server_args: Mapping[str, Any], environment: Mapping[str, str], log_path: Path
@@ -109,7 +110,7 @@ class ServerProcess:
         return None
 
     def tree(self) -> list[psutil.Process]:
-        """The server and its descendants that still run: all processes of its session."""
+        """List the server and its descendants that still run: all processes of its session."""
         return session_processes(self._popen.pid) if self._popen else []
 
     def note_shared_memory(self) -> None:
@@ -125,7 +126,7 @@ class ServerProcess:
             return log.read().decode(errors="replace")
 
     def log_tail(self) -> str:
-        """The last lines of the log and its path, for error messages."""
+        """Return the last lines of the log and its path, for error messages."""
         lines = self.log_text().splitlines()[-LOG_TAIL_LINES:]
         return "\n".join([f"last lines of {self.log_path}:", *lines])
 

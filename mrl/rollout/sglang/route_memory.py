@@ -66,7 +66,7 @@ _MARK_BASE64 = base64.b64encode(MARK).decode()[: len(MARK) * 8 // 6]
 
 
 class RouteReader:
-    """The trainer's side; one for each engine."""
+    """The reader is the trainer's side; each engine has one."""
 
     def __init__(self) -> None:
         self._memory = SharedBytes()
@@ -79,12 +79,12 @@ class RouteReader:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For the server."""
+        """Return the environment variables that the server needs."""
         handle = self._memory.handle
         return {VARIABLE: json.dumps([handle.pid, handle.fd, handle.nonce.hex()])}
 
     def begin(self) -> None:
-        """Before a call of generate(), with none in progress."""
+        """Start anew before a call of generate(), with none in progress."""
         self._number += 1
         self._memory.write(0, _as_bytes(self._number if self.is_open else CLOSED))
 
@@ -115,7 +115,7 @@ class RouteReader:
 
 
 class RouteWriter:
-    """The scheduler's side. One thread uses it."""
+    """The writer is the scheduler's side. One thread uses it."""
 
     def __init__(self, reader: Handle, max_bytes: int = MAX_BYTES) -> None:
         self._reader = os.open(reader.path, os.O_RDONLY)
@@ -159,7 +159,7 @@ _NUMBER_AT = 16
 
 
 def make_writer() -> RouteWriter | None:
-    """In a process of the server; None where the trainer's memory is out of its reach."""
+    """Make the writer of a server process; None where the trainer's memory is out of its reach."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return None

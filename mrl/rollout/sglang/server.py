@@ -15,16 +15,16 @@ from mrl.rollout.sglang.process import ServerProcess
 
 PORT_ATTEMPTS = 3
 PORT_IN_USE = "already in use"
-"""In the system's message, and in that of SGLang's own check of ports under DP attention."""
+"""Words of the system's message, and of SGLang's own check of ports under DP attention."""
 CONTROL_TIMEOUT_S = 600.0
 READY_POLL_S = 0.1
 REAP_S = 2.0
-"""From a broken connection to an exit code, where the process has died."""
+"""The wait from a broken connection to an exit code, where the process has died."""
 PLUGIN_FAILURES = ("Failed to load plugin", "Failed to execute general plugin", "Failed to apply")
 
 
 class Server:
-    """SGLang behind a random API key. Every RuntimeError ends with the log's last lines.
+    """A server is SGLang behind a random API key. Every RuntimeError ends with the log's last lines.
 
     post() and stream() may be called from several threads.
     """
@@ -74,7 +74,7 @@ class Server:
                 raise
 
     def stop(self) -> None:
-        """Harmless when repeated."""
+        """Stop the server; a second call does nothing."""
         self.client = None
         self.loss = None
         self.process.stop()
@@ -85,7 +85,7 @@ class Server:
         return f"mrl-{next(self._request_numbers):012d}"
 
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        """The decoded answer.
+        """Post to the server and return the decoded answer.
 
         Raises RuntimeError where the server refused, EngineLost where it died, hung up or did not
         answer in time.

@@ -1,4 +1,4 @@
-"""SGLang's server arguments and environment, from the recipe and the device."""
+"""SGLang's server arguments and environment are made here from the recipe and the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server_settings(
     first_version: int,
     keep_weights_on_host: bool,
 ) -> dict[str, Any]:
-    """Fields of SGLang's ServerArgs, less host, port, api_key and random_seed.
+    """Return the fields of SGLang's ServerArgs, less host, port, api_key and random_seed.
 
     The recipe's own (`config.server_args`) come last. Raises InputError for one that it may not set.
     """

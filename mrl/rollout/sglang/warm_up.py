@@ -1,4 +1,4 @@
-"""The first request of a server, sent by mrl and not by SGLang.
+"""The first request of a server is sent by mrl and not by SGLang.
 
 SGLang's own warm-up (http_server.py, _execute_server_warmup) runs in a thread that starts when the
 server does, and nothing says when it is done but GET /health. The engine is put to sleep right after
@@ -24,7 +24,7 @@ class Poster(Protocol):
 def warm_up(
     server: Poster, *, num_replicas: int, context_len: int, return_routes: bool, timeout_s: float
 ) -> None:
-    """One prefill and a few decode steps on each of `num_replicas` data-parallel ranks.
+    """Run one prefill and a few decode steps on each of `num_replicas` data-parallel ranks.
 
     Kernels that compile at their first use do it here. Raises RuntimeError where the answer does not
     have the tokens asked for, and what `Server.post` raises. Its keys and values stay in the prefix

@@ -25,7 +25,7 @@ Method = Literal["tensor", "distributed", "disk"]
 
 
 class Push(Protocol):
-    """A way for buckets to reach the engine."""
+    """A push is a way for buckets to reach the engine."""
 
     def push(self, bucket: WeightBucket) -> None:
         """Return when the memory of all buckets before this one may be used again."""
@@ -53,7 +53,7 @@ class Poster(Protocol):
 
 
 class WeightSync:
-    """For one server from its start to its stop: make another after a restart."""
+    """A sync object serves one server from its start to its stop: make another after a restart."""
 
     def __init__(
         self,

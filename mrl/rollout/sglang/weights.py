@@ -31,7 +31,7 @@ from mrl.types import Handle, WeightBucket
 Post = Callable[[str, dict[str, Any]], Any]
 """Path and body to the decoded answer."""
 CLOSE_TIMEOUT_S = 30.0
-"""For the answer to the last bucket of an update that has failed: a load takes about a second."""
+"""The wait for the answer to the last bucket of a failed update: a load takes about a second."""
 NUM_BUFFERS = 2
 """One that the server reads, and one that is written meanwhile."""
 
@@ -86,7 +86,7 @@ class TensorPush:
         self._memory = SharedMemory()
 
     def _own_handles(self, bucket: WeightBucket, flat: Tensor) -> Sequence[Handle]:
-        """Of a bucket that this process alone has."""
+        """Return handles of a bucket that this process alone has."""
         if flat.is_cuda:
             if self._num_ranks > 1:
                 raise RuntimeError(
@@ -120,8 +120,8 @@ def in_thread(function: Callable[[], Any]) -> Future[Any]:
 
 
 def version_fields(bucket: WeightBucket) -> dict[str, Any]:
-    """The last bucket names the version. The prefix cache is the engine's business: with requests in
-    flight SGLang dies of being told to drop it."""
+    """Return the fields by which the last bucket names the version. The engine drops the prefix cache
+    itself: SGLang dies when it is told to do so with requests in flight."""
     version = {"weight_version": str(bucket.version)} if bucket.is_last else {}
     return {"flush_cache": False, **version}
 
@@ -149,7 +149,7 @@ def flatten_bucket(bucket: WeightBucket) -> tuple[Tensor, list[SimpleNamespace]]
 
 
 def serialize_bucket(places: list[SimpleNamespace], handles: Sequence[Handle]) -> list[str]:
-    """One base64 payload for each of `handles`, in the order of the engine's ranks.
+    """Serialise one base64 payload for each of `handles`, in the order of the engine's ranks.
 
     SGLang's rank r opens the payload of index r alone (`TpModelWorker._deserialize_own_rank` in 0.5.20,
     `update_weights_from_tensor` in 0.5.12: the index is tp_rank, with expert parallelism and DP

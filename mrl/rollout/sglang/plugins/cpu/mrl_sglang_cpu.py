@@ -1,4 +1,4 @@
-"""SGLang plugin for servers without CUDA, loaded by SGLang in each of its processes.
+"""This plugin is loaded by SGLang in each process of a server without CUDA.
 
 Two gaps of the CPU build are closed here, and its start is made cheaper; nothing else is touched:
 
@@ -51,7 +51,7 @@ def fork_children(result, server_args):
 
 
 def give_padding_value():
-    """Under DP attention a batch is padded with requests of this length; the backend has no say."""
+    """The length of the requests that pad a batch under DP attention; the backend does not set it."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     if not hasattr(TorchNativeAttnBackend, "get_cpu_graph_seq_len_fill_value"):
@@ -59,7 +59,7 @@ def give_padding_value():
 
 
 def without_other_ranks_experts(original, layer, x, topk_output, moe_runner_config):
-    """Under expert parallelism id -1 is an expert of another rank, which SGLang's loop cannot count.
+    """Id -1 is an expert of another rank under expert parallelism, which SGLang's loop cannot count.
 
     Such a place gets an expert of this rank that the token has not chosen, with weight 0.
     """
@@ -91,7 +91,7 @@ def attach_seeds(info, cls, batch, vocab_size):
 
 
 def multinomial_with_seed(logprobs, seed, positions):
-    """Gumbel-max sample i64[B, 1] from logprobs [B, V], seed i64[B] and positions int[B]."""
+    """Draw a Gumbel-max sample i64[B, 1] from logprobs [B, V], seed i64[B] and positions int[B]."""
     columns = torch.arange(logprobs.shape[1], device=logprobs.device)
     uniform = murmur_hash32(seed, positions, columns).to(torch.float64) / UINT32
     # The bounds are SGLang's: a uniform of exactly 0 or 1 must not become an infinite Gumbel.
@@ -101,7 +101,7 @@ def multinomial_with_seed(logprobs, seed, positions):
 
 
 def murmur_hash32(seed, positions, columns):
-    """MurmurHash3 of (seed i64[B], position[B], column[V]): values below 2**32 as i64[B, V].
+    """Compute MurmurHash3 of (seed i64[B], position[B], column[V]): values below 2**32 as i64[B, V].
 
     The same values as SGLang's triton kernel. Products wrap modulo 2**64, which keeps the low 32
     bits right.

@@ -66,7 +66,8 @@ def attend_extend(
     scaling=None,
     **options,
 ):
-    """New tokens of each sequence [n, h, d] over all keys of the cache up to themselves."""
+    """Compute attention of new tokens of each sequence [n, h, d] over all keys of the cache up
+    to them."""
     seen = [
         torch.arange(prefix + 1, prefix + new + 1)
         for prefix, new in zip(extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True)
@@ -88,7 +89,7 @@ def attend_decode(
     scaling=None,
     **options,
 ):
-    """The last token of each sequence [n, h, d] over all keys of the cache."""
+    """Compute attention of the last token of each sequence [n, h, d] over all keys of the cache."""
     cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
     return attend(query, output, cache, [length.view(1) for length in seq_lens], scaling)
 
@@ -128,8 +129,8 @@ def choose_experts(
 
 
 def run_experts(layer, x, topk_output, moe_runner_config):
-    """Tokens [n, H] -> [n, H]. Megatron weights what goes into an expert's last product, not what
-    comes out of it, and adds a token's experts in the order of their numbers."""
+    """Run the experts, tokens [n, H] -> [n, H]. Megatron weights what goes into an expert's last
+    product, not what comes out of it, and adds a token's experts in the order of their numbers."""
     weights, ids, _ = topk_output
     out = torch.zeros_like(x)
     for expert in ids.unique().tolist():
@@ -155,7 +156,8 @@ def sample(original, sampler, logits_output, sampling_info, return_logprob, *res
 
 
 def temperatures(sampling_info):
-    """As the requests had them: SGLang keeps float32, and 1 / float32(0.8) is not 1.25."""
+    """Return temperatures as the requests had them: SGLang keeps float32, and 1 / float32(0.8)
+    is not 1.25."""
     if sampling_info.is_all_greedy:
         return [1.0] * len(sampling_info.temperatures)
     narrow = sampling_info.temperatures.flatten().tolist()
@@ -163,7 +165,7 @@ def temperatures(sampling_info):
 
 
 def logprobs(logits, ids, temperatures):
-    """f32[n] of tokens i64[n] under logits [n, V]."""
+    """Return f32[n] of tokens i64[n] under logits [n, V]."""
     out = logits.new_empty(len(ids))
     values = torch.tensor(temperatures, dtype=torch.float64)
     for temperature in set(temperatures):

@@ -1,4 +1,4 @@
-"""SGLang plugin of `rollout.return_routing_weights`: gate weights come back beside the expert ids.
+"""This plugin makes SGLang return gate weights beside the ids (`rollout.return_routing_weights`).
 
 SGLang keeps the ids of each token's experts as int32 and returns them with a request. Here its buffers
 are twice as wide: K ids, then the bits of the K float32 weights that the experts were given, in that

@@ -43,6 +43,6 @@ def with_references(sender, output, *args, **options):
 
 
 def as_reference(routes):
-    """Of one request; None until it is finished."""
+    """Return the reference to the routes of one request; None until it is finished."""
     reference = None if routes is None else writers[0].add(routes)
     return routes if reference is None else reference.as_tensor()

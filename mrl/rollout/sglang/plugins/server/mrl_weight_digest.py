@@ -22,7 +22,7 @@ def register():
 
 
 def handle(original, checker, action="checksum", *args, **options):
-    """WeightChecker.handle with one action more."""
+    """Handle what WeightChecker.handle does, and one action more."""
     if action != ACTION:
         return original(checker, action, *args, **options)
     from sglang.srt.distributed import get_tp_group
@@ -73,7 +73,7 @@ def synchronised(original, worker, *args, **options):
 
 
 def digests(model):
-    """`dtype numel piece digest[,digest...] [expert,...]` of each parameter of this rank.
+    """Return `dtype numel piece digest[,digest...] [expert,...]` of each parameter of this rank.
 
     Ranks that say the same piece hold the same values, other pieces are other parts of the parameter;
     `?` is of a module that does not say what it holds. Fused experts [E, ...] have one digest an expert
