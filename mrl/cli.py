@@ -1,4 +1,7 @@
-"""The command line. Exit codes: 0 done, 2 bad input (one clear line), 130 Ctrl-C, 1 anything else."""
+"""Runs `mrl COMMAND`.
+
+Exit codes: 0 done, 2 bad input (one clear line), 130 Ctrl-C, 1 anything else.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from mrl.run.console import escape
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of `mrl` and `python -m mrl`."""
+    """Run the command line: the entry point of `mrl` and `python -m mrl`."""
     _use_one_thread()
     args = _parse(argv)
     try:
@@ -45,7 +48,7 @@ def _use_one_thread() -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    """As argparse does, and `key=value` may also come after options."""
+    """Parse as argparse does; `key=value` may also come after options."""
     parser = _parser()
     parser.set_defaults(after_interrupt="nothing is left half done")
     args, rest = parser.parse_known_args(argv)

@@ -1,6 +1,6 @@
-"""A tiny Qwen3-MoE checkpoint with a character tokenizer: small enough to train on one CPU core.
+"""Writes a tiny Qwen3-MoE checkpoint with a character tokenizer: one CPU core can train it.
 
-The real architecture (GQA, qk-norm, top-k router, per-expert MLPs) at about 0.3 M parameters, in
+It has the real architecture (GQA, qk-norm, top-k router, per-expert MLPs) at about 0.3 M parameters, in
 float32, so that Megatron and SGLang both run it and can be compared to the last digits.
 """
 

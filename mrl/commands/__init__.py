@@ -21,4 +21,4 @@ ALL: tuple[ModuleType, ...] = (
     diff,
     reward,
 )
-"""In the order of `mrl --help`."""
+"""The commands, in the order of `mrl --help`."""

@@ -1,4 +1,4 @@
-"""`mrl check RECIPE [key=value ...]`."""
+"""`mrl check RECIPE [key=value ...]` validates a recipe and prints what it would run."""
 
 from __future__ import annotations
 

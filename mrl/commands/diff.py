@@ -1,4 +1,4 @@
-"""`mrl diff RUN_A RUN_B`."""
+"""`mrl diff RUN_A RUN_B` shows where two runs part."""
 
 from __future__ import annotations
 

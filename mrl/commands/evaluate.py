@@ -1,4 +1,4 @@
-"""`mrl eval RECIPE [key=value ...]`, also under torchrun."""
+"""`mrl eval RECIPE [key=value ...]` evaluates a checkpoint or a model, also under torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mrl export RUN_OR_CKPT DIR`."""
+"""`mrl export RUN_OR_CKPT DIR` writes a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 

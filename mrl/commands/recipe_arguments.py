@@ -9,7 +9,7 @@ from mrl.config import Recipe, load_recipe
 
 
 def add_recipe(command: argparse.ArgumentParser) -> None:
-    """RECIPE and `key=value` overrides."""
+    """Add the arguments RECIPE and `key=value` (overrides)."""
     command.add_argument("recipe", type=Path, help="YAML file")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-6")
 

@@ -1,4 +1,4 @@
-"""`mrl replay RUN STEP`, also under torchrun with the run's layout."""
+"""`mrl replay RUN STEP` trains one step again, also under torchrun with the run's layout."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of it, on every rank."""
+    """A `Replayed` is the result of a replay, the same on every rank."""
 
     source: Source
     folder: RunFolder
@@ -106,7 +106,7 @@ def _ranges(steps: list[int]) -> str:
 
 
 def replay_recipe(source: Source, output: Path) -> Recipe:
-    """The run's recipe, from its saved rollouts into a folder of its own.
+    """Return the run's recipe, changed to train from its saved rollouts into a folder of its own.
 
     Token records are written, but for an algorithm without a pass before the update: that of the record
     would be one that the run may not have had, and the mismatch is measured on it.

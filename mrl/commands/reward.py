@@ -1,4 +1,4 @@
-"""`mrl reward test SPEC DATA` and `mrl reward serve SPEC --port N`."""
+"""`mrl reward test SPEC DATA` tries a reward; `mrl reward serve SPEC --port N` serves it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_to(commands: Any) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> None:
-    """With the token of MRL_REWARD_TOKEN, where that is set."""
+    """Serve the reward; MRL_REWARD_TOKEN, where it is set, is the token that clients must send."""
     from mrl.rewards.remote import TOKEN_VARIABLE, read_token
     from mrl.rewards.server import RewardServer
     from mrl.run.console import escape

@@ -104,7 +104,7 @@ def this_machine(world: int) -> Hardware:
 
 
 def accepted(found: Verdict) -> str:
-    """Its text. Raises InputError where the layout does not run."""
+    """Return the plan's text. Raises InputError where the layout does not run."""
     if not found.runs:
         raise InputError(f"memory plan: {found.text}")
     return found.text
@@ -145,7 +145,7 @@ def exact_pinned() -> int | None:
 def plan_workload(
     recipe: Recipe, shape: ModelShape, world: int, prompt_len: int | None, context_len: int | None
 ) -> Workload:
-    """The recipe's work with prompts of `prompt_len` tokens. Raises InputError where it cannot be."""
+    """Return the recipe's workload with prompts of `prompt_len` tokens. Raises InputError."""
     response_len = recipe.rollout.max_response_len
     room = (context_len or math.inf) - response_len
     if room < 1:

@@ -1,4 +1,4 @@
-"""`mrl toy-model DIR`."""
+"""`mrl toy-model DIR` writes a tiny MoE model with random weights."""
 
 from __future__ import annotations
 

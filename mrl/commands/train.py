@@ -1,4 +1,4 @@
-"""`mrl train RECIPE [key=value ...]`, also under torchrun."""
+"""`mrl train RECIPE [key=value ...]` trains, also under torchrun."""
 
 from __future__ import annotations
 

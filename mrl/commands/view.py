@@ -1,4 +1,4 @@
-"""`mrl view RUN [--output FILE] [--steps a:b] [--max-samples N]`."""
+"""`mrl view RUN [--output FILE] [--steps a:b] [--max-samples N]` writes the page of a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_steps(text: str) -> range:
-    """`a:b`, `a:`, `:b` or `a`. Raises InputError."""
+    """Read `a:b`, `a:`, `:b` or `a`. Raises InputError."""
     start, colon, stop = text.partition(":")
     try:
         first = int(start or 0)

@@ -1,4 +1,4 @@
-"""`mrl why RUN STEP`."""
+"""`mrl why RUN STEP` explains a step by its token record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe: one YAML file plus dotted `key=value` overrides, read into a frozen tree.
+"""The recipe is one YAML file plus dotted `key=value` overrides, read into a frozen tree.
 
 Unknown keys fail with a suggestion. Rooms receive their own branch, never the whole tree.
 """

@@ -14,7 +14,7 @@ from mrl.config.branch import Branch
 
 
 class MaskConfig(Branch):
-    """Tokens or sequences that leave the policy loss; they still count in its denominator."""
+    """Says which tokens or sequences leave the policy loss; they still count in its denominator."""
 
     name: Literal["token_mask", "sequence_mask", "opsm", "dppo"]
     """`token_mask` (IcePop, arXiv 2510.18855): exp(old - rollout) of the token outside [low, high].
@@ -22,10 +22,11 @@ class MaskConfig(Branch):
     arXiv 2512.02556): A < 0 and the mean of rollout - logp over the sequence above high. `dppo` (arXiv
     2602.04879, binary TV): p - p_rollout above high where A > 0, below -low where A < 0."""
     low: float | None = Field(default=None, ge=0)
-    """By default 0.5 for `token_mask`, 0.999 for `sequence_mask`, 0.15 for `dppo`; `opsm` has none."""
+    """The default is 0.5 for `token_mask`, 0.999 for `sequence_mask`, 0.15 for `dppo`; `opsm` has
+    none."""
     high: float | None = Field(default=None, gt=0)
-    """By default 5 for `token_mask`, 1.002 for `sequence_mask`, 0.15 for `dppo`; `opsm` has no
-    published one and needs it (slime's is 1e-4, TRL suggests 0.5)."""
+    """The default is 5 for `token_mask`, 1.002 for `sequence_mask`, 0.15 for `dppo`; `opsm` has no
+    published value and must be given one (slime's is 1e-4, TRL suggests 0.5)."""
 
 
 class AlgorithmConfig(Branch):
@@ -56,9 +57,10 @@ class AlgorithmConfig(Branch):
     kl_in: Literal["loss", "reward"] = "loss"
     """A term of the loss, or taken off the reward of each token (PPO, REINFORCE++)."""
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+", "k3_unbiased"] = "k3"
-    """Of one sample (Schulman 2020); k3 is never negative and has little variance. `k1+`, `k3+`: their
-    value with the gradient of k2, which is that of the KL. `k3_unbiased` (DeepSeek-V3.2): k3 times the
-    ratio policy / old. The last three are for the loss only."""
+    """Estimates the KL of a token from one sample (Schulman 2020); k3 is never negative and has little
+    variance. `k1+`, `k3+`: their value with the gradient of k2, which is that of the KL.
+    `k3_unbiased` (DeepSeek-V3.2): k3 times the ratio policy / old. The last three are for the loss
+    only."""
     kl_target: float | None = Field(default=None, gt=0)
     """Adapts kl_coef after each step until the measured KL a token is this (arXiv 1909.08593, section
     2.2); kl_coef is the first value."""

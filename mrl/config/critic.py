@@ -1,4 +1,4 @@
-"""The critic of algorithms that need one (ppo, vapo)."""
+"""Configures the critic of algorithms that need one (ppo, vapo)."""
 
 from __future__ import annotations
 

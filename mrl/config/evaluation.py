@@ -9,21 +9,21 @@ from mrl.config.branch import Branch
 
 class EvalSetConfig(Branch):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """In the metrics: `eval/NAME/...`."""
+    """Its name in the metrics, `eval/NAME/...`."""
     path: str
     """JSONL, as `data.path`."""
     reward: str | None = None
-    """By default the recipe's reward or environment."""
+    """What scores the samples; null takes the recipe's reward or environment."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """k of avg@k; pass@k is given for 1, 2, 4 ... up to it."""
     num_prompts: int | None = Field(default=None, ge=1)
     """The first so many rows; by default all."""
     max_response_len: int | None = Field(default=None, ge=1)
-    """By default rollout.max_response_len."""
+    """Tokens of a response at most; null takes rollout.max_response_len."""
     temperature: float | None = Field(default=None, ge=0)
-    """By default rollout.temperature; 0 takes the likeliest token each time."""
+    """The sampling temperature; null takes rollout.temperature, 0 the likeliest token each time."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """By default rollout.top_p."""
+    """Share of the distribution that is sampled from; null takes rollout.top_p."""
     pass_threshold: float = 1.0
     """A sample passes with a reward of at least this."""
 

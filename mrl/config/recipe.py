@@ -1,4 +1,4 @@
-"""The whole recipe."""
+"""This module joins the branches to the whole recipe."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Recipe(Branch):
     """A file of mrl/rewards/, `file.py:func`, `package.module:func`, the address of a reward server
     (`http://host:port`) or a reward model (`reward_model:folder`); see docs/rewards.md."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
-    """For one call of the reward function; over it, the call is killed and the samples masked."""
+    """Seconds for one call of the reward function. A call that takes longer is killed, and its samples
+    are masked."""
     environment: EnvironmentConfig | None = None
     """What the policy talks with, in several turns; it takes the place of `reward`."""
     data: DataConfig

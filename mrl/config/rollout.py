@@ -1,4 +1,4 @@
-"""Where samples come from: the engine, the prompts, the environments."""
+"""Configures where samples come from: the engine, the prompts, the environments."""
 
 from __future__ import annotations
 
@@ -75,12 +75,13 @@ class RolloutConfig(Branch):
     newer weights; needs `algorithm.importance`. `defer` (RollPacker, arXiv 2509.21009): started anew in
     a step that waits for all, once so many have gathered."""
     dynamic_sampling_rounds: int = Field(default=4, ge=1)
-    """With `algorithm.dynamic_sampling`: times that a step draws prompts until prompts_per_step of them
-    have a signal; each round draws as many as are missing. Then it trains with what there is."""
+    """How often a step with `algorithm.dynamic_sampling` draws prompts until prompts_per_step groups
+    have unequal rewards; each round draws as many as are missing. Then it trains with what there
+    is."""
     start_timeout_s: float = Field(default=600.0, gt=0)
-    """For the start of an engine, its first request included."""
+    """Seconds for the start of an engine, its first request included."""
     request_timeout_s: float = Field(default=1800.0, gt=0)
-    """For all completions of a step, or of one turn of its conversations."""
+    """Seconds for all completions of a step, or of one turn of its conversations."""
     stall_timeout_s: float = Field(default=120.0, gt=0)
     """An engine whose scheduler gives no sign for so long is taken for hung, and replaced."""
     max_restarts: int = Field(default=3, ge=0)
@@ -127,6 +128,7 @@ class EnvironmentConfig(Branch):
     """Turns of the policy in one episode; `rollout.max_response_len` is for each of them, and
     `rollout.context_len` for all that an episode holds."""
     time_limit_s: float = Field(default=30.0, gt=0)
-    """For one answer of the environment; over it, it is killed and the episode masked."""
+    """Seconds for one answer of the environment. Where it takes longer, it is killed and the episode is
+    masked."""
     num_workers: int = Field(default=1, ge=1)
     """Processes that share an engine's episodes: as many environments answer at one time."""

@@ -1,4 +1,4 @@
-"""The trainer's side of a recipe: model, parallel layout, optimizer, MoE, checkpoints."""
+"""Configures the trainer's side of a recipe: model, parallel layout, optimizer, MoE, checkpoints."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _TALK: Messages = [
 
 
 class ChatTurns:
-    """One tokenizer and its chat template.
+    """Renders the turns of a conversation with one tokenizer and its chat template.
 
     A prompt that is a list of messages makes a chat; one that is a string is plain text, to which
     observations are added as they are.
@@ -57,7 +57,8 @@ class ChatTurns:
             ) from None
 
     def start(self, prompt: Prompt, observation: str | Messages | None) -> list[int]:
-        """Token ids of the prompt and of what reset() added. Raises ValueError as between() does."""
+        """Return the token ids of the prompt and of what reset() added. Raises ValueError as
+        between() does."""
         if observation is None:
             return prompt.token_ids.tolist()
         if isinstance(prompt.content, str):

@@ -35,7 +35,7 @@ class PromptCursor:
         return self._epoch
 
     def next(self, n: int) -> list[Prompt]:
-        """The next n prompts."""
+        """Return the next n prompts."""
         batch = []
         for _ in range(n):
             batch.append(self._prompts[self._order[self._offset]])

@@ -1,4 +1,4 @@
-"""Prompts of the toy task: `python -m mrl.data.first_char --num 512 --seed 0 --out FILE`.
+"""Writes prompts of the toy task: `python -m mrl.data.first_char --num 512 --seed 0 --out FILE`.
 
 A prompt is 16 letters whose first is one of a, b, c, d; the reward wants that letter repeated.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def first_char_rows(num: int, seed: int) -> list[dict[str, str]]:
-    """`num` distinct prompts, each first letter equally often."""
+    """Return `num` distinct prompts, each first letter equally often."""
     rng = random.Random(seed)
     prompts: dict[str, None] = {}  # a dict, not a set: keeps the order
     while len(prompts) < num:

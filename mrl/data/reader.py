@@ -1,4 +1,4 @@
-"""JSONL readers. Every bad row is found at load, named by `file:line`, and stops the run.
+"""Reads JSONL files. Every bad row is found at load, named by `file:line`, and stops the run.
 
 Dimensions: P prompt tokens, T all tokens of an SFT example.
 """
@@ -20,7 +20,7 @@ from mrl.types import Prompt
 
 @dataclass(frozen=True)
 class SftExample:
-    """One row of the SFT data, tokenized."""
+    """An `SftExample` is one row of the SFT data, tokenized."""
 
     token_ids: Tensor
     """i64[T]: prompt, completion, end-of-sequence token."""

@@ -1,4 +1,4 @@
-"""Prompt files from reasoning-gym's procedural tasks, scored by `mrl/rewards/reasoning_gym.py`.
+"""Writes prompt files of reasoning-gym's tasks, which `mrl/rewards/reasoning_gym.py` scores.
 
 python -m mrl.data.reasoning_gym chain_sum --num 1000 --seed 1 --out train.jsonl --param max_terms=2
 """
@@ -20,7 +20,7 @@ from mrl.errors import InputError
 def task_rows(
     task: str, num: int, seed: int, params: dict[str, Any], *, demonstrations: bool = False
 ) -> list[dict[str, Any]]:
-    """`num` rows of prompt, answer and info (what the verifier needs), or prompt and completion.
+    """Return `num` rows of prompt, answer and info (for the verifier), or of prompt and completion.
 
     Raises InputError on an unknown task or parameter.
     """
@@ -52,7 +52,7 @@ def _dataset(task: str, num: int, seed: int, params: dict[str, Any]) -> Any:
 
 
 def parse_param(item: str) -> tuple[str, Any]:
-    """`key=value`, the value read as YAML. Raises InputError."""
+    """Read `key=value`, the value as YAML. Raises InputError."""
     key, equals, value = item.partition("=")
     if not equals or not key:
         raise InputError(f"--param {item!r}: expected key=value, e.g. max_terms=2")

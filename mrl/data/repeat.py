@@ -15,13 +15,13 @@ from pathlib import Path
 LETTERS = "abcd"
 SHORTEST, MEDIAN, LONGEST, SIGMA = 3, 12, 128, 1.0
 SPREAD = 0.4
-"""Of a demonstration's length around the number asked for: sigma of its logarithm."""
+"""Sigma of the logarithm of a demonstration's length, around the number asked for."""
 RIGHT = 0.25
 """Share of a demonstration's letters that are right; the rest are drawn."""
 
 
 def repeat_rows(num: int, seed: int, *, demonstrations: bool = False) -> list[dict[str, str]]:
-    """`num` rows of a prompt, or of prompt and completion."""
+    """Return `num` rows of a prompt, or of prompt and completion."""
     rng = random.Random(f"repeat/{seed}")
     rows: list[dict[str, str]] = []
     for i in range(num):

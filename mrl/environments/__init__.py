@@ -1,4 +1,4 @@
-"""Environments of multi-turn rollouts: one file each, found by name. See base.py.
+"""Holds the environments of multi-turn rollouts: one file each, found by name. See base.py.
 
 `mrl.environments.runner` keeps their episodes in killable worker processes.
 """

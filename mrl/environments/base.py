@@ -29,20 +29,20 @@ string, text that is put after the policy's."""
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an environment answers to an action."""
+    """A `StepResult` is what an environment answers to an action."""
 
     observation: Observation | None = None
-    """None only where the episode is done."""
+    """May be None only where the episode is done."""
     reward: float = 0.0
-    """Of this step, finite; the episode's is the sum over its steps."""
+    """The reward of this step, finite; an episode's is the sum over its steps."""
     done: bool = False
 
 
 class Environment(Protocol):
-    """One object an episode, of a class made with `environment.arguments` as keywords.
+    """An environment is made anew for each episode, with `environment.arguments` as keywords.
 
-    Everything must follow from the prompt, the seed and the actions: where a worker process is lost to
-    one episode, the others that lived there are played again, and masked if they come out otherwise.
+    Everything must follow from the prompt, the seed and the actions: where one episode costs a worker
+    process, the others that lived there are played again, and are masked if they differ then.
 
     A method close(), which may be `async`, is optional: it is called once when the episode is over.
     """
@@ -62,7 +62,7 @@ class Environment(Protocol):
 
 
 def environment_names() -> list[str]:
-    """The environments that come with mrl."""
+    """Return the names of the environments that come with mrl."""
     return _KIND.names()
 
 

@@ -1,4 +1,4 @@
-"""Environments that speak OpenAI's chat messages: `messages -> (messages, reward, done)`.
+"""Runs environments that speak OpenAI's chat messages: `messages -> (messages, reward, done)`.
 
 `environment.arguments.target` names one, as `file.py:NAME` or `package.module:NAME`: a class, made
 anew for each episode with the other arguments as keywords, or a function. It is called once a turn

@@ -28,7 +28,7 @@ class Environment:
         self._row = {"prompts": [prompt], **{name: [value] for name, value in columns.items()}}
 
     def step(self, action: str) -> StepResult:
-        """The verifier's score, in [0, 1], of this answer. Rewards add up to the best answer's.
+        """Score this answer in [0, 1] by the verifier. Rewards add up to the best answer's.
 
         The episode is done with a full score.
         """

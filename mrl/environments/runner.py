@@ -22,7 +22,7 @@ from mrl.system.processes import Closing, JsonWorker, WorkerLost, WorkerNotStart
 from mrl.types import Prompt
 
 CLOSE_LIMIT_S = 5.0
-"""At the end of the run, for the close() of all episodes that are left."""
+"""Time limit at the end of the run for the close() of all episodes that are left."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class _Worker:
 
 
 class EnvironmentRunner(Closing):
-    """`config.num_workers` processes, each with every `num_workers`-th episode.
+    """Runs episodes in `config.num_workers` processes, each with every `num_workers`-th episode.
 
     Raises InputError if the environment cannot be loaded.
     """
@@ -142,7 +142,7 @@ class EnvironmentRunner(Closing):
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
         self.what = f"environment {config.name!r}"
-        """For messages."""
+        """Where each episode's prompt is from, for messages."""
         self._workers = [_Worker(config) for _ in range(config.num_workers)]
         # Threads that live as long as the runner: a worker dies with the thread that started it, so
         # each worker has one thread of its own.

@@ -1,4 +1,4 @@
-"""The process that runs the user's environments: JSON lines in, JSON lines out, no pickle.
+"""Runs the user's environments in a process: JSON lines in, JSON lines out, no pickle.
 
 Requests are `{"reset": episode, "prompt", "seed", "columns"}`, `{"step": episode, "action"}` and
 `{"end": [episodes]}`; replies `{"observation"}`, `{"observation", "reward", "done"}` and `{}`, or
@@ -37,7 +37,7 @@ def checked_observation(observation: Any) -> Observation:
 
 
 def checked_result(result: Any) -> dict[str, Any]:
-    """The reply to a step. Raises ValueError for anything but a StepResult that makes sense."""
+    """Return the reply to a step. Raises ValueError for anything but a StepResult that makes sense."""
     if not isinstance(result, StepResult):
         raise ValueError(f"step() returned {type(result).__name__}, expected a StepResult")
     if isinstance(result.reward, (str, bytes)) or not hasattr(result.reward, "__float__"):
@@ -57,7 +57,7 @@ def checked_result(result: Any) -> dict[str, Any]:
 
 
 class Episodes:
-    """The environments of this process, by episode number."""
+    """Keeps the environments of this process by episode number."""
 
     def __init__(self, factory: Callable[..., Environment], arguments: dict[str, Any]) -> None:
         self._factory = factory

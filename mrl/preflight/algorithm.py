@@ -15,7 +15,7 @@ from parallel.hf_config import HfModel
 
 
 def read_reference(algorithm: AlgorithmConfig, model: HfModel) -> HfModel | None:
-    """The frozen model of the KL penalty; None without one."""
+    """Return the frozen model of the KL penalty; None without one."""
     path = algorithm.reference_path
     if not algorithm.kl_coef:
         if path is not None:
@@ -39,7 +39,7 @@ def read_reference(algorithm: AlgorithmConfig, model: HfModel) -> HfModel | None
 
 
 def read_critic(recipe: Recipe, needed: bool, model: HfModel, dims: ParallelDims) -> HfModel | None:
-    """The model that the critic starts from; None where the algorithm needs none."""
+    """Return the model that the critic starts from; None where the algorithm needs none."""
     config, name = recipe.critic, recipe.algorithm.name
     if not needed:
         if config != CriticConfig():

@@ -1,4 +1,4 @@
-"""The checks in their order: cheapest first."""
+"""Checks a recipe before a start, the cheapest checks first."""
 
 from __future__ import annotations
 
@@ -152,7 +152,8 @@ def _sft_examples(recipe: Recipe, tokenizer: Any, context_len: int) -> list[SftE
 
 
 def load_tokenizer(model: HfModel) -> Any:
-    """The tokenizer of the model folder. Raises InputError when it is missing or does not fit."""
+    """Return the tokenizer of the model folder. Raises InputError when it is missing or does not
+    fit."""
     from transformers import AutoTokenizer
 
     try:

@@ -20,7 +20,7 @@ REPLICAS = "rollout.data_parallel_attention_size"
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """The engines of a run; each one spans neighbouring ranks."""
+    """Says which ranks the engines of a run span: each one spans neighbouring ranks."""
 
     num_engines: int
     ranks: int
@@ -34,7 +34,7 @@ class EngineLayout:
         return self.ranks // self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
-        """The node of a trainer's rank, within its engine."""
+        """Return the node of a trainer's rank, within its engine."""
         return rank % self.ranks // self.ranks_per_node
 
     def leads_node(self, rank: int) -> bool:
@@ -71,11 +71,12 @@ def engine_layout(rollout: RolloutConfig, world: int, local: int | None = None) 
 
 
 def check_engine_sizes(rollout: RolloutConfig, sizes: ModelSizes) -> None:
-    """SGLang's own rules, before it starts. Raises InputError with the first size that does not divide.
+    """Apply SGLang's own rules before it starts. Raises InputError: the first size that does not
+    divide.
 
-    From SGLang 0.5.20: arg_groups/parallel_hook.py (tp_size by dp_size), models/qwen3_moe.py (heads,
-    and key/value heads that are split or replicated), layers/moe/fused_moe_triton/layer.py (experts by
-    ep_size, their columns by tp_size / ep_size).
+    The rules are those of SGLang 0.5.20: arg_groups/parallel_hook.py (tp_size by dp_size),
+    models/qwen3_moe.py (heads, and key/value heads that are split or replicated),
+    layers/moe/fused_moe_triton/layer.py (experts by ep_size, their columns by tp_size / ep_size).
     """
     ranks, experts = rollout.tensor_parallel_size, rollout.expert_parallel_size
     replicas = rollout.data_parallel_attention_size

@@ -1,4 +1,4 @@
-"""`megatron:` of a recipe before a start: names, types, what they need, and Megatron's opinion."""
+"""Checks `megatron:` of a recipe before a start: names, types, needs, and Megatron's own checks."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Plan:
     dims: ParallelDims
     model: HfModel
     reference: HfModel | None
-    """Of the KL penalty; None where there is none."""
+    """The frozen model of the KL penalty; None where there is none."""
     critic: HfModel | None
     """What the critic starts from; None where the algorithm needs none."""
     algorithm: Algorithm

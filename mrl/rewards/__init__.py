@@ -1,9 +1,9 @@
-"""Reward functions: one file each, found by name. `mrl.rewards.runner` calls them in a worker.
+"""Holds the reward functions: one file each, found by name; `runner.py` calls them in a worker.
 
 `f(prompts, completions, **columns) -> list[float | None]`, sync or async: one entry per sample of
 one group; every column of the prompt row, repeated, and `completion_ids` come by keyword. `None`
-abstains: the sample is masked, not scored 0. Also by address (`http://...`, `remote.py`) and as a model
-(`reward_model:FOLDER`).
+means that the sample has no reward: it is masked, not scored 0. A reward may also be given by address
+(`http://...`, `remote.py`) and as a model (`reward_model:FOLDER`).
 """
 
 from mrl.rewards.base import RewardFunction

@@ -60,7 +60,8 @@ def final_answer(completion: str) -> str:
 
 
 def gold_answer(answer: str | float) -> str:
-    """A row's `answer`; of a whole solution, what it marks. Raises ValueError on other types."""
+    """Return a row's `answer`, or what it marks where it is a whole solution. Raises ValueError on
+    other types."""
     if not isinstance(answer, (str, int, float)):
         raise ValueError(f"answer is a {type(answer).__name__}, expected text or a number")
     text = str(answer).strip()

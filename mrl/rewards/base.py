@@ -6,18 +6,19 @@ from collections.abc import Awaitable
 from typing import Any, Protocol
 
 HANG = "hang"
-"""The kind of a call without an answer; the others are below."""
+"""The kind of failure of a call without an answer; the others are below."""
 
 
 class RewardError(ValueError):
-    """The function gave no usable rewards."""
+    """The function did not return usable rewards."""
 
     kind = "exception"
-    """What `mrl reward test` files it under."""
+    """The name of this kind of failure in `mrl reward test`."""
 
 
 class BrokenReward(RewardError):
-    """No answer for each completion: scoring fewer at a time would hide it, or not help."""
+    """There is not one reward for each completion; scoring fewer at a time would hide it, or not
+    help."""
 
     kind = "wrong type or length"
 
@@ -42,10 +43,10 @@ class RewardFunction(Protocol):
 
         `prompts` repeats the row's prompt (string or messages) G times; so does each of
         `columns` with its own value. `columns["completion_ids"]` holds the G lists of token ids.
-        Returns G finite numbers, or None where the function abstains. May be called again for
+        Returns G finite numbers, with None for a sample that has no reward. May be called again for
         single samples (G = 1) when a call fails: it must not depend on the rest of the group.
 
-        What has a method `start_worker()`, with no arguments, has it called once in the worker process
-        before the first call: for what takes long or must not be loaded in the trainer.
+        A method `start_worker()`, without arguments, is optional: it is called once in the worker
+        process before the first call, for what takes long or must not be loaded in the trainer.
         """
         ...

@@ -1,4 +1,4 @@
-r"""Exact match of the final answer: 1 or 0.
+r"""Compares the final answer exactly: 1 or 0.
 
 Where the answer is looked for, in this order: `\boxed{...}`, `<answer>` tags, after `####`, the last
 line (`mrl/rewards/answers.py`). Both sides are compared without case, spaces at the ends, `$ ... $`,

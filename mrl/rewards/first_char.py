@@ -1,4 +1,4 @@
-"""The toy task: repeat the prompt's first character."""
+"""Scores the toy task, which is to repeat the prompt's first character."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Mathematical equality of the final answer, by the package math-verify: 1 or 0.
+r"""Compares the final answer mathematically, by the package math-verify: 1 or 0.
 
 It reads LaTeX and plain expressions into sympy and compares them: `\frac{1}{2}`, `0.5` and `1/2` are
 equal, so are `50\%` and `50`. `\boxed{...}` comes first, then `The answer is ...`, then whatever
@@ -58,7 +58,7 @@ reward.start_worker = _start_worker  # pyright: ignore[reportFunctionMemberAcces
 
 
 def last_part(text: str) -> str:
-    r"""At most MAX_ANSWER_CHARS that hold the last `\boxed`, or are the end of the text."""
+    r"""Return at most MAX_ANSWER_CHARS that hold the last `\boxed`, or are the end of the text."""
     if len(text) <= MAX_ANSWER_CHARS:
         return text
     part = text[-MAX_ANSWER_CHARS:]

@@ -1,4 +1,4 @@
-"""reasoning-gym's own verifiers, for rows written by `python -m mrl.data.reasoning_gym`."""
+"""Scores with reasoning-gym's own verifiers, for rows written by `python -m mrl.data.reasoning_gym`."""
 
 from __future__ import annotations
 

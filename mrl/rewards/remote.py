@@ -1,8 +1,8 @@
-"""A reward server: `reward: http://HOST:PORT/PATH`. Standard library only; the worker calls it.
+"""Calls a reward server, `reward: http://HOST:PORT/PATH`, from the worker; standard library only.
 
 POST `{"prompts": [...], "completions": [...], "columns": {NAME: [...]}}`, all of the same length, as
-`mrl reward serve` takes it; 200 with `{"rewards": [number or null, ...]}` comes back. Two headers go
-along: `X-Timeout-S`, the seconds that are left until nobody waits for the answer, and `Authorization:
+`mrl reward serve` takes it; 200 with `{"rewards": [number or null, ...]}` comes back. Two headers are
+sent: `X-Timeout-S`, the seconds that are left until nobody waits for the answer, and `Authorization:
 Bearer TOKEN` where MRL_REWARD_TOKEN is set. Any other status is a failure, its reason under `error`:
 
   - 429, 502, 503, 504, and a connection that is refused or lost: sent again, with growing pauses, until
@@ -34,14 +34,14 @@ from mrl.rewards.base import HANG, BrokenReward, RewardError
 BUSY = (429, 502, 503, 504)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 WAIT_FOR_SERVER_S = 30.0
-"""At the start of the worker: server and run may be started together."""
+"""How long a starting worker waits for the server: server and run may be started together."""
 SHARE_OF_TIMEOUT = 0.9
 """So that the message is this file's, and not that the worker was killed."""
 MAX_REPLY_BYTES = 64 << 20
 MAX_REASON_CHARS = 300
 TIME_LEFT_HEADER = "X-Timeout-S"
 TOKEN_VARIABLE = "MRL_REWARD_TOKEN"
-"""Of the environment, which others cannot read, as they can a command line."""
+"""An environment variable, which others cannot read, as they can a command line."""
 
 
 class ServerFailed(RewardError):
@@ -53,7 +53,7 @@ class ServerFailed(RewardError):
 
 
 class ServerRefused(BrokenReward):
-    """Nobody answers, or not with rewards."""
+    """The server does not answer, or not with rewards."""
 
     kind = "refused"
 

@@ -1,4 +1,4 @@
-"""A reward model: `reward: reward_model:FOLDER`, a Hugging Face sequence classifier with one label.
+"""Scores with a reward model, `reward_model:FOLDER`: a Hugging Face sequence classifier with one label.
 
 Options follow as `?name=value&name=value`: `device` (`cpu`; `cuda` is this rank's GPU, `cuda:3` that
 one), `dtype` (the checkpoint's; `float32`, `bfloat16`, `float16`), `batch_size` (8).

@@ -31,7 +31,7 @@ class RewardBroken(RewardFailed):
 
 @dataclass(frozen=True)
 class RewardReport:
-    """What one step's scoring met."""
+    """A `RewardReport` says what went wrong while a step was scored."""
 
     num_failed: int = 0
     """Samples masked because the reward function raised, hung, died or returned nonsense."""
@@ -54,7 +54,7 @@ class RewardRunner(Closing):
         self._timeout_s = timeout_s
         self._worker = reward_worker(spec, timeout_s)
         self.report = RewardReport()
-        """Of the last `score`."""
+        """The report of the last `score`."""
         self._worker.start()
 
     def score(
@@ -64,7 +64,8 @@ class RewardRunner(Closing):
         *,
         step_samples: int | None = None,
     ) -> list[Tensor]:
-        """Rewards f32[G] per group; NaN where the function failed or abstained (see `report`).
+        """Return the rewards, f32[G] per group; NaN where the function failed or gave none (see
+        `report`).
 
         `completions[i][j]` is the text of `groups[i].samples[j]`; `step_samples` counts the samples
         of the step over all engines, by default those given. A call that fails is repeated

@@ -29,7 +29,7 @@ from mrl.system.processes import Closing
 
 MAX_BODY_BYTES = 1 << 30
 WAIT_SHARE = 0.25
-"""Of the time its client has left, a call waits so much for a worker: the rest is the function's."""
+"""The share of its client's time that a call may wait for a worker: the rest is the function's."""
 MAX_UNWANTED_BYTES = 1 << 20
 LINGER_S = 1.0
 """How much of a refused request is still taken in, and for how long."""
@@ -89,14 +89,15 @@ class RewardServer(Closing):
 
     @property
     def url(self) -> str:
-        """With the port that was found, where 0 was asked for; of all addresses, the machine's name."""
+        """The address for clients: with the port that was found where 0 was asked for, and with the
+        machine's name where the server listens on all addresses."""
         host, port = str(self._http.server_address[0]), self._http.server_port
         if ipaddress.ip_address(host).is_unspecified:
             host = socket.gethostname()
         return f"http://{host}:{port}"
 
     def serve(self) -> None:
-        """Until `stop()`, or an exception in this thread such as KeyboardInterrupt."""
+        """Serve until `stop()`, or until an exception in this thread such as KeyboardInterrupt."""
         self._http.serve_forever()
 
     def stop(self) -> None:
@@ -108,7 +109,8 @@ class RewardServer(Closing):
         self._stack.close()
 
     def answer(self, body: bytes, wait_until: float = math.inf) -> tuple[int, dict[str, Any]]:
-        """Status and message for one POST; `wait_until`: for a worker, on the monotonic clock."""
+        """Return status and message for one POST; `wait_until` (for a worker) is on the monotonic
+        clock."""
         try:
             request = _checked(json.loads(body))
         except (ValueError, RecursionError) as error:
@@ -171,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(*self._rewards().answer(body, start + WAIT_SHARE * left_s))
 
     def _is_allowed(self) -> bool:
-        """With the token, or where none is asked for; refuses the others."""
+        """Accept a request with the token, or any where none is set; refuse the others."""
         token = self._rewards().token
         given = self.headers.get("Authorization", "").encode()
         if token is None or hmac.compare_digest(given, f"Bearer {token}".encode()):

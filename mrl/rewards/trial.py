@@ -34,7 +34,7 @@ MAX_HANGS = 3
 """Each costs the time limit, once for the row and once more for its culprit."""
 NUM_ROWS_ALONE = 8
 TOLERANCE = 1e-6
-"""Of the same call made twice."""
+"""Difference of two rewards of the same call."""
 ALONE_TOLERANCE = 1e-2
 """Relative, of a completion alone: a model in bfloat16 adds otherwise in another batch."""
 MAX_SHOWN_CHARS = 60
@@ -54,7 +54,7 @@ class Trial:
 
     findings: list[Finding] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """Of each call that answered for a whole row."""
+    """Seconds of each call that answered for a whole row."""
     values: list[float] = field(default_factory=list)
     num_rows: int = 0
     """Rows that were tried: fewer than there are, after too many hangs."""
@@ -66,7 +66,7 @@ class Trial:
     num_gold: int = 0
     """Rows whose gold answer was scored."""
     num_right: dict[str, int] = field(default_factory=dict)
-    """By spelling: in how many of them that spelling scored above every wrong one."""
+    """The number of rows in which a spelling scored above every wrong completion, by spelling."""
 
     def add(self, kind: str, case: Case, detail: str) -> None:
         known = kind if kind in PROBLEMS else RewardError.kind  # a server may say anything
@@ -137,7 +137,7 @@ class _Failure:
     kind: str
     text: str
     broken: bool
-    """To score each completion alone would tell nothing."""
+    """Whether it would be useless to score each completion alone."""
 
 
 class _Caller:
@@ -192,7 +192,7 @@ def _report_change(
 
 
 def _compare_gold(trial: Trial, case: Case, values: list[float | None]) -> None:
-    """At least one spelling of the gold answer must score above every wrong completion."""
+    """Check that at least one spelling of the gold answer scores above every wrong completion."""
     if not case.num_gold:
         return
     trial.num_gold += 1

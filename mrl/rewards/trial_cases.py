@@ -22,7 +22,7 @@ RESERVED = ("prompts", "completions", "completion_ids")
 
 @dataclass(frozen=True)
 class Case:
-    """One row and its G completions."""
+    """A `Case` is one row with its G completions."""
 
     source: str
     """`file:line`."""
@@ -36,7 +36,7 @@ class Case:
     def request(
         self, encode: Callable[[str], list[int]], only: int | None = None
     ) -> dict[str, Any]:
-        """The call for all of `texts`, or for one of them."""
+        """Return the request for all of `texts`, or for one of them."""
         texts = list(self.texts) if only is None else [self.texts[only]]
         columns: dict[str, Any] = {key: [value] * len(texts) for key, value in self.columns.items()}
         columns["completion_ids"] = [encode(text) for text in texts]
@@ -44,7 +44,7 @@ class Case:
 
 
 def make_cases(rows: list[tuple[str, dict[str, Any]]]) -> list[Case]:
-    """One a row, `(file:line, columns)`. Raises InputError where a row is to blame."""
+    """Make one case for each row, `(file:line, columns)`. Raises InputError where a row is to blame."""
     answers = [_text(row.get("answer")) for _, row in rows]
     return [_case(source, row, answers) for source, row in rows]
 

@@ -1,8 +1,8 @@
-"""The process that runs the user's reward function: JSON lines in, JSON lines out, no pickle.
+"""Runs the user's reward function in a process: JSON lines in, JSON lines out, no pickle.
 
-First line out: `{"ready": true}` or `{"input_error": text}`. Then per request
-`{"prompts", "completions", "columns"}` one `{"rewards": [...]}` or `{"error", "broken", "kind"}`: a
-text, whether to score fewer at a time is useless, and the sort of fault.
+The first line out is `{"ready": true}` or `{"input_error": text}`. Each request
+`{"prompts", "completions", "columns"}` is answered by `{"rewards": [...]}` or `{"error", "broken",
+"kind"}`: a text, whether to score fewer at a time is useless, and the sort of fault.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The run folder, the files in it, the comparison of two runs, and the terminal."""
+"""Holds the run folder and its files, the comparison of two runs, and the terminal output."""

@@ -1,7 +1,7 @@
-"""Two runs side by side: recipe, versions, data order, samples and metrics, and where they part.
+"""Compares two runs: recipe, versions, data order, samples and metrics, and where they part.
 
-Within a step the order of causes is: prompts, samples, metrics. Times and memory are the machine's and
-do not count.
+Within a step the order of causes is: prompts, samples, metrics. Times and memory depend on the
+machine and are left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Pair:
 
     @property
     def difference(self) -> float | None:
-        """Of two numbers, relative to the larger."""
+        """The difference of two numbers, relative to the larger; None for other values."""
         numbers = [v for v in (self.a, self.b) if isinstance(v, (int, float))]
         if len(numbers) < 2:
             return None
@@ -55,7 +55,8 @@ class Parting:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `mrl diff` says. Everything empty or None: the runs are the same as far as both go."""
+    """A `Comparison` is what `mrl diff` prints. Where everything is empty or None, the runs are the
+    same as far as both go."""
 
     steps_a: int
     steps_b: int
@@ -74,7 +75,7 @@ class Comparison:
         return min(steps, default=None)
 
     def verdict(self) -> str:
-        """One line."""
+        """Say in one line where the runs part."""
         for name in ("prompts", "samples", "metrics"):
             parting: Parting | None = getattr(self, name)
             if parting is not None and parting.step == self.first_step:
@@ -119,7 +120,7 @@ def open_run(path: Path) -> RunFolder:
 def differences(
     a: Mapping[str, Any], b: Mapping[str, Any], leave_out: tuple[str, ...] = ()
 ) -> list[Pair]:
-    """Keys whose values differ, or that one side lacks; a NaN equals a NaN."""
+    """Return the keys whose values differ, or that one side lacks; a NaN equals a NaN."""
     keys = [key for key in sorted(a.keys() | b.keys()) if not key.startswith(leave_out)]
     pairs = [Pair(key, a.get(key), b.get(key)) for key in keys]
     return [pair for pair in pairs if not _same(pair.a, pair.b)]
@@ -131,7 +132,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _versions(folder: RunFolder) -> dict[str, str]:
-    """As its newest checkpoint with a readable manifest says; empty without one."""
+    """Return the versions in its newest checkpoint with a readable manifest; empty without one."""
     for checkpoint in candidates(folder.checkpoints):
         with suppress(Damaged, InputError):
             return read_manifest(checkpoint).get("versions", {})

@@ -1,4 +1,4 @@
-"""What rank 0 shows in the terminal. In a log file the same text, without control codes.
+"""Prints what rank 0 shows in the terminal; in a log file the same text without control codes.
 
 Model output is untrusted: it is escaped before it reaches the terminal.
 """
@@ -34,7 +34,7 @@ LOG_WIDTH = 1000
 
 
 def plan(rows: list[tuple[str, str]], *, console: Console | None = None) -> None:
-    """What is about to run, as (name, value) rows."""
+    """Print what is about to run, as (name, value) rows."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -50,7 +50,7 @@ def table(
     *,
     console: Console | None = None,
 ) -> None:
-    """A titled table; the last column folds, the others keep their lines."""
+    """Print a titled table; the last column folds, the others keep their lines."""
     console = console or _console()
     _line(console, f"\n{title}", style="bold")
     shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -65,7 +65,7 @@ def table(
 def step_line(
     metrics: Mapping[str, float], *, num_steps: int | None = None, console: Console | None = None
 ) -> None:
-    """One aligned line; a metric that is off shows as `-`. `step` counts from 0."""
+    """Print one aligned line; a metric that is off shows as `-`. `step` counts from 0."""
     console = console or _console()
     step = int(metrics["step"])
     if step % 20 == 0:
@@ -79,7 +79,7 @@ def step_line(
 
 
 def evaluation(metrics: Mapping[str, float], *, console: Console | None = None) -> None:
-    """`eval/SET/KEY` numbers, a line a set."""
+    """Print `eval/SET/KEY` numbers, one line for each set."""
     sets: dict[str, list[str]] = {}
     for key, value in metrics.items():
         _, name, what = key.split("/", 2)
@@ -89,13 +89,13 @@ def evaluation(metrics: Mapping[str, float], *, console: Console | None = None) 
 
 
 def warning(text: str, *, console: Console | None = None) -> None:
-    """One line that the user should see; `text` may quote untrusted output."""
+    """Print one line that the user should see; `text` may quote untrusted output."""
     _line(console or _console(), f"warning: {escape(text)}", style="yellow")
 
 
 @contextmanager
 def progress(description: str, *, console: Console | None = None) -> Iterator[None]:
-    """A spinner around something slow; without a terminal a line before and after."""
+    """Show a spinner while something slow runs; without a terminal, a line before and after."""
     console = console or _console()
     text, start = escape(description), monotonic()
     if console.is_terminal:
@@ -116,7 +116,7 @@ def summary(
     *,
     console: Console | None = None,
 ) -> None:
-    """The reward curve, the best and the worst sample (`prompt`, `completion`, `reward`)."""
+    """Print the reward curve, the best and the worst sample (`prompt`, `completion`, `reward`)."""
     console = console or _console()
     unicode = (console.encoding or "").lower().startswith("utf")
     for line in curve(rewards, width=min(console.width, 100), unicode=unicode):
@@ -130,7 +130,7 @@ def summary(
 
 
 def curve(values: list[float], *, width: int, unicode: bool = True) -> list[str]:
-    """A bar chart of `values` over steps, at most `width` columns wide; NaN leaves a gap.
+    """Draw a bar chart of `values` over steps, at most `width` columns wide; NaN leaves a gap.
 
     With more values than columns each column is the mean of its values. Empty if none is finite.
     """
@@ -204,7 +204,8 @@ def _width(form: str) -> int:
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
-    """As it is: no markup, no highlighting, no wrapping in logs, no characters it cannot write."""
+    """Print a line as it is: no markup, no highlighting, no wrapping in logs, no characters that the
+    terminal cannot write."""
     encoding = console.encoding or "utf-8"
     safe = text.encode(encoding, "backslashreplace").decode(encoding)
     console.print(Text(safe, style=style), soft_wrap=True, highlight=False)

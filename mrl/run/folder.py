@@ -1,4 +1,4 @@
-"""The run folder: what a run leaves behind, and what a restart picks up.
+"""The run folder holds what a run leaves behind, and what a restart continues from.
 
 OUTPUT_DIR/config.yaml            the resolved recipe
 OUTPUT_DIR/metrics.jsonl          one object a step
@@ -9,7 +9,8 @@ OUTPUT_DIR/evals/                 step_000000.json: metrics of those weights, .j
 OUTPUT_DIR/checkpoints/           iter_0000010/, latest_checkpointed_iteration.txt
 OUTPUT_DIR/logs/                  the engines' logs
 
-What a restart does again is moved to dropped_0/ (the next one's to dropped_1/) where it was.
+The files of steps that a restart does again are moved to dropped_0/ (the next one's to dropped_1/)
+where it was.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ MAY_CHANGE = (
 
 
 class RunFolder:
-    """Paths and writers. Only rank 0 writes."""
+    """Knows the paths of a run folder and writes its files. Only rank 0 writes."""
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
@@ -141,7 +142,7 @@ class RunFolder:
             file.write(_line(metrics))
 
     def write_rollouts(self, step: int, lines: Iterable[bytes]) -> None:
-        """The readable record of a step: the `rollout_lines` of its groups, in order."""
+        """Write the readable record of a step: the `rollout_lines` of its groups, in order."""
         write_whole(self.rollout_file(step), lines)
 
     def write_evaluation(
@@ -155,7 +156,7 @@ class RunFolder:
         write_whole(file, as_lines([{"step": version, **metrics}]))
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """What `write_rollouts` wrote."""
+        """Return what `write_rollouts` wrote."""
         text = self.rollout_file(step).read_text()
         return [json.loads(line) for line in text.split("\n")[:-1]]
 
@@ -174,7 +175,7 @@ class RunFolder:
 
 
 def saved_step(rollouts: str | Path, step: int) -> Path:
-    """The file with all tensors of a step, in the `rollouts` folder of a run."""
+    """Return the file with all tensors of a step, in the `rollouts` folder of a run."""
     return Path(rollouts) / f"step_{step:06d}.safetensors"
 
 
@@ -202,10 +203,10 @@ def _set_aside(folder: Path, step: int) -> None:
 
 
 def rollout_lines(step: int, group: SampleGroup, completions: Sequence[str]) -> bytes:
-    """A group in `rollouts/step_*.jsonl`, one line a sample.
+    """Return a group as in `rollouts/step_*.jsonl`, one line for each sample.
 
-    `weight_version` is of the last weights that a sample is from, `staleness` by how many versions the
-    step's are ahead of the first.
+    `weight_version` is the version of the last weights that sampled tokens of it; `staleness` is the
+    number of versions by which the step's weights are ahead of the first of them.
     """
     rewards = [] if group.rewards is None else group.rewards.tolist()
     advantages = [] if group.advantages is None else group.advantages.tolist()
@@ -231,12 +232,12 @@ def rollout_lines(step: int, group: SampleGroup, completions: Sequence[str]) -> 
 
 
 def as_lines(rows: Iterable[dict[str, Any]]) -> Iterator[bytes]:
-    """JSON Lines."""
+    """Return the rows as JSON Lines."""
     return (_line(row).encode() for row in rows)
 
 
 def _step_of_file(file: Path) -> int:
-    """Of `step_000012.jsonl` and the like; -1 for another name."""
+    """Return the step of `step_000012.jsonl` and the like; -1 for another name."""
     number = file.name.removeprefix("step_").partition(".")[0]
     return int(number) if number.isascii() and number.isdigit() else -1
 
@@ -250,7 +251,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Branches as dotted keys, as overrides write them."""
+    """Return the branches as dotted keys, as overrides write them."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

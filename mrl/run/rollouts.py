@@ -1,7 +1,7 @@
-"""Rollouts as bytes: to keep them in a file, or to ship them between ranks. No pickle.
+"""Turns rollouts into bytes, to keep them in a file or to send them to other ranks. No pickle.
 
-One safetensors blob: each field of all samples laid end to end, and everything else, lengths
-included, as JSON in the header. S samples, R groups; tensors are flat over them in order.
+The bytes are one safetensors blob: each field of all samples laid end to end, and everything else,
+lengths included, as JSON in the header. S samples, R groups; tensors are flat over them in order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
 
 
 def load_groups(path: Path) -> list[SampleGroup]:
-    """What save_groups wrote, bit for bit. Raises InputError for anything else."""
+    """Return what save_groups wrote, bit for bit. Raises InputError for anything else."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Wall-clock seconds of the parts of a step."""
+"""Measures the wall-clock seconds of the parts of a step."""
 
 from __future__ import annotations
 

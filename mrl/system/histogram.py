@@ -1,4 +1,4 @@
-"""Quantiles of values that lie on many ranks and micro-batches, without gathering them.
+"""Estimates quantiles of values that lie on many ranks and micro-batches, without gathering them.
 
 Values are counted in bins that are 1/16 octave wide, so a quantile is right to 2.2%. Counts add up
 over micro-batches and ranks, and no count waits for the device.
@@ -20,12 +20,13 @@ NUM_BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE + 1
 
 
 def log_histogram(values: Tensor, mask: Tensor) -> Tensor:
-    """Non-negative f32 values [...] where bool[...] -> i64[NUM_BINS]. NaN counts as the largest."""
+    """Count non-negative values: f32[...] where bool[...] -> i64[NUM_BINS]. NaN counts as the
+    largest."""
     return log_histograms(values.flatten(), mask.flatten())
 
 
 def log_histograms(values: Tensor, mask: Tensor) -> Tensor:
-    """As `log_histogram`, one of each row: f32[..., n] where bool[..., n] -> i64[..., NUM_BINS]."""
+    """Count each row as `log_histogram` does: f32[..., n] where bool[..., n] -> i64[..., NUM_BINS]."""
     powers = values.detach().double().nan_to_num(nan=2.0**HIGHEST).log2()
     places = ((powers - LOWEST) * BINS_PER_OCTAVE).floor() + 1
     places = places.clamp(0, NUM_BINS - 1).long()

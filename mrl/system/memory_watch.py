@@ -1,4 +1,4 @@
-"""Device and host memory at the same moments of every step, and an alarm where they only ever grow.
+"""Reads device and host memory at the same moments of every step, and warns where they only grow.
 
 A run that sleeps and wakes an engine thousands of times dies of a leak that no single step shows. So
 each phase ("awake", "asleep", "train") is read once a step and compared with itself: the slope is the
@@ -31,7 +31,7 @@ WARM_UP_CYCLES = 2
 BOUND_BYTES = 4 << 20
 """A slope above this is told: 1,000 steps of it are 4 GiB."""
 RISING_SHARE = 0.8
-"""Of the pairs of readings; noise around a level has half of them rising."""
+"""Share of the pairs of readings that must rise; with noise around a level half of them do."""
 
 DEVICE = "device_used"
 TRAINER = "trainer_rss"
@@ -54,7 +54,7 @@ class Leak:
     num_cycles: int
 
     def text(self) -> str:
-        """One line for the user."""
+        """Return one line for the user."""
         return (
             f"memory leak? {self.kind} at phase {self.phase!r} grew by "
             f"{self.bytes_per_cycle / 2**20:.1f} MiB a step over the last {self.num_cycles} steps; "
@@ -113,7 +113,7 @@ class ProcessTree:
 
 @dataclass
 class MemoryWatch:
-    """Of one rank. `read()` once in each phase of a step, then `metrics()` once."""
+    """Watches the memory of one rank: `read()` once in each phase of a step, then `metrics()` once."""
 
     device: torch.device
     warn: Callable[[str], None]
@@ -154,7 +154,7 @@ class MemoryWatch:
         self.add(phase, readings)
 
     def add(self, phase: str, readings: Mapping[str, float]) -> None:
-        """Bytes by kind, one reading a cycle."""
+        """Add one reading of a cycle: bytes by kind."""
         for kind, value in readings.items():
             key = (phase, kind)
             self._counts[key] = self._counts.get(key, 0) + 1
@@ -162,7 +162,7 @@ class MemoryWatch:
                 self._series.setdefault(key, deque(maxlen=WINDOW)).append(value)
 
     def leaks(self) -> list[Leak]:
-        """The series that grow, above the bound or not, largest first."""
+        """Return the series that grow, above the bound or not, largest first."""
         found = [
             Leak(phase, kind, slope, len(series))
             for (phase, kind), series in self._series.items()
@@ -171,7 +171,7 @@ class MemoryWatch:
         return sorted(found, key=lambda leak: -leak.bytes_per_cycle)
 
     def metrics(self) -> Statistics:
-        """Of the step that ends, for reduce_statistics. Warns once of each series that leaks."""
+        """Return the metrics of the step that ends, for reduce_statistics. Warns once of each leak."""
         leaks = self.leaks()
         for leak in leaks:
             key = (leak.phase, leak.kind)

@@ -31,7 +31,7 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of plug-in."""
+    """A `Kind` says where the plug-ins of one kind are and what messages call them."""
 
     noun: str
     """What messages call it, such as `reward` or `rollout.engine`."""

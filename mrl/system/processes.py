@@ -24,7 +24,7 @@ from mrl.errors import InputError
 
 PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 120.0
-"""For importing the user's module."""
+"""Seconds for importing the user's module."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -35,7 +35,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def die_with_torchrun() -> None:
-    """On a rank of torchrun: one that is killed would leave its ranks running."""
+    """Die with torchrun, where this is a rank of it: a killed torchrun would leave its ranks
+    running."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
 
@@ -49,7 +50,7 @@ class WorkerNotStarted(WorkerLost):
 
 
 class Closing:
-    """`with` for what has a close()."""
+    """Gives `with` to a class that has a close()."""
 
     def __enter__(self) -> Self:
         return self
@@ -67,7 +68,7 @@ class Closing:
 
 
 class JsonWorker:
-    """`python -m MODULE SPEC PARENT_PID ARGUMENTS...`, which runs the user's code `what`.
+    """Runs the user's code `what` in `python -m MODULE SPEC PARENT_PID ARGUMENTS...`.
 
     Use it from a thread that lives as long as the run: the worker dies with the thread that started
     it. close() may come from another.
@@ -216,11 +217,11 @@ class JsonWorker:
 
 
 def worker_pipes(parent: int) -> tuple[BinaryIO, BinaryIO]:
-    """In the worker, first of all: (requests, replies), kept from the user's code.
+    """Return (requests, replies), out of reach of the user's code. A worker calls this first of all.
 
-    What that prints goes to stderr, and it reads nothing. The worker dies with process `parent`, even
-    where that is killed -9 while the user's code hangs. Where memory runs out Linux kills it first,
-    and not the trainer, which holds more.
+    What user code prints goes to stderr, and it reads nothing. The worker dies with process `parent`,
+    even where that is killed -9 while the user's code hangs. Where memory runs out Linux kills it
+    first, and not the trainer, which holds more.
     """
     die_with_parent(parent)
     with suppress(OSError):
@@ -238,5 +239,5 @@ def send(replies: BinaryIO, message: dict[str, Any]) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Of user code, in one line of bounded length."""
+    """Describe an error of user code in one line of bounded length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"

@@ -1,4 +1,4 @@
-"""`mrl view RUN`: a run folder as one HTML file that needs no server and no network.
+"""Writes a run folder as one HTML file that needs no server and no network (`mrl view RUN`).
 
 series.py    metrics.jsonl as thinned curves
 samples.py   token records (tokens/step_*.safetensors) as bounded plain data, for the sample browser

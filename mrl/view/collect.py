@@ -25,9 +25,9 @@ from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 from parallel.versions import installed_version
 
 MAX_STEPS = 12
-"""With samples, where `--steps` does not say which."""
+"""Steps with samples, where `--steps` does not say which."""
 MAX_SAMPLE_BYTES = 24_000_000
-"""Of all samples together: browsers open a page of this size at once."""
+"""Bytes of all samples together: browsers open a page of this size at once."""
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers")
 SUMMARY = (
     ("model", "model.path"),
@@ -80,7 +80,8 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
 
 
 def choose_steps(recorded: Sequence[int], rows: Iterable[dict[str, Any]], limit: int) -> list[int]:
-    """At most `limit` of the steps with a token record: last, first, worst, then evenly spaced."""
+    """Choose at most `limit` of the steps with a token record: last, first, worst, then evenly
+    spaced."""
     known = set(recorded)
     rows = [row for row in rows if row["step"] in known]
     chosen = dict.fromkeys([*recorded[-1:], *recorded[:1]])
@@ -161,8 +162,8 @@ def _read_diagnosis(run: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _worst_and_last(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For the top of the page: the first two findings of the step with the worst diagnosis, and of the
-    last; the sample browser shows all of each step."""
+    """Return for the top of the page the first two findings of the step with the worst diagnosis, and
+    of the last; the sample browser shows all of each step."""
     if not steps:
         return []
     worst = max(steps, key=lambda step: step["findings"][0]["severity"] or 0)
@@ -212,7 +213,7 @@ def _state(rows: list[dict[str, Any]], recipe: dict[str, Any], metrics: Path) ->
 
 
 def _versions(run: Path, notes: list[str]) -> list[tuple[str, str]]:
-    """Of what made this page, and what the run's newest checkpoint with a whole manifest says."""
+    """Return the versions that made this page, and those in the run's newest whole manifest."""
     here = {"mrl": __version__, "python": platform.python_version()}
     here |= {name: installed_version(name) or "not installed" for name in PACKAGES}
     rows = [(name, version) for name, version in here.items()]
@@ -237,6 +238,6 @@ def _plain(value: Any) -> Any:
 
 
 def _step_of(file: Path) -> int:
-    """Of `step_000012.safetensors`; -1 for another name."""
+    """Return the step of `step_000012.safetensors`; -1 for another name."""
     number = file.stem.removeprefix("step_")
     return int(number) if number.isascii() and number.isdigit() else -1

@@ -1,4 +1,4 @@
-"""The page: one template, its styles and scripts in line, its data as JSON.
+"""Renders the page: one template, its styles and scripts in line, its data as JSON.
 
 What a model wrote is on this page, so nothing of the data is ever markup. Jinja2 escapes it. In the
 JSON block `<` is written as an escape, so that no text can end the block. The scripts make text nodes
@@ -19,11 +19,11 @@ from markupsafe import Markup
 
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("base", "chart", "heatmap", "curves", "mismatch", "tokens", "samples", "main")
-"""In this order, in one scope."""
+"""The scripts, which run in this order and in one scope."""
 
 
 def render(data: dict[str, Any]) -> str:
-    """`collect`'s data -> HTML."""
+    """Render the data of `collect` as HTML."""
     style = "\n".join((PAGE / f"{name}.css").read_text() for name in ("page", "parts"))
     parts = "\n".join((PAGE / f"{name}.js").read_text() for name in SCRIPTS)
     script = f'(() => {{\n"use strict";\n{parts}\n}})();\n'
@@ -59,7 +59,8 @@ def policy(script: str, style: str) -> str:
 
 
 def json_block(value: Any) -> str:
-    """ASCII JSON without `<`, `>` and `&`, which occur in strings only: nothing ends its element."""
+    """Return ASCII JSON without `<`, `>` and `&` (they occur in strings only): nothing ends its
+    element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

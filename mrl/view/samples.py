@@ -1,4 +1,4 @@
-"""Token records as plain data for the sample browser: few steps, few samples, bounded bytes.
+"""Packs token records for the sample browser: few steps, few samples, bounded bytes.
 
 d = old - rollout log-prob of a token. L MoE layers, E experts a layer, K experts a token, n tokens of a
 sample. Row t of the routes routes token t as an input: it shapes the log-probs of the tokens after it.
@@ -28,7 +28,8 @@ EXTREME = 0.6931471805599453
 def pack_step(
     record: TokenRecord, rows: Sequence[dict[str, Any]], max_samples: int, max_bytes: int
 ) -> dict[str, Any]:
-    """One step for the page. `rows` are the lines of its rollouts/step_*.jsonl, empty without them.
+    """Pack one step for the page. `rows` are the lines of its rollouts/step_*.jsonl, empty without
+    them.
 
     The `max_samples` most telling samples, and of these as many as fit into `max_bytes`; routes are the
     first to go where a sample is too large.
@@ -64,7 +65,7 @@ def pack_step(
 
 
 def choose_samples(summaries: Sequence[dict[str, Any]], limit: int) -> list[int]:
-    """Indices of at most `limit` samples, in turn from four rankings.
+    """Return the indices of at most `limit` samples, in turn from four rankings.
 
     Largest max |d|, largest |advantage|, highest and lowest reward; those in between would be the same
     story. Samples without a reward come last in the rankings by reward.

@@ -1,4 +1,4 @@
-"""metrics.jsonl as curves of bounded size.
+"""Turns metrics.jsonl into curves of bounded size.
 
 A row may lack keys that other rows have: a curve holds the rows that have its key. A value that is not
 a finite number is None: the page marks it, and leaves a gap.
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_POINTS = 1500
-"""Of one curve. A longer one keeps the smallest and the largest value of each stretch of steps."""
+"""The number of points of one curve. A longer one keeps the smallest and the largest value of each
+stretch of steps."""
 TOGETHER = (re.compile(r"time/.+_s"), re.compile(r"reward/(mean|std)"))
 """Keys that the page adds up: parts of a step, and a mean with its band. Those of one pattern are
 thinned at the same steps, as a sum at a step where a part is left out is wrong."""
@@ -42,7 +43,8 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def curves(rows: list[dict[str, Any]], max_points: int = MAX_POINTS) -> dict[str, Any]:
-    """{"steps": [...], "series": {key: {"v": values, "at": indices into steps}}, "thinned": bool}.
+    """Return {"steps": [...], "series": {key: {"v": values, "at": indices into steps}}, "thinned":
+    bool}.
 
     `at` is left out where a curve has a value at every step. Curves of keys in TOGETHER have at most
     `max_points` steps among them, and each has its values at all of these where it has any.
@@ -82,7 +84,7 @@ def _kept(curves: list[Curve], max_points: int) -> set[int]:
 
 
 def thin(values: list[float | None], max_points: int) -> list[int]:
-    """Indices of at most `max_points` values: of each stretch the smallest, the largest, and one None.
+    """Return the indices of at most `max_points` values: of each stretch its extremes and one None.
 
     A spike of one step stays, and so does a step that was not finite; the last value stays.
     """
