@@ -115,7 +115,7 @@ TARGETS = (
             "benchmarks/diagnosis_overhead.py", "benchmarks/replay_overhead.py"), 4),
     Target("route_memory", "routes from SGLang through shared memory and as base64 in JSON",
            ("benchmarks.route_memory",), ("route_memory",),
-           ("mrl/rollout/sglang", "mrl/system/shared_bytes.py", "mrl/system/shared_memory.py",
+           ("mrl/rollout/sglang", "mrl/system/shared_memory.py",
             "benchmarks/route_memory.py"), 2, short="tests/rollout/test_route_memory.py"),
     Target("world_step", "a step of 64 and of 256 ranks, seen from one of them",
            ("benchmarks.world_step",), ("world_step",),

@@ -2,7 +2,7 @@
 
 Every rank knows which rank holds each sample and which ranks need it, so each computes its own share of
 the transfers and nobody has to ask. Ranks of one node read the memory of the rank that holds a sample
-(`mrl.system.shared_bytes`). Between nodes, bytes travel once: where several ranks of a node need the
+(`mrl.system.shared_memory`). Between nodes, bytes travel once: where several ranks of a node need the
 same bytes, as tensor-parallel ranks do, one of them receives the bytes and shares them with the others
 through its memory.
 

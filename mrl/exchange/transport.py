@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mrl.exchange.sharing import share_bytes
 from mrl.exchange.transfers import Cargo, Page, Selection, Transfer, Transfers, compute_transfers
-from mrl.system.shared_bytes import Handle, SharedBytes
+from mrl.system.shared_memory import Handle, SharedBytes
 from parallel.mesh import Mesh
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moe.align import split_rows
 from moe.wire import ROWS_AT_ONCE, from_wire, to_wire, wire_row_bytes
 from mrl.kernels.routes import native_routes, pack_routes
-from mrl.system.shared_bytes import SharedBytes
+from mrl.system.shared_memory import SharedBytes
 from mrl.types import PackedRoutes
 
 

@@ -22,7 +22,7 @@ from mrl.rollout.sglang.route_memory import (
     find_reference,
     make_writer,
 )
-from mrl.system.shared_bytes import Handle
+from mrl.system.shared_memory import Handle
 
 LONG = SamplingParams(40, 40)
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mrl.system.shared_bytes import Handle, SharedBytes
+from mrl.system.shared_memory import Handle, SharedBytes
 
 VARIABLE = "MRL_ROUTE_READER"
 """The variable that tells the server, as JSON, how to find the trainer's memory."""
@@ -155,7 +155,7 @@ class RouteWriter:
 
 
 _NUMBER_AT = 16
-"""Behind the nonce of `mrl.system.shared_bytes`."""
+"""Behind the nonce of `mrl.system.shared_memory`."""
 
 
 def make_writer() -> RouteWriter | None:
