@@ -7,7 +7,7 @@ routes natively: its routers are another model's, and the rollout's routes say n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -20,16 +20,14 @@ from torch import Tensor
 
 from moe.routes import Replay
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
-from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
+from mrl.types import MicroBatch
 from parallel.architectures.base import HfConfig, Rule
-from parallel.forward import HeadInput, LossFunction, PassOutput
+from parallel.forward import HeadInput, PassOutput
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger
+from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
 from parallel.options.read import read_options
-from parallel.policy import StepOutput
-from parallel.reduce import merge
-from parallel.trained_model import TrainedModel
 
 VALUE_HEAD = "value_head.weight"
 """Under this name a saved critic has its head; a language model has none, and the head starts anew."""
@@ -89,8 +87,14 @@ def value_model(model: HfModel) -> HfModel:
     )
 
 
-class Critic:
-    """Values and their training. Every method but the moves is a collective."""
+class Critic(MegatronModel):
+    """A `Critic` is the model whose output is one value per token.
+
+    What makes it a Megatron model (passes, steps, memory) is `MegatronModel`'s; the value head and its
+    weights are the critic's own.
+    """
+
+    loss_key = "loss/value"
 
     def __init__(
         self,
@@ -105,47 +109,27 @@ class Critic:
         seed: int = 0,
         megatron: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`model`: a language model, or a critic saved under HF names. `ledger`: the policy's own, so
+        """Build the critic and load its weights.
+
+        `model`: a language model, or a critic saved under HF names. `ledger`: the policy's own, so
         that one ledger knows every byte of the rank. The head starts as N(0, head_std^2). `megatron`:
-        that branch of the recipe."""
-        self.mesh = mesh
-        self.trained = TrainedModel(
+        that branch of the recipe.
+        """
+        super().__init__(
             value_model(model),
             mesh,
             config,
             value_rows,
+            optimizer=optimizer,
             recompute=recompute,
-            distributed_optimizer=optimizer.use_distributed_optimizer,
             moe=MoeConfig(),
             ledger=ledger,
             prefix="critic_",
             output_layer=partial(ValueHead, std=head_std, seed=seed),
             options=read_options(megatron),
         )
-        self.trained.weights.load(may_lack=(VALUE_HEAD,))
-        self.trained.make_optimizer(optimizer)
-        self.offload_optimizer = self.trained.offload_optimizer
-        self.offload_parameters = self.trained.offload_parameters
-        self.onload = self.trained.onload
+        self.load(may_lack=(VALUE_HEAD,))
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """f32[N] a micro-batch on the last pipeline stage, none on the others; no gradients."""
-        return self.trained.forward_only(batches, Replay.off).values
-
-    def train_step(
-        self,
-        batch: TrainBatch,
-        loss: LossFunction,
-        before_update: Callable[[], None] | None = None,
-    ) -> StepOutput:
-        """One optimizer step; `loss` gets the values f32[N] with gradient. Reports `loss/value`.
-
-        `before_update` may raise, on all ranks or on none. Raises RunFailed, with the weights
-        untouched, when a gradient is not finite.
-        """
-        step = self.trained.train_step(batch.micro_batches, loss, Replay.off, before_update)
-        stats: Statistics = {}
-        if self.mesh.reports_loss:
-            losses = step.output.losses
-            stats = merge([{**each.stats, "loss/value": Sum(each.loss_sum)} for each in losses])
-        return StepOutput(step.grad_norm, step.lr, stats, step.output)
+        """Return f32[N] per micro-batch on the last pipeline stage, none on the others; no gradient."""
+        return self.forward_only(batches, Replay.off).values

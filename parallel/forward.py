@@ -102,16 +102,16 @@ class PipelineRunner:
         recompute: bool,
         router_losses: RouterLosses,
         gates: bool = False,
+        overlaps_reduction: bool = False,
     ) -> None:
-        """`gates`: replay the gate weights that are known of the routes, and record them under R2."""
+        """`gates`: replay the gate weights that are known of the routes, and record them under R2.
+        `overlaps_reduction`: hooks reduce the gradients while the backward pass runs."""
         self.chunks = chunks
         self._gates = gates
         self.mesh = mesh
         self.head = head
         self.router_losses = router_losses
-        self.projections = {
-            id(c): Projection.of(unwrap(c), c.ddp_config.overlap_grad_reduce) for c in chunks
-        }
+        self.projections = {id(c): Projection.of(unwrap(c), overlaps_reduction) for c in chunks}
         self.replays = {id(unwrap(c)): ReplayedChunk(unwrap(c), recompute) for c in chunks}
         # The head reads bf16 itself; Megatron's fp32 copy of logits would be its largest tensor.
         half = get_model_config(chunks[0]).bf16

@@ -207,7 +207,8 @@ def parameter_tensors(chunks: list[Any]) -> Iterator[Tensor]:
     """Weights and registered buffers (expert biases) of the chunks."""
     for chunk in chunks:
         yield from chunk.parameters()
-        yield from chunk.module.buffers()  # DDP's own `buffers` are its gradient buffers
+        for _, buffer in chunk.named_buffers():  # DDP's own `buffers` are its gradient buffers
+            yield buffer
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:

@@ -92,14 +92,15 @@ def build_chunks(
     mesh: Mesh,
     config: TransformerConfig,
     implementation: Implementation,
-    ddp: DistributedDataParallelConfig,
+    ddp: DistributedDataParallelConfig | None,
     output_layer: OutputLayer | None = None,
     true_on_policy: bool = False,
     experts_in_order: bool = False,
     logprob_chunk_tokens: int = 0,
-) -> list[DistributedDataParallel]:
-    """This rank's model chunks (one per virtual stage), on its device, with gradient buffers.
+) -> list[Any]:
+    """Build this rank's model chunks (one per virtual stage) on its device.
 
+    `ddp` wraps them in Megatron's DDP, with gradient buffers; None leaves them bare, to be evaluated.
     `output_layer` makes what takes the place of the vocabulary's projection in the last chunk.
     `true_on_policy`: local layers that compute each token as the engine does. `experts_in_order`: add a
     token's experts in the order of its route. `logprob_chunk_tokens`: the last chunk gives hidden
@@ -138,6 +139,8 @@ def build_chunks(
         chunk = _half(config, chunk) if config.bf16 else chunk
         join_storages(chunk)
         chunks.append(chunk)
+    if ddp is None:
+        return chunks
     return [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)

@@ -1,57 +1,48 @@
-"""The policy that trains: model, optimizer and schedules of this rank behind plain values."""
+"""The policy: the model that is trained with RL, exported to the engines, or only evaluated."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe.routes import Replay
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.system.shared_memory import SharedMemory
-from mrl.types import MicroBatch, Statistics, Sum, TrainBatch, WeightBucket
+from mrl.types import MicroBatch, Statistics, WeightBucket
 from parallel.export import export_buckets, model_bytes
-from parallel.forward import LossFunction, Observe, PassOutput
+from parallel.forward import PassOutput
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger, parameter_tensors
 from parallel.logprobs import LogprobHead
+from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
 from parallel.options.read import read_options
 from parallel.reduce import merge
 from parallel.reference import ReferenceWeights
 from parallel.sequence_logprobs import sequence_logprobs
-from parallel.trained_model import TrainedModel
 from parallel.weights import WeightMap
 
 
-@dataclass(frozen=True)
-class StepOutput:
-    """One optimizer step; the numbers are the same on every rank unless said otherwise."""
+class Policy(MegatronModel):
+    """A `Policy` is the model that generates: its output is log-probs.
 
-    grad_norm: float
-    """Before clipping, over all parameters."""
-    lr: float
-    stats: Statistics
-    """This rank's share, `loss/policy` among them."""
-    output: PassOutput
-    """What its forward pass gave, under the weights before the step."""
+    What makes it a Megatron model (passes, steps, memory) is `MegatronModel`'s; the frozen reference,
+    the export to engines and the log-probs of whole sequences are the policy's own.
+    """
 
-
-class Policy:
-    """A Megatron model with its optimizer. Every method is a collective: call it on all ranks."""
+    loss_key = "loss/policy"
 
     def __init__(
         self,
         model: HfModel,
         mesh: Mesh,
         config: ModelConfig,
-        optimizer: OptimizerConfig,
+        optimizer: OptimizerConfig | None,
         *,
         recompute: bool,
         temperature: float,
@@ -61,82 +52,59 @@ class Policy:
         megatron: Mapping[str, Any] = MappingProxyType({}),
         logprob_chunk_tokens: int = 1024,
     ) -> None:
-        """`megatron`: that branch of the recipe."""
-        self.mesh = mesh
-        self._export_memory = SharedMemory()
-        self.ledger = Ledger(mesh.device)
-        self.trained = TrainedModel(
+        """Build the policy and load its weights.
+
+        `optimizer`: None for evaluation; the policy then holds its weights and nothing else.
+        `megatron`: that branch of the recipe.
+        """
+        super().__init__(
             model,
             mesh,
             config,
             LogprobHead(temperature, mesh.tp),
+            optimizer=optimizer,
             recompute=recompute,
-            distributed_optimizer=optimizer.use_distributed_optimizer,
             moe=moe,
-            ledger=self.ledger,
+            ledger=Ledger(mesh.device),
             true_on_policy=true_on_policy,
             options=read_options(megatron),
             logprob_chunk_tokens=logprob_chunk_tokens,
         )
+        self._export_memory = SharedMemory()
+        self._companion: MegatronModel | None = None
         self._reference: ReferenceWeights | None = None
         if reference is not None:
             WeightMap(reference, mesh, self.chunks).load()
             self._reference = ReferenceWeights(lambda: parameter_tensors(self.chunks))
             self.ledger.own("reference", self._reference.host_tensors, on_host=True)
-        self.weights.load()
-        self.trained.make_optimizer(optimizer)
-        self.runner = self.trained.runner
-        self.reset_optimizer = self.trained.make_optimizer
-        self._companion: TrainedModel | None = None
-        self.offload_parameters = self.trained.offload_parameters
+        self.load()
 
-    def share_device(self, companion: TrainedModel) -> None:
-        """A critic of the same ledger: it leaves the device before the engine wakes, and returns with
-        the policy."""
+    def share_device(self, companion: MegatronModel) -> None:
+        """Move a critic of the same ledger along: it leaves the device before the engine wakes, and
+        returns with the policy."""
         self._companion = companion
 
     def offload_optimizer(self) -> None:
-        """As `TrainedModel.offload_optimizer`; of a companion, which no engine reads, all leaves."""
-        self.trained.offload_optimizer()
+        """Make room for the engine's weights. All of a companion leaves, as no engine reads it."""
+        super().offload_optimizer()
         if self._companion is not None:
             self._companion.offload_optimizer()
             self._companion.offload_parameters()
 
     def onload(self) -> None:
-        """As `TrainedModel.onload`, of the companion too."""
-        self.trained.onload()
+        """Take the memory back after the engine went to sleep, for the companion too."""
+        super().onload()
         if self._companion is not None:
             self._companion.onload()
-
-    @property
-    def chunks(self) -> list[Any]:
-        return self.trained.chunks
-
-    @property
-    def weights(self) -> WeightMap:
-        return self.trained.weights
-
-    @property
-    def optimizer(self) -> Any:
-        return self.trained.optimizer
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """The MoE layers of this rank's chunks, Megatron's numbers."""
         return tuple(n for replay in self.runner.replays.values() for n in replay.layers)
 
-    def forward_only(
-        self,
-        batches: Sequence[MicroBatch],
-        replay: Replay,
-        observe: Observe | None = None,
-    ) -> PassOutput:
-        """Return log-probs and entropies under the present weights, without gradient."""
-        return self.trained.forward_only(batches, replay, observe=observe)
-
     def sequence_logprobs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Return the log-probs f32[T] of sequences i64[T] (`parallel.sequence_logprobs`)."""
-        return sequence_logprobs(self.trained, self.mesh, sequences)
+        return sequence_logprobs(self, sequences)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -145,30 +113,15 @@ class Policy:
 
         Raises RuntimeError where the policy was made without one.
         """
-        self.ledger.require_on_device("parameters")
+        self.require_parameters()
         if self._reference is None:
             raise RuntimeError("this policy was made without a reference model")
-        self.trained.gather_parameters()
+        self.gather_parameters()
         with self._reference.swapped_in(), self.runner.replaying_gates(False):
             yield
 
-    def train_step(
-        self,
-        batch: TrainBatch,
-        loss: LossFunction,
-        replay: Replay,
-        before_update: Callable[[], None] | None = None,
-    ) -> StepOutput:
-        """One optimizer step on the global batch. As `TrainedModel.train_step`."""
-        step = self.trained.train_step(batch.micro_batches, loss, replay, before_update)
-        stats = self._step_statistics(step.output)
-        return StepOutput(step.grad_norm, step.lr, stats, step.output)
-
-    def _step_statistics(self, output: PassOutput) -> Statistics:
-        if not self.mesh.reports_loss:
-            return dict(output.routing)
-        losses = [{**loss.stats, "loss/policy": Sum(loss.loss_sum)} for loss in output.losses]
-        return merge([*losses, output.routing])
+    def _statistics(self, output: PassOutput) -> Statistics:
+        return merge([super()._statistics(output), output.routing])
 
     def export_bytes(self, dtype: torch.dtype | None = None) -> int:
         """About what `export` sends in all; the same on every rank of a pipeline stage."""
@@ -178,8 +131,8 @@ class Policy:
         self, version: int, max_bytes: int, dtype: torch.dtype | None = None
     ) -> Iterator[WeightBucket]:
         """The whole model under HF names, cast to `dtype`; every rank must drain the iterator."""
-        self.ledger.require_on_device("parameters")
-        self.trained.gather_parameters()
+        self.require_parameters()
+        self.gather_parameters()
         return export_buckets(self.weights, version, max_bytes, self._export_memory, dtype)
 
 

@@ -11,23 +11,22 @@ from torch import Tensor
 from moe.routes import Replay
 from mrl.types import MicroBatch, Sample
 from parallel.logprobs import LogprobHead
+from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
 from parallel.packing import WeightedSample, pack
-from parallel.trained_model import TrainedModel
 
 
-def sequence_logprobs(
-    trained: TrainedModel, mesh: Mesh, sequences: Sequence[Tensor]
-) -> list[Tensor]:
+def sequence_logprobs(model: MegatronModel, sequences: Sequence[Tensor]) -> list[Tensor]:
     """Return the log-probs f32[T] of each sequence i64[T] under the present weights at temperature 1;
     the first is 0. A collective.
 
     Every data-parallel replica computes all of them with native routing; every rank gets the same.
     """
+    mesh = model.mesh
     batch = _batch(sequences, mesh)
     repeats = mesh.dims.pp if mesh.dims.vpp > 1 else 1  # Megatron's interleaving wants a multiple
     head = LogprobHead(1.0, mesh.tp)
-    output = trained.forward_only([batch] * repeats, Replay.off, head)
+    output = model.forward_only([batch] * repeats, Replay.off, head=head)
     logprobs = torch.zeros(batch.num_tokens, device=mesh.device)
     if mesh.reports_loss and mesh.dp_rank == 0:  # one rank of all holds them
         logprobs += output.logprobs[0]

@@ -86,6 +86,6 @@ def build_ddp_config(
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=use_distributed_optimizer,
-        check_for_nan_in_grad=False,  # raises on one rank while others wait: see TrainedModel
+        check_for_nan_in_grad=False,  # raises on one rank while others wait: see MegatronModel
     )
     return dataclasses.replace(ddp, **options.ddp)

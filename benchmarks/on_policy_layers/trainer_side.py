@@ -68,7 +68,7 @@ def evaluate(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Log-probs f32[T] and native routes i64[T, L, K] of each, all packed into one micro-batch."""
     head = LogprobHead(temperature, policy.mesh.tp)
-    output = policy.trained.forward_only([packed(sequences)], Replay.off, head)
+    output = policy.forward_only([packed(sequences)], Replay.off, head=head)
     native = output.native_routes[0]
     routes = torch.stack([native[number] for number in sorted(native)], 1)
     lengths = [len(ids) for ids, _ in sequences]

@@ -28,8 +28,9 @@ from mrl.types import LossOutput, MicroBatch, Sample, SampleGroup, TrainBatch
 from parallel.critic import Critic
 from parallel.forward import PassOutput
 from parallel.implementation import choose_dtype
+from parallel.megatron_model import StepOutput
 from parallel.mesh import Mesh
-from parallel.policy import Policy, StepOutput, with_old_logprobs, with_ref_logprobs
+from parallel.policy import Policy, with_old_logprobs, with_ref_logprobs
 from parallel.reduce import merge, reduce_statistics
 
 _NO_UPDATE = {"loss/policy": math.nan, "loss/total": math.nan, "grad_norm": 0.0, "lr": 0.0}
@@ -87,7 +88,9 @@ class Learner:
         before: PassOutput | None = None
         if self._needs_old_logprobs(step):
             with clock.part("logprob"):
-                before = self.policy.forward_only(flat, replay, self.diagnosis.observe(step))
+                before = self.policy.forward_only(
+                    flat, replay, observe=self.diagnosis.observe(step)
+                )
             if recipe.moe.routing_replay == "r2":
                 replay = Replay.recorded(before.native_routes)
             flat = with_old_logprobs(flat, before)
@@ -197,7 +200,7 @@ class Learner:
             if self.critic is not None:
                 guard = UpdateGuard(step, same_weights=False, clip=None, what="values")
                 watched = guard.watch(value_loss)
-                value_steps.append(self.critic.train_step(ready, watched, guard.check))
+                value_steps.append(self.critic.train_step(ready, watched, Replay.off, guard.check))
         if num_empty and self.mesh.rank == 0:
             console.warning(
                 f"step {step}: {num_empty} of {len(batches)} mini-batches have no loss token and "
@@ -277,7 +280,7 @@ def make_critic(plan: Plan, policy: Policy, mesh: Mesh) -> Critic | None:
         seed=recipe.seed,
         megatron=recipe.megatron,
     )
-    policy.share_device(critic.trained)
+    policy.share_device(critic)
     return critic
 
 

@@ -23,7 +23,7 @@ def run_sft(plan: Plan, config: SftConfig, policy: Policy, mesh: Mesh) -> None:
     samples = [_sample(example) for example in plan.sft_examples]
     # The seed keeps its former name: another one would draw other batches.
     order = random.Random(f"warm start/{recipe.seed}")
-    policy.reset_optimizer(OptimizerConfig(lr=config.lr))
+    policy.make_optimizer(OptimizerConfig(lr=config.lr))
 
     def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
         return nll.loss(logprobs, batch, recipe.algorithm)
@@ -34,7 +34,7 @@ def run_sft(plan: Plan, config: SftConfig, policy: Policy, mesh: Mesh) -> None:
             chosen, [0.0] * len(chosen), nll, mesh, recipe.train.micro_batch_tokens
         )
         policy.train_step(batch, loss, Replay.off)
-    policy.reset_optimizer(recipe.optimizer)
+    policy.make_optimizer(recipe.optimizer)
 
 
 def _sample(example: SftExample) -> Sample:

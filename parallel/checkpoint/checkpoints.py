@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,29 +41,23 @@ from parallel.checkpoint.sharded_state import (
     saved_key,
     state_shards,
 )
+from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
 from parallel.optimizer_state import get_step, optimizer_shards, set_step, write_back
-from parallel.trained_model import TrainedModel
 
 # Python 3.11.0 to 3.11.3 would write `getattr(_MEM_FORMAT_ENCODING, name)` into `.metadata`, and a
 # pickle that names getattr is refused: it could reach anything. This is what other versions write.
 copyreg.pickle(_MEM_FORMAT_ENCODING, lambda member: (type(member), (member.value,)))
 
 
-class Owner(Protocol):
-    """A policy or a critic."""
-
-    trained: TrainedModel
-
-
 RESCUE_S = 60.0
 
-Models = Mapping[str, TrainedModel]
+Models = Mapping[str, MegatronModel]
 """By what stands before their keys: nothing, and `critic_`."""
 
 
-def _models(owner: Owner, critic: Owner | None) -> Models:
-    return {"": owner.trained} | ({} if critic is None else {"critic_": critic.trained})
+def _models(policy: MegatronModel, critic: MegatronModel | None) -> Models:
+    return {"": policy} | ({} if critic is None else {"critic_": critic})
 
 
 @dataclass(frozen=True)
@@ -106,16 +100,20 @@ class Checkpoints:
         self._in_flight: PendingSave | None = None
 
     def save(
-        self, step: int, owner: Owner, trainer: dict[str, Any], critic: Owner | None = None
+        self,
+        step: int,
+        policy: MegatronModel,
+        trainer: dict[str, Any],
+        critic: MegatronModel | None = None,
     ) -> Path:
-        """Save the model of the owner, and of a critic beside it, and the JSON-able `trainer` state;
-        returns the folder-to-be.
+        """Save the policy, the critic where there is one, and the JSON-able `trainer` state; return the
+        folder that it will have.
 
         A crash at any moment leaves the previous checkpoint untouched and named by LATEST. Waits for a
         save that is still in flight. Raises RunFailed when a rank cannot write.
         """
         self.finish()
-        models = _models(owner, critic)
+        models = _models(policy, critic)
         mesh, partial = self.mesh, manifest.partial_folder(self.root, step)
         common: dict[str, Any] = {"seed": self.seed}
         shards: list[ShardedTensor] = []
@@ -186,7 +184,7 @@ class Checkpoints:
             save.writer.collect()
             self._on_first_rank(save.writer.folder, save.publish)
 
-    def load_newest(self, owner: Owner, critic: Owner | None = None) -> Loaded:
+    def load_newest(self, policy: MegatronModel, critic: MegatronModel | None = None) -> Loaded:
         """Load the newest checkpoint that is whole; every damaged one on the way is reported and
         renamed, so that it neither counts in `keep` nor is found again.
 
@@ -198,7 +196,7 @@ class Checkpoints:
         folder = manifest.newest_good(folders, self._find_damage, self.warn)
         if folder is None:
             raise InputError(f"{self.root}: there is no checkpoint; start without one")
-        loaded = self._load(folder, _models(owner, critic))
+        loaded = self._load(folder, _models(policy, critic))
         if damaged := folders[: folders.index(folder)]:
             self._on_first_rank(folder, lambda: self._set_aside(damaged, loaded.step))
         return loaded
@@ -210,7 +208,7 @@ class Checkpoints:
                 self.warn(f"checkpoint {folder.name} is kept as {aside.name}; remove it at will")
         manifest.point_to(self.root, step)
 
-    def load(self, step: int, owner: Owner, critic: Owner | None = None) -> Loaded:
+    def load(self, step: int, policy: MegatronModel, critic: MegatronModel | None = None) -> Loaded:
         """Load one checkpoint. Raises InputError when it is damaged or of another model."""
         folder = self.root / manifest.folder_name(step)
         if reason := self._find_damage(folder):
@@ -218,7 +216,7 @@ class Checkpoints:
                 f"checkpoint {folder.name} is damaged: {reason}; put an older step into "
                 f"{self.root / manifest.LATEST}"
             )
-        return self._load(folder, _models(owner, critic))
+        return self._load(folder, _models(policy, critic))
 
     def _load(self, folder: Path, models: Models) -> Loaded:
         content = manifest.read_manifest(folder)
@@ -226,7 +224,10 @@ class Checkpoints:
         check_pickles(folder)
         saved = FileSystemReader(folder).read_metadata()
         shards = []
-        states = {prefix: optimizer_shards(model.optimizer) for prefix, model in models.items()}
+        states = {
+            prefix: {} if model.optimizer is None else optimizer_shards(model.optimizer)
+            for prefix, model in models.items()
+        }
         for prefix, model in models.items():
             own, reason = [], _other_model(content.get(f"{prefix}model"), model)
             if reason is None:
@@ -248,6 +249,8 @@ class Checkpoints:
         common: Any = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
         for prefix, model in models.items():
             write_back(states[prefix])
+            if model.optimizer is None:
+                continue  # it is only evaluated
             set_step(model.optimizer, common[f"{prefix}adam_step"])
             model.scheduler.num_steps = 0  # loading adds to it
             model.scheduler.load_state_dict(common[f"{prefix}scheduler"])
@@ -295,8 +298,8 @@ class Checkpoints:
             },
             "dtype": str(dtype).removeprefix("torch."),
             **{
-                f"{prefix}model": {"path": str(model.path), "config": model.config}
-                for prefix, model in ((p, trained.weights.model) for p, trained in models.items())
+                f"{prefix}model": {"path": str(hf.path), "config": hf.config}
+                for prefix, hf in ((p, model.weights.model) for p, model in models.items())
             },
             "trainer": trainer,
         }
@@ -334,7 +337,7 @@ def _failed(partial: Path, reason: str) -> RunFailed:
     return RunFailed(f"checkpoint {partial}: {reason}; the one before it is untouched")
 
 
-def _other_model(saved: dict[str, Any] | None, model: TrainedModel) -> str | None:
+def _other_model(saved: dict[str, Any] | None, model: MegatronModel) -> str | None:
     """In what the saved model is not ours, in words."""
     if saved is None:
         return "it has no critic"

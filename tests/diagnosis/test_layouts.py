@@ -59,7 +59,7 @@ def diagnosed(model_path: Path, layout: Layout) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, size in (("small", 64), ("whole", 4096)):  # tokens of a micro-batch
         batches = make_train_batch(samples, advantages, gspo, mesh, size).micro_batches
-        old = policy.forward_only(batches, Replay.rollout, "rows")
+        old = policy.forward_only(batches, Replay.rollout, observe="rows")
         batches = with_old_logprobs(batches, old)
         for limit in (MAX_TOKENS, 4096):
             record = gather_tokens(policy, samples, batches, old, MOE_LAYERS, limit)

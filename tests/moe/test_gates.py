@@ -121,8 +121,8 @@ def compared(model_path: Path) -> dict[str, Any]:
     parts = [(samples, [1.0] * len(samples))]
     (batch,) = make_train_batches(parts, gspo, mesh, 64)
     plain = policy.forward_only(batch.micro_batches, Replay.off)
-    seen = policy.forward_only(batch.micro_batches, Replay.off, "rows")
-    replayed = policy.forward_only(batch.micro_batches, Replay.rollout, "counts")
+    seen = policy.forward_only(batch.micro_batches, Replay.off, observe="rows")
+    replayed = policy.forward_only(batch.micro_batches, Replay.rollout, observe="counts")
     stale = [([partly_stale(s) for s in samples], parts[0][1])]
     lengths = [
         sum(int(m.loss_mask.sum()) for m in made.micro_batches)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
+from moe.routes import Replay
 from mrl.algorithms import grpo
 from mrl.algorithms.value_loss import value_loss
 from mrl.config import ModelConfig, OptimizerConfig
@@ -43,7 +44,7 @@ def build(model_path: Path, mesh: Mesh, ledger: Ledger, recompute: bool = False)
 
 
 def exported(critic: Critic) -> dict[str, Tensor]:
-    buckets = export_buckets(critic.trained.weights, 0, 4096)
+    buckets = export_buckets(critic.weights, 0, 4096)
     return {name: t.clone() for bucket in buckets for name, t in bucket.tensors}
 
 
@@ -77,7 +78,7 @@ def exercise(
         result["values"] = critic.values(batch.micro_batches)
         steps = []
         for _ in range(num_steps):
-            out = critic.train_step(batch, loss)
+            out = critic.train_step(batch, loss, Replay.off)
             steps.append({**reduce_statistics(out.stats), "grad_norm": out.grad_norm})
         result[f"steps/{recompute}"] = steps
         result[f"weights/{recompute}"] = exported(critic)
@@ -86,7 +87,7 @@ def exercise(
     other = build(model_path, mesh, Ledger(mesh.device))
     store.load(num_steps, other)
     for each in (critic, other):
-        each.train_step(batch, loss)
+        each.train_step(batch, loss, Replay.off)
     ours, theirs = exported(critic), exported(other)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -99,8 +100,8 @@ def exercise(
         critic.values(batch.micro_batches)
     critic.onload()
     assert ledger.where() == before
-    critic.train_step(batch, loss)
-    other.train_step(batch, loss)
+    critic.train_step(batch, loss, Replay.off)
+    other.train_step(batch, loss, Replay.off)
     ours, theirs = exported(critic), exported(other)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     return result

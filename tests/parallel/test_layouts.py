@@ -103,7 +103,7 @@ def resets(model_path: Path, samples: list[Sample], distributed: bool) -> dict[s
     """A step with a fresh optimizer of another configuration, as after SFT."""
     mesh = join_mesh(model_path, {})
     policy = build(model_path, mesh, distributed_optimizer=distributed)
-    policy.reset_optimizer(OptimizerConfig(lr=1e-3, adam_eps=1e-6))
+    policy.make_optimizer(OptimizerConfig(lr=1e-3, adam_eps=1e-6))
     batch, _ = ready_batch(policy, mesh, samples)
     policy.train_step(batch, loss, Replay.rollout)
     return exported(policy)

@@ -38,7 +38,7 @@ def build_critic(model_path: Path, policy: Policy, mesh: Mesh) -> Critic:
         head_std=0.1,
         seed=3,
     )
-    policy.share_device(critic.trained)
+    policy.share_device(critic)
     return critic
 
 
@@ -52,8 +52,8 @@ def save(model_path: Path, samples: list[Sample], root: Path) -> None:
     policy, critic, mesh = both(model_path, {})
     batch, _ = ready_batch(policy, mesh, samples)
     policy.train_step(batch, loss, Replay.rollout)
-    critic.train_step(batch, value_loss)
-    critic.train_step(batch, value_loss)  # its own number of steps
+    critic.train_step(batch, value_loss, Replay.off)
+    critic.train_step(batch, value_loss, Replay.off)  # its own number of steps
     store = Checkpoints(root, mesh, keep=3)
     store.save(STEP, policy, {"a": 1}, critic)
     store.save(STEP + 1, policy, {})
@@ -71,7 +71,7 @@ def load(model_path: Path, sizes: dict[str, int], root: Path, again: Path) -> di
 
     places = policy.ledger.where()
     assert {"parameters", "critic_parameters", "critic_optimizer"} <= places.keys()
-    trained = policy.trained.optimizer, critic.trained.optimizer
+    trained = policy.optimizer, critic.optimizer
     return {"steps": [int(next(iter(o.state.values()))["step"]) for o in map(_inner, trained)]}
 
 
@@ -99,10 +99,10 @@ def moves(model_path: Path, samples: list[Sample]) -> None:
     policy, critic, mesh = both(model_path, {})
     batch, _ = ready_batch(policy, mesh, samples)
     policy.train_step(batch, loss, Replay.rollout)
-    critic.train_step(batch, value_loss)
+    critic.train_step(batch, value_loss, Replay.off)
     before = [t.clone() for t in critic.values(batch.micro_batches)]
     elsewhere = dataclasses.replace(mesh, device=torch.device("meta"))
-    for model in (policy.trained, critic.trained):
+    for model in (policy, critic):
         model.mesh = elsewhere  # not a CPU: there nothing moves
     policy.offload_optimizer()
     places = {kind: policy.ledger.place(kind) for kind in policy.ledger.where()}
@@ -117,7 +117,7 @@ def moves(model_path: Path, samples: list[Sample]) -> None:
     policy.offload_parameters()
     policy.onload()
     assert all(policy.ledger.place(kind) == "device" for kind in places)
-    for model in (policy.trained, critic.trained):
+    for model in (policy, critic):
         model.mesh = mesh
     after = critic.values(batch.micro_batches)
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))

@@ -1,13 +1,13 @@
-"""A Megatron model that trains: chunks, weights, optimizer, learning-rate schedule, ledger entries.
+"""A Megatron model of this rank: chunks, weights, passes, optimizer steps, and moves off the device.
 
-What the policy and the critic have in common. It knows nothing of what the model's output means: that
-is the head of its runner.
+`Policy` and `Critic` are the two kinds of it. What the model's output means is theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from moe.align import router_rows
 from moe.routes import Replay
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.errors import RunFailed
-from mrl.types import MicroBatch
+from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
 from parallel.forward import Head, LossFunction, Observe, PassOutput, PipelineRunner
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype, choose_implementation
@@ -28,25 +28,35 @@ from parallel.model import OutputLayer, build_chunks, unwrap
 from parallel.optimizer import build_optimizer
 from parallel.optimizer_state import free_gradient_copies
 from parallel.options.read import MegatronOptions
+from parallel.reduce import merge
 from parallel.transformer_config import build_config, build_ddp_config
 from parallel.weights import WeightMap
 
-KINDS = ("parameters", "gradients", "optimizer")
 
+@dataclass(frozen=True)
+class StepOutput:
+    """What one optimizer step gave; the numbers are the same on every rank unless said otherwise."""
 
-class Step(NamedTuple):
-    """What one optimizer step gave."""
-
-    output: PassOutput
     grad_norm: float
+    """Before clipping, over all parameters."""
     lr: float
+    stats: Statistics
+    """This rank's share; `loss_key` of the model is among them."""
+    output: PassOutput
+    """What its forward pass gave, under the weights before the step."""
 
 
-class TrainedModel:
-    """Load weights through `weights`, then call `make_optimizer`: it may copy them.
+class MegatronModel:
+    """A `MegatronModel` holds one Megatron model on this rank, with an optimizer where it is trained.
 
-    Every method but the moves is a collective: call it on all ranks.
+    It owns everything that policy and critic have in common: the chunks and their weights, the passes,
+    the optimizer, and the ledger entries by which its memory moves. It knows nothing of what its output
+    means: the head of the runner does. Every method but the moves is a collective: call it on all
+    ranks. A model without optimizer has weights only: no gradient buffers, no optimizer state.
     """
+
+    loss_key: ClassVar[str]
+    """The metric that the sum of the losses is reported as."""
 
     def __init__(
         self,
@@ -55,8 +65,8 @@ class TrainedModel:
         config: ModelConfig,
         head: Head,
         *,
+        optimizer: OptimizerConfig | None,
         recompute: bool,
-        distributed_optimizer: bool,
         moe: MoeConfig,
         ledger: Ledger,
         prefix: str = "",
@@ -65,44 +75,35 @@ class TrainedModel:
         options: MegatronOptions = MegatronOptions(),  # noqa: B008
         logprob_chunk_tokens: int = 0,
     ) -> None:
-        """`prefix`: of its kinds in the ledger. `output_layer`: in the place of the vocabulary's.
-        `true_on_policy`: layers that compute each token as the engine does (`layers/invariant.py`).
-        `options`: the recipe's own, for Megatron. `logprob_chunk_tokens`: as in the recipe's `train`; a
-        critic has no logits."""
+        """Build the chunks; their weights are random until `load`.
+
+        `optimizer`: None for a model that is never trained. `prefix` goes before its kinds in the
+        ledger. `output_layer` takes the place of the vocabulary's projection. `true_on_policy`: layers
+        that compute each token as the engine does (`layers/invariant.py`). `options`: the recipe's own,
+        for Megatron. `logprob_chunk_tokens`: as in the recipe's `train`; a critic has no logits.
+        """
         self.mesh, self.ledger, self._prefix = mesh, ledger, prefix
-        implementation, _ = choose_implementation(config.transformer_impl)
+        self._optimizer_config, self._options = optimizer, options
         self._dtype = choose_dtype(config.dtype)
+        implementation, _ = choose_implementation(config.transformer_impl)
         self._settings = build_config(
-            model,
-            mesh.dims,
-            mesh.device,
-            self._dtype,
-            implementation,
-            recompute,
-            moe.expert_bias_update_rate,
-            true_on_policy,
-            options,
-        )
-        self._options = options
-        # The loss carries its own normaliser; Megatron would divide by the number of tokens.
-        self._settings.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: (
-            finalize_model_grads(chunks, None, **kw)
-        )
+            model, mesh.dims, mesh.device, self._dtype, implementation, recompute,
+            moe.expert_bias_update_rate, true_on_policy, options,
+        )  # fmt: skip
+        ddp = None
+        if optimizer is not None:
+            ddp = build_ddp_config(optimizer.use_distributed_optimizer, options)
         self.chunks = build_chunks(
             model,
             mesh,
             self._settings,
             implementation,
-            build_ddp_config(distributed_optimizer, options),
+            ddp,
             output_layer,
             true_on_policy,
             experts_in_order="order" in moe.replay,
             logprob_chunk_tokens=logprob_chunk_tokens,
         )
-        if self.chunks[0].ddp_config.overlap_grad_reduce:
-            # Gradients are reduced in the backward pass of the last micro-batch only.
-            contexts = [chunk.no_sync for chunk in self.chunks]
-            self._settings.no_sync_func = contexts if len(contexts) > 1 else contexts[0]  # pyright: ignore[reportAttributeAccessIssue]
         self.weights = WeightMap(model, mesh, self.chunks)
         self.router_losses = RouterLosses(moe, map(unwrap, self.chunks))
         self.runner = PipelineRunner(
@@ -112,32 +113,70 @@ class TrainedModel:
             recompute or options.recomputes_routers,
             self.router_losses,
             gates="weights" in moe.replay,
+            overlaps_reduction=ddp is not None and ddp.overlap_grad_reduce,
         )
         self.optimizer: Any = None
         self.scheduler: Any = None
         ledger.own(prefix + "parameters", lambda: parameter_tensors(self.chunks))
-        ledger.own(prefix + "gradients", lambda: gradient_tensors(self.chunks), disposable=True)
-        ledger.own(prefix + "optimizer", self._optimizer_tensors)
+        if ddp is not None:
+            self._prepare_training(ddp.overlap_grad_reduce)
+
+    def _prepare_training(self, overlaps_reduction: bool) -> None:
+        """Tell Megatron's schedules how gradients are finished, and enter what training holds."""
+        # The loss carries its own normaliser; Megatron would divide by the number of tokens.
+        self._settings.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: (
+            finalize_model_grads(chunks, None, **kw)
+        )
+        if overlaps_reduction:
+            # Gradients are reduced in the backward pass of the last micro-batch only.
+            contexts: list[Any] = [chunk.no_sync for chunk in self.chunks]
+            self._settings.no_sync_func = contexts if len(contexts) > 1 else contexts[0]  # pyright: ignore[reportAttributeAccessIssue]
+        gradients, optimizer = self._prefix + "gradients", self._prefix + "optimizer"
+        self.ledger.own(gradients, lambda: gradient_tensors(self.chunks), disposable=True)
+        self.ledger.own(optimizer, self._optimizer_tensors)
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """The kinds of this model in the ledger."""
+        training = () if self._optimizer_config is None else ("gradients", "optimizer")
+        return tuple(self._prefix + kind for kind in ("parameters", *training))
+
+    def load(self, may_lack: Collection[str] = ()) -> None:
+        """Load the weights from the model's folder (`WeightMap.load`), then make the optimizer: it may
+        copy them."""
+        self.weights.load(may_lack)
+        if self._optimizer_config is not None:
+            self.make_optimizer(self._optimizer_config)
 
     def make_optimizer(self, config: OptimizerConfig) -> None:
-        """A fresh optimizer and schedule of the present weights; earlier moments are forgotten."""
-        self.require(*KINDS)
+        """Make a fresh optimizer and schedule for the present weights; earlier moments are forgotten.
+
+        Raises RuntimeError for a model that was made without an optimizer.
+        """
+        self._require_trainable()
+        self.ledger.require_on_device(*self._kinds)
         self.optimizer, self.scheduler = build_optimizer(
             config, self.chunks, self._dtype, self._options
         )
         self._settings.grad_scale_func = self.optimizer.scale_loss
 
+    def _require_trainable(self) -> None:
+        if self._optimizer_config is None:
+            raise RuntimeError("this model was made without an optimizer: it cannot be trained")
+
     def _optimizer_tensors(self) -> Iterable[torch.Tensor]:
         return () if self.optimizer is None else optimizer_tensors(self.optimizer)
 
-    def require(self, *kinds: str) -> None:
-        """Raise RuntimeError where one of its `kinds` is not on the device."""
-        self.ledger.require_on_device(*(self._prefix + kind for kind in kinds))
+    def require_parameters(self) -> None:
+        """Raise RuntimeError where the weights are not on the device."""
+        self.ledger.require_on_device(self._prefix + "parameters")
 
     def gather_parameters(self) -> None:
         """Have all ranks hold the whole of the present weights. A collective; call it before anything
         but a forward pass reads them. With `overlap_param_gather` only the passes after an update do
         that by themselves, layer by layer."""
+        if self._optimizer_config is None:
+            return
         for chunk in self.chunks:
             if not chunk.ddp_config.overlap_param_gather:
                 continue
@@ -149,6 +188,7 @@ class TrainedModel:
         self,
         batches: Sequence[MicroBatch],
         replay: Replay,
+        *,
         head: Head | None = None,
         observe: Observe | None = None,
     ) -> PassOutput:
@@ -156,28 +196,31 @@ class TrainedModel:
 
         `head` takes the place of the model's own for this pass.
         """
-        self.require("parameters")
+        self.require_parameters()
         for chunk in self.chunks:
             chunk.eval()
         return self.runner.run(batches, None, replay, head, observe)
 
     def train_step(
         self,
-        micro_batches: Sequence[MicroBatch],
+        batch: TrainBatch,
         loss: LossFunction,
         replay: Replay,
         before_update: Callable[[], None] | None = None,
-    ) -> Step:
-        """Gradients of all micro-batches, then one optimizer step; between them `before_update`, which
-        may raise: on all ranks or on none.
+    ) -> StepOutput:
+        """Compute the gradients of the global batch, then take one optimizer step; `before_update` runs
+        between them and may raise, on all ranks or on none.
 
-        Raises RunFailed, with the weights untouched, when a gradient is not finite.
+        Raises RunFailed, with the weights untouched, when a gradient is not finite, and RuntimeError
+        for a model that was made without an optimizer.
         """
-        self.require(*KINDS)
+        self._require_trainable()
+        self.ledger.require_on_device(*self._kinds)
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        micro_batches = batch.micro_batches
         counted = sum(int(router_rows(b, slice(None)).counted.sum()) for b in micro_batches)
         num_tokens = torch.tensor(counted, device=self.mesh.device)
         self.router_losses.begin_step(num_tokens, self.mesh.dp)
@@ -191,7 +234,13 @@ class TrainedModel:
             raise RunFailed("the optimizer refused the step: a gradient is not finite")
         self.scheduler.step(1)
         free_gradient_copies(self.optimizer)
-        return Step(output, float(grad_norm), lr)
+        return StepOutput(float(grad_norm), lr, self._statistics(output), output)
+
+    def _statistics(self, output: PassOutput) -> Statistics:
+        """Return this rank's share of what the losses of a step report."""
+        if not self.mesh.reports_loss:
+            return {}
+        return merge([{**loss.stats, self.loss_key: Sum(loss.loss_sum)} for loss in output.losses])
 
     def _require_finite_gradients(self) -> None:
         """Raise RunFailed, on all ranks, where a gradient of any rank is not finite. A collective.
@@ -211,7 +260,7 @@ class TrainedModel:
     def offload_optimizer(self) -> None:
         """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""
         self.gather_parameters()
-        if self.mesh.device.type == "cpu":
+        if self.mesh.device.type == "cpu" or self._optimizer_config is None:
             return
         if self.ledger.place(self._prefix + "optimizer") == "device":
             self.ledger.to_host(self._prefix + "optimizer")
@@ -226,6 +275,6 @@ class TrainedModel:
 
     def onload(self) -> None:
         """Take the memory back after the engine went to sleep; what never left stays."""
-        for kind in (self._prefix + kind for kind in KINDS):
+        for kind in self._kinds:
             if self.ledger.place(kind) != "device":
                 self.ledger.to_device(kind)
