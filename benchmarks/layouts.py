@@ -3,6 +3,8 @@
 Three optimizer steps each, with captured routes replayed (R3) and activations recomputed, on up to 8
 gloo ranks of a CPU with the real Megatron-core. Writes benchmarks/results/layouts.json and, from it,
 docs/layouts.md. Layouts that are refused are tried too: the reason in the table is the error.
+
+`--only TP2xPP2` measures the layouts of that name alone and writes nothing.
 """
 
 from __future__ import annotations
@@ -104,12 +106,8 @@ def measure() -> dict[str, Any]:
     """Run every layout, write the result, and return it."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        model, samples = write_model(folder / "qwen3_moe"), make_samples()
-        rows = [*compare(model, samples, FLOAT32), *compare(model, samples, BFLOAT16)]
-        for model_type, layouts in ARCHITECTURES.items():
-            tiny = write_tiny(model_type, folder / model_type)
-            rows += compare(tiny, tiny_samples(tiny), layouts)
-        refused = [refusal(model, world, sizes) for world, sizes in REFUSED]
+        rows = list(measured_rows(folder))
+        refused = [refusal(folder / "qwen3_moe", world, sizes) for world, sizes in REFUSED]
     passed = sum(row.passed for row in rows)
     content = {
         "tolerance": TOLERANCE,
@@ -119,6 +117,18 @@ def measure() -> dict[str, Any]:
     packages = ("torch", "megatron-core")
     failed = len(rows) - passed
     return write_result("layouts", content, passed=passed, failed=failed, packages=packages)
+
+
+def measured_rows(folder: Path, only: str = "") -> Iterator[Row]:
+    """Yield the rows of all layouts, or of those called `only`; writes the models to `folder`."""
+    model, samples = write_model(folder / "qwen3_moe"), make_samples()
+    cases = [(model, samples, FLOAT32), (model, samples, BFLOAT16)]
+    for model_type, layouts in ARCHITECTURES.items():
+        tiny = write_tiny(model_type, folder / model_type)
+        cases.append((tiny, tiny_samples(tiny), layouts))
+    for model, samples, layouts in cases:
+        if wanted := [layout for layout in layouts if only in ("", layout.name)]:
+            yield from compare(model, samples, wanted)
 
 
 def compare(model: Path, samples: list[Sample], layouts: list[Layout]) -> Iterator[Row]:
@@ -183,8 +193,16 @@ def document(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure all layouts and write docs/layouts.md."""
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    """Measure all layouts and write docs/layouts.md, or measure those of one name."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", metavar="NAME", help="as in a row of docs/layouts.md")
+    only = parser.parse_args().only
+    if only:
+        with tempfile.TemporaryDirectory() as scratch:
+            passed = [row.passed for row in measured_rows(Path(scratch), only)]
+        if not passed:
+            parser.error(f"--only {only!r}: expected the name of a row of docs/layouts.md")
+        finish(sum(passed), passed.count(False))
     result = measure()
     DOCUMENT.write_text(document(result))
     finish(result["passed"], result["failed"])
