@@ -19,7 +19,8 @@ from mrl.types import MicroBatch, PackedRoutes, RoutingTrace
 
 
 def pack_trace(trace: RoutingTrace, layers: Sequence[int] | None = None) -> PackedRoutes:
-    """The T-1 rows of a sample, of all its layers or of these (Megatron's numbers), in their order.
+    """Pack the T-1 rows of a sample, of all its layers or of these (Megatron's numbers), in
+    their order.
 
     Raises ValueError for a layer that the trace does not have.
     """
@@ -34,7 +35,7 @@ def pack_traces(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> list[P
 
 
 def split_rows(routes: PackedRoutes, counts: Sequence[int]) -> list[PackedRoutes]:
-    """Consecutive rows, as views."""
+    """Split into consecutive rows, as views."""
     parts = routes.packed.split(list(counts))
     if routes.weights is None:
         return [dataclasses.replace(routes, packed=part) for part in parts]
@@ -73,7 +74,7 @@ def _of_layers(rows: Tensor, places: list[int]) -> Tensor:
 
 
 def with_native_rows(routes: PackedRoutes, native: Tensor) -> PackedRoutes:
-    """Those rows of bool[N] without a captured route."""
+    """Mark the rows of bool[N] as rows without a captured route."""
     _, num_layers, _ = routes.packed.shape
     packed = routes.packed.clone()
     packed[native] = native_routes(1, num_layers, routes.num_experts, routes.topk)

@@ -37,7 +37,7 @@ def margins(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def with_gates(probs: Tensor, route: GatedRoute) -> Tensor:
-    """probs [n, E], 0 off the chosen experts -> the same with the route's weights and own gradient."""
+    """Put the route's weights into probs [n, E], 0 off the chosen experts, with their own gradient."""
     own = probs.detach()
     places = route.ids.clamp(min=0)
     known = route.ids != NATIVE_ROUTE
@@ -74,7 +74,7 @@ class LayerReplay:
             self._recompute.append(target)
 
     def end_forward(self) -> None:
-        """From here until the next `begin_forward`, the router is called by recompute only."""
+        """End the forward: until the next `begin_forward` only recompute calls the router."""
         self._forward, self._in_forward, self._probs = None, False, None
 
     @property
@@ -83,7 +83,7 @@ class LayerReplay:
         return len(self._recompute)
 
     def native_gates(self) -> GatedRoute:
-        """The choice of the last forward with its weights, before `end_forward`; of a native one."""
+        """Return the choice of the last native forward with its weights, before `end_forward`."""
         assert self.native_ids is not None
         assert self._probs is not None
         return GatedRoute(self.native_ids, self._probs.gather(1, self.native_ids).float())
@@ -96,7 +96,7 @@ class LayerReplay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Megatron's hook: scores [n, E] -> (scores [n, K] of the chosen experts, ids [n, K])."""
+        """Serve Megatron's hook: scores [n, E] -> (scores [n, K] of the chosen experts, ids [n, K])."""
         assert default_compute_topk is not None
         native_scores, native = default_compute_topk(scores, topk, num_groups, group_topk)
         if self._in_forward:
@@ -130,7 +130,7 @@ class LayerReplay:
 
 
 class ReplayedChunk:
-    """The routers of one model chunk, by layer number."""
+    """A replayed chunk holds the routers of one model chunk, by layer number."""
 
     def __init__(self, chunk: Any, keep_for_recompute: bool) -> None:
         self.layers: dict[int, LayerReplay] = {}

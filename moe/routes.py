@@ -26,7 +26,7 @@ Route = Tensor | GatedRoute
 """Expert ids i64[n, K] of a layer, alone or with their weights; NATIVE_ROUTE rows are free."""
 
 Routes = Mapping[int, Route]
-"""By Megatron layer number, for this rank's rows; a layer that is left out decides for itself."""
+"""Routes by Megatron layer number, for this rank's rows; a layer left out decides for itself."""
 
 
 def ids_of(route: Route) -> Tensor:
@@ -41,7 +41,7 @@ class Replay:
 
     kind: Literal["off", "rollout", "recorded"]
     routes: tuple[Routes, ...] = ()
-    """By micro-batch, where `kind` is `recorded`."""
+    """Routes by micro-batch, where `kind` is `recorded`."""
 
     off: ClassVar[Replay]
     """Every router decides for itself."""

@@ -84,12 +84,12 @@ class RoutingCounter:
     num_expected: Tensor | int = 0
     num_replayed: Tensor | int = 0
     layers: dict[tuple[int, ...], LayerCounts] = field(default_factory=dict)
-    """By the layer numbers of what was counted together: the layers of one chunk."""
+    """Counts by the layer numbers of what was counted together: the layers of one chunk."""
     _token_differs: dict[int, Tensor] = field(default_factory=dict)
-    """By micro-batch: bool[n], true where any layer of this rank differs."""
+    """One bool[n] per micro-batch, true where any layer of this rank differs."""
     _num_tokens: dict[int, Tensor] = field(default_factory=dict)
     _loads: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    """By the layer numbers of a chunk: i64[L, E], tokens that went to each expert."""
+    """Tokens that went to each expert, i64[L, E], by the layer numbers of a chunk."""
 
     def add(
         self,

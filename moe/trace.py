@@ -133,7 +133,7 @@ def empty_trace_ids(num_rows: int, num_layers: int, num_experts: int, topk: int)
 
 
 def narrow_dtype(num_experts: int) -> torch.dtype:
-    """Of `RoutingTrace.expert_ids`."""
+    """Return the dtype of `RoutingTrace.expert_ids`."""
     return torch.uint8 if num_experts <= 256 else torch.uint16
 
 

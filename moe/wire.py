@@ -26,14 +26,14 @@ ROWS_AT_ONCE = 4096
 def wire_row_bytes(
     num_layers: int, num_experts: int, topk: int, *, with_weights: bool = False
 ) -> int:
-    """Bytes of one token: ceil(L * K * bits / 8), bits as in `mrl.kernels.routes`; with weights
-    4 * L * K more."""
+    """Count the bytes of one token: ceil(L * K * bits / 8), bits as in `mrl.kernels.routes`;
+    with weights 4 * L * K more."""
     ids = -(-num_layers * route_row_bits(num_experts, topk) // 8)
     return ids + 4 * num_layers * topk * with_weights
 
 
 def to_wire(routes: PackedRoutes) -> Tensor:
-    """u8[R, wire_row_bytes]."""
+    """Encode rows as u8[R, wire_row_bytes]."""
     ids = _ids_to_wire(routes)
     if routes.weights is None:
         return ids
@@ -49,7 +49,7 @@ def from_wire(
     *,
     with_weights: bool = False,
 ) -> PackedRoutes:
-    """What `to_wire` got. Raises ValueError where the rows have another size than theirs."""
+    """Decode what `to_wire` encoded. Raises ValueError where the rows have another size than theirs."""
     num_rows, num_layers = len(wire), len(layer_numbers)
     width = wire_row_bytes(num_layers, num_experts, topk, with_weights=with_weights)
     if wire.shape != (num_rows, width):

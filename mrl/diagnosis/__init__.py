@@ -1,1 +1,1 @@
-"""What trainer and engine make of the same tokens: measured every step, kept on file, explained."""
+"""What trainer and engine make of the same tokens is measured every step, kept on file, explained."""

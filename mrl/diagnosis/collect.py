@@ -27,7 +27,7 @@ from parallel.policy import Policy
 
 @dataclass
 class Diagnosis:
-    """The diagnosis of a run on one rank. `before_update` is a collective."""
+    """This is the diagnosis of a run on one rank. `before_update` is a collective."""
 
     plan: Plan
     mesh: Mesh
@@ -82,7 +82,7 @@ class Diagnosis:
         batches: Sequence[MicroBatch],
         old: PassOutput,
     ) -> TokenRecord | None:
-        """On rank 0. A collective."""
+        """Make the token record on rank 0. A collective."""
         recipe, model = self.plan.recipe, self.plan.model
         layers = model.moe_layer_numbers
         limit = recipe.diagnosis.max_tokens

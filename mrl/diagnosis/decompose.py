@@ -49,11 +49,11 @@ class LayerGap:
 @dataclass(frozen=True)
 class Decomposition:
     num_tokens: int
-    """Of the loss, in the micro-batches of all data-parallel ranks."""
+    """Tokens of the loss, in the micro-batches of all data-parallel ranks."""
     levels: dict[str, dict[str, float]]
     """`none`, `ids` and `weights`, as far as there were routes, to MEASURES."""
     layers: list[LayerGap]
-    """Of the MoE layers; empty without routes."""
+    """Numbers of the MoE layers; empty without routes."""
     first_divergent_layer: int | None
 
     def metrics(self) -> dict[str, float]:
@@ -105,7 +105,7 @@ def decompose(
 
 
 def spread(numbers: Sequence[int], most: int) -> list[int]:
-    """At most `most` of them, evenly, with the first and the last."""
+    """Choose at most `most` of them, evenly spaced, the first and the last included."""
     if len(numbers) <= most:
         return list(numbers)
     steps = max(most - 1, 1)

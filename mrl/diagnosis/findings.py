@@ -45,16 +45,17 @@ DETECTORS: tuple[Callable[[LossTokens], Finding | None], ...] = (
 
 @dataclass(frozen=True)
 class Usual:
-    """|old - rollout| in the other steps of a run."""
+    """The usual mismatch is |old - rollout| in the other steps of a run."""
 
     mean: float
     """Median over the steps of the mean over tokens."""
     median: float
-    """Of the median over tokens."""
+    """The median over steps of the median over tokens."""
 
 
 def usual_mismatch(rows: Iterable[Mapping[str, Any]], step: int) -> Usual | None:
-    """Of the rows of metrics.jsonl but that of `step`; None where no other has the numbers."""
+    """Read it from the rows of metrics.jsonl but that of `step`; None where no other has the
+    numbers."""
     others = [row for row in rows if row["step"] != step]
     found = []
     for key in ("mismatch/logprob_abs_mean", "mismatch/p50"):

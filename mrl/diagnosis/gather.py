@@ -1,4 +1,4 @@
-"""The tokens of a step from all ranks on rank 0, bounded.
+"""The tokens of a step are gathered from all ranks on rank 0, up to a bound.
 
 Who holds what: the last pipeline stage the log-probs (one rank of each data-parallel replica reports
 them), every stage its MoE layers, and of those each tensor- and context-parallel rank some rows. All
@@ -94,7 +94,7 @@ def gather_tokens(
     layer_numbers: Sequence[int],
     max_tokens: int,
 ) -> tuple[Chosen, dict[str, Tensor]] | None:
-    """The samples of the record and its tensors per token, on rank 0. A collective.
+    """Gather the samples of the record and its tensors per token on rank 0. A collective.
 
     `samples` of all ranks; `batches` of this one, and what the pass `old` over them gave, with its
     `observed` rows where routes are to be recorded; layer_numbers: all L MoE layers of the model.
@@ -115,7 +115,8 @@ def choose(
     mesh: Mesh,
     max_tokens: int,
 ) -> Chosen:
-    """The samples of the record, the same on every rank. A collective where not all of them fit."""
+    """Choose the samples of the record, the same on every rank. A collective where not all of
+    them fit."""
     lengths = [len(sample.token_ids) for sample in samples]
     gaps: dict[int, float] = {}
     if sum(lengths) > max_tokens:
@@ -127,7 +128,8 @@ def choose(
 
 
 def _gaps(batches: Sequence[MicroBatch], old: PassOutput) -> dict[int, float]:
-    """By sample of this rank: the largest |old - rollout| of its loss tokens; infinite for a NaN."""
+    """Return, by sample of this rank, the largest |old - rollout| of its loss tokens; infinite
+    for a NaN."""
     gaps: dict[int, float] = {}
     for batch, logprobs in zip(batches, old.logprobs, strict=True):
         d = torch.where(batch.loss_mask, logprobs.cpu() - batch.rollout_logprobs, 0.0).abs()
@@ -184,7 +186,7 @@ def route_parts(
 
 
 def gather(parts: tuple[Parts, tuple[int, ...], Parts], mesh: Mesh) -> list[Any] | None:
-    """Of all ranks on rank 0; None elsewhere. A collective."""
+    """Gather the parts of all ranks on rank 0; None elsewhere. A collective."""
     tokens, layers, routes = parts
     message = (_joined(tokens), layers, _joined(routes))
     if mesh.dims.world == 1:

@@ -28,7 +28,7 @@ PERCENTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999))
 def mismatch_statistics(
     batches: Sequence[MicroBatch], output: PassOutput, version: int
 ) -> Statistics:
-    """`mismatch/*`, `entropy` and `staleness/*` of this rank, of the pass before the update.
+    """Measure `mismatch/*`, `entropy` and `staleness/*` of this rank in the pass before the update.
 
     `version`: of the trainer's weights. Empty where this rank holds no log-probs.
     """

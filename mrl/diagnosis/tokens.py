@@ -1,4 +1,4 @@
-"""The token record of a step: what trainer and engine made of each token before the update.
+"""The token record of a step holds what trainer and engine made of each token before the update.
 
 OUTPUT_DIR/tokens/step_000012.safetensors: the tensors below under their names, and the rest as JSON in
 the header. No pickle.
@@ -31,7 +31,7 @@ class TokenRecord:
 
     step: int
     version: int
-    """Of the trainer's weights."""
+    """The version of the trainer's weights."""
     temperature: float
     """That both sides' log-probs are meant to be at."""
     routing_replay: str
@@ -39,7 +39,7 @@ class TokenRecord:
     layer_numbers: tuple[int, ...]
     """Megatron's 1-based number of each of the L MoE layers; empty without routes."""
     num_experts: int
-    """Of a MoE layer; 0 without routes."""
+    """Experts of a MoE layer; 0 without routes."""
     num_samples_of_step: int
     """All of the step, also where the record holds fewer."""
     sample_ids: Tensor
@@ -84,7 +84,7 @@ class TokenRecord:
         return len(self.token_ids)
 
     def sample(self, i: int) -> slice:
-        """The tokens of the i-th sample of the record (not of the step: see `sample_ids`)."""
+        """Return the tokens of the i-th sample of the record (not of the step: see `sample_ids`)."""
         return slice(int(self.cu_seqlens[i]), int(self.cu_seqlens[i + 1]))
 
 
@@ -105,7 +105,7 @@ def save_tokens(path: Path, record: TokenRecord) -> None:
 
 
 def load_tokens(path: Path) -> TokenRecord:
-    """What `save_tokens` wrote. Raises InputError for anything else."""
+    """Load what `save_tokens` wrote. Raises InputError for anything else."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

@@ -58,17 +58,17 @@ REPLAYED = {
     "bounds; what is left of the gap is in decompose/ids",
     "noise": "nothing to mend; routes are replayed already, algorithm.importance bounds the rest",
 }
-"""In the place of NEXT where the routes were the rollout's."""
+"""The step that takes the place of NEXT where the routes were the rollout's."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """One metric of the step."""
+    """A number is one metric of the step."""
 
     key: str
     value: float
     median: float | None
-    """Of the other steps that have it; None without one."""
+    """Its median over the other steps that have it; None without one."""
 
     @property
     def ratio(self) -> float | None:
@@ -98,7 +98,7 @@ class Explanation:
     """What to do about the diagnosis."""
 
     def as_json(self) -> dict[str, Any]:
-        """Non-finite numbers as null; `numbers` with their `ratio` and `is_spike`."""
+        """Return JSON with null for non-finite numbers, and `ratio` and `is_spike` beside `numbers`."""
         numbers = [
             {**dataclasses.asdict(n), "ratio": n.ratio, "is_spike": n.is_spike}
             for n in self.numbers
@@ -147,7 +147,7 @@ def _next(diagnosis: Finding, record: TokenRecord) -> str:
 
 
 def step_numbers(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[Number]:
-    """The metrics of mismatch, routing and update, beside their median over `others`."""
+    """Return the metrics of mismatch, routing and update, beside their median over `others`."""
     numbers = []
     for key, value in row.items():
         if not (key.startswith(PREFIXES) or key in ALONE) or not isinstance(value, (int, float)):
@@ -160,8 +160,8 @@ def step_numbers(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) ->
 def _layers(
     record: TokenRecord, tokens: LossTokens, decomposition: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """By MoE layer: router disagreement, margins, and the expert whose tokens differ most from others
-    of about the same log-prob."""
+    """Report, by MoE layer, router disagreement, margins, and the expert whose tokens differ
+    most from others of about the same log-prob."""
     gaps, z = expert_gaps(tokens), expert_z(tokens)
     parts = {part["layer"]: part for part in (decomposition or {}).get("layers", ())}
     layers = []

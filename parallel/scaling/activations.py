@@ -70,8 +70,8 @@ def in_flight(stage: int, dims: ParallelDims, num_micro_batches: int) -> int:
 
 
 def activation_bytes(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:
-    """Kept at the peak of training. With full recompute: each layer's input, and one layer whole.
-    With selective recompute: what is not recomputed, and that of one layer."""
+    """Estimate what is kept at the peak of training. With full recompute: each layer's input,
+    and one layer whole. With selective recompute: what is not recomputed, and that of one layer."""
     rows = work.packed_tokens(dims) // (dims.tp * dims.cp)
     modules = () if work.recompute else work.recompute_modules
     whole = {n: layer_activation_bytes(shape, n, rows, work) for n in stage.layers}

@@ -23,7 +23,7 @@ VOCAB_TILES = 32
 
 @dataclass(frozen=True)
 class Volume:
-    """One kind of traffic of one rank."""
+    """A volume is one kind of traffic of one rank."""
 
     name: str
     group: int
@@ -40,7 +40,7 @@ class Volume:
     """Bytes sent once, around the update."""
 
     def step(self, recompute: bool) -> float:
-        """Of one optimizer step."""
+        """Sum the bytes of one optimizer step."""
         return self.forward + self.backward + recompute * self.recomputed + self.update
 
 
@@ -107,7 +107,8 @@ def logprob_statistics(
 def expert_parallel(
     shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage
 ) -> list[Volume]:
-    """Tokens to their experts and back, in each MoE layer (megatron-core's `token_dispatcher.py`).
+    """Count tokens sent to their experts and back, in each MoE layer (megatron-core's
+    `token_dispatcher.py`).
 
     alltoall: every row goes out K times, [n K, H] and its fp32 probability [n K], and comes back as
     [n K, H]; the same in the backward. With expert-tensor parallelism the arrived rows are gathered
@@ -154,7 +155,7 @@ def context_parallel(
 
 
 def pipeline(shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage) -> Volume:
-    """[n, H] per micro-batch and chunk to the next stage, its gradient to the one before."""
+    """Count [n, H] per micro-batch and chunk to the next stage, and its gradient to the one before."""
     rows = work.packed_tokens(dims) // (dims.tp * dims.cp)
     one = work.num_micro_batches(dims) * rows * shape.hidden * work.weight_bytes
     return Volume(
@@ -191,7 +192,7 @@ def data_parallel(
 
 
 def tied_embedding(shape: ModelShape, dims: ParallelDims, stage: Stage) -> Volume:
-    """First and last stage add up the gradients of the matrix that both hold, in fp32."""
+    """Count the gradients of the matrix that the first and last stage share and add up, in fp32."""
     both = shape.tied and dims.pp > 1 and (stage.has_embedding or stage.has_output)
     sent = 2 * ring(2, 4 * shape.vocab * shape.hidden / dims.tp) if both else 0.0
     return Volume("tied embedding", 2 if both else 1, dims.world, 0.0, update=sent)

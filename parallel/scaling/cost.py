@@ -1,4 +1,4 @@
-"""Seconds of one step: an ESTIMATE from operations, bytes and stated efficiencies.
+"""The seconds of one step are an ESTIMATE from operations, bytes and stated efficiencies.
 
 Nothing here has been measured on GPUs. No overlap of communication and computation is assumed, and
 every sequence is taken as long as its limit, so that the parts can be read beside each other.
@@ -27,7 +27,7 @@ from parallel.scaling.workload import Workload
 
 @dataclass(frozen=True)
 class Hardware:
-    """One GPU and its links, from the maker's data sheets; bytes and FLOPs per second."""
+    """Hardware is one GPU with its links, from the maker's data sheets; bytes and FLOPs per second."""
 
     name: str
     memory_bytes: int
@@ -57,7 +57,7 @@ class Efficiency:
     """Share of the data sheet that real code reaches: assumptions, to be replaced by measurements."""
 
     flops: float = 0.35
-    """Of the bf16 peak: grouped products of small experts reach less than dense ones."""
+    """The share of the bf16 peak: grouped products of small experts reach less than dense ones."""
     hbm: float = 0.6
     links: float = 0.7
     host: float = 0.7
@@ -76,7 +76,7 @@ class StepCost:
 
     seconds: dict[str, float]
     flops: float
-    """Of all ranks in one step, rollout included."""
+    """Tokens of all ranks in one step, rollout included."""
     bubble: float
     """Idle share of the pipeline, on top of its busy time."""
     decode_batch: int
@@ -95,26 +95,27 @@ def find_hardware(name: str) -> Hardware:
 
 
 def forward_flops(shape: ModelShape, parts: Iterable[Part], layers: int, context: float) -> float:
-    """Of one token: 2 per parameter that it passes (arXiv 2001.08361, table 1), and the attention's
-    scores and sums over `context` earlier tokens, 2 x (query width + value width) each."""
+    """Count the FLOPs of one token: 2 per parameter that it passes (arXiv 2001.08361, table 1),
+    and the attention's scores and sums over `context` earlier tokens, 2 x (query width + value
+    width) each."""
     matrices = sum(p.num_active for p in parts if p.name not in ("embedding", "norms"))
     return 2 * matrices + 2 * layers * context * (shape.query_width + shape.value_width)
 
 
 def model_flops(shape: ModelShape, context: float) -> float:
-    """Of one token in one forward pass; a tied head multiplies like any other."""
+    """Count the FLOPs of one token in one forward pass; a tied head multiplies like any other."""
     tied = 2 * shape.vocab * shape.hidden * shape.tied
     return forward_flops(shape, shape.parts(), shape.num_layers, context) + tied
 
 
 def stage_flops(shape: ModelShape, stage: Stage, context: float) -> float:
-    """The same, of the layers of one pipeline rank."""
+    """Count the same for the layers of one pipeline rank."""
     tied = 2 * shape.vocab * shape.hidden * (shape.tied and stage.has_output)
     return forward_flops(shape, stage.parts, len(stage.layers), context) + tied
 
 
 def pipeline_bubble(dims: ParallelDims, num_micro_batches: int) -> float:
-    """(pp - 1) / (vpp m) of the busy time (arXiv 2104.04473, section 2.2.2)."""
+    """Return (pp - 1) / (vpp m), as a share of the busy time (arXiv 2104.04473, section 2.2.2)."""
     return (dims.pp - 1) / (dims.vpp * num_micro_batches)
 
 
@@ -140,7 +141,7 @@ def decode_bytes(shape: ModelShape, work: Workload, batch: float, context: float
 def rollout_seconds(
     shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware, share: Efficiency
 ) -> tuple[dict[str, float], int]:
-    """Prefill (compute bound, one a prompt) and decode (HBM bound), and the decode batch."""
+    """Estimate prefill (compute bound, one a prompt), decode (HBM bound), and the decode batch."""
     engines = max(1, dims.world // work.engine_tp)
     sequences = -(-work.num_sequences // engines)
     room = kv_capacity_tokens(shape, work, gpu.memory_bytes) // work.sequence_len
@@ -162,7 +163,8 @@ def rollout_seconds(
 
 
 def link_seconds(found: list[Volume], gpu: Hardware, share: Efficiency, part: str) -> float:
-    """Seconds of the `part` (`forward`, `step` or `step+recompute`) of every volume, one by one."""
+    """Estimate the seconds of the `part` (`forward`, `step` or `step+recompute`) of every
+    volume, one by one."""
     seconds = 0.0
     for volume in found:
         link = gpu.nvlink if volume.span <= gpu.gpus_per_node else gpu.network

@@ -18,9 +18,9 @@ ACTIVATION_MB_PER_TOKEN = 1.5
 GRAPH_MB_PER_REQUEST = 2
 """SGLang's own reserve for decode graphs, in MiB per request of the largest one (the same)."""
 GRAPH_MB_PER_REPLICA = 3
-"""On top, per request and replica under DP attention (the same)."""
+"""Bytes on top, per request and replica under DP attention (the same)."""
 MLA_GRAPH_MB = 1536
-"""On top for latent attention: prefill graphs with FlashAttention 3 (the same)."""
+"""Bytes on top for latent attention: prefill graphs with FlashAttention 3 (the same)."""
 
 
 def attention_ranks(work: Workload) -> int:
@@ -29,7 +29,8 @@ def attention_ranks(work: Workload) -> int:
 
 
 def engine_weight_bytes(shape: ModelShape, work: Workload) -> int:
-    """On one rank. Matrices are shared out over the ranks, but for those of the attention's replica.
+    """Count the weights of one rank. Matrices are shared out over the ranks, but for those of
+    the attention's replica.
 
     Above the number of key/value heads, SGLang gives each rank a copy of one (`QKVParallelLinear`).
     Routers and norms are whole on every rank, and so are the down projections of latent attention.
@@ -51,7 +52,8 @@ def engine_weight_bytes(shape: ModelShape, work: Workload) -> int:
 
 
 def kv_bytes_per_token(shape: ModelShape, work: Workload) -> int:
-    """Of one engine rank. Latent attention's compressed keys and values stand on every rank."""
+    """Count the bytes of one engine rank. Latent attention's compressed keys and values stand on
+    every rank."""
     ways = 1 if shape.mla else min(attention_ranks(work), shape.kv_heads)
     return work.weight_bytes * shape.num_layers * shape.kv_cache_width // ways
 

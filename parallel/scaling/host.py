@@ -30,12 +30,12 @@ def pinned_bytes(num_bytes: int, exact: int | None) -> int:
 
 
 def pinned_total(tensors: Tensors, element_bytes: int, exact: int | None) -> int:
-    """Pinned bytes with one buffer a tensor."""
+    """Add up pinned bytes with one buffer a tensor."""
     return sum(count * pinned_bytes(element_bytes * n, exact) for count, n in tensors)
 
 
 def stage_tensors(stage: Stage, dims: ParallelDims) -> tuple[Tensors, Tensors]:
-    """Parameters of one rank of a stage: (dense, experts)."""
+    """Count the parameters of one rank of a stage: (dense, experts)."""
     dense: list[tuple[int, int]] = []
     experts: list[tuple[int, int]] = []
     for part in stage.parts:
@@ -56,7 +56,7 @@ def buffer_tensors(shape: ModelShape, stage: Stage) -> list[tuple[Tensors, int]]
 
 
 def pinned_weights(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:
-    """The ledger's buffers for the weights: one a storage.
+    """Size the ledger's buffers for the weights: one a storage.
 
     The distributed optimizer keeps all dense and all expert weights of a chunk in one storage each.
     """
@@ -76,7 +76,7 @@ def pinned_weights(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Wo
 def pinned_state(
     stage: Stage, dims: ParallelDims, work: Workload, element_bytes: int, share: float = 1.0
 ) -> int:
-    """Of one buffer for each piece whose optimizer state a rank keeps, of that share of the elements.
+    """Size one buffer for each piece whose optimizer state a rank keeps, of that share of the elements.
 
     Under the distributed optimizer a rank has as many times fewer pieces as there are copies. The one
     or two that its ends cut are taken as whole.
@@ -124,7 +124,8 @@ def saved_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> int:
 def trainer_host_rows(
     shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload
 ) -> tuple[Row, ...]:
-    """Of one rank. Pinned buffers stay allocated while their contents are on the device."""
+    """List the rows of one rank. Pinned buffers stay allocated while their contents are on the
+    device."""
     weights = pinned_weights(shape, stage, dims, work)
     optimizer = pinned_optimizer(stage, dims, work)
     pinned, plain = offloaded_bytes(stage, dims, work)
@@ -152,7 +153,7 @@ def trainer_host_rows(
 
 
 def routes_per_token(shape: ModelShape, work: Workload) -> list[int]:
-    """Bytes of one token's packed routes, by MoE layer: ceil(K log2(E) / 8)."""
+    """Count the bytes of one token's packed routes, by MoE layer: ceil(K log2(E) / 8)."""
     if work.routing_replay != "r3" or not shape.moe_layers:
         return []
     bits = max(1, (shape.num_experts - 1 + (shape.topk == 1)).bit_length())
@@ -167,7 +168,7 @@ def node_rows(
     device_bytes: int,
     gpus_per_node: int,
 ) -> tuple[Row, ...]:
-    """Of one node full of this stage's ranks, and their engines' ranks."""
+    """List the rows of one node full of this stage's ranks, and their engines' ranks."""
     rows = (
         *trainer_host_rows(shape, stage, dims, work),
         *engine_host_rows(shape, work, dims.world, device_bytes),

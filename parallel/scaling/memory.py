@@ -25,8 +25,8 @@ COUNTED = "counted in tests/parallel/scaling/test_scaling_bytes.py"
 
 
 def weight_bytes(shape: ModelShape, stage: Stage, work: Workload) -> int:
-    """b per parameter, and the buffers beside them: a balanced router's fp32 bias and count per expert,
-    latent attention's rotary tables."""
+    """Count b bytes per parameter, and the buffers beside them: a balanced router's fp32 bias
+    and count per expert, latent attention's rotary tables."""
     biases, mla = 2 * router_bias_bytes(shape, stage.layers), shape.mla
     table = 2 * mla.rotary_positions * mla.rope_dim * len(stage.layers) if mla else 0
     return work.weight_bytes * (stage.num_local + table) + biases
@@ -56,7 +56,7 @@ def optimizer_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> int:
 
 
 def routes_bytes(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:
-    """Expert ids on the device in one step, all of its micro-batches together.
+    """Count the expert ids on the device in one step, all of its micro-batches together.
 
     r3, those that the engine captured: ceil(K log2(E) / 8) bytes per token and MoE layer of the whole
     model. r2, those that the pass before the update recorded: 8 bytes an id, for this rank's rows and
@@ -165,7 +165,7 @@ def phases(
     device_bytes: int,
     gpus_per_node: int = 8,
 ) -> list[Phase]:
-    """Every phase of a step on every pipeline stage, in the order of the trainer's step."""
+    """List every phase of a step on every pipeline stage, in the order of the trainer's step."""
     return [
         phase
         for stage in stages(shape, dims)

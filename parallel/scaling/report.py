@@ -1,4 +1,4 @@
-"""The plan as tables: for the terminal (`mrl check --plan`) and for docs/scaling.md."""
+"""The plan is shown as tables: on the terminal (`mrl check --plan`) and in docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def model_table(shape: ModelShape, work: Workload) -> Table:
 
 
 def kinds_of_ranks(shape: ModelShape, dims: ParallelDims) -> dict[int, str]:
-    """One stage for each kind of pipeline rank: first, last, and the largest between them."""
+    """Choose one stage for each kind of pipeline rank: first, last, and the largest between them."""
     held = stages(shape, dims)
     if len(held) == 1:
         return {0: "all"}
@@ -85,14 +85,14 @@ def memory_tables(
 
 
 def peak_table(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Table:
-    """The phase that needs most, row by row, with the formula and the source of each."""
+    """Show the phase that needs most, row by row, with the formula and the source of each."""
     peak = worst(shape, dims, work, gpu)
     place = peak.name + (f" on pipeline stage {peak.stage}" if dims.pp > 1 else "")
     return _itemised(f"GPU memory at the peak, to the byte: {place}", peak.device)
 
 
 def host_table(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Table:
-    """The node that needs most host memory, row by row."""
+    """Show the node that needs most host memory, row by row."""
     node = worst_node(shape, dims, work, gpu)
     title = f"Host memory of one node, to the byte (taken to have {size(gpu.host_memory_bytes)})"
     return _itemised(title, node)

@@ -1,4 +1,4 @@
-"""Bytes of a step's rollouts on their way outside the GPUs: groups, tokens, routes, texts.
+"""The bytes of a step's rollouts are counted on their way outside the GPUs.
 
 What `mrl.collect.task`, `mrl.exchange.rollouts` and the engine's route memory move, from formulas;
 `benchmarks/world_step.py` holds them to what these functions send. Leaders are the first ranks of the
@@ -21,16 +21,16 @@ NODE = 8
 TOKEN_BYTES = 8
 """i32 id and f32 log-prob (`mrl.exchange.rollouts.BYTES_PER_TOKEN`)."""
 OUTLINE_BYTES = 350
-"""Of a sample in JSON: lengths, versions, the finish reason, the shape of its routes."""
+"""Bytes of a sample in JSON: lengths, versions, the finish reason, the shape of its routes."""
 PROMPT_BYTES = 12
-"""Of a token of a prompt: its i64 id, and an assumption of 4 bytes of text."""
+"""Bytes of a token of a prompt: its i64 id, and an assumption of 4 bytes of text."""
 TEXT_BYTES = 4.5
-"""Of a token in `rollouts/*.jsonl`: an assumption, for English text."""
+"""Bytes of a token in `rollouts/*.jsonl`: an assumption, for English text."""
 
 
 @dataclass(frozen=True)
 class RolloutBytes:
-    """One kind of traffic in one step."""
+    """This is one kind of traffic in one step."""
 
     name: str
     leader: float
@@ -72,7 +72,7 @@ def rollout_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> list
 
 
 def _from_engine(shape: ModelShape, work: Workload, num_tokens: float) -> RolloutBytes:
-    """From SGLang's scheduler to the leader, in memory that both map."""
+    """Count what goes from SGLang's scheduler to the leader, in memory that both map."""
     if work.routing_replay != "r3":
         return RolloutBytes("routes from the engine", 0.0, 0.0, 0.0)
     each = 1 if shape.num_experts <= 256 else 2
@@ -81,7 +81,7 @@ def _from_engine(shape: ModelShape, work: Workload, num_tokens: float) -> Rollou
 
 
 def moe_layers_by_stage(shape: ModelShape, dims: ParallelDims) -> list[tuple[int, ...]]:
-    """0-based layers."""
+    """Return 0-based layer numbers by stage."""
     moe = set(shape.moe_layers)
     return [tuple(n for n in stage.layers if n in moe) for stage in stages(shape, dims)]
 

@@ -11,7 +11,7 @@ ASSUMPTION = "assumption"
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of bytes on one rank, or on one node."""
+    """A row is one kind of bytes on one rank, or on one node."""
 
     name: str
     num_bytes: int
@@ -30,7 +30,7 @@ class Phase:
 
     name: str
     stage: int
-    """Of the pipeline."""
+    """Stage of the pipeline."""
     device: tuple[Row, ...]
     host: tuple[Row, ...]
     """The same in every phase: pinned buffers are kept once they are there."""
@@ -53,7 +53,7 @@ def total(rows: Iterable[Row]) -> int:
 
 
 def times(rows: Iterable[Row], count: int) -> tuple[Row, ...]:
-    """The rows of `count` ranks together."""
+    """Multiply the rows by `count` ranks."""
     return tuple(
         replace(row, num_bytes=count * row.num_bytes, formula=f"{count} x {row.formula}")
         for row in rows
@@ -61,5 +61,5 @@ def times(rows: Iterable[Row], count: int) -> tuple[Row, ...]:
 
 
 def present(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Without rows of 0 bytes."""
+    """Leave out rows of 0 bytes."""
     return tuple(row for row in rows if row.num_bytes)

@@ -20,7 +20,7 @@ from parallel.scaling.stages import expert_data_parallel
 from parallel.scaling.workload import Workload
 
 CONTEXT_BYTES = 600 << 20
-"""Of one process on one GPU. An empty context is 426 MiB (torch 2.10, CUDA 13, RTX 6000 Ada:
+"""Context of one process on one GPU. An empty one is 426 MiB (torch 2.10, CUDA 13, RTX 6000 Ada:
 unslothai/unsloth-zoo pull 1053); kernels are loaded into it as they are first used."""
 COLLECTIVE_BYTES = 576 << 20
 """A communicator of several ranks: Qwen3-30B-A3B's one in SGLang at TP8 (sgl-project/sglang pull 30908,
@@ -32,7 +32,7 @@ CHANNEL_BYTES = 12 << 20
 NVLINK_CHANNELS = 32
 """Channels to each peer of the node for all-to-all and send/receive (the same issue)."""
 NETWORK_CHANNELS = 2
-"""To a peer on another node: NCCL_NCHANNELS_PER_NET_PEER (NVIDIA/nccl issue 1424)."""
+"""Channels to a peer on another node: NCCL_NCHANNELS_PER_NET_PEER (NVIDIA/nccl issue 1424)."""
 CUBLAS_BYTES = 32 << 20
 """torch's workspace per cuBLAS handle and stream on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp,
 parseChosenWorkspaceSize)."""
@@ -41,17 +41,17 @@ CUBLAS_STREAMS = 2
 GROUPED_GEMM_STREAMS = 4
 """TransformerEngine's grouped products, each with a cuBLAS workspace (`get_num_cublas_streams`)."""
 FRAGMENTATION = 0.05
-"""Of the bytes that torch's caching allocator manages."""
+"""A share of the bytes that torch's caching allocator manages."""
 
 Kind = Literal["collective", "peers"]
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """A group of ranks that a step uses on the device."""
+    """A communicator is a group of ranks that a step uses on the device."""
 
     name: str
-    """As Megatron describes the group."""
+    """Megatron's description of the group."""
     size: int
     span: int
     """Consecutive ranks that it stretches over."""
@@ -75,7 +75,7 @@ class Communicator:
 
 
 def communicators(shape: ModelShape, dims: ParallelDims, work: Workload) -> list[Communicator]:
-    """Those of a trainer's rank on its first or last stage, by Megatron's names.
+    """List those of a trainer's rank on its first or last stage, by Megatron's names.
 
     Groups of a single rank count where Megatron calls a collective on them all the same.
     """
@@ -115,7 +115,8 @@ def _several(name: str, size: int, span: int, kind: Kind = "collective") -> Comm
 
 
 def engine_communicators(work: Workload) -> list[Communicator]:
-    """Of an engine's rank: its tensor-parallel group, and with DP attention that of a replica.
+    """List those of an engine's rank: its tensor-parallel group, and with DP attention that of a
+    replica.
 
     SGLang's expert-parallel group is the tensor-parallel one where they are equal (sglang pull 30908).
     """

@@ -16,7 +16,7 @@ from parallel.dims import ModelSizes
 POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads")  # fmt: skip
 Sharing = Literal["whole", "tensor", "expert"]
-"""Over which ranks of a pipeline stage a parameter is shared out: none, the tensor-parallel, or the
+"""The ranks of a pipeline stage that share out a parameter: none, the tensor-parallel, or the
 expert (and expert-tensor) parallel ones."""
 
 
@@ -26,7 +26,7 @@ Tensors = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters of one kind in one layer, embedding or output."""
+    """A part is the parameters of one kind in one layer, embedding or output."""
 
     name: str
     """`embedding`, `output`, `attention`, `router`, `experts`, `shared`, `dense` or `norms`."""
@@ -44,7 +44,8 @@ class Part:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    """The sizes of multi-head latent attention are these (DeepSeek-V2, arXiv 2405.04434, section
+    2.1)."""
 
     q_rank: int
     """0: queries are projected at once."""
@@ -58,7 +59,7 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer with SwiGLU and RMSNorm, each layer dense or MoE."""
+    """The model is a decoder-only transformer with SwiGLU and RMSNorm, each layer dense or MoE."""
 
     sizes: ModelSizes
     """What a layout has to divide."""
@@ -124,7 +125,7 @@ class ModelShape:
         return Part("embedding", "tensor", ((1, num),), num)
 
     def output(self) -> Part:
-        """The head's matrix, which a tied model shares with the embedding."""
+        """Return the head's matrix, which a tied model shares with the embedding."""
         num = self.vocab * self.hidden
         return Part("output", "tensor", () if self.tied else ((1, num),), num)
 
@@ -132,7 +133,7 @@ class ModelShape:
         return _all("norms", "whole", self.hidden)
 
     def layer(self, number: int) -> list[Part]:
-        """The parameters of 0-based layer `number`."""
+        """List the parameters of 0-based layer `number`."""
         parts = [_all("norms", "whole", self.hidden, self.hidden), *self._attention()]
         if number not in self.moe_layers:
             return [*parts, self._mlp("dense", self.dense_ffn)]
@@ -169,12 +170,12 @@ class ModelShape:
         ]
 
     def parts(self) -> list[Part]:
-        """Every parameter of the model once."""
+        """List every parameter of the model once."""
         layers = [part for number in range(self.num_layers) for part in self.layer(number)]
         return [self.embedding(), *layers, self.final_norm(), self.output()]
 
     def count(self) -> dict[str, int]:
-        """Parameters by the name of their part."""
+        """Count parameters by the name of their part."""
         totals: dict[str, int] = {}
         for part in self.parts():
             totals[part.name] = totals.get(part.name, 0) + part.num
@@ -186,7 +187,8 @@ class ModelShape:
 
     @property
     def num_active(self) -> int:
-        """As model cards count: with the embedding and the head (a tied matrix counts once)."""
+        """Active parameters as model cards count them: embedding and head included (a tied
+        matrix once)."""
         own = sum(p.num_active for p in self.parts())
         return own - self.tied * self.vocab * self.hidden
 

@@ -11,7 +11,7 @@ from parallel.scaling.shape import ModelShape, Part, Tensors
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline rank. All counts are of one rank of it unless said otherwise."""
+    """A stage is one pipeline rank. All counts are of one rank of it unless said otherwise."""
 
     index: int
     layers: tuple[int, ...]
@@ -21,7 +21,7 @@ class Stage:
     parts: tuple[Part, ...]
     """Whole parameters, before tensor and expert parallelism share them out."""
     exported: tuple[Part, ...]
-    """Without the last stage's copy of a tied embedding."""
+    """Parameters without the last stage's copy of a tied embedding."""
     has_embedding: bool
     has_output: bool
     dense: int
@@ -29,7 +29,7 @@ class Stage:
     expert: int
     """Parameters that only expert-data parallelism copies."""
     whole: int
-    """Of `dense`, those that every tensor-parallel rank holds: their gradients are summed over it."""
+    """Those of `dense` that every tensor-parallel rank holds: their gradients are summed over it."""
 
     @property
     def num_local(self) -> int:
@@ -42,13 +42,13 @@ def expert_data_parallel(dims: ParallelDims) -> int:
 
 
 def local_count(part: Part, dims: ParallelDims) -> int:
-    """Parameters of `part` on one rank of its pipeline stage."""
+    """Count the parameters of `part` on one rank of its pipeline stage."""
     ways = {"whole": 1, "tensor": dims.tp, "expert": dims.ep * dims.etp}[part.sharing]
     return -(-part.num // ways)
 
 
 def local_tensors(part: Part, dims: ParallelDims) -> Tensors:
-    """The tensors of `part` on one rank of its pipeline stage: (how many, elements of each)."""
+    """Count the tensors of `part` on one rank of its pipeline stage: (how many, elements of each)."""
     if part.sharing == "expert":
         return tuple((-(-count // dims.ep), -(-numel // dims.etp)) for count, numel in part.tensors)
     ways = dims.tp if part.sharing == "tensor" else 1
@@ -81,7 +81,7 @@ def split_layers(num_layers: int, dims: ParallelDims) -> list[list[range]]:
 
 
 def stages(shape: ModelShape, dims: ParallelDims) -> list[Stage]:
-    """Every pipeline rank of the layout, in order."""
+    """List every pipeline rank of the layout, in order."""
     split = split_layers(shape.num_layers, dims)
     return [_stage(shape, dims, p, chunks) for p, chunks in enumerate(split)]
 

@@ -24,12 +24,13 @@ class StateOptions:
     """Megatron's options that change the bytes of gradients and optimizer, as bytes per element."""
 
     gradient_bytes: int = 4
-    """Of DDP's buffers: 4, or the weights' own size with `grad_reduce_in_fp32: false`."""
+    """Bytes of an element of DDP's buffers: 4, or the weights' own size with
+    `grad_reduce_in_fp32: false`."""
     precision_aware: bool = False
     """`use_precision_aware_optimizer`: TransformerEngine's Adam keeps the main parameters, or, with
     offload, the host does."""
     main_bytes: int = 4
-    """Of a main parameter beside a bf16 weight: `main_params_dtype`, and 2 with
+    """Bytes of a main parameter beside a bf16 weight: `main_params_dtype`, and 2 with
     `store_param_remainders`, where the weight itself is the upper half."""
     exp_avg_bytes: int = 4
     exp_avg_sq_bytes: int = 4
@@ -64,7 +65,8 @@ def read_state(megatron: Mapping[str, Any], weight_bytes: int) -> StateOptions:
 
 
 def dtype_bytes(name: Any) -> int:
-    """Of a dtype as a recipe writes it: `bfloat16`, `bf16`, `torch.bfloat16`, or torch's own."""
+    """Return the bytes of a dtype as a recipe writes it: `bfloat16`, `bf16`, `torch.bfloat16`,
+    or torch's own."""
     return DTYPE_BYTES[str(name).rpartition(".")[2]]
 
 
@@ -91,7 +93,7 @@ def optimizer_shard(stage: Stage, dims: ParallelDims, distributed: bool) -> Shar
 
 
 def device_bytes_each(options: StateOptions, weight_bytes: int) -> float:
-    """Bytes of optimizer state on the device per element of the shard."""
+    """Count bytes of optimizer state on the device per element of the shard."""
     kept = 1 - options.offload_fraction
     has_main = weight_bytes < 4
     if not options.precision_aware:
@@ -104,7 +106,7 @@ def device_bytes_each(options: StateOptions, weight_bytes: int) -> float:
 
 
 def host_bytes_each(options: StateOptions) -> tuple[int, int]:
-    """(pinned, not pinned) bytes on the host per offloaded element.
+    """Count (pinned, not pinned) bytes on the host per offloaded element.
 
     Gradients are pinned. Main parameters are pinned too, unless the precision-aware optimizer makes
     them from the weights (megatron-core's `hybrid_optimizer.py`, `_get_sub_optimizer_param_groups`).

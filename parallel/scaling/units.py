@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Numbers are written here as people read them."""
 
 from __future__ import annotations
 
 
 def size(num_bytes: float) -> str:
-    """Decimal units, three figures: `1.23 GB`."""
+    """Format bytes in decimal units, three figures: `1.23 GB`."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(num_bytes) >= scale:
             return f"{num_bytes / scale:.3g} {unit}" if abs(num_bytes) < 999.5 * scale else (
@@ -14,7 +14,7 @@ def size(num_bytes: float) -> str:
 
 
 def count(num: float) -> str:
-    """Three or four figures: `30.53 B`, `8.192 k`."""
+    """Format a count with three or four figures: `30.53 B`, `8.192 k`."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if num >= scale:
             return f"{num / scale:.4g} {unit}"
@@ -22,5 +22,5 @@ def count(num: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`1.2 s`, `34 ms`."""
+    """Format seconds: `1.2 s`, `34 ms`."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

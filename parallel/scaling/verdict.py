@@ -30,7 +30,7 @@ class Verdict:
 
 
 def worst(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Phase:
-    """The phase and stage that needs most of its GPU."""
+    """Return the phase and stage that needs most of its GPU."""
     found = phases(shape, dims, work, gpu.memory_bytes, gpu.gpus_per_node)
     return max(found, key=lambda phase: phase.device_bytes)
 
@@ -47,7 +47,7 @@ def worst_node(
 
 
 def arithmetic(rows: Iterable[Row]) -> str:
-    """`weights 8.04 GB + gradients 16.1 GB + ...`, largest first."""
+    """Write `weights 8.04 GB + gradients 16.1 GB + ...`, largest first."""
     ordered = sorted(present(rows), key=lambda row: -row.num_bytes)
     return " + ".join(f"{row.name} {size(row.num_bytes)}" for row in ordered)
 

@@ -12,7 +12,7 @@ from parallel.scaling.state import StateOptions, read_state
 
 @dataclass(frozen=True)
 class Workload:
-    """One step: `prompts` x `samples` sequences, trained on in `optimizer_steps` parts."""
+    """A step has `prompts` x `samples` sequences and trains on them in `optimizer_steps` parts."""
 
     prompts: int
     samples: int
@@ -39,7 +39,7 @@ class Workload:
     engine_tp: int = 1
     """Ranks of one engine."""
     engine_ep: int = 1
-    """Of these, the ranks that share the experts as wholes; the others share each expert's columns."""
+    """How many of these share the experts as wholes; the others share each expert's columns."""
     engine_dp: int = 1
     """Replicas of the attention inside an engine (DP attention)."""
     max_running_requests: int | None = None
@@ -60,21 +60,22 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Of one step, over all ranks."""
+        """Tokens of one step, over all ranks."""
         return self.num_sequences * self.sequence_len
 
     def packed_tokens(self, dims: ParallelDims) -> int:
-        """N of one micro-batch: whole sequences up to the budget, padded for the layout."""
+        """Return N of one micro-batch: whole sequences up to the budget, padded for the layout."""
         each = round_up(self.sequence_len, dims.sequence_multiple)
         return round_up(self.sequences_per_pack(dims) * each, dims.token_multiple)
 
     def sequences_per_pack(self, dims: ParallelDims) -> int:
-        """Of one micro-batch; each is padded to whole chunks for context parallelism."""
+        """Sequences of one micro-batch; each is padded to whole chunks for context parallelism."""
         each = round_up(self.sequence_len, dims.sequence_multiple)
         return max(1, self.micro_batch_tokens // each)
 
     def num_micro_batches(self, dims: ParallelDims) -> int:
-        """Of one optimizer step on one data-parallel rank (`parallel.packing.assign_micro_batches`)."""
+        """Micro-batches of one optimizer step on one data-parallel rank
+        (`parallel.packing.assign_micro_batches`)."""
         share = -(-self.num_sequences // (self.optimizer_steps * dims.dp))
         count = -(-share // self.sequences_per_pack(dims))
         return round_up(count, dims.pp) if dims.vpp > 1 else count
