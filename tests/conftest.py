@@ -1,8 +1,10 @@
 """Several pytest workers, one suite: what is dear is made once, and what is long begins first.
 
-Under pytest-xdist (`make test` runs two workers) each worker has session fixtures of its own;
+Under pytest-xdist (`make test` runs three workers) each worker has session fixtures of its own;
 `made_once` gives all of them the same folder. A file stays on one worker (`--dist loadfile`), so
 module fixtures are not doubled, and the tests of a file still run in their order.
+
+`make test` leaves out what is marked `release`, and `make test-all` runs everything.
 """
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ import os
 # Before torch is imported, and for all that the tests start: forked ranks cannot use the threads of
 # their parent and would wait for them.
 os.environ["OMP_NUM_THREADS"] = "1"
+# As `parallel.prepare` does on CPUs, which is too late once a test has imported torch._dynamo:
+# Megatron would compile functions of a few lines with g++ in every rank.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,20 +27,50 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+from tests.engine_starts import use_template
+
 # A test is not wrong because the other worker has the machine.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
-LONG_FIRST = ("loop", "rollout", "kernels", "parallel")
-"""Folders whose tests take long, longest first: one that began last would leave a worker idle."""
+ROOT = Path(__file__).parents[1]
+DURATIONS = ROOT / "tests/durations.json"
+"""Seconds that each file of tests took, by its path: `make test-times` writes it."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-durations", action="store_true", help=f"write {DURATIONS.name}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    use_template()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        return LONG_FIRST.index(folder) if folder in LONG_FIRST else len(LONG_FIRST)
+    """Sort files by their measured times, longest first; those without one come before them.
 
-    items.sort(key=place)
+    A long file that began last would leave the other workers idle.
+    """
+    durations = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    items.sort(key=lambda item: -durations.get(file_of(item.nodeid), float("inf")))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write the seconds of each file where `--write-durations` asks for it."""
+    if not terminalreporter.config.getoption("--write-durations"):
+        return
+    seconds: dict[str, float] = {}
+    reports = [report for key in terminalreporter.stats for report in terminalreporter.stats[key]]
+    for report in reports:
+        if isinstance(report, pytest.TestReport):
+            name = file_of(report.nodeid)
+            seconds[name] = seconds.get(name, 0.0) + report.duration
+    rounded = {name: round(seconds[name], 1) for name in sorted(seconds)}
+    DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n")
+
+
+def file_of(node_id: str) -> str:
+    return node_id.split("::", maxsplit=1)[0]
 
 
 @pytest.fixture(scope="session")

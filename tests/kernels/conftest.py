@@ -35,6 +35,18 @@ def emulator_samples(made_once: Callable[..., Path]) -> ctypes.CDLL:
 
 
 @pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Turns torch.compile on, which tests/conftest.py turns off; fails where it compiled nothing."""
+    from torch._dynamo import config, utils
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    monkeypatch.setattr(config, "disable", False)
+    utils.counters.clear()
+    yield
+    assert utils.counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.fixture
 def emulated_cuda(emulated_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> EmulatedCuda:
     """`with emulated_cuda("reverse"):` sends ops on CPU tensors to the emulated CUDA kernels.
 

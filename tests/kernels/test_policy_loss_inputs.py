@@ -64,6 +64,7 @@ def test_seq_logratio_matches_the_oracle() -> None:
     )
 
 
+@pytest.mark.usefixtures("compiles")
 def test_compiled_code_calls_the_op() -> None:
     case, o = make_case([30, 40]), FEW_OPTIONS[4]
 

@@ -30,6 +30,7 @@ def test_opcheck(inplace) -> None:
         check(ops.vp_logprob_combine.default, (leaf, labels, mask, tiles[None], 0, 2, 0.8, False))
 
 
+@pytest.mark.usefixtures("compiles")
 def test_compiled_code_calls_the_op() -> None:
     logits, labels = make_logits(6, 64, torch.float32)
 

@@ -6,11 +6,15 @@ cannot cross unseen. The fixture `emulated_cuda` in tests/kernels/conftest.py jo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
 import importlib.util
+import shutil
 import subprocess
 import sysconfig
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -32,8 +36,12 @@ __all__ = [
 ORDERS = ("forward", "reverse", "shuffled")
 """Orders of threads, warps and blocks: values of the environment variable MRL_EMULATOR_ORDER."""
 
-ROOT = Path(__file__).resolve().parents[3]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+CACHE = ROOT / "build/emulator"
+"""Builds of earlier sessions; `make clean` removes them."""
 MODULE_FILE = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+KERNELS_FILE = "libmrl_emulated_kernels.so"
 _NUM_JOBS = 2
 _FLAGS = ["-std=c++17", "-fPIC", "-DMRL_WITH_CUDA", "-Icsrc"]
 # Kernels go into a library of their own, with no hidden thread-local variable but __shared__ ones.
@@ -65,8 +73,13 @@ _CPU_FLAGS = [
 
 def build_samples(folder: Path) -> None:
     """Compile samples.cu, the kernels that test the emulator itself, into `folder`."""
-    (built,) = _compile([ROOT / "tests/kernels/emulator/samples.cu"], folder)
-    _link([built], folder / "samples.so")
+    source = ROOT / "tests/kernels/emulator/samples.cu"
+
+    def make(made: Path) -> None:
+        (built,) = _compile([source], made)
+        _link([built], made / "samples.so")
+
+    _from_cache([source], folder, make)
 
 
 def load_samples(folder: Path) -> ctypes.CDLL:
@@ -82,16 +95,21 @@ def build_module(folder: Path) -> None:
     Raises RuntimeError with g++'s words where a file does not compile.
     """
     cuda_sources = sorted(ROOT.glob("csrc/cuda/*.cu"))
-    cpu_sources = sorted(
-        [*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/bind/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp")]
-    )
-    objects = _compile([*cuda_sources, *cpu_sources], folder)
-    # Every function that the kernels need must be among them: -z defs says so now, not at a call.
-    kernels = _link(
-        objects[: len(cuda_sources)], folder / "libmrl_emulated_kernels.so", "-Wl,-z,defs"
-    )
-    others = [*objects[len(cuda_sources) :], kernels]
-    _link(others, folder / MODULE_FILE, "-fopenmp", "-Wl,-rpath,$ORIGIN")
+    bind_sources = sorted(ROOT.glob("csrc/bind/*.cpp"))
+    cpu_sources = sorted([*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp")])
+
+    def make(made: Path) -> None:
+        # One unit for all bindings: pybind11 is four of the five seconds that each of them takes.
+        bindings = made / "bindings.cpp"
+        bindings.write_text("".join(f'#include "{source}"\n' for source in bind_sources))
+        objects = _compile([*cuda_sources, bindings, *cpu_sources], made)
+        # Every function that the kernels need must be among them: -z defs says so now, not at a call.
+        flags = ("-Wl,-z,defs", f"-Wl,-soname,{KERNELS_FILE}")
+        kernels = _link(objects[: len(cuda_sources)], made / KERNELS_FILE, *flags)
+        others = [*objects[len(cuda_sources) :], kernels]
+        _link(others, made / MODULE_FILE, "-fopenmp", "-Wl,-rpath,$ORIGIN")
+
+    _from_cache([*cuda_sources, *bind_sources, *cpu_sources], folder, make)
 
 
 def load_module(folder: Path) -> ModuleType:
@@ -108,13 +126,39 @@ def load_module(folder: Path) -> ModuleType:
     return module
 
 
+def _from_cache(sources: Sequence[Path], folder: Path, make: Callable[[Path], object]) -> None:
+    """Fill `folder` with what `make` builds, from build/emulator/ where these very bytes were built.
+
+    The name there is a hash of the sources, of all headers, the flags and the compiler's version.
+    """
+    headers = [*ROOT.glob("csrc/**/*.h*"), *ROOT.glob("csrc/**/*.cuh"), *HERE.glob("*.h")]
+    digest = hashlib.sha256()
+    for part in (_CUDA_FLAGS, _CPU_FLAGS, sysconfig.get_path("include"), pybind11.__version__):
+        digest.update(repr(part).encode())
+    digest.update(subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout)
+    for file in sorted({*sources, *headers, Path(__file__)}):
+        digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    kept = CACHE / digest.hexdigest()[:16]
+    if not kept.is_dir():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=CACHE))
+        try:
+            make(made)
+            with contextlib.suppress(OSError):  # another session was faster
+                made.rename(kept)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    shutil.copytree(kept, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.o"))
+
+
 def _compile(sources: Sequence[Path], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
 
     def compile_one(source: Path) -> Path:
         # x.cpp and x.cu are in different folders of csrc/; their objects must not collide.
-        target = folder / ("_".join(source.relative_to(ROOT).parts) + ".o")
+        parts = source.relative_to(ROOT).parts if source.parent != folder else (source.name,)
+        target = folder / ("_".join(parts) + ".o")
         flags = _CUDA_FLAGS if source.suffix == ".cu" else [*_CPU_FLAGS, *includes]
         _run(["g++", *flags, "-c", str(source), "-o", str(target)])
         return target
