@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint evidence bench training-pass layouts conformance faults stability rollout-bench gpu-check clean
+.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults stability rollout-bench gpu-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -36,9 +36,17 @@ demo: setup  ## Train a toy MoE from scratch with the real Megatron-core and the
 	$(BIN)/mrl toy-model toy/model
 	$(BIN)/mrl train launch/recipes/toy_moe.yaml
 
-# Two workers: most of the time goes into starts that use one core. tests/conftest.py says how.
-test: setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.te  ## Run the tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+# Three workers on two cores: some tests wait. tests/conftest.py says how the work is shared out.
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+
+test: setup $(VENV)/browser/chromium  ## Run the tests, less those marked `release`; 6 minutes
+	$(PYTEST) -m "not release" $(PYTEST_ARGS)
+
+test-all: setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.te  ## All tests, each engine started anew: before a release
+	MRL_TEST_REAL_STARTS=1 $(PYTEST) $(PYTEST_ARGS)
+
+test-times: setup $(VENV)/browser/chromium  ## make test, and write the seconds of each file to tests/durations.json
+	$(PYTEST) -m "not release" --write-durations $(PYTEST_ARGS)
 
 # For the tests of `mrl view`. Where it cannot be had the script says so, and those tests are skipped.
 $(VENV)/browser/chromium: requirements/browser.sh | $(VENV)/.packages

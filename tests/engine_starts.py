@@ -2,13 +2,14 @@
 
 A server start costs 11 CPU seconds here, 8 of which go into imports. `Template` is a process with the
 environment and the plug-ins that `mrl.rollout.sglang` gives to a server on CPUs, one for each set of
-plug-ins. Each fork of it
-becomes the process that `ServerProcess` would have started: a session of its own, the same settings on
-stdin, its log as stdout and stderr, and `mrl.rollout.sglang.child.main` to run.
+plug-ins. Each fork of it becomes the process that `ServerProcess` would have started: a session of
+its own, the same settings on stdin, its log as stdout and stderr, and
+`mrl.rollout.sglang.child.main` to run.
 
 Two things differ from a real start: the parent process is the template, and `/proc/PID/environ` shows
-the template's environment. A start is therefore real, a new Python, where a test searches the environment of processes (MRL_TEST_RUN), wherever a test starts `mrl` as a
-command, and under MRL_TEST_REAL_STARTS=1, which some tests set and `make test-all` sets for all.
+the template's environment. A start is therefore real, a new Python, where a test searches the
+environment of processes (MRL_TEST_RUN), wherever a test starts `mrl` as a command, and under
+MRL_TEST_REAL_STARTS=1, which some tests set and `make test-all` sets for all.
 """
 
 from __future__ import annotations
