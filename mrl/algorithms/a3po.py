@@ -31,7 +31,7 @@ def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOu
 
 
 def proximal_logprobs(logprobs: Tensor, batch: MicroBatch) -> Tensor:
-    """f32[N]: rollout + alpha (logp - rollout), alpha = (d - 1) / d for a token d versions old.
+    """Compute f32[N]: rollout + alpha (logp - rollout), alpha = (d - 1) / d for a token d versions old.
 
     The proximal policy is one version behind the present one, so alpha is the share of the way that it
     has gone; a token of the present or of the last version has alpha 0, the policy that sampled it.

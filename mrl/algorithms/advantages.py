@@ -21,7 +21,7 @@ SPREAD_KEYS = ("min_group_std", "advantage_eps")
 
 
 def group_normalised(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """(R - mean) / std over the group (GRPO, arXiv 2402.03300 section 4.1.2).
+    """Compute (R - mean) / std over the group (GRPO, arXiv 2402.03300 section 4.1.2).
 
     std is the sample one (divides by G - 1), as in TRL and verl, at least `min_group_std`, plus
     `advantage_eps`. A single scored sample has nothing to compare with: 0.
@@ -30,24 +30,26 @@ def group_normalised(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
 
 
 def group_centred(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """R - mean over the group (Dr.GRPO, arXiv 2503.20783 section 3.2)."""
+    """Compute R - mean over the group (Dr.GRPO, arXiv 2503.20783 section 3.2)."""
     return _each(rewards, _centred)
 
 
 def leave_one_out(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """R - mean of the group's other samples (RLOO, arXiv 2402.14740 eq. 5): (R - mean) G / (G - 1)."""
+    """Compute R - mean of the group's other samples (RLOO, arXiv 2402.14740 eq. 5): (R - mean) G
+    / (G - 1)."""
     return _each(rewards, lambda v: _centred(v) * (len(v) / max(len(v) - 1, 1)))
 
 
 def batch_normalised(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """(R - mean) / std over all samples of the step (REINFORCE++, arXiv 2501.03262)."""
+    """Compute (R - mean) / std over all samples of the step (REINFORCE++, arXiv 2501.03262)."""
     everything = torch.cat(list(rewards))
     (result,) = _each([everything], lambda values: _centred(values) / _spread(values, config))
     return list(result.split([len(group) for group in rewards]))
 
 
 def centred_then_batch_normalised(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """R - mean over the group, then divided by the std of that over the step (REINFORCE++-baseline)."""
+    """Compute R - mean over the group, then divided by the std of that over the step
+    (REINFORCE++-baseline)."""
     centred = group_centred(rewards, config)
     scored = [own[~group.isnan()] for own, group in zip(centred, rewards, strict=True)]
     spread = _spread(torch.cat(scored).double(), config)

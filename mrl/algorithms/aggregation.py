@@ -21,7 +21,7 @@ Aggregation = Literal[
 
 
 class SequenceWeights(Protocol):
-    """`Algorithm.sequence_weights`."""
+    """The signature is that of `Algorithm.sequence_weights`."""
 
     def __call__(
         self,
@@ -34,7 +34,8 @@ class SequenceWeights(Protocol):
 
 
 def weights_by(published: Aggregation, ratio: RatioKind = "token") -> SequenceWeights:
-    """`Algorithm.sequence_weights` by `config.aggregation`, by default the `published` one.
+    """Make an `Algorithm.sequence_weights` that follows `config.aggregation`, by default the
+    `published` one.
 
     Under ratio `sequence` the kernel divides by the sequence's tokens, which is multiplied back here:
     a sequence's loss is s A at each of its tokens.

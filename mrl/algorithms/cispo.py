@@ -25,6 +25,6 @@ sequence_weights = weights_by("token_mean")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Eq. 4 and 5, negated and weighted. Raises ValueError without `old_logprobs`."""
+    """Compute eq. 4 and 5, negated and weighted. Raises ValueError without `old_logprobs`."""
     low, high = either(config.clip_low, CLIP_LOW), either(config.clip_high, CLIP_HIGH)
     return ratio_loss(logprobs, batch, config, ratio="token", clip=Clip("cispo", low, high))

@@ -1,4 +1,4 @@
-"""DAPO (arXiv 2503.14476): clip-higher and a mean over all tokens of the step; no KL.
+"""DAPO (arXiv 2503.14476) has clip-higher, a mean over all tokens of the step, and no KL.
 
 Its two other parts are the loop's: `algorithm.dynamic_sampling`, and `algorithm.overlong_buffer_len`
 with `overlong_penalty`.
@@ -24,7 +24,7 @@ sequence_weights = weights_by("token_mean")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Eq. 8, negated and weighted. Raises ValueError without `old_logprobs`."""
+    """Compute eq. 8, negated and weighted. Raises ValueError without `old_logprobs`."""
     clip = ppo_clip(config, CLIP_LOW, CLIP_HIGH)
     return ratio_loss(logprobs, batch, config, ratio="token", clip=clip)
 

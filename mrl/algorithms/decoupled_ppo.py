@@ -1,4 +1,4 @@
-"""Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298): for tokens of older weights.
+"""Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298) is for tokens of older weights.
 
 The clip is around the proximal policy, the trainer's from before the update, recomputed
 (`old_logprobs`); what was sampled from is corrected apart, by the detached weight exp(old - rollout).
@@ -30,7 +30,7 @@ sequence_weights = weights_by("token_mean")
 def loss(
     logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig, proximal: Tensor | None = None
 ) -> LossOutput:
-    """Eq. 5 of AReaL, negated and weighted; `proximal` f32[N] in the place of `old_logprobs`.
+    """Compute eq. 5 of AReaL, negated and weighted; `proximal` f32[N] in the place of `old_logprobs`.
 
     Raises ValueError without either.
     """

@@ -1,4 +1,4 @@
-"""Dr.GRPO (arXiv 2503.20783): GRPO without its two biases.
+"""Dr.GRPO (arXiv 2503.20783) is GRPO without its two biases.
 
 No division by the group's std, which favours questions that are almost always or never solved, and a
 constant in the place of each answer's length, which favours short right and long wrong answers.

@@ -1,4 +1,4 @@
-"""GSPO (arXiv 2507.18071): one importance ratio per sequence, the length-normalised one.
+"""GSPO (arXiv 2507.18071) has one importance ratio per sequence, the length-normalised one.
 
 Its clip range is narrow, because a mean of log-ratios moves little. `old_logprobs` must be the
 trainer's own: against the engine's, the numerical gap alone would use up the range.
@@ -24,7 +24,7 @@ sequence_weights = weights_by("seq_mean_token_mean", ratio="sequence")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Eq. 5, negated and weighted.
+    """Compute eq. 5, negated and weighted.
 
     Raises ValueError without `old_logprobs`, and with token advantages: a sequence has one here.
     """

@@ -70,7 +70,7 @@ def reward_penalties(old: Tensor, batch: MicroBatch, config: AlgorithmConfig) ->
 
 
 def adapted_coef(coef: float, measured: float, num_samples: int, config: AlgorithmConfig) -> float:
-    """The next step's kl_coef (arXiv 1909.08593 section 2.2), or the same without a `kl_target`.
+    """Return the next step's kl_coef (arXiv 1909.08593 section 2.2), or the same without a `kl_target`.
 
     coef * (1 + e num_samples / kl_horizon) with e = measured / kl_target - 1 kept within 0.2, and
     num_samples within the horizon: it never reaches 0. measured: the KL a token of this step.

@@ -1,4 +1,4 @@
-"""PPO with a critic (arXiv 1707.06347; for language models arXiv 2203.02155).
+"""PPO is the clipped policy loss with a critic (arXiv 1707.06347; for language models 2203.02155).
 
 Token advantages are GAE's, whitened over the step; the critic's loss is `value_loss.critic_loss`.
 """
@@ -32,7 +32,8 @@ sequence_weights = weights_by("token_mean")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Eq. 7, negated and weighted. Raises ValueError without `old_logprobs`, `token_advantages`."""
+    """Compute eq. 7, negated and weighted. Raises ValueError without `old_logprobs`,
+    `token_advantages`."""
     return critic_policy_loss(logprobs, batch, config, CLIP_LOW, CLIP_HIGH)
 
 

@@ -25,7 +25,7 @@ loss = grpo.loss
 
 
 def advantages(rewards: Sequence[Tensor], config: AlgorithmConfig) -> list[Tensor]:
-    """f32[G] of each group."""
+    """Return f32[G] of each group."""
     if config.kl_coef and config.kl_in == "reward":
         return raw_rewards(rewards, config)
     return batch_normalised(rewards, config)

@@ -1,4 +1,4 @@
-"""RLOO (arXiv 2402.14740): REINFORCE with the mean of the group's other samples as the baseline.
+"""RLOO (arXiv 2402.14740) is REINFORCE with the mean of the group's other samples as the baseline.
 
 The gradient is A * grad log p(response), a sum over tokens. Later updates of a rollout are held in by
 PPO's clip, which does nothing on the first.

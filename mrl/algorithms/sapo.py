@@ -1,4 +1,4 @@
-"""SAPO (arXiv 2511.20347): a sigmoid gate around ratio 1 in the place of a clip.
+"""SAPO (arXiv 2511.20347) has a sigmoid gate around ratio 1 in the place of a clip.
 
 Tokens far from the old policy fade out smoothly, those with a negative advantage a little sooner.
 """
@@ -24,7 +24,7 @@ sequence_weights = weights_by("seq_mean_token_mean")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Eq. 5 and 6, negated and weighted. Raises ValueError without `old_logprobs`."""
+    """Compute eq. 5 and 6, negated and weighted. Raises ValueError without `old_logprobs`."""
     clip = Clip(
         "sapo",
         tau_positive=either(config.tau_positive, TAU_POSITIVE),

@@ -14,7 +14,7 @@ from mrl.types import LossOutput, Mean, MicroBatch
 
 
 def critic_loss(values: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """`value_loss` of a micro-batch, weighted as its policy loss: the loss of `Critic.train_step`.
+    """Compute `value_loss` of a micro-batch, weighted as its policy loss, for `Critic.train_step`.
 
     values f32[N] with gradient. Raises ValueError without `old_values` or `returns`.
     """

@@ -56,7 +56,7 @@ def buffer_tensors(shape: ModelShape, stage: Stage) -> list[tuple[Tensors, int]]
 
 
 def pinned_weights(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:
-    """Size the ledger's buffers for the weights: one a storage.
+    """Compute the size of the ledger's buffers for the weights: one a storage.
 
     The distributed optimizer keeps all dense and all expert weights of a chunk in one storage each.
     """
@@ -76,7 +76,8 @@ def pinned_weights(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Wo
 def pinned_state(
     stage: Stage, dims: ParallelDims, work: Workload, element_bytes: int, share: float = 1.0
 ) -> int:
-    """Size one buffer for each piece whose optimizer state a rank keeps, of that share of the elements.
+    """Compute the size of one buffer for each piece whose optimizer state a rank keeps, of that
+    share of the elements.
 
     Under the distributed optimizer a rank has as many times fewer pieces as there are copies. The one
     or two that its ends cut are taken as whole.

@@ -74,7 +74,7 @@ class Workload:
         return max(1, self.micro_batch_tokens // each)
 
     def num_micro_batches(self, dims: ParallelDims) -> int:
-        """Micro-batches of one optimizer step on one data-parallel rank
+        """Count the micro-batches of one optimizer step on one data-parallel rank
         (`parallel.packing.assign_micro_batches`)."""
         share = -(-self.num_sequences // (self.optimizer_steps * dims.dp))
         count = -(-share // self.sequences_per_pack(dims))
