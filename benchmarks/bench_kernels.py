@@ -1,4 +1,5 @@
-"""Fused kernels against what else there is, in one run: `python -m benchmarks.bench_kernels`.
+"""This module times fused kernels beside the alternatives, in one run:
+`python -m benchmarks.bench_kernels`.
 
 Every case first holds the kernel against its fp64 oracle, and eager too, so that both do the same
 work; a case that disagrees has failed. Then each round times the kernel, eager PyTorch,
@@ -30,7 +31,7 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.evidence.machine import describe  # noqa: E402
-from benchmarks.evidence.result import finish, write_result  # noqa: E402
+from benchmarks.evidence.result import finish, summary, write_result  # noqa: E402
 from benchmarks.kernel_bench import (  # noqa: E402
     head,
     policy_loss,
@@ -81,8 +82,10 @@ class Bench:
             print(f"  null: {reason}")
 
     def _check(self, case: Case, work: Work, runs: dict[str, Run]) -> dict[str, dict[str, float]]:
-        """Errors of every candidate. Also compiles what compiles at its first call; a rival that
-        fails in it is dropped from `runs`, with its reason."""
+        """Return the errors of every candidate.
+
+        This also compiles what compiles at its first call; a rival that fails in it is dropped from
+        `runs`, with its reason."""
         expected = work.expected()
         expected = {name: value.cpu() for name, value in expected.items()}
         found: dict[str, dict[str, float]] = {}
@@ -168,7 +171,7 @@ def result_file(device: torch.device) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, no torch.compile")
     parser.add_argument("--only", default="", help="cases whose printed name contains this")

@@ -1,8 +1,8 @@
-"""The engine's contract against a real engine: `make conformance`.
+"""This module checks a real engine against the contract of an engine: `make conformance`.
 
-Runs tests/rollout/conformance once for each case: engines of one and two tensor-parallel ranks, one and
-two engines side by side, and an engine whose two ranks are on two "nodes", which are processes of this
-machine that meet on loopback. `--cases` chooses among them by name. `--engine MODULE` puts another
+It runs tests/rollout/conformance once for each case: engines of one and two tensor-parallel ranks, one
+and two engines side by side, and an engine whose two ranks are on two "nodes", which are processes of
+this machine that meet on loopback. `--cases` chooses among them by name. `--engine MODULE` puts another
 engine than SGLang to the test: any name that `rollout.engine` takes. Writes
 benchmarks/results/conformance.json.
 """
@@ -21,14 +21,14 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.evidence.result import finish, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = "tests/rollout/conformance"
 
 
 class Case(NamedTuple):
-    """Engines under test."""
+    """A case says which engines are under test."""
 
     tensor_parallel_size: int = 1
     num_engines: int = 1
@@ -52,7 +52,7 @@ DEFAULT = ("tp1", "tp1-two", "tp2", "tp2-two", "tp2-nodes")
 
 
 def run_suite(engine: str, gpus: str, case: Case) -> dict[str, Any]:
-    """One pytest run; its counts, its seconds and the names of what failed."""
+    """Run pytest once; return its counts, its seconds and the names of what failed."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -85,7 +85,7 @@ def run_suite(engine: str, gpus: str, case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--engine", default="sglang", help="as rollout.engine in a recipe")
     parser.add_argument(
         "--gpus", default="", help="such as 0,1; engines of all sizes that fit on them"

@@ -1,4 +1,4 @@
-"""What the diagnosis of a step costs: `python -m benchmarks.diagnosis_overhead [--steps N]`, 2 minutes.
+"""This module measures what the diagnosis of a step costs: `python -m benchmarks.diagnosis_overhead`.
 
 The demo (launch/recipes/toy_moe.yaml) with a live engine for a few steps, whose rollouts are kept; then
 the trainer alone on these rollouts, by turns and in one process, so that what else the machine does
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence.result import finish, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 from benchmarks.replay_overhead import NUM_SAVED, make_trainer
 from moe.routes import Replay
 from mrl.learn.batching import make_train_batches
@@ -71,7 +71,7 @@ def run_saved(trainer: Any) -> Callable[[int], None]:
 
 
 def passes(trainer: Any) -> dict[str, Callable[[int], None]]:
-    """The pass before the update on the rollouts of one step."""
+    """Return the pass before the update, on the rollouts of one step, in its three forms."""
     recipe, learner = trainer.plan.recipe, trainer.learner
     groups = trainer.collector.collect(0, trainer.policy, Clock())
     samples = [sample for group in groups for sample in group.samples]
@@ -121,7 +121,7 @@ def measure(scratch: Path, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--steps", type=int, default=16, help="rounds of saved steps")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""What the weight export costs a rank: `python -m benchmarks.export_memory [LAYOUT ...]`.
+"""This module measures what the weight export costs a rank:
+`python -m benchmarks.export_memory [LAYOUT ...]`.
 
 A Qwen3-MoE of about 100 MB of float32 weights, on gloo ranks of a CPU. For each layout: the bytes of
 the largest shard, the most memory that an export takes beside it (the kernel's count of the process's
@@ -47,7 +48,9 @@ M_MMAP_THRESHOLD = -3
 
 
 def peak_resident_bytes(run: Callable[[], object]) -> int:
-    """Most resident memory of this process during `run` beyond what it had before (Linux)."""
+    """Return the most resident memory of this process during `run` beyond what it had before
+    (Linux).
+    """
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
     before = _status("VmRSS")
     kept = run()
@@ -62,7 +65,7 @@ def _status(field: str) -> int:
 
 
 def on_rank(model: Path, sizes: dict[str, Any], bucket_bytes: int) -> dict[str, float]:
-    """Runs on every rank."""
+    """Return the bytes and seconds of an export; runs on every rank."""
     # Freed tensors leave the process at once, and are not kept in a heap.
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 64 << 10)
     policy = build(model, join_mesh(model, sizes))

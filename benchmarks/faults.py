@@ -1,11 +1,11 @@
-"""Engine faults in the middle of rollouts: `make faults`.
+"""This module causes engine faults in the middle of rollouts: `make faults`.
 
-One real training run of the toy model. In each step, at a random moment of the rollout, the engine is
-killed (`kill -9` of its server, its scheduler or its detokenizer, by turns), and in the last one hung
-(SIGSTOP of all of it). Checked: every step completes with exactly the prompts that the cursor gives it,
-each with all its samples once; every loss is seen, in its step or, where the rollout was over before it
-showed, in the next; afterwards no process and no listening port of any engine is left. Reports how long
-each recovery took. Writes benchmarks/results/faults.json.
+It starts one real training run of the toy model. In each step, at a random moment of the rollout, the
+engine is killed (`kill -9` of its server, its scheduler or its detokenizer, by turns), and in the last
+one hung (SIGSTOP of all of it). Checked: every step completes with exactly the prompts that the cursor
+gives it, each with all its samples once; every loss is seen, in its step or, where the rollout was over
+before it showed, in the next; afterwards no process and no listening port of any engine is left.
+Reports how long each recovery took. Writes benchmarks/results/faults.json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.evidence.result import finish, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 from mrl.config import load_recipe
 from mrl.data import PromptCursor, read_prompts
 from mrl.preflight import load_tokenizer
@@ -49,7 +49,7 @@ KILLED = ("child", "scheduler", "detokenizer")
 
 
 class Run:
-    """`mrl train` as a child process, watched through its run folder."""
+    """A run is `mrl train` as a child process, watched through its run folder."""
 
     def __init__(self, folder: Path, num_steps: int) -> None:
         self.output = folder / "run"
@@ -79,7 +79,7 @@ class Run:
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
     def wait_for_step(self, step: int) -> dict[str, Any]:
-        """The metrics of a step, once it is done."""
+        """Wait until a step is done and return its metrics."""
         deadline = time.monotonic() + STEP_TIMEOUT_S
         while len(rows := self.metrics()) <= step:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -89,7 +89,7 @@ class Run:
         return rows[step]
 
     def engine(self) -> list[psutil.Process]:
-        """The processes of the engine that runs now, remembered with their ports."""
+        """Return the processes of the engine that runs now, and remember them with their ports."""
         tree = [
             p for p in psutil.Process(self.process.pid).children(recursive=True) if _is_engine(p)
         ]
@@ -116,7 +116,7 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 
 def strike(fault: str, run: Run) -> None:
-    """Do it, as soon as the engine has what is to be struck: it may be starting after the last one."""
+    """Cause the fault as soon as the engine has the process that is meant: it may still be starting."""
     if fault == "hung":
         for process in run.engine():
             process.suspend()
@@ -130,7 +130,7 @@ def strike(fault: str, run: Run) -> None:
 
 
 def expected_prompts(overrides: Sequence[str], num_steps: int) -> list[Counter[str]]:
-    """What the cursor gives to each step."""
+    """Return what the cursor gives to each step: prompt ids, each with its number of samples."""
     recipe = load_recipe(RECIPE, list(overrides))
     tokenizer = load_tokenizer(HfModel.read(recipe.model.path))
     prompts = read_prompts(
@@ -148,7 +148,7 @@ def expected_prompts(overrides: Sequence[str], num_steps: int) -> list[Counter[s
 
 
 def left_behind(run: Run) -> list[str]:
-    """Processes and ports of any engine of the run."""
+    """Return the processes and ports of any engine of the run that are still there."""
     found = [f"process {p.pid}" for p in run.seen if p.is_running() and not _is_zombie(p)]
     for port in run.ports:
         with socket.socket() as probe:
@@ -159,7 +159,7 @@ def left_behind(run: Run) -> list[str]:
 
 @dataclass
 class Struck:
-    """What a run with faults left on file."""
+    """A record of a run with faults: what each step measured and what does not hold."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     """One a fault, in the order of the steps from step 1 on."""
@@ -229,7 +229,7 @@ def not_replaced(struck: Struck) -> list[str]:
 
 def main() -> None:
     """Run with faults, check what is left, write the result, and exit with 1 where a check failed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--kills", type=int, default=NUM_KILLS)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Every parallel layout against one process: `make layouts`.
+"""This module compares every parallel layout with one process: `make layouts`.
 
-Three optimizer steps each, with captured routes replayed (R3) and activations recomputed, on up to 8
-gloo ranks of a CPU with the real Megatron-core. Writes benchmarks/results/layouts.json and, from it,
-docs/layouts.md. Layouts that are refused are tried too: the reason in the table is the error.
+Each takes three optimizer steps, with captured routes replayed (R3) and activations recomputed, on up
+to 8 gloo ranks of a CPU with the real Megatron-core. Writes benchmarks/results/layouts.json and, from
+it, docs/layouts.md. Layouts that are refused are tried too: the reason in the table is the error.
 
 `--only TP2xPP2` measures the layouts of that name alone and writes nothing.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from benchmarks.evidence.result import finish, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 from mrl.errors import InputError
 from mrl.types import Sample
 from parallel.dims import ParallelDims
@@ -132,7 +132,7 @@ def measured_rows(folder: Path, only: str = "") -> Iterator[Row]:
 
 
 def compare(model: Path, samples: list[Sample], layouts: list[Layout]) -> Iterator[Row]:
-    """Each layout against one process of the same number format."""
+    """Compare each layout with one process of the same number format."""
     hf, dtype = load_file(model / "model.safetensors"), layouts[0].dtype
 
     def run(layout: Layout) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def compare(model: Path, samples: list[Sample], layouts: list[Layout]) -> Iterat
 
 
 def refusal(model: Path, world: int, sizes: dict[str, Any]) -> dict[str, Any]:
-    """A layout that must not start, and what mrl says."""
+    """Try a layout that must not start, and return what mrl says."""
     try:
         ParallelDims.create(parallel_config(sizes), world).check_model(HfModel.read(model).sizes)
     except InputError as error:
@@ -165,7 +165,7 @@ def _line(row: Row) -> str:
 
 
 def document(result: dict[str, Any]) -> str:
-    """docs/layouts.md, from the JSON alone."""
+    """Return docs/layouts.md, made from the JSON alone."""
     rows = [Row(**{**row, "result": Agreement(**row["result"])}) for row in result["layouts"]]
     head = (
         "| layout | ranks | loss | gradient norm | weights | coverage |\n|---|---|---|---|---|---|"
@@ -194,7 +194,7 @@ def document(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure all layouts and write docs/layouts.md, or measure those of one name."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--only", default="", metavar="NAME", help="as in a row of docs/layouts.md")
     only = parser.parse_args().only
     if only:

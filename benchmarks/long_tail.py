@@ -1,4 +1,5 @@
-"""What long-tail controls save and what they cost: `python -m benchmarks.long_tail [NUM_STEPS]`.
+"""This module measures what long-tail controls save and cost:
+`python -m benchmarks.long_tail [NUM_STEPS]`.
 
 launch/recipes/long_tail.yaml, with half as many prompts a step, trained four times from one warm
 start: waiting for all (`plain`), and with 1.5 times the prompts started, the rest dropped, resumed or
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.result import finish, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 from mrl.collect.live import EngineCollector
 from mrl.config import Recipe, load_recipe
 from mrl.data.repeat import MEDIAN
@@ -46,17 +47,19 @@ RUNS = {
     "defer": [MORE, "rollout.partial_rollouts=defer"],
 }
 NUM_STEPS = 30
-"""Of a whole run; a shorter one is not written to the results."""
+"""The steps of a whole run; a shorter one is not written to the results."""
 NUM_LAST = 10
 EVALUATED = 48
 """Prompts, with one answer each."""
 
 
 class Run(SteppedRun):
-    """One that can be examined."""
+    """A run that can be examined."""
 
     def evaluate(self, mesh: Mesh) -> list[SampleGroup]:
-        """Answers of the present weights, to the same prompts for every run; nobody is left out."""
+        """Return answers of the present weights, to the same prompts for every run; none is left
+        out.
+        """
         recipe = self.plan.recipe
         whole = {"over_sampling": 1.0, "partial_rollouts": "drop"}
         rollout = recipe.rollout.model_copy(
@@ -82,7 +85,7 @@ def recipe_of(name: str, scratch: Path, num_steps: int) -> Recipe:
 
 
 def start_runs(scratch: Path, num_steps: int) -> tuple[dict[str, Run], Mesh]:
-    """All runs at the same weights: the first one's checkpoint after SFT."""
+    """Return all runs, which start at the same weights: the first one's checkpoint after SFT."""
     write_toy_model(scratch / "model", num_layers=2)
     prepare()
     runs: dict[str, Run] = {}
@@ -135,7 +138,7 @@ def row_of(
 
 
 def num_not_accounted(run: Run) -> int:
-    """Prompts drawn less those trained on and those that wait: 0 unless some are dropped."""
+    """Return the prompts drawn less those trained on and those that wait: 0 unless some are dropped."""
     recipe, state = run.plan.recipe, run.collector.state_dict()
     drawn = state["epoch"] * state["num_prompts"] + state["offset"]
     trained = run.step * recipe.rollout.prompts_per_step
@@ -152,7 +155,7 @@ def verdicts(rows: dict[str, dict[str, Any]], lost: dict[str, int]) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("num_steps", nargs="?", type=int, default=NUM_STEPS)
     num_steps = parser.parse_args().num_steps
     names = list(RUNS)

@@ -1,4 +1,5 @@
-"""Engine and trainer layer by layer, bit by bit: `python -m benchmarks.on_policy [--no-runs]`.
+"""This module compares engine and trainer layer by layer and bit by bit:
+`python -m benchmarks.on_policy`.
 
 A real SGLang server and the trainer's Megatron model get the same tokens, without and with
 `rollout.true_on_policy`. For every op of every layer the table says, of the prompt's rows (one pass of
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence.result import finish, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 from benchmarks.on_policy_layers.causes import causes
 from benchmarks.on_policy_layers.compare import Difference, compare
 from benchmarks.on_policy_layers.cost import cost
@@ -66,7 +67,7 @@ ODD: dict[str, Any] = {
 def trainer_side(
     folder: Path, run: dict[str, Any], true_on_policy: bool
 ) -> dict[str, dict[str, Any]]:
-    """On a rank: the differences by op (prompt, decode, own op) and of whole sequences."""
+    """Return the differences by op (prompt, decode, own op) and of whole sequences; runs on a rank."""
     engine = EngineRun(**run)
     policy = make_policy(folder, join_mesh(), true_on_policy)
     recorder = Recorder(policy)
@@ -108,7 +109,7 @@ def trainer_side(
 
 
 def _batch(policy: Policy, engine: EngineRun) -> dict[str, Difference]:
-    """Log-probs at the sampling temperature and routes of the sampled batch."""
+    """Compare log-probs at the sampling temperature, and routes, of the sampled batch."""
     sequences = [(ids, prompt_len) for ids, prompt_len, _, _ in engine.batch]
     logprobs, routes = evaluate(policy, sequences, TEMPERATURE)
     ours = torch.cat([chosen[:-1] for chosen in routes])  # the last token never reached the engine
@@ -122,7 +123,7 @@ def _batch(policy: Policy, engine: EngineRun) -> dict[str, Difference]:
 
 
 def measure(folder: Path, scratch: Path, true_on_policy: bool) -> dict[str, Any]:
-    """Both sides in one mode; prints the table."""
+    """Compare both sides in one mode and print the table."""
     engine = run_engine(folder, scratch / "engine", true_on_policy)
     [result] = run_ranks(
         1, trainer_side, folder, vars(engine), true_on_policy, folder=scratch / "rank"
@@ -139,7 +140,7 @@ def measure(folder: Path, scratch: Path, true_on_policy: bool) -> dict[str, Any]
 
 
 def _place(op: str) -> tuple[int, int]:
-    """In the order in which a token meets them."""
+    """Return a sort key: ops come in the order in which a token meets them."""
     layer, _, name = op.partition(" ")
     if layer.isdigit():
         return int(layer), OPS.index(name)
@@ -148,7 +149,7 @@ def _place(op: str) -> tuple[int, int]:
 
 
 def train(folder: Path, output: Path, true_on_policy: bool, *more: str) -> list[dict[str, Any]]:
-    """The metrics of a short run of the toy recipe."""
+    """Train the toy recipe for a few steps and return its metrics."""
     command = [sys.executable, "-m", "mrl", "train", "launch/recipes/toy_moe.yaml"]
     settings = [
         f"model.path={folder}",
@@ -168,7 +169,7 @@ def train(folder: Path, output: Path, true_on_policy: bool, *more: str) -> list[
 
 
 def live_runs(folder: Path, scratch: Path) -> dict[str, Any]:
-    """Mismatch of whole runs."""
+    """Return the mismatch of whole runs."""
     write_toy_model(scratch / "odd_model", **ODD)
     runs = {
         "off": train(folder, scratch / "off", False),
@@ -187,7 +188,7 @@ def live_runs(folder: Path, scratch: Path) -> dict[str, Any]:
 
 
 def failures(on: dict[str, Any], runs: dict[str, Any]) -> tuple[int, list[str]]:
-    """How many equalities were checked with the mode on, and those that do not hold."""
+    """Return how many equalities were checked with the mode on, and those that do not hold."""
     cells = [
         (f"{table}: {what} {column}".strip(), Difference(**cell).is_equal)
         for table in ("layers", "whole")
@@ -205,7 +206,7 @@ def failures(on: dict[str, Any], runs: dict[str, Any]) -> tuple[int, list[str]]:
 
 def main() -> None:
     """Measure both modes; `--no-runs` leaves out the runs and the cost, and writes nothing."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--no-runs", action="store_true", help="without `mrl train` and the cost")
     no_runs = parser.parse_args().no_runs
     with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,4 @@
-"""One step of torch's AdamW over many fp32 parameters: a loop, foreach and fused, time and memory.
+"""This module measures a step of torch's AdamW over many fp32 parameters: loop, foreach and fused.
 
 Megatron builds this optimizer where neither TransformerEngine nor apex is installed, and mrl turns its
 `fused` form on (`parallel.optimizer.use_fused_kernels`). Each form runs in a process of its own, whose
@@ -39,7 +39,7 @@ def resident_bytes() -> int:
 
 @contextmanager
 def peak_growth(device: str) -> Iterator[list[int]]:
-    """[bytes] that memory grew by at its highest, filled in at the end."""
+    """Yield a list that gets the bytes by which memory grew at its highest, in the end."""
     found: list[int] = []
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -62,7 +62,7 @@ def peak_growth(device: str) -> Iterator[list[int]]:
 
 
 def measure(form: str, num_parameters: int, num_elements: int, device: str) -> dict[str, float]:
-    """Median seconds of a step, and the bytes that a step takes beside parameters and state."""
+    """Return the median seconds of a step, and the bytes that it takes beside parameters and state."""
     parameters = [
         torch.nn.Parameter(torch.randn(num_elements, device=device)) for _ in range(num_parameters)
     ]

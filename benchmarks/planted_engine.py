@@ -31,7 +31,7 @@ class StaleExpert:
     version: int
 
     def affects(self, name: str) -> bool:
-        """`name` is Hugging Face's, whose layers count from 0."""
+        """Tell whether a weight is affected; `name` is Hugging Face's, where layers begin at 0."""
         place = f"model.layers.{self.layer - 1}.mlp.experts.{self.expert}."
         return self.expert is None or name.startswith(place)
 
@@ -45,7 +45,7 @@ class PerturbedExpert:
     size: float
 
     def affects(self, name: str) -> bool:
-        """As StaleExpert.affects."""
+        """Tell whether the weight is one of the perturbed expert; see StaleExpert.affects."""
         return StaleExpert(self.layer, self.expert, 0).affects(name)
 
 
@@ -58,7 +58,7 @@ class ShiftedRoutes:
 
 @dataclass(frozen=True)
 class OtherTemperature:
-    """The engine samples at this temperature and says so nowhere."""
+    """The engine samples at this temperature and does not report it."""
 
     temperature: float
 
@@ -73,7 +73,7 @@ class Engine(sglang.Engine):
         super().__init__(**keywords)
         self.fault: Fault | None = None
         self._history: dict[int, dict[str, Tensor]] = {}
-        """By version: every weight that was sent. A toy model is small."""
+        """Every weight that was sent, by version. A toy model is small."""
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> SyncReport:
         return super().update_weights(self._spoiled(buckets, version), version)

@@ -1,4 +1,5 @@
-"""Faults planted into the real loop, and what mrl says of them: `python -m benchmarks.planted_faults`.
+"""This module plants faults into the real loop and asks `mrl why`:
+`python -m benchmarks.planted_faults`.
 
 A toy MoE (4 layers of 8 experts, 2 a token) learns first_char with the real Megatron and the real
 SGLang; 64 samples of 24 tokens a step. Three healthy steps, then one faulty step after the other with a
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.result import finish, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 from benchmarks.planted_engine import (
     Engine,
     Fault,
@@ -75,7 +76,7 @@ MOVES = {
 
 @dataclass(frozen=True)
 class Step:
-    """One step and what `mrl why` said of it."""
+    """A step holds the fault that was planted and the metrics."""
 
     fault: Fault | None
     step: int
@@ -86,7 +87,7 @@ class Step:
 
 
 def start(scratch: Path, more: Sequence[str] = ()) -> SteppedRun:
-    """A run whose engine is up; `close()` of its collector ends both."""
+    """Start a run and its engine; `close()` of its collector ends both."""
     model = scratch / "model"
     if not model.exists():
         write_toy_model(model)
@@ -102,7 +103,7 @@ def start(scratch: Path, more: Sequence[str] = ()) -> SteppedRun:
 
 
 def take(run: SteppedRun, fault: Fault | None) -> Step:
-    """One step of the run with `fault` in its engine."""
+    """Take one step of the run with `fault` in its engine."""
     engine = run.collector.engine
     assert isinstance(engine, Engine)
     engine.fault = fault
@@ -115,7 +116,7 @@ def take(run: SteppedRun, fault: Fault | None) -> Step:
 
 
 def plant(run: SteppedRun, faults: Sequence[Fault]) -> list[Step]:
-    """Healthy steps, then each fault with a healthy step behind it."""
+    """Take healthy steps, then one with each fault, a healthy one after each."""
     steps = [take(run, None) for _ in range(HEALTHY_FIRST)]
     for fault in faults:
         steps += [take(run, fault), take(run, None)]
@@ -123,7 +124,7 @@ def plant(run: SteppedRun, faults: Sequence[Fault]) -> list[Step]:
 
 
 def is_named(fault: Fault | None, found: Explanation) -> bool:
-    """Whether the first finding is the fault, in its place and size."""
+    """Tell whether the first finding is the fault, in its place and size."""
     first = found.findings[0]
     if isinstance(fault, PerturbedExpert | StaleExpert) and fault.expert is not None:
         where = ([fault.layer], [fault.expert])
@@ -154,7 +155,7 @@ def row_of(step: Step, found: Explanation) -> dict[str, Any]:
 
 
 def sweep(run: SteppedRun) -> list[dict[str, Any]]:
-    """Faults in sizes, each in a step of its own, on weights that hardly move."""
+    """Plant faults of several sizes, each in a step of its own, on weights that hardly move."""
     sizes: list[Fault] = [
         *(PerturbedExpert(*place, size) for place in EXPERTS for size in EXPERT_SIZES),
         *(OtherTemperature(temperature) for temperature in TEMPERATURES),
@@ -190,7 +191,7 @@ def size_rows(dtype: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--sizes", action="store_true", help="instead: from which size on")
     args = parser.parse_args()

@@ -1,4 +1,5 @@
-"""What routing replay costs a step: `python -m benchmarks.replay_overhead [MODEL ...] [--steps N]`.
+"""This module measures what routing replay costs a step:
+`python -m benchmarks.replay_overhead [MODEL ...]`.
 
 The real loop (launch/recipes/toy_moe.yaml: Megatron-core and SGLang on a CPU) with `moe.routing_replay`
 r3 against off, both in one process, taking steps by turns (r3 off, off r3, ...), so that what else the
@@ -27,7 +28,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.evidence.result import finish, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 from mrl.config import load_recipe
 from mrl.preflight import check
 from mrl.run.folder import RunFolder, saved_step
@@ -67,7 +68,7 @@ def compare(
     num_files: int | None,
     engines: dict[str, list[psutil.Process]],
 ) -> dict[str, Any]:
-    """Steps by turns; the first of each is not counted."""
+    """Take steps by turns; the first of each is not counted."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     for i in range(num_steps + 1):
         for name in sorted(trainers, reverse=bool(i % 2)):
@@ -100,7 +101,7 @@ def compare(
 
 
 def cpu_seconds(engine: list[psutil.Process]) -> dict[str, float]:
-    """Used so far by this process and by the processes of its engine."""
+    """Return the CPU seconds used so far by this process and by the processes of its engine."""
     times = [process.cpu_times() for process in engine]
     return {
         "trainer": time.process_time(),
@@ -109,7 +110,7 @@ def cpu_seconds(engine: list[psutil.Process]) -> dict[str, float]:
 
 
 def measure(name: str, scratch: Path, num_steps: int) -> dict[str, Any]:
-    """Both comparisons of a model, in this process; the engines are children of it."""
+    """Make both comparisons of a model in this process; the engines are its children."""
     model = scratch / name
     write_toy_model(model, **MODELS[name])
     mesh: Mesh | None = None
@@ -137,7 +138,7 @@ def measure(name: str, scratch: Path, num_steps: int) -> dict[str, Any]:
 
 
 def save_rollouts(trainer: Any) -> Path:
-    """A few more rollouts of a live trainer, as `debug.save_rollouts` writes them."""
+    """Save a few more rollouts of a live trainer, as `debug.save_rollouts` writes them."""
     from mrl.system.clock import Clock
 
     for i in range(NUM_SAVED):
@@ -148,7 +149,7 @@ def save_rollouts(trainer: Any) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--steps", type=int, default=15, help="pairs of live steps")
     args = parser.parse_args()

@@ -1,8 +1,9 @@
-"""Routes from SGLang to the trainer, both ways: `python -m benchmarks.route_memory [SHAPE ...]`.
+"""This module measures both ways of routes from SGLang:
+`python -m benchmarks.route_memory [SHAPE ...]`.
 
-Through memory, and as base64 in JSON. One real server of one rank on a CPU for each shape; the same
-requests by turns on both ways, medians of 5 after one of each that does not count. Long prompts and few
-new tokens: many rows, little else.
+Routes come through shared memory, or as base64 in JSON. One real server of one rank on a CPU for each
+shape; the same requests by turns on both ways, medians of 5 after one of each that does not count. Long
+prompts and few new tokens: many rows, little else.
 
 CPU seconds are of the processes that the routes pass, as the kernel's scheduler counts them, a thousand
 rows: the detokenizer, the HTTP server, this process. The scheduler's are mostly the model's and are
@@ -49,7 +50,7 @@ def make_requests() -> list[Request]:
 
 
 def processes(engine: Engine) -> dict[str, psutil.Process]:
-    """By what they do. SGLang names its own."""
+    """Return the processes by what they do. SGLang names its own."""
     found = {"trainer": psutil.Process()}
     for process in engine._server.process.tree():
         name = process.name()
@@ -79,7 +80,7 @@ def run(engine: Engine, is_open: bool) -> dict[str, Any]:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """CPU seconds of all threads that live."""
+    """Return the CPU seconds of all threads of a process that are alive."""
     tasks = Path(f"/proc/{process.pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
@@ -139,7 +140,7 @@ def measure(name: str, scratch: Path) -> dict[str, Any]:
 
 
 def of_way(runs: list[dict[str, Any]], rows: int) -> dict[str, Any]:
-    """Medians."""
+    """Return the medians of the runs of one way, a row or a thousand rows."""
     return {
         "json_bytes_per_row": round(runs[0]["json_bytes"] / rows, 1),
         "memory_bytes_per_row": round(runs[0]["memory_bytes"] / rows, 1),

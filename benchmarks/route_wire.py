@@ -1,4 +1,5 @@
-"""Bytes and time of routes between ranks: `python -m benchmarks.route_wire [SHAPE ...]`.
+"""This module measures bytes and time of routes between ranks:
+`python -m benchmarks.route_wire [SHAPE ...]`.
 
 Two gloo ranks of a CPU, data-parallel; each trains what the other one rolled out, so every row moves.
 Three ways, by turns, medians of 7:
@@ -47,7 +48,7 @@ LIMIT = 1.1
 
 
 def make_group(number: int, shape: tuple[int, ...]) -> SampleGroup:
-    """The samples of one rank."""
+    """Make the samples of one rank."""
     layers, topk, experts, num_samples, length = shape
     generator = torch.Generator().manual_seed(number)
     narrow = torch.uint8 if experts <= 256 else torch.uint16
@@ -73,7 +74,7 @@ def make_group(number: int, shape: tuple[int, ...]) -> SampleGroup:
 
 
 def exchange(shape: tuple[int, ...]) -> dict[str, Any]:
-    """On a rank: bytes that it gave, and the median of the slowest rank's seconds, by way."""
+    """Return, by way, the bytes that this rank gave and the median of the slowest rank's seconds."""
     mesh = init_mesh(ParallelDims.create(ParallelConfig(), 2), 0)
     layers, num_samples = shape[0], shape[3]
     own = make_group(mesh.rank, shape)

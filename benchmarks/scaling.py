@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.evidence.result import finish
+from benchmarks.evidence.result import finish, summary
 from mrl.commands.scaling_plan import plan_workload
 from mrl.config import load_recipe
 from mrl.errors import InputError
@@ -143,7 +143,7 @@ def _hardware(gpu: Hardware) -> str:
 
 def main() -> None:
     """Write the page, and exit with 1 where a case does not come out as it should."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "scaling.md")
     output = parser.parse_args().output
     output.write_text(render())

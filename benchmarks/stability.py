@@ -1,6 +1,6 @@
-"""The MoE stability study: `python -m benchmarks.stability [--seeds N] [--steps N] [--folder DIR]`.
+"""This module runs the MoE stability study: `python -m benchmarks.stability [--seeds N] [--steps N]`.
 
-A toy MoE, a bfloat16 engine against a float32 trainer, and several optimizer steps a rollout
+A toy MoE is trained with a bfloat16 engine, a float32 trainer, and several optimizer steps a rollout
 (launch/recipes/stability.yaml): six corrections (runs.ARMS) with five seeds each, all from one
 SFT model. Two processes, one a core, each with a real SGLang that its runs use one after the
 other. A finished run is a line of FOLDER/results.jsonl: a study that was interrupted goes on where it
@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.result import finish, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 from benchmarks.stability_study.arms import ARMS, RECIPE, ROOT, SHAPE, Job
 from benchmarks.stability_study.plot import svg
 from benchmarks.stability_study.report import (
@@ -45,17 +45,19 @@ from mrl.system.processes import JsonWorker, WorkerLost
 DOCUMENT, PLOT = ROOT / "docs/stability.md", ROOT / "docs/stability.svg"
 NUM_SEEDS = 5
 NUM_WORKERS = 2
-"""At most; one a core."""
+"""The most worker processes; each has a core of its own."""
 RUN_TIMEOUT_S = 1200.0
 
 
 def settings_of(num_steps: int) -> dict[str, Any]:
-    """What results must have in common to stand in one table."""
+    """Return what results must have in common to stand in one table."""
     return {"recipe": RECIPE.read_text(), "arms": ARMS, "shape": SHAPE, "num_steps": num_steps}
 
 
 def open_folder(folder: Path, num_steps: int, *, fresh: bool) -> list[dict[str, Any]]:
-    """The results that are there already, of the same settings; and the model that runs start from."""
+    """Return the results that are on file for the same settings; make the model that runs start
+    from.
+    """
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,13 +76,13 @@ def open_folder(folder: Path, num_steps: int, *, fresh: bool) -> list[dict[str, 
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """All whole lines: the last one may have been cut short."""
+    """Return all whole lines: the last one may have been cut short."""
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def jobs(folder: Path, num_seeds: int, num_steps: int) -> list[Job]:
-    """Seed after seed: what was made before an interruption has all arms."""
+    """Return all jobs, seed after seed: what was made before an interruption has all arms."""
     return [
         Job(arm, seed, num_steps, str(folder / "start"), str(folder / "runs" / f"{arm}_{seed}"))
         for seed in range(num_seeds)
@@ -89,7 +91,7 @@ def jobs(folder: Path, num_seeds: int, num_steps: int) -> list[Job]:
 
 
 def work(core: int, folder: Path, waiting: queue.Queue[Job], done: queue.Queue[Any]) -> None:
-    """A thread: one worker process, job after job. The worker dies with this thread."""
+    """Run job after job in one worker process, from a thread; the worker exits when the thread ends."""
     worker = JsonWorker(
         "benchmarks.stability_study.worker", "stability study", str(folder), str(core)
     )
@@ -110,7 +112,7 @@ def work(core: int, folder: Path, waiting: queue.Queue[Job], done: queue.Queue[A
 
 
 def run_all(folder: Path, wanted: Iterable[Job]) -> Iterable[tuple[Job, dict[str, Any] | str]]:
-    """Results as they come, or why there is none."""
+    """Yield each result as it comes, or why there is none."""
     waiting: queue.Queue[Job] = queue.Queue()
     done: queue.Queue[tuple[Job, dict[str, Any] | str] | None] = queue.Queue()
     for job in wanted:
@@ -144,7 +146,9 @@ def line_of(result: dict[str, Any]) -> str:
 def write(
     results: list[dict[str, Any]], num_wanted: int, num_steps: int, folder: Path | None
 ) -> dict[str, bool]:
-    """The result file, the table and the plot: of the repository, or of a smaller study in `folder`."""
+    """Write the result file, the table and the plot: into the repository, or a smaller study's into
+    `folder`.
+    """
     rows = [row_of(arm, own) for arm in ARMS if (own := [r for r in results if r["arm"] == arm])]
     expected, found = expectations(results), checks(results, num_wanted)
     content = {
@@ -170,7 +174,7 @@ def write(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=summary(__doc__))
     whole = (NUM_SEEDS, load_recipe(RECIPE).train.num_steps)
     parser.add_argument("--seeds", type=int, default=whole[0])
     parser.add_argument("--steps", type=int, default=whole[1])

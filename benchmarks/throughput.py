@@ -1,4 +1,5 @@
-"""Rollouts through mrl against a bare SGLang server: `python -m benchmarks.throughput`.
+"""This module compares rollouts through mrl with a bare SGLang server:
+`python -m benchmarks.throughput`.
 
 The same load, prompts of random tokens with log-probs and routes, is put on two servers of the same
 model, turn about: by SGLang's own benchmark client (`sglang.bench_serving`, not streaming, all requests
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.evidence.result import finish, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 from mrl.collect.single_turn import Round, start_groups
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout.base import SamplingParams
@@ -50,7 +51,7 @@ def register():
 
 
 def bare_stubs(folder: Path) -> Path:
-    """mrl's stand-ins for missing packages, with a plugin that only makes room for routes."""
+    """Copy mrl's stand-ins for missing packages, with a plugin that only makes room for routes."""
     shutil.copytree(CPU_STUBS, folder)
     (folder / "bare_plugin.py").write_text(BARE_PLUGIN)
     for points in folder.glob("*.dist-info/entry_points.txt"):
@@ -60,7 +61,7 @@ def bare_stubs(folder: Path) -> Path:
 
 @contextmanager
 def bare_server(engine: Engine, folder: Path) -> Iterator[Server]:
-    """SGLang with the same arguments, and nothing of mrl's in how it samples."""
+    """Start SGLang with the same arguments, without anything of mrl's in how it samples."""
     ours = engine._server.process
     arguments = {k: v for k, v in ours.server_args.items() if k != "api_key"}
     environment = dict(ours.environment)
@@ -74,7 +75,7 @@ def bare_server(engine: Engine, folder: Path) -> Iterator[Server]:
 
 
 def by_the_client(server: Server, model: Path, folder: Path, seed: int) -> float:
-    """Output tokens per second that `sglang.bench_serving` reports."""
+    """Return the output tokens per second that `sglang.bench_serving` reports."""
     output = folder / f"client_{seed}.jsonl"
     command = [
         *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"),
@@ -107,7 +108,7 @@ def by_the_client(server: Server, model: Path, folder: Path, seed: int) -> float
 
 
 def by_mrl(engine: Engine, seed: int) -> float:
-    """Output tokens per second of one rollout, decoded into sample groups."""
+    """Return the output tokens per second of one rollout, decoded into sample groups."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 96, (NUM_REQUESTS, PROMPT_LEN), generator=generator)
     prompts = [Prompt(str(i), row, "", {}, f"random:{i}") for i, row in enumerate(ids)]
@@ -120,7 +121,7 @@ def by_mrl(engine: Engine, seed: int) -> float:
 
 def main() -> None:
     """Measure NUM_ROUNDS turns of both."""
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    argparse.ArgumentParser(description=summary(__doc__)).parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = folder / "model"

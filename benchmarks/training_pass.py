@@ -1,4 +1,4 @@
-"""The demo's passes beside `transformers`: `python -m benchmarks.training_pass [--pairs N]`.
+"""This module times the demo's passes beside `transformers`: `python -m benchmarks.training_pass`.
 
 One process with one thread holds the demo's policy twice: as mrl trains it (Megatron-core, packed
 micro-batches, replayed routes, GSPO through the fused kernel) and as `Qwen3MoeForCausalLM` (the same
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.evidence.result import finish, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 from moe.routes import Replay
 from mrl.config import Recipe, load_recipe
 from mrl.learn.batching import make_train_batches
@@ -47,7 +47,9 @@ GRAD_NORM_TOLERANCE = 1e-3
 
 
 def make_samples(plan: Plan, peer: Peer) -> list[Sample]:
-    """A step of the demo: prompts of its file, random completions, the routes of `transformers`."""
+    """Make a step of the demo: prompts of its file, random completions, the routes of
+    `transformers`.
+    """
     rollout = plan.recipe.rollout
     generator = torch.Generator().manual_seed(0)
     vocab_size: int = plan.model.config["vocab_size"]
@@ -95,13 +97,15 @@ class Peer:
 
     @torch.no_grad()
     def routes(self, ids: Tensor) -> Tensor:
-        """i64[T] -> u8[T-1, L, K]: the experts that the model chooses for all but the last token."""
+        """Return u8[T-1, L, K], the experts that the model chooses for all but the last of `ids`
+        i64[T].
+        """
         found = self.model(ids.unsqueeze(0), output_router_logits=True).router_logits
         chosen = [logits.topk(self.topk).indices for logits in found]
         return torch.stack(chosen, dim=1)[:-1].to(torch.uint8)
 
     def logprobs(self, batch: PaddedBatch) -> Tensor:
-        """f32[B, S-1]: of tokens 1 to S-1 of each row."""
+        """Return the log-probs f32[B, S-1] of tokens 1 to S-1 of each row."""
         logits = self.model(batch.input_ids, attention_mask=batch.attention_mask).logits
         labels = batch.input_ids[:, 1:, None]
         return logits[:, :-1].float().log_softmax(-1).gather(2, labels).squeeze(2)
@@ -124,7 +128,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """B samples of at most S tokens, padded on the right."""
+    """A padded batch holds B samples of at most S tokens, padded on the right."""
 
     input_ids: Tensor
     """i64[B, S]."""
@@ -148,7 +152,7 @@ class PaddedBatch:
         )
 
     def packed(self, logprobs: Tensor) -> Tensor:
-        """f32[B, S-1] -> f32[N] as mrl packs them: 0 off the loss tokens."""
+        """Pack f32[B, S-1] into f32[N] as mrl does: 0 off the loss tokens."""
         full = torch.nn.functional.pad(logprobs * self.loss_mask, (1, 0))
         return full[self.attention_mask.bool()]
 
@@ -227,7 +231,7 @@ def measure(plan: Plan, mesh: Any, num_pairs: int) -> dict[str, Any]:
 def compare(
     ours: Callable[[], Any], theirs: Callable[[], Any], num_pairs: int
 ) -> dict[str, dict[str, float]]:
-    """Medians of both, taken by turns; the first pair is not counted."""
+    """Return the medians of both, taken by turns; the first pair is not counted."""
     seconds: dict[str, list[tuple[float, float]]] = {"mrl": [], "transformers": []}
     for i in range(num_pairs + 1):
         turn = [("mrl", ours), ("transformers", theirs)]
@@ -248,7 +252,7 @@ def compare(
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """What does not hold, one sentence each."""
+    """Return what does not hold, one sentence each."""
     found = []
     if result["largest_logprob_difference"] > LOGPROB_TOLERANCE:
         found.append(f"log-probs differ by {result['largest_logprob_difference']:.1e}")
@@ -262,7 +266,7 @@ def failures(result: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--pairs", type=int, default=15, help="timed turns of each pass")
     parser.add_argument("--output", type=Path, help="another file than the one in results/")
     args = parser.parse_args()

@@ -1,4 +1,5 @@
-"""How much of the weights an RL step leaves as it was: `python -m benchmarks.weight_delta`.
+"""This module measures how much of the weights a step leaves unchanged:
+`python -m benchmarks.weight_delta`.
 
 Would it pay to send only the tensors that changed? A toy Qwen3-MoE takes GSPO steps at the learning
 rate of real runs (1e-6, Adam, no weight decay) in float32 and in bfloat16 with float32 master weights.
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence.result import finish, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 from moe.routes import Replay
 from mrl.config import ModelConfig, OptimizerConfig
 from parallel.hf_config import HfModel
@@ -34,7 +35,7 @@ NUM_STEPS = 6
 
 
 def measure(model: Path, dtype: Any) -> dict[str, Any]:
-    """Runs on the one rank: medians over the steps."""
+    """Return the medians over the steps; runs on the one rank."""
     mesh = join_mesh(model, {})
     policy = Policy(
         HfModel.read(model),
@@ -63,7 +64,7 @@ def _weights(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def _unchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Shares of tensors, of bytes in whole tensors, and of single elements."""
+    """Return the unchanged shares of tensors, of bytes in whole tensors, and of single elements."""
     same = [name for name, tensor in after.items() if torch.equal(tensor, before[name])]
     elements = sum(int((tensor == before[name]).sum()) for name, tensor in after.items())
     total = sum(tensor.numel() for tensor in after.values())
@@ -76,7 +77,7 @@ def _unchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) 
 
 def main() -> None:
     """Measure both number formats."""
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    argparse.ArgumentParser(description=summary(__doc__)).parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         model = write_model(Path(scratch) / "model", **MODEL)

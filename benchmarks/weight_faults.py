@@ -1,4 +1,4 @@
-"""Weight updates with one thing wrong, for the proof that each is caught before a token is generated.
+"""This module makes faulty weight updates, to show that each is caught before a token is generated.
 
 Every fault is drawn from a seed: one random tensor of the model is left out, sent twice, or has one
 random bit of one random element flipped, on the trainer's side or on the way to the engine.
@@ -27,7 +27,7 @@ FAULTS = ("dropped", "doubled", "flipped", "dropped on the way", "doubled on the
 
 
 def sync_for(engine: Any, model: Path, method: Method = "tensor") -> WeightSync:
-    """A sync with a running engine's server, beside the engine's own."""
+    """Make a sync with a running engine's server, beside the engine's own."""
     manifest = Manifest(model, AutoConfig.from_pretrained(model))
     num_ranks = engine._config.tensor_parallel_size
     return WeightSync(engine._server, manifest, num_ranks=num_ranks, method=method, folder=None)
@@ -36,7 +36,7 @@ def sync_for(engine: Any, model: Path, method: Method = "tensor") -> WeightSync:
 def shared_buckets(
     weights: Weights, version: int, memory: SharedMemory, *, num_buckets: int = 3
 ) -> Iterator[WeightBucket]:
-    """What parallel/export.py gives on a CPU: shared memory, digests from before the copy."""
+    """Yield what parallel/export.py gives on a CPU: shared memory, digests from before the copy."""
     size = -(-len(weights) // num_buckets)
     for number, start in enumerate(range(0, len(weights), size)):
         part = weights[start : start + size]
@@ -59,12 +59,12 @@ def shared_buckets(
 
 
 def moved(weights: Weights, version: int) -> list[tuple[str, Tensor]]:
-    """The weights of another step: every tensor differs from that of any other version."""
+    """Return the weights of another step: every tensor differs from that of any other version."""
     return [(name, tensor + 1e-3 * (1 + version)) for name, tensor in weights]
 
 
 class Fault:
-    """One fault in one tensor of one update."""
+    """A fault changes one tensor of one update."""
 
     def __init__(self, kind: str, weights: Weights, rng: random.Random) -> None:
         self.kind = kind
@@ -75,7 +75,7 @@ class Fault:
         self._twin = rng.choice(twins) if twins else None
 
     def in_buckets(self, buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
-        """The trainer's own: seen by the sync as it counts what it gets."""
+        """Put the fault on the trainer's side, where the sync counts what it gets."""
         for bucket in buckets:
             names = [name for name, _ in bucket.tensors]
             at = names.index(self.name) if self.name in names else None
@@ -90,7 +90,7 @@ class Fault:
                 yield bucket
 
     def on_the_way(self, push: Push) -> Push:
-        """Behind the sync's counting: what leaves is not what was counted."""
+        """Put the fault after the sync's counting: what leaves is not what was counted."""
         return _LossyPush(push, self)
 
     def of_bucket(self, bucket: WeightBucket) -> WeightBucket:
@@ -117,18 +117,18 @@ class _LossyPush:
 
 
 def _without_buffer(bucket: WeightBucket, tensors: list[tuple[str, Tensor]]) -> WeightBucket:
-    """Other tensors than the ones that lie end to end in the bucket's own memory."""
+    """Return the bucket with other tensors than those that lie end to end in its own memory."""
     return replace(bucket, tensors=tensors, flat=None, shared_path=None)
 
 
 def flip_bit(tensor: Tensor, rng: random.Random) -> None:
-    """One random bit of one random element, in place."""
+    """Flip one random bit of one random element, in place."""
     as_bytes = tensor.view(-1).view(torch.uint8)
     as_bytes[rng.randrange(as_bytes.numel())] ^= 1 << rng.randrange(8)
 
 
 def is_caught(sync: WeightSync, weights: Weights, version: int, kind: str, seed: int) -> str | None:
-    """The error that an update with this fault ends in; None where it goes unseen."""
+    """Return the error that an update with this fault ends in; None where it is not caught."""
     fault = Fault(kind, weights, random.Random(seed))
     buckets = shared_buckets(moved(weights, version), version, SharedMemory())
     good, sync._push = sync._push, sync._push

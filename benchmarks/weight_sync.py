@@ -1,4 +1,5 @@
-"""What a weight sync costs, and that nothing wrong goes unseen: `python -m benchmarks.weight_sync`.
+"""This module measures a weight sync, and shows that faults are caught:
+`python -m benchmarks.weight_sync`.
 
 A real SGLang with a 200 MB float32 Qwen3-MoE of few and large experts, on a CPU. Every sync is a whole
 one: Megatron's weights exported, pushed, loaded by the engine, digests of both sides compared. Its time
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.evidence.result import finish, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 from benchmarks.weight_faults import FAULTS, is_caught, moved, shared_buckets, sync_for
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout import load_engine
@@ -54,7 +55,7 @@ def start_engine(model: Path, timeout_s: float) -> Any:
 
 
 def measure(model: Path, rounds: int, timeout_s: float) -> list[dict[str, Any]]:
-    """Runs on the one rank of the trainer; one row a way. The ways take turns in every round."""
+    """Return one row a way; runs on the one rank of the trainer. The ways take turns in every round."""
     policy = build(model, join_mesh(model, {}))
     engine = start_engine(model, timeout_s)
     try:
@@ -114,7 +115,7 @@ class OneAtATime:
 
 
 def _noting(buckets: Iterable[WeightBucket], seconds: list[float]) -> Iterator[WeightBucket]:
-    """The same buckets; what the exporter spent on their digests goes into `seconds`."""
+    """Yield the same buckets; what the exporter spent on their digests goes into `seconds`."""
     for bucket in buckets:
         seconds.append(bucket.digest_s)
         yield bucket
@@ -127,7 +128,7 @@ def _seconds(action: Any) -> float:
 
 
 def try_faults(model: Path, tries: int, seed: int, timeout_s: float) -> dict[str, Any]:
-    """Every fault must end in an error; every tenth is followed by an update that is good."""
+    """Try faults, each of which must end in an error; every tenth is followed by a good update."""
     weights = sorted(load_file(model / "model.safetensors").items())
     engine = start_engine(model, timeout_s)
     sync = sync_for(engine, model)
@@ -147,7 +148,7 @@ def try_faults(model: Path, tries: int, seed: int, timeout_s: float) -> dict[str
 
 
 def run_cost(options: argparse.Namespace, scratch: Path) -> tuple[dict[str, Any], bool]:
-    """What goes into the results, and whether it is good."""
+    """Return what goes into the results, and whether it is good."""
     model = scratch / "large"
     write_toy_model(model, **LARGE)
     arguments = (model, options.rounds, options.start_timeout_s)
@@ -170,7 +171,7 @@ PARTS = {"cost": run_cost, "faults": run_faults}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument(
         "--part", choices=PARTS, help="only this, which is not written to the results"
     )

@@ -1,4 +1,5 @@
-"""A step of 64 and of 256 ranks, seen from one of them: `python -m benchmarks.world_step [CASE ...]`.
+"""This module plays one rank's part in a step of 64 and 256 ranks:
+`python -m benchmarks.world_step [CASE ...]`.
 
 The functions that a run calls (of `mrl.collect.task`, `mrl.exchange.rollouts`, packing, a rollout's
 lines, the plan of a checkpoint) on synthetic samples of Qwen3-30B-A3B and of a 671B's shape, for
@@ -55,7 +56,7 @@ def layout(world: int, tp: int, pp: int, ep: int, last: int | None = None) -> Pa
 
 
 def work(prompts: int, samples: int, engine_tp: int) -> Workload:
-    """Two whole sequences a micro-batch, R3."""
+    """Describe a workload with two whole sequences a micro-batch and R3."""
     return Workload(
         prompts=prompts,
         samples=samples,
@@ -73,7 +74,7 @@ CASES = {
 
 
 def make_groups(case: Case, shape: ModelShape, engine: int) -> list[SampleGroup]:
-    """What one engine rolled out; routes on the meta device."""
+    """Make what one engine rolled out; routes are on the meta device."""
     num_engines = case.dims.world // case.work.engine_tp
     generator = torch.Generator().manual_seed(engine)
     return [
@@ -124,7 +125,7 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def held(function: Callable[[], Any]) -> tuple[Any, int]:
-    """What it returns, and how many bytes of tensors on the CPU are in there."""
+    """Return the function's result, and how many bytes of tensors on the CPU are in it."""
     result = function()
     return result, sum(
         t.numel() * t.element_size()
@@ -136,7 +137,7 @@ def held(function: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def share_groups(case: Case, shape: ModelShape) -> tuple[dict[str, Any], list[SampleGroup]]:
-    """Everybody's groups on one rank, now and before; all groups, the first engine's own ones."""
+    """Share everybody's groups with one rank, now and as before; return figures and all groups."""
     num_engines, world = case.dims.world // case.work.engine_tp, case.dims.world
     own = make_groups(case, shape, 0)
     blob, encode_s = timed(lambda: encode_groups(own, with_routes=False, with_tokens=False))
@@ -171,7 +172,7 @@ def share_groups(case: Case, shape: ModelShape) -> tuple[dict[str, Any], list[Sa
 
 
 def move(case: Case, shape: ModelShape, groups: list[SampleGroup]) -> dict[str, Any]:
-    """Who trains what, the transfers of a leader and of a reader, and their bytes."""
+    """Plan who trains what and the transfers of a leader and of a reader; return seconds and bytes."""
     dims, num_engines = case.dims, case.dims.world // case.work.engine_tp
     samples = [sample for group in groups for sample in group.samples]
     lengths = [len(sample.token_ids) for sample in samples]
@@ -221,7 +222,7 @@ def num_bytes(transfers: list[Transfer], cargo: Cargo) -> int:
 
 
 def route_seconds(case: Case, shape: ModelShape) -> dict[str, float]:
-    """Of a leader's packing and a reader's unpacking, from SLICE samples."""
+    """Return the seconds of a leader's packing and a reader's unpacking, from SLICE samples."""
     layers = max(moe_layers_by_stage(shape, case.dims), key=len)
     traces = {i: make_trace(shape, case.work.sequence_len - 1) for i in range(SLICE)}
     cargo, selection = (
@@ -239,7 +240,7 @@ def route_seconds(case: Case, shape: ModelShape) -> dict[str, float]:
 
 
 def texts(case: Case, groups: list[SampleGroup], folder: Path) -> dict[str, Any]:
-    """A leader's decoding and lines, and rank 0's writing of all lines."""
+    """Measure a leader's decoding and lines, and rank 0's writing of all lines."""
     num_engines, tokenizer = case.dims.world // case.work.engine_tp, build_tokenizer(128)
     own = [group for group in groups if group.samples[0].is_held]
     decoded, decode_s = timed(lambda: completions(own, tokenizer))

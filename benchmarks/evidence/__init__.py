@@ -1,1 +1,3 @@
-"""Every measurement behind a claim of mrl: how to repeat it, and whether the code has changed since."""
+"""This package knows every measurement behind a claim of mrl: how to repeat it, and whether it is
+stale.
+"""

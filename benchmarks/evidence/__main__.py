@@ -1,6 +1,6 @@
-"""Every piece of evidence in one run: `make evidence`, or `python -m benchmarks.evidence`.
+"""This module repeats every measurement: `make evidence`, or `python -m benchmarks.evidence`.
 
-Runs the targets of the catalog one after the other and prints one table of them. A target has passed
+It runs the targets of the catalog one after the other and prints one table of them. A target has passed
 where its command exits with 0 and its last plain line is `N passed, 0 failed`; one that fails does not
 stop the others. What each of them prints is kept in runs/evidence/NAME.log. Targets that need a GPU are
 skipped where there is none. In the end the results are marked in docs/results.md.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.evidence.result import finish, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 
 
 def choose_cases(description: str | None, known: Iterable[str]) -> list[str]:
@@ -18,7 +18,7 @@ def choose_cases(description: str | None, known: Iterable[str]) -> list[str]:
     An unknown name ends the program with code 2 and a line that lists the known ones.
     """
     names = list(known)
-    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=summary(description))
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(names))
     asked = parser.parse_args().cases
     if unknown := sorted(set(asked) - set(names)):

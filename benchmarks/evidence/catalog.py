@@ -27,7 +27,7 @@ STEPPED = ("tests/loop/stepped.py",)
 
 @dataclass(frozen=True)
 class Target:
-    """One measurement, its command and the files that its figures depend on."""
+    """A target is one measurement: its command and the files that its figures depend on."""
 
     name: str
     tells: str

@@ -1,4 +1,4 @@
-"""The machine and the versions behind a result, in words."""
+"""This module describes the machine and the versions behind a result, in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import mrl
 
 
 def describe(device: torch.device, packages: Sequence[str]) -> dict[str, str]:
-    """What a reader needs to judge the figures; packages that are not installed are named so."""
+    """Return what a reader needs to judge the figures; packages that are not installed are named so."""
     versions = [f"mrl {mrl.__version__}", f"Python {platform.python_version()}"]
     for package in packages:
         try:

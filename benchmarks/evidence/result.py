@@ -64,6 +64,11 @@ def finish(passed: int, failed: int) -> NoReturn:
     sys.exit(failed > 0)
 
 
+def summary(docstring: str | None) -> str:
+    """Return the first paragraph of a module's docstring, for the help of its command."""
+    return " ".join((docstring or "").split("\n\n")[0].split())
+
+
 def provenance(patterns: Sequence[str]) -> dict[str, Any]:
     """Return the commit, the patterns and the digest of the code that this process runs."""
     files = measured_files(patterns)

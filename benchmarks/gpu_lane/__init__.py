@@ -1,1 +1,3 @@
-"""A colocated run on one GPU without a network: what it needs (assemble.py), what it runs (run.py)."""
+"""This package prepares (assemble.py) and makes (run.py) a colocated run on one GPU without a
+network.
+"""

@@ -1,4 +1,6 @@
-"""The parts of `make gpu-check`, in the order in which they are run: the most telling come first."""
+"""This module lists the parts of `make gpu-check` in the order in which they are run, the most
+telling first.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to find out, in a process of its own: `benchmarks.gpu_lane.parts NAME`."""
+    """A part finds out one thing, in a process of its own: `benchmarks.gpu_lane.parts NAME`."""
 
     name: str
     module: str

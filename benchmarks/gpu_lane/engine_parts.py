@@ -1,4 +1,4 @@
-"""The parts of run.py that drive an engine."""
+"""This module holds the parts of run.py that drive an engine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Bench:
         return time.perf_counter() - start
 
     def generate(self, num: int, new_tokens: int) -> float:
-        """Tokens per second of `num` requests of one exact length."""
+        """Return the tokens per second of `num` requests of one exact length."""
         sampling = SamplingParams(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
         start = time.perf_counter()
         done = sum(
@@ -79,7 +79,7 @@ class Bench:
         return done / (time.perf_counter() - start)
 
     def memory(self, tree: ProcessTree) -> float:
-        """Bytes in use: of the whole device, or of the engine's processes on a CPU."""
+        """Return the bytes in use: of the whole device, or of the engine's processes on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()
@@ -115,7 +115,7 @@ def make_requests(num: int, sampling: SamplingParams) -> list[Request]:
 
 
 def engine(folder: Path, device: str) -> dict[str, Any]:
-    """The life of a colocated engine up to its second rollout, a line of figures after each step.
+    """Go through the life of a colocated engine up to its second rollout, with figures after each step.
 
     It sleeps as soon as `start` returns, as mrl.collect.live does: SGLang's own warm-up request
     must not be running then.
@@ -257,7 +257,7 @@ def routes(folder: Path, device: str) -> dict[str, Any]:
 
 
 def train(folder: Path, device: str) -> dict[str, Any]:
-    """The command itself, three steps: the figures of every step that speak of memory and time."""
+    """Run the command itself for three steps; return each step's figures of memory and time."""
     run_child(["-m", "mrl", "train", RECIPE, *train_overrides(folder, device)])
     text = (folder / "run" / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]

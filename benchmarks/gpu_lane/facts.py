@@ -56,7 +56,9 @@ def build(folder: Path, device: str) -> dict[str, Any]:
 
 
 def speeds() -> dict[str, float]:
-    """The two ceilings of this device: a copy's bytes per second (read and written), bf16 FLOP/s."""
+    """Measure the two ceilings of this device: a copy's bytes per second (read and written), bf16
+    FLOP/s.
+    """
     import torch
 
     def median_s(act: Any) -> float:
@@ -95,7 +97,7 @@ def memory_plan(folder: Path, device: str) -> dict[str, Any]:
 
 
 def planned_bytes(overrides: list[str], device_bytes: int) -> dict[str, dict[str, int]]:
-    """Planned bytes on one GPU, by phase and kind, of the toy recipe with `overrides`."""
+    """Return the planned bytes on one GPU, by phase and kind, of the toy recipe with `overrides`."""
     from mrl.commands.scaling_plan import plan_workload
     from mrl.config import load_recipe
     from parallel.dims import ParallelDims

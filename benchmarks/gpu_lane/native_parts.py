@@ -1,4 +1,4 @@
-"""The part of run.py that times mrl's own layers beside what they replace, on one device.
+"""This module times mrl's own layers beside what they replace, on one device, as a part of run.py.
 
 Each pair is run by turns after a warm-up; figures are medians of seconds, and the most bytes that torch
 held on a GPU. A pair that cannot run here says why, in `not_measured`.
@@ -38,7 +38,7 @@ Pass = Callable[[], object]
 
 @functools.cache
 def one_process() -> Any:
-    """The groups of a model on this device alone."""
+    """Return the mesh of a model on this device alone."""
     from mrl.config import ParallelConfig
     from parallel import prepare
     from parallel.dims import ParallelDims
@@ -92,7 +92,7 @@ def by_turns(passes: dict[str, Pass], device: torch.device) -> dict[str, Any]:
 
 
 def experts(folder: Path, device: torch.device) -> dict[str, Pass]:
-    """A training step of the whole model: experts as grouped products, and one after the other."""
+    """Time a training step of the whole model: experts as grouped products, and one after the other."""
     from benchmarks.kernel_bench.training_step import loop_over_experts, loss, make_batch
     from mrl.config import ModelConfig, OptimizerConfig
     from parallel.hf_config import HfModel
@@ -183,7 +183,7 @@ def head(device: torch.device) -> dict[str, Pass]:
 
 
 def adam(device: torch.device) -> dict[str, Pass]:
-    """A step of torch's AdamW: fused, and as lists of tensors (`foreach`)."""
+    """Time a step of torch's AdamW: fused, and as lists of tensors (`foreach`)."""
     count, size = ADAM_TENSORS[device.type]
     found: dict[str, Pass] = {}
     for name in ("fused", "foreach"):

@@ -1,4 +1,5 @@
-"""One part of run.py, in a process of its own: `python -m benchmarks.gpu_lane.parts NAME ...`.
+"""This module runs one part of run.py in a process of its own:
+`python -m benchmarks.gpu_lane.parts NAME ...`.
 
 A part is a function `NAME(folder, device)` of the module that catalog.py gives it. It may write figures
 at any time (`note`), and returns the last of them; `says` among them is the part's plain line.

@@ -1,4 +1,5 @@
-"""What `make gpu-check` has found so far, on file at every moment, so that a second call can go on.
+"""This module keeps what `make gpu-check` has found on file at every moment, so that a second call can
+continue.
 
 `gpu_check.json` is written anew (and renamed into place) before and after each part; every event is
 also a line of `gpu_check.jsonl`. Both are in each of the given folders. A call that is killed leaves
@@ -35,7 +36,9 @@ PASSED, FAILED, CUT, SKIPPED, RUNNING = "passed", "failed", "cut", "skipped", "r
 
 
 def code_digest(root: Path = ROOT) -> str:
-    """Digest of every source file that a part may run; results and built files do not count."""
+    """Return the digest of every source file that a part may run; results and built files do not
+    count.
+    """
     digest = hashlib.sha256()
     for name in CODE:
         top = root / name
@@ -47,7 +50,7 @@ def code_digest(root: Path = ROOT) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the installed packages that decide what the parts do."""
+    """Return the versions of the installed packages that decide what the parts do."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in PACKAGES:
         try:
@@ -58,7 +61,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: str) -> str:
-    """The GPU by nvidia-smi's word, without importing torch; `cpu` for a CPU."""
+    """Return the GPU's name as nvidia-smi prints it, without importing torch; `cpu` for a CPU."""
     if device == "cpu":
         return "cpu"
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -73,7 +76,7 @@ class State:
     """The records of the parts, by name, and where they are kept."""
 
     def __init__(self, device: str, folders: Sequence[Path], earlier: Path | None) -> None:
-        """`earlier`: a gpu_check.json to go on from; one of another device is left aside."""
+        """Continue from `earlier`, a gpu_check.json; one of another device is ignored."""
         self.folders = folders
         self.fingerprint = {
             "code": code_digest(), "versions": versions(), "device": device_name(device)
@@ -103,12 +106,13 @@ class State:
         self.parts = parts
 
     def has_passed(self, name: str) -> bool:
-        """Whether the part passed with the present code and versions."""
+        """Tell whether the part passed with the present code and versions."""
         record = self.parts.get(name, {})
         return record.get("status") == PASSED and record.get("key") == self.key
 
     def order(self, names: Sequence[str]) -> list[str]:
-        """The parts that are still to run, the most telling first; `names` are in order of value.
+        """Return the parts that are still to run, the most telling first; `names` are in order of
+        value.
 
         With unchanged code: those that no call has reached, then the one during which a call was
         killed, then those that failed. With other code: those that failed, then those that no call has

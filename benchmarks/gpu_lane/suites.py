@@ -1,4 +1,4 @@
-"""The parts of run.py that are test suites and benchmarks of their own."""
+"""This module holds the parts of run.py that are test suites and benchmarks of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.gpu_lane.parts import note
 
 
 def gpu_tests(folder: Path, device: str) -> dict[str, Any]:
-    """Every test marked `gpu`; it fails too where none of them ran."""
+    """Run every test marked `gpu`; this fails too where none of them ran."""
     report = folder / "gpu_tests.xml"
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests"]
     try:
@@ -27,7 +27,9 @@ def gpu_tests(folder: Path, device: str) -> dict[str, Any]:
 
 
 def count_cases(report: Path) -> dict[str, Any]:
-    """How many passed, and the names of the others, of a junit file; empty where there is none."""
+    """Return how many cases of a junit file passed, and the names of the others; empty where there
+    is no file.
+    """
     found: dict[str, Any] = {"passed": 0, "failed": [], "skipped": []}
     if not report.is_file():
         return found
@@ -43,7 +45,7 @@ def count_cases(report: Path) -> dict[str, Any]:
 
 
 def kernels(folder: Path, device: str) -> dict[str, Any]:
-    """Every kernel beside eager and a copy; the whole tables go to results/, too."""
+    """Time every kernel beside eager and a copy; the whole tables go to results/, too."""
     output = folder / f"kernels_{device}.json"
     quick = ["--quick"] if device == "cpu" else []
     command = ["-m", "benchmarks.bench_kernels", "--device", device, "--output", str(output)]
@@ -71,7 +73,7 @@ def kernels(folder: Path, device: str) -> dict[str, Any]:
 
 
 def conformance(folder: Path, device: str) -> dict[str, Any]:
-    """What an engine owes (tests/rollout/conformance), on GPU 0 or on the CPU."""
+    """Check the contract of an engine (tests/rollout/conformance) on GPU 0 or on the CPU."""
     result = ROOT / "benchmarks" / "results" / "conformance_gpu.json"
     try:
         run_child(["-m", "benchmarks.conformance", "--gpus", "0"])

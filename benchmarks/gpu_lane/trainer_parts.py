@@ -93,7 +93,7 @@ def trainer_step(folder: Path, device: str) -> dict[str, Any]:
 
 
 def make_samples(plan: Any, device: str) -> list[Sample]:
-    """Random tokens with random routes: any K different experts in each layer."""
+    """Make random tokens with random routes: any K different experts in each layer."""
     generator = torch.Generator().manual_seed(0)
     sizes, layers = plan.model.sizes, plan.model.moe_layer_numbers
     vocab_size, topk = plan.model.config["vocab_size"], plan.model.config["num_experts_per_tok"]
@@ -113,7 +113,7 @@ def make_samples(plan: Any, device: str) -> list[Sample]:
 
 
 def difference(a: Tensor, b: Tensor) -> dict[str, float]:
-    """The largest |difference| of two f32[N], and the quantile that all but 0.1% stay below."""
+    """Return the largest |difference| of two f32[N], and the quantile that all but 0.1% stay below."""
     apart = (a - b).abs().float().sort().values
     return {"max": float(apart[-1]), "q999": float(apart[int(0.999 * (len(apart) - 1))])}
 

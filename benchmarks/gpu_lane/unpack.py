@@ -19,7 +19,7 @@ import tarfile
 from pathlib import Path
 
 PYTHON = (3, 12)
-"""Of the wheels that assemble.py fetches."""
+"""The Python version of the wheels that assemble.py fetches."""
 PIECES = Path(__file__).parents[2] / ".gpu-lane"
 NEEDED = (
     "PIL", "aiohttp", "einops", "filelock", "httpx", "huggingface_hub", "hypothesis", "jinja2", "numpy",
@@ -31,7 +31,7 @@ NEEDED = (
 
 
 def read_pieces(folder: Path) -> bytes:
-    """The archive. Raises SystemExit for a piece that is missing or damaged."""
+    """Return the archive. Raises SystemExit for a piece that is missing or damaged."""
     try:
         listed = json.loads((folder / "pieces.json").read_text())["pieces"]
     except OSError:
@@ -60,7 +60,8 @@ def unpack(archive: bytes, target: Path) -> int:
 
 
 def environment(site: Path) -> dict[str, str]:
-    """What the server's processes need: packages, libnuma, and CUDA's libraries of torch's wheels.
+    """Return what the server's processes need: packages, libnuma, and CUDA's libraries of torch's
+    wheels.
 
     torch_memory_saver is preloaded into the server's processes, before torch could say where its
     libcudart is.

@@ -52,7 +52,7 @@ class Case:
     shape: tuple[int, ...]
     dtype: str
     build: Callable[[Case, torch.device, bool], Work] = field(repr=False)
-    """From the case, the device and whether to compile."""
+    """Makes the work, given the case, the device and whether to compile."""
     threads: int = 1
     num_rounds: int = 15
 
@@ -64,12 +64,12 @@ class Case:
 
 
 def compile_static(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile for the one shape of a case, and without a fall back to eager."""
+    """Apply torch.compile for the one shape of a case, without falling back to eager."""
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def largest_error(got: Tensor, expected: Tensor, elementwise: bool) -> float:
-    """max |got - expected| / max |expected|, or max of |got - expected| / |expected|.
+    """Return max |got - expected| / max |expected|, or max of |got - expected| / |expected|.
 
     Both of one shape, `expected` fp64. NaN where either holds one, inf where 0 is missed.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Padded(NamedTuple):
-    """Inputs of the loss but the log-probabilities of the current policy."""
+    """A padded batch holds the inputs of the loss but the log-probs of the current policy."""
 
     old: Tensor  # f32[B, T], as the next three
     mask: Tensor  # 1 on loss tokens
@@ -35,7 +35,7 @@ class LossSettings(NamedTuple):
     truncate: float | None = None
     """Upper end of the truncated importance weight old / rollout, per token."""
     kl_coef: float = 0.0
-    """Of k3, to the reference."""
+    """The coefficient of k3 to the reference."""
 
 
 # In the order in which `policy_loss` stacks them; the names of csrc/policy_loss.h.
@@ -71,7 +71,7 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def policy_loss(logprobs: Tensor, batch: Padded, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """The loss, and the statistics of `stat_names`. logprobs: [B, T], the dtype of `batch`."""
+    """Return the loss and the statistics of `stat_names`. logprobs: [B, T], the dtype of `batch`."""
     old, mask, rollout, ref, advantages, seq_weight = batch
     log_ratio = logprobs - old
     lengths = mask.sum(-1, keepdim=True).clamp(min=1.0)
@@ -150,7 +150,7 @@ def logprob(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def seq_logratio(logprobs: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """f32[B, 2]: sum and count over the loss tokens of each sequence. All [B, T]."""
+    """Return f32[B, 2]: sum and count over the loss tokens of each sequence. All inputs are [B, T]."""
     return torch.stack([((logprobs - old) * mask).sum(-1), mask.sum(-1)], dim=-1)
 
 
@@ -173,9 +173,9 @@ def gae(
 
 
 def pack_routes(expert_ids: Tensor, bits: int, num_bytes: int) -> Tensor:
-    """u8[T, L, num_bytes] from ids [T, L, K] of any integer dtype; K * bits <= 63.
+    """Pack ids [T, L, K] of any integer dtype into u8[T, L, num_bytes]; K * bits <= 63.
 
-    Checks nothing, where the kernel refuses wrong ids.
+    This checks nothing, where the kernel refuses wrong ids.
     """
     shifts = torch.arange(expert_ids.shape[-1], device=expert_ids.device) * bits
     words = (expert_ids.long() << shifts).sum(-1, keepdim=True)

@@ -1,4 +1,5 @@
-"""Cases of the head: log-probs and entropy of N hidden states, vocabulary V, in chunks of 1,024.
+"""This module has the cases of the head: log-probs and entropy of N hidden states, vocabulary V, in
+chunks of 1,024.
 
 `eager` is mrl's own head of whole logits, as `train.logprob_chunk_tokens: 0` runs it: one product with
 the weight, then `vp_logprob`, whose gradient is written over the logits. So `vs_eager` is what holding
@@ -24,7 +25,7 @@ NUM_CHECKED_ROWS = 16
 
 
 class Buffer:
-    """Megatron's gradient buffer of the weight, in fp32."""
+    """A buffer stands for Megatron's fp32 gradient buffer of the weight."""
 
     def __init__(self, main_grad: Tensor) -> None:
         self._main_grad = main_grad

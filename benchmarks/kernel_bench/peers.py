@@ -13,7 +13,7 @@ INSTALL = "pip install --no-deps -r requirements/bench.txt"
 
 @cache
 def liger_policy_loss() -> Callable[..., Any] | str:
-    """Its loss over given log-probabilities, which it runs under torch.compile by default."""
+    """Return Liger-Kernel's loss over given log-probs, which it runs under torch.compile by default."""
     try:
         from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
     except ImportError as error:
@@ -41,7 +41,7 @@ def liger_cross_entropy(device_type: str) -> Callable[..., Any] | str:
 
 @cache
 def trl_logprob() -> Callable[..., Any] | str:
-    """(logprobs, entropy) of (logits, labels); a Triton kernel on GPUs."""
+    """Return TRL's (logprobs, entropy) of (logits, labels); a Triton kernel on GPUs."""
     try:
         from trl.trainer.utils import selective_log_softmax_and_entropy
     except (ImportError, RuntimeError) as error:  # transformers wraps what fails inside TRL

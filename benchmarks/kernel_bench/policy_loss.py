@@ -1,4 +1,4 @@
-"""Cases of `policy_loss`: B sequences of T tokens each, a quarter of it prompt.
+"""This module has the cases of `policy_loss`: B sequences of T tokens each, a quarter of it prompt.
 
 Equal lengths are the best case of padded code, which then pads nothing.
 """
@@ -29,7 +29,7 @@ TOLERANCE = {"loss": 1e-5, "grad": 1e-5, "stats": 1e-5, "eager_stats": 2e-3}
 
 @dataclass
 class Batch:
-    """Packed, in the order of `policy_loss`; N = B T."""
+    """A batch is packed, its fields in the order of `policy_loss`; N = B T."""
 
     logprobs: Tensor  # f32[N]
     old_logprobs: Tensor  # f32[N]
@@ -56,8 +56,9 @@ class Batch:
 
 
 def make_batch(num_sequences: int, length: int, settings: LossSettings) -> Batch:
-    """On the CPU. No ratio lies so near a bound that fp32 could see it on the other side of it:
-    there the gradient jumps, and the comparison with fp64 would show no error of the code."""
+    """Make a batch on the CPU. No ratio lies so near a bound that fp32 could see it on the other
+    side of it: there the gradient jumps, and the comparison with fp64 would show no error of the
+    code."""
     rng = torch.Generator().manual_seed(0)
     shape = (num_sequences, length)
     sequence = settings.ratio == "sequence"
@@ -98,7 +99,7 @@ def make_batch(num_sequences: int, length: int, settings: LossSettings) -> Batch
 
 
 def public_options(batch: Batch, settings: LossSettings) -> dict[str, Any]:
-    """The keyword arguments of `policy_loss` and of its oracle."""
+    """Return the keyword arguments of `policy_loss` and of its oracle."""
     if settings.clip == "sapo":
         taus = {"tau_positive": settings.tau_positive, "tau_negative": settings.tau_negative}
         clip = Clip("sapo", **taus)

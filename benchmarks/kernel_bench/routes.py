@@ -1,4 +1,5 @@
-"""Cases of `pack_routes` and `unpack_routes`: T tokens, L layers, K experts a token of E.
+"""This module has the cases of `pack_routes` and `unpack_routes`: T tokens, L layers, K experts a token
+of E.
 
 Unpacking takes what one rank of a 2-stage pipeline with 2-way sequence parallelism needs: its half
 of the layers and its half of the rows. Exact: what comes out must equal eager's, id by id.
@@ -18,7 +19,7 @@ BITS = (NUM_EXPERTS - 1).bit_length()
 
 
 def make_ids(case: Case, device: torch.device) -> Tensor:
-    """u8[T, L, K]: distinct ids in each row."""
+    """Make ids u8[T, L, K], distinct in each row."""
     rng = torch.Generator().manual_seed(0)
     num_tokens, num_layers, topk = case.shape
     rows = num_tokens * num_layers

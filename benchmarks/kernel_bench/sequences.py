@@ -1,4 +1,5 @@
-"""Cases of `seq_logratio` and `packed_gae`: B sequences of T tokens each, a quarter of it prompt.
+"""This module has the cases of `seq_logratio` and `packed_gae`: B sequences of T tokens, a quarter
+prompt.
 
 Neither has a gradient. Frameworks hold [B, T], the kernels packed [N] with N = B T.
 """

@@ -22,7 +22,8 @@ def make_copy(num_bytes: int, device: torch.device) -> Callable[[], object]:
 
 
 class Clock:
-    """Seconds of one call. On CUDA: events around it, after the L2 cache was filled with zeros.
+    """A clock returns the seconds of one call. On CUDA: events around it, after the L2 cache was
+    filled with zeros.
 
     Filling the cache takes long enough for the host to queue a short candidate's launches behind
     it, so what is timed there is the device; a candidate of many launches shows its host time too.
@@ -56,7 +57,7 @@ def interleave(
     num_rounds: int,
     device: torch.device,
 ) -> dict[str, float]:
-    """Median seconds of each candidate. Each round times all, so a slow moment hits all."""
+    """Return the median seconds of each candidate. Each round times all, so a slow moment hits all."""
     clock = Clock(device)
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     for round_ in range(-NUM_WARM_UPS, num_rounds):

@@ -1,4 +1,5 @@
-"""Cases of a training step: experts as grouped products beside a loop over the experts.
+"""This module has the cases of a training step: experts as grouped products beside a loop over the
+experts.
 
 `kernel` is a step of the policy as mrl trains it, `eager` the same step with Megatron's SequentialMLP,
 which calls each expert by itself; all else is shared. Forward, backward, clipping and Adam, at a
@@ -131,7 +132,7 @@ def make_batch(policy: Any, ids: Tensor, routes: Tensor, num_experts: int) -> Tr
 
 
 def loss(logprobs: Tensor, batch: MicroBatch) -> LossOutput:
-    """The mean negative log-likelihood."""
+    """Return the mean negative log-likelihood."""
     return LossOutput(-logprobs.sum() / batch.num_tokens, {})
 
 

@@ -1,4 +1,4 @@
-"""Cases of `vp_logprob` on one rank: N rows of logits, V vocabulary.
+"""This module has the cases of `vp_logprob` on one rank: N rows of logits, V vocabulary.
 
 Gradients of both outputs, log-probability and entropy; rows are independent, so 64 of them spread
 over the whole are held against fp64.
@@ -18,7 +18,7 @@ NUM_CHECKED_ROWS = 64
 
 
 def build(case: Case, device: torch.device, compile_: bool) -> Work:
-    """Variants: forward (no gradient), functional, inplace (gradient over the logits)."""
+    """Build a case. Variants: forward (no gradient), functional, inplace (gradient over the logits)."""
     rng = torch.Generator().manual_seed(0)
     num_rows, vocab = case.shape
     dtype = getattr(torch, case.dtype)

@@ -1,4 +1,7 @@
-"""Each cause of a difference by itself: SGLang's way against the trainer's, and mended. No engine.
+"""This module shows each cause of a difference by itself, as SGLang and the trainer compute it, and
+mended.
+
+It needs no engine.
 
 Shapes are small; what differs is the order of a sum or the place of a rounding, not the size.
 """
@@ -28,7 +31,7 @@ class Cause:
 
 
 def causes() -> list[Cause]:
-    """In the order in which a token meets them."""
+    """Return the causes in the order in which a token meets them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return [_norm(), _product(), _attention(), _gate(), _activation(), *_experts(), *_logprob()]

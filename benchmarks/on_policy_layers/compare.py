@@ -12,7 +12,7 @@ EPSILON = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two tensors [rows, ...]; zeros count as equal whatever their sign."""
+    """A difference is between two tensors [rows, ...]; zeros are equal whatever their sign."""
 
     num_rows: int
     num_different_rows: int

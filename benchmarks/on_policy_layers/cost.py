@@ -29,7 +29,7 @@ MODES = {"off": False, "on": True}
 
 
 def cost(folder: Path, scratch: Path) -> dict[str, Any]:
-    """Medians by mode, and the ratio of those, of each part and of their sum."""
+    """Return the medians by mode and their ratio, of each part and of the sum of the parts."""
     [trainer] = run_ranks(1, trainer_seconds, folder, folder=scratch / "cost_rank")
     seconds = {mode: {**trainer[mode], "rollout": value}
                for mode, value in engine_seconds(folder, scratch).items()}  # fmt: skip
@@ -89,7 +89,7 @@ def _tree_seconds(engine: Engine) -> float:
 
 
 def trainer_seconds(folder: Path) -> dict[str, dict[str, float]]:
-    """On a rank."""
+    """Return the trainer's CPU seconds by part; runs on a rank."""
     mesh = join_mesh()
     policies = {mode: make_policy(folder, mesh, on) for mode, on in MODES.items()}
     batch = packed([(ids, PROMPT_LEN) for ids in prompts()])

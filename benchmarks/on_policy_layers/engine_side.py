@@ -24,14 +24,18 @@ TEMPERATURE = 0.8
 
 @dataclass(frozen=True)
 class EngineRun:
-    """T tokens of one greedy request, its prompt in one pass and then a token a pass; and a batch."""
+    """An engine run holds T tokens of one greedy request, its prompt in one pass and then a token a
+    pass; and a batch.
+    """
 
     token_ids: Tensor
     """i64[T]."""
     logprobs: Tensor
     """f32[T], at temperature 1; 0 on the prompt."""
     tensors: dict[str, Tensor]
-    """By op ("3 post norm", layers from 0): [T-1, ...]; of "logits" only the last T - P rows."""
+    """The outputs by op ("3 post norm", layers from 0): [T-1, ...]; of "logits" only the last T - P
+    rows.
+    """
     alone_in_batch: Tensor
     """f32[T]: the same request's log-probs among BATCH others."""
     batch: list[tuple[Tensor, int, Tensor, Tensor]]

@@ -26,7 +26,7 @@ from parallel.policy import Policy
 
 
 def join_mesh() -> Mesh:
-    """Of the one rank that calls, once."""
+    """Return the mesh of the one rank that calls; it is made once."""
     return init_mesh(ParallelDims.create(ParallelConfig(), 1), 0)
 
 
@@ -45,7 +45,7 @@ def make_policy(folder: Path, mesh: Mesh, true_on_policy: bool) -> Policy:
 
 
 def packed(sequences: Sequence[tuple[Tensor, int]]) -> MicroBatch:
-    """(token_ids i64[T], P) of each."""
+    """Pack sequences, given as (token_ids i64[T], P), into one micro-batch."""
     return pack(
         [WeightedSample(_sample(ids, prompt_len), 0.0, 0.0) for ids, prompt_len in sequences]
     )
@@ -102,7 +102,9 @@ class Recorder:
         self._note(self.chunk.output_layer, "logits")
 
     def engine_order(self, mixed: Tensor) -> Tensor:
-        """Megatron's [..., g x (queries of the group, key, value)] -> SGLang's [..., q | k | v]."""
+        """Reorder Megatron's [..., g x (queries of the group, key, value)] to SGLang's
+        [..., q | k | v].
+        """
         per_group = self.heads // self.query_groups
         split = mixed.reshape(*mixed.shape[:-1], self.query_groups, per_group + 2, -1)
         parts = split.split([per_group, 1, 1], dim=-2)
@@ -142,7 +144,7 @@ class Recorder:
 
 
 def flat(x: Tensor) -> Tensor:
-    """[n, 1, ...] or [1, n, ...] or [n, ...] -> [n, all the rest], a copy."""
+    """Return a copy of [n, 1, ...], [1, n, ...] or [n, ...] as [n, all the rest]."""
     x = x.detach()
     if x.dim() >= 3 and x.shape[0] == 1:
         x = x[0]
@@ -151,7 +153,8 @@ def flat(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def own_ops(recorder: Recorder, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each op of the trainer on what the engine's op before it gave; call after a pass of T tokens.
+    """Apply each op of the trainer to what the engine's op before it gave; call after a pass of T
+    tokens.
 
     Rows [T-1, ...]; the rotary embedding alone has none (Megatron applies it inside its attention).
     """

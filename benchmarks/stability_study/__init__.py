@@ -1,1 +1,1 @@
-"""Parts of `python -m benchmarks.stability`."""
+"""This package holds the parts of `python -m benchmarks.stability`."""

@@ -1,4 +1,4 @@
-"""What the stability study compares, and the model it does so on. Imports nothing heavy."""
+"""This module says what the stability study compares, and on which model. It imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "launch/recipes/stability.yaml"
 SHAPE: dict[str, Any] = {"num_experts": 64}
-"""Of `mrl.toy_model.write_toy_model`; the rest are its defaults."""
+"""Arguments of `mrl.toy_model.write_toy_model`; the others keep their defaults."""
 ARMS: dict[str, list[str]] = {
     "off": ["moe.routing_replay=off"],
     "TIS": ["moe.routing_replay=off", "algorithm.importance=tis"],
@@ -31,6 +31,6 @@ class Job:
     start: str
     """The model folder that all runs start from."""
     folder: str
-    """Of this run; new or empty."""
+    """The run's own folder; new or empty."""
     more: tuple[str, ...] = ()
     """Overrides on top of the arm's."""

@@ -49,7 +49,7 @@ def curves(results: Sequence[dict[str, Any]], panel: Panel) -> dict[str, list[tu
 
 
 def svg(results: Sequence[dict[str, Any]]) -> str:
-    """All panels side by side under one legend."""
+    """Draw all panels side by side under one legend."""
     width = LEFT + len(PANELS) * (WIDTH + LEFT) - LEFT + GAP
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{TOP + HEIGHT + BOTTOM}" '

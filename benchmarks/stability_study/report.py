@@ -25,9 +25,9 @@ def smoothed(result: Result) -> list[float]:
 
 
 def has_collapsed(result: Result) -> bool:
-    """A number stopped being one, or the reward ended below half of its best (both smoothed).
+    """Tell whether a number was not finite, or the reward ended below half of its best (both smoothed).
 
-    Fixed before the study was run. Entropy does not count: the task has one right answer.
+    The rule was fixed before the study was run. Entropy does not count: the task has one right answer.
     """
     if result["ended"] != "done":
         return True
@@ -36,7 +36,7 @@ def has_collapsed(result: Result) -> bool:
 
 
 def largest_fall(result: Result) -> float:
-    """Of the smoothed reward, from its best so far, as a share of that."""
+    """Return the largest fall of the smoothed reward from its best so far, as a share of that."""
     best, fall = 0.0, 0.0
     for value in smoothed(result):
         best = max(best, value)
@@ -45,7 +45,7 @@ def largest_fall(result: Result) -> float:
 
 
 def mean(result: Result, *keys: str) -> float:
-    """Over steps, of `step[key][key]...`."""
+    """Return the mean over steps of `step[key][key]...`."""
 
     def at(step: Any) -> float:
         for key in keys:
@@ -77,7 +77,7 @@ FIGURES: dict[str, Callable[[Result], float]] = {
     "entropy_final": lambda r: r["steps"][-1]["entropy"],
     "step_s": lambda r: statistics.median(step["time/step_s"] for step in r["steps"]),
 }
-"""Of one run."""
+"""The figures of one run."""
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -85,7 +85,9 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def row_of(arm: str, results: Sequence[Result]) -> dict[str, Any]:
-    """An arm's figures over its seeds. A run without enough steps for a curve counts as collapsed."""
+    """Return an arm's figures over its seeds. A run without enough steps for a curve counts as
+    collapsed.
+    """
     long_enough = [r for r in results if len(r["steps"]) >= WINDOW]
     return {
         "arm": arm,
@@ -128,7 +130,9 @@ def checks(results: Sequence[Result], num_wanted: int) -> dict[str, bool]:
 
 
 def expectations(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """With replay to without: what arXiv 2510.11370 reports, beside what was seen. Not checks."""
+    """Return ratios of with replay to without: what arXiv 2510.11370 reports and what was seen. No
+    checks.
+    """
     every = [r for r in results if r["steps"]]
     first = [{**r, "steps": r["steps"][:1]} for r in every]
     (native, tokens), (replayed, _) = pooled(every, "native"), pooled(every, "replayed")
@@ -172,7 +176,7 @@ def expectations(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def _ratio(over: Sequence[Result], a: str, under: Sequence[Result], b: str) -> float:
-    """Of the means over runs of two figures; no number where there is nothing to divide by."""
+    """Return the ratio of two figures' means over runs; NaN where there is nothing to divide by."""
     below = statistics.fmean(map(FIGURES[b], under))
     return statistics.fmean(map(FIGURES[a], over)) / below if below else math.nan
 
@@ -190,7 +194,7 @@ COLUMNS = ("arm", *SPREADS.values(), "reward: first, best, final", "largest fall
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
+    """Return the rows as a table in Markdown."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     for row in rows:
         cells = [row["arm"], *(shown(row, key) for key in SPREADS)]

@@ -40,11 +40,11 @@ KEYS = (
     "study/mismatch_extreme", "study/ratio_extreme", "time/sync_s", "time/rollout_s",
     "time/logprob_s", "time/train_s", "time/step_s",
 )  # fmt: skip
-"""Of the loop's metrics: what is kept of each step."""
+"""The loop's metrics that are kept of each step."""
 
 
 class Watched:
-    """An algorithm that also counts extreme tokens: of the update, and against the engine."""
+    """A watched algorithm also counts extreme tokens: of the update, and against the engine."""
 
     def __init__(self, inner: Algorithm) -> None:
         self.inner = inner
@@ -68,7 +68,7 @@ class Watched:
 
 
 def is_extreme(difference: Tensor) -> Tensor:
-    """Log-prob differences -> bool. What is no number is extreme."""
+    """Tell which log-prob differences are extreme: bool of the same shape. NaN is extreme."""
     return ~(difference.abs() <= math.log(TAU))
 
 
@@ -82,7 +82,9 @@ class PairedLearner(Learner):
         return super().learn(step, groups, clock)
 
     def both_ways(self, groups: list[SampleGroup]) -> dict[str, dict[str, float]]:
-        """`native` and `replayed` -> the mismatch of the same tokens under the same weights."""
+        """Return, for `native` and `replayed`, the mismatch of the same tokens under the same
+        weights.
+        """
         self.policy.onload()
         samples = [sample for group in groups for sample in group.samples]
         limit = self.plan.recipe.train.micro_batch_tokens
@@ -108,7 +110,7 @@ class PairedLearner(Learner):
 
 
 def mismatch(d: Tensor) -> dict[str, float | int]:
-    """Of the differences f32[n] of all loss tokens of a step."""
+    """Summarize the differences f32[n] of all loss tokens of a step."""
     d = d.double()
     return {
         "k3": float((d.expm1() - d).mean()),
@@ -120,7 +122,7 @@ def mismatch(d: Tensor) -> dict[str, float | int]:
 
 
 class Run(SteppedRun):
-    """One that takes its rollouts from an engine that others use too, and watches itself."""
+    """A run that takes its rollouts from an engine that others use too, and watches itself."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,13 +155,13 @@ def make_run(job: Job, mesh: Mesh | None) -> Run:
 
 
 def start_engine(job: Job) -> tuple[RolloutEngine, Mesh]:
-    """For all runs of this process; it records routes, whatever the arm of `job`."""
+    """Start the engine for all runs of this process; it records routes, whatever the arm of `job`."""
     run = make_run(dataclasses.replace(job, arm="R3", folder=f"{job.folder}_engine"), None)
     return run.begin(None), run.mesh
 
 
 def result_of(run: Run, job: Job) -> dict[str, Any]:
-    """All steps, or those up to where a number stopped being one."""
+    """Run all steps, or those up to where a number is not finite, and return what was measured."""
     start, steps, ended = time.perf_counter(), [], "done"
     for _ in range(job.num_steps):
         try:

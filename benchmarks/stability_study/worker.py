@@ -1,7 +1,8 @@
-"""One core's share of the study: `python -m benchmarks.stability_study.worker FOLDER PARENT_PID CORE`.
+"""This module does one core's share of the study, as a child process of `benchmarks.stability`.
 
-A request is a Job, the answer its result (runs.py). One engine, started at the first job, serves all
-of them; it dies with this process, and this process with its parent.
+Its arguments are FOLDER, PARENT_PID and CORE. A request is a Job, the answer its result (runs.py). One
+engine, started at the first job, serves all of them. It exits when this process does, and this process
+exits when its parent does.
 """
 
 from __future__ import annotations
