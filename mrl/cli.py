@@ -40,8 +40,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _use_one_thread() -> None:
-    """Unless OMP_NUM_THREADS says otherwise, as torchrun does: two threads make small products on CPUs
-    many times slower, and another number of threads adds up in another order."""
+    """Compute with one thread, as torchrun does, unless OMP_NUM_THREADS is set: two threads make small
+    products on CPUs many times slower, and another number of threads adds up in another order."""
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"  # of child processes
         torch.set_num_threads(1)
@@ -50,7 +50,7 @@ def _use_one_thread() -> None:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse as argparse does; `key=value` may also come after options."""
     parser = _parser()
-    parser.set_defaults(after_interrupt="nothing is left half done")
+    parser.set_defaults(after_interrupt="no partial output remains")
     args, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -60,7 +60,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Bad input is one line."""
+    """Reports bad input in one line."""
 
     def error(self, message: str) -> NoReturn:
         print(f"mrl: {message}; see {self.prog} --help", file=sys.stderr)
@@ -68,9 +68,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="mrl", description="MoE reinforcement learning")
+    parser = _Parser(
+        prog="mrl",
+        description="Reinforcement learning for mixture-of-experts language models: Megatron-core "
+        "trains, SGLang generates.",
+        epilog="Try it: mrl toy-model toy/model, then mrl train launch/recipes/toy_moe.yaml. Each "
+        "command explains itself: mrl COMMAND --help.",
+    )
     parser.add_argument("--version", action="version", version=f"mrl {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for command in ALL:
         command.add_to(commands)
     return parser

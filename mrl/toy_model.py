@@ -60,32 +60,7 @@ def write_toy_model(
     _refuse_foreign_folder(folder)
     knobs = {name: value for name, value in locals().items() if name != "folder"}
     tokenizer = build_tokenizer(vocab_size)
-    shape = dict[str, Any](
-        vocab_size=vocab_size,
-        num_hidden_layers=num_layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        head_dim=head_dim,
-        num_experts=num_experts,
-        num_experts_per_tok=num_experts_per_tok,
-        moe_intermediate_size=moe_intermediate_size,
-        mlp_only_layers=list(mlp_only_layers),
-        decoder_sparse_step=1,
-        norm_topk_prob=True,
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=False,
-        initializer_range=init_std,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        # Not the tokenizer's: transformers would start that row at 0, and the norm behind it would
-        # multiply the first gradient of a sampled pad token by a thousand.
-        pad_token_id=None,
-        dtype=torch.float32,
-    )
-    # As a dict: transformers' signature hides `head_dim`.
-    config = Qwen3MoeConfig(**shape)
+    config = _config(knobs, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(config).float()
@@ -96,8 +71,37 @@ def write_toy_model(
     tokenizer.save_pretrained(folder)
 
 
+SAME_NAMES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "max_position_embeddings",
+)  # fmt: skip
+"""Arguments of `write_toy_model` that transformers calls the same."""
+
+
+def _config(knobs: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
+    shape = {name: knobs[name] for name in SAME_NAMES} | dict[str, Any](
+        num_hidden_layers=knobs["num_layers"],
+        mlp_only_layers=list(knobs["mlp_only_layers"]),
+        initializer_range=knobs["init_std"],
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        # Not the tokenizer's: transformers would start that row at 0, and the norm behind it would
+        # multiply the first gradient of a sampled pad token by a thousand.
+        pad_token_id=None,
+        dtype=torch.float32,
+    )
+    return Qwen3MoeConfig(**shape)  # as a dict: transformers' signature hides `head_dim`
+
+
 def build_tokenizer(vocab_size: int = 128) -> PreTrainedTokenizerFast:
-    """One token a character: newline and printable ASCII; anything else becomes `<|unk|>`."""
+    """Make a tokenizer with one token for each character: newline and printable ASCII.
+
+    Anything else becomes `<|unk|>`. Raises InputError where `vocab_size` is too small for these.
+    """
     special = [PAD, IM_START, EOS, UNKNOWN]
     num_reserved = vocab_size - len(CHARACTERS) - len(special)
     if num_reserved < 0:

@@ -10,27 +10,35 @@ from mrl.errors import InputError
 
 
 def add_to(commands: Any) -> None:
-    command = commands.add_parser("check", help="validate a recipe and print the plan")
+    command = commands.add_parser(
+        "check",
+        help="validate a recipe and print what it would run",
+        description="Validate a recipe, its model, data and reward, and print what would run. Nothing "
+        "is trained or written. With --plan, predict memory, traffic and time of a step instead.",
+    )
     add_recipe(command)
     command.add_argument(
         "--plan",
         action="store_true",
-        help="memory, traffic and estimated time of a step; config.json of the model is enough",
+        help="predict memory, traffic and time of a step on GPUs; needs only config.json of the model",
     )
-    command.add_argument("--gpus", type=int, help="ranks of the plan; by default this start's")
-    command.add_argument("--gpu", help="h100 (default) or h200")
     command.add_argument(
-        "--prompt-len", type=int, help="tokens of a prompt in the plan; by default 512"
+        "--gpus", type=int, metavar="N", help="with --plan: ranks; by default those of this start"
+    )
+    command.add_argument("--gpu", metavar="NAME", help="with --plan: h100 (default) or h200")
+    command.add_argument(
+        "--prompt-len", type=int, metavar="N", help="with --plan: tokens of a prompt (default 512)"
     )
     command.add_argument(
         "--host-memory",
         type=float,
-        help="gigabytes of a node's memory in the plan; by default 2,199",
+        metavar="GB",
+        help="with --plan: memory of a node in gigabytes (default 2,199)",
     )
     command.add_argument(
         "--ignore-memory",
         action="store_true",
-        help="on a machine with GPUs, accept a recipe that by the formulas does not fit into them",
+        help="on a machine with GPUs: accept a recipe that should not fit into their memory",
     )
     command.set_defaults(run=run)
 
@@ -48,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
         return
     for name in ("gpus", "gpu", "prompt_len", "host_memory"):
         if getattr(args, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')} is for the plan; add --plan")
+            raise InputError(f"--{name.replace('_', '-')} needs --plan; add it")
     from mrl.preflight import check
     from parallel.mesh import world_size
 

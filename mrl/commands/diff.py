@@ -15,11 +15,16 @@ MAX_ROWS = 20
 
 def add_to(commands: Any) -> None:
     command = commands.add_parser(
-        "diff", help="where two runs part: recipe, data, samples, metrics"
+        "diff",
+        help="show where two runs part: recipe, data, samples, metrics",
+        description="Compare two runs: recipe, versions, prompts, samples and metrics, and the first "
+        "step in which they differ.",
     )
-    command.add_argument("a", type=Path, metavar="RUN_A", help="output_dir of mrl train")
-    command.add_argument("b", type=Path, metavar="RUN_B")
-    command.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    command.add_argument("a", type=Path, metavar="RUN_A", help="output_dir of a run")
+    command.add_argument("b", type=Path, metavar="RUN_B", help="output_dir of the other run")
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
     command.set_defaults(run=run)
 
 

@@ -13,10 +13,18 @@ from mrl.system.processes import die_with_torchrun
 
 
 def add_to(commands: Any) -> None:
-    command = commands.add_parser("eval", help="avg@k and pass@k of a checkpoint, or of the model")
+    command = commands.add_parser(
+        "eval",
+        help="evaluate a checkpoint, or the model, on the recipe's eval sets",
+        description="Generate answers to the prompts of the recipe's eval.sets and print avg@k and "
+        "pass@k, for the newest checkpoint in output_dir, or for the model where there is none.",
+    )
     add_recipe(command)
     command.add_argument(
-        "--step", type=int, help="the checkpoint of output_dir to take; by default the newest"
+        "--step",
+        type=int,
+        metavar="N",
+        help="take the checkpoint after N steps; by default the newest",
     )
     command.set_defaults(run=run)
 

@@ -8,13 +8,32 @@ from typing import Any
 
 
 def add_to(commands: Any) -> None:
-    command = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
-    command.add_argument(
-        "source", type=Path, metavar="RUN_OR_CKPT", help="output_dir, or an iter_*"
+    command = commands.add_parser(
+        "export",
+        help="write a checkpoint as a Hugging Face folder",
+        description="Write a checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer "
+        "and a model card. Neither GPUs nor the layout of the run are needed.",
     )
-    command.add_argument("folder", type=Path, metavar="DIR", help="new folder")
-    command.add_argument("--model", type=Path, metavar="PATH", help="base model with the tokenizer")
-    command.add_argument("--max-shard-size-mb", type=int, default=2048, metavar="MB")
+    command.add_argument(
+        "source",
+        type=Path,
+        metavar="RUN_OR_CKPT",
+        help="output_dir of a run (its newest checkpoint), or one of its checkpoints/iter_*",
+    )
+    command.add_argument("folder", type=Path, metavar="DIR", help="a new or empty folder")
+    command.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="folder of the base model, for its tokenizer; by default where the run had it",
+    )
+    command.add_argument(
+        "--max-shard-size-mb",
+        type=int,
+        default=2048,
+        metavar="MB",
+        help="largest safetensors file in MiB (default 2048)",
+    )
     command.set_defaults(run=run)
 
 

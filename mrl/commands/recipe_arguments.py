@@ -10,8 +10,15 @@ from mrl.config import Recipe, load_recipe
 
 def add_recipe(command: argparse.ArgumentParser) -> None:
     """Add the arguments RECIPE and `key=value` (overrides)."""
-    command.add_argument("recipe", type=Path, help="YAML file")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-6")
+    command.add_argument(
+        "recipe", type=Path, metavar="RECIPE", help="a YAML file, see docs/recipes.md"
+    )
+    command.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="override a key of the recipe, e.g. optimizer.lr=1e-6",
+    )
 
 
 def read_recipe(args: argparse.Namespace) -> Recipe:

@@ -15,14 +15,27 @@ if TYPE_CHECKING:
 
 def add_to(commands: Any) -> None:
     command = commands.add_parser(
-        "replay", help="train one step of a run again from its saved rollouts, and compare"
+        "replay",
+        help="train one step of a run again and compare its metrics",
+        description="Train one step of a run again from its saved rollouts (debug.save_rollouts) and "
+        "compare the metrics bit by bit. The run stays as it is. Exit code 1: a metric differs.",
     )
-    command.add_argument("run_folder", type=Path, metavar="RUN", help="output_dir of mrl train")
-    command.add_argument("step", type=int, metavar="STEP", help="as in metrics.jsonl, from 0")
+    command.add_argument("run_folder", type=Path, metavar="RUN", help="output_dir of a run")
     command.add_argument(
-        "--output", type=Path, metavar="DIR", help="by default RUN/replay/step_000012"
+        "step",
+        type=int,
+        metavar="STEP",
+        help="the step to repeat, counted from 0 as in metrics.jsonl",
     )
-    command.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    command.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder to write to; by default RUN/replay/step_STEP",
+    )
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
     command.set_defaults(run=run, after_interrupt="the run itself is untouched")
 
 

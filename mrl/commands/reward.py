@@ -12,32 +12,59 @@ from mrl.errors import InputError
 
 MAX_SHOWN = 3
 """Findings of one kind that are shown; the others are counted."""
-SPEC_HELP = "as in a recipe: a name, FILE.py:FUNC, module:FUNC, http://HOST:PORT, reward_model:DIR"
-HOST_HELP = "address to listen on (127.0.0.1); others need a token in MRL_REWARD_TOKEN"
+SPEC_HELP = "as in a recipe: NAME, FILE.py:FUNC, module:FUNC, http://HOST:PORT or reward_model:DIR"
+TIMEOUT_HELP = "time limit of one call in seconds (default 30)"
+HOST_HELP = "address to listen on (default 127.0.0.1); others need a token in MRL_REWARD_TOKEN"
 
 
 def add_to(commands: Any) -> None:
-    reward = commands.add_parser("reward", help="try a reward function out, or serve it over HTTP")
+    reward = commands.add_parser(
+        "reward",
+        help="test a reward function, or serve it over HTTP",
+        description="Test a reward function on data, or serve it over HTTP for other machines.",
+    )
     actions = reward.add_subparsers(required=True, metavar="ACTION")
-    test = actions.add_parser("test", help="time it over rows of a data set and find its faults")
+    test = actions.add_parser(
+        "test",
+        help="time a reward and find its faults",
+        description="Call a reward with correct and wrong answers to rows of a data set, measure its "
+        "time, and report its faults: errors, hangs, wrong values, wrong answers with a high reward.",
+    )
     test.add_argument("spec", metavar="REWARD", help=SPEC_HELP)
-    test.add_argument("data", type=Path, metavar="DATA", help="JSONL, rows as for training")
-    test.add_argument("--limit", type=_count, default=100, metavar="N", help="rows (100)")
-    test.add_argument("--timeout", type=_seconds, default=30.0, metavar="S", help="of a call (30)")
+    test.add_argument(
+        "data", type=Path, metavar="DATA", help="a JSONL file with rows as for training"
+    )
+    test.add_argument(
+        "--limit", type=_count, default=100, metavar="N", help="rows to try (default 100)"
+    )
+    test.add_argument("--timeout", type=_seconds, default=30.0, metavar="S", help=TIMEOUT_HELP)
     test.add_argument(
         "--model",
         type=Path,
         metavar="DIR",
-        help="its tokenizer makes completion_ids; else bytes do",
+        help="model folder whose tokenizer makes completion_ids; without it their bytes do",
     )
     test.set_defaults(run=run_test)
-    serve = actions.add_parser("serve", help="answer POSTs of prompts and completions")
+    serve = actions.add_parser(
+        "serve",
+        help="serve a reward over HTTP",
+        description="Answer POST requests with prompts and completions by their rewards. A recipe "
+        "names the server by its address: reward: http://HOST:PORT.",
+    )
     serve.add_argument("spec", metavar="REWARD", help=SPEC_HELP)
-    serve.add_argument("--port", type=_port, required=True, metavar="N", help="0 finds a free one")
+    serve.add_argument(
+        "--port",
+        type=_port,
+        required=True,
+        metavar="N",
+        help="port to listen on; 0 finds a free one",
+    )
     serve.add_argument("--host", default="127.0.0.1", help=HOST_HELP)
-    serve.add_argument("--workers", type=_count, default=1, metavar="N", help="processes (1)")
-    serve.add_argument("--timeout", type=_seconds, default=30.0, metavar="S", help="of a call (30)")
-    serve.set_defaults(run=run_serve, after_interrupt="the server is gone")
+    serve.add_argument(
+        "--workers", type=_count, default=1, metavar="N", help="processes that score (default 1)"
+    )
+    serve.add_argument("--timeout", type=_seconds, default=30.0, metavar="S", help=TIMEOUT_HELP)
+    serve.set_defaults(run=run_serve, after_interrupt="the server has stopped")
 
 
 def run_serve(args: argparse.Namespace) -> None:
@@ -118,7 +145,7 @@ def _show(trial: Any, num_cases: int) -> None:
 
 def _figures(trial: Any, num_cases: int) -> list[tuple[str, str]]:
     """(name, figures) rows."""
-    tried = "" if trial.num_rows == num_cases else f" of {num_cases}: too many hangs to go on"
+    tried = "" if trial.num_rows == num_cases else f" of {num_cases}: stopped after too many hangs"
     rows = [("rows", f"{trial.num_rows}{tried}")]
     if trial.seconds:
         ms = sorted(1000 * second for second in trial.seconds)
@@ -132,8 +159,8 @@ def _figures(trial: Any, num_cases: int) -> list[tuple[str, str]]:
         rows.append(
             ("values", f"{len(trial.values)} from {low:.4g} to {high:.4g}, mean {mean:.4g}")
         )
-    if trial.num_abstained:
-        rows.append(("abstained", f"{trial.num_abstained} (None: masked)"))
+    if trial.num_unscored:
+        rows.append(("without reward", f"{trial.num_unscored} (None: masked)"))
     if trial.num_gold:
         right = ", ".join(f"{name} {count}" for name, count in trial.num_right.items())
         rows.append(("gold highest", f"of {trial.num_gold} rows, written {right}"))

@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 
 def add_to(commands: Any) -> None:
     command = commands.add_parser(
-        "train", help="train; starts again where an interrupted run stopped"
+        "train",
+        help="train a recipe; continues an interrupted run",
+        description="Train a recipe. A run that was interrupted continues from its newest checkpoint "
+        "in output_dir. On several GPUs: torchrun --nproc-per-node N -m mrl train RECIPE.",
     )
     add_recipe(command)
-    command.set_defaults(run=run, after_interrupt="start again to go on from the last checkpoint")
+    command.set_defaults(
+        run=run, after_interrupt="start again to continue from the last checkpoint"
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -11,16 +11,27 @@ from mrl.system.files import write_whole
 
 
 def add_to(commands: Any) -> None:
-    command = commands.add_parser("view", help="write a run's curves and samples as one HTML file")
+    command = commands.add_parser(
+        "view",
+        help="write a run's curves and samples as one HTML file",
+        description="Write a run as one HTML file with its curves, samples and diagnosis. It opens in "
+        "any browser, without a server or a network.",
+    )
     command.add_argument("folder", type=Path, metavar="RUN", help="output_dir of a run")
     command.add_argument(
-        "--output", type=Path, metavar="FILE", help="the page; by default RUN/view.html"
+        "--output", type=Path, metavar="FILE", help="the file to write; by default RUN/view.html"
     )
     command.add_argument(
-        "--steps", metavar="A:B", help="steps with samples, from A to before B; 12 by default"
+        "--steps",
+        metavar="A:B",
+        help="show the samples of steps A to B-1; by default of at most 12 steps",
     )
     command.add_argument(
-        "--max-samples", type=int, default=16, metavar="N", help="samples of a step (default 16)"
+        "--max-samples",
+        type=int,
+        default=16,
+        metavar="N",
+        help="samples of a step at most (default 16)",
     )
     command.set_defaults(run=run)
 

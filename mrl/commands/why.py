@@ -17,11 +17,21 @@ MAX_CHARS = 60
 
 def add_to(commands: Any) -> None:
     command = commands.add_parser(
-        "why", help="samples, tokens, layers and experts behind the mismatch of a step"
+        "why",
+        help="explain the mismatch of a step: samples, tokens, layers, experts",
+        description="Explain why trainer and engine disagreed in a step: which samples, tokens, layers "
+        "and experts the mismatch comes from, and what to do. It reads RUN/tokens and RUN/diagnosis.",
     )
-    command.add_argument("run_folder", type=Path, metavar="RUN", help="output_dir of mrl train")
-    command.add_argument("step", type=int, metavar="STEP", help="as in metrics.jsonl, from 0")
-    command.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    command.add_argument("run_folder", type=Path, metavar="RUN", help="output_dir of a run")
+    command.add_argument(
+        "step",
+        type=int,
+        metavar="STEP",
+        help="the step to explain, counted from 0 as in metrics.jsonl",
+    )
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
     command.set_defaults(run=run)
 
 

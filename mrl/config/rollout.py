@@ -53,7 +53,7 @@ class RolloutConfig(Branch):
     2 GiB: each bucket costs a request and a handle, whatever its size."""
     server_args: dict[str, Any] = Field(default_factory=dict)
     """Fields of SGLang's ServerArgs to set, by their Python names (`attention_backend: triton`), on top
-    of what mrl sets. Those that mrl answers for itself are refused, with the key that sets them."""
+    of what mrl sets. A field that mrl sets itself is refused; the message names the recipe's key."""
     true_on_policy: bool = False
     """Trainer and engine compute the same bits: old log-probs equal the engine's, routes agree. On
     CPUs in float32, and slower; docs/on_policy.md says what it takes, and where it is refused."""
@@ -67,13 +67,14 @@ class RolloutConfig(Branch):
     where the engine has the trainer's, and for an engine over several nodes). `disk`: safetensors in a
     private folder of the run's folder, which all nodes of an engine must share."""
     over_sampling: float = Field(default=1.0, ge=1)
-    """Prompts started for each one that the step needs: it goes on with those that finish first, and
-    no longer waits for the slowest. 1 waits for all."""
+    """Prompts started for each one that the step needs. The step trains on those that finish first
+    and does not wait for the slowest; 1 waits for all."""
     partial_rollouts: Literal["drop", "resume", "defer"] = "drop"
-    """What becomes of prompts that were started and not needed. `drop`: given up, which favours prompts
-    with short answers. `resume` (APRIL, arXiv 2509.18521): continued first in the next step under its
-    newer weights; needs `algorithm.importance`. `defer` (RollPacker, arXiv 2509.21009): started anew in
-    a step that waits for all, once so many have gathered."""
+    """What becomes of the partial rollouts of prompts that were started and not needed. `drop`: they
+    are given up, which favours prompts with short answers. `resume` (APRIL, arXiv 2509.18521): they
+    are continued first in the next step, under its newer weights; needs `algorithm.importance`.
+    `defer` (RollPacker, arXiv 2509.21009): the prompts start anew in a step that waits for all, once
+    so many have gathered."""
     dynamic_sampling_rounds: int = Field(default=4, ge=1)
     """How often a step with `algorithm.dynamic_sampling` draws prompts until prompts_per_step groups
     have unequal rewards; each round draws as many as are missing. Then it trains with what there
@@ -83,7 +84,8 @@ class RolloutConfig(Branch):
     request_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds for all completions of a step, or of one turn of its conversations."""
     stall_timeout_s: float = Field(default=120.0, gt=0)
-    """An engine whose scheduler gives no sign for so long is taken for hung, and replaced."""
+    """Seconds without a sign from an engine's scheduler after which it counts as hung and is
+    replaced."""
     max_restarts: int = Field(default=3, ge=0)
     """Engines that may be lost and replaced in one step before the run gives up."""
     max_running_requests: int | None = Field(default=None, ge=1)

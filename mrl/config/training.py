@@ -123,4 +123,5 @@ class CheckpointConfig(Branch):
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints to keep."""
     async_save: bool = True
-    """Write in the background while training goes on; the step only waits for the copy to the host."""
+    """Write in the background while training continues; the step only waits for the copy to the
+    host."""

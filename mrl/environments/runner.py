@@ -1,4 +1,4 @@
-"""Plays episodes in killable workers: an environment may raise, hang or die, the run goes on.
+"""Plays episodes in killable workers: an environment may raise, hang or die, the run continues.
 
 An episode whose environment fails is over and has no reward. Where a worker process is lost to one
 episode, those that lived there with it begin anew in another process and are given the same actions

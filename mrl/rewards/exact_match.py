@@ -34,7 +34,7 @@ def reward(
     answer: list[Any],
     **columns: list[Any],
 ) -> list[float | None]:
-    """1.0 where the completion's final answer is the row's; abstains where the row has none."""
+    """1.0 where the completion's final answer is the row's; None where the row has none."""
     rewards: list[float | None] = []
     for completion, gold in zip(completions, answer, strict=True):
         if gold is None or gold == "":

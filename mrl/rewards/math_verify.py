@@ -38,7 +38,7 @@ def reward(
     answer: list[Any],
     **columns: list[Any],
 ) -> list[float | None]:
-    """1.0 where the completion's answer equals the row's; abstains where the row's is unreadable."""
+    """1.0 where the completion's answer equals the row's; None where the row's is unreadable."""
     rewards: list[float | None] = []
     for completion, gold in zip(completions, answer, strict=True):
         expected = [] if gold is None else _gold(gold_answer(gold))

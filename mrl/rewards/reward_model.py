@@ -65,7 +65,7 @@ class RewardModel:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             self._folder, dtype=self._dtype, local_files_only=True, output_loading_info=True
         )
-        if info["missing_keys"]:  # transformers would go on with random ones
+        if info["missing_keys"]:  # transformers would continue with random ones
             some = ", ".join(sorted(info["missing_keys"])[:3])
             raise InputError(
                 f"reward {self._spec!r}: the checkpoint lacks {some}; expected one saved from "

@@ -1,4 +1,4 @@
-"""Calls the reward function in a killable worker: it may raise, hang or die, the run goes on.
+"""Calls the reward function in a killable worker: it may raise, hang or die, the run continues.
 
 Dimensions: G samples of a prompt.
 """
@@ -35,7 +35,7 @@ class RewardReport:
 
     num_failed: int = 0
     """Samples masked because the reward function raised, hung, died or returned nonsense."""
-    num_abstained: int = 0
+    num_unscored: int = 0
     """Samples masked because the reward function returned None."""
     first_error: str = ""
     num_repeated: int = 0
@@ -145,8 +145,8 @@ class RewardRunner(Closing):
         if "error" in reply:
             raise (RewardBroken if reply["broken"] else RewardFailed)(reply["error"])
         values = [math.nan if value is None else float(value) for value in reply["rewards"]]
-        abstained = sum(map(math.isnan, values))
-        self.report = replace(self.report, num_abstained=self.report.num_abstained + abstained)
+        unscored = sum(map(math.isnan, values))
+        self.report = replace(self.report, num_unscored=self.report.num_unscored + unscored)
         return values
 
 

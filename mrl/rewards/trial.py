@@ -58,7 +58,7 @@ class Trial:
     values: list[float] = field(default_factory=list)
     num_rows: int = 0
     """Rows that were tried: fewer than there are, after too many hangs."""
-    num_abstained: int = 0
+    num_unscored: int = 0
     num_compared: int = 0
     """Rows with several completions, all of them scored ..."""
     num_level: int = 0
@@ -96,8 +96,8 @@ def run_trial(
     elif trial.num_compared > 1 and trial.num_level == trial.num_compared:
         detail = f"in each of {trial.num_compared} rows all completions have the same value"
         trial.findings.append(Finding("constant", "", detail))
-    if not scored and trial.num_abstained:
-        trial.findings.append(Finding("constant", "", "it always abstained (None)"))
+    if not scored and trial.num_unscored:
+        trial.findings.append(Finding("constant", "", "it never returned a reward (always None)"))
     return trial
 
 
@@ -117,7 +117,7 @@ def _try_case(
         _blame(trial, call, case, encode, first)
         return
     trial.seconds.append(time.perf_counter() - start)
-    trial.num_abstained += first.count(None)
+    trial.num_unscored += first.count(None)
     trial.values += [value for value in first if value is not None]
     if len(set(case.texts)) > 1 and None not in first:
         trial.num_compared += 1

@@ -124,7 +124,7 @@ class RunFolder:
         """
         for folder in (self.rollouts, self.tokens, self.diagnosis):
             _set_aside(folder, step)
-        _set_aside(self.evals, step + 1)  # that of `step` is of the weights that it goes on with
+        _set_aside(self.evals, step + 1)  # that of `step` is of the weights that it continues from
         if not self.metrics.exists():
             return
         kept = [r for r in self.read_metrics() if r["step"] < step]

@@ -106,7 +106,7 @@ class JsonWorker:
         """The answer; starts the process where it is not running.
 
         Raises WorkerLost, or WorkerNotStarted: what was loaded once is no bad input, and whoever counts
-        failures decides whether the run goes on.
+        failures decides whether the run continues.
         """
         with self._lock:
             if self._closed:

@@ -109,8 +109,8 @@ def test_a_whole_model_is_checked_as_before_a_start(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--gpus", "8"], "--gpus is for the plan; add --plan"),
-        (["--gpu", "h100"], "--gpu is for the plan; add --plan"),
+        (["--gpus", "8"], "--gpus needs --plan; add it"),
+        (["--gpu", "h100"], "--gpu needs --plan; add it"),
         (["--plan", "--gpu", "a100"], "--gpu: got 'a100', expected h100 or h200"),
         (["--plan", "--gpus", "0"], "--gpus: got 0, expected at least 1"),
         (["--plan", "--prompt-len", "0"], "--prompt-len: got 0"),
@@ -122,7 +122,7 @@ def test_a_whole_model_is_checked_as_before_a_start(
         (["--plan", "rollout.server_args.ep_size=2"], "use rollout.expert_parallel_size"),
         (["--plan", "parallel.pipeline_model_parallel_size=2"], "--gpus N makes it for more"),
         (["--plan", "--host-memory", "0"], "--host-memory: got 0, expected gigabytes above 0"),
-        (["--host-memory", "9"], "--host-memory is for the plan; add --plan"),
+        (["--host-memory", "9"], "--host-memory needs --plan; add it"),
         (
             ["--plan", "--gpus", "6", "rollout.tensor_parallel_size=6"],
             "32 heads are not divisible by 6",

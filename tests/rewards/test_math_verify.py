@@ -53,7 +53,7 @@ def test_not_equal(completion, answer):
     assert score(completion, answer) == 0
 
 
-def test_abstains_where_the_row_has_no_mathematics():
+def test_no_reward_where_the_row_has_no_mathematics():
     assert math_verify(["p"] * 3, ["3"] * 3, answer=[None, "", "3"]) == [None, None, 1]
 
 

@@ -40,7 +40,7 @@ def test_sync_and_async(name):
     assert first.tolist() == [1, 3]
     assert second.tolist() == [2]
     assert first.dtype == torch.float32
-    assert runner.report.num_failed == runner.report.num_abstained == 0
+    assert runner.report.num_failed == runner.report.num_unscored == 0
 
 
 def test_where_memory_runs_out_the_worker_goes_first():
@@ -92,7 +92,7 @@ def test_only_the_culprit_is_masked(name, reason, tmp_path, monkeypatch):
         assert bool((rewards[~rewards.isnan()] == 3).all())
         assert runner.report.num_failed == 1
         assert runner.report.num_repeated == 1
-        assert runner.report.num_abstained == 0
+        assert runner.report.num_unscored == 0
         assert reason in runner.report.first_error
         runner.score([group(1)], [["abc"]])
         assert runner.report.num_failed == 0
@@ -128,11 +128,11 @@ def test_the_limit_counts_the_samples_of_all_engines():
             runner.score([group()], texts)
 
 
-def test_abstaining_masks_and_is_no_failure():
+def test_none_masks_and_is_no_failure():
     with RewardRunner(f"{ZOO}:abstains", 10) as runner:
         (rewards,) = runner.score([group(2)], [["bad", "ab"]])
     assert rewards.isnan().tolist() == [True, False]
-    assert (runner.report.num_failed, runner.report.num_abstained) == (0, 1)
+    assert (runner.report.num_failed, runner.report.num_unscored) == (0, 1)
 
 
 def test_above_five_percent_the_run_stops_early():

@@ -54,7 +54,7 @@ def test_nothing_wrong(reward_test):
         ("always_half", QUESTIONS, "gold, constant", "all 24 values are 0.5"),
         ("always_half", TEXTS, "constant", "all 5 values are 0.5"),
         ("of_the_prompt", QUESTIONS, "gold, constant", "in each of 4 rows all completions have"),
-        ("silent", QUESTIONS, "gold, constant", "it always abstained"),
+        ("silent", QUESTIONS, "gold, constant", "it never returned a reward (always None)"),
         ("counts_calls", TEXTS, "changes", "data.jsonl:1: 1.01, then 1.02; completion 'a'"),
         ("normalises", TEXTS, "depends on the group", ":3: 0.5, then 0.666667; completion 'ef'"),
         ("raises", TEXTS, "exception", ":3: ZeroDivisionError: division by zero; completion 'bad'"),
@@ -85,7 +85,7 @@ def test_many_hangs_end_it_early(reward_test):
     rows = [{"prompt": "p", "completion": "bad"}] * 6
     code, shown = reward_test(f"{ZOO}:hangs", rows, "--timeout", "0.2")
     assert code == 1
-    assert "3 of 6: too many hangs to go on" in shown
+    assert "3 of 6: stopped after too many hangs" in shown
     assert "data.jsonl:4" not in shown
 
 
