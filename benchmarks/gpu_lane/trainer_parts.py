@@ -1,9 +1,10 @@
-"""The part of run.py that trains without an engine: the first minute of the trainer on a device."""
+"""This module trains without an engine: the first minute of the trainer on a device."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,23 +55,10 @@ def trainer_step(folder: Path, device: str) -> dict[str, Any]:
         recipe.train.micro_batch_tokens,
         config=recipe.algorithm,
     )
-    micros = batch.micro_batches
-    old, noise = [], {"max": 0.0, "q999": 0.0}
-    for name, replay in (("native", Replay.off), ("replayed", Replay.rollout)):
-        passes, seconds = [], []
-        for _ in range(1 + ROUNDS):
-            start = time.perf_counter()
-            found = ours.policy.forward_only(micros, replay).logprobs
-            synchronize(mesh.device)
-            seconds.append(time.perf_counter() - start)
-            old = [part.cpu() for part in found]
-            passes.append(torch.cat(old))
-        noise = difference(passes[-2], passes[-1])
-        note(**{f"{name}_first_s": round(seconds[0], 3),
-                f"{name}_pass_s": statistics.median(seconds[1:]),
-                f"{name}_two_passes": noise})  # fmt: skip
+    old, noise = time_passes(ours, batch.micro_batches, mesh.device)
     batch = replace(batch, micro_batches=[
-        replace(micro, old_logprobs=row) for micro, row in zip(micros, old, strict=True)
+        replace(micro, old_logprobs=row)
+        for micro, row in zip(batch.micro_batches, old, strict=True)
     ])  # fmt: skip
     times, norms = [], []
     for _ in range(1 + ROUNDS):
@@ -90,6 +78,27 @@ def trainer_step(folder: Path, device: str) -> dict[str, Any]:
         "says": f"{num_tokens / step_s:.0f} tokens/s trained, grad_norm {norms[0]:.3g}, two passes "
         f"{same}",
     }
+
+
+def time_passes(
+    ours: Any, micros: Sequence[Any], device: torch.device
+) -> tuple[list[Tensor], dict[str, float]]:
+    """Time passes without and with replay; return the last log-probs and how far two passes differ."""
+    old, noise = [], {"max": 0.0, "q999": 0.0}
+    for name, replay in (("native", Replay.off), ("replayed", Replay.rollout)):
+        passes, seconds = [], []
+        for _ in range(1 + ROUNDS):
+            start = time.perf_counter()
+            found = ours.policy.forward_only(micros, replay).logprobs
+            synchronize(device)
+            seconds.append(time.perf_counter() - start)
+            old = [part.cpu() for part in found]
+            passes.append(torch.cat(old))
+        noise = difference(passes[-2], passes[-1])
+        note(**{f"{name}_first_s": round(seconds[0], 3),
+                f"{name}_pass_s": statistics.median(seconds[1:]),
+                f"{name}_two_passes": noise})  # fmt: skip
+    return old, noise
 
 
 def make_samples(plan: Any, device: str) -> list[Sample]:

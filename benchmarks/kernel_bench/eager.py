@@ -109,22 +109,7 @@ def policy_loss(logprobs: Tensor, batch: Padded, settings: LossSettings) -> tupl
     loss = ((token_loss * mask) * weights).sum()
 
     with torch.no_grad():
-        per_sequence = ratio[:, :1] if settings.ratio == "sequence" else ratio
-        over, under = per_sequence > high, per_sequence < low
-        if settings.clip == "ppo":
-            over, under = over & (advantages > 0), under & (advantages < 0)
-        if settings.clip == "sapo":
-            over, under = torch.zeros_like(over), torch.zeros_like(under)
-        stats = [
-            mask.sum(),
-            masked_sum(per_sequence, counted),
-            counted.sum(),
-            (per_sequence * counted).max(),
-            masked_sum(over, counted),
-            masked_sum(under, counted),
-            -masked_sum(log_ratio, mask),
-            masked_sum(torch.exp(log_ratio) - log_ratio - 1.0, mask),
-        ]
+        stats = ratio_stats(log_ratio, ratio, counted, batch, settings)
         if kl is not None:
             stats.append(masked_sum(kl, mask))
         if raw is not None and weight is not None:
@@ -138,6 +123,29 @@ def policy_loss(logprobs: Tensor, batch: Padded, settings: LossSettings) -> tupl
                 (mismatch * mask).max(),
             ]
         return loss, torch.stack(stats)
+
+
+def ratio_stats(
+    log_ratio: Tensor, ratio: Tensor, counted: Tensor, batch: Padded, settings: LossSettings
+) -> list[Tensor]:
+    """Return the statistics of STATS. log_ratio: [B, T]; ratio and counted: [B, T] or [B, 1]."""
+    mask, advantages = batch.mask, batch.advantages
+    per_sequence = ratio[:, :1] if settings.ratio == "sequence" else ratio
+    over, under = per_sequence > 1.0 + settings.high, per_sequence < 1.0 - settings.low
+    if settings.clip == "ppo":
+        over, under = over & (advantages > 0), under & (advantages < 0)
+    if settings.clip == "sapo":
+        over, under = torch.zeros_like(over), torch.zeros_like(under)
+    return [
+        mask.sum(),
+        masked_sum(per_sequence, counted),
+        counted.sum(),
+        (per_sequence * counted).max(),
+        masked_sum(over, counted),
+        masked_sum(under, counted),
+        -masked_sum(log_ratio, mask),
+        masked_sum(torch.exp(log_ratio) - log_ratio - 1.0, mask),
+    ]
 
 
 def logprob(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,15 +82,6 @@ def build(case: Case, device: torch.device, compile_: bool) -> Work:
             main_grad.add_(of_weight)
         return outputs
 
-    def expected() -> Outputs:
-        exact = hidden.detach()[checked].double().requires_grad_(training)
-        logits = (exact @ weight.detach().double().t()).to(dtype).double()
-        outputs = oracle.vp_logprob(logits, labels[checked])
-        found = dict(zip(("logprobs", "entropy"), (o.detach() for o in outputs), strict=True))
-        if training:
-            (found["grad"],) = torch.autograd.grad(outputs[0], exact, upstream[checked].double())
-        return found
-
     # A logit in the dtype's precision, and for the gradient those of the whole row.
     bit = torch.finfo(dtype).eps
     reason = "the head is compared with that of whole logits alone"
@@ -98,13 +89,31 @@ def build(case: Case, device: torch.device, compile_: bool) -> Work:
     return Work(
         kernel=chunked,
         eager=whole,
-        expected=expected,
+        expected=lambda: exact_outputs(
+            hidden[checked], weight, labels[checked], upstream[checked] if training else None
+        ),
         tolerance={"logprobs": 1e-5 + bit, "entropy": 1e-5 + bit, "grad": 1e-5 + 2 * bit},
         floor_bytes=weight.nbytes * (4 if training else 1),
         prepare=lambda: None,
         rows=checked,
         **products,
     )
+
+
+def exact_outputs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor | None
+) -> Outputs:
+    """Return the oracle's outputs in fp64, with `grad` where the gradient of the log-probs is given.
+
+    The logits are rounded to the dtype of `hidden`, as those of a head are.
+    """
+    exact = hidden.detach().double().requires_grad_(upstream is not None)
+    logits = (exact @ weight.detach().double().t()).to(hidden.dtype).double()
+    outputs = oracle.vp_logprob(logits, labels)
+    found = dict(zip(("logprobs", "entropy"), (o.detach() for o in outputs), strict=True))
+    if upstream is not None:
+        (found["grad"],) = torch.autograd.grad(outputs[0], exact, upstream.double())
+    return found
 
 
 def cases(quick: bool, cuda: bool) -> list[Case]:

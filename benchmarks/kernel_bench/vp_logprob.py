@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.kernel_bench import eager, peers
 from benchmarks.kernel_bench.case import NOT_COMPILED, Case, Outputs, Run, Work, compile_static
@@ -51,15 +52,6 @@ def build(case: Case, device: torch.device, compile_: bool) -> Work:
 
         return run
 
-    def expected() -> Outputs:
-        exact = logits[checked].double().requires_grad_(backward)
-        outputs = oracle.vp_logprob(exact, labels[checked])
-        found = dict(zip(("logprobs", "entropy"), (o.detach() for o in outputs), strict=True))
-        if backward:
-            given = [g[checked].double() for g in grads]
-            (found["grad"],) = torch.autograd.grad(list(outputs), exact, given)
-        return found
-
     negative_logprob = peers.liger_cross_entropy(device.type)
     liger: Run | str = "Liger-Kernel computes its gradient in the forward"
     if isinstance(negative_logprob, str):
@@ -78,7 +70,9 @@ def build(case: Case, device: torch.device, compile_: bool) -> Work:
     return Work(
         kernel=rival(vp_logprob, **options),
         eager=rival(eager.logprob),
-        expected=expected,
+        expected=lambda: exact_outputs(
+            logits[checked], labels[checked], [g[checked] for g in grads] if backward else []
+        ),
         tolerance={"logprobs": 1e-5, "entropy": 1e-5, "grad": 1e-5 + 1.01 * rounding},
         floor_bytes=logits.nbytes * (3 if backward else 1),
         compiled=rival(compiled) if compiled else NOT_COMPILED,
@@ -87,6 +81,17 @@ def build(case: Case, device: torch.device, compile_: bool) -> Work:
         prepare=restore,
         rows=checked,
     )
+
+
+def exact_outputs(logits: Tensor, labels: Tensor, grads: list[Tensor]) -> Outputs:
+    """Return the oracle's outputs in fp64, with `grad` where `grads`, of both outputs, are given."""
+    exact = logits.double().requires_grad_(bool(grads))
+    outputs = oracle.vp_logprob(exact, labels)
+    found = dict(zip(("logprobs", "entropy"), (o.detach() for o in outputs), strict=True))
+    if grads:
+        given = [grad.double() for grad in grads]
+        (found["grad"],) = torch.autograd.grad(list(outputs), exact, given)
+    return found
 
 
 def cases(quick: bool, cuda: bool) -> list[Case]:
