@@ -93,7 +93,7 @@ def query_groups(hf: HfConfig) -> int:
 
 
 def decoder_config(hf: HfConfig, moe_layers: tuple[int, ...]) -> dict[str, Any]:
-    """Megatron's settings of the decoder around its attention and experts."""
+    """Return Megatron's settings of the decoder around its attention and experts."""
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -105,7 +105,7 @@ def decoder_config(hf: HfConfig, moe_layers: tuple[int, ...]) -> dict[str, Any]:
 
 
 def grouped_query_config(hf: HfConfig) -> dict[str, Any]:
-    """Megatron's settings of grouped-query attention."""
+    """Return Megatron's settings of grouped-query attention."""
     return {"num_query_groups": query_groups(hf), "kv_channels": head_dim(hf)}
 
 
@@ -134,7 +134,7 @@ def decoder_rules(hf: HfConfig) -> list[Rule]:
 
 
 def grouped_query_rules(*, norms: bool = False, bias: bool = False) -> list[Rule]:
-    """Grouped-query attention, with query and key norms or with biases of query, key and value."""
+    """Return the rules of grouped-query attention, with norms of query and key or with biases."""
 
     def qkv(kind: str) -> tuple[str, ...]:
         return tuple(f"{HF_ATTENTION}.{x}_proj.{kind}" for x in "qkv")
@@ -156,7 +156,8 @@ def grouped_query_rules(*, norms: bool = False, bias: bool = False) -> list[Rule
 def mlp_rules(
     megatron: str, hf: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> list[Rule]:
-    """A SwiGLU block: dense, expert or shared expert. `names`: its gate, up and down projection."""
+    """Return the rules of a SwiGLU block: dense, expert or shared expert. `names`: its gate, up
+    and down projection."""
     gate, up, down = (f"{hf}.{name}.weight" for name in names)
     return [
         Rule(f"{megatron}.linear_fc1.weight", (gate, up), "gated"),

@@ -43,7 +43,7 @@ def sizes(hf: HfConfig) -> ModelSizes:
 
 
 def unread(hf: HfConfig) -> dict[str, str]:
-    """The layers of multi-token prediction stand behind the others."""
+    """Name what is not read: the layers of multi-token prediction, which follow the others."""
     count, first = hf.get("num_nextn_predict_layers") or 0, hf["num_hidden_layers"]
     return {
         f"model.layers.{first + n}.": "a multi-token-prediction layer is neither trained nor exported"

@@ -1,4 +1,4 @@
-"""Mixtral: GQA, RoPE, every layer a mixture of SwiGLU experts with renormalised softmax routing.
+"""Mixtral has GQA, RoPE, and in every layer SwiGLU experts with renormalised softmax routing.
 
 Source: `MixtralForCausalLM` of transformers and "Mixtral of Experts" (arXiv 2401.04088).
 """

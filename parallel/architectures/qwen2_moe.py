@@ -1,4 +1,4 @@
-"""Qwen2-MoE and Qwen1.5-MoE: GQA with biases, RoPE, SwiGLU, softmax top-k routing beside a gated
+"""Qwen2-MoE and Qwen1.5-MoE have GQA with biases, RoPE, SwiGLU, softmax top-k routing beside a gated
 shared expert.
 
 Source: `Qwen2MoeForCausalLM` of transformers and the Qwen2 technical report (arXiv 2407.10671).

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: GQA with query/key norms, RoPE, SwiGLU, RMSNorm, softmax top-k routing.
+"""Qwen3-MoE has GQA with query/key norms, RoPE, SwiGLU, RMSNorm, softmax top-k routing.
 
 Source: `Qwen3MoeForCausalLM` of transformers and the Qwen3 technical report (arXiv 2505.09388).
 """

@@ -1,1 +1,1 @@
-"""Checkpoints: written in the background, checked, loaded at any layout, exported to Hugging Face."""
+"""Checkpoints are written in the background, checked, loaded at any layout, and exported."""

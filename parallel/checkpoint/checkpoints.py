@@ -53,7 +53,7 @@ copyreg.pickle(_MEM_FORMAT_ENCODING, lambda member: (type(member), (member.value
 RESCUE_S = 60.0
 
 Models = Mapping[str, MegatronModel]
-"""By what stands before their keys: nothing, and `critic_`."""
+"""The models by the prefix of their keys: none, and `critic_`."""
 
 
 def _models(policy: MegatronModel, critic: MegatronModel | None) -> Models:
@@ -72,7 +72,8 @@ class Loaded:
 
 
 class Checkpoints:
-    """The checkpoints of a run. Every method but `rescue` is a collective: call it on all ranks.
+    """This store holds the checkpoints of a run. Every method but `rescue` is a collective: call
+    it on all ranks.
 
     With `async_save` a save only copies to the host. It gets its name once all is written; one that
     could not be written raises RunFailed on all ranks in the next `poll`.
@@ -305,7 +306,7 @@ class Checkpoints:
         }
 
     def _find_damage(self, folder: Path) -> str | None:
-        """As `manifest.damage`; the ranks share the hashing and agree on the verdict."""
+        """Do what `manifest.damage` does; the ranks share the hashing and agree on the verdict."""
         rank, world = self.mesh.rank, self.mesh.dims.world
         try:
             reason, refusal = manifest.damage(folder, rank=rank, world=world), None
@@ -338,7 +339,7 @@ def _failed(partial: Path, reason: str) -> RunFailed:
 
 
 def _other_model(saved: dict[str, Any] | None, model: MegatronModel) -> str | None:
-    """In what the saved model is not ours, in words."""
+    """Say in words where the saved model differs from ours."""
     if saved is None:
         return "it has no critic"
     ours, config = model.weights.model, saved["config"]

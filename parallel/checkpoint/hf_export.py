@@ -1,4 +1,4 @@
-"""A checkpoint of any layout -> a Hugging Face model folder, in one process and without Megatron.
+"""A checkpoint of any layout becomes a Hugging Face folder, in one process and without Megatron.
 
 One Megatron parameter at a time is read whole and split into its HF tensors; memory peaks at one output
 file and one parameter.
@@ -34,7 +34,7 @@ COPIED = (
     "tokenizer*", "chat_template*", "vocab.*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "generation_config.json", "preprocessor_config.json", "LICENSE*",
 )  # fmt: skip
-"""Of the base model's folder. Code files are not copied."""
+"""Files of the base model's folder. Code files are not copied."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def refuse_critic(folder: Path, saved: SavedTensors, model: HfModel) -> None:
 
 
 def hf_tensors(saved: SavedTensors, model: HfModel) -> Iterator[tuple[str, Tensor]]:
-    """Every HF tensor once, layer by layer, in the dtype of training.
+    """Yield every HF tensor once, layer by layer, in the dtype of training.
 
     Raises ValueError where a weight of the checkpoint has no rule.
     """

@@ -1,4 +1,4 @@
-"""Tensors under Hugging Face names into safetensors files of bounded size, one in memory at a time."""
+"""Tensors go under HF names into safetensors files of bounded size, one in memory at a time."""
 
 from __future__ import annotations
 

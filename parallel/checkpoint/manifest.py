@@ -129,7 +129,7 @@ def damage(folder: Path, *, digests: bool = True, rank: int = 0, world: int = 1)
 
 
 def candidates(root: Path) -> list[Path]:
-    """The checkpoint that LATEST names and all older ones, newest first; all, where it names none."""
+    """List the checkpoint that LATEST names and all older ones, newest first; all, if it names none."""
     found = set(_steps(root))
     latest = latest_step(root)
     if latest is not None:
@@ -138,7 +138,7 @@ def candidates(root: Path) -> list[Path]:
 
 
 def _steps(root: Path) -> list[int]:
-    """Of the checkpoints in `root`, in order; a folder of another name is the user's own."""
+    """List the steps of the checkpoints in `root`; a folder of another name is the user's own."""
     names = [f.name for f in root.glob("iter_*") if f.is_dir()]
     numbers = [name.removeprefix("iter_") for name in names]
     steps = [int(number) for number in numbers if number.isascii() and number.isdigit()]

@@ -19,13 +19,13 @@ COMMON_FILE = "common.pt"
 
 @dataclass
 class PendingSave:
-    """On rank 0 a thread gives it its name, or keeps what went wrong for the next collective."""
+    """A thread of rank 0 gives the save its name, or keeps what went wrong for the next collective."""
 
     root: Path
     step: int
     keep: int
     content: dict[str, Any]
-    """Of the manifest."""
+    """Fields of the manifest."""
     writer: ShardWriter
     is_published: bool = False
     failure: str | None = None
@@ -34,8 +34,8 @@ class PendingSave:
     _watcher: threading.Thread | None = None
 
     def watch(self) -> None:
-        """On rank 0: publish in the background, so that a trainer that is killed in the middle of a
-        long step does not take along what was written before it."""
+        """Publish on rank 0 in the background, so that what was written survives a trainer that is
+        killed in the middle of a long step."""
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
@@ -48,7 +48,7 @@ class PendingSave:
             self._watcher = None
 
     def publish(self) -> None:
-        """On rank 0, when the writer has the reports of all ranks."""
+        """Publish on rank 0, when the writer has the reports of all ranks."""
         partial, files = self.writer.folder, self.writer.finish()
         save_config(CheckpointingConfig("torch_dist"), str(partial))
         for name in (COMMON_FILE, CONFIG_FILE, ".metadata"):
@@ -70,5 +70,5 @@ class PendingSave:
 
 
 def describe(error: Exception) -> str:
-    """In one line."""
+    """Describe the failure in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -13,11 +13,11 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 STRIDE = 1_000_003
-"""Between the seeds of two steps."""
+"""The distance between the seeds of two steps."""
 
 
 def pack_random_state(device: torch.device) -> Tensor:
-    """Python's, numpy's, torch's and Megatron's states -> u8[any length]."""
+    """Pack Python's, numpy's, torch's and Megatron's states into u8[any length]."""
     tracker: Any = get_cuda_rng_tracker()
     version, words, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
@@ -35,7 +35,7 @@ def pack_random_state(device: torch.device) -> Tensor:
 
 
 def restore_random_state(packed: Tensor, device: torch.device) -> None:
-    """The inverse of `pack_random_state`, for a rank at the same place of the same layout."""
+    """Restore what `pack_random_state` packed, for a rank at the same place of the same layout."""
     stream = io.BytesIO(packed.numpy().tobytes())
     state = torch.load(stream, map_location="cpu", weights_only=True)
     version, words, gauss = state["python"]
@@ -51,7 +51,7 @@ def restore_random_state(packed: Tensor, device: torch.device) -> None:
 
 
 def reseed(seed: int, step: int) -> None:
-    """At another layout: the same states whenever this step is taken up at that layout."""
+    """Seed for another layout: the same states whenever this step is resumed at that layout."""
     fresh = (seed + STRIDE * step) % 2**32
     random.seed(fresh)
     np.random.seed(fresh)

@@ -1,4 +1,4 @@
-"""Whole tensors out of a checkpoint, one at a time, in any process. No Megatron, no process group."""
+"""Whole tensors are read out of a checkpoint one at a time, without Megatron or process group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class _Reader(dcp.FileSystemReader):
 
 
 class SavedTensors:
-    """The tensors of a checkpoint folder by key, e.g. `model.decoder.final_layernorm.weight`.
+    """This mapping holds the tensors of a checkpoint folder by key, e.g.
+    `model.decoder.final_layernorm.weight`.
 
     Raises InputError where a pickle of the folder names anything that does not belong there.
     """

@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """One rectangle of the whole tensor; row-major and consecutive in the flattened shard."""
+    """A box is one rectangle of the whole tensor; row-major and consecutive in the flattened shard."""
 
     start: int
     """Number of its first element in the flattened shard."""

@@ -121,14 +121,15 @@ class ShardWriter:
         self._accept([self._read_report(rank) or {} for rank in ranks])
 
     def all_have_reported(self) -> bool:
-        """On rank 0: whether `wait` would return, or raise, at once."""
+        """Say, on rank 0, whether `wait` would return, or raise, at once."""
         return not self._without_report(range(self.world))
 
     def _without_report(self, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if self._read_report(rank) is None]
 
     def finish(self) -> dict[str, FileRecord]:
-        """On rank 0, after `collect` or `wait`: write `.metadata`; every file with size and digest.
+        """Write `.metadata` on rank 0, after `collect` or `wait`; return every file with size
+        and digest.
 
         Raises ValueError unless each element of each tensor was written exactly once.
         """

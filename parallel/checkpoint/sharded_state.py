@@ -1,4 +1,4 @@
-"""A policy's weights and optimizer state as rectangles of whole tensors with names of their own.
+"""A policy's weights and optimizer state are saved as rectangles of whole tensors with own names.
 
 The key of a tensor is its kind (`model`, `main`, `exp_avg`, `exp_avg_sq`) and the Megatron name of the
 parameter in the whole model (`decoder.layers.7.mlp.experts.local_experts.5.linear_fc1.weight`), so that
@@ -109,7 +109,7 @@ def saved_key(saved: Metadata, prefix: str = "") -> KeyOf:
 
 
 def parameter_names(saved: Metadata, prefix: str = "") -> list[str]:
-    """Of the whole model in a checkpoint, in order."""
+    """List the names of the whole model in a checkpoint, in order."""
     kinds = (key.partition(".") for key in saved.state_dict_metadata)
     return sorted(name for kind, _, name in kinds if kind == f"{prefix}model")
 

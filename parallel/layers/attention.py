@@ -1,4 +1,4 @@
-"""Packed attention without TransformerEngine: causal within each sequence of a thd batch.
+"""Packed attention without TransformerEngine is causal within each sequence of a thd batch.
 
 A drop-in `core_attention` for Megatron's layer spec, for CPUs and GPUs. The sequences of a
 micro-batch are sorted into buckets whose lengths differ by less than 2x, and each bucket is one call
@@ -55,11 +55,11 @@ class Layout:
     """Nothing is padded and nothing is moved."""
 
     def lay_out(self, x: Tensor) -> Tensor:
-        """[n, h, d] -> [P, h, d]."""
+        """Lay [n, h, d] out as [P, h, d]."""
         return x if self.is_identity else _LayOut.apply(x, self.source, self.places)
 
     def take_back(self, x: Tensor) -> Tensor:
-        """[P, h, d] -> [n, h, d]."""
+        """Take [n, h, d] back from [P, h, d]."""
         return x if self.is_identity else _TakeBack.apply(x, self.places)
 
 
@@ -109,7 +109,7 @@ class PackedSequences(PackedSeqParams):
 def packed_sequences(
     cu_seqlens: Tensor, context: ContextSlice, device: torch.device
 ) -> PackedSequences:
-    """`cu_seqlens` i32[B+1] on the CPU -> parameters for one micro-batch on `device`."""
+    """Turn `cu_seqlens` i32[B+1] on the CPU into parameters for one micro-batch on `device`."""
     by_size: dict[tuple[int, int], list[Block]] = {}
     for block in context.blocks:
         size = (block.num_tokens - 1).bit_length()
@@ -171,7 +171,7 @@ def _bucket(blocks: list[Block], places: Tensor | None, device: torch.device) ->
 
 
 class RotaryAttention(SelfAttention):
-    """Megatron's self-attention, whose queries and keys PackedAttention turns."""
+    """This is Megatron's self-attention, whose queries and keys PackedAttention turns."""
 
     def forward(
         self,
@@ -182,7 +182,7 @@ class RotaryAttention(SelfAttention):
         packed_seq_params: PackedSequences | None = None,
         **kwargs: Any,
     ) -> Any:
-        """`rotary_pos_emb` f32[S, 1, 1, d]: Megatron's angles by position."""
+        """Attend. `rotary_pos_emb` f32[S, 1, 1, d] are Megatron's angles by position."""
         packed = packed_seq_params
         if packed is None or packed.positions is None:
             raise ValueError("RotaryAttention takes packed batches with positions, got none")
@@ -194,7 +194,7 @@ class RotaryAttention(SelfAttention):
 
 
 class PackedAttention(torch.nn.Module):
-    """`core_attention` of a Megatron layer.
+    """This is the `core_attention` of a Megatron layer.
 
     Query [n, h, d], key [n, g, d], value [n, g, e] -> [n, h*e]; `softmax_scale` or 1 / sqrt(d).
     """
@@ -234,7 +234,7 @@ class PackedAttention(torch.nn.Module):
         return self.attend(query, key, value, packed).flatten(1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """Query [n, h, d], key [n, g, d], value [n, g, e], turned -> [n, h, e]."""
+        """Attend with turned query [n, h, d], key [n, g, d] and value [n, g, e] -> [n, h, e]."""
         if takes_varlen(query, value, packed):
             return varlen_attention(query, key, value, packed, self.softmax_scale)
         return self._in_buckets(query, key, value, packed)
@@ -304,7 +304,7 @@ def takes_varlen(query: Tensor, value: Tensor, packed: PackedSequences) -> bool:
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None
 ) -> Tensor:
-    """One launch for all sequences, without padding: [n, h, d], [n, g, d], [n, g, d] -> [n, h, d].
+    """Launch once for all sequences, without padding: [n, h, d], [n, g, d], [n, g, d] -> [n, h, d].
 
     Its backward adds up the gradient of the queries in no fixed order unless
     `torch.use_deterministic_algorithms` is on, like every FlashAttention.

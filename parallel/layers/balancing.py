@@ -73,13 +73,13 @@ def balance_loss_sum(scores: Tensor, rows: RouterRows, counts: Tensor) -> Tensor
 class _Router:
     module: Any
     rows: deque[RouterRows]
-    """Of the micro-batches whose forward with gradients is still to come. With recompute that is the
-    recompute, and routers run those in the order of the forwards too."""
+    """Rows of the micro-batches whose forward with gradients is still to come. With recompute
+    that is the recompute, and routers run those in the order of the forwards too."""
     global_counts: Tensor | None = None
 
 
 class RouterLosses:
-    """The hooks of one model's routers. With nothing switched on in the recipe it does nothing."""
+    """These are the hooks of one model's routers; they do nothing if the recipe turns nothing on."""
 
     def __init__(self, config: MoeConfig, chunks: Iterable[Any]) -> None:
         self.config = config
@@ -98,7 +98,8 @@ class RouterLosses:
                 router.module.register_forward_hook(self._hook(router))
 
     def begin_step(self, num_tokens: Tensor, dp: ProcessGroup) -> None:
-        """Before the passes of a step; `num_tokens` []: what this data-parallel rank counts of T."""
+        """Start a step, before its passes; `num_tokens` []: what this data-parallel rank counts
+        of T."""
         if not self._watches:
             return
         self._step_tokens = num_tokens.float()
@@ -109,7 +110,7 @@ class RouterLosses:
             router.global_counts = None
 
     def begin_forward(self, chunk: Any, rows: RouterRows) -> None:
-        """The rows that the routers of `chunk` see in the next forward with gradients."""
+        """Set the rows that the routers of `chunk` see in the next forward with gradients."""
         for router in self._routers.get(id(chunk), ()):
             router.rows.append(rows)
 

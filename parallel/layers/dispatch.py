@@ -38,7 +38,8 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """hidden_states [n, 1, H], routing_map bool[n, E], probs [n, E] -> ([n K, H], [n K])."""
+        """Sort hidden_states [n, 1, H] by routing_map bool[n, E] and probs [n, E] -> ([n K, H],
+        [n K])."""
         self.hidden_shape = hidden_states.shape
         self.probs, self.routing_map = probs, routing_map
         rows = hidden_states.view(-1, self.hidden_shape[-1])
@@ -84,7 +85,7 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
         return rows, self._num_rows, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """[m, H] by expert -> the rows of this rank's expert-parallel peers, in their order."""
+        """Sort [m, H] by expert into the rows of this rank's expert-parallel peers, in their order."""
         if self._is_spread_out and self.num_local_experts > 1:
             hidden_states = reorder(hidden_states, self._back, self._order)
         if self.tp_size > 1:
@@ -97,7 +98,7 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """[n K, H] -> [n, 1, H]: the sum over each token's experts."""
+        """Add up [n K, H] over each token's experts -> [n, 1, H]."""
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(permutated_local_input_tokens)
             self.shared_experts.post_forward_comm()
@@ -189,6 +190,6 @@ class NativeMoELayer(MoELayer):
 
 
 class RouteOrderMoELayer(NativeMoELayer):
-    """`moe.replay: ids_order`."""
+    """This layer does `moe.replay: ids_order`."""
 
     in_route_order = True

@@ -1,4 +1,4 @@
-"""A rank's experts as grouped matrix products: one launch a projection in the place of one an expert.
+"""A rank's experts are grouped matrix products: one launch a projection, not one an expert.
 
 Takes the place of Megatron's SequentialMLP in the layer spec, is a subclass of it, and keeps each
 expert's weights as parameters of their own under SequentialMLP's names: checkpoints, exports, digests
@@ -47,7 +47,7 @@ class _Experts(torch.nn.ModuleList):
 
 
 class GroupedExperts(SequentialMLP):
-    """SwiGLU experts without biases, computed together.
+    """These SwiGLU experts without biases are computed together.
 
     Raises InputError where the configuration asks for other experts.
     """
@@ -208,7 +208,7 @@ def compute_one_by_one(chunk: torch.nn.Module) -> None:
 
 
 def join_storages(chunk: torch.nn.Module) -> None:
-    """`GroupedExperts.join_storages` of every MoE layer of a chunk."""
+    """Call `GroupedExperts.join_storages` of every MoE layer of a chunk."""
     for module in chunk.modules():
         if isinstance(module, GroupedExperts):
             module.join_storages()

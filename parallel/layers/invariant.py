@@ -26,7 +26,7 @@ from parallel.layers.attention import PackedAttention, PackedSequences
 
 
 class InvariantColumnLinear(ColumnParallelLinear):
-    """[..., K] -> [..., N] of one tensor-parallel rank, a row at a time."""
+    """Computes [..., K] -> [..., N] of one tensor-parallel rank, a row at a time."""
 
     def _forward_impl(
         self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
@@ -37,14 +37,14 @@ class InvariantColumnLinear(ColumnParallelLinear):
 
 
 class InvariantRowLinear(RowParallelLinear):
-    """[..., K] -> [..., N] of one tensor-parallel rank, a row at a time."""
+    """Computes [..., K] -> [..., N] of one tensor-parallel rank, a row at a time."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
         return invariant.linear(input, weight)
 
 
 class InvariantRouter(TopKRouter):
-    """The top-k router with its logits a row at a time."""
+    """This top-k router computes its logits a row at a time."""
 
     def gating(self, input: Tensor) -> Tensor:
         return invariant.linear(input, self.weight)
@@ -54,7 +54,7 @@ class InvariantAttention(PackedAttention):
     """PackedAttention, each query by itself over its keys in order; gradients are PackedAttention's."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """query [n, h, d], key [n, g, d], value [n, g, e] -> [n, h, e]."""
+        """Attend with query [n, h, d], key [n, g, d] and value [n, g, e] -> [n, h, e]."""
         bounds = packed.cu_seqlens_q
         assert bounds is not None
         first = bounds[:-1].repeat_interleave(bounds.diff())
@@ -85,7 +85,7 @@ def replace_layers(layer_submodules: Any) -> None:
 
 
 def output_layer(config: TransformerConfig, present: ColumnParallelLinear) -> torch.nn.Module:
-    """In the place of the `present` projection to the vocabulary, with its weight.
+    """Make what replaces the `present` projection to the vocabulary, with its weight.
 
     A tied one has none on a rank that holds the embedding: it is given that at each call.
     """
@@ -104,7 +104,8 @@ def output_layer(config: TransformerConfig, present: ColumnParallelLinear) -> to
 
 
 def settings(device: torch.device) -> dict[str, Any]:
-    """Of Megatron's config. On GPUs its own batch-invariant kernels: that half has never run."""
+    """Return settings of Megatron's config. GPUs use its batch-invariant kernels, which never
+    ran here."""
     if device.type == "cpu":
         return {"activation_func": invariant.silu}
     # Triton, which there is on GPUs only. Replaces torch's products and sums of this process.

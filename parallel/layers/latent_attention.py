@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA, arXiv 2405.04434) without TransformerEngine.
+"""Multi-head latent attention (MLA, arXiv 2405.04434) is built here without TransformerEngine.
 
 Megatron's local layer spec splits the two down projections over tensor-parallel ranks and gathers
 their outputs. The rotary part of the keys, which every head uses, is gathered with an operation whose
@@ -30,7 +30,8 @@ from parallel.layers.rotary import Rotation
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """x [..., inputs] -> (x W^T [..., outputs], None), W whole on every tensor-parallel rank."""
+    """Computes (x W^T [..., outputs], None) of x [..., inputs], W whole on every tensor-parallel
+    rank."""
 
     def __init__(self, inputs: int, outputs: int, config: MLATransformerConfig) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's MLA with whole down projections; needs sequence parallelism when TP > 1."""
+    """This is Megatron's MLA with whole down projections; it needs sequence parallelism when TP > 1."""
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -63,8 +64,8 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: PackedSequences | None = None,
         **inference: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """hidden_states [n / TP, 1, H] -> queries and keys [n, h, d + p], values [n, h, e], the latents
-        of queries [n / TP, c] and of keys and values [n / TP, r]."""
+        """Project hidden_states [n / TP, 1, H] to queries and keys [n, h, d + p], values [n, h, e], the
+        latents of queries [n / TP, c] and of keys and values [n / TP, r]."""
         config, packed = self.config, packed_seq_params
         kv_norm: Any = self.kv_layernorm
         if packed is None or packed.positions is None:
@@ -124,6 +125,6 @@ class LatentAttention(MLASelfAttention):
         return packed.latent_rotation
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Of megatron-core 0.19: build the norms of the layer spec, and none without a q latent."""
+        """Replace a hook of megatron-core 0.19: build the spec's norms, and none without a q latent."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
         return {name: getattr(submodules, name) for name in (*names, "q_layernorm", "kv_layernorm")}

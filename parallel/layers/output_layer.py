@@ -1,4 +1,4 @@
-"""The projection onto the vocabulary, taken out of the model and given to the head in chunks.
+"""The projection onto the vocabulary is taken out of the model and given to the head in chunks.
 
 Megatron's model ends with all logits of a micro-batch. Here its last layer keeps the weight, with its
 name, its place in checkpoints and the hooks of Megatron's DDP, but hands the hidden states on; the head
@@ -48,7 +48,7 @@ class DeferredOutputLayer(ColumnParallelLinear):
 def deferred_output_layer(
     config: TransformerConfig, present: ColumnParallelLinear, chunk_rows: int
 ) -> DeferredOutputLayer:
-    """In the place of the `present` output layer, with its weight.
+    """Make what replaces the `present` output layer, with its weight.
 
     A tied one has none on a rank that holds the embedding: `Projection.of` finds it there.
     """
@@ -70,7 +70,7 @@ def deferred_output_layer(
 
 @dataclass(frozen=True)
 class Projection:
-    """A chunk's deferred output layer, as the head uses it."""
+    """A projection is a chunk's deferred output layer, as the head uses it."""
 
     layer: DeferredOutputLayer
     weight: Tensor

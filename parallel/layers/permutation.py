@@ -45,8 +45,8 @@ class Permutation:
 
     @classmethod
     def of_map(cls, chosen: Tensor) -> Permutation:
-        """chosen bool[n, E], any number of experts a token, added up by number. Waits for the device:
-        how many copies there are is known there alone."""
+        """Make it of chosen bool[n, E], any number of experts a token, added up by number. Waits
+        for the device: how many copies there are is known there alone."""
         num_tokens, num_experts = chosen.shape
         places = chosen.T.reshape(-1).nonzero().squeeze(1)
         experts = places.div(max(num_tokens, 1), rounding_mode="floor")
@@ -56,7 +56,7 @@ class Permutation:
         return cls(tokens, tokens * num_experts + experts, copies, counts.cumsum(0) - counts)
 
     def spread(self, rows: Tensor) -> Tensor:
-        """[n, H] -> [m, H]: a copy of its token for each choice."""
+        """Copy its token to each choice: [n, H] -> [m, H]."""
         return _Spread.apply(rows, self)
 
     def add_up(self, rows: Tensor) -> Tensor:
@@ -64,19 +64,19 @@ class Permutation:
         return _AddUp.apply(rows, self)
 
     def pick(self, table: Tensor) -> Tensor:
-        """[n, E] -> [m]: the entry of each choice. No two choices share one."""
+        """Pick the entry of each choice: [n, E] -> [m]. No two choices share one."""
         return table.reshape(-1).gather(0, self.cells)
 
 
 def sorted_ids(chosen: Tensor, topk: int) -> Tensor:
-    """chosen bool[n, E], `topk` experts a token -> i64[n, K]: their numbers, ascending."""
+    """Return i64[n, K], ascending expert numbers of chosen bool[n, E] with `topk` experts a token."""
     num_experts = chosen.shape[1]
     falling = torch.arange(num_experts, 0, -1, device=chosen.device, dtype=torch.int32)
     return num_experts - (chosen * falling).topk(topk).values.long()
 
 
 def inverse(order: Tensor) -> Tensor:
-    """The inverse of a permutation i64[m]."""
+    """Invert a permutation i64[m]."""
     places = torch.arange(len(order), device=order.device)
     return torch.empty_like(order).scatter_(0, order, places)
 

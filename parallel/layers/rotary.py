@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoFormer, arXiv 2104.09864 eq. 34) of a packed batch, computed in fp32.
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864 eq. 34) of a packed batch are fp32 here.
 
 Megatron turns each sequence of a packed batch by itself, waits for the device to learn the lengths,
 and rounds cosines and sines to the dtype of the model. Here one gather by position serves the whole
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotation:
-    """By how much each token's pairs are turned."""
+    """A rotation says by how much each token's pairs are turned."""
 
     cos: Tensor
     """f32[n, 1, r]."""
@@ -36,7 +36,7 @@ class Rotation:
         return cls(cos, sin) if scale == 1.0 else cls(cos * scale, sin * scale)
 
     def turn(self, x: Tensor, interleaved: bool = False) -> Tensor:
-        """x [n, h, d] -> [n, h, d] with its first 2 r dimensions turned, differentiable.
+        """Turn the first 2 r dimensions of x [n, h, d] -> [n, h, d], differentiable.
 
         Pair i is (i, i + r). `interleaved`: it is (2 i, 2 i + 1) in `x` and (i, i + r) in the result,
         as in DeepSeek's latent attention; d is then 2 r.

@@ -43,7 +43,7 @@ class MegatronOptions:
 
 Part = Literal["transformer", "ddp", "optimizer"]
 Fields = Mapping[str, Mapping[Part, Any]]
-"""By name, the parts that have such a field, with its type."""
+"""The parts that have a field of this name, with its type."""
 
 
 def read_options(given: Mapping[str, Any]) -> MegatronOptions:

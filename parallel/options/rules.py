@@ -1,4 +1,4 @@
-"""What options under `megatron:` ask of each other, of the rest of the recipe and of the machine."""
+"""Options under `megatron:` have rules among each other, with the recipe and with the machine."""
 
 from __future__ import annotations
 
