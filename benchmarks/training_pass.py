@@ -32,8 +32,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.evidence.result import finish, summary, write_result
 from moe.routes import Replay
+from mrl.algorithms.corrections import sequence_advantages
 from mrl.config import Recipe, load_recipe
-from mrl.learn.batching import make_train_batches
+from mrl.learn.batching import make_train_batch
 from mrl.preflight import Plan, check
 from mrl.toy_model import write_toy_model
 from mrl.types import MicroBatch, RoutingTrace, Sample, TrainBatch, VersionSpan
@@ -148,7 +149,7 @@ class PaddedBatch:
             pad_sequence(ids, batch_first=True),
             pad_sequence(ones, batch_first=True),
             pad_sequence(mask, batch_first=True)[:, 1:],
-            batch.seq_weight * batch.advantages,
+            batch.seq_weight * sequence_advantages(batch),
         )
 
     def packed(self, logprobs: Tensor) -> Tensor:
@@ -197,9 +198,7 @@ def measure(plan: Plan, mesh: Any, num_pairs: int) -> dict[str, Any]:
     advantages = torch.randn(len(samples), generator=torch.Generator().manual_seed(1)).tolist()
     tokens = plan.recipe.train.micro_batch_tokens
     config = plan.recipe.algorithm
-    (batch,) = make_train_batches(
-        [(samples, advantages)], plan.algorithm, mesh, tokens, config=config
-    )
+    batch = make_train_batch(samples, advantages, plan.algorithm, mesh, tokens, config)
     padded = [PaddedBatch.of(micro) for micro in batch.micro_batches]
     old = peer.logprob_pass(padded)
     before = ours.policy.forward_only(batch.micro_batches, Replay.rollout)

@@ -20,11 +20,10 @@ from mrl.data.completions import completions
 from mrl.diagnosis.collect import Diagnosis
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.exchange.sharing import gather_lines
-from mrl.learn.batching import drop_from_loss, set_advantages
+from mrl.learn.advantages import set_reward_advantages, shaping_metrics
 from mrl.learn.learner import Learner, make_critic
 from mrl.learn.rollout_metrics import episode_metrics, rollout_metrics
 from mrl.learn.sft import run_sft
-from mrl.learn.shaping import shaping_metrics
 from mrl.preflight import Plan
 from mrl.run import console
 from mrl.run.folder import RunFolder, rollout_lines, saved_step
@@ -130,7 +129,7 @@ class Trainer:
     def resume(self, loaded: Loaded) -> None:
         """Go on after a checkpoint whose weights are loaded already."""
         self.collector.load_state_dict(loaded.trainer["collector"])
-        self.learner.load_state_dict(loaded.trainer.get("learner", {}))
+        self.learner.load_state_dict(loaded.trainer["learner"])
         self.step = loaded.step
 
     def evaluate(self, step: int | None = None) -> dict[str, float]:
@@ -159,15 +158,15 @@ class Trainer:
         groups = self.collector.collect(self.step, self.policy, clock)
         memory = memory_statistics("rollout", self.policy.ledger.where())
         max_len = recipe.rollout.max_response_len
-        set_advantages(groups, self.plan.algorithm, recipe.algorithm, max_len)
-        self._write_rollouts(groups)  # first: a batch that breaks the update must be on file, whole
-        drop_from_loss(groups, recipe.algorithm)
         metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
         metrics |= shaping_metrics(groups, recipe.algorithm, max_len)
         if recipe.environment is not None:
             metrics |= episode_metrics(groups)
-        if not recipe.debug.rollout_only:
-            metrics |= self.learner.learn(self.step, groups, clock)
+        if recipe.debug.rollout_only:
+            set_reward_advantages(groups, self.plan.algorithm, recipe.algorithm, max_len)
+            self._write_rollouts(groups)
+        else:
+            metrics |= self.learner.learn(self.step, groups, clock, self._write_rollouts)
             memory |= memory_statistics("train", self.policy.ledger.where())
         memory |= _device_memory(self.mesh.device)
         metrics |= reduce_statistics(memory | self.collector.statistics())

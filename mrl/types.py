@@ -163,7 +163,8 @@ class SampleGroup:
     rewards: Tensor | None = None
     """f32[G]; NaN where the reward function abstained or failed: masked, never scored 0."""
     advantages: Tensor | None = None
-    """f32[G]; 0 where the reward is NaN."""
+    """f32[G]: what is trained with; 0 where the reward is NaN. Where tokens have advantages of their
+    own (a critic, KL in the reward) it is the mean over the sample's loss tokens."""
     texts: list[str] | None = None
     """The completions in words, where this rank has decoded them already (`mrl.data.completions`)."""
 
@@ -203,10 +204,12 @@ class MicroBatch:
     """bool[N]."""
     rollout_logprobs: Tensor
     """f32[N]."""
-    advantages: Tensor
-    """f32[B]."""
+    rewards: Tensor
+    """f32[B]: shaped (`mrl.learn.advantages.shaped_rewards`); 0 where a sample has none."""
     seq_weight: Tensor
     """f32[B]: what one sequence counts in the loss; carries the whole global normaliser."""
+    advantages: Tensor | None = None
+    """f32[B], from `mrl.learn.advantages`; the mean over loss tokens where tokens have their own."""
     sample_ids: Tensor | None = None
     """i64[B]: the number of each sample in its step, as the lines of rollouts/step_*.jsonl; -1 for
     padding."""
@@ -218,8 +221,7 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None
     """f32[N], on the last pipeline stage."""
     token_advantages: Tensor | None = None
-    """f32[N]: take the place of `advantages`, on the last pipeline stage. With a critic, `advantages`
-    are the rewards."""
+    """f32[N]: take the place of `advantages`, on the last pipeline stage."""
     old_values: Tensor | None = None
     """f32[N]: the critic's before the update, on the last pipeline stage."""
     returns: Tensor | None = None

@@ -28,7 +28,9 @@ class WeightedSample:
     """A sample with what it counts in the loss."""
 
     sample: Sample
-    advantage: float
+    advantage: float | None
+    """None until `mrl.learn.advantages` computes it from what is packed; all samples have one, or none
+    has."""
     seq_weight: float
     sample_id: int = -1
     """Its number in the step."""
@@ -36,6 +38,8 @@ class WeightedSample:
     """What its log-likelihood counts beside the policy loss; all samples have one, or none has."""
     routes: PackedRoutes | None = None
     """Of its T-1 routed tokens, in the layers of this rank; None where every router decides."""
+    reward: float = 0.0
+    """Shaped; 0 where the sample has none."""
 
 
 def assign_micro_batches(
@@ -113,6 +117,7 @@ def pack(
     def per_sequence(values: list[float]) -> Tensor:
         return torch.tensor(values + [0.0] * bool(padding), dtype=torch.float32)
 
+    advantages = [s.advantage for s in samples if s.advantage is not None]
     nll_weights = [s.nll_weight for s in samples if s.nll_weight is not None]
 
     return MicroBatch(
@@ -121,7 +126,8 @@ def pack(
         cu_seqlens=torch.tensor([0, *rooms]).cumsum(0).int(),
         loss_mask=per_token("loss_mask", torch.bool),
         rollout_logprobs=per_token("rollout_logprobs", torch.float32),
-        advantages=per_sequence([s.advantage for s in samples]),
+        rewards=per_sequence([s.reward for s in samples]),
+        advantages=per_sequence(advantages) if len(advantages) == len(samples) else None,
         seq_weight=per_sequence([s.seq_weight for s in samples]),
         sample_ids=torch.tensor([s.sample_id for s in samples] + [-1] * bool(padding)),
         weight_versions=laid_out(

@@ -31,7 +31,7 @@ def trainer_step(folder: Path, device: str) -> dict[str, Any]:
     """
     from benchmarks.training_pass import make_ours
     from mrl.config import load_recipe
-    from mrl.learn.batching import make_train_batches
+    from mrl.learn.batching import make_train_batch
     from mrl.preflight import check
     from parallel import prepare
     from parallel.mesh import destroy_mesh, init_mesh
@@ -48,12 +48,13 @@ def trainer_step(folder: Path, device: str) -> dict[str, Any]:
     samples = make_samples(plan, device)
     advantages = torch.randn(len(samples), generator=torch.Generator().manual_seed(1)).tolist()
     recipe = plan.recipe
-    (batch,) = make_train_batches(
-        [(samples, advantages)],
+    batch = make_train_batch(
+        samples,
+        advantages,
         plan.algorithm,
         mesh,
         recipe.train.micro_batch_tokens,
-        config=recipe.algorithm,
+        recipe.algorithm,
     )
     old, noise = time_passes(ours, batch.micro_batches, mesh.device)
     batch = replace(batch, micro_batches=[

@@ -23,7 +23,7 @@ from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig, load_recipe
 from mrl.errors import RunFailed
 from mrl.learn.batching import make_train_batch
-from mrl.learn.learner import Learner
+from mrl.learn.learner import Learner, Record
 from mrl.preflight import check
 from mrl.rollout.base import RolloutEngine
 from mrl.run.folder import RunFolder
@@ -77,9 +77,11 @@ class PairedLearner(Learner):
 
     paired: dict[str, dict[str, float]]
 
-    def learn(self, step: int, groups: list[SampleGroup], clock: Clock) -> dict[str, float]:
+    def learn(
+        self, step: int, groups: list[SampleGroup], clock: Clock, record: Record
+    ) -> dict[str, float]:
         self.paired = self.both_ways(groups)
-        return super().learn(step, groups, clock)
+        return super().learn(step, groups, clock, record)
 
     def both_ways(self, groups: list[SampleGroup]) -> dict[str, dict[str, float]]:
         """Return, for `native` and `replayed`, the mismatch of the same tokens under the same

@@ -25,7 +25,7 @@ class Algorithm(Protocol):
 
     What else a module may have is read with `traits`, and:
 
-    `nll_weights(num_loss_tokens i64[S], advantages f32[S], config) -> f32[S]`: what each sequence's
+    `nll_weights(num_loss_tokens i64[S], rewards f32[S], config) -> f32[S]`: what each sequence's
     log-likelihood counts beside the policy loss, as `MicroBatch.nll_weight`.
     `token_advantages(values, sequence_rewards, token_penalties, batch, config)`: in the place of
     `mrl.algorithms.gae.token_advantages`.
@@ -34,8 +34,9 @@ class Algorithm(Protocol):
     def advantages(self, rewards: Sequence[Tensor], config: AlgorithmConfig) -> list[Tensor]:
         """f32[G] rewards of each prompt's samples, all groups of the step, to f32[G] advantages.
 
-        NaN is an abstention: it has advantage 0 and does not count for the others. With a critic the
-        advantages are the rewards themselves: the baseline is taken off token by token.
+        Samples without a reward (NaN) get advantage 0 and are left out of the group's mean and std.
+        With a critic this gives the rewards themselves and is not trained with: token advantages are
+        computed from `MicroBatch.rewards`, with the baseline taken off token by token.
         Raises ValueError on an infinite reward.
         """
         ...

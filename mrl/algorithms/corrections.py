@@ -98,7 +98,16 @@ def token_advantages(batch: MicroBatch) -> Tensor:
     if batch.token_advantages is not None:
         return batch.token_advantages
     lengths = batch.cu_seqlens.diff().long()
-    return batch.advantages.repeat_interleave(lengths, output_size=batch.num_tokens)
+    return sequence_advantages(batch).repeat_interleave(lengths, output_size=batch.num_tokens)
+
+
+def sequence_advantages(batch: MicroBatch) -> Tensor:
+    """Return the batch's `advantages` f32[B]; raise ValueError where they are None."""
+    if batch.advantages is None:
+        raise ValueError(
+            "MicroBatch.advantages: got None, expected f32[B], those of mrl.learn.advantages"
+        )
+    return batch.advantages
 
 
 def mask_range(mask: MaskConfig) -> tuple[float, float]:

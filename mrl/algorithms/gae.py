@@ -84,14 +84,11 @@ def _at_last_loss_token(sequence_rewards: Tensor, mask: Tensor, cu_seqlens: Tens
     return sequence_rewards.new_zeros(num_tokens).index_add(0, last.clamp(min=0), earned)
 
 
-def moments(advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """f64[3]: number, sum and sum of squares over the loss tokens; to be added up over all ranks."""
-    values = torch.where(loss_mask, advantages, 0.0).double()
-    return torch.stack([loss_mask.sum().double(), values.sum(), values.square().sum()])
-
-
 def mean_and_std(total: Tensor) -> tuple[float, float]:
-    """Of the global `moments`: mean and population std; (0, 0) of no token."""
+    """Return mean and population std from f64[3]: number, sum and sum of squares over all loss tokens.
+
+    (0, 0) where there is no token.
+    """
     count, first, second = total.tolist()
     mean = first / max(count, 1.0)
     return mean, max(second / max(count, 1.0) - mean * mean, 0.0) ** 0.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mrl.algorithms.base import either
-from mrl.algorithms.corrections import importance_weight, masked_advantages
+from mrl.algorithms.corrections import importance_weight, masked_advantages, sequence_advantages
 from mrl.algorithms.kl import kl_penalty, unbiased_kl, uses_unbiased
 from mrl.config import AlgorithmConfig
 from mrl.kernels import Clip, ImportanceWeight, KlPenalty, PolicyLoss, RatioKind, policy_loss
@@ -47,17 +47,19 @@ def ratio_loss(
 
     `kl/ref` is the mean of its estimator over loss tokens; `importance/mean` is of the weights as
     applied, `importance/clip_frac` the share that lay outside their range.
-    Raises ValueError where log-probs that are needed are None.
+    Raises ValueError where log-probs or advantages that are needed are None.
     """
     if old is None:
         old = _old_logprobs(batch)
     importance = importance or importance_weight(config)
     kl = kl_penalty(config)
-    advantages, mask_stats = batch.advantages, {}
+    mask_stats: Statistics = {}
     if config.masks:
         advantages, mask_stats = masked_advantages(logprobs, old, batch, config)
     elif batch.token_advantages is not None:
         advantages = batch.token_advantages
+    else:
+        advantages = sequence_advantages(batch)
     result = policy_loss(
         logprobs,
         old,

@@ -33,9 +33,9 @@ token_advantages = partial(
 )
 
 
-def nll_weights(num_loss_tokens: Tensor, advantages: Tensor, config: AlgorithmConfig) -> Tensor:
+def nll_weights(num_loss_tokens: Tensor, rewards: Tensor, config: AlgorithmConfig) -> Tensor:
     """f32[S]: nll_coef / (tokens of all samples with a reward above 0) on each of these, else 0."""
-    right = (advantages > 0) & (num_loss_tokens > 0)
+    right = (rewards > 0) & (num_loss_tokens > 0)
     total = torch.where(right, num_loss_tokens, 0).sum().clamp(min=1)
     return torch.where(right, either(config.nll_coef, NLL_COEF) / total.double(), 0.0).float()
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.algorithms.corrections import token_advantages
 from mrl.types import NATIVE_ROUTE, UNKNOWN_VERSION, MicroBatch, Sample
 from parallel.forward import PassOutput
 from parallel.mesh import Mesh
@@ -154,19 +155,12 @@ def token_parts(batches: Sequence[MicroBatch], old: PassOutput, chosen: Chosen) 
             "rollout_logprobs": torch.where(mask, batch.rollout_logprobs, 0.0),
             "old_logprobs": logprobs.cpu(),
             "entropy": entropy.cpu(),
-            "advantages": torch.where(mask, _token_advantages(batch), 0.0),
+            "advantages": torch.where(mask, token_advantages(batch).cpu(), 0.0),
             "weight_versions": batch.weight_versions,
             "ref_logprobs": None if batch.ref_logprobs is None else batch.ref_logprobs.cpu(),
         }
         parts += [(name, everywhere[kept], v[kept]) for name, v in values.items() if v is not None]
     return parts
-
-
-def _token_advantages(batch: MicroBatch) -> Tensor:
-    """f32[N]: what the loss takes."""
-    if batch.token_advantages is not None:
-        return batch.token_advantages.cpu()
-    return batch.advantages.repeat_interleave(batch.cu_seqlens.diff().long())
 
 
 def route_parts(

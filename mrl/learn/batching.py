@@ -1,7 +1,8 @@
-"""Scored groups -> batches of this rank: advantages, weights, routes, mini-batches, packing."""
+"""This module turns scored groups into this rank's batches: mini-batches, weights, routes, packing."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -14,34 +15,12 @@ from moe.provenance import stale_rows, without_stale_tokens
 from mrl.algorithms.base import Algorithm
 from mrl.config import AlgorithmConfig
 from mrl.errors import InputError
-from mrl.learn.shaping import outside_loss, shaped_rewards, without_loss
+from mrl.learn.advantages import with_advantages
 from mrl.types import PackedRoutes, Sample, SampleGroup, TrainBatch
 from parallel.mesh import Mesh
 from parallel.packing import WeightedSample, assign_micro_batches, pack, round_up
 
 _PUBLISHED = AlgorithmConfig()
-
-
-def set_advantages(
-    groups: Sequence[SampleGroup],
-    algorithm: Algorithm,
-    config: AlgorithmConfig,
-    max_response_len: int = 0,
-) -> None:
-    """Fill in every group's advantages, of the shaped rewards."""
-    rewards = [shaped_rewards(group, config, max_response_len) for group in groups]
-    advantages = algorithm.advantages(rewards, config)
-    for group, own in zip(groups, advantages, strict=True):
-        group.advantages = own
-
-
-def drop_from_loss(groups: Sequence[SampleGroup], config: AlgorithmConfig) -> None:
-    """Samples that teach nothing (`mrl.learn.shaping`) lose their loss tokens."""
-    for group in groups:
-        group.samples = [
-            without_loss(sample) if outside else sample
-            for sample, outside in zip(group.samples, outside_loss(group, config), strict=True)
-        ]
 
 
 def split_evenly(groups: Sequence[SampleGroup], parts: int) -> list[list[SampleGroup]]:
@@ -97,7 +76,9 @@ def make_train_batches(
     max_response_len: int = 0,
     version: int | None = None,
 ) -> list[TrainBatch]:
-    """`make_train_batch` of each mini-batch (samples, advantages) of a step.
+    """Pack this rank's share of each mini-batch (samples, shaped rewards) of a step.
+
+    Advantages are None: `mrl.learn.advantages` computes them from what is packed here.
 
     `config`, `max_response_len`: what `algorithm.sequence_weights` wants to know of the recipe.
     `version`: of the weights before the update.
@@ -127,7 +108,7 @@ def make_train_batches(
     return [
         _pack_share(
             [without_stale_tokens(sample) for sample in samples] if drops else samples,
-            advantages,
+            rewards,
             partial(_weights, algorithm, config, max_response_len),
             mesh,
             shares[mesh.dp_rank],
@@ -136,7 +117,7 @@ def make_train_batches(
             min_tokens=longest if dims.equal_micro_batches else 1,
             version=version,
         )
-        for samples, (_, advantages), shares, own_routes, first_id in zip(
+        for samples, (_, rewards), shares, own_routes, first_id in zip(
             whole, parts, plans, fetched, _first_ids(of_parts), strict=True
         )
     ]
@@ -148,12 +129,17 @@ def make_train_batch(
     algorithm: Algorithm,
     mesh: Mesh,
     micro_batch_tokens: int,
+    config: AlgorithmConfig = _PUBLISHED,
 ) -> TrainBatch:
-    """This data-parallel rank's micro-batches of one optimizer step over `samples` of all ranks.
+    """Pack this rank's share of one optimizer step over `samples` of all ranks with given advantages.
 
-    Every rank computes the same plan, so the normalisers are global before anything is split.
+    They stand in for the rewards, too. Every rank assigns the samples alike, so the normalisers are
+    global before anything is split.
     """
-    return make_train_batches([(samples, advantages)], algorithm, mesh, micro_batch_tokens)[0]
+    parts = [(samples, advantages)]
+    (batch,) = make_train_batches(parts, algorithm, mesh, micro_batch_tokens, config=config)
+    filled = with_advantages(batch.micro_batches, torch.tensor(advantages, dtype=torch.float32))
+    return dataclasses.replace(batch, micro_batches=filled)
 
 
 def _fetch_routes(
@@ -222,7 +208,7 @@ def _plan(samples: Sequence[Sample], mesh: Mesh, micro_batch_tokens: int) -> lis
 
 def _pack_share(
     samples: Sequence[Sample],
-    advantages: Sequence[float],
+    rewards: Sequence[float],
     weights_of: Callable[[Sequence[Sample], Sequence[float]], _Weights],
     mesh: Mesh,
     share: list[list[int]],
@@ -231,11 +217,11 @@ def _pack_share(
     min_tokens: int,
     version: int | None,
 ) -> TrainBatch:
-    weights = weights_of(samples, advantages)
+    weights = weights_of(samples, rewards)
     weighted = [
-        WeightedSample(sample, advantage, weight, first_id + i, nll_weight, routes.get(i))
-        for i, (sample, advantage, weight, nll_weight) in enumerate(
-            zip(samples, advantages, weights.loss, weights.nll, strict=True)
+        WeightedSample(sample, None, weight, first_id + i, nll_weight, routes.get(i), reward)
+        for i, (sample, reward, weight, nll_weight) in enumerate(
+            zip(samples, rewards, weights.loss, weights.nll, strict=True)
         )
     ]
     micro_batches = [
@@ -265,12 +251,12 @@ def _weights(
     config: AlgorithmConfig,
     max_response_len: int,
     samples: Sequence[Sample],
-    advantages: Sequence[float],
+    rewards: Sequence[float],
 ) -> _Weights:
     counts = torch.stack([s.loss_mask.sum() for s in samples])
     num_tokens, num_samples = int(counts.sum()), int((counts > 0).sum())
     weights = algorithm.sequence_weights(counts, num_tokens, num_samples, config, max_response_len)
     nll: Sequence[float | None] = [None] * len(samples)
     if (nll_weights := getattr(algorithm, "nll_weights", None)) is not None:
-        nll = nll_weights(counts, torch.tensor(advantages), config).tolist()
+        nll = nll_weights(counts, torch.tensor(rewards), config).tolist()
     return _Weights(weights.tolist(), nll, num_tokens, num_samples)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,12 +16,19 @@ from mrl.algorithms.base import traits
 from mrl.algorithms.value_loss import critic_loss
 from mrl.diagnosis.collect import Diagnosis
 from mrl.diagnosis.mismatch import mismatch_statistics
+from mrl.errors import RunFailed
 from mrl.exchange.rollouts import RolloutExchange
+from mrl.learn.advantages import (
+    compute_advantages,
+    credits_tokens,
+    drop_from_loss,
+    known_rewards,
+    set_advantages,
+    shaped_rewards,
+)
 from mrl.learn.batching import make_train_batches, split_evenly
-from mrl.learn.credit import credits_tokens, with_penalised_advantages, with_token_advantages
 from mrl.learn.guards import UpdateGuard, check_finite, check_first_update, sequence_clip
 from mrl.learn.kl_control import KlControl
-from mrl.learn.shaping import shaped_rewards
 from mrl.preflight import Plan
 from mrl.run import console
 from mrl.system.clock import Clock
@@ -33,7 +41,20 @@ from parallel.mesh import Mesh
 from parallel.policy import Policy, with_old_logprobs, with_ref_logprobs
 from parallel.reduce import merge, reduce_statistics
 
+Record = Callable[[list[SampleGroup]], None]
+"""Writes the groups of a step, with their advantages, to the run folder. A collective."""
 _NO_UPDATE = {"loss/policy": math.nan, "loss/total": math.nan, "grad_norm": 0.0, "lr": 0.0}
+
+
+class _Ready(NamedTuple):
+    """What the optimizer steps of a rollout start from."""
+
+    batches: list[MicroBatch]
+    """Of all mini-batches, with old log-probs and advantages."""
+    replay: Replay
+    before: PassOutput | None
+    """The pass before the update; None where nothing needs one."""
+    metrics: dict[str, float]
 
 
 @dataclass
@@ -57,34 +78,90 @@ class Learner:
         return self.kl.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:  # none in a checkpoint from before there was one
-            self.kl.load_state_dict(state)
+        self.kl.load_state_dict(state)
 
-    def learn(self, step: int, groups: list[SampleGroup], clock: Clock) -> dict[str, float]:
-        """Old (and reference) log-probs, what each token is credited with, then one optimizer step per
-        mini-batch: of the policy, unless its critic is still warming up, and of the critic.
+    def learn(
+        self, step: int, groups: list[SampleGroup], clock: Clock, record: Record
+    ) -> dict[str, float]:
+        """Train on the scored groups of step `step` and return what that measured.
 
-        `step` is the number of the step, and of the weights that it updates. Raises RunFailed, with the
-        weights as they were, where something is not finite, and in the first update of a start where
-        the trainer disagrees with itself.
+        Log-probs before the update (and of the reference), advantages, then one optimizer step per
+        mini-batch: of the policy, unless its critic is still warming up, and of the critic. `step` is
+        also the version of the weights that it updates. `record` is called exactly once, on every rank,
+        before the first optimizer step, with the advantages that are trained with on the groups (None
+        where a pass before them was not finite). Samples that leave the loss stay whole in `groups`.
+
+        Raises RunFailed, with the weights as they were, where something is not finite, and in the first
+        update of a start where the trainer disagrees with itself.
         """
-        recipe, algorithm = self.plan.recipe, self.plan.algorithm
         self.policy.onload()
-        replays_rollout = recipe.moe.routing_replay == "r3"
-        batches = make_train_batches(
-            [_samples(part) for part in split_evenly(groups, recipe.train.num_steps_per_rollout)],
-            algorithm,
+        in_loss = drop_from_loss(groups, self.plan.recipe.algorithm)
+        samples = [sample for group in in_loss for sample in group.samples]
+        batches = self._make_batches(step, in_loss)
+        for group in groups:
+            group.advantages = None  # a rollout from a file brings those of another run
+        try:
+            ready = self._prepare(step, groups, samples, batches, clock, record)
+        except RunFailed:  # raised on every rank
+            if any(group.advantages is None for group in groups):
+                record(groups)
+            raise
+        with clock.part("train"):
+            steps, value_steps, guards = self._update(step, batches, ready.batches, ready.replay)
+        measured, before = ready.batches, ready.before
+        if before is None and steps:  # the first update's own pass: the weights are the same
+            empty = takewhile(lambda batch: not batch.num_loss_tokens, batches)
+            measured = measured[sum(len(batch.micro_batches) for batch in empty) :]
+            before = steps[0].output
+        metrics = ready.metrics | self._learning_metrics(step, measured, before, steps) | guards
+        metrics |= self._value_metrics(value_steps)
+        return metrics | self._step_end_metrics(samples, batches, metrics, trained=bool(steps))
+
+    def _make_batches(self, step: int, groups: list[SampleGroup]) -> list[TrainBatch]:
+        """Pack this rank's share of each mini-batch, with rewards and without advantages."""
+        recipe = self.plan.recipe
+        max_len = recipe.rollout.max_response_len
+
+        def with_rewards(part: list[SampleGroup]) -> tuple[list[Sample], list[float]]:
+            shaped = [shaped_rewards(group, recipe.algorithm, max_len) for group in part]
+            rewards = known_rewards(shaped, recipe.algorithm)
+            return [s for group in part for s in group.samples], [r for own in rewards for r in own]
+
+        return make_train_batches(
+            [
+                with_rewards(part)
+                for part in split_evenly(groups, recipe.train.num_steps_per_rollout)
+            ],
+            self.plan.algorithm,
             self.mesh,
             recipe.train.micro_batch_tokens,
             self.exchange.deliver if recipe.captures_routes else None,
             self.exchange.deliver_tokens,
-            drops_stale=replays_rollout,
+            drops_stale=recipe.moe.routing_replay == "r3",
             config=recipe.algorithm,
-            max_response_len=recipe.rollout.max_response_len,
+            max_response_len=max_len,
             version=step,
         )
-        flat = [micro for batch in batches for micro in batch.micro_batches]
-        replay = Replay.rollout if replays_rollout else Replay.off
+
+    def _prepare(
+        self,
+        step: int,
+        groups: list[SampleGroup],
+        samples: list[Sample],
+        batches: list[TrainBatch],
+        clock: Clock,
+        record: Record,
+    ) -> _Ready:
+        """Everything before the first optimizer step. Raises RunFailed where a pass is not finite.
+
+        Advantages that need no log-probs are on file before any pass of the models can fail.
+        """
+        recipe = self.plan.recipe
+        flat, metrics = [micro for batch in batches for micro in batch.micro_batches], {}
+        needs_passes = self.kl.in_reward or credits_tokens(self.plan.algorithm, False)
+        if not needs_passes:
+            flat, metrics = self._set_advantages(step, flat, groups, clock, record)
+        replay = Replay.rollout if recipe.moe.routing_replay == "r3" else Replay.off
         before: PassOutput | None = None
         if self._needs_old_logprobs(step):
             with clock.part("logprob"):
@@ -99,30 +176,67 @@ class Learner:
                 reference = self.policy.forward_only(flat, replay)
             check_finite(step, "the reference's log-probs", flat, reference.logprobs)
             flat = with_ref_logprobs(flat, reference)
-        flat, metrics = self._credit(step, flat, groups, clock)
+        if needs_passes:
+            flat, metrics = self._set_advantages(step, flat, groups, clock, record)
         if before is not None:
             with clock.part("diagnosis"):
-                samples = _samples(groups)[0]
                 metrics |= self.diagnosis.before_update(step, samples, flat, before)
             # With the tokens on file.
             check_finite(step, "log-probs before the update", flat, before.logprobs)
-        with clock.part("train"):
-            steps, value_steps, guards = self._update(step, batches, flat, replay)
-        if before is None and steps:  # the first update's own pass: the weights are the same
-            empty = takewhile(lambda batch: not batch.num_loss_tokens, batches)
-            flat = flat[sum(len(batch.micro_batches) for batch in empty) :]
-            before = steps[0].output
-        metrics |= self._learning_metrics(step, flat, before, steps) | guards
-        metrics |= self._value_metrics(value_steps)
-        if recipe.algorithm.kl_coef:
+        return _Ready(flat, replay, before, metrics)
+
+    def _set_advantages(
+        self,
+        step: int,
+        flat: list[MicroBatch],
+        groups: list[SampleGroup],
+        clock: Clock,
+        record: Record,
+    ) -> tuple[list[MicroBatch], dict[str, float]]:
+        """Compute the advantages, write them into the groups and have these recorded."""
+        config, penalties, values = self.plan.recipe.algorithm, None, None
+        metrics: dict[str, float] = {}
+        if self.kl.in_reward:
+            num_samples = sum(len(group.samples) for group in groups)
+            penalties = self.kl.penalties(flat, num_samples, self.mesh)
+            metrics["kl/ref"] = penalties.mean
+        if self.critic is not None:
+            with clock.part("value"):
+                values = self.critic.values(flat)
+            check_finite(step, "the critic's values", flat, values)
+        max_len = self.plan.recipe.rollout.max_response_len
+        found = compute_advantages(
+            flat,
+            [shaped_rewards(group, config, max_len) for group in groups],
+            self.plan.algorithm,
+            self.kl.config,
+            self.mesh,
+            penalties=penalties,
+            values=values,
+        )
+        set_advantages(groups, found.samples)
+        record(groups)
+        return found.batches, metrics | found.metrics
+
+    def _step_end_metrics(
+        self,
+        samples: list[Sample],
+        batches: list[TrainBatch],
+        metrics: dict[str, float],
+        *,
+        trained: bool,
+    ) -> dict[str, float]:
+        """Metrics of the KL's coefficient, which is adapted here, and of the replayed routes."""
+        found: dict[str, float] = {}
+        if self.plan.recipe.algorithm.kl_coef:
             num_samples = sum(batch.num_samples for batch in batches)
             # A policy that was not trained, as in a critic's warm-up, says nothing of its coefficient.
-            measured = metrics.get("kl/ref", math.nan) if steps else math.nan
-            metrics |= self.kl.end_step(measured, num_samples)
-        if replays_rollout:
-            metrics |= provenance_metrics(_samples(groups)[0])
-            metrics["routing/wire_bytes_per_token"] = self.exchange.bytes_per_token
-        return metrics
+            measured = metrics.get("kl/ref", math.nan) if trained else math.nan
+            found |= self.kl.end_step(measured, num_samples)
+        if self.plan.recipe.moe.routing_replay == "r3":
+            found |= provenance_metrics(samples)
+            found["routing/wire_bytes_per_token"] = self.exchange.bytes_per_token
+        return found
 
     def _needs_old_logprobs(self, step: int) -> bool:
         """Whether anything reads the trainer's log-probs from before the update; for the metrics of
@@ -135,32 +249,6 @@ class Learner:
             or self.critic is not None  # its warm-up has no pass of the policy
             or self.diagnosis.is_due(step)
         )
-
-    def _credit(
-        self, step: int, flat: list[MicroBatch], groups: list[SampleGroup], clock: Clock
-    ) -> tuple[list[MicroBatch], dict[str, float]]:
-        """The micro-batches with the advantages that they train with, and what that measured."""
-        recipe, algorithm = self.plan.recipe, self.plan.algorithm
-        num_samples = sum(len(group.samples) for group in groups)
-        penalties, metrics = None, {}
-        if self.kl.in_reward:
-            penalties = self.kl.penalties(flat, num_samples, self.mesh)
-            metrics["kl/ref"] = penalties.mean
-        if credits_tokens(algorithm, self.kl.in_reward):
-            values = [torch.zeros_like(b.old_logprobs) for b in flat if b.old_logprobs is not None]
-            if self.critic is not None:
-                with clock.part("value"):
-                    values = self.critic.values(flat)
-                check_finite(step, "the critic's values", flat, values)
-            flat, of_values = with_token_advantages(
-                flat, values, penalties, algorithm, self.kl.config, num_samples, self.mesh
-            )
-            return flat, metrics | (of_values if self.critic is not None else {})
-        if penalties is not None:
-            max_len = recipe.rollout.max_response_len
-            rewards = [shaped_rewards(group, recipe.algorithm, max_len) for group in groups]
-            flat = with_penalised_advantages(flat, rewards, penalties, algorithm, self.kl.config)
-        return flat, metrics
 
     def _update(
         self,
@@ -282,9 +370,3 @@ def make_critic(plan: Plan, policy: Policy, mesh: Mesh) -> Critic | None:
     )
     policy.share_device(critic)
     return critic
-
-
-def _samples(groups: list[SampleGroup]) -> tuple[list[Sample], list[float]]:
-    """Samples and their advantages."""
-    advantages = [a for g in groups if g.advantages is not None for a in g.advantages.tolist()]
-    return [sample for group in groups for sample in group.samples], advantages

@@ -33,6 +33,7 @@ class Drawn:
     versions: Tensor
     token_advantages: Tensor
     advantage: float
+    reward: float
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -68,7 +69,8 @@ def draw(length: int, rng: torch.Generator, *, scale: float = 0.3, dropped: bool
             mask, torch.randint(0, VERSION + 1, (length,), generator=rng), -1
         ).int(),
         token_advantages=torch.randn(length, generator=rng),
-        advantage=float(torch.randn(1, generator=rng)),
+        advantage=(number := float(torch.randn(1, generator=rng))),
+        reward=2.0 * number,
     )
 
 
@@ -99,7 +101,7 @@ def nll_weights(name: str, drawn: Sequence[Drawn], config: AlgorithmConfig) -> T
     if weigh is None:
         return None
     counts = torch.tensor([int(d.mask.sum()) for d in drawn])
-    return weigh(counts, torch.tensor([d.advantage for d in drawn]), config)
+    return weigh(counts, torch.tensor([d.reward for d in drawn]), config)
 
 
 def pack(
@@ -125,6 +127,7 @@ def pack(
         cu_seqlens=torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int(),
         loss_mask=joined("mask"),
         rollout_logprobs=joined("rollout"),
+        rewards=torch.tensor([d.reward for d in parts]),
         advantages=torch.tensor([d.advantage for d in parts]),
         seq_weight=weights,
         weight_versions=joined("versions"),

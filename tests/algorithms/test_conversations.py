@@ -24,6 +24,7 @@ def batch_of(logprobs, old, mask, *, lengths, weight):
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
         loss_mask=mask,
         rollout_logprobs=torch.zeros(len(mask)),
+        rewards=torch.ones(len(lengths)),
         advantages=torch.full((len(lengths),), 0.7),
         seq_weight=torch.full((len(lengths),), weight),
         old_logprobs=old,

@@ -38,8 +38,8 @@ def rewards_by_hand(batch, sequence_rewards, penalties) -> torch.Tensor:
 def test_gae_is_the_oracles(lam, lam_critic) -> None:
     batch, values, penalties = make_batch()
     config = AlgorithmConfig(name="ppo", gamma=0.97, lam=lam, lam_critic=lam_critic)
-    got = gae.token_advantages(values, batch.advantages, penalties, batch, config)
-    rewards = rewards_by_hand(batch, batch.advantages, penalties)
+    got = gae.token_advantages(values, batch.rewards, penalties, batch, config)
+    rewards = rewards_by_hand(batch, batch.rewards, penalties)
     for part, own in ((0, lam or 0.95), (1, lam_critic or lam or 0.95)):
         expected = oracle.packed_gae(
             rewards, values, batch.loss_mask, batch.cu_seqlens, gamma=0.97, lam=own
@@ -50,16 +50,16 @@ def test_gae_is_the_oracles(lam, lam_critic) -> None:
 def test_vapo_takes_a_lambda_by_length_and_1_for_the_critic() -> None:
     batch, values, _ = make_batch()
     config = AlgorithmConfig(name="vapo", lam_alpha=0.5)
-    advantages, returns = vapo.token_advantages(values, batch.advantages, None, batch, config)
+    advantages, returns = vapo.token_advantages(values, batch.rewards, None, batch, config)
     counts = [int(part.sum()) for part in batch.loss_mask.split(LENGTHS)]
     lams = torch.tensor([max(0.0, 1 - 1 / (0.5 * n)) if n else 0.0 for n in counts])
     torch.testing.assert_close(gae.adaptive_lambda(batch.loss_mask, batch.cu_seqlens, 0.5), lams)
-    rewards = rewards_by_hand(batch, batch.advantages, torch.zeros_like(values))
+    rewards = rewards_by_hand(batch, batch.rewards, torch.zeros_like(values))
     common = rewards, values, batch.loss_mask, batch.cu_seqlens
     expected = oracle.packed_gae(*common, gamma=1.0, lam=lams)[0]
     torch.testing.assert_close(advantages.double(), expected, rtol=1e-5, atol=1e-6)
     # With gamma and lambda 1 a return is the reward itself, whatever the critic says.
-    expected = batch.advantages.repeat_interleave(torch.tensor(LENGTHS)) * batch.loss_mask
+    expected = batch.rewards.repeat_interleave(torch.tensor(LENGTHS)) * batch.loss_mask
     torch.testing.assert_close(returns, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -67,7 +67,9 @@ def test_whitened_by_the_moments_of_all_ranks() -> None:
     batch, values, _ = make_batch()
     halves = batch.loss_mask.clone(), batch.loss_mask.clone()
     halves[0][10:], halves[1][:10] = False, False
-    total = torch.stack([gae.moments(values, half) for half in halves]).sum(0)
+    parts = [values[half].double() for half in halves]
+    total = sum(torch.stack([torch.ones_like(v), v, v.square()]).sum(1) for v in parts)
+    assert isinstance(total, torch.Tensor)
     mean, std = gae.mean_and_std(total)
     white = gae.whiten(values, mean, std + gae.WHITEN_EPS)[batch.loss_mask]
     assert float(white.mean()) == pytest.approx(0, abs=1e-6)
@@ -80,9 +82,9 @@ def test_reinforce_pp_gives_each_token_the_reward_less_the_penalties_from_it_on(
     reinforce = load_algorithm("reinforce_pp")
     config = AlgorithmConfig(name="reinforce_pp")
     got, _ = reinforce.token_advantages(
-        torch.zeros(sum(LENGTHS)), batch.advantages, penalties, batch, config
+        torch.zeros(sum(LENGTHS)), batch.rewards, penalties, batch, config
     )
-    rewards = rewards_by_hand(batch, batch.advantages, penalties)
+    rewards = rewards_by_hand(batch, batch.rewards, penalties)
     for own, earned, mask in zip(
         got.split(LENGTHS), rewards.split(LENGTHS), batch.loss_mask.split(LENGTHS), strict=True
     ):
@@ -94,7 +96,7 @@ def test_positive_samples_share_the_likelihood_term() -> None:
     """VAPO's eq. 11: the mean over the tokens of the right samples only, in all micro-batches."""
     rng = torch.Generator().manual_seed(3)
     drawn = [
-        dataclasses.replace(draw(n, rng), advantage=reward)
+        dataclasses.replace(draw(n, rng), reward=reward)
         for n, reward in zip([6, 5, 9], [1.0, 0.0, 1.0], strict=True)
     ]
     counts = [int(d.mask.sum()) for d in drawn]

@@ -37,6 +37,7 @@ def batch_of_old_tokens() -> tuple[Tensor, MicroBatch]:
         cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0).int(),
         loss_mask=positions > 0,
         rollout_logprobs=old - gap,
+        rewards=torch.tensor([1.0, 0.0, 0.5]),
         advantages=torch.tensor([1.0, -2.0, 0.5]),
         seq_weight=torch.tensor([0.5, 0.25, 0.1]),
         old_logprobs=old,

@@ -32,6 +32,7 @@ def make_batch(
         cu_seqlens=torch.tensor([0, 4, 8]).int(),
         loss_mask=torch.tensor([False, True, True, True] * 2),
         rollout_logprobs=given[2],
+        rewards=torch.tensor(advantages),
         advantages=torch.tensor(advantages),
         seq_weight=torch.full((2,), 1 / 6),
         old_logprobs=given[1],

@@ -122,6 +122,7 @@ def ours(name: str, options: dict) -> tuple[Tensor, Tensor]:
         cu_seqlens=torch.arange(0, B * T + 1, T).int(),
         loss_mask=mask.flatten(),
         rollout_logprobs=data["sampling_per_token_logps"].flatten(),
+        rewards=data["advantages"],
         advantages=data["advantages"],
         seq_weight=algorithm.sequence_weights(counts, int(counts.sum()), B, config, T),
         old_logprobs=data["old_per_token_logps"].flatten(),

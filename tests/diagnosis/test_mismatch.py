@@ -86,7 +86,7 @@ def test_staleness_is_of_tokens_that_the_policy_chose() -> None:
         cu_seqlens=torch.tensor([0, 5], dtype=torch.int32),
         loss_mask=torch.tensor([False, True, True, True, False]),
         rollout_logprobs=torch.zeros(5),
-        advantages=torch.ones(1),
+        rewards=torch.ones(1),
         seq_weight=torch.ones(1),
         weight_versions=torch.tensor([-1, 7, 9, 9, 2], dtype=torch.int32),
     )

@@ -17,8 +17,7 @@ from mrl.algorithms import gspo
 from mrl.config import AlgorithmConfig, load_recipe
 from mrl.errors import RunFailed
 from mrl.learn import learner
-from mrl.learn.batching import set_advantages
-from mrl.learn.shaping import without_loss
+from mrl.learn.advantages import without_loss
 from mrl.preflight import check
 from mrl.run.folder import RunFolder, saved_step
 from mrl.run.rollouts import load_groups
@@ -145,10 +144,9 @@ def steps_with_empty_mini_batches(overrides: list[str]) -> list[dict[str, Any]]:
     for num_empty in (1, 2):
         before = [p.detach().clone() for p in trainer.policy.chunks[0].parameters()]
         groups = trainer.collector.collect(trainer.step, trainer.policy, Clock())
-        set_advantages(groups, trainer.plan.algorithm, trainer.plan.recipe.algorithm)
         for group in groups[: num_empty * len(groups) // 2]:
             group.samples = [without_loss(sample) for sample in group.samples]
-        metrics = trainer.learner.learn(trainer.step, groups, Clock())
+        metrics = trainer.learner.learn(trainer.step, groups, Clock(), lambda groups: None)
         trainer.step += 1
         after = trainer.policy.chunks[0].parameters()
         same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

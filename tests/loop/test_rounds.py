@@ -16,8 +16,8 @@ from mrl.run.rollouts import is_held
 from parallel.dims import ParallelDims
 from parallel.mesh import init_mesh
 from tests.loop.conftest import TOY_RECIPE, Toy
-from tests.loop.test_shaping import group
 from tests.ranks import run_ranks
+from tests.sample_groups import group
 
 NAN = float("nan")
 

@@ -30,7 +30,7 @@ def make_batch(vocab: int) -> MicroBatch:
         # The very first token of some sequences too: nothing predicts those.
         loss_mask=torch.rand(n, generator=rng) < 0.7,
         rollout_logprobs=torch.zeros(n),
-        advantages=torch.ones(b),
+        rewards=torch.ones(b),
         seq_weight=torch.ones(b),
     )
 

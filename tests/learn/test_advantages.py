@@ -14,14 +14,14 @@ from torch import Tensor
 
 from mrl.algorithms import grpo, ppo, reinforce_pp
 from mrl.config import AlgorithmConfig, ParallelConfig
+from mrl.learn.advantages import compute_advantages, credits_tokens
 from mrl.learn.batching import make_train_batches
-from mrl.learn.credit import credits_tokens, with_penalised_advantages, with_token_advantages
 from mrl.learn.kl_control import KlControl, Penalties
 from mrl.types import MicroBatch, Sample
 from parallel.dims import ParallelDims
 from parallel.mesh import Mesh, init_mesh
-from tests.loop.test_shaping import sample
 from tests.ranks import run_ranks
+from tests.sample_groups import sample
 
 LENGTHS = (3, 9, 5, 1, 12, 4, 7, 2)
 REWARDS = (1.0, 0.0, 0.5, 0.25, 1.0, 0.0, 0.0, 0.75)
@@ -72,23 +72,26 @@ def credited(world: int, sizes: dict[str, int], budget: int) -> dict[str, Any]:
     control = KlControl(IN_REWARD)
     penalties = control.penalties(batches, NUM_SAMPLES, mesh)
     values = [at_tokens(batch, 1.1) for batch in batches]
-    done, metrics = with_token_advantages(
-        batches, values, penalties, ppo, IN_REWARD, NUM_SAMPLES, mesh
-    )
     groups_of = [torch.tensor(REWARDS[:4]), torch.tensor(REWARDS[4:])]
-    penalised = with_penalised_advantages(batches, groups_of, penalties, grpo, IN_REWARD)
-    token = [b.token_advantages for b in done]
-    returns = [b.returns for b in done]
+    done = compute_advantages(
+        batches, groups_of, ppo, IN_REWARD, mesh, penalties=penalties, values=values
+    )
+    penalised = compute_advantages(
+        batches, groups_of, grpo, IN_REWARD, mesh, penalties=penalties
+    ).batches
+    token = [b.token_advantages for b in done.batches]
+    returns = [b.returns for b in done.batches]
     assert all(t is not None for t in (*token, *returns))
     ids = [i for b in penalised for i in b.sample_ids.tolist()]  # pyright: ignore
-    own = [a for b in penalised for a in b.advantages.tolist()]
+    own = [a for b in penalised for a in b.advantages.tolist()]  # pyright: ignore
     return {
         "token": by_sample(batches, token),  # pyright: ignore
         "returns": by_sample(batches, returns),  # pyright: ignore
         "mask": by_sample(batches, [b.loss_mask for b in batches]),
         "sums": penalties.samples,
         "kl": penalties.mean,
-        "metrics": metrics,
+        "metrics": done.metrics,
+        "samples": done.samples,
         "sequence": {i: a for i, a in zip(ids, own, strict=True) if i >= 0},
         **control.end_step(penalties.mean, NUM_SAMPLES),
         "next": control.state_dict()["kl_coef"],
@@ -112,6 +115,7 @@ def test_any_split_over_ranks_and_micro_batches_gives_the_same_bits(
         assert all(torch.equal(found[i], whole[key][i]) for i in found), key
     for out in outs:
         assert torch.equal(out["sums"], whole["sums"])
+        assert torch.equal(out["samples"], whole["samples"])
         assert out["metrics"] == whole["metrics"]
         assert out["next"] == whole["next"]
     assert outs[0]["sequence"] | outs[1]["sequence"] == whole["sequence"]
@@ -123,6 +127,12 @@ def test_token_advantages_are_white_over_the_step(whole: dict[str, Any]) -> None
     assert float(tokens.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(tokens.std(correction=0)) == pytest.approx(1.0, abs=1e-6)
     assert -5 < whole["metrics"]["value/explained_variance"] < 1
+
+
+def test_the_advantage_of_a_sample_is_the_mean_over_its_loss_tokens(whole: dict[str, Any]) -> None:
+    for i in range(NUM_SAMPLES):
+        mean = whole["token"][i][whole["mask"][i]].double().mean()
+        assert float(whole["samples"][i]) == pytest.approx(float(mean), abs=1e-6)
 
 
 def test_penalties_come_off_each_sample_before_its_group_is_compared(
@@ -149,7 +159,8 @@ def test_a_sample_outside_the_loss_pays_what_its_group_pays() -> None:
     algorithm: Any = SimpleNamespace(advantages=advantages)
     groups_of = [torch.ones(4), torch.ones(2)]
     penalties = Penalties([], sums, has_tokens, 0.0)
-    with_penalised_advantages([], groups_of, penalties, algorithm, IN_REWARD)
+    mesh: Any = None  # nothing here is a collective
+    compute_advantages([], groups_of, algorithm, IN_REWARD, mesh, penalties=penalties)
     assert seen[0].tolist() == pytest.approx([0.7, 0.8, 0.9, 0.8])
     assert seen[1].tolist() == [1.0, 1.0]  # nobody of it is in the loss
 
@@ -175,11 +186,9 @@ def noise_alone(config: AlgorithmConfig) -> list[float]:
         )
         batches = [filled(batch) for batch in made.micro_batches]
         penalties = KlControl(config).penalties(batches, NUM_SAMPLES, mesh)
-        values = [torch.zeros_like(batch.rollout_logprobs) for batch in batches]
-        done, _ = with_token_advantages(
-            batches, values, penalties, algorithm, config, NUM_SAMPLES, mesh
-        )
-        (batch,) = done
+        rewards = [torch.zeros(NUM_SAMPLES)]
+        done = compute_advantages(batches, rewards, algorithm, config, mesh, penalties=penalties)
+        (batch,) = done.batches
         assert batch.token_advantages is not None
         largest.append(float(batch.token_advantages[batch.loss_mask].abs().max()))
     return largest

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms import gspo
-from mrl.algorithms.signal import zero_signal_metrics
 from mrl.config import AlgorithmConfig, GuardConfig
 from mrl.errors import RunFailed
 from mrl.learn.guards import QUANTILE, check_first_update, drift, not_finite, sequence_clip
@@ -29,7 +28,7 @@ def make_batch(**changes: Any) -> MicroBatch:
         cu_seqlens=torch.tensor([0, 4, 8, 12], dtype=torch.int32),
         loss_mask=torch.tensor([False, True, True, True] * 3),
         rollout_logprobs=torch.full((12,), -1.0),
-        advantages=torch.ones(3),
+        rewards=torch.ones(3),
         seq_weight=torch.ones(3),
         sample_ids=torch.tensor([5, 9, 2]),
         old_logprobs=torch.full((12,), -1.0),
@@ -127,17 +126,3 @@ def test_the_clip_range_is_the_narrower_side_of_a_sequence_ratio() -> None:
     from mrl.algorithms import grpo
 
     assert sequence_clip(grpo, AlgorithmConfig()) is None
-
-
-def test_groups_without_a_signal_are_counted_by_their_cause() -> None:
-    groups = [[0.0, 0.0], [1.0, 1.0], [0.5, 0.5], [0.0, 1.0], [NAN, 1.0], [NAN, NAN], [0.2, 0.2]]
-    found = zero_signal_metrics([torch.tensor(group) for group in groups])
-    assert found == {
-        "reward/zero_signal_groups": 6.0,
-        "reward/zero_signal/unscored": 2.0,
-        "reward/zero_signal/best": 1.0,
-        "reward/zero_signal/worst": 1.0,
-        "reward/zero_signal/equal": 2.0,
-    }
-    same = zero_signal_metrics([torch.ones(4), torch.ones(4)])
-    assert same["reward/zero_signal/equal"] == 2.0  # neither solved nor out of reach: one reward
