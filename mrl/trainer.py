@@ -67,10 +67,19 @@ class Trainer:
             )
         self.collector = self._make_collector()
         self.exchange = RolloutExchange(self.mesh, self.policy.moe_layers)
-        diagnosis = Diagnosis(self.plan, self.mesh, self.policy, self.folder)
-        self.critic = make_critic(self.plan, self.policy, self.mesh)
+        diagnosis = Diagnosis(
+            recipe, self.plan.model, self.plan.tokenizer, self.mesh, self.policy, self.folder
+        )
+        self.critic = make_critic(self.plan.critic, recipe, self.policy, self.mesh)
         self.learner = Learner(
-            self.plan, self.mesh, self.policy, self.exchange, diagnosis, self.critic
+            recipe,
+            self.plan.algorithm,
+            len(self.plan.model.moe_layer_numbers),
+            self.mesh,
+            self.policy,
+            self.exchange,
+            diagnosis,
+            self.critic,
         )
         self.checkpoints = Checkpoints(
             self.folder.checkpoints,

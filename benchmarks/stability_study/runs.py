@@ -89,10 +89,8 @@ class PairedLearner(Learner):
         """
         self.policy.onload()
         samples = [sample for group in groups for sample in group.samples]
-        limit = self.plan.recipe.train.micro_batch_tokens
-        batch = make_train_batch(
-            samples, [0.0] * len(samples), self.plan.algorithm, self.mesh, limit
-        )
+        limit = self.recipe.train.micro_batch_tokens
+        batch = make_train_batch(samples, [0.0] * len(samples), self.algorithm, self.mesh, limit)
         found: dict[str, dict[str, float]] = {}
         for name, replay in (("native", Replay.off), ("replayed", Replay.rollout)):
             output = self.policy.forward_only(batch.micro_batches, replay)
@@ -130,7 +128,14 @@ class Run(SteppedRun):
         super().__post_init__()
         plain = self.learner
         self.learner = PairedLearner(
-            self.plan, self.mesh, self.policy, self.exchange, plain.diagnosis, plain.critic
+            plain.recipe,
+            plain.algorithm,
+            plain.num_moe_layers,
+            self.mesh,
+            self.policy,
+            self.exchange,
+            plain.diagnosis,
+            plain.critic,
         )
 
     @property

@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
+from mrl.config import Recipe
 from mrl.diagnosis.decompose import decompose
 from mrl.diagnosis.gather import gather_tokens
 from mrl.diagnosis.tokens import TokenRecord, save_tokens
-from mrl.preflight import Plan
 from mrl.run.folder import RunFolder
 from mrl.system.files import write_whole
 from mrl.types import MicroBatch, Sample
 from parallel.forward import Observe, PassOutput
+from parallel.hf_config import HfModel
 from parallel.mesh import Mesh
 from parallel.policy import Policy
 
@@ -29,7 +30,9 @@ from parallel.policy import Policy
 class Diagnosis:
     """This is the diagnosis of a run on one rank. `before_update` is a collective."""
 
-    plan: Plan
+    recipe: Recipe
+    model: HfModel
+    tokenizer: Any
     mesh: Mesh
     policy: Policy
     folder: RunFolder
@@ -37,7 +40,7 @@ class Diagnosis:
 
     def observe(self, step: int) -> Observe | None:
         """What the pass before the update has to keep of the routers."""
-        if not self.plan.recipe.captures_routes:
+        if not self.recipe.captures_routes:
             return None
         return "rows" if self._saves_tokens(step) else "counts"
 
@@ -60,7 +63,7 @@ class Diagnosis:
             old.observed.clear()
         if not self._decomposes(step):
             return {}
-        every = self.plan.recipe.diagnosis.decompose_every
+        every = self.recipe.diagnosis.decompose_every
         return self._decompose(step, batches[(step // every) % len(batches)])
 
     def is_due(self, step: int) -> bool:
@@ -68,11 +71,11 @@ class Diagnosis:
         return self._saves_tokens(step) or self._decomposes(step)
 
     def _saves_tokens(self, step: int) -> bool:
-        every = self.plan.recipe.diagnosis.save_tokens_every
+        every = self.recipe.diagnosis.save_tokens_every
         return bool(every) and step % every == 0
 
     def _decomposes(self, step: int) -> bool:
-        every = self.plan.recipe.diagnosis.decompose_every
+        every = self.recipe.diagnosis.decompose_every
         return bool(every) and step % every == 0
 
     def token_record(
@@ -83,7 +86,7 @@ class Diagnosis:
         old: PassOutput,
     ) -> TokenRecord | None:
         """Make the token record on rank 0. A collective."""
-        recipe, model = self.plan.recipe, self.plan.model
+        recipe, model = self.recipe, self.model
         layers = model.moe_layer_numbers
         limit = recipe.diagnosis.max_tokens
         gathered = gather_tokens(self.policy, samples, batches, old, layers, limit)
@@ -109,14 +112,14 @@ class Diagnosis:
     def _texts(self, token_ids: list[int]) -> dict[int, str]:
         new = [i for i in token_ids if i not in self._pieces]
         if new:  # of an empty list, transformers gives one empty text
-            texts = self.plan.tokenizer.batch_decode([[i] for i in new])
+            texts = self.tokenizer.batch_decode([[i] for i in new])
             self._pieces |= dict(zip(new, texts, strict=True))
         return {i: self._pieces[i] for i in token_ids}
 
     def _decompose(self, step: int, batch: MicroBatch) -> dict[str, float]:
-        config = self.plan.recipe.diagnosis
+        config = self.recipe.diagnosis
         (captured,) = self.policy.runner.captured([batch])
-        layers = self.plan.model.moe_layer_numbers
+        layers = self.model.moe_layer_numbers
         found = decompose(self.policy, batch, captured, layers, config.decompose_layers)
         if self.mesh.rank == 0:
             self.folder.diagnosis.mkdir(exist_ok=True)

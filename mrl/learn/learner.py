@@ -1,4 +1,4 @@
-"""From scored groups to new weights: log-probs before the update, credit, optimizer steps, metrics."""
+"""This module trains on scored groups: log-probs before the update, advantages, optimizer steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 from moe.provenance import provenance_metrics
 from moe.routes import Replay
-from mrl.algorithms.base import traits
+from mrl.algorithms.base import Algorithm, traits
 from mrl.algorithms.value_loss import critic_loss
+from mrl.config import Recipe
 from mrl.diagnosis.collect import Diagnosis
-from mrl.diagnosis.mismatch import mismatch_statistics
 from mrl.errors import RunFailed
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.learn.advantages import (
@@ -29,21 +29,20 @@ from mrl.learn.advantages import (
 from mrl.learn.batching import make_train_batches, split_evenly
 from mrl.learn.guards import UpdateGuard, check_finite, check_first_update, sequence_clip
 from mrl.learn.kl_control import KlControl
-from mrl.preflight import Plan
+from mrl.learn.update_metrics import policy_metrics, value_metrics
 from mrl.run import console
 from mrl.system.clock import Clock
 from mrl.types import LossOutput, MicroBatch, Sample, SampleGroup, TrainBatch
 from parallel.critic import Critic
 from parallel.forward import PassOutput
+from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype
 from parallel.megatron_model import StepOutput
 from parallel.mesh import Mesh
 from parallel.policy import Policy, with_old_logprobs, with_ref_logprobs
-from parallel.reduce import merge, reduce_statistics
 
 Record = Callable[[list[SampleGroup]], None]
 """Writes the groups of a step, with their advantages, to the run folder. A collective."""
-_NO_UPDATE = {"loss/policy": math.nan, "loss/total": math.nan, "grad_norm": 0.0, "lr": 0.0}
 
 
 class _Ready(NamedTuple):
@@ -61,7 +60,10 @@ class _Ready(NamedTuple):
 class Learner:
     """The update of a step on one rank; `learn` is a collective."""
 
-    plan: Plan
+    recipe: Recipe
+    algorithm: Algorithm
+    num_moe_layers: int
+    """Of the whole model, over all pipeline stages."""
     mesh: Mesh
     policy: Policy
     exchange: RolloutExchange
@@ -72,7 +74,7 @@ class Learner:
     """Since the start of this process."""
 
     def __post_init__(self) -> None:
-        self.kl = KlControl(self.plan.recipe.algorithm)
+        self.kl = KlControl(self.recipe.algorithm)
 
     def state_dict(self) -> dict[str, Any]:
         return self.kl.state_dict()
@@ -95,7 +97,7 @@ class Learner:
         update of a start where the trainer disagrees with itself.
         """
         self.policy.onload()
-        in_loss = drop_from_loss(groups, self.plan.recipe.algorithm)
+        in_loss = drop_from_loss(groups, self.recipe.algorithm)
         samples = [sample for group in in_loss for sample in group.samples]
         batches = self._make_batches(step, in_loss)
         for group in groups:
@@ -113,13 +115,16 @@ class Learner:
             empty = takewhile(lambda batch: not batch.num_loss_tokens, batches)
             measured = measured[sum(len(batch.micro_batches) for batch in empty) :]
             before = steps[0].output
-        metrics = ready.metrics | self._learning_metrics(step, measured, before, steps) | guards
-        metrics |= self._value_metrics(value_steps)
+        moe = self.recipe.moe
+        metrics = ready.metrics | policy_metrics(
+            step, measured, before, steps, self.mesh, moe, self.num_moe_layers
+        )
+        metrics |= guards | value_metrics(value_steps)
         return metrics | self._step_end_metrics(samples, batches, metrics, trained=bool(steps))
 
     def _make_batches(self, step: int, groups: list[SampleGroup]) -> list[TrainBatch]:
         """Pack this rank's share of each mini-batch, with rewards and without advantages."""
-        recipe = self.plan.recipe
+        recipe = self.recipe
         max_len = recipe.rollout.max_response_len
 
         def with_rewards(part: list[SampleGroup]) -> tuple[list[Sample], list[float]]:
@@ -132,7 +137,7 @@ class Learner:
                 with_rewards(part)
                 for part in split_evenly(groups, recipe.train.num_steps_per_rollout)
             ],
-            self.plan.algorithm,
+            self.algorithm,
             self.mesh,
             recipe.train.micro_batch_tokens,
             self.exchange.deliver if recipe.captures_routes else None,
@@ -156,9 +161,9 @@ class Learner:
 
         Advantages that need no log-probs are on file before any pass of the models can fail.
         """
-        recipe = self.plan.recipe
+        recipe = self.recipe
         flat, metrics = [micro for batch in batches for micro in batch.micro_batches], {}
-        needs_passes = self.kl.in_reward or credits_tokens(self.plan.algorithm, False)
+        needs_passes = self.kl.in_reward or credits_tokens(self.algorithm, False)
         if not needs_passes:
             flat, metrics = self._set_advantages(step, flat, groups, clock, record)
         replay = Replay.rollout if recipe.moe.routing_replay == "r3" else Replay.off
@@ -194,7 +199,7 @@ class Learner:
         record: Record,
     ) -> tuple[list[MicroBatch], dict[str, float]]:
         """Compute the advantages, write them into the groups and have these recorded."""
-        config, penalties, values = self.plan.recipe.algorithm, None, None
+        config, penalties, values = self.recipe.algorithm, None, None
         metrics: dict[str, float] = {}
         if self.kl.in_reward:
             num_samples = sum(len(group.samples) for group in groups)
@@ -204,11 +209,11 @@ class Learner:
             with clock.part("value"):
                 values = self.critic.values(flat)
             check_finite(step, "the critic's values", flat, values)
-        max_len = self.plan.recipe.rollout.max_response_len
+        max_len = self.recipe.rollout.max_response_len
         found = compute_advantages(
             flat,
             [shaped_rewards(group, config, max_len) for group in groups],
-            self.plan.algorithm,
+            self.algorithm,
             self.kl.config,
             self.mesh,
             penalties=penalties,
@@ -228,12 +233,12 @@ class Learner:
     ) -> dict[str, float]:
         """Metrics of the KL's coefficient, which is adapted here, and of the replayed routes."""
         found: dict[str, float] = {}
-        if self.plan.recipe.algorithm.kl_coef:
+        if self.recipe.algorithm.kl_coef:
             num_samples = sum(batch.num_samples for batch in batches)
             # A policy that was not trained, as in a critic's warm-up, says nothing of its coefficient.
             measured = metrics.get("kl/ref", math.nan) if trained else math.nan
             found |= self.kl.end_step(measured, num_samples)
-        if self.plan.recipe.moe.routing_replay == "r3":
+        if self.recipe.moe.routing_replay == "r3":
             found |= provenance_metrics(samples)
             found["routing/wire_bytes_per_token"] = self.exchange.bytes_per_token
         return found
@@ -241,9 +246,9 @@ class Learner:
     def _needs_old_logprobs(self, step: int) -> bool:
         """Whether anything reads the trainer's log-probs from before the update; for the metrics of
         the mismatch alone the first update's own forward pass will do."""
-        recipe = self.plan.recipe
+        recipe = self.recipe
         return (
-            traits(self.plan.algorithm).needs_old_logprobs
+            traits(self.algorithm).needs_old_logprobs
             or recipe.moe.routing_replay == "r2"
             or self.kl.in_reward
             or self.critic is not None  # its warm-up has no pass of the policy
@@ -262,7 +267,7 @@ class Learner:
         A mini-batch without a loss token on any rank updates nothing: Adam would move the weights by
         what it remembers.
         """
-        algorithm, config = self.plan.algorithm, self.kl.config
+        algorithm, config = self.algorithm, self.kl.config
 
         def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
             return algorithm.loss(logprobs, batch, config)
@@ -270,7 +275,7 @@ class Learner:
         def value_loss(values: torch.Tensor, batch: MicroBatch) -> LossOutput:
             return critic_loss(values, batch, config)
 
-        trains_policy = self.critic is None or step >= self.plan.recipe.critic.warmup_steps
+        trains_policy = self.critic is None or step >= self.recipe.critic.warmup_steps
         steps, value_steps, done, num_empty = [], [], 0, 0
         metrics: dict[str, float] = {}
         for batch in batches:
@@ -298,67 +303,26 @@ class Learner:
 
     def _guard(self, step: int, *, is_first: bool) -> UpdateGuard:
         """Of one optimizer step; `is_first`: of the step's rollout."""
-        algorithm = self.plan.algorithm
-        clip = sequence_clip(algorithm, self.plan.recipe.algorithm)
+        algorithm = self.algorithm
+        clip = sequence_clip(algorithm, self.recipe.algorithm)
         judge = None
         if not self._has_updated:
             judge, self._has_updated = self._judge_first, True
-        quantile = self.plan.recipe.guards.ratio_quantile
+        quantile = self.recipe.guards.ratio_quantile
         return UpdateGuard(step, same_weights=is_first, clip=clip, quantile=quantile, judge=judge)
 
     def _judge_first(self, metrics: dict[str, float]) -> None:
-        recipe = self.plan.recipe
+        recipe = self.recipe
         warn = console.warning if self.mesh.rank == 0 else lambda text: None
         check_first_update(metrics, recipe.guards, choose_dtype(recipe.model.dtype), warn)
 
-    def _learning_metrics(
-        self, step: int, flat: list[MicroBatch], old: PassOutput | None, steps: list[StepOutput]
-    ) -> dict[str, float]:
-        """`old`: before the update, over all micro-batches or those of the first mini-batch; None
-        where there was no pass at all, as no token is in the loss."""
-        if old is None:
-            return dict(_NO_UPDATE)
-        trained = merge([step.stats for step in steps])
-        coverage = "routing/replay_coverage"
-        # Disagreement is measured before the update; coverage must hold in every pass.
-        before = {k: v for k, v in old.routing.items() if k != coverage}
-        after = {k: v for k, v in trained.items() if k == coverage or k not in before}
-        both = merge([{k: v for k, v in s.items() if k == coverage} for s in (old.routing, after)])
-        mismatch = mismatch_statistics(flat, old, step) if self.mesh.reports_loss else {}
-        metrics = reduce_statistics({**after, **before, **both, **mismatch})
-        if not steps:  # the critic alone was trained, or nothing was
-            return {**metrics, **_NO_UPDATE}
-        metrics["loss/policy"] /= len(steps)
-        return {
-            **metrics,
-            "loss/total": metrics["loss/policy"] + self._router_loss(metrics),
-            "grad_norm": math.fsum(step.grad_norm for step in steps) / len(steps),
-            "lr": steps[-1].lr,
-        }
 
-    def _value_metrics(self, steps: list[StepOutput]) -> dict[str, float]:
-        if not steps:
-            return {}
-        metrics = reduce_statistics(merge([step.stats for step in steps]))
-        metrics["loss/value"] /= len(steps)
-        norm = math.fsum(step.grad_norm for step in steps) / len(steps)
-        return {**metrics, "value/grad_norm": norm, "value/lr": steps[-1].lr}
-
-    def _router_loss(self, metrics: dict[str, float]) -> float:
-        """What the balancing losses of all MoE layers add to the loss."""
-        moe = self.plan.recipe.moe
-        aux = moe.aux_loss_coeff * metrics.get("moe/aux_loss", 0.0)
-        z = moe.z_loss_coeff * metrics.get("moe/z_loss", 0.0)
-        return (aux + z) * len(self.plan.model.moe_layer_numbers)
-
-
-def make_critic(plan: Plan, policy: Policy, mesh: Mesh) -> Critic | None:
-    """Where the plan has one; it shares the device with the policy."""
-    if plan.critic is None:
+def make_critic(model: HfModel | None, recipe: Recipe, policy: Policy, mesh: Mesh) -> Critic | None:
+    """Build the critic from `model`, sharing the policy's device; None where there is no `model`."""
+    if model is None:
         return None
-    recipe = plan.recipe
     critic = Critic(
-        plan.critic,
+        model,
         mesh,
         recipe.model,
         recipe.optimizer.model_copy(update={"lr": recipe.critic.lr}),

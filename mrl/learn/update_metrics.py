@@ -1,0 +1,79 @@
+"""This module makes metrics over all ranks from what the optimizer steps of a rollout measured.
+
+Every function is a collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mrl.config import MoeConfig
+from mrl.diagnosis.mismatch import mismatch_statistics
+from mrl.types import MicroBatch, Statistics
+from parallel.forward import PassOutput
+from parallel.mesh import Mesh
+from parallel.megatron_model import StepOutput
+from parallel.reduce import merge, reduce_statistics
+
+COVERAGE = "routing/replay_coverage"
+_NO_UPDATE = {"loss/policy": math.nan, "loss/total": math.nan, "grad_norm": 0.0, "lr": 0.0}
+
+
+def policy_metrics(
+    step: int,
+    batches: Sequence[MicroBatch],
+    before: PassOutput | None,
+    steps: Sequence[StepOutput],
+    mesh: Mesh,
+    moe: MoeConfig,
+    num_moe_layers: int,
+) -> dict[str, float]:
+    """Return losses, `routing/*`, `mismatch/*` and the optimizer's numbers of step `step`.
+
+    before: the pass before the update over `batches`, which are all micro-batches of the step or those
+    of its first mini-batch; None where there was no pass at all, as no token is in the loss. steps: of
+    the policy; none where only the critic was trained.
+    """
+    if before is None:
+        return dict(_NO_UPDATE)
+    trained = merge([one.stats for one in steps])
+    # Disagreement is measured before the update; coverage must hold in every pass.
+    early = {k: v for k, v in before.routing.items() if k != COVERAGE}
+    late = {k: v for k, v in trained.items() if k == COVERAGE or k not in early}
+    coverage = merge([_only_coverage(before.routing), _only_coverage(late)])
+    mismatch = mismatch_statistics(batches, before, step) if mesh.reports_loss else {}
+    metrics = reduce_statistics({**late, **early, **coverage, **mismatch})
+    if not steps:
+        return {**metrics, **_NO_UPDATE}
+    metrics["loss/policy"] /= len(steps)
+    return {
+        **metrics,
+        "loss/total": metrics["loss/policy"] + _router_loss(metrics, moe, num_moe_layers),
+        "grad_norm": _mean_grad_norm(steps),
+        "lr": steps[-1].lr,
+    }
+
+
+def value_metrics(steps: Sequence[StepOutput]) -> dict[str, float]:
+    """Return `value/*` and the loss of the critic's steps; empty where it had none."""
+    if not steps:
+        return {}
+    metrics = reduce_statistics(merge([step.stats for step in steps]))
+    metrics["loss/value"] /= len(steps)
+    return {**metrics, "value/grad_norm": _mean_grad_norm(steps), "value/lr": steps[-1].lr}
+
+
+def _only_coverage(statistics: Statistics) -> Statistics:
+    return {key: value for key, value in statistics.items() if key == COVERAGE}
+
+
+def _mean_grad_norm(steps: Sequence[StepOutput]) -> float:
+    return math.fsum(step.grad_norm for step in steps) / len(steps)
+
+
+def _router_loss(metrics: dict[str, float], moe: MoeConfig, num_moe_layers: int) -> float:
+    """What the balancing losses of all MoE layers add to the loss."""
+    aux = moe.aux_loss_coeff * metrics.get("moe/aux_loss", 0.0)
+    z = moe.z_loss_coeff * metrics.get("moe/z_loss", 0.0)
+    return (aux + z) * num_moe_layers
