@@ -1,5 +1,20 @@
 """The op `mrl::policy_loss` computes a policy loss, its gradient and its statistics in one pass.
 
+The loss is the sum over sequences i of seq_weight_i * u_i * sum over t in y_i of
+(-w_t f(r_t, A_t) + KL_t).
+
+`token` (PPO, GRPO: arXiv 2402.03300 eq. 3): r_t = exp(logp_t - old_t), u_i = 1.
+`sequence` (GSPO: arXiv 2507.18071 eq. 5 and 7): r_t = s_i = exp(mean over y_i of logp - old),
+u_i = 1/|y_i|. Where A or w differ within the sequence, each token keeps its own: r_t has the value
+s_i and the gradient of s_i exp(logp_t - stopgrad(logp_t)) (GSPO-token, eq. 13 and 14); where they
+do not, that is GSPO's own gradient.
+
+Masked tokens are selected away: NaN or inf there changes no bit of any output, and their gradient
+is 0. A token whose advantage or weight w is 0 has objective and gradient 0 however large its
+ratio, and counts in the statistics; so does a sequence with seq_weight 0. Nothing clamps a
+log-ratio: a ratio past float32 under a negative advantage is an infinite loss. Gradients and
+per-sequence statistics are the same bits for any threads, packing or split into micro-batches.
+
 Dimensions: N packed tokens, B packed sequences; sequence i is tokens
 [cu_seqlens[i], cu_seqlens[i+1]), y_i its loss tokens. The kernel is csrc/policy_loss.h.
 """
@@ -62,19 +77,7 @@ def policy_loss(
     seq_logratio: Tensor | None = None,
     seq_importance: Tensor | None = None,
 ) -> PolicyLoss:
-    """Sum over sequences i of seq_weight_i * u_i * sum over t in y_i of (-w_t f(r_t, A_t) + KL_t).
-
-    `token` (PPO, GRPO: arXiv 2402.03300 eq. 3): r_t = exp(logp_t - old_t), u_i = 1.
-    `sequence` (GSPO: arXiv 2507.18071 eq. 5 and 7): r_t = s_i = exp(mean over y_i of logp - old),
-    u_i = 1/|y_i|. Where A or w differ within the sequence, each token keeps its own: r_t has the value
-    s_i and the gradient of s_i exp(logp_t - stopgrad(logp_t)) (GSPO-token, eq. 13 and 14); where they
-    do not, that is GSPO's own gradient.
-
-    Masked tokens are selected away: NaN or inf there changes no bit of any output, and their gradient
-    is 0. A token whose advantage or weight w is 0 has objective and gradient 0 however large its
-    ratio, and counts in the statistics; so does a sequence with seq_weight 0. Nothing clamps a
-    log-ratio: a ratio past float32 under a negative advantage is an infinite loss. Gradients and
-    per-sequence statistics are the same bits for any threads, packing or split into micro-batches.
+    """Compute the loss of this module's docstring with its statistics and its gradient.
 
     Args:
         logprobs, old_logprobs: f32[N].
@@ -94,29 +97,23 @@ def policy_loss(
             `cu_seqlens` stop the kernel with an assertion: reading them here would wait for it.
     """
     check_choice("ratio", ratio, RATIOS)
-    backend.check_constant(
-        old_logprobs=old_logprobs,
-        advantages=advantages,
-        seq_weight=seq_weight,
-        rollout_logprobs=rollout_logprobs,
-        ref_logprobs=ref_logprobs,
-        seq_logratio=seq_logratio,
-        seq_importance=seq_importance,
-    )
+    others = {
+        "advantages": advantages,
+        "seq_weight": seq_weight,
+        "rollout_logprobs": rollout_logprobs,
+        "ref_logprobs": ref_logprobs,
+        "seq_logratio": seq_logratio,
+        "seq_importance": seq_importance,
+    }
+    backend.check_constant(old_logprobs=old_logprobs, **others)
     _check_needs(importance, rollout_logprobs, kl, ref_logprobs)
-    weight_level = importance.level if importance else "token"
-    _check_shared(ratio, weight_level, seq_logratio, seq_importance)
+    _check_shared(ratio, importance, seq_logratio, seq_importance)
     loss, grad, stats, seq_stats = torch.ops.mrl.policy_loss(
         logprobs.detach(),
         old_logprobs,
         loss_mask,
         cu_seqlens,
-        advantages,
-        seq_weight,
-        rollout_logprobs,
-        ref_logprobs if kl else None,
-        seq_logratio,
-        seq_importance,
+        *others.values(),
         encode_options(ratio, clip, token_advantages, importance, kl),
     )
     if logprobs.requires_grad and torch.is_grad_enabled():
@@ -140,7 +137,7 @@ def _check_needs(
 
 def _check_shared(
     ratio: RatioKind,
-    weight_level: str,
+    importance: ImportanceWeight | None,
     seq_logratio: Tensor | None,
     seq_importance: Tensor | None,
 ) -> None:
@@ -148,6 +145,7 @@ def _check_shared(
     if seq_logratio is None and seq_importance is None:
         return
     given = {"seq_logratio": seq_logratio, "seq_importance": seq_importance}
+    weight_level = importance.level if importance else "token"
     levels = {"seq_logratio": ratio, "seq_importance": weight_level}
     for name, tensor in given.items():
         if tensor is not None and levels[name] != "sequence":

@@ -12,8 +12,8 @@ from mrl.config import MoeConfig
 from mrl.diagnosis.mismatch import mismatch_statistics
 from mrl.types import MicroBatch, Statistics
 from parallel.forward import PassOutput
-from parallel.mesh import Mesh
 from parallel.megatron_model import StepOutput
+from parallel.mesh import Mesh
 from parallel.reduce import merge, reduce_statistics
 
 COVERAGE = "routing/replay_coverage"
