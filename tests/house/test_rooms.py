@@ -32,7 +32,7 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.algorithms", "mrl.data", "mrl.environments", "mrl.rewards", "mrl.rollout"),
         *("mrl.run", "parallel"),
     },
-    "mrl.diagnosis": {"moe", "mrl.preflight", "mrl.run", "parallel"},
+    "mrl.diagnosis": {"moe", "mrl.algorithms", "mrl.run", "parallel"},
     "mrl.learn": {
         *("mrl.algorithms", "mrl.data", "mrl.diagnosis", "mrl.exchange", "mrl.kernels"),
         *("mrl.preflight", "mrl.run", "moe", "parallel"),

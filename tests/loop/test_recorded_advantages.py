@@ -55,7 +55,7 @@ def step_that_fails_in_its_update(overrides: list[str]) -> dict[str, Any]:
         raise RuntimeError("the update failed")
 
     trainer.policy.train_step = fails
-    trainer.policy.logprobs = noisy(trainer.policy.logprobs)
+    trainer.policy.forward_only = noisy(trainer.policy.forward_only)
     with pytest.raises(RuntimeError, match="the update failed"):
         trainer.run_step()
     rows = trainer.folder.read_rollouts(0) if trainer.is_main else []
@@ -105,8 +105,8 @@ def step_with_a_pass_that_fails(overrides: list[str], what: str) -> dict[str, An
         raise MemoryError("no memory for the pass")
 
     outputs: Callable[[Any], Any] = lambda result: result.logprobs  # noqa: E731
-    passes = trainer.policy.logprobs
-    trainer.policy.logprobs = fails if what == "pass" else spoilt(passes, outputs, first=1)
+    passes = trainer.policy.forward_only
+    trainer.policy.forward_only = fails if what == "pass" else spoilt(passes, outputs, first=1)
     try:
         trainer.run_step()
         error = ""
