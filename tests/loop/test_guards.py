@@ -87,8 +87,8 @@ def spoilt(compute: Any, outputs: Callable[[Any], list[Tensor]], first: int = 0)
     """`compute` of micro-batches, whose outputs from call `first` on are NaN in POISONED."""
     calls = count()
 
-    def computed(batches: list[MicroBatch], *args: Any) -> Any:
-        result = compute(batches, *args)
+    def computed(batches: list[MicroBatch], *args: Any, **options: Any) -> Any:
+        result = compute(batches, *args, **options)
         if next(calls) >= first:
             for batch, values in zip(batches, outputs(result), strict=True):
                 assert batch.sample_ids is not None

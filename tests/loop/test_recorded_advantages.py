@@ -50,7 +50,7 @@ def step_that_fails_in_its_update(overrides: list[str]) -> dict[str, Any]:
     trainer = made_trainer(overrides)
     seen: dict[int, float] = {}
 
-    def fails(batch: TrainBatch, *args: Any) -> None:
+    def fails(batch: TrainBatch, *args: Any, **options: Any) -> None:
         seen.update(of_samples(batch.micro_batches))
         raise RuntimeError("the update failed")
 
@@ -65,8 +65,8 @@ def step_that_fails_in_its_update(overrides: list[str]) -> dict[str, Any]:
 def noisy(compute: Any) -> Any:
     """Passes whose log-probs are shifted from the second pass on, which is the reference's."""
 
-    def computed(batches: list[MicroBatch], *args: Any) -> Any:
-        result = compute(batches, *args)
+    def computed(*args: Any, **options: Any) -> Any:
+        result = compute(*args, **options)
         computed.calls += 1
         if computed.calls > 1:
             for values in result.logprobs:
@@ -101,7 +101,7 @@ def step_with_a_pass_that_fails(overrides: list[str], what: str) -> dict[str, An
     """A step whose first pass raises, or whose reference is not finite -> the error and the file."""
     trainer = made_trainer(overrides)
 
-    def fails(*args: Any) -> None:
+    def fails(*args: Any, **options: Any) -> None:
         raise MemoryError("no memory for the pass")
 
     outputs: Callable[[Any], Any] = lambda result: result.logprobs  # noqa: E731
