@@ -16,7 +16,7 @@ TEST = re.compile(r"`([\w/]+\.py)?::(\w+)(?:\[([^`]*)\])?`")
 DOTTED = re.compile(r"(?:mrl|moe|parallel|benchmarks)(?:\.\w+)+")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 METRIC = re.compile(r"[a-z_]+(?:/[\w@<>*]+)+")
-NOT_KEPT = ("mrl/_C*.so", "mrl._C", "benchmarks/results/gpu_check.json", "mrl/learn/advantages.py")
+NOT_KEPT = ("mrl/_C*.so", "mrl._C", "benchmarks/results/gpu_check.json")
 """What is built, or written on a GPU only, and not in a checkout."""
 
 
