@@ -54,7 +54,7 @@ TARGETS = (
             "tests/parallel/models.py", "benchmarks/layouts.py"), 6,
            short="tests/parallel/test_layouts.py"),
     Target("conformance", "the contract of an engine, against a real SGLang",
-           ("benchmarks.conformance",), ("conformance",),
+           ("benchmarks.conformance",), ("conformance", "conformance_gpu"),
            (*ENGINE, "mrl/system", "mrl/kernels/digest.py", "tests/rollout/conformance",
             "tests/rollout/rollout_helpers.py", "benchmarks/conformance.py"), 12,
            short="tests/rollout/conformance"),

@@ -62,7 +62,7 @@ def test_every_result_has_a_target_and_names_its_commit() -> None:
     named = {name for target in TARGETS for name in target.results}
     on_file = {file.stem for file in RESULTS.glob("*.json")}
     on_gpu = {name for name in on_file if name.startswith(("gpu_check", "kernels_cuda"))}
-    assert on_file - on_gpu - set(IN_WORDS) - {"conformance_gpu"} == named & on_file
+    assert on_file - on_gpu - set(IN_WORDS) == named & on_file
     for target in TARGETS:
         assert not target.results or target.results[0] in on_file
     for name in named & on_file:
