@@ -130,7 +130,7 @@ class Trainer:
         elif recipe.sft is not None:
             text = f"SFT, {recipe.sft.num_steps} supervised steps"
             with self._progress(text):
-                run_sft(self.plan, recipe.sft, self.policy, self.mesh)
+                run_sft(self.plan.sft_examples, recipe.sft, recipe, self.policy, self.mesh)
             self._save()
         if self.is_main:
             self.folder.rewind(self.step)

@@ -1,4 +1,6 @@
-"""The records that flow between the rooms. Nothing here knows an engine, Megatron or a file format.
+"""This module holds the records that flow between the rooms.
+
+Nothing here knows an engine, Megatron or a file format.
 
 Dimensions: P prompt tokens, T all tokens of a sample, G samples a prompt, N packed tokens of a
 micro-batch, B packed sequences, L MoE layers, K experts per token.
@@ -18,16 +20,17 @@ import torch
 from torch import Tensor
 
 NATIVE_ROUTE = -1
-"""As an expert id: this row has no captured route, the router decides for itself."""
+"""The expert id of a row without a captured route: the router decides for itself."""
 
 
 UNKNOWN_VERSION = -1
-"""As a weight version of rows of routes: nobody can tell; of tokens: the policy did not choose them."""
+"""The weight version of rows of routes where nobody can tell, and of tokens that the policy did not
+choose."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the prompt file."""
+    """A prompt is one row of the prompt file."""
 
     prompt_id: str
     """Stable across runs: row number in the file."""
@@ -52,7 +55,7 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class RoutingTrace:
-    """The experts that the rollout engine chose for a sample. Row t routes token t.
+    """A trace holds the experts that the rollout engine chose for a sample. Row t routes token t.
 
     The last token of a sample was never fed back to the engine, so it has no row. No row may repeat an
     expert: `moe.trace` refuses that in what an engine sends, and packing in whatever is replayed.
@@ -113,7 +116,7 @@ class RoutingTrace:
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt with one completion."""
+    """A sample is one prompt with one completion."""
 
     group_id: int
     token_ids: Tensor
@@ -156,12 +159,12 @@ class Sample:
 
 @dataclass
 class SampleGroup:
-    """All samples of one prompt. Rewards and advantages are filled in after the rollout."""
+    """A group holds all samples of a prompt. Rewards and advantages are filled in after the rollout."""
 
     prompt: Prompt
     samples: list[Sample]
     rewards: Tensor | None = None
-    """f32[G]; NaN where the reward function abstained or failed: masked, never scored 0."""
+    """f32[G]; NaN where the reward function gave no reward or failed: masked, never scored 0."""
     advantages: Tensor | None = None
     """f32[G]: what is trained with; 0 where the reward is NaN. Where tokens have advantages of their
     own (a critic, KL in the reward) it is the mean over the sample's loss tokens."""
@@ -189,7 +192,7 @@ class PackedRoutes:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B sequences packed end to end into N tokens.
+    """A micro-batch holds B sequences packed end to end into N tokens.
 
     Where the layout wants N padded, the padding is the last sequence: no loss, native routes.
     """
@@ -243,14 +246,14 @@ class TrainBatch:
 
     micro_batches: list[MicroBatch]
     num_loss_tokens: int
-    """Over all data-parallel ranks."""
+    """The number over all data-parallel ranks."""
     num_samples: int
-    """Over all data-parallel ranks; samples without a single loss token do not count."""
+    """The number over all data-parallel ranks; samples without a single loss token do not count."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A statistic reported as total / count, both summed over micro-batches and ranks."""
+    """A statistic that is reported as total / count, both summed over micro-batches and ranks."""
 
     total: Tensor
     count: Tensor
@@ -258,14 +261,14 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """A statistic reported as the sum over micro-batches and ranks."""
+    """A statistic that is reported as the sum over micro-batches and ranks."""
 
     value: Tensor
 
 
 @dataclass(frozen=True)
 class Max:
-    """A statistic reported as the largest value over micro-batches and ranks."""
+    """A statistic that is reported as the largest value over micro-batches and ranks."""
 
     value: Tensor
 
@@ -282,7 +285,7 @@ class Quantiles:
 
 Statistic = Mean | Sum | Max | Quantiles
 Statistics = dict[str, Statistic]
-"""By metric key, e.g. `ratio/mean`."""
+"""Statistics by metric key, such as `ratio/mean`."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +303,7 @@ Handle = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """A bounded number of bytes of weights under their Hugging Face names.
+    """A bucket holds a bounded number of bytes of weights under their Hugging Face names.
 
     Whoever makes buckets may use the memory again for the next but one: a consumer that asks for a
     bucket is through with all but the last one that it got, and with that one too where none is left.

@@ -35,7 +35,7 @@ def write_start(folder: Path) -> None:
     policy = Policy(
         plan.model, mesh, recipe.model, recipe.optimizer, recompute=False, temperature=1.0
     )
-    run_sft(plan, recipe.sft, policy, mesh)
+    run_sft(plan.sft_examples, recipe.sft, recipe, policy, mesh)
     weights = {
         name: tensor.clone()
         for bucket in policy.export(0, 1 << 30)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Algorithm(Protocol):
-    """A module with these functions, e.g. `mrl/algorithms/gspo.py`. None of them keeps state.
+    """An algorithm is a module with these functions, as `mrl/algorithms/gspo.py` is. None keeps state.
 
     What else a module may have is read with `traits`, and:
 
@@ -32,11 +32,11 @@ class Algorithm(Protocol):
     """
 
     def advantages(self, rewards: Sequence[Tensor], config: AlgorithmConfig) -> list[Tensor]:
-        """f32[G] rewards of each prompt's samples, all groups of the step, to f32[G] advantages.
+        """Turn f32[G] rewards of each prompt's samples, all groups of the step, into f32[G] advantages.
 
         Samples without a reward (NaN) get advantage 0 and are left out of the group's mean and std.
-        With a critic this gives the rewards themselves and is not trained with: token advantages are
-        computed from `MicroBatch.rewards`, with the baseline taken off token by token.
+        With a critic it returns the rewards themselves, and training does not read it: token advantages
+        are computed from `MicroBatch.rewards`, and the baseline is subtracted token by token.
         Raises ValueError on an infinite reward.
         """
         ...
@@ -49,7 +49,7 @@ class Algorithm(Protocol):
         config: AlgorithmConfig,
         max_response_len: int,
     ) -> Tensor:
-        """What each sequence counts in the loss: the whole global normaliser.
+        """Return what each sequence counts in the loss: the whole global normaliser.
 
         Totals are over the optimizer step on all data-parallel ranks, and samples without a loss
         token do not count. i64[S] to f32[S]; 0 for a sequence without a loss token.
@@ -57,7 +57,7 @@ class Algorithm(Protocol):
         ...
 
     def loss(self, logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-        """f32[N] current log-probs, with gradient, to the sum over sequences: never divided.
+        """Turn f32[N] current log-probs, with gradient, into the sum over sequences: never divided.
 
         Any split of the step into micro-batches must add up to the same loss and gradient.
         Raises ValueError where `batch` lacks a tensor that the algorithm needs.
@@ -84,7 +84,7 @@ class Traits:
 
 
 def traits(algorithm: Algorithm) -> Traits:
-    """The optional attributes of an algorithm's module."""
+    """Read the optional attributes of an algorithm's module."""
     reads = getattr(algorithm, "READS", None)
     is_sequence = getattr(algorithm, "RATIO", "token") == "sequence"
     return Traits(

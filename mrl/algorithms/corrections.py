@@ -94,7 +94,7 @@ def masked_advantages(
 
 
 def token_advantages(batch: MicroBatch) -> Tensor:
-    """f32[N]: `token_advantages`, or each sequence's on all of its tokens."""
+    """Return f32[N]: `batch.token_advantages`, or each sequence's advantage on all of its tokens."""
     if batch.token_advantages is not None:
         return batch.token_advantages
     lengths = batch.cu_seqlens.diff().long()

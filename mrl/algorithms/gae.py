@@ -41,11 +41,12 @@ def token_advantages(
     *,
     published: Lambdas = PPO,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages f32[N] and returns f32[N], both 0 off the loss tokens.
+    """Return advantages f32[N] and returns f32[N], both 0 off the loss tokens.
 
-    values: f32[N]; zeros and lambda 1 give each token the rewards from it on. sequence_rewards: f32[B],
-    earned at the last loss token. token_penalties: f32[N], taken off the reward of each loss token.
-    Returns are by the critic's lambda, advantages by the policy's (decoupled GAE, arXiv 2503.01491).
+    values: f32[N]; with zeros and lambda 1, each token gets the sum of the rewards from it on.
+    sequence_rewards: f32[B], earned at the last loss token. token_penalties: f32[N], subtracted from
+    the reward of each loss token. The returns use the critic's lambda, the advantages the policy's
+    (decoupled GAE, arXiv 2503.01491).
     """
     mask, cu_seqlens = batch.loss_mask, batch.cu_seqlens
     rewards = _at_last_loss_token(sequence_rewards, mask, cu_seqlens)
@@ -66,7 +67,7 @@ def token_advantages(
 
 
 def adaptive_lambda(loss_mask: Tensor, cu_seqlens: Tensor, alpha: float) -> Tensor:
-    """f32[B]: 1 - 1 / (alpha * loss tokens), at least 0 (VAPO, arXiv 2504.05118 eq. 9)."""
+    """Return f32[B]: 1 - 1 / (alpha * loss tokens), at least 0 (VAPO, arXiv 2504.05118 eq. 9)."""
     running = torch.nn.functional.pad(loss_mask.long().cumsum(0), (1, 0))
     tokens = running[cu_seqlens.long()].diff().double()
     return (1.0 - 1.0 / (alpha * tokens).clamp(min=1.0)).float()
@@ -95,5 +96,5 @@ def mean_and_std(total: Tensor) -> tuple[float, float]:
 
 
 def whiten(advantages: Tensor, mean: float, spread: float) -> Tensor:
-    """(A - mean) / spread, f32[N], by moments over all loss tokens of the step."""
+    """Return (A - mean) / spread, f32[N], by moments over all loss tokens of the step."""
     return ((advantages.double() - mean) / spread).float()

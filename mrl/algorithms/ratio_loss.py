@@ -1,4 +1,5 @@
-"""The policy loss of a micro-batch through the fused kernel: what every ratio algorithm calls.
+"""This module computes the policy loss of a micro-batch with the fused kernel; every ratio algorithm
+calls it.
 
 Dimensions: N packed tokens of a micro-batch, B its sequences.
 """
@@ -38,7 +39,7 @@ def ratio_loss(
     old: Tensor | None = None,
     importance: ImportanceWeight | None = None,
 ) -> LossOutput:
-    """`mrl.kernels.policy_loss` of a micro-batch against `old`, with corrections, KL and statistics.
+    """Compute `mrl.kernels.policy_loss` of a micro-batch against `old`, with corrections and KL.
 
     old: f32[N] that the ratio is against, by default the batch's `old_logprobs`. importance: by default
     what the recipe says; it and the masks are of `old` against `rollout_logprobs`, so each token is

@@ -14,7 +14,7 @@ def has_signal(rewards: Tensor) -> bool:
     return bool((known != known[:1]).any())
 
 
-def zero_signal_metrics(rewards: Sequence[torch.Tensor]) -> dict[str, float]:
+def zero_variance_metrics(rewards: Sequence[torch.Tensor]) -> dict[str, float]:
     """Groups that teach nothing, in all and by cause; f32[G] rewards each.
 
     `unscored`: fewer than two samples have a reward, so nothing compares. Else all rewards are equal:

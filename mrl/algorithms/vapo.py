@@ -1,4 +1,4 @@
-"""VAPO (arXiv 2504.05118): PPO with a critic for long chains of thought.
+"""VAPO (arXiv 2504.05118) is PPO with a critic for long chains of thought.
 
 Length-adaptive lambda for the policy and 1 for the critic (decoupled GAE), clip-higher, a mean over all
 tokens, and the log-likelihood of samples that were right beside the policy loss. Its warm-up of the
@@ -34,14 +34,14 @@ token_advantages = partial(
 
 
 def nll_weights(num_loss_tokens: Tensor, rewards: Tensor, config: AlgorithmConfig) -> Tensor:
-    """f32[S]: nll_coef / (tokens of all samples with a reward above 0) on each of these, else 0."""
+    """Return f32[S]: nll_coef / (tokens of all samples with a reward above 0) on these, else 0."""
     right = (rewards > 0) & (num_loss_tokens > 0)
     total = torch.where(right, num_loss_tokens, 0).sum().clamp(min=1)
     return torch.where(right, either(config.nll_coef, NLL_COEF) / total.double(), 0.0).float()
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Eq. 12: PPO's loss + nll_coef * mean of -logp over the tokens of right samples (eq. 11).
+    """Return eq. 12: PPO's loss + nll_coef * mean of -logp over the tokens of right samples (eq. 11).
 
     Raises ValueError without `old_logprobs`, `token_advantages` or `nll_weight`.
     """

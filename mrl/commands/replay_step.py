@@ -166,7 +166,7 @@ def _load(trainer: Trainer, source: Source) -> None:
         saved = Checkpoints(source.run.checkpoints, trainer.mesh, keep=1, seed=recipe.seed)
         trainer.resume(saved.load(source.start, trainer.policy, trainer.critic))
     elif recipe.sft is not None:
-        run_sft(trainer.plan, recipe.sft, trainer.policy, trainer.mesh)
+        run_sft(trainer.plan.sft_examples, recipe.sft, recipe, trainer.policy, trainer.mesh)
 
 
 def _compare(source: Source, row: dict[str, Any]) -> tuple[int, list[Pair], list[str]]:

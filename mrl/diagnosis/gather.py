@@ -26,7 +26,7 @@ from parallel.mesh import Mesh
 from parallel.policy import Policy
 
 Parts = list[tuple[str, Tensor, Tensor]]
-"""(field of the record, places i64[m] in it, values [m, ...])."""
+"""(field of the record, indices i64[m] in it, values [m, ...])."""
 
 
 OBSERVED = {"expert_ids": "captured", "native_ids": "native", "margins": "margins"}
@@ -46,19 +46,19 @@ class Chosen:
         """i64[S+1]."""
         return torch.tensor([0, *self.lengths], dtype=torch.int64).cumsum(0)
 
-    def places(self, batch: MicroBatch) -> Tensor:
+    def indices(self, batch: MicroBatch) -> Tensor:
         """i64[N]: where in the record each packed token is; -1 where it is not, as padding never is."""
         assert batch.sample_ids is not None
         starts = dict(zip(self.ids, self.cu_seqlens.tolist(), strict=False))
         lengths = dict(zip(self.ids, self.lengths, strict=True))
-        places = torch.full((batch.num_tokens,), -1, dtype=torch.int64)
+        indices = torch.full((batch.num_tokens,), -1, dtype=torch.int64)
         for number, begin in zip(
             batch.sample_ids.tolist(), batch.cu_seqlens.tolist(), strict=False
         ):
             if number in starts:
                 size = lengths[number]
-                places[begin : begin + size] = torch.arange(size) + starts[number]
-        return places
+                indices[begin : begin + size] = torch.arange(size) + starts[number]
+        return indices
 
 
 def choose_samples(lengths: Sequence[int], gaps: Mapping[int, float], max_tokens: int) -> list[int]:
@@ -71,10 +71,10 @@ def choose_samples(lengths: Sequence[int], gaps: Mapping[int, float], max_tokens
     worst = lengths[by_gap[0]] if by_gap else 0
     half = max(max_tokens // 2, worst if worst <= max_tokens else 0)
     chosen = _while_they_fit(by_gap, lengths, half)
-    rest = [i for i in range(len(lengths)) if i not in chosen]
+    remaining = [i for i in range(len(lengths)) if i not in chosen]
     left = max_tokens - sum(lengths[i] for i in chosen)
-    count = int(left / (sum(lengths[i] for i in rest) / len(rest)))
-    spread = [rest[k * len(rest) // count] for k in range(count)]
+    count = int(left / (sum(lengths[i] for i in remaining) / len(remaining)))
+    spread = [remaining[k * len(remaining) // count] for k in range(count)]
     return sorted(chosen | _while_they_fit(spread, lengths, left))
 
 
@@ -146,7 +146,7 @@ def token_parts(batches: Sequence[MicroBatch], old: PassOutput, chosen: Chosen) 
     """What the rank that reports the loss gives."""
     parts: Parts = []
     for batch, logprobs, entropy in zip(batches, old.logprobs, old.entropies, strict=True):
-        everywhere = chosen.places(batch)
+        everywhere = chosen.indices(batch)
         kept = everywhere >= 0
         mask = batch.loss_mask
         values = {
@@ -171,11 +171,11 @@ def route_parts(
     for batch, observed in zip(batches, old.observed, strict=True):
         if not observed:
             continue
-        places = chosen.places(batch)[policy.runner.row_places(batch)]
-        kept = places >= 0
+        indices = chosen.indices(batch)[policy.runner.row_places(batch)]
+        kept = indices >= 0
         for name, attribute in OBSERVED.items():
             values = torch.stack([getattr(observed[n], attribute).cpu() for n in layers], dim=1)
-            parts.append((name, places[kept], values[kept]))
+            parts.append((name, indices[kept], values[kept]))
     return layers, parts
 
 
@@ -196,7 +196,7 @@ def _joined(parts: Parts) -> Parts:
     return [
         (
             field,
-            torch.cat([places for name, places, _ in parts if name == field]),
+            torch.cat([indices for name, indices, _ in parts if name == field]),
             torch.cat([values for name, _, values in parts if name == field]),
         )
         for field in fields
@@ -209,16 +209,16 @@ def fill(
     """What arrived -> the tensors of the record, [R, ...]; L are `layer_numbers`."""
     filled: dict[str, Tensor] = {}
     for tokens, layers, routes in everyone:
-        for name, places, values in tokens:
+        for name, indices, values in tokens:
             if name not in filled:
                 empty = UNKNOWN_VERSION if name == "weight_versions" else 0
                 filled[name] = torch.full((num_tokens,), empty, dtype=values.dtype)
-            filled[name][places] = values
+            filled[name][indices] = values
         columns = torch.tensor([layer_numbers.index(n) for n in layers], dtype=torch.int64)
-        for name, places, values in routes:
+        for name, indices, values in routes:
             if name not in filled:
                 shape = (num_tokens, len(layer_numbers), *values.shape[2:])
                 empty = 0 if name == "margins" else NATIVE_ROUTE
                 filled[name] = torch.full(shape, empty, dtype=values.dtype)
-            filled[name][places.unsqueeze(1), columns] = values
+            filled[name][indices.unsqueeze(1), columns] = values
     return filled

@@ -1,1 +1,1 @@
-"""From scored sample groups to new weights: advantages, batches, log-probs, guards, updates."""
+"""This room makes new weights from scored groups: advantages, batches, log-probs, guards, updates."""

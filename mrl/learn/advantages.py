@@ -37,7 +37,7 @@ TRUNCATED = "length"
 
 @dataclass(frozen=True)
 class Advantages:
-    """The result of the stage on one rank."""
+    """This is the result of the stage on one rank."""
 
     batches: list[MicroBatch]
     """This rank's micro-batches with the advantages that they train with."""

@@ -1,4 +1,4 @@
-"""This module turns scored groups into this rank's batches: mini-batches, weights, routes, packing."""
+"""This module makes a rank's batches from scored groups: mini-batches, weights, routes, packing."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _PUBLISHED = AlgorithmConfig()
 
 
 def split_evenly(groups: Sequence[SampleGroup], parts: int) -> list[list[SampleGroup]]:
-    """Consecutive groups in `parts` mini-batches of the same number of prompts.
+    """Split consecutive groups into `parts` mini-batches of the same number of prompts.
 
     Raises InputError, with the arithmetic, where they do not divide: nothing is dropped.
     """
-    size, rest = divmod(len(groups), parts)
-    if rest or not size:
+    size, remaining = divmod(len(groups), parts)
+    if remaining or not size:
         raise InputError(
             f"train.num_steps_per_rollout: {len(groups)} prompts do not divide into {parts} "
-            f"mini-batches ({len(groups)} = {size} x {parts} + {rest})"
+            f"mini-batches ({len(groups)} = {size} x {parts} + {remaining})"
         )
     return [list(groups[i * size : (i + 1) * size]) for i in range(parts)]
 
@@ -43,18 +43,21 @@ sample of this rank, the routes of this rank's layers. Samples without routes ar
 
 
 TokenSource = Callable[[Sequence[Sample], Sequence[Collection[int]]], Mapping[int, Sample]]
-"""As `RouteSource`: by their numbers, the samples of this rank with all their tokens."""
+"""A `RouteSource` for tokens: by their numbers, the samples of this rank with all their tokens."""
 
 
 def held_tokens(samples: Sequence[Sample], shares: Sequence[Collection[int]]) -> dict[int, Sample]:
-    """The TokenSource where every rank holds all samples."""
+    """Serve as the TokenSource where every rank holds all samples."""
     return dict(enumerate(samples))
 
 
 def held_routes(
     samples: Sequence[Sample], shares: Sequence[Collection[int]]
 ) -> dict[int, PackedRoutes]:
-    """The RouteSource where every rank holds all samples whole, or none has routes: all layers."""
+    """Serve as the RouteSource where every rank holds all samples whole, or none has routes.
+
+    The routes are those of all layers.
+    """
     numbers = sorted(i for share in shares for i in share)
     traces = {i: trace for i in numbers if (trace := samples[i].routing) is not None}
     if not traces:
@@ -94,17 +97,17 @@ def make_train_batches(
     one length, they all are.
     """
     dims = mesh.dims
-    plans = [_plan(samples, mesh, micro_batch_tokens) for samples, _ in parts]
+    assignments = [_assign(samples, mesh, micro_batch_tokens) for samples, _ in parts]
     longest = max(
         sum(round_up(len(samples[i].token_ids), dims.sequence_multiple) for i in members)
-        for (samples, _), shares in zip(parts, plans, strict=True)
+        for (samples, _), shares in zip(parts, assignments, strict=True)
         for share in shares
         for members in share
     )
     drops = drops_stale and routes is not None
     of_parts = [samples for samples, _ in parts]
-    fetched = _fetch_routes(of_parts, plans, routes)
-    whole = _fetch_tokens(of_parts, plans, mesh.dp_rank, tokens)
+    fetched = _fetch_routes(of_parts, assignments, routes)
+    whole = _fetch_tokens(of_parts, assignments, mesh.dp_rank, tokens)
     return [
         _pack_share(
             [without_stale_tokens(sample) for sample in samples] if drops else samples,
@@ -118,7 +121,7 @@ def make_train_batches(
             version=version,
         )
         for samples, (_, rewards), shares, own_routes, first_id in zip(
-            whole, parts, plans, fetched, _first_ids(of_parts), strict=True
+            whole, parts, assignments, fetched, _first_ids(of_parts), strict=True
         )
     ]
 
@@ -144,15 +147,15 @@ def make_train_batch(
 
 def _fetch_routes(
     parts: Sequence[Sequence[Sample]],
-    plans: Sequence[list[list[list[int]]]],
+    assignments: Sequence[list[list[list[int]]]],
     source: RouteSource | None,
 ) -> list[dict[int, PackedRoutes]]:
-    """By mini-batch and sample, in one exchange; stale rows are native."""
+    """Fetch the routes of every mini-batch, by sample, in one exchange; stale rows are native."""
     if source is None:
         return [{} for _ in parts]
     samples = [sample for part in parts for sample in part]
     firsts = _first_ids(parts)
-    routes = dict(source(samples, _shares(parts, plans)))
+    routes = dict(source(samples, _shares(parts, assignments)))
     for i, own in routes.items():
         stale = stale_rows(samples[i])
         if stale is not None:
@@ -165,13 +168,13 @@ def _fetch_routes(
 
 def _fetch_tokens(
     parts: Sequence[Sequence[Sample]],
-    plans: Sequence[list[list[list[int]]]],
+    assignments: Sequence[list[list[list[int]]]],
     dp_rank: int,
     source: TokenSource,
 ) -> list[list[Sample]]:
     """The mini-batches with this rank's own samples whole, in one exchange."""
     samples = [sample for part in parts for sample in part]
-    shares = _shares(parts, plans)
+    shares = _shares(parts, assignments)
     whole = source(samples, shares)
     for i in shares[dp_rank]:
         samples[i] = whole[i]
@@ -180,13 +183,18 @@ def _fetch_tokens(
 
 
 def _shares(
-    parts: Sequence[Sequence[Any]], plans: Sequence[list[list[list[int]]]]
+    parts: Sequence[Sequence[Any]], assignments: Sequence[list[list[list[int]]]]
 ) -> list[set[int]]:
-    """By data-parallel rank, the numbers in the step of the samples that it trains."""
+    """Return by data-parallel rank the numbers in the step of the samples that it trains."""
     firsts = _first_ids(parts)
     return [
-        {first + i for first, plan in zip(firsts, plans, strict=True) for m in plan[dp] for i in m}
-        for dp in range(len(plans[0]))
+        {
+            first + i
+            for first, own in zip(firsts, assignments, strict=True)
+            for m in own[dp]
+            for i in m
+        }
+        for dp in range(len(assignments[0]))
     ]
 
 
@@ -196,7 +204,9 @@ def _first_ids(parts: Sequence[Sequence[Any]]) -> list[int]:
     return [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
-def _plan(samples: Sequence[Sample], mesh: Mesh, micro_batch_tokens: int) -> list[list[list[int]]]:
+def _assign(
+    samples: Sequence[Sample], mesh: Mesh, micro_batch_tokens: int
+) -> list[list[list[int]]]:
     dims = mesh.dims
     return assign_micro_batches(
         [round_up(len(s.token_ids), dims.sequence_multiple) for s in samples],
@@ -238,7 +248,7 @@ def _pack_share(
 
 
 class _Weights(NamedTuple):
-    """What the samples of an optimizer step count, and what they were divided by."""
+    """The loss weights of an optimizer step's samples, and the counts that they were divided by."""
 
     loss: list[float]
     nll: Sequence[float | None]

@@ -1,8 +1,9 @@
-"""What is looked at between the backward pass and the optimizer, with the weights still untouched.
+"""Guards check an update between the backward pass and the optimizer, while the weights are untouched.
 
-Not finite: log-probs, losses and gradients, by sample. Ratio is one: before the first update of a
-rollout the policy is the one that gave `old_logprobs`, so both passes of the trainer must agree. Clip
-budget: how much of a narrow clip range (GSPO: 3e-4) is noise already.
+They look for log-probs, losses and gradients that are not finite, by sample. They check that the ratio
+is one: before the first update of a rollout the policy is the one that gave `old_logprobs`, so both
+passes of the trainer must agree. And they measure how much of a narrow clip range (GSPO: 3e-4) is noise
+already.
 
 N packed tokens of a micro-batch, B its sequences.
 """
@@ -33,15 +34,15 @@ QUANTILE = "guard/ratio_error_quantile"
 
 @dataclass
 class UpdateGuard:
-    """One optimizer step of one rank: `watch` its loss, then `check`, a collective."""
+    """A guard watches one optimizer step of one rank: `watch` its loss, then `check`, a collective."""
 
     step: int
     same_weights: bool
-    """`old_logprobs` are of the present weights: the drift between the two passes is measured."""
+    """Whether `old_logprobs` are of the present weights: then the drift of both passes is measured."""
     clip: float | None
     """The narrower side of a sequence ratio's range, where the algorithm has one."""
     quantile: float = 1.0
-    """`guards.ratio_quantile`: of the tokens whose drift is judged."""
+    """`guards.ratio_quantile`: the share of the tokens whose drift is judged."""
     judge: Callable[[dict[str, float]], None] | None = None
     """Gets `guard/*` over all ranks before the first update of a start, and may raise."""
     what: str = "log-probs"
@@ -53,7 +54,7 @@ class UpdateGuard:
     _drift: list[Statistics] = field(default_factory=list)
 
     def watch(self, loss: LossFunction) -> LossFunction:
-        """`loss`, observed."""
+        """Return `loss` with its inputs, result and gradient observed."""
 
         def watched(logprobs: Tensor, batch: MicroBatch) -> LossOutput:
             output = loss(logprobs, batch)
@@ -86,7 +87,7 @@ class UpdateGuard:
 
 
 def raise_not_finite(step: int, found: Sequence[tuple[str, int]]) -> None:
-    """`found`: (what, sample id) of this rank. A collective; RunFailed where any rank has some."""
+    """Raise RunFailed on every rank where any rank has `found` (what, sample id). A collective."""
     everyone: list[Sequence[tuple[str, int]]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyone, sorted(set(found)))
     bad = sorted({pair for part in everyone for pair in part})
@@ -122,7 +123,7 @@ def not_finite(values: Tensor, batch: MicroBatch) -> Tensor:
 def drift(
     logprobs: Tensor, batch: MicroBatch, clip: float | None, quantile: float = 1.0
 ) -> Statistics:
-    """How far two passes over the same weights are apart.
+    """Measure how far two passes over the same weights are apart.
 
     `guard/ratio_error` is the largest |logp - old| of a token, `guard/ratio_error_quantile` what a
     share `quantile` of all tokens does not exceed (to 2.2%; NaN counts as the largest). With `clip`,
@@ -185,9 +186,9 @@ def check_first_update(
 def check_finite(
     step: int, what: str, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]
 ) -> None:
-    """`what` a pass gave, f32[N] a micro-batch where this rank has them.
+    """Raise RunFailed where f32[N] outputs of a pass are not finite in a loss token; `what` names them.
 
-    A collective; raises RunFailed as `raise_not_finite`.
+    A collective; ranks that have no outputs give none.
     """
     found = []
     for batch, values in zip(batches, outputs, strict=False):
@@ -198,7 +199,7 @@ def check_finite(
 
 
 def sequence_clip(algorithm: Algorithm, config: AlgorithmConfig) -> float | None:
-    """The narrower side of the range of a sequence ratio, None for an algorithm without one."""
+    """Return the narrower side of the range of a sequence ratio, None for an algorithm without one."""
     published = traits(algorithm).sequence_range
     if published is None:
         return None

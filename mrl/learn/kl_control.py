@@ -1,4 +1,4 @@
-"""KL in the reward, and its adaptive coefficient, over the steps of a run.
+"""This module keeps the KL's adaptive coefficient over a run, and computes the KL in the reward.
 
 N packed tokens of a micro-batch, S samples of the step.
 """
@@ -23,7 +23,7 @@ from parallel.sample_sums import sample_sums
 
 @dataclass(frozen=True)
 class Penalties:
-    """What the KL takes off the rewards of a step."""
+    """What the KL subtracts from the rewards of a step."""
 
     tokens: list[Tensor]
     """f32[N] a micro-batch, on the last pipeline stage."""
@@ -36,7 +36,7 @@ class Penalties:
 
 
 class KlControl:
-    """The coefficient of a run's KL penalty."""
+    """This holds the coefficient of a run's KL penalty."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
@@ -44,7 +44,7 @@ class KlControl:
 
     @property
     def config(self) -> AlgorithmConfig:
-        """With the coefficient of the present step."""
+        """The recipe's branch with the coefficient of the present step."""
         return self._config.model_copy(update={"kl_coef": self.coef})
 
     @property
@@ -52,7 +52,10 @@ class KlControl:
         return self._config.kl_coef > 0 and self._config.kl_in == "reward"
 
     def penalties(self, batches: Sequence[MicroBatch], num_samples: int, mesh: Mesh) -> Penalties:
-        """Of the policy before the update; `batches` with old and reference log-probs. A collective."""
+        """Compute the penalties of the policy before the update, from old and reference log-probs.
+
+        A collective.
+        """
         whole = self._config.model_copy(update={"kl_coef": 1.0})
         terms = [
             reward_penalties(batch.old_logprobs, to_device(batch, batch.old_logprobs.device), whole)
@@ -65,9 +68,9 @@ class KlControl:
         return Penalties([self.coef * term for term in terms], self.coef * sums, counts > 0, mean)
 
     def end_step(self, measured: float, num_samples: int) -> dict[str, float]:
-        """The next step's coefficient, after `measured` a token; metrics of this one's."""
+        """Return this step's coefficient as a metric, and adapt it to the KL `measured` a token."""
         metrics = {"kl/coef": self.coef}
-        if math.isfinite(measured):  # not of a step without a loss token
+        if math.isfinite(measured):  # it is NaN where no token is in the loss
             self.coef = adapted_coef(self.coef, measured, num_samples, self._config)
         return metrics
 

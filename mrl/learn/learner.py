@@ -49,7 +49,7 @@ class _Ready(NamedTuple):
     """What the optimizer steps of a rollout start from."""
 
     batches: list[MicroBatch]
-    """Of all mini-batches, with old log-probs and advantages."""
+    """All mini-batches, with old log-probs and advantages."""
     replay: Replay
     before: PassOutput | None
     """The pass before the update; None where nothing needs one."""
@@ -58,12 +58,12 @@ class _Ready(NamedTuple):
 
 @dataclass
 class Learner:
-    """The update of a step on one rank; `learn` is a collective."""
+    """The learner updates the models with a step's groups on one rank; `learn` is a collective."""
 
     recipe: Recipe
     algorithm: Algorithm
     num_moe_layers: int
-    """Of the whole model, over all pipeline stages."""
+    """The whole model's, over all pipeline stages."""
     mesh: Mesh
     policy: Policy
     exchange: RolloutExchange
@@ -71,7 +71,7 @@ class Learner:
     critic: Critic | None = None
     """Where the algorithm needs one."""
     _has_updated: bool = False
-    """Since the start of this process."""
+    """Whether this process has taken an optimizer step."""
 
     def __post_init__(self) -> None:
         self.kl = KlControl(self.recipe.algorithm)
@@ -244,8 +244,8 @@ class Learner:
         return found
 
     def _needs_old_logprobs(self, step: int) -> bool:
-        """Whether anything reads the trainer's log-probs from before the update; for the metrics of
-        the mismatch alone the first update's own forward pass will do."""
+        """Return whether anything reads the trainer's log-probs from before the update. The metrics of
+        the mismatch alone do not need them: the first update's own forward pass serves."""
         recipe = self.recipe
         return (
             traits(self.algorithm).needs_old_logprobs
@@ -262,10 +262,10 @@ class Learner:
         flat: list[MicroBatch],
         replay: Replay,
     ) -> tuple[list[StepOutput], list[StepOutput], dict[str, float]]:
-        """Steps of the policy, of the critic, and `guard/*`.
+        """Take the optimizer steps of the policy and of the critic; return them with `guard/*`.
 
-        A mini-batch without a loss token on any rank updates nothing: Adam would move the weights by
-        what it remembers.
+        A mini-batch without a loss token on any rank updates nothing: Adam's momentum would move the
+        weights.
         """
         algorithm, config = self.algorithm, self.kl.config
 
@@ -302,7 +302,7 @@ class Learner:
         return steps, value_steps, {**metrics, "train/empty_mini_batches": float(num_empty)}
 
     def _guard(self, step: int, *, is_first: bool) -> UpdateGuard:
-        """Of one optimizer step; `is_first`: of the step's rollout."""
+        """Make the guard of one optimizer step; `is_first`: the first of the rollout."""
         algorithm = self.algorithm
         clip = sequence_clip(algorithm, self.recipe.algorithm)
         judge = None

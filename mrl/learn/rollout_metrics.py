@@ -1,4 +1,4 @@
-"""What a step measures of its samples, the same on every rank. See also mrl.diagnosis.mismatch."""
+"""This module measures the samples of a step, with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from mrl.algorithms.signal import zero_signal_metrics
+from mrl.algorithms.signal import zero_variance_metrics
 from mrl.types import Sample, SampleGroup
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Rewards and lengths of all groups. Samples without a reward do not count in the rewards.
+    """Measure rewards and lengths of all groups. Samples without a reward do not count in the rewards.
 
-    Lengths are of what the policy generated: what it was told between turns does not count.
+    Lengths count what the policy generated, and not what an environment answered between turns.
     """
     all_rewards = [g.rewards for g in groups if g.rewards is not None]
     rewards = torch.cat(all_rewards)
@@ -23,7 +23,7 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         "reward/mean": float(known.mean()) if len(known) else float("nan"),
         "reward/std": float(known.std(correction=0)) if len(known) else float("nan"),
         "reward/abstained": float(rewards.isnan().sum()),
-        **zero_signal_metrics(all_rewards),
+        **zero_variance_metrics(all_rewards),
         "response_len/mean": float(lengths.mean()),
         "tokens/rollout": float(lengths.sum()),
         "tokens/train": float(sum(len(s.token_ids) for g in groups for s in g.samples)),
@@ -31,7 +31,7 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Of conversations: turns of the policy, and tokens after the prompt that are not the policy's.
+    """Count the policy's turns in conversations, and the tokens after the prompt that are not its own.
 
     Both are means over samples, those without a reward too.
     """

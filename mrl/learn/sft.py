@@ -1,26 +1,27 @@
-"""Supervised steps before the first rollout, through the same model, packing and train step."""
+"""SFT takes supervised steps before the first rollout, with the same model, packing and train step."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 
 from moe.routes import Replay
 from mrl.algorithms import nll
-from mrl.config import OptimizerConfig, SftConfig
+from mrl.config import OptimizerConfig, Recipe, SftConfig
 from mrl.data import SftExample
 from mrl.learn.batching import make_train_batch
-from mrl.preflight import Plan
 from mrl.types import LossOutput, MicroBatch, Sample
 from parallel.mesh import Mesh
 from parallel.policy import Policy
 
 
-def run_sft(plan: Plan, config: SftConfig, policy: Policy, mesh: Mesh) -> None:
-    """`num_steps` optimizer steps of next-token loss on the completions, then a fresh optimizer."""
-    recipe = plan.recipe
-    samples = [_sample(example) for example in plan.sft_examples]
+def run_sft(
+    examples: Sequence[SftExample], config: SftConfig, recipe: Recipe, policy: Policy, mesh: Mesh
+) -> None:
+    """Take `num_steps` steps of next-token loss on the completions, then make a fresh optimizer."""
+    samples = [_sample(example) for example in examples]
     # The seed keeps its former name: another one would draw other batches.
     order = random.Random(f"warm start/{recipe.seed}")
     policy.make_optimizer(OptimizerConfig(lr=config.lr))

@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "mrl.diagnosis": {"moe", "mrl.algorithms", "mrl.run", "parallel"},
     "mrl.learn": {
         *("mrl.algorithms", "mrl.data", "mrl.diagnosis", "mrl.exchange", "mrl.kernels"),
-        *("mrl.preflight", "mrl.run", "moe", "parallel"),
+        *("mrl.run", "moe", "parallel"),
     },
     "mrl.collect": {
         *("mrl.algorithms", "mrl.data", "mrl.environments", "mrl.exchange", "mrl.preflight"),
