@@ -7,9 +7,8 @@ its own, the same settings on stdin, its log as stdout and stderr, and
 `mrl.rollout.sglang.child.main` to run.
 
 Two things differ from a real start: the parent process is the template, and `/proc/PID/environ` shows
-the template's environment. A start is therefore real, a new Python, where a test searches the
-environment of processes (MRL_TEST_RUN), wherever a test starts `mrl` as a command, and under
-MRL_TEST_REAL_STARTS=1, which some tests set and `make test-all` sets for all.
+the template's environment. A start is real, a new Python, wherever a test starts a new Python for its
+trainer, and under MRL_TEST_REAL_STARTS=1, which some tests set and `make test-all` sets for all.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ CHILD = "mrl.rollout.sglang.child"
 SESSION = "MRL_TEST_SESSION"
 """The environment variable with the process id of pytest, or of its controller under xdist."""
 REAL = "MRL_TEST_REAL_STARTS"
-LEFTOVERS = "MRL_TEST_RUN"
-"""Set by tests that search the environment of processes for it."""
 START_TIMEOUT_S = 240.0
 PER_START = {"TMPDIR", "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", "SGLANG_CPU_OMP_THREADS_BIND"}
 """Variables that differ between starts and that SGLang reads after its imports."""
@@ -73,7 +70,7 @@ class _Subprocess:
 
 def _may_fork(env: Mapping[str, str]) -> bool:
     """Whether it is a server on CPUs, and nobody wants a real start."""
-    return env.get("SGLANG_USE_CPU_ENGINE") == "1" and env.get(REAL) != "1" and LEFTOVERS not in env
+    return env.get("SGLANG_USE_CPU_ENGINE") == "1" and env.get(REAL) != "1"
 
 
 class Fork:
@@ -244,7 +241,12 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def _is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    """Whether it runs: one that has ended and that nobody has waited for does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def _become_child(request: dict[str, Any], stdin: int, log: int) -> None:

@@ -86,6 +86,9 @@ def make_data() -> dict:
     }
 
 
+pytestmark = pytest.mark.release
+
+
 @pytest.fixture(scope="module")
 def trl(tmp_path_factory) -> dict[str, tuple[Tensor, Tensor]]:
     """(loss, gradient by the logits) of every run, by TRL."""

@@ -1,10 +1,9 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from mrl.data import reasoning_gym
 from mrl.data.first_char import first_char_rows
 from mrl.data.reasoning_gym import parse_param, task_rows
 from mrl.data.repeat import repeat_rows
@@ -49,20 +48,21 @@ def test_repeat_rows_have_a_long_tail():
     assert 0.40 < right / sum(len(row["completion"]) for row in shown) < 0.47  # 1/4 + 3/16
 
 
-def test_command_line(tmp_path):
+def test_command_line(tmp_path, monkeypatch, capsys):
     out = tmp_path / "sub" / "rows.jsonl"
-    command = [sys.executable, "-m", "mrl.data.reasoning_gym", "--num", "3", "--seed", "7"]
-    subprocess.run([*command, "chain_sum", "--out", out, "--param", "max_terms=2"], check=True)
+
+    def run(*arguments):
+        common = ["reasoning_gym", "--num", "3", "--seed", "7", "--out", str(out)]
+        monkeypatch.setattr("sys.argv", [*common, *arguments])
+        return reasoning_gym.main()
+
+    assert run("chain_sum", "--param", "max_terms=2") == 0
     rows = rows_of(out)
     assert len(rows) == 3
     assert set(rows[0]) == {"prompt", "answer", "info"}
-    typo = subprocess.run(
-        [*command, "chain_sums", "--out", out], capture_output=True, text=True, check=False
-    )
-    assert typo.returncode == 2
-    assert (
-        typo.stderr == "error: reasoning-gym has no task 'chain_sums'; did you mean 'chain_sum'?\n"
-    )
+    assert run("chain_sums") == 2
+    error = "error: reasoning-gym has no task 'chain_sums'; did you mean 'chain_sum'?\n"
+    assert capsys.readouterr().err == error
 
 
 def test_bad_parameters():

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from mrl.commands.train import train
 from mrl.config import load_recipe
 from mrl.toy_model import write_toy_model
 from parallel.mesh import world_size
+from tests.loop.forked import Command
 from tests.ranks import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -43,43 +43,30 @@ class Toy:
             *more,
         ]
 
-    def command(self, output: Path, *more: str, name: str = "train") -> list[str]:
-        return [sys.executable, "-m", "mrl", name, str(TOY_RECIPE), *self.overrides(output, *more)]
+    def start(
+        self, output: Path, *more: str, env: Mapping[str, str], recipe: Path = TOY_RECIPE
+    ) -> Command:
+        """`mrl train` as a fork of this process; what it prints goes beside the run folder."""
+        arguments = ["train", str(recipe), *self.overrides(output, *more)]
+        return Command(arguments, env, output.with_name(f"{output.name}.printed"))
 
     def run(
-        self, output: Path, *more: str, name: str = "train"
+        self, output: Path, *more: str, recipe: Path = TOY_RECIPE, **env: str
     ) -> subprocess.CompletedProcess[str]:
-        return self.run_command(self.command(output, *more, name=name))
-
-    def run_command(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command,
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_TIMEOUT_S,
-            check=False,
-            env=environment(),
-        )
+        command = self.start(output, *more, env=environment(**env), recipe=recipe)
+        return command.finish(COMMAND_TIMEOUT_S)
 
     def told_to_leave(self, output: Path, *more: str, env: dict[str, str]) -> tuple[int, str]:
         """Start, send SIGUSR1 after the first step -> exit code and stderr."""
-        process = subprocess.Popen(
-            self.command(output, *more),
-            cwd=REPOSITORY,
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = self.start(output, *more, env=env)
         deadline = time.monotonic() + 180
         while not (output / "metrics.jsonl").exists():
-            assert process.poll() is None
+            assert command.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        process.send_signal(signal.SIGUSR1)
-        _, errors = process.communicate(timeout=60)
-        return process.returncode, errors
+        command.send_signal(signal.SIGUSR1)
+        done = command.finish(60)
+        return done.returncode, done.stderr
 
 
 def environment(**more: str) -> dict[str, str]:

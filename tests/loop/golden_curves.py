@@ -61,11 +61,11 @@ def algorithms() -> list[str]:
     return [name for name in list_algorithms() if name not in NOT_RL]
 
 
-def curve_of(name: str, engine: SharedEngine) -> Curve:
-    """`name`: an algorithm of the folder, or a module from outside."""
+def curve_of(name: str, engine: SharedEngine, num_steps: int = NUM_STEPS) -> Curve:
+    """The first `num_steps` steps. `name`: an algorithm of the folder, or a module from outside."""
     given = [f"algorithm.name={name}", f"train.num_steps={NUM_STEPS}"]
     run = engine.run(name, [*given, *VARIANTS.get(name, Variant()).overrides])
-    return [run.run_step() for _ in range(NUM_STEPS)]
+    return [run.run_step() for _ in range(num_steps)]
 
 
 def record(names: Sequence[str], scratch: Path) -> dict[str, Curve]:

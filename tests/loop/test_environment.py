@@ -21,11 +21,8 @@ def test_two_steps_of_conversations(toy: Toy, tmp_path: Path) -> None:
     data = tmp_path / "chats.jsonl"
     chat = {"prompt": [{"role": "user", "content": "guess"}]}
     data.write_text((json.dumps(chat) + "\n") * 8)
-    command = toy.command(
-        output, "train.num_steps=2", "environment.num_workers=2", f"data.path={data}"
-    )
-    command[command.index(str(TOY_RECIPE))] = str(RECIPE)
-    done = toy.run_command(command)
+    more = ("train.num_steps=2", "environment.num_workers=2", f"data.path={data}")
+    done = toy.run(output, *more, recipe=RECIPE)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     for row in rows:

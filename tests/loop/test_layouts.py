@@ -14,6 +14,7 @@ from mrl.run.folder import RunFolder
 from parallel.mesh import init_mesh, world_size
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.ranks import run_ranks
+from tests.release import release
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "DP2": (2, []),
@@ -71,8 +72,17 @@ def test_saved_rollouts_give_the_live_run(reference: dict[str, Any], recorded: P
         assert reference["metrics"][key] == live[key], key
 
 
-@pytest.mark.parametrize("recompute", ["false", "true"])
-@pytest.mark.parametrize("name", LAYOUTS)
+ALL = [(name, recompute) for name in LAYOUTS for recompute in ("false", "true")]
+IN_SHORT = {
+    *(("DP2", "false"), ("EP2", "true"), ("TP2", "false")),
+    *(("CP2", "true"), ("PP2", "false"), ("PP2xEP2", "true")),
+}
+"""Each kind of parallelism once, half of them with recompute."""
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"), [case if case in IN_SHORT else release(*case) for case in ALL]
+)
 def test_layout(
     name: str,
     recompute: str,

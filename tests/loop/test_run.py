@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from mrl.cli import main
 from mrl.config import load_recipe
 from parallel.checkpoint.saved_tensors import SavedTensors
 from tests.docs.metric_keys import undocumented
-from tests.loop.conftest import RECORDED, REPOSITORY, TOY_RECIPE, Toy, environment
+from tests.loop.conftest import RECORDED, TOY_RECIPE, Toy, environment
 from tests.loop.test_refusals import refused
 
 KEYS = """
@@ -42,15 +41,19 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Command lines of live processes that mention the run folder or its engine's parent."""
+    """Command lines of live processes of a run: by MRL_TEST_RUN, or by a file of it that they hold."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             environ = (entry / "environ").read_bytes().decode(errors="replace")
+            files = [os.readlink(fd) for fd in (entry / "fd").iterdir()]
         except OSError:
             continue
-        if int(entry.name) != os.getpid() and f"MRL_TEST_RUN={folder}" in environ:
+        is_ours = f"MRL_TEST_RUN={folder}" in environ or any(
+            file.startswith(str(folder)) for file in files
+        )
+        if int(entry.name) != os.getpid() and is_ours:
             found.append(command or "(kernel)")
     return found
 
@@ -126,13 +129,7 @@ def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
 def test_a_killed_run_goes_on_to_the_same_bits(toy: Toy, recorded: Path, tmp_path: Path) -> None:
     """kill -9 during the third step, start again: weights equal the uninterrupted run's."""
     output = tmp_path / "killed"
-    process = subprocess.Popen(
-        toy.command(output, *RECORDED),
-        cwd=REPOSITORY,
-        env=environment(MRL_TEST_RUN=str(output)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.STDOUT,
-    )
+    process = toy.start(output, *RECORDED, env=environment(MRL_TEST_RUN=str(output)))
     deadline = time.monotonic() + 180
     latest = output / "checkpoints/latest_checkpointed_iteration.txt"
     while not latest.exists():
@@ -141,7 +138,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(toy: Toy, recorded: Path, tmp_pat
         time.sleep(0.02)
     assert len(processes_of(output)) > 2  # the trainer, the engine and its children, the rewards
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.wait(60)
     deadline = time.monotonic() + 15
     while processes_of(output) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -192,15 +189,8 @@ def test_failures_leave_nothing_running(toy: Toy, tmp_path: Path) -> None:
     reward = tmp_path / "bad.py"
     reward.write_text("def f(prompts, completions, **columns):\n    raise KeyError('gold')\n")
     output = tmp_path / "run"
-    done = subprocess.run(
-        toy.command(output, "train.num_steps=1", f"reward={reward}:f"),
-        cwd=REPOSITORY,
-        env=environment(MRL_TEST_RUN=str(output)),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    more = ("train.num_steps=1", f"reward={reward}:f")
+    done = toy.run(output, *more, MRL_TEST_RUN=str(output))
     assert done.returncode == 1
     assert "gold" in done.stderr
     assert processes_of(output) == []

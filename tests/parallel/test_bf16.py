@@ -21,6 +21,7 @@ from tests.parallel.layouts import (
     ready_batch,
 )
 from tests.ranks import run_ranks
+from tests.release import release
 
 
 def exercise(
@@ -60,7 +61,8 @@ def exercise(
 
 
 @pytest.mark.parametrize(
-    ("world", "sizes"), [(2, {"tensor": 2, "expert": 2}), (4, {"pipeline": 2, "expert": 2})]
+    ("world", "sizes"),
+    [(2, {"tensor": 2, "expert": 2}), release(4, {"pipeline": 2, "expert": 2})],
 )
 def test_bf16_matches_one_process_and_keeps_its_main_parameters(
     world: int,

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.release
 def test_a_rank_holds_its_shard_and_three_buckets() -> None:
     command = [sys.executable, "-m", "benchmarks.export_memory", "TP2xPP2xEP2"]
     done = subprocess.run(

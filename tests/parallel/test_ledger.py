@@ -23,6 +23,7 @@ from parallel.reduce import reduce_statistics
 from tests.parallel.conftest import make_samples
 from tests.parallel.layouts import exported, join_mesh, loss, ready_batch
 from tests.ranks import run_ranks
+from tests.release import release
 
 KINDS = ("parameters", "gradients", "optimizer")
 
@@ -137,8 +138,15 @@ def exercise(
     return result
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+@pytest.mark.parametrize(
+    ("distributed", "dtype"),
+    [
+        (False, "float32"),
+        (True, "bfloat16"),
+        release(False, "bfloat16"),
+        release(True, "float32"),
+    ],
+)
 def test_every_byte_is_somewhere_and_nothing_is_lost(
     distributed: bool, dtype: str, model_path: Path, tmp_path: Path
 ) -> None:

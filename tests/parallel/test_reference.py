@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from parallel.reduce import reduce_statistics
 from tests.parallel.conftest import make_samples, write_model
 from tests.parallel.layouts import exported, join_mesh
 from tests.ranks import run_ranks
+from tests.release import release
 
 COEFF = 0.5
 Bits = dict[str, Tensor]
@@ -132,12 +134,12 @@ def test_the_reference_is_the_start_and_stays_it(one_process: dict[str, Any]) ->
     assert kl[2] > kl[1] > 0
 
 
-def test_tp2_pp2_gives_the_numbers_of_one_process(
-    model_path: Path, one_process: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("sizes", [{"pipeline": 2}, release({"tensor": 2, "pipeline": 2})])
+def test_stages_give_the_numbers_of_one_process(
+    sizes: dict[str, int], model_path: Path, one_process: dict[str, Any], tmp_path: Path
 ) -> None:
-    sizes = {"tensor": 2, "pipeline": 2}
     arguments = (model_path, sizes, make_samples(), tmp_path / "c")
-    outs = run_ranks(4, exercise, *arguments, folder=tmp_path)
+    outs = run_ranks(math.prod(sizes.values()), exercise, *arguments, folder=tmp_path)
     for mine, theirs in zip(outs[0]["steps"], one_process["steps"], strict=True):
         for key in ("kl/ref", "grad_norm", "loss/policy"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4), key

@@ -36,6 +36,7 @@ from tests.parallel.models import (
     write_tiny,
 )
 from tests.ranks import run_ranks
+from tests.release import release
 
 TEMPERATURE = 0.8  # of test_layouts.build
 TOLERANCE = 1e-5
@@ -140,12 +141,15 @@ def test_one_process_equals_transformers(
         start = end
 
 
-@pytest.mark.parametrize("model_type", SETTINGS)
-def test_weights_come_back_bit_for_bit_from_eight_ranks(
-    model_type: str, checkpoint: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("model_type", "world"),
+    [("qwen3", 4), ("deepseek_v3", 4), *(release(name, 8) for name in MOE_TYPES)],
+)
+def test_weights_come_back_bit_for_bit_from_stages_and_shards(
+    model_type: str, world: int, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     sizes = {"tensor": 2, "pipeline": 2} | ({"expert": 2} if model_type in MOE_TYPES else {})
-    path, world = checkpoint(model_type), 8 if model_type in MOE_TYPES else 4
+    path = checkpoint(model_type)
     out = run_ranks(world, exercise, path, sizes, [], False, False, folder=tmp_path)
     for rank in out:
         assert_is_checkpoint(rank["loaded"], path)

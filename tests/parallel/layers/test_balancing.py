@@ -30,6 +30,7 @@ from parallel.reduce import reduce_statistics
 from tests.parallel.conftest import EXPERTS, MOE_LAYERS, TOPK, make_sample, make_samples
 from tests.parallel.layouts import LAYOUTS, TOLERANCE, join_mesh
 from tests.ranks import run_ranks
+from tests.release import release
 
 COEFF = 0.3
 LOSSES = {
@@ -94,13 +95,19 @@ def masked(samples: list[Sample]) -> list[Sample]:
     return [*samples[:3], off, *samples[4:]]
 
 
-def exercise(model_path: Path, sizes: dict[str, int], samples: list[Sample]) -> dict[str, Any]:
+PACKS = (4096, 48)
+"""Tokens of a micro-batch: all in one, and several."""
+
+
+def exercise(
+    model_path: Path, sizes: dict[str, int], samples: list[Sample], packs: tuple[int, ...]
+) -> dict[str, Any]:
     mesh = join_mesh(model_path, sizes)
     model = HfModel.read(model_path)
     result: dict[str, Any] = {}
     for name, moe in LOSSES.items():
         policy = build(model, mesh, moe, recompute=name == "seq_aux_loss")
-        for tokens in (4096, 48):
+        for tokens in packs:
             stats = step(policy, mesh, masked(samples), tokens, Replay.rollout)
             result[f"{name}/{tokens}"] = {
                 "grads": gradients(policy),
@@ -113,7 +120,7 @@ def exercise(model_path: Path, sizes: dict[str, int], samples: list[Sample]) -> 
 @pytest.fixture(scope="module")
 def one_process(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("balancing")
-    return run_ranks(1, exercise, model_path, {}, make_samples(), folder=folder)[0]
+    return run_ranks(1, exercise, model_path, {}, make_samples(), PACKS, folder=folder)[0]
 
 
 def same_plan(layout: str) -> bool:
@@ -122,13 +129,27 @@ def same_plan(layout: str) -> bool:
     return math.prod(n for name, n in sizes.items() if name in ("tensor", "pipeline")) == world
 
 
-@pytest.mark.parametrize("layout", ["DP2", "EP2", "TP2xCP2", "PP2xEP2"])
+@pytest.mark.parametrize(
+    ("layout", "packs"),
+    [
+        ("DP2", PACKS[1:]),
+        ("TP2xCP2", PACKS[1:]),
+        ("PP2xEP2", PACKS[1:]),
+        *(release(layout, PACKS) for layout in ("DP2", "EP2", "TP2xCP2", "PP2xEP2")),
+    ],
+)
 def test_every_layout_has_the_gradient_of_one_process(
-    layout: str, model_path: Path, one_process: dict[str, Any], tmp_path: Path
+    layout: str,
+    packs: tuple[int, ...],
+    model_path: Path,
+    one_process: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     world, sizes = LAYOUTS[layout]
-    ours = run_ranks(world, exercise, model_path, sizes, make_samples(), folder=tmp_path)[0]
-    for key, reference in one_process.items():
+    args = (model_path, sizes, make_samples(), packs)
+    ours = run_ranks(world, exercise, *args, folder=tmp_path)[0]
+    for key in ours:
+        reference = one_process[key]
         # Batch-wise losses depend on the micro-batches by definition.
         if key.startswith(("z/", "seq_aux_loss/")) or same_plan(layout):
             assert distance(ours[key]["grads"], reference["grads"]) < TOLERANCE, key
