@@ -40,11 +40,16 @@ def usual_case(o: Options, **changes) -> Case:
     raise AssertionError("every case has a ratio at a bound")
 
 
-@pytest.mark.parametrize("o", ALL_OPTIONS, ids=str)
 @pytest.mark.parametrize("token_advantages", [False, True])
-def test_every_combination_matches_the_oracle(o, token_advantages) -> None:
-    case = usual_case(o, token_advantages=token_advantages)
-    assert_close(run_op(case, o), run_oracle(case, o))
+def test_every_combination_matches_the_oracle(token_advantages) -> None:
+    apart = []
+    for o in ALL_OPTIONS:
+        case = usual_case(o, token_advantages=token_advantages)
+        try:
+            assert_close(run_op(case, o), run_oracle(case, o))
+        except AssertionError as error:
+            apart.append(f"{o}: {error}")
+    assert not apart, f"{len(apart)} of {len(ALL_OPTIONS)}: " + "\n".join(apart[:3])
 
 
 def aggregated(case: Case, o: Options, aggregation: str) -> Tensor:

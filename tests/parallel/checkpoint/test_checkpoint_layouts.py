@@ -50,7 +50,7 @@ LOADED: dict[str, Layout] = {
     "PP2xEP2 distributed": (4, {"pipeline": 2, "expert": 2}, True),
     "DP3 distributed": (3, {}, True),
 }
-SAVED_IN_SHORT = ("one", "CP2xEP2 distributed")
+SAVED_IN_SHORT = ("PP2xVPP2xDP2", "CP2xEP2 distributed")
 LOADED_IN_SHORT = ("TP2xEP2xETP2", "DP3 distributed")
 """`make test-all` takes all pairs of a layout that saved and a layout that loads."""
 STEP = 2
