@@ -29,7 +29,7 @@ def is_server(process: psutil.Process) -> bool:
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("rollout_tp", "layout"),
-    [(1, "expert_model_parallel_size"), release(2, "tensor_model_parallel_size")],
+    [release(1, "expert_model_parallel_size"), (2, "tensor_model_parallel_size")],
 )
 def test_two_ranks(rollout_tp: int, layout: str, toy: Toy, tmp_path: Path) -> None:
     """After the first step an engine is killed: all ranks send the weights again, to its successor."""
