@@ -114,7 +114,10 @@ def learns(model_path: Path, samples: list[Sample], num_steps: int) -> dict[str,
     critic = build(model_path, mesh, Ledger(mesh.device))
     start = exported(critic)[VALUE_HEAD]
     batch = make_train_batch(samples, [0.0] * len(samples), grpo, mesh, 64)
-    steps = [reduce_statistics(critic.train_step(batch, loss).stats) for _ in range(num_steps)]
+    steps = [
+        reduce_statistics(critic.train_step(batch, loss, Replay.off).stats)
+        for _ in range(num_steps)
+    ]
     errors = [step["value/squared_error"] for step in steps]
     return {"start": start, "errors": errors, "head": exported(critic)[VALUE_HEAD]}
 
