@@ -26,10 +26,10 @@ from benchmarks.evidence.result import finish, summary, write_result
 from benchmarks.replay_overhead import NUM_SAVED, make_trainer
 from moe.routes import Replay
 from mrl.learn.batching import make_train_batches
-from mrl.system.clock import Clock
 from mrl.toy_model import write_toy_model
 from parallel import prepare
 from parallel.mesh import destroy_mesh
+from tests.loop.stepped import collected
 
 LIMIT = 0.03
 OFF = ("diagnosis.save_tokens_every=0", "diagnosis.decompose_every=0")
@@ -72,8 +72,8 @@ def run_saved(trainer: Any) -> Callable[[int], None]:
 
 def passes(trainer: Any) -> dict[str, Callable[[int], None]]:
     """Return the pass before the update, on the rollouts of one step, in its three forms."""
-    recipe, learner = trainer.plan.recipe, trainer.learner
-    groups = trainer.collector.collect(0, trainer.policy, Clock())
+    recipe, learner, trainer.step = trainer.plan.recipe, trainer.learner, 0
+    groups = collected(trainer)
     samples = [sample for group in groups for sample in group.samples]
     (batch,) = make_train_batches(
         [(samples, [0.0] * len(samples))],

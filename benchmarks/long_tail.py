@@ -24,18 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.result import finish, summary, write_result
-from mrl.collect.live import EngineCollector
+from mrl.collect.live import LiveCollector
 from mrl.config import Recipe, load_recipe
 from mrl.data.repeat import MEDIAN
 from mrl.preflight import check
 from mrl.rollout.base import RolloutEngine
 from mrl.run.folder import RunFolder
-from mrl.system.clock import Clock
 from mrl.toy_model import write_toy_model
 from mrl.types import SampleGroup
 from parallel import prepare
 from parallel.mesh import Mesh, init_mesh
-from tests.loop.stepped import SteppedRun
+from tests.loop.stepped import SteppedRun, collected
 
 ROOT = Path(__file__).parents[1]
 COMMON = ["rollout.prompts_per_step=8", "checkpoint.save_every=0", "rollout.canary_prompts=0"]
@@ -67,12 +66,14 @@ class Run(SteppedRun):
         )
         recipe = recipe.model_copy(update={"rollout": rollout, "seed": recipe.seed + 1})
         plan = check(recipe.model_copy(update={"output_dir": f"{recipe.output_dir}_eval"}), 1)
-        collector = EngineCollector(plan, mesh, self.folder)
-        unused, collector.engine = collector.engine, self.collector.engine
+        collector = LiveCollector(plan, mesh, self.folder)
+        unused, collector.slot.engine = collector.slot.engine, self.collector.slot.engine
+        mine, self.collector = self.collector, collector
         try:
-            return collector.collect(self.step, self.policy, Clock())
+            return collected(self)
         finally:
-            collector.engine = unused
+            self.collector = mine
+            collector.slot.engine = unused
             collector.close()
 
 

@@ -104,7 +104,7 @@ def start(scratch: Path, more: Sequence[str] = ()) -> SteppedRun:
 
 def take(run: SteppedRun, fault: Fault | None) -> Step:
     """Take one step of the run with `fault` in its engine."""
-    engine = run.collector.engine
+    engine = run.collector.slot.engine
     assert isinstance(engine, Engine)
     engine.fault = fault
     try:

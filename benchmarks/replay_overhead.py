@@ -139,10 +139,10 @@ def measure(name: str, scratch: Path, num_steps: int) -> dict[str, Any]:
 
 def save_rollouts(trainer: Any) -> Path:
     """Save a few more rollouts of a live trainer, as `debug.save_rollouts` writes them."""
-    from mrl.system.clock import Clock
+    from tests.loop.stepped import collected
 
     for i in range(NUM_SAVED):
-        groups = trainer.collector.collect(trainer.step, trainer.policy, Clock())
+        groups = collected(trainer)
         save_groups(saved_step(trainer.folder.rollouts, i), groups)
     trainer.policy.onload()
     return trainer.folder.rollouts

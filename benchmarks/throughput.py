@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.evidence.result import finish, summary, write_result
-from mrl.collect.single_turn import Round, start_groups
+from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout.base import SamplingParams
 from mrl.rollout.sglang.engine import Engine
@@ -114,7 +114,7 @@ def by_mrl(engine: Engine, seed: int) -> float:
     prompts = [Prompt(str(i), row, "", {}, f"random:{i}") for i, row in enumerate(ids)]
     start = time.perf_counter()
     sampling = SamplingParams(RESPONSE_LEN, RESPONSE_LEN)
-    groups = list(Round(start_groups(prompts, 1), sampling, seed).finished(engine))
+    groups = list(SingleTurnRollout(start_groups(prompts, 1), sampling, seed).finished(engine))
     seconds = time.perf_counter() - start
     return sum(len(s.response_ids) for g in groups for s in g.samples) / seconds
 

@@ -1,6 +1,8 @@
-"""The loop: one step of every rank is sync, rollout, score, train, log.
+"""The loop: one step of every rank is sync, rollout, score, learn, log.
 
-It joins the rooms by passing values; nothing here knows Megatron or SGLang.
+It joins the rooms by passing values; nothing here knows Megatron or SGLang. On one device the engine
+sleeps while the trainer works, and the trainer's tensors are on the host while the engine generates:
+`sync_weights` and `Trainer.run_step` hold that order.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mrl.collect.base import Collector
-from mrl.collect.live import EngineCollector
+from mrl.collect.live import LiveCollector
 from mrl.collect.saved import SavedCollector
+from mrl.collect.sync import WeightSync
 from mrl.data.completions import completions
 from mrl.diagnosis.collect import Diagnosis
 from mrl.exchange.rollouts import RolloutExchange
@@ -25,6 +29,7 @@ from mrl.learn.learner import Learner, make_critic
 from mrl.learn.rollout_metrics import episode_metrics, rollout_metrics
 from mrl.learn.sft import run_sft
 from mrl.preflight import Plan
+from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS
 from mrl.run import console
 from mrl.run.folder import RunFolder, rollout_lines, saved_step
 from mrl.run.rollouts import is_held, save_groups
@@ -39,7 +44,7 @@ from parallel.reduce import reduce_statistics
 
 @dataclass
 class Trainer:
-    """One run on one rank. `train()` goes from the last checkpoint to the last step."""
+    """Runs one recipe on one rank. `train()` goes from the last checkpoint to the last step."""
 
     plan: Plan
     mesh: Mesh
@@ -94,7 +99,7 @@ class Trainer:
         saved = self.plan.recipe.debug.load_rollouts
         if saved is not None:
             return SavedCollector(saved, self.mesh)
-        return EngineCollector(self.plan, self.mesh, self.folder)
+        return LiveCollector(self.plan, self.mesh, self.folder)
 
     def train(self) -> None:
         """Run all steps that are left. Whatever happens, no engine is left running.
@@ -136,13 +141,13 @@ class Trainer:
             self.folder.rewind(self.step)
 
     def resume(self, loaded: Loaded) -> None:
-        """Go on after a checkpoint whose weights are loaded already."""
+        """Continue after a checkpoint whose weights are loaded already."""
         self.collector.load_state_dict(loaded.trainer["collector"])
         self.learner.load_state_dict(loaded.trainer["learner"])
         self.step = loaded.step
 
     def evaluate(self, step: int | None = None) -> dict[str, float]:
-        """`eval/*` of the run's checkpoint (the newest, or that of `step`), else of the model."""
+        """Return `eval/*` of the run's checkpoint (the newest, or `step`), else of the model."""
         try:
             with self._progress(self.collector.start_text):
                 self.collector.start(self.policy)
@@ -150,21 +155,26 @@ class Trainer:
                 self.step = self.checkpoints.load(step, self.policy).step
             elif self.plan.resume_step is not None:
                 self.step = self.checkpoints.load_newest(self.policy).step
-            return self.collector.evaluate(self.step, self.policy, Clock())
+            return self._evaluate()
         finally:
             self.collector.close()
 
     def _evaluate_last(self) -> None:
-        """Of the final weights, which no step generates with: into `evals/` alone."""
+        """Evaluate the final weights, which no step generates with; only `evals/` has the result."""
         with self._progress("evaluating the final weights"):
-            metrics = self.collector.evaluate(self.step, self.policy, Clock())
+            metrics = self._evaluate()
         if self.is_main:
             console.evaluation(metrics)
 
     def run_step(self) -> dict[str, float]:
-        """One step; returns its metrics, the same on every rank but for the times."""
+        """Run one step and return its metrics, which are the same on every rank but for the times."""
         start, clock, recipe = time.perf_counter(), Clock(), self.plan.recipe
-        groups = self.collector.collect(self.step, self.policy, clock)
+        self.collector.begin(self.step, clock)
+        while not self.collector.is_over:  # once, unless an engine is lost or prompts are replaced
+            self.sync(clock)
+            self.collector.rollout(clock)
+            self.collector.score(clock)
+        groups = self.collector.groups
         memory = memory_statistics("rollout", self.policy.ledger.where())
         max_len = recipe.rollout.max_response_len
         metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
@@ -175,6 +185,7 @@ class Trainer:
             set_reward_advantages(groups, self.plan.algorithm, recipe.algorithm, max_len)
             self._write_rollouts(groups)
         else:
+            self.policy.onload()
             metrics |= self.learner.learn(self.step, groups, clock, self._write_rollouts)
             memory |= memory_statistics("train", self.policy.ledger.where())
         memory |= _device_memory(self.mesh.device)
@@ -186,6 +197,21 @@ class Trainer:
         metrics["time/step_s"] = time.perf_counter() - start
         self.step += 1
         return metrics
+
+    def sync(self, clock: Clock) -> None:
+        """Wake the engine with the policy's weights; times `sync`."""
+        with clock.part("sync"):
+            assert self.collector.weight_sync is not None, "saved rollouts need no sync"
+            sync_weights(self.policy, self.collector.weight_sync, self.step)
+
+    def _evaluate(self) -> dict[str, float]:
+        clock = Clock()
+        self.collector.begin_evaluation(self.step)
+        while not self.collector.is_over:
+            self.sync(clock)
+            self.collector.rollout(clock)
+            self.collector.score(clock)
+        return self.collector.evaluation
 
     def _progress(self, text: str) -> AbstractContextManager[None]:
         return console.progress(text) if self.is_main else nullcontext()
@@ -235,8 +261,27 @@ class Trainer:
         self.checkpoints.save(self.step, self.policy, own, self.critic)
 
 
+def sync_weights(policy: Policy, sync: WeightSync, version: int) -> None:
+    """Hand the device from the trainer to the engine, with the policy's weights as `version`.
+
+    A collective. Where the engine has nothing to generate, or is lost, it stays asleep. Afterwards the
+    policy is on the host. Raises RunFailed where the export fails or the canaries disagree.
+    """
+    policy.onload()  # a step that only rolled out left it on the host
+    policy.offload_optimizer()
+    sync.expect_canaries(policy)
+    dist.barrier()  # an engine wakes on the devices of several ranks
+    with sync.export(policy, version) as buckets:
+        sync.slot.wake(WEIGHTS)
+        sync.update(buckets, version)
+    policy.offload_parameters()
+    sync.raise_failures()  # also the barrier before any engine's KV cache takes the memory
+    sync.slot.wake(KV_CACHE, CUDA_GRAPH)
+    sync.check_canaries()
+
+
 def _device_memory(device: torch.device) -> Statistics:
-    """GPU memory since the last call, of the rank that has most; nothing on a CPU."""
+    """Return the GPU memory in use and its peak since the last call; nothing on a CPU."""
     if device.type != "cuda":
         return {}
     peak = torch.cuda.max_memory_allocated(device)

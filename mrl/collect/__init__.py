@@ -1,1 +1,1 @@
-"""What gives a step its scored sample groups: prompts, rollouts, rewards, evaluation, saved runs."""
+"""This room gives a step its scored sample groups: prompts, rollouts, rewards, evaluation."""

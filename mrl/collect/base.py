@@ -1,65 +1,81 @@
-"""What a source of scored sample groups must do: live.py asks an engine, saved.py reads files.
+"""This module says what a source of scored sample groups must do.
 
-Both give every rank the same groups in the same order, so that
-everything after is the same on every rank and independent of how many engines there were.
+`live.py` asks engines for them, `saved.py` reads files. Both give every rank the same groups in the
+same order, so that everything that follows is the same on every rank, however many engines there were.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mrl.collect.sync import WeightSync
 from mrl.system.clock import Clock
 from mrl.types import SampleGroup, Statistics
 from parallel.policy import Policy
 
 
-@dataclass
-class SyncCount:
-    """Of a step's syncs and rounds."""
-
-    restarts: int = 0
-    recovery_s: float = 0.0
-    canary: float = 0.0
-    verify_s: float = 0.0
-    """What digests and canaries took, within `time/sync_s`."""
-
-    def metrics(self) -> dict[str, float]:
-        return {
-            "rollout/engine_restarts": float(self.restarts),
-            "rollout/canary_abs_mean": self.canary,
-            "time/recovery_s": self.recovery_s,
-            "time/verify_s": self.verify_s,
-        }
-
-
 class Collector(Protocol):
-    """Gives a step's scored groups; every method is called on all ranks."""
+    """Gives a step its scored groups. Every method is called on all ranks.
+
+    The trainer calls `begin`; then, until `is_over`, it syncs the weights and calls `rollout` and
+    `score`; then `groups` are the step's. One such round is the rule. There are more where an engine
+    was lost and another one generates the rest, and where dynamic sampling draws further prompts.
+    """
 
     start_text: str
     """What `start` does, for the terminal."""
 
+    @property
+    def weight_sync(self) -> WeightSync | None:
+        """Brings the engines to the policy's weights; None where a step is over when it begins."""
+        ...
+
     def start(self, policy: Policy) -> None:
-        """Make ready; may take long. The policy is as it was afterwards."""
+        """Get ready, which may take long. The policy is on the device afterwards."""
         ...
 
-    def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
-        """Groups in prompt order with rewards; times `sync`, `rollout` and `score`."""
+    def begin(self, step: int, clock: Clock) -> None:
+        """Choose the prompts of a step, and those of an evaluation that is due."""
         ...
 
-    def evaluate(self, version: int, policy: Policy, clock: Clock) -> dict[str, float]:
-        """`eval/*` of the policy's present weights, on the recipe's evaluation sets."""
+    def begin_evaluation(self, version: int) -> None:
+        """Evaluate weights `version` on the recipe's evaluation sets, and nothing else."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything that was begun has been generated and scored."""
+        ...
+
+    def rollout(self, clock: Clock) -> None:
+        """Generate with the weights of the last sync, then let the engine sleep; times `rollout`."""
+        ...
+
+    def score(self, clock: Clock) -> None:
+        """Give all ranks the groups of a round that is whole, with their rewards; times `score`."""
+        ...
+
+    @property
+    def groups(self) -> list[SampleGroup]:
+        """The step's groups in prompt order, with rewards."""
+        ...
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """`eval/*` of the evaluation that was begun last; empty where a step had none."""
         ...
 
     def statistics(self) -> Statistics:
-        """This rank's share of what the last collect() measured, the same keys on every rank."""
+        """Return what this rank measured, under the same keys on every rank. Call it once a step."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able, on rank 0: what a resumed run needs to go on with the next prompts."""
+        """Return JSON-able state, on rank 0: what a resumed run needs to continue with its prompts."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        ...
 
     def close(self) -> None:
         """Leave no process behind. Safe to call twice, and after a failure."""

@@ -1,7 +1,7 @@
-"""Canary prompts: after each weight sync, trainer and engine must give them the same log-probs.
+"""Canaries are prompts to which trainer and engine must give the same log-probs after each weight sync.
 
-Digests say that the engine holds the numbers that were sent; canaries that it makes the same model of
-them: names, layouts, the KV cache and the kernels included.
+Digests prove that the engine holds the numbers that were sent; canaries prove that it makes the same
+model of them: names, layouts, the KV cache and the kernels included.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ TOLERANCE_HALF = 0.1
 
 
 def default_tolerance(*dtypes: torch.dtype) -> float:
-    """Of two sides that compute in these."""
+    """Return the default tolerance for the canaries, given the dtypes of trainer and engine."""
     exact = all(dtype == torch.float32 for dtype in dtypes)
     return TOLERANCE_FLOAT32 if exact else TOLERANCE_HALF
 
 
 def canary_sequences(prompts: Sequence[Prompt], num: int) -> list[Tensor]:
-    """The first `num` prompts of at least two tokens, cut to 64 tokens: i64[T] each."""
+    """Return the first `num` prompts of at least two tokens, cut to 64 tokens: i64[T] each."""
     long_enough = [p.token_ids[:MAX_TOKENS] for p in prompts if p.token_ids.numel() > 1]
     return long_enough[:num]
 
@@ -36,9 +36,9 @@ def canary_sequences(prompts: Sequence[Prompt], num: int) -> list[Tensor]:
 def check_canaries(
     engine: RolloutEngine, sequences: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float
 ) -> float:
-    """Mean |engine - trainer| over all canary tokens.
+    """Return the mean |engine - trainer| of the log-probs over all canary tokens.
 
-    Raises RunFailed where it is above `tolerance`, or no number: nothing is generated then.
+    Raises RunFailed where it is above `tolerance` or not a number, before anything is generated.
     """
     got = engine.score(sequences)
     differences = [(a - b)[1:].abs() for a, b in zip(got, expected, strict=True)]

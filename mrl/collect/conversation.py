@@ -1,7 +1,7 @@
-"""A conversation as tokens: what the engine returned is what is trained, and is never tokenized again.
+"""Holds a conversation as tokens: what the engine returned is trained on, and never tokenized again.
 
-A session grows by completions of an engine, whose tokens carry the loss, and by tokens of others (a
-tool, an environment, a template), which do not. The engine is given token ids only.
+A conversation grows by completions of an engine, whose tokens carry the loss, and by tokens of others
+(a tool, an environment, a template), which do not. The engine is given token ids only.
 
 Dimensions: P prompt tokens, T all tokens so far, R rows of routes so far, L MoE layers, K experts.
 """
@@ -23,37 +23,37 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True)
-class Session:
-    """One sample in the making; every method returns another session."""
+class Conversation:
+    """Holds one sample in the making; every method returns another conversation."""
 
     group_id: int
     token_ids: Tensor
     """i64[T]."""
     prompt_len: int
     loss_mask: Tensor
-    """bool[T]: true on tokens that the policy chose."""
+    """bool[T]: true for tokens that the policy chose."""
     rollout_logprobs: Tensor
-    """f32[T]: the engine's; 0 on all others."""
+    """f32[T]: the engine's log-probs of those tokens; 0 for all others."""
     weight_versions: tuple[VersionSpan, ...] = ()
     """Spans over the tokens of the loss, in order."""
     routing: RoutingTrace | None = None
-    """Of the tokens before the last completion's last one."""
+    """The routes of all tokens before the last token of the last completion."""
     num_turns: int = 0
     """Completions so far that brought tokens."""
     finish_reason: FinishReason | None = None
     """None while it is live."""
 
     @staticmethod
-    def start(group_id: int, prompt_ids: Tensor) -> Session:
-        """Of a prompt i64[P]."""
+    def start(group_id: int, prompt_ids: Tensor) -> Conversation:
+        """Return a conversation that holds a prompt i64[P]."""
         none = torch.zeros(len(prompt_ids), dtype=torch.bool)
-        return Session(group_id, prompt_ids, len(prompt_ids), none, none.float())
+        return Conversation(group_id, prompt_ids, len(prompt_ids), none, none.float())
 
-    def with_completion(self, completion: Completion) -> Session:
-        """The policy's turn; aborted, it ends the session with what it brought.
+    def with_completion(self, completion: Completion) -> Conversation:
+        """Append the policy's turn. An aborted turn ends the conversation with the tokens that it has.
 
-        Raises ValueError where the completion continues other tokens than these, or its routes are
-        not those of a session that had routes (or had none).
+        Raises ValueError where the completion continues other tokens than these, or where it has
+        routes and the turns before had none, or the other way round.
         """
         new = completion.output_ids
         if completion.finish_reason == "abort" and not len(new):
@@ -74,21 +74,22 @@ class Session:
         )
         return longer.finished("abort") if completion.finish_reason == "abort" else longer
 
-    def with_tokens(self, token_ids: Tensor) -> Session:
-        """Tokens i64[n] of a tool, an environment or a template: no loss, log-prob 0."""
+    def with_tokens(self, token_ids: Tensor) -> Conversation:
+        """Append tokens i64[n] of a tool, an environment or a template: no loss, log-prob 0."""
         return self._longer(token_ids, None)
 
-    def finished(self, reason: FinishReason) -> Session:
+    def finished(self, reason: FinishReason) -> Conversation:
+        """Return the conversation as ended for this reason."""
         return dataclasses.replace(self, finish_reason=reason)
 
     def sample(self, weight_version: int) -> Sample:
-        """What is trained. Tokens after the last one of the loss are left out: nothing depends on them.
+        """Return the sample to train on. Tokens after the last one of the loss are left out.
 
-        `weight_version` is said of a session without a token of the loss, as a span of no tokens.
-        Raises ValueError for a session that is live.
+        `weight_version` is used for a conversation without a token of the loss, as a span of no tokens.
+        Raises ValueError for a conversation that has not ended.
         """
         if self.finish_reason is None:
-            raise ValueError("sample() of a session that is not finished")
+            raise ValueError("sample() of a conversation that is not finished")
         chosen = self.loss_mask.nonzero()
         end = int(chosen[-1]) + 1 if len(chosen) else self.prompt_len
         none = (VersionSpan(weight_version, end, end),)
@@ -103,7 +104,7 @@ class Session:
             routing=self.routing,
         )
 
-    def _longer(self, token_ids: Tensor, logprobs: Tensor | None) -> Session:
+    def _longer(self, token_ids: Tensor, logprobs: Tensor | None) -> Conversation:
         zeros = torch.zeros(len(token_ids), dtype=torch.float32)
         chosen = torch.full((len(token_ids),), logprobs is not None)
         more = zeros if logprobs is None else logprobs

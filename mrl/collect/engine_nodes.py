@@ -1,8 +1,8 @@
-"""One engine over the nodes that it spans: started, lost and stopped together.
+"""An engine may span nodes: its processes are started, lost and stopped together.
 
 Rank 0 of an engine's ranks leads it; the first of its ranks on each further node runs a process there.
-All of them meet before a start, to agree on an address, and again and again while it goes on, so that
-the failure of one node ends the wait of the others. An engine on one node needs none of that.
+All of them meet before a start, to agree on an address, and repeatedly while it lasts, so that the
+failure of one node ends the wait of the others. An engine on one node needs none of that.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from mrl.run.folder import RunFolder
 from parallel.mesh import Mesh
 
 MEET_S = 0.1
-"""Between two meetings during a start; the leader sets the pace."""
+"""Seconds between two meetings during a start; the leader sets the pace."""
 
 
 class _Said(NamedTuple):
-    """What a rank says in a meeting."""
+    """Is what a rank tells the others in a meeting."""
 
     is_over: bool = False
-    """The leader says with it that this is the last meeting of a start."""
+    """The leader sets it in the last meeting of a start."""
     failure: str = ""
 
 
 class EngineNodes:
-    """An engine as one rank of it sees it. start() and share_loss() are collectives of its ranks."""
+    """Is one rank's part of an engine. start() and share_loss() are collectives of its ranks."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class EngineNodes:
     ) -> None:
         """`engine` on the leader, `node` on the first rank of each further node.
 
-        `exchange` tells every rank of the engine what each of them says, in rank order; None for an
-        engine on one node, of which only the leader does anything here.
+        `exchange` gives every rank of the engine what each of them says, in rank order; None for an
+        engine on one node, where only the leader does anything here.
         """
         self.engine, self._node, self._exchange = engine, node, exchange
 
     def start(self) -> None:
-        """Raises RuntimeError on every rank where the engine does not start; nothing is left then."""
+        """Start the engine. If that fails, no process is left and every rank raises RuntimeError."""
         if self._exchange is None:
             if self.engine is not None:
                 self.engine.start()
@@ -86,7 +86,7 @@ class EngineNodes:
             time.sleep(MEET_S)
 
     def share_loss(self, lost: EngineLost | None) -> EngineLost | None:
-        """What each rank of the engine knows of its loss, on all of them. Clears away what is left."""
+        """Return the engine's loss if any of its ranks knows of one; nothing of it is left then."""
         if self._exchange is None:
             return lost
         own = str(lost) if lost is not None else self._own_failure()
@@ -97,7 +97,7 @@ class EngineNodes:
         return lost or EngineLost(failed[0])
 
     def stop(self) -> None:
-        """This rank's processes of the engine. Harmless when repeated."""
+        """Stop this rank's processes of the engine. Harmless when repeated."""
         for part in (self.engine, self._node):
             if part is not None:
                 part.stop()
@@ -111,14 +111,14 @@ class EngineNodes:
 
 
 def free_address() -> str:
-    """host:port of this machine, as the other nodes reach it, with a port that is free now.
+    """Return host:port of this machine as other nodes reach it, with a port that is free now.
 
-    The host is the address from which MASTER_ADDR, torchrun's, is reached; on its own node that may be
-    loopback under the name of the machine, which other nodes must know then.
+    The host is the address from which torchrun's MASTER_ADDR is reached. On the master's own node that
+    may be a loopback address; then the host is this machine's name, which other nodes must resolve.
     """
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))  # of a datagram socket: nothing is sent
+        probe.connect((master, 9))  # a datagram socket sends nothing here
         host = probe.getsockname()[0]
     if host.startswith("127.") and not (master.startswith("127.") or master == "localhost"):
         host = socket.gethostname()
@@ -130,7 +130,7 @@ def free_address() -> str:
 def make_engine(
     plan: Plan, mesh: Mesh, folder: RunFolder, exchange: Callable[[Any], list[Any]]
 ) -> EngineNodes:
-    """This rank's part of its engine, not started. `exchange` is among the engine's ranks."""
+    """Return this rank's part of its engine, not started. `exchange` joins the engine's ranks."""
     recipe, layout, rank = plan.recipe, plan.engines, mesh.rank
     number = rank // layout.ranks
     engine_class = load_engine(recipe.rollout.engine)
@@ -138,12 +138,12 @@ def make_engine(
         "model": recipe.model,
         "config": recipe.rollout,
         "return_routes": recipe.captures_routes,
-        # A resumed run goes on with other random numbers than those it began with.
+        # A resumed run continues with other random numbers than those it began with.
         "seed": engine_seed(recipe.seed, number, plan.resume_step or 0),
     }
     if layout.num_nodes > 1:
         keywords["num_nodes"] = layout.num_nodes
-    if layout.leads_node(rank):  # of another rank the GPUs from its own on are not the engine's
+    if layout.leads_node(rank):  # for other ranks, the GPUs from their own on are not the engine's
         keywords["gpu_ids"] = gpu_ids(mesh, layout.ranks_per_node)
     engine, node = None, None
     if rank % layout.ranks == 0:
@@ -157,11 +157,11 @@ def make_engine(
 
 
 def gpu_ids(mesh: Mesh, num: int) -> list[str]:
-    """The GPUs of this rank's engine on this node, from this rank's on; none on a CPU machine."""
+    """Return the GPUs of this rank's engine on this node, from this rank's on; none on a CPU."""
     if mesh.device.type != "cuda":
         return []
     assert mesh.device.index is not None
     numbers = range(mesh.device.index, mesh.device.index + num)
-    # Ours count within what this process may see; the engine's process starts from the machine's.
+    # Ours are relative to what this process may see, the engine's to the whole machine.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [visible.split(",")[n] for n in numbers] if visible else [str(n) for n in numbers]

@@ -1,7 +1,7 @@
-"""Evaluation on the rollout engine: several sets of prompts, several samples a prompt.
+"""Evaluation runs on the rollout engine: several sets of prompts, several samples a prompt.
 
-Sampling seeds depend on the recipe's seed and the prompt alone: two evaluations differ by the weights
-and by nothing else.
+Sampling seeds depend on the recipe's seed and the prompt alone, so two evaluations differ by the
+weights and by nothing else.
 
 n scored samples of a prompt, c of them pass.
 """
@@ -28,18 +28,18 @@ from parallel.mesh import Mesh
 
 
 class Evaluator:
-    """The sets of a run on one rank; makes one `Evaluation` after the other."""
+    """Holds a run's evaluation sets on one rank, and begins one `Evaluation` after the other."""
 
     def __init__(
         self, plan: Plan, mesh: Mesh, folder: RunFolder, engine_number: int | None
     ) -> None:
-        """`engine_number`: of the engine that this rank leads; None where it leads none."""
+        """`engine_number` is that of the engine that this rank leads; None where it leads none."""
         self.plan, self.mesh, self.folder = plan, mesh, folder
         self._number = engine_number
         self._scorings: dict[str, Scoring] = {}
 
     def begin(self, version: int) -> Evaluation:
-        """Of weights `version`."""
+        """Begin the evaluation of weights `version`."""
         return Evaluation(self, version, [self._task(each) for each in self.plan.eval_sets])
 
     def _task(self, eval_set: EvalSet) -> Task | None:
@@ -49,14 +49,14 @@ class Evaluator:
         if name not in self._scorings:
             self._scorings[name] = Scoring(recipe, self.plan.tokenizer)
         started = start_groups(eval_set.prompts, recipe.rollout.samples_per_prompt)
-        own = started[self._number :: self.plan.num_engines]
-        seeds = [recipe.seed] * len(own)
+        local = started[self._number :: self.plan.num_engines]
         return make_task(
-            self.plan,
-            recipe,
+            recipe.rollout,
             self._scorings[name],
-            own,
-            seeds,
+            local,
+            [recipe.seed] * len(local),
+            tokenizer=self.plan.tokenizer,
+            context_len=self.plan.context_len,
             clock_name="eval",
             keeps_routes=False,
         )
@@ -68,18 +68,18 @@ class Evaluator:
 
 
 class Evaluation:
-    """Of one version of the weights: run all `tasks` on the engine, then `finish`."""
+    """Evaluates one version of the weights: run all `tasks` on the engine, then call `finish`."""
 
     def __init__(self, evaluator: Evaluator, version: int, tasks: list[Task | None]) -> None:
         self._evaluator, self._version, self._tasks = evaluator, version, tasks
 
     @property
     def tasks(self) -> list[Task]:
-        """Of this rank's engine; none where it leads none."""
+        """The tasks of this rank's engine; none where it leads none."""
         return [task for task in self._tasks if task is not None]
 
     def finish(self) -> dict[str, float]:
-        """`eval/NAME/...` on every rank; rank 0 writes the samples. A collective.
+        """Return `eval/NAME/...` on every rank; rank 0 writes the samples. A collective.
 
         Raises RunFailed where more than 5% of a set's rewards failed.
         """
@@ -89,10 +89,10 @@ class Evaluation:
         for eval_set, task in zip(plan.eval_sets, self._tasks, strict=True):
             groups = share_scored(task, eval_set.recipe, self._evaluator.mesh)
             metrics |= eval_metrics(eval_set, groups)
-            own = {i: group for i, group in enumerate(groups) if is_held(group)}
-            texts = completions(list(own.values()), plan.tokenizer)
-            parts = [_lines(eval_set, g, t) for g, t in zip(own.values(), texts, strict=True)]
-            of_set = gather_lines(dict(zip(own, parts, strict=True)), len(groups))
+            local = {i: group for i, group in enumerate(groups) if is_held(group)}
+            texts = completions(list(local.values()), plan.tokenizer)
+            parts = [_lines(eval_set, g, t) for g, t in zip(local.values(), texts, strict=True)]
+            of_set = gather_lines(dict(zip(local, parts, strict=True)), len(groups))
             lines += of_set or []
         if self._evaluator.mesh.rank == 0:
             folder.write_evaluation(self._version, metrics, lines)
@@ -100,10 +100,13 @@ class Evaluation:
 
 
 def eval_metrics(eval_set: EvalSet, groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """`avg@k`: the mean over prompts of the mean reward of their samples, with its standard error;
-    `pass@k` (arXiv 2107.03374 eq. 1, unbiased) over the prompts with at least k scored samples;
-    `unscored`: samples without a reward, which count in neither; `truncated`: the share that ran into
-    the length limit."""
+    """Return the metrics of a set.
+
+    `avg@k` is the mean over prompts of the mean reward of their samples, with its standard error.
+    `pass@k` (arXiv 2107.03374 eq. 1, unbiased) is over the prompts with at least k scored samples.
+    `unscored` counts samples without a reward, which are left out of both. `truncated` is the share of
+    samples that reached the length limit.
+    """
     prefix, k_max = f"eval/{eval_set.config.name}/", eval_set.config.samples_per_prompt
     scored = []
     for group in groups:
@@ -131,18 +134,18 @@ def eval_metrics(eval_set: EvalSet, groups: Sequence[SampleGroup]) -> dict[str, 
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k): the chance that k of n samples hold one of the c that pass."""
+    """Return 1 - C(n - c, k) / C(n, k), the chance that k of n samples hold one of the c that pass."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def _powers(k_max: int) -> list[int]:
-    """1, 2, 4 ... and k_max itself."""
+    """Return 1, 2, 4 ... and k_max itself."""
     powers = [1 << i for i in range(k_max.bit_length()) if 1 << i < k_max]
     return [*powers, k_max]
 
 
 def _lines(eval_set: EvalSet, group: SampleGroup, texts: Sequence[str]) -> bytes:
-    """A group in `evals/step_*.jsonl`, one line a sample; nothing of a group without rewards."""
+    """Return a group's lines of `evals/step_*.jsonl`, one a sample; none where it has no rewards."""
     if group.rewards is None:
         return b""
     rows = (

@@ -14,31 +14,42 @@ from parallel.policy import Policy
 
 
 class SavedCollector:
-    """The groups of `debug.load_rollouts`, step by step; no engine and no reward function.
+    """Reads the groups of `debug.load_rollouts`, step by step, without an engine or a reward function.
 
-    Each rank keeps some groups whole, as if it had rolled them out, and of the others the outlines.
+    Each rank keeps some groups whole, as if it had rolled them out, and the outlines of the others.
     """
 
     start_text = "opening the saved rollouts"
+    weight_sync = None
+    is_over = True
+    """A step is over as soon as it begins."""
 
     def __init__(self, folder: str, mesh: Mesh) -> None:
         self.folder, self.mesh = folder, mesh
+        self.groups: list[SampleGroup] = []
+        self.evaluation: dict[str, float] = {}
 
     def start(self, policy: Policy) -> None:
-        """Nothing to make ready."""
+        """Do nothing: there is no engine to start."""
 
-    def collect(self, step: int, policy: Policy, clock: Clock) -> list[SampleGroup]:
+    def begin(self, step: int, clock: Clock) -> None:
         with clock.part("sync"), clock.part("score"), clock.part("rollout"):
             everything = load_groups(saved_step(self.folder, step))
             rank, world = self.mesh.rank, self.mesh.dims.world
-            return [
+            self.groups = [
                 group if i % world == rank else outline(group) for i, group in enumerate(everything)
             ]
 
-    def evaluate(self, version: int, policy: Policy, clock: Clock) -> dict[str, float]:
+    def begin_evaluation(self, version: int) -> None:
         raise InputError(
             "evaluation: debug.load_rollouts starts no engine; leave it out to evaluate"
         )
+
+    def rollout(self, clock: Clock) -> None:
+        """Do nothing: the step is over."""
+
+    def score(self, clock: Clock) -> None:
+        """Do nothing: the step is over."""
 
     def statistics(self) -> Statistics:
         return {}
@@ -47,7 +58,7 @@ class SavedCollector:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The step number says it all."""
+        """Do nothing: the step number alone says which file is next."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""

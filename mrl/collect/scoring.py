@@ -1,4 +1,4 @@
-"""Rewards of groups as they come back, while the engine goes on with the others."""
+"""Scoring gives groups their rewards as they come back, while the engine generates the others."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mrl.types import SampleGroup
 
 
 class Scoring:
-    """The reward function or the environments of one engine's share, in their own processes."""
+    """Runs the reward function or the environments of one engine's share, in processes of their own."""
 
     def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._step_samples = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
         self._rewards: RewardRunner | None = None
         self.environments: EnvironmentRunner | None = None
-        """Who gives the rewards of conversations; None where a function does."""
-        # One thread for the whole run: a worker dies with the thread that started it.
+        """The environments that give the rewards of conversations; None where a function gives them."""
+        # One thread for the whole run: a worker process exits when the thread that started it ends.
         self._thread = ThreadPoolExecutor(1)
         self._begun: list[tuple[SampleGroup, Future[Tensor] | None]] = []
         if recipe.environment is not None:
@@ -39,7 +39,7 @@ class Scoring:
             self._rewards.begin_step()
 
     def begin(self, group: SampleGroup) -> None:
-        """Start with a whole group; returns at once. Groups that have rewards keep them."""
+        """Start scoring a whole group; returns at once. Groups that have rewards keep them."""
         if self._rewards is None:
             self._begun.append((group, None))
             return
@@ -50,9 +50,9 @@ class Scoring:
         self._begun.append((group, future))
 
     def finish(self) -> tuple[list[SampleGroup], int]:
-        """The groups with their rewards in the order of their ids, and how many samples failed.
+        """Return the groups with their rewards in the order of their ids, and how many samples failed.
 
-        Raises RunFailed where more than 5% of the step's samples did.
+        Raises RunFailed where more than 5% of the step's samples failed.
         """
         for group, rewards in self._begun:
             if rewards is not None:
@@ -69,8 +69,8 @@ class Scoring:
         self._thread.shutdown(cancel_futures=True)
 
     def _report_failures(self) -> int:
-        """Warn of samples that are masked for a fault of what scores them, and count them."""
-        if not self._begun:  # the environments' count is of the round before
+        """Warn of samples that are masked because their scoring failed, and return their number."""
+        if not self._begun:  # the environments still hold the count of the round before
             return 0
         if self.environments is not None:
             environments = self.environments

@@ -1,7 +1,7 @@
-"""From prompts to sample groups: which requests an engine gets, and what becomes of its completions.
+"""Single-turn rollouts: from prompts to requests to an engine, and from completions to sample groups.
 
-A group is work in progress until each of its G samples is whole. Such a group is a `SampleGroup` as
-well: a sample that has not finished says `abort` and holds the tokens so far, maybe the prompt alone.
+A group is partial until each of its G samples is whole. A partial group is a `SampleGroup` as well: a
+sample that is not whole has the finish reason `abort` and holds the tokens so far.
 
 P prompt tokens, C tokens generated so far, T = P + C all tokens of a sample.
 """
@@ -17,13 +17,14 @@ from moe.trace import join_traces, joined_spans
 from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, sample_seed
 from mrl.types import Prompt, Sample, SampleGroup
 
-UNFINISHED = "abort"
+PARTIAL = "abort"
+"""The finish reason of a sample that is not whole."""
 
 
 def start_groups(
     prompts: Sequence[Prompt], samples_per_prompt: int, first_group_id: int = 0
 ) -> list[SampleGroup]:
-    """One group a prompt without a single token generated; group i has id `first_group_id + i`."""
+    """Return one group per prompt, with no token generated yet; group i has id `first_group_id + i`."""
     return [
         SampleGroup(prompt, [_empty_sample(first_group_id + i, prompt)] * samples_per_prompt)
         for i, prompt in enumerate(prompts)
@@ -31,12 +32,12 @@ def start_groups(
 
 
 def is_finished(group: SampleGroup) -> bool:
-    """Whether every sample of the group is whole."""
-    return all(sample.finish_reason != UNFINISHED for sample in group.samples)
+    """Return whether every sample of the group is whole."""
+    return all(sample.finish_reason != PARTIAL for sample in group.samples)
 
 
-class Round:
-    """One engine's share of a step. `finished()` may be called again with another engine."""
+class SingleTurnRollout:
+    """Generates one engine's share of a step, one completion a sample: a `mrl.collect.task.Rollout`."""
 
     def __init__(
         self,
@@ -47,9 +48,9 @@ class Round:
     ) -> None:
         """Sample k of a group is drawn with `sample_seed(seed, prompt_id, k)`, whatever happens.
 
-        `seed` is for all groups, or one for each. The round is over when `num_wanted` groups are whole,
-        by default all: what is left is given up then, and stays in `unfinished`. `sampling` is for
-        whole samples; of one that has C tokens already, C less are asked for.
+        `seed` is one for all groups, or one for each. The rollout is over when `num_wanted` groups are
+        whole, by default all; the others are aborted then, and stay in `partial`. `sampling` describes
+        whole samples: of a sample that has C tokens already, C less are requested.
         """
         self._groups = {group.samples[0].group_id: group for group in groups}
         seeds = [seed] * len(groups) if isinstance(seed, int) else seed
@@ -58,7 +59,7 @@ class Round:
         self._num_left = len(groups) if num_wanted is None else num_wanted
 
     @property
-    def unfinished(self) -> list[SampleGroup]:
+    def partial(self) -> list[SampleGroup]:
         """Groups that finished() has not yielded, with what they have so far."""
         return list(self._groups.values())
 
@@ -68,31 +69,33 @@ class Round:
         return self._num_left == 0
 
     def finished(self, engine: RolloutEngine) -> Iterator[SampleGroup]:
-        """Groups as they become whole. Raises as generate() does; `unfinished` is right after that."""
+        """Yield groups as they become whole. Raises as generate() does; `partial` stays right."""
         for group_id, group in list(self._groups.items()):
             if is_finished(group) and not self.is_over:
                 yield self._take(group_id)
         requests = {} if self.is_over else self._requests()
-        places = {request.request_id: place for place, request in requests.items()}
+        indices = {request.request_id: index for index, request in requests.items()}
         for completion in engine.generate(list(requests.values())) if requests else ():
-            group_id, index = places[completion.request_id]
+            group_id, k = indices[completion.request_id]
             group = self._groups[group_id]
-            group.samples[index] = _continued(group.samples[index], completion)
+            group.samples[k] = _continued(group.samples[k], completion)
             if is_finished(group) and not self.is_over:
                 yield self._take(group_id)
-                if self.is_over and self._groups:  # an engine lost here takes no group with it
-                    engine.abort()  # the rest comes back with what it has
+                if (
+                    self.is_over and self._groups
+                ):  # yielded first: no loss of the engine can undo it
+                    engine.abort()  # the others come back with what they have
 
     def _take(self, group_id: int) -> SampleGroup:
         self._num_left -= 1
         return self._groups.pop(group_id)
 
     def _requests(self) -> dict[tuple[int, int], Request]:
-        """By (group id, number of the sample): what is still to be generated."""
+        """Return what is still to be generated, by (group id, index of the sample)."""
         requests = {}
         for group_id, group in self._groups.items():
             for k, sample in enumerate(group.samples):
-                if sample.finish_reason != UNFINISHED:
+                if sample.finish_reason != PARTIAL:
                     continue
                 requests[group_id, k] = Request(
                     request_id=f"{group.prompt.source} group {group_id} sample {k}",
@@ -120,12 +123,12 @@ def _empty_sample(group_id: int, prompt: Prompt) -> Sample:
         loss_mask=torch.zeros(num_tokens, dtype=torch.bool),
         rollout_logprobs=torch.zeros(num_tokens),
         weight_versions=(),
-        finish_reason=UNFINISHED,
+        finish_reason=PARTIAL,
     )
 
 
 def _continued(sample: Sample, completion: Completion) -> Sample:
-    """The sample with the completion of its tokens so far."""
+    """Return the sample with the completion of its tokens so far appended."""
     num_new = completion.output_ids.numel()
     if not num_new:
         return dataclasses.replace(sample, finish_reason=completion.finish_reason)

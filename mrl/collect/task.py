@@ -1,17 +1,17 @@
-"""One engine's share of something to generate and to score: of a training step, or of an evaluation."""
+"""A task is one engine's share of what a step or an evaluation generates and scores."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from mrl.collect.multi_turn import Episodes
+from mrl.collect.multi_turn import MultiTurnRollout
 from mrl.collect.scoring import Scoring
-from mrl.collect.single_turn import Round
-from mrl.config import Recipe
+from mrl.collect.single_turn import SingleTurnRollout
+from mrl.config import Recipe, RolloutConfig
 from mrl.exchange.sharing import share_bytes, sum_over_ranks
-from mrl.preflight import Plan
 from mrl.rewards.runner import check_failures
 from mrl.rollout.base import RolloutEngine, SamplingParams
 from mrl.run.rollouts import decode_groups, encode_groups
@@ -19,70 +19,89 @@ from mrl.types import SampleGroup
 from parallel.mesh import Mesh
 
 
-@dataclass
-class Task:
-    """Goes on with another engine where one is lost: what is whole is kept."""
+class Rollout(Protocol):
+    """Turns prompts into whole sample groups, in one turn or in several.
 
-    recipe: Recipe
-    """Of this task: its reward or environment, its sampling."""
-    work: Round | Episodes
-    scoring: Scoring
-    clock_name: str
-    """The part of the step that its generation is counted in."""
-    keeps_routes: bool = True
-    """Of whole groups; what is not trained on gives their memory back."""
+    It outlives the engine: after EngineLost, `finished` is called again with another engine.
+    """
 
     @property
     def is_over(self) -> bool:
-        return self.work.is_over
+        """Whether `finished` has yielded all groups that were wanted."""
+        ...
+
+    def finished(self, engine: RolloutEngine) -> Iterator[SampleGroup]:
+        """Yield groups as they become whole. Raises as `RolloutEngine.generate` does."""
+        ...
+
+    @property
+    def partial(self) -> list[SampleGroup]:
+        """The groups, with what they have so far, that a later step can continue."""
+        ...
+
+
+@dataclass
+class Task:
+    """Generates groups and has them scored."""
+
+    rollout: Rollout
+    scoring: Scoring
+    clock_name: str
+    """The part of the step in which its generation is timed."""
+    keeps_routes: bool = True
+    """Whether whole groups keep their routes; an evaluation needs none, and they are large."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to generate."""
+        return self.rollout.is_over
 
     def run(self, engine: RolloutEngine) -> None:
         """Generate what is left; groups are scored while others generate. Raises EngineLost."""
-        for group in self.work.finished(engine):
+        for group in self.rollout.finished(engine):
             self.scoring.begin(group if self.keeps_routes else _without_routes(group))
-
-    @property
-    def unfinished(self) -> list[SampleGroup]:
-        """Groups that are not whole, with what they have so far; none of conversations."""
-        return self.work.unfinished if isinstance(self.work, Round) else []
 
 
 def make_task(
-    plan: Plan,
-    recipe: Recipe,
+    config: RolloutConfig,
     scoring: Scoring,
     groups: Sequence[SampleGroup],
     seeds: Sequence[int],
     num_wanted: int | None = None,
     *,
+    tokenizer: Any,
+    context_len: int,
     clock_name: str,
     keeps_routes: bool = True,
 ) -> Task:
-    """`groups` as `start_groups` makes them, each with its seed; over when `num_wanted` are whole."""
-    rollout = recipe.rollout
+    """Return the task that generates `groups`, as `start_groups` makes them, each with its seed.
+
+    It is over when `num_wanted` groups are whole, by default all. Conversations, which `scoring` with
+    environments asks for, end where the context of `context_len` tokens does.
+    """
     sampling = SamplingParams(
-        max_new_tokens=rollout.max_response_len,
-        min_new_tokens=rollout.min_response_len,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
+        max_new_tokens=config.max_response_len,
+        min_new_tokens=config.min_response_len,
+        temperature=config.temperature,
+        top_p=config.top_p,
     )
     scoring.begin_step()
     environments = scoring.environments
-    work: Round | Episodes
+    rollout: Rollout
     if environments is None:
-        work = Round(groups, sampling, seeds, num_wanted)
+        rollout = SingleTurnRollout(groups, sampling, seeds, num_wanted)
     else:
-        work = Episodes(
+        rollout = MultiTurnRollout(
             groups,
             environments,
-            plan.tokenizer,
+            tokenizer,
             sampling=sampling,
             max_turns=environments.config.max_turns,
-            context_len=plan.context_len,
+            context_len=context_len,
             seeds=seeds,
-            step_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
+            step_samples=config.prompts_per_step * config.samples_per_prompt,
         )
-    return Task(recipe, work, scoring, clock_name, keeps_routes)
+    return Task(rollout, scoring, clock_name, keeps_routes)
 
 
 def _without_routes(group: SampleGroup) -> SampleGroup:
@@ -91,13 +110,16 @@ def _without_routes(group: SampleGroup) -> SampleGroup:
 
 
 def share_scored(task: Task | None, recipe: Recipe, mesh: Mesh) -> list[SampleGroup]:
-    """Everybody's groups of a task on every rank, whole where they were rolled out and outlines
-    (`mrl.run.rollouts.outline`) elsewhere. A collective; raises RunFailed where rewards failed for too
-    large a share of a whole step, however few samples this round of it has."""
-    own, num_failed = task.scoring.finish() if task is not None else ([], 0)
+    """Return all engines' groups of a task, with rewards: whole on the rank that rolled them out, and
+    outlines (`mrl.run.rollouts.outline`) on the others.
+
+    A collective. Raises RunFailed where rewards failed for too large a share of a whole step, however
+    few samples this round of it has.
+    """
+    local, num_failed = task.scoring.finish() if task is not None else ([], 0)
     if mesh.dims.world == 1:
-        return own
-    everything = _share_outlines(own, mesh)
+        return local
+    everything = _share_outlines(local, mesh)
     check_failures(
         f"reward {recipe.reward!r}"
         if recipe.environment is None
@@ -108,17 +130,17 @@ def share_scored(task: Task | None, recipe: Recipe, mesh: Mesh) -> list[SampleGr
     return sorted(everything, key=lambda group: group.samples[0].group_id)
 
 
-def share_unfinished(task: Task | None, mesh: Mesh) -> list[SampleGroup]:
-    """What all engines left of a task, whole where it was rolled out and outlines elsewhere. A
-    collective."""
-    left = [] if task is None else task.unfinished
-    return left if mesh.dims.world == 1 else _share_outlines(left, mesh)
+def share_partial(task: Task | None, mesh: Mesh) -> list[SampleGroup]:
+    """Return the partial groups of all engines: whole on the rank that rolled them out, and outlines on
+    the others. A collective."""
+    partial = [] if task is None else task.rollout.partial
+    return partial if mesh.dims.world == 1 else _share_outlines(partial, mesh)
 
 
-def _share_outlines(own: list[SampleGroup], mesh: Mesh) -> list[SampleGroup]:
-    """Everybody's groups, by rank. Only ranks that lead an engine have any, and only these send."""
-    mine = encode_groups(own, with_routes=False, with_tokens=False) if own else b""
+def _share_outlines(local: list[SampleGroup], mesh: Mesh) -> list[SampleGroup]:
+    """Return all ranks' groups, by rank. Only ranks that lead an engine have groups and send them."""
+    mine = encode_groups(local, with_routes=False, with_tokens=False) if local else b""
     everything: list[SampleGroup] = []
     for rank, part in enumerate(share_bytes(mine)):
-        everything += own if rank == mesh.rank else decode_groups(part) if part else []
+        everything += local if rank == mesh.rank else decode_groups(part) if part else []
     return everything

@@ -96,7 +96,6 @@ class Learner:
         Raises RunFailed, with the weights as they were, where something is not finite, and in the first
         update of a start where the trainer disagrees with itself.
         """
-        self.policy.onload()
         in_loss = drop_from_loss(groups, self.recipe.algorithm)
         samples = [sample for group in in_loss for sample in group.samples]
         batches = self._make_batches(step, in_loss)

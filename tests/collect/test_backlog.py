@@ -15,10 +15,10 @@ from moe.trace import join_traces, joined_spans
 from mrl.collect.backlog import (
     Backlog,
     Started,
-    StepPlan,
+    StepPrompts,
+    choose_prompts,
+    left_over,
     older_tokens,
-    plan_step,
-    unfinished_of,
 )
 from mrl.collect.single_turn import is_finished
 from mrl.config import AlgorithmConfig, RolloutConfig
@@ -70,7 +70,7 @@ def content(backlog: Backlog) -> list[tuple]:
 
 
 def rolled_out(
-    plan: StepPlan, version: int, num_engines: int, rng: random.Random
+    plan: StepPrompts, version: int, num_engines: int, rng: random.Random
 ) -> tuple[list[SampleGroup], list[SampleGroup]]:
     """Groups that were whole first, and the rest: any that chance picks, as engines would give them."""
     trained: list[SampleGroup] = []
@@ -197,10 +197,10 @@ def test_without_over_sampling_all_is_as_ever() -> None:
 
 def test_a_group_that_an_engine_lost_is_noticed() -> None:
     started = [Started(SampleGroup(p, [grown_empty(i)]), 0) for i, p in enumerate(make_prompts(3))]
-    plan = StepPlan(started, 1, False, [])
+    plan = StepPrompts(started, 1, False, [])
     groups = [one.group for one in started]
     with pytest.raises(ValueError, match=r"got \[1\], expected \[1, 2\]"):
-        unfinished_of(plan, groups[:1], groups[1:2], "resume")
+        left_over(plan, groups[:1], groups[1:2], "resume")
 
 
 def grown_empty(group_id: int) -> Sample:
@@ -241,5 +241,5 @@ def test_engines_that_over_sample_nothing_are_refused() -> None:
 def test_a_prompt_drawn_twice_is_not_the_same_samples_twice() -> None:
     config = RolloutConfig(max_response_len=8, prompts_per_step=3)
     first, second = make_prompts(2)
-    started = plan_step([], lambda n: [first, second, first][:n], config, 7).started
+    started = choose_prompts([], lambda n: [first, second, first][:n], config, 7).started
     assert len({(one.group.prompt.prompt_id, one.seed) for one in started}) == 3

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe.trace import join_traces
-from mrl.collect.conversation import Session
+from mrl.collect.conversation import Conversation
 from mrl.rollout.base import Completion
 from mrl.types import RoutingTrace, VersionSpan
 
@@ -25,24 +25,24 @@ def trace(num_rows, *, version=0, cached=0, recomputed=0, marker=0):
     )
 
 
-def turn(session, ids, *, version=0, reason="stop", routing=None):
-    start = len(session.token_ids)
+def turn(talk, ids, *, version=0, reason="stop", routing=None):
+    start = len(talk.token_ids)
     spans = (VersionSpan(version, start, start + len(ids)),) if ids else ()
     logprobs = -torch.arange(1.0, len(ids) + 1)
     return Completion("r", torch.tensor(ids), logprobs, reason, spans, routing)
 
 
 def test_three_turns_become_one_sample():
-    session = Session.start(5, torch.arange(P))
-    session = session.with_completion(turn(session, [10, 11], routing=trace(5)))
-    session = session.with_tokens(torch.tensor([20, 21, 22]))
-    session = session.with_completion(turn(session, [12], version=1, routing=trace(9, marker=1)))
-    session = session.with_tokens(torch.tensor([23]))
-    session = session.with_completion(turn(session, [13, 14], version=1, routing=trace(12)))
-    assert (session.num_turns, session.finish_reason) == (3, None)
+    talk = Conversation.start(5, torch.arange(P))
+    talk = talk.with_completion(turn(talk, [10, 11], routing=trace(5)))
+    talk = talk.with_tokens(torch.tensor([20, 21, 22]))
+    talk = talk.with_completion(turn(talk, [12], version=1, routing=trace(9, marker=1)))
+    talk = talk.with_tokens(torch.tensor([23]))
+    talk = talk.with_completion(turn(talk, [13, 14], version=1, routing=trace(12)))
+    assert (talk.num_turns, talk.finish_reason) == (3, None)
     with pytest.raises(ValueError, match="not finished"):
-        session.sample(0)
-    sample = session.finished("stop").sample(0)
+        talk.sample(0)
+    sample = talk.finished("stop").sample(0)
     assert sample.token_ids.tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 22, 12, 23, 13, 14]
     assert sample.loss_mask.int().tolist() == [0] * 4 + [1, 1, 0, 0, 0, 1, 0, 1, 1]
     assert sample.rollout_logprobs.tolist() == [0] * 4 + [-1, -2, 0, 0, 0, -1, 0, -1, -2]
@@ -53,14 +53,14 @@ def test_three_turns_become_one_sample():
 
 
 def test_routes_are_those_of_the_turn_that_first_read_the_token():
-    session = Session.start(0, torch.arange(P))
+    talk = Conversation.start(0, torch.arange(P))
     for marker, num_rows in ((0, 5), (3, 9), (6, 12)):
-        new = [9] * (num_rows + 1 - len(session.token_ids) - (2 if marker else 0))
+        new = [9] * (num_rows + 1 - len(talk.token_ids) - (2 if marker else 0))
         if marker:
-            session = session.with_tokens(torch.tensor([1, 1]))
+            talk = talk.with_tokens(torch.tensor([1, 1]))
         routing = trace(num_rows, marker=marker, version=marker)
-        session = session.with_completion(turn(session, new, routing=routing, version=marker))
-    routing = session.finished("stop").sample(0).routing
+        talk = talk.with_completion(turn(talk, new, routing=routing, version=marker))
+    routing = talk.finished("stop").sample(0).routing
     # Turn 2 was the first to read the last token of turn 1 (token 5) and the tokens between.
     expected = [r % 8 for r in range(5)] + [(r + 3) % 8 for r in range(5, 9)]
     expected += [(r + 6) % 8 for r in range(9, 12)]
@@ -83,13 +83,13 @@ def test_what_was_cached_or_computed_again_within_the_kept_rows_does_not_count(o
 
 
 def test_an_abort_ends_the_session_with_what_there_was():
-    start = Session.start(0, torch.arange(P))
+    start = Conversation.start(0, torch.arange(P))
     empty = start.with_completion(turn(start, [], reason="abort")).sample(7)
     assert (empty.token_ids.tolist(), empty.finish_reason) == ([0, 1, 2, 3], "abort")
     assert empty.weight_versions == (VersionSpan(7, 4, 4),)
     assert empty.routing is None
-    session = start.with_completion(turn(start, [10], routing=trace(4)))
-    asked = session.with_tokens(torch.tensor([20, 21]))
+    talk = start.with_completion(turn(start, [10], routing=trace(4)))
+    asked = talk.with_tokens(torch.tensor([20, 21]))
     partial = asked.with_completion(turn(asked, [11], reason="abort", routing=trace(7))).sample(0)
     assert partial.token_ids.tolist() == [0, 1, 2, 3, 10, 20, 21, 11]
     assert len(partial.routing.expert_ids) == 7
@@ -100,16 +100,16 @@ def test_an_abort_ends_the_session_with_what_there_was():
 
 
 def test_what_does_not_fit_is_refused():
-    session = Session.start(0, torch.arange(P))
+    talk = Conversation.start(0, torch.arange(P))
     with pytest.raises(ValueError, match=r"cover tokens None, expected \(4, 4\)"):
-        session.with_completion(turn(session, []))
-    longer = session.with_tokens(torch.tensor([1]))
+        talk.with_completion(turn(talk, []))
+    longer = talk.with_tokens(torch.tensor([1]))
     with pytest.raises(ValueError, match=r"cover tokens \(4, 5\), expected \(5, 6\)"):
-        longer.with_completion(turn(session, [1]))
+        longer.with_completion(turn(talk, [1]))
     with pytest.raises(ValueError, match="got 3 rows, expected 4"):
-        session.with_completion(turn(session, [1], routing=trace(3)))
-    session = session.with_completion(turn(session, [1]))
+        talk.with_completion(turn(talk, [1], routing=trace(3)))
+    talk = talk.with_completion(turn(talk, [1]))
     with pytest.raises(ValueError, match="has routes, where the turns before had not"):
-        session.with_completion(turn(session, [1], routing=trace(5)))
+        talk.with_completion(turn(talk, [1], routing=trace(5)))
     with pytest.raises(ValueError, match="got 3 rows to continue 5"):
         join_traces(trace(5), trace(3))

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from mrl.collect.dynamic_sampling import SignalRounds
+from mrl.collect.dynamic_sampling import DynamicSampling
 from mrl.config import RolloutConfig
 from mrl.types import Prompt
 from tests.sample_groups import group, prompt
@@ -25,7 +25,7 @@ def test_rounds_draw_what_is_missing_until_all_groups_have_a_signal() -> None:
         drawn.append(num)
         return [prompt(next(numbers)) for _ in range(num)]
 
-    rounds = SignalRounds(CONFIG)
+    rounds = DynamicSampling(CONFIG)
     rounds.add([group([0, 1], 0), group([1, 1], 1), group([0, 0], 2), group([math.nan, 1], 3)])
     assert not rounds.is_over
     plan = rounds.next_round(draw, seed=7)
@@ -48,7 +48,7 @@ def test_rounds_draw_what_is_missing_until_all_groups_have_a_signal() -> None:
 
 
 def test_after_the_last_round_the_step_is_filled_up_with_groups_that_teach_nothing() -> None:
-    rounds = SignalRounds(CONFIG)
+    rounds = DynamicSampling(CONFIG)
     for number in range(3):
         rounds.add([group([1, 1], 2 * number), group([0, int(number == 1)], 2 * number + 1)])
     assert rounds.is_over

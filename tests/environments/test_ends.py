@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrl.collect.multi_turn import Episodes
+from mrl.collect.multi_turn import MultiTurnRollout
 from mrl.collect.single_turn import start_groups
 from mrl.config import EnvironmentConfig
 from mrl.environments.runner import EnvironmentRunner
@@ -47,7 +47,7 @@ def test_every_end_closes_the_environment(name, settings, reasons, tmp_path):
     prompt = Prompt("0", torch.tensor([1]), "p", {}, "f:1")
     config = EnvironmentConfig(name=f"{ZOO}:{name}", arguments={"folder": str(tmp_path)})
     with EnvironmentRunner(config) as environments:
-        episodes = Episodes(
+        episodes = MultiTurnRollout(
             start_groups([prompt], 2),
             environments,
             tokenizer,

@@ -16,7 +16,7 @@ import torch
 
 from mrl.cli import main
 from mrl.collect.evaluation import eval_metrics, pass_at_k
-from mrl.collect.single_turn import Round, start_groups
+from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.collect.task import Task
 from mrl.config import EvalSetConfig, dump_recipe, load_recipe
 from mrl.data.eval_sets import EvalSet
@@ -108,8 +108,8 @@ def test_routes_of_an_evaluation_are_not_kept(keeps: bool) -> None:
     scoring: Any = SimpleNamespace(begin=seen.append)
     engine: Any = OneAnswer()
     prompt = Prompt("0", torch.arange(2), "ab", {}, "x:1")
-    work = Round(start_groups([prompt], 2), SamplingParams(max_new_tokens=1), 0)
-    Task(load_recipe(TOY_RECIPE), work, scoring, "eval", keeps_routes=keeps).run(engine)
+    rollout = SingleTurnRollout(start_groups([prompt], 2), SamplingParams(max_new_tokens=1), 0)
+    Task(rollout, scoring, "eval", keeps_routes=keeps).run(engine)
     assert [sample.routing is not None for sample in seen[0].samples] == [keeps] * 2
 
 

@@ -25,6 +25,7 @@ from mrl.system.clock import Clock
 from mrl.types import LossOutput, MicroBatch
 from parallel.mesh import init_mesh, world_size
 from tests.loop.conftest import TOY_RECIPE, Toy
+from tests.loop.stepped import collected
 from tests.ranks import run_ranks
 
 NAN = float("nan")
@@ -143,7 +144,7 @@ def steps_with_empty_mini_batches(overrides: list[str]) -> list[dict[str, Any]]:
     found = []
     for num_empty in (1, 2):
         before = [p.detach().clone() for p in trainer.policy.chunks[0].parameters()]
-        groups = trainer.collector.collect(trainer.step, trainer.policy, Clock())
+        groups = collected(trainer)
         for group in groups[: num_empty * len(groups) // 2]:
             group.samples = [without_loss(sample) for sample in group.samples]
         metrics = trainer.learner.learn(trainer.step, groups, Clock(), lambda groups: None)

@@ -20,12 +20,12 @@ NUM_TOKENS = 24
 
 def train_sync_generate(overrides: list[str]) -> dict[str, Any]:
     """Two real steps, then a sync of the trained weights and greedy tokens from the engine."""
-    from mrl.collect.live import EngineCollector
-    from mrl.collect.single_turn import Round, start_groups
+    from mrl.collect.live import LiveCollector
+    from mrl.collect.single_turn import SingleTurnRollout, start_groups
     from mrl.preflight import check
     from mrl.rollout.base import SamplingParams
     from mrl.run.folder import RunFolder
-    from mrl.trainer import Trainer
+    from mrl.trainer import Trainer, sync_weights
     from parallel.mesh import init_mesh
 
     recipe = load_recipe(TOY_RECIPE, overrides)
@@ -35,15 +35,17 @@ def train_sync_generate(overrides: list[str]) -> dict[str, Any]:
     trainer = Trainer(plan, init_mesh(plan.dims, 0), folder)
     trainer.train()
     collector = trainer.collector
-    assert isinstance(collector, EngineCollector)
-    assert collector.engine is not None
-    collector.engine.start()
+    assert isinstance(collector, LiveCollector)
+    engine = collector.slot.engine
+    assert engine is not None
+    engine.start()
     try:
-        collector.engine.sleep()
-        collector.sync(9, trainer.policy)
+        engine.sleep()
+        collector.slot.is_needed = True
+        sync_weights(trainer.policy, collector.weight_sync, 9)
         greedy = SamplingParams(NUM_TOKENS, NUM_TOKENS, temperature=0.0)
-        work = Round(start_groups(plan.prompts[:4], 1), greedy, 0)
-        groups = list(work.finished(collector.engine))
+        rollout = SingleTurnRollout(start_groups(plan.prompts[:4], 1), greedy, 0)
+        groups = list(rollout.finished(engine))
     finally:
         collector.close()
     buckets = trainer.policy.export(9, 1 << 20)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
 from mrl.collect.engine_nodes import free_address
-from mrl.collect.single_turn import Round, start_groups
+from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout import load_engine
 from mrl.rollout.base import Request, RolloutEngine, SamplingParams
@@ -54,7 +54,7 @@ def generate(
 ) -> list[SampleGroup]:
     """Whole groups in the order of the prompts."""
     groups = start_groups(prompts, samples_per_prompt, first_group_id)
-    done = list(Round(groups, sampling, seed).finished(engine))
+    done = list(SingleTurnRollout(groups, sampling, seed).finished(engine))
     return sorted(done, key=lambda group: group.samples[0].group_id)
 
 

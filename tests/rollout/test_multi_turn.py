@@ -10,7 +10,7 @@ import torch
 from rollout_helpers import score
 from transformers import AutoTokenizer
 
-from mrl.collect.multi_turn import Episodes
+from mrl.collect.multi_turn import MultiTurnRollout
 from mrl.collect.single_turn import start_groups
 from mrl.config import EnvironmentConfig
 from mrl.data.chat import ChatTurns
@@ -40,7 +40,7 @@ def play(engine, tokenizer, echo):
         settings = {"max_turns": 3, "context_len": 512, **settings}
         settings["step_samples"] = 1000  # failures of all of them are no reason to stop
         prompts = [chat_prompt(tokenizer, i) for i in range(num)]
-        episodes = Episodes(
+        episodes = MultiTurnRollout(
             start_groups(prompts, group, 4),
             settings.pop("environments", echo),
             tokenizer,
@@ -145,15 +145,16 @@ def test_the_same_bits_each_time_and_after_a_lost_engine(play, engine, tokenizer
 
     watched = Watched(engine, lose)
     prompts = [chat_prompt(tokenizer, i) for i in range(3)]
-    episodes = Episodes(
+    episodes = MultiTurnRollout(
         start_groups(prompts, 2), echo, tokenizer, sampling=SamplingParams(10), max_turns=3,
         context_len=512, seeds=[1, 1, 1],
     )  # fmt: skip
     with pytest.raises(EngineLost):
         list(episodes.finished(watched))
-    assert len(episodes.unfinished) == 3
+    assert not episodes.is_over
     again = list(episodes.finished(watched))
-    assert not episodes.unfinished
+    assert episodes.is_over
+    assert len(again) == 3
     assert [len(call) for call in watched.calls] == [6, 3, 3, 6]
     for a, b in zip(samples_of(first), samples_of(again), strict=True):
         assert torch.equal(a.token_ids, b.token_ids)

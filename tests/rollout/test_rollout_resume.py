@@ -10,8 +10,8 @@ import torch
 from rollout_helpers import make_buckets, make_prompts, named_weights, score
 from transformers import Qwen3MoeForCausalLM
 
-from mrl.collect.backlog import Backlog, StepPlan
-from mrl.collect.single_turn import Round, is_finished
+from mrl.collect.backlog import Backlog, StepPrompts
+from mrl.collect.single_turn import SingleTurnRollout, is_finished
 from mrl.config import RolloutConfig
 from mrl.rollout.base import SamplingParams
 from mrl.rollout.sglang.engine import Engine
@@ -26,13 +26,13 @@ CONFIG = RolloutConfig(
 
 
 def rolled_out(
-    engine: Engine, plan: StepPlan, num_wanted: int
+    engine: Engine, plan: StepPrompts, num_wanted: int
 ) -> tuple[list[SampleGroup], list[SampleGroup]]:
     groups, seeds = zip(*((one.group, one.seed) for one in plan.started), strict=True)
-    work = Round(groups, SAMPLING, seeds, num_wanted)
-    done = list(work.finished(engine))
-    assert work.is_over
-    return done, work.unfinished
+    rollout = SingleTurnRollout(groups, SAMPLING, seeds, num_wanted)
+    done = list(rollout.finished(engine))
+    assert rollout.is_over
+    return done, rollout.partial
 
 
 @pytest.fixture(scope="module")

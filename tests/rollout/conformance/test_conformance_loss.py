@@ -12,7 +12,7 @@ from rollout_helpers import (
     make_prompts,
 )
 
-from mrl.collect.single_turn import Round, start_groups
+from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.rollout.base import EngineLost, SamplingParams
 
 SAMPLING = SamplingParams(200)
@@ -31,9 +31,9 @@ def test_no_sample_is_lost_or_doubled(engine, toy_weights):
     calm = generate(engine, prompts, samples_per_prompt=2, sampling=SAMPLING, seed=1)
     first = psutil.Process(engine.process_id)
     before = [first, *first.children(recursive=True)]
-    work = Round(start_groups(prompts, 2), SAMPLING, 1)
+    rollout = SingleTurnRollout(start_groups(prompts, 2), SAMPLING, 1)
     groups = []
-    finished = work.finished(engine)
+    finished = rollout.finished(engine)
     groups.append(next(finished))
     for process in before:
         process.kill()
@@ -41,7 +41,7 @@ def test_no_sample_is_lost_or_doubled(engine, toy_weights):
         groups.extend(finished)  # keeps what comes before the error
     assert not running(before)
     assert groups
-    assert len(groups) + len(work.unfinished) == 8
+    assert len(groups) + len(rollout.partial) == 8
     for ask in (engine.wake, engine.sleep, lambda: engine.generate([])):
         with pytest.raises(EngineLost, match=r"the engine is stopped; start\(\) it first"):
             ask()
@@ -49,8 +49,8 @@ def test_no_sample_is_lost_or_doubled(engine, toy_weights):
     engine.start()
     assert engine.weight_version == 0
     engine.update_weights(make_buckets(toy_weights, 0), 0)
-    groups += work.finished(engine)
-    assert not work.unfinished
+    groups += rollout.finished(engine)
+    assert not rollout.partial
     groups.sort(key=lambda group: group.samples[0].group_id)
     for group, undisturbed in zip(groups, calm, strict=True):
         assert group.prompt is undisturbed.prompt

@@ -1,0 +1,124 @@
+"""The weight sync: from the policy's export to an engine that is proven to hold the same model.
+
+Digests prove that the engine holds the numbers that were sent (`RolloutEngine.update_weights`), and
+canaries that it makes the same model of them (`mrl.collect.canary`). `mrl.trainer.sync_weights` puts
+the parts of a sync in order with what sleeps and wakes on the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from mrl.collect.canary import canary_sequences, check_canaries, default_tolerance
+from mrl.collect.engine_slot import EngineSlot
+from mrl.config import ModelConfig, RolloutConfig
+from mrl.errors import RunFailed
+from mrl.exchange.sharing import sum_over_ranks
+from mrl.rollout.engine_group import EngineGroup, GatheredBuckets
+from mrl.types import Prompt
+from parallel.implementation import choose_dtype
+from parallel.policy import Policy
+
+
+class WeightSync:
+    """Carries out the weight syncs of one rank.
+
+    All ranks take part in `expect_canaries`, `export` and `raise_failures`; what concerns the engine
+    does nothing on a rank whose slot is not active.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model: ModelConfig,
+        prompts: Sequence[Prompt],
+        slot: EngineSlot,
+        group: EngineGroup,
+    ) -> None:
+        """`group` joins the ranks that one engine spans."""
+        self.slot = slot
+        self._config = config
+        self._group = group
+        self._dtype = choose_dtype(config.engine_dtype(model))
+        self._canaries = canary_sequences(prompts, config.canary_prompts)
+        self._tolerance = config.canary_tolerance or default_tolerance(
+            choose_dtype(model.dtype), self._dtype
+        )
+        self._expected: list[Tensor] = []
+        self._failure: Exception | None = None
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what the syncs of the step before measured."""
+        self._canary = 0.0
+        self._verify_s = 0.0
+
+    def expect_canaries(self, policy: Policy) -> None:
+        """Compute the log-probs that the engine must give to the canaries. A collective."""
+        with self._verifying():
+            self._expected = policy.score(self._canaries) if self._canaries else []
+
+    @contextmanager
+    def export(self, policy: Policy, version: int) -> Iterator[GatheredBuckets]:
+        """Yield the buckets of the policy's weights to this rank's engine. A collective.
+
+        A RuntimeError or ValueError inside the block is kept for `raise_failures`. Every rank takes
+        part in the export until it ends, whatever fails.
+        """
+        bucket_bytes = self._config.weight_bucket_bytes(policy.export_bytes(self._dtype))
+        buckets = GatheredBuckets(
+            policy.export(version, bucket_bytes, self._dtype),
+            self._group.exchange,
+            has_handles=self._config.tensor_parallel_size > 1
+            and self._config.weight_sync == "tensor",
+        )
+        self._failure = None
+        try:
+            yield buckets
+        except (RuntimeError, ValueError) as error:
+            self._failure = error
+        finally:
+            try:
+                buckets.finish()  # its gathers are collectives: every rank follows them to the end
+            except (RuntimeError, ValueError) as error:
+                self._failure = self._failure or error
+
+    def update(self, buckets: GatheredBuckets, version: int) -> None:
+        """Load the buckets into the engine, which compares digests. Raises what the engine raises."""
+        engine = self.slot.engine
+        if engine is not None and self.slot.is_active:
+            with self.slot.noting_loss():
+                self._verify_s += engine.update_weights(buckets, version).digest_s
+
+    def raise_failures(self) -> None:
+        """Raise on every rank if the export failed on one of them; a lost engine is no failure.
+
+        A collective, so it is a barrier too.
+        """
+        if sum_over_ranks(self._failure is not None):
+            raise self._failure or RunFailed(
+                "a weight sync failed on another rank; see its message"
+            )
+
+    def check_canaries(self) -> None:
+        """Raise RunFailed where the engine gives the canaries other log-probs than the trainer."""
+        engine = self.slot.engine
+        if engine is None or not self.slot.is_active or not self._canaries:
+            return
+        with self.slot.noting_loss(), self._verifying():
+            found = check_canaries(engine, self._canaries, self._expected, self._tolerance)
+            self._canary = max(self._canary, found)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the largest canary difference of the step's syncs, and what verifying them took."""
+        return {"rollout/canary_abs_mean": self._canary, "time/verify_s": self._verify_s}
+
+    @contextmanager
+    def _verifying(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._verify_s += time.perf_counter() - start
