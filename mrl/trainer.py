@@ -29,7 +29,6 @@ from mrl.learn.learner import Learner, make_critic
 from mrl.learn.rollout_metrics import episode_metrics, rollout_metrics
 from mrl.learn.sft import run_sft
 from mrl.preflight import Plan
-from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS
 from mrl.run import console
 from mrl.run.folder import RunFolder, rollout_lines, saved_step
 from mrl.run.rollouts import is_held, save_groups
@@ -272,11 +271,11 @@ def sync_weights(policy: Policy, sync: WeightSync, version: int) -> None:
     sync.expect_canaries(policy)
     dist.barrier()  # an engine wakes on the devices of several ranks
     with sync.export(policy, version) as buckets:
-        sync.slot.wake(WEIGHTS)
+        sync.slot.wake_weights()
         sync.update(buckets, version)
     policy.offload_parameters()
     sync.raise_failures()  # also the barrier before any engine's KV cache takes the memory
-    sync.slot.wake(KV_CACHE, CUDA_GRAPH)
+    sync.slot.wake_cache()
     sync.check_canaries()
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from mrl.collect.engine_nodes import EngineNodes
 from mrl.errors import RunFailed
 from mrl.exchange.sharing import sum_over_ranks
-from mrl.rollout.base import EngineLost
+from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, EngineLost
 from mrl.run import console
 from mrl.system.clock import Clock
 from mrl.system.memory_watch import MemoryWatch
@@ -52,8 +52,15 @@ class EngineSlot:
         """Whether there is an engine here that is needed and not lost."""
         return self.engine is not None and self.is_needed and self._lost is None
 
-    def wake(self, *tags: str) -> None:
-        """Let the engine take device memory back for `tags`."""
+    def wake_weights(self) -> None:
+        """Let the engine take device memory back for its weights, which are not loaded yet."""
+        self._wake(WEIGHTS)
+
+    def wake_cache(self) -> None:
+        """Let the engine take device memory back for its KV cache and CUDA graphs."""
+        self._wake(KV_CACHE, CUDA_GRAPH)
+
+    def _wake(self, *tags: str) -> None:
         if self.engine is not None and self.is_active:
             with self.noting_loss():
                 self.engine.wake(tags)

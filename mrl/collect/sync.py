@@ -60,7 +60,7 @@ class WeightSync:
     def expect_canaries(self, policy: Policy) -> None:
         """Compute the log-probs that the engine must give to the canaries. A collective."""
         with self._verifying():
-            self._expected = policy.score(self._canaries) if self._canaries else []
+            self._expected = policy.sequence_logprobs(self._canaries) if self._canaries else []
 
     @contextmanager
     def export(self, policy: Policy, version: int) -> Iterator[GatheredBuckets]:
