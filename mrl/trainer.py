@@ -261,7 +261,7 @@ class Trainer:
 
 
 def sync_weights(policy: Policy, sync: WeightSync, version: int) -> None:
-    """Hand the device from the trainer to the engine, with the policy's weights as `version`.
+    """Give the device to the engine, which then holds the policy's weights as `version`.
 
     A collective. Where the engine has nothing to generate, or is lost, it stays asleep. Afterwards the
     policy is on the host. Raises RunFailed where the export fails or the canaries disagree.

@@ -29,7 +29,7 @@ SEED_SHIFT = 48
 
 @dataclass(frozen=True)
 class Started:
-    """A prompt that a step works on, or that waits for a later step."""
+    """Is a prompt that a step works on, or that waits for a later step."""
 
     group: SampleGroup
     seed: int

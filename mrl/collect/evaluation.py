@@ -1,4 +1,4 @@
-"""Evaluation runs on the rollout engine: several sets of prompts, several samples a prompt.
+"""Evaluation is done on the rollout engine: several sets of prompts, several samples a prompt.
 
 Sampling seeds depend on the recipe's seed and the prompt alone, so two evaluations differ by the
 weights and by nothing else.

@@ -1,4 +1,4 @@
-"""Prompts, engines, rewards: the source of a step's groups in a live run.
+"""This module collects a step's groups in a live run: prompts, engines, rewards.
 
 The first rank of each engine's ranks leads it; all ranks take part in the weight syncs. An engine that
 is lost in the middle of a step is replaced: what it had finished is kept, the other ranks wait, all of

@@ -1,4 +1,4 @@
-"""Multi-turn rollouts: prompts become conversations between an engine and environments, with rewards.
+"""Multi-turn rollouts are conversations between an engine and environments, which give rewards.
 
 All episodes of a step advance together: turn k of all live episodes is one call of generate(), in the
 order of prompts and samples, and the environments answer when it is complete. So every run makes the

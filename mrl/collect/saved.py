@@ -1,4 +1,4 @@
-"""The rollouts that another run saved, as the source of a step's scored groups."""
+"""This module reads a step's scored groups from the rollouts that another run saved."""
 
 from __future__ import annotations
 

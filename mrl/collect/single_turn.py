@@ -1,4 +1,4 @@
-"""Single-turn rollouts: from prompts to requests to an engine, and from completions to sample groups.
+"""A single-turn rollout makes requests of prompts, and sample groups of an engine's completions.
 
 A group is partial until each of its G samples is whole. A partial group is a `SampleGroup` as well: a
 sample that is not whole has the finish reason `abort` and holds the tokens so far.

@@ -1,4 +1,4 @@
-"""This module shares bytes of some ranks with all ranks, or with one, without pickle and padding.
+"""This module sends bytes of some ranks to all ranks, or to one, without pickle and padding.
 
 A rank needs memory for the sum of what the others send, and not for the number of ranks times the
 largest message, as `all_gather_object` does. Sizes travel first, as one number a rank.

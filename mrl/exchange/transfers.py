@@ -57,7 +57,7 @@ class Transfers:
     reading: list[Transfer] = field(default_factory=list)
     """What this rank reads from the memory of other ranks of its node."""
     pages: dict[int, list[Page]] = field(default_factory=dict)
-    """For each rank of this node, what is in its memory, in order."""
+    """What is in the memory of each rank of this node, in order."""
 
 
 class Cargo(Protocol):
