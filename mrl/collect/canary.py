@@ -18,7 +18,7 @@ from mrl.types import Prompt
 MAX_TOKENS = 64
 TOLERANCE_FLOAT32 = 1e-3
 TOLERANCE_HALF = 0.1
-"""Rounding sends a few tokens to other experts in half precision; a wrong model is off by more than 1."""
+"""In half precision a few tokens change their experts; a wrong model is off by more than 1."""
 
 
 def default_tolerance(*dtypes: torch.dtype) -> float:
