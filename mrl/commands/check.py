@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     from mrl.preflight import check
     from parallel.mesh import world_size
 
-    console.plan(check(recipe, world_size()).rows())
+    console.pairs(check(recipe, world_size()).rows())
     if not args.ignore_memory:
         from mrl.commands.scaling_plan import check_memory
 

@@ -127,7 +127,7 @@ def _show(trial: Any, num_cases: int) -> None:
     from mrl.rewards.trial import PROBLEMS
     from mrl.run import console
 
-    console.plan(_figures(trial, num_cases))
+    console.pairs(_figures(trial, num_cases))
     rows: list[tuple[str, ...]] = []
     for kind, text in PROBLEMS.items():
         found = [finding for finding in trial.findings if finding.kind == kind]

@@ -62,10 +62,10 @@ def show_plan(
     if has_weights(folder):
         from mrl.preflight import check
 
-        console.plan(check(recipe, world).rows())
+        console.pairs(check(recipe, world).rows())
     else:
         checked = "config.json only, so only sizes and options were checked"
-        console.plan([("model", f"{folder}: {checked}"), ("layout", dims.describe())])
+        console.pairs([("model", f"{folder}: {checked}"), ("layout", dims.describe())])
     print(f"\n{assumptions(dims, work, hardware)}")
     for table in tables(shape, dims, work, hardware):
         console.table(table.title, table.header, table.rows)

@@ -50,7 +50,7 @@ def train(recipe: Recipe, world: int) -> None:
     is_main = os.environ.get("RANK", "0") == "0"
     if is_main:
         folder.open(recipe)
-        console.plan(plan.rows())
+        console.pairs(plan.rows())
     if _is_done(plan, folder):
         if is_main:
             print(

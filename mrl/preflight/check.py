@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from mrl.algorithms import check_algorithm, load_algorithm
-from mrl.algorithms.base import traits
-from mrl.config import Recipe
+from mrl.algorithms import Algorithm, check_algorithm, load_algorithm, traits
+from mrl.config import AlgorithmConfig, Recipe, RolloutConfig, SftConfig
 from mrl.data import SftExample, read_prompts, read_sft_examples
 from mrl.data.chat import ChatTurns
 from mrl.data.eval_sets import read_eval_sets
@@ -50,23 +49,14 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
     `saved_steps`: those that `debug.load_rollouts` must have, by default all that are left."""
     dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
     folder = RunFolder(recipe.output_dir)
-    model = HfModel.read(recipe.model.path)
-    dims.check_model(model.sizes)
-    with HfTensors(model) as tensors:
-        check_names(model, tensors.names)
-    choose_implementation(recipe.model.transformer_impl)
-    check_moe(recipe, model)
-    check_megatron(recipe, dims, model)
+    model = _read_model(recipe, dims)
     reference = read_reference(recipe.algorithm, model)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)
     check_on_policy(recipe, dims, model)
     check_partial_rollouts(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
-    context_len = _context_len(recipe, model)
-    algorithm = load_algorithm(recipe.algorithm.name)
-    check_algorithm(recipe.algorithm)
-    # Refuses the supervised loss.
-    algorithm.advantages([torch.tensor([0.0, 1.0])], recipe.algorithm)
+    context_len = _context_len(recipe.rollout, model)
+    algorithm = _read_algorithm(recipe.algorithm)
     critic = read_critic(recipe, traits(algorithm).needs_critic, model, dims)
     check_shaping(recipe)
     check_dynamic_sampling(recipe)
@@ -81,12 +71,13 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
         min_rows=recipe.rollout.prompts_per_step,
     )
     check_started(recipe.rollout, len(prompts))
-    _check_prompts(recipe, prompts, tokenizer)
-    sft_examples = _sft_examples(recipe, tokenizer, context_len)
+    _check_prompts(prompts, tokenizer, is_conversation=recipe.environment is not None)
+    sft_examples = _sft_examples(recipe.sft, tokenizer, context_len)
     eval_sets = read_eval_sets(recipe, tokenizer, context_len)
     for each in eval_sets:
         _check_task(each.recipe)
-        _check_prompts(each.recipe, each.prompts, tokenizer)
+        is_conversation = each.recipe.environment is not None
+        _check_prompts(each.prompts, tokenizer, is_conversation=is_conversation)
     folder.check(recipe)
     resume_step = _resume_step(folder)
     if recipe.debug.load_rollouts is not None:
@@ -98,8 +89,28 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
     )  # fmt: skip
 
 
+def _read_model(recipe: Recipe, dims: ParallelDims) -> HfModel:
+    """Read the model's folder, and check it against the layout and Megatron's options."""
+    model = HfModel.read(recipe.model.path)
+    dims.check_model(model.sizes)
+    with HfTensors(model) as tensors:
+        check_names(model, tensors.names)
+    choose_implementation(recipe.model.transformer_impl)
+    check_moe(recipe, model)
+    check_megatron(recipe, dims, model)
+    return model
+
+
+def _read_algorithm(config: AlgorithmConfig) -> Algorithm:
+    algorithm = load_algorithm(config.name)
+    check_algorithm(config)
+    # Refuses the supervised loss, which has no advantages.
+    algorithm.advantages([torch.tensor([0.0, 1.0])], config)
+    return algorithm
+
+
 def _check_task(recipe: Recipe) -> None:
-    """Engine, and what scores its samples."""
+    """Check the engine, and what scores its samples."""
     reward, environment = recipe.reward, recipe.environment
     if (reward is None) == (environment is None):
         given = "neither is given" if reward is None else "both are given"
@@ -118,9 +129,8 @@ def _check_task(recipe: Recipe) -> None:
         resolve_reward(reward)
 
 
-def _check_prompts(recipe: Recipe, prompts: list[Prompt], tokenizer: Any) -> None:
-    """Whether they fit what they are given to."""
-    is_conversation = recipe.environment is not None
+def _check_prompts(prompts: list[Prompt], tokenizer: Any, *, is_conversation: bool) -> None:
+    """Check that the prompts fit the reward, or the environment where it is a conversation."""
     for prompt in prompts:
         (check_environment_columns if is_conversation else check_columns)(prompt)
     if is_conversation and any(isinstance(prompt.content, list) for prompt in prompts):
@@ -128,7 +138,7 @@ def _check_prompts(recipe: Recipe, prompts: list[Prompt], tokenizer: Any) -> Non
 
 
 def _resume_step(folder: RunFolder) -> int | None:
-    """The newest checkpoint that is all there; the ranks share the hashing later, when they load it."""
+    """Return the newest checkpoint that is all there. The ranks share the hashing when they load it."""
     is_main = os.environ.get("RANK", "0") == "0"
     found = newest_good(
         candidates(folder.checkpoints),
@@ -138,15 +148,14 @@ def _resume_step(folder: RunFolder) -> int | None:
     return None if found is None else step_of(found)
 
 
-def _sft_examples(recipe: Recipe, tokenizer: Any, context_len: int) -> list[SftExample]:
-    if recipe.sft is None:
+def _sft_examples(config: SftConfig | None, tokenizer: Any, context_len: int) -> list[SftExample]:
+    if config is None:
         return []
-    path, batch_size = recipe.sft.path, recipe.sft.batch_size
-    examples = read_sft_examples(path, tokenizer, max_len=context_len)
-    if len(examples) < batch_size:
+    examples = read_sft_examples(config.path, tokenizer, max_len=context_len)
+    if len(examples) < config.batch_size:
         raise InputError(
-            f"sft.path {path} has {len(examples)} rows, sft.batch_size is "
-            f"{batch_size}; add rows or lower it"
+            f"sft.path {config.path} has {len(examples)} rows, sft.batch_size is "
+            f"{config.batch_size}; add rows or lower it"
         )
     return examples
 
@@ -196,16 +205,16 @@ def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
         )
 
 
-def _context_len(recipe: Recipe, model: HfModel) -> int:
-    asked = recipe.rollout.context_len or model.context_len
+def _context_len(config: RolloutConfig, model: HfModel) -> int:
+    asked = config.context_len or model.context_len
     if asked > model.context_len:
         raise InputError(
             f"rollout.context_len {asked} is above the model's max_position_embeddings "
             f"{model.context_len}"
         )
-    if recipe.rollout.max_response_len >= asked:
+    if config.max_response_len >= asked:
         raise InputError(
-            f"rollout.max_response_len {recipe.rollout.max_response_len} leaves no room for a prompt "
+            f"rollout.max_response_len {config.max_response_len} leaves no room for a prompt "
             f"in a context of {asked} tokens"
         )
     return asked

@@ -33,8 +33,8 @@ MAX_SAMPLE_CHARS = 400
 LOG_WIDTH = 1000
 
 
-def plan(rows: list[tuple[str, str]], *, console: Console | None = None) -> None:
-    """Print what is about to run, as (name, value) rows."""
+def pairs(rows: list[tuple[str, str]], *, console: Console | None = None) -> None:
+    """Print (name, value) rows, such as the plan of a run."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -264,10 +264,10 @@ def _read_trace(
     weights = None
     if "expert_ids" in take:
         ids = take["expert_ids"](num_rows)
-        weights = take["expert_weights"](num_rows) if record.get("has_weights") else None
+        weights = take["expert_weights"](num_rows) if record["has_weights"] else None
     else:
         ids = empty_trace_ids(num_rows, len(layer_numbers), num_experts, record["topk"])
-        if record.get("has_weights"):
+        if record["has_weights"]:
             weights = torch.empty(ids.shape, device="meta")
     return RoutingTrace(
         expert_ids=ids,

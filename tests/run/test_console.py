@@ -38,7 +38,7 @@ METRICS = {
 def test_logs_are_plain_and_escaped():
     log = capture()
     sample = {"prompt": HOSTILE, "completion": HOSTILE * 99, "reward": 0.5}
-    console.plan([("model", HOSTILE), ("ranks", "2")], console=log)
+    console.pairs([("model", HOSTILE), ("ranks", "2")], console=log)
     console.step_line(METRICS, num_steps=110, console=log)
     console.warning(HOSTILE, console=log)
     with console.progress("load the model", console=log):
