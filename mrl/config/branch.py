@@ -1,4 +1,4 @@
-"""What every branch of the recipe is."""
+"""Defines what every branch of the recipe is: frozen, without unknown keys."""
 
 from __future__ import annotations
 

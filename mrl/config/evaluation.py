@@ -1,4 +1,4 @@
-"""What the policy is measured on, apart from what it is trained on."""
+"""Configures what the policy is evaluated on."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class EvalSetConfig(Branch):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Its name in the metrics, `eval/NAME/...`."""
     path: str
-    """JSONL, as `data.path`."""
+    """A JSONL file like `data.path`."""
     reward: str | None = None
     """What scores the samples; null takes the recipe's reward or environment."""
     samples_per_prompt: int = Field(default=1, ge=1)
-    """k of avg@k; pass@k is given for 1, 2, 4 ... up to it."""
+    """The k of avg@k; pass@k is reported for 1, 2, 4 ... up to k."""
     num_prompts: int | None = Field(default=None, ge=1)
-    """The first so many rows; by default all."""
+    """Evaluate the first so many rows; null takes all."""
     max_response_len: int | None = Field(default=None, ge=1)
     """Tokens of a response at most; null takes rollout.max_response_len."""
     temperature: float | None = Field(default=None, ge=0)
@@ -30,7 +30,7 @@ class EvalSetConfig(Branch):
 
 class EvalConfig(Branch):
     every: int = Field(default=0, ge=0)
-    """Steps between evaluations during training, before step 0, N, 2N ... and after the last; 0 leaves
-    it to `mrl eval`."""
+    """Steps between evaluations during training: before step 0, N, 2N ... and after the last one. 0
+    evaluates only by `mrl eval`."""
     sets: tuple[EvalSetConfig, ...] = ()
     """Sets of prompts, each with a name of its own; see docs/evaluation.md."""

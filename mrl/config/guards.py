@@ -1,4 +1,4 @@
-"""What stops a run, or warns, before an update."""
+"""Configures the checks before an update that stop the run, or warn."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mrl.config.branch import Branch
 class GuardConfig(Branch):
     ratio_tolerance: float | None = Field(default=None, gt=0)
     """How far |log-prob - old log-prob| of a token may be from 0 before the first update of a start,
-    where both are of the same weights. By default 1e-4 in float32 and 0.1 in half precision. The run
-    stops where more tokens are further off than `ratio_quantile` allows."""
+    where both are of the same weights. Null: 1e-4 in float32 and 0.1 in half precision. The run stops
+    where more tokens are further off than `ratio_quantile` allows."""
     ratio_quantile: float = Field(default=0.999, gt=0, le=1)
     """Share of the loss tokens of all ranks that must be within `ratio_tolerance`. It is below 1
     because single tokens may differ on a GPU, where kernels add in no fixed order and a router's choice
-    is nearly a tie. Of fewer than 1,000 tokens 0.999 is all of them; 1 judges the token that is
-    furthest off. A log-prob that is not finite stops the run whatever this is."""
+    is nearly a tie. With fewer than 1,000 tokens 0.999 means all of them; 1 judges the token that
+    is furthest off. A log-prob that is not finite always stops the run."""
     clip_budget: float = Field(default=0.1, gt=0)
     """Share of the clip range of a sequence ratio (GSPO: 3e-4) that the trainer's own noise may take
     before the first update; above it a warning says that sequences clip before the policy has learned

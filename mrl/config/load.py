@@ -1,4 +1,4 @@
-"""Read a recipe and its overrides, write the resolved one. Every error is one line."""
+"""Reads a recipe and its overrides, and writes the resolved one. Every error is one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RENAMED = {
 }
 """Keys of earlier recipes and their names now. A recipe that has an old one is refused."""
 MEMBER = re.compile(r"int|float|constrained-(int|float)|literal\[.*\]")
-"""How pydantic ends the location of a problem with one type of a union."""
+"""The last part of the location of a problem where pydantic tried one type of a union."""
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
@@ -119,7 +119,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _of_unions(problems: list[ErrorDetails]) -> dict[str, list[ErrorDetails]]:
-    """Problems of fields that take one type or another, by key: pydantic reports one for each type."""
+    """Return the problems of fields of a union type by key: pydantic reports one for each type."""
     found: dict[str, list[ErrorDetails]] = {}
     for problem in problems:
         *path, member = problem["loc"]
@@ -129,7 +129,7 @@ def _of_unions(problems: list[ErrorDetails]) -> dict[str, list[ErrorDetails]]:
 
 
 def _suggest(key: str) -> str:
-    """The same name in another branch, else the nearest name in the same branch, else anywhere."""
+    """Suggest the same name in another branch, else the nearest name in the same branch, else any."""
     known = _all_keys(Recipe)
     branch, _, leaf = key.rpartition(".")
     leaves = {k: k.rpartition(".")[2] for k in known}

@@ -1,4 +1,4 @@
-"""This module joins the branches to the whole recipe."""
+"""Joins the branches to the whole recipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DebugConfig(Branch):
     save_rollouts: bool = False
     """Write rollouts/step_*.safetensors with all tensors, for load_rollouts."""
     load_rollouts: str | None = None
-    """A `rollouts` folder of another run: train from it, with no engine."""
+    """Train from the `rollouts` folder of another run, without an engine."""
     rollout_only: bool = False
     """Generate and score, never train."""
 
@@ -54,7 +54,7 @@ class Recipe(Branch):
     """Seconds for one call of the reward function. A call that takes longer is killed, and its samples
     are masked."""
     environment: EnvironmentConfig | None = None
-    """What the policy talks with, in several turns; it takes the place of `reward`."""
+    """The environment that the policy talks with in several turns; it takes the place of `reward`."""
     data: DataConfig
     sft: SftConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -67,12 +67,12 @@ class Recipe(Branch):
 
     @property
     def longest_wait_s(self) -> float:
-        """That a rank waits for another, which waits for its engine: for a step, and for the evaluation
-        sets one after the other."""
+        """The time that a rank may wait for another, which waits for its engine: for a step, and for
+        the evaluation sets one after the other."""
         num_calls = 3 + len(self.eval.sets)
         return 600 + max(self.rollout.start_timeout_s, num_calls * self.rollout.request_timeout_s)
 
     @property
     def captures_routes(self) -> bool:
-        """The engine is asked for the experts that it chose."""
+        """Whether the engine is asked for the experts that it chose."""
         return self.moe.routing_replay == "r3" or self.diagnosis.capture_routes

@@ -11,6 +11,7 @@ from mrl.config import Recipe
 from mrl.data import SftExample
 from mrl.data.eval_sets import EvalSet
 from mrl.preflight.engine_layout import EngineLayout, engine_layout
+from mrl.rollout import engine_names
 from mrl.types import Prompt
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
@@ -47,7 +48,7 @@ class Plan:
         return engine_layout(self.recipe.rollout, self.dims.world)
 
     def rows(self) -> list[tuple[str, str]]:
-        """What is about to happen, for the terminal."""
+        """Return what is about to run as (name, value) rows for the terminal."""
         recipe, model, rollout = self.recipe, self.model, self.recipe.rollout
         implementation, why = choose_implementation(recipe.model.transformer_impl)
         samples = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -61,7 +62,7 @@ class Plan:
             ("trainer", f"megatron-core {_version('megatron-core')}, {implementation} layers "
              f"({why}), {choose_dtype(recipe.model.dtype)}".replace("torch.", "")),
             ("rollout", f"saved: {source}" if source else
-             f"{rollout.engine} {_version(rollout.engine)}, {_engines(self)}, "
+             f"{_engine_name(rollout.engine)}, {_engines(self)}, "
              f"{choose_dtype(rollout.engine_dtype(recipe.model))}".replace("torch.", "")),
             ("algorithm", f"{recipe.algorithm.name}, routing replay {recipe.moe.routing_replay}"),
             *([("critic", f"{self.critic.path}: {self.critic.describe()}")] if self.critic else []),
@@ -86,6 +87,11 @@ def _task(recipe: Recipe) -> str:
     if recipe.environment is None:
         return f"reward {recipe.reward}"
     return f"environment {recipe.environment.name}, up to {recipe.environment.max_turns} turns"
+
+
+def _engine_name(engine: str) -> str:
+    """Add the version to the name of an engine that comes with mrl."""
+    return f"{engine} {_version(engine)}" if engine in engine_names() else engine
 
 
 def _version(package: str) -> str:
