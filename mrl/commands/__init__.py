@@ -1,4 +1,4 @@
-"""One file a command: `add_to(commands)` says what it takes, and its `run` does it.
+"""Each command is one file: `add_to(commands)` says what it takes, and its `run` does it.
 
 Heavy imports belong into `run`: `mrl --help` must not wait for Megatron.
 """

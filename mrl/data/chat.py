@@ -1,4 +1,4 @@
-"""The tokens between turns: what an environment says, in the form that the policy reads.
+"""Makes the tokens between turns: what an environment says, in the form that the policy reads.
 
 Generated tokens are never tokenized again. The chat template is rendered for a short conversation that
 stands in for the real one, and only the text after its assistant's turn is used: the end of that turn,
@@ -66,7 +66,8 @@ class ChatTurns:
         return self._encode(self._render([*prompt.content, *_messages(observation)], ask=True))
 
     def between(self, prompt: Prompt, last_id: int, observation: str | Messages) -> list[int]:
-        """Token ids from the end of the policy's turn, whose last token is `last_id`, to its next.
+        """Return the token ids from the end of the policy's turn, whose last token is `last_id`, to
+        its next.
 
         The template's token that ends a turn, see check(), is left out where the policy itself wrote
         it; it follows another token that the generation stopped at. A turn that was cut
@@ -80,7 +81,7 @@ class ChatTurns:
 
     @functools.cached_property
     def _end(self) -> str:
-        """What ends the assistant's turn when nothing follows."""
+        """Return what ends the assistant's turn when nothing follows."""
         return _after_turn(self._render(_TALK))
 
     def _text_after_turn(self, added: Messages) -> str:
@@ -110,7 +111,7 @@ class ChatTurns:
 
 
 def stop_ids(tokenizer: Any) -> set[int]:
-    """Tokens that a generation stops at, as SGLang has it: the tokenizer's and the model's.
+    """Return the tokens that a generation stops at, as in SGLang: the tokenizer's and the model's.
 
     The model's `eos_token_id`, a number or several, is in config.json and generation_config.json of the
     folder that the tokenizer was read from.

@@ -1,4 +1,4 @@
-"""The text of what was generated."""
+"""Decodes what was generated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mrl.types import Sample, SampleGroup
 
 
 def completions(groups: Sequence[SampleGroup], tokenizer: Any) -> list[list[str]]:
-    """The text of every sample's response, without special tokens; a group keeps its own.
+    """Return the text of every sample's response, without special tokens, by group.
 
     Of a conversation it is all that comes after the prompt, with the tokens that say whose turn it is.
     """

@@ -31,7 +31,7 @@ class PromptCursor:
 
     @property
     def epoch(self) -> int:
-        """Number of whole passes over the data set so far."""
+        """The number of whole passes over the data set so far."""
         return self._epoch
 
     def next(self, n: int) -> list[Prompt]:
@@ -47,7 +47,7 @@ class PromptCursor:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; `load_state_dict` of it continues with exactly the next prompt."""
+        """Return JSON-able state; `load_state_dict` of it continues with exactly the next prompt."""
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -86,7 +86,7 @@ class PromptCursor:
 
 
 def _digest(prompts: list[Prompt]) -> str:
-    """SHA-256 over what the policy and the reward see; the file's name and path do not count."""
+    """Return the SHA-256 of what the policy and the reward see, without the file's name and path."""
     sha = hashlib.sha256()
     for prompt in prompts:
         row = [prompt.token_ids.tolist(), prompt.content, prompt.columns]

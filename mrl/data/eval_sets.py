@@ -1,4 +1,4 @@
-"""The evaluation sets of a recipe: each is a recipe of its own, with its prompts."""
+"""Reads the evaluation sets of a recipe: each is a recipe of its own, with its prompts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mrl.types import Prompt
 
 @dataclass(frozen=True)
 class EvalSet:
-    """One set, ready to be generated."""
+    """An `EvalSet` is one evaluation set, ready to be generated."""
 
     config: EvalSetConfig
     recipe: Recipe
-    """The run's, with the set's reward, sampling and sizes: all prompts are one step."""
+    """The run's recipe with the set's reward, sampling and sizes; all prompts are one step."""
     prompts: list[Prompt]
 
 

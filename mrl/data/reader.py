@@ -87,7 +87,8 @@ def read_sft_examples(
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`file:line` and object of every row; blank lines are skipped. Raises on a file of none."""
+    """Yield `file:line` and the object of every row, without blank lines. Raises where there are
+    none."""
     try:
         lines = path.read_bytes().split(b"\n")  # not splitlines(): JSON may hold U+2028 and friends
     except OSError as error:
@@ -114,7 +115,8 @@ def _parse_row(line: bytes, source: str) -> dict[str, Any]:
 
 
 def _prompt_ids(content: Any, tokenizer: Any, source: str) -> list[int]:
-    """Token ids of a string (as it is) or of chat messages (template + generation prompt)."""
+    """Return the token ids of a string (as it is) or of chat messages (template + generation
+    prompt)."""
     if content is None:
         raise InputError(f"{source}: no `prompt`")
     if not isinstance(content, (str, list)):

@@ -1,4 +1,5 @@
-"""Plays episodes in killable workers: an environment may raise, hang or die, the run continues.
+"""Plays episodes in killable workers, so that the run survives an environment that raises, hangs or
+dies.
 
 An episode whose environment fails is over and has no reward. Where a worker process is lost to one
 episode, those that lived there with it begin anew in another process and are given the same actions
@@ -34,7 +35,7 @@ class EpisodeFailed:
 
 @dataclass(frozen=True)
 class Start:
-    """What an episode begins with."""
+    """What an episode begins with: the arguments of reset."""
 
     prompt: Prompt
     seed: int
@@ -43,13 +44,13 @@ class Start:
 @dataclass
 class _Episode:
     process: int
-    """Number of the process that it lives in."""
+    """The number of the process that the episode lives in."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     replies: list[dict[str, Any]] = field(default_factory=list)
 
 
 class _Worker:
-    """One process with its share of the episodes; started anew when it is lost."""
+    """Runs a share of the episodes in one process, which is started anew when it is lost."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._time_limit_s = config.time_limit_s
@@ -61,17 +62,18 @@ class _Worker:
             json.dumps(config.arguments),
         )
         self._number = 0
-        """Counts the processes that were lost."""
+        """The number of processes that were lost."""
         self._episodes: dict[int, _Episode] = {}
         self._not_started = ""
-        """Why this turn's first try to start the process again was its last."""
+        """Why the process could not be started again in this turn, which tries it only once."""
         self.num_replayed = 0
 
     def start(self) -> None:
         self._process.start()
 
     def play(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """A request to each of these episodes -> replies, `{"error"}` where one failed."""
+        """Send a request to each of these episodes; return the replies, `{"error"}` where one
+        failed."""
         self._not_started = ""
         return {number: self._ask(number, request) for number, request in requests.items()}
 
@@ -108,7 +110,8 @@ class _Worker:
         return reply
 
     def _replay(self, number: int, episode: _Episode) -> dict[str, Any]:
-        """Bring an episode of a lost process to where it was; an error where that is impossible."""
+        """Bring an episode of a lost process to where it was; return an error where that is
+        impossible."""
         self.num_replayed += 1
         episode.process = self._number
         for request, before in zip(episode.requests, episode.replies, strict=True):
@@ -149,7 +152,7 @@ class EnvironmentRunner(Closing):
         self._threads = [ThreadPoolExecutor(max_workers=1) for _ in self._workers]
         self._closed = False
         self.num_failed = 0
-        """Episodes since `reset` that failed."""
+        """The number of episodes since `reset` that failed."""
         self.first_error = ""
         self._step_samples = 0
         self._replayed_before = 0
@@ -161,13 +164,13 @@ class EnvironmentRunner(Closing):
 
     @property
     def num_replayed(self) -> int:
-        """Episodes since `reset` that were played again after their process was lost."""
+        """The number of episodes since `reset` that were played again after their process was lost."""
         return sum(worker.num_replayed for worker in self._workers) - self._replayed_before
 
     def reset(
         self, starts: Mapping[int, Start], *, step_samples: int
     ) -> dict[int, Observation | EpisodeFailed | None]:
-        """Begin these episodes; those of before are forgotten, and the counts with them.
+        """Begin these episodes; earlier ones are forgotten, and the counts with them.
 
         `step_samples` counts those of the step over all engines: from now on, RunFailed is raised as
         soon as more than 5% of them failed.
@@ -198,20 +201,20 @@ class EnvironmentRunner(Closing):
         }
 
     def end(self, numbers: Collection[int]) -> None:
-        """These episodes are over, though their environments are not done: close those.
+        """End these episodes and close their environments, which are not done.
 
         Passes by the ones that were done, or failed.
         """
         self._on_all(lambda worker: worker.end(numbers))
 
     def count_failure(self, reason: str) -> None:
-        """One more episode that failed, for a reason that others have found."""
+        """Count one more episode as failed, for a reason that was found elsewhere."""
         self.num_failed += 1
         self.first_error = self.first_error or reason
         check_failures(self.what, self.num_failed, self._step_samples, self.first_error)
 
     def close(self) -> None:
-        """Close what environments are left, within CLOSE_LIMIT_S, and leave no process behind.
+        """Close the remaining environments within CLOSE_LIMIT_S, and leave no process behind.
 
         Harmless when repeated.
         """

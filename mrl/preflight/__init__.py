@@ -1,4 +1,4 @@
-"""Everything that can be known before the start: checked cheapest first, every failure one line.
+"""Checks everything that can be known before the start, cheapest first; every failure is one line.
 
 `check` makes a `Plan` of a recipe, or raises InputError with what is wrong and what to do.
 """

@@ -1,4 +1,4 @@
-"""What a recipe may ask of its algorithm beside the algorithm itself.
+"""Checks what a recipe asks of its algorithm beside the algorithm itself.
 
 Reference, critic, shaping of rewards, dynamic sampling. All raise InputError.
 """
@@ -65,7 +65,7 @@ def read_critic(recipe: Recipe, needed: bool, model: HfModel, dims: ParallelDims
 
 
 def check_shaping(recipe: Recipe) -> None:
-    """Overlong shaping and filtering are of single answers of several lengths."""
+    """Check that overlong shaping and filtering have single answers of several lengths."""
     algorithm, rollout = recipe.algorithm, recipe.rollout
     buffer = algorithm.overlong_buffer_len
     if buffer > rollout.max_response_len:
@@ -89,7 +89,7 @@ def check_shaping(recipe: Recipe) -> None:
 
 
 def check_group_size(recipe: Recipe, algorithm: Algorithm) -> None:
-    """Whether a single sample of a prompt teaches anything."""
+    """Check that a single sample of a prompt teaches anything."""
     if recipe.rollout.samples_per_prompt > 1 or recipe.debug.rollout_only:
         return
     alone = [torch.tensor([0.0]), torch.tensor([1.0])]
@@ -102,7 +102,7 @@ def check_group_size(recipe: Recipe, algorithm: Algorithm) -> None:
 
 
 def check_dynamic_sampling(recipe: Recipe) -> None:
-    """Rounds draw what is missing and wait for all of it."""
+    """Check dynamic sampling, whose rounds draw what is missing and wait for all of it."""
     rollout, on = recipe.rollout, recipe.algorithm.dynamic_sampling
     rounds = rollout.dynamic_sampling_rounds
     if not on and rounds != type(rollout).model_fields["dynamic_sampling_rounds"].default:

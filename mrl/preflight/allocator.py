@@ -1,4 +1,4 @@
-"""What the trainer's CUDA allocator must not do where an engine reads its memory."""
+"""Checks the settings of the trainer's CUDA allocator, whose memory an engine reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from mrl.errors import InputError
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""torch reads the first one, and the older name of it."""
+"""The variables that torch reads: the present name and the older one."""
 KEY = "expandable_segments"
 
 

@@ -1,4 +1,4 @@
-"""Which ranks and nodes an engine spans, and whether SGLang can share the model out among them.
+"""Finds the ranks and nodes of an engine, and checks that SGLang can divide the model among them.
 
 R ranks of an engine (SGLang's tp_size), E expert-parallel ranks and D attention replicas among them:
 attention is split R / D ways and the experts' columns R / E ways.
@@ -24,13 +24,13 @@ class EngineLayout:
 
     num_engines: int
     ranks: int
-    """Ranks of one engine."""
+    """The number of ranks of one engine."""
     ranks_per_node: int
-    """Ranks of one engine on each node that it spans."""
+    """The number of ranks of one engine on each node that it spans."""
 
     @property
     def num_nodes(self) -> int:
-        """That one engine spans."""
+        """The number of nodes that one engine spans."""
         return self.ranks // self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
@@ -38,7 +38,8 @@ class EngineLayout:
         return rank % self.ranks // self.ranks_per_node
 
     def leads_node(self, rank: int) -> bool:
-        """Whether this rank runs a process of its engine; rank 0 of an engine leads all of it."""
+        """Return whether this rank runs a process of its engine; rank 0 of an engine leads all of
+        it."""
         return rank % self.ranks_per_node == 0
 
     def describe(self) -> str:
@@ -47,7 +48,7 @@ class EngineLayout:
 
 
 def engine_layout(rollout: RolloutConfig, world: int, local: int | None = None) -> EngineLayout:
-    """The layout of `world` ranks, `local` of them on a node (by default as torchrun says).
+    """Return the layout of `world` ranks, `local` of them on a node (by default as torchrun says).
 
     Raises InputError, with the arithmetic, where engines do not fill the ranks, or would start in the
     middle of a node, and for a weight sync that stays within a node.

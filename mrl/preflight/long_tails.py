@@ -1,4 +1,4 @@
-"""What a recipe may ask for against long tails."""
+"""Checks what a recipe asks for against long tails."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_partial_rollouts(recipe: Recipe, num_engines: int) -> None:
 
 
 def _check_shares(rollout: RolloutConfig, num_engines: int) -> None:
-    """Each engine has its own share of what is started and of what is needed."""
+    """Check that each engine starts more prompts than it needs."""
     for number in range(num_engines):
         started, wanted = (
             len(range(number, total, num_engines))

@@ -55,7 +55,7 @@ def _check_flex(dims: ParallelDims) -> None:
 def _check_with_megatron(
     recipe: Recipe, around: Surroundings, model: HfModel, options: MegatronOptions
 ) -> None:
-    """Build the dataclasses that the run will build: what Megatron forbids it says in them."""
+    """Build the dataclasses that the run will build, in which Megatron checks its own rules."""
     from parallel.optimizer import build_optimizer_config
     from parallel.transformer_config import build_config, build_ddp_config
 

@@ -1,4 +1,4 @@
-"""What a recipe may ask of routes and routers: replay, capture, balancing. All raise InputError."""
+"""Checks what a recipe asks of routes and routers: replay, capture, balancing. Raises InputError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `rollout.true_on_policy` asks of a recipe: anything else would lose the equality silently."""
+"""Checks a recipe with `rollout.true_on_policy`: other settings would lose the equality silently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel.implementation import (
 )
 
 ON_CPUS = ("qwen3_moe",)
-"""Architectures that were compared with SGLang's layer by layer."""
+"""The architectures that were compared with SGLang's layer by layer."""
 
 
 def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:

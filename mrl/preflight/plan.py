@@ -1,4 +1,4 @@
-"""A recipe that can start, with what was read to find that out."""
+"""A plan is a recipe that can start, with what was read to find that out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parallel.implementation import choose_dtype, choose_implementation
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe that can start, with what was read to find that out."""
+    """A plan is a recipe that can start, with what was read to find that out."""
 
     recipe: Recipe
     dims: ParallelDims

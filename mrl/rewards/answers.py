@@ -1,4 +1,4 @@
-"""Where the answer stands in a completion. Shared by the rewards that compare it with a gold one."""
+"""Finds the answer in a completion, for the rewards that compare it with a gold one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEAD = re.compile(r"(?:the\s+)?(?:final\s+)?answer\s*(?:is\s*:?|[:=])\s*", re.IG
 
 
 def spoken(completion: str) -> str:
-    """The completion up to the end token, without what was thought between `<think>` tags.
+    """Return the completion up to the end token, without the text between `<think>` tags.
 
     Thoughts that the end of the context cut off leave nothing. Where the prompt opened the tag, only
     the closing one is there to see: what follows the last is kept.
@@ -24,7 +24,7 @@ def spoken(completion: str) -> str:
 
 
 def answer_of(completion: str) -> str:
-    """What was said; of that, what the last `<answer>` tags hold if there are any."""
+    """Return what was said, or what its last `<answer>` tags hold if there are any."""
     text = spoken(completion)
     tagged = TAGGED.findall(text)
     return tagged[-1].strip() if tagged else text

@@ -36,7 +36,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 WAIT_FOR_SERVER_S = 30.0
 """How long a starting worker waits for the server: server and run may be started together."""
 SHARE_OF_TIMEOUT = 0.9
-"""So that the message is this file's, and not that the worker was killed."""
+"""Share of the call's time limit that is used, so that the message is this file's, and not that the
+worker was killed."""
 MAX_REPLY_BYTES = 64 << 20
 MAX_REASON_CHARS = 300
 TIME_LEFT_HEADER = "X-Timeout-S"
@@ -59,15 +60,15 @@ class ServerRefused(BrokenReward):
 
 
 class _Unavailable(Exception):
-    """Worth another try."""
+    """The server could not be reached or was busy; another try may help."""
 
 
 class _Busy(_Unavailable):
-    """The server said so."""
+    """The server said that it was busy."""
 
 
 def read_token() -> str | None:
-    """What server and client share; None where it is not set. Raises InputError, without showing it."""
+    """Return the token that server and client share, or None. Raises InputError without showing it."""
     token = os.environ.get(TOKEN_VARIABLE)
     if token is not None and not re.fullmatch("[!-~]+", token):
         raise InputError(
@@ -78,7 +79,8 @@ def read_token() -> str | None:
 
 
 class HttpReward:
-    """The client: keeps one connection open. Raises InputError for an unusable address or token."""
+    """Calls the server over one connection, which stays open. Raises InputError for an unusable
+    address or token."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url, self._timeout_s = url, timeout_s * SHARE_OF_TIMEOUT

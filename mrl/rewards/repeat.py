@@ -1,4 +1,5 @@
-"""The long-tailed toy task of `mrl/data/repeat.py`: a letter, as often as the prompt asks for it."""
+"""Scores the long-tailed toy task of `mrl/data/repeat.py`: a letter, as often as the prompt asks
+for."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ def reward(
     completion_ids: list[list[int]],
     **columns: list[Any],
 ) -> list[float | None]:
-    """Share of right letters, in full for a length within a factor of two of what was asked for.
+    """Return the share of right letters, in full for a length within a factor of two of what was asked.
 
     Beyond that it falls as the factor grows: to be short, or to go on for ever, is no way out. Tokens
     are counted, not characters: special ones leave no text.

@@ -24,7 +24,7 @@ from mrl.rewards.answers import END_OF_TEXT
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_SANE_LEN = 10_000_000
-"""Tokenizers say 1e30 where they know no limit."""
+"""Lengths from which on a tokenizer's limit means that there is none (they say 1e30)."""
 
 
 class RewardModel:
@@ -80,7 +80,7 @@ class RewardModel:
     def __call__(
         self, prompts: list[Any], completions: list[str], **columns: list[Any]
     ) -> list[float | None]:
-        """The model's only logit, of each completion. Raises ValueError on too long a text."""
+        """Return the model's only logit for each completion. Raises ValueError on too long a text."""
         ids = [self._encode(*pair) for pair in zip(prompts, completions, strict=True)]
         # Without a padding token in its config the model cannot tell where a shorter text ends.
         size = 1 if self._pad_id is None else self._batch_size
@@ -105,7 +105,7 @@ class RewardModel:
         return ids
 
     def _scores(self, ids: list[list[int]]) -> list[float]:
-        """Padded on the right: ids i64[B, T] and their mask."""
+        """Pad on the right; return ids i64[B, T] and their mask."""
         import torch
 
         longest = max(map(len, ids))
@@ -126,7 +126,7 @@ def _device(name: str) -> str:
 
 
 def _check_folder(spec: str, folder: Path) -> None:
-    """What can be known without loading it."""
+    """Check what can be known without loading the model."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:

@@ -1,4 +1,5 @@
-"""Calls the reward function in a killable worker: it may raise, hang or die, the run continues.
+"""Calls the reward function in a killable worker, so that the run survives one that raises, hangs or
+dies.
 
 Dimensions: G samples of a prompt.
 """
@@ -43,7 +44,7 @@ class RewardReport:
 
 
 class RewardRunner(Closing):
-    """One worker process with the reward function loaded; restarted when it hangs or dies.
+    """Keeps a worker process with the reward function loaded, and restarts it when it hangs or dies.
 
     Raises InputError if the reward function cannot be loaded. Not thread-safe; create it on the
     thread that lives as long as the run (the worker dies with the thread that started it).
@@ -80,11 +81,11 @@ class RewardRunner(Closing):
         ]
 
     def begin_step(self) -> None:
-        """Forget what the report says of the last step."""
+        """Clear the report of the last step."""
         self.report = RewardReport()
 
     def score_group(self, group: SampleGroup, texts: list[str], *, step_samples: int) -> Tensor:
-        """`score` of one group of the step, f32[G]; adds to the report."""
+        """Score one group of the step, f32[G], and add to the report."""
         request = _request(group, texts)
         try:
             values = self._call(request)
@@ -97,7 +98,7 @@ class RewardRunner(Closing):
         return torch.tensor(values, dtype=torch.float32)
 
     def close(self) -> None:
-        """Kill the worker and whatever it started; no other comes. Harmless when repeated.
+        """Kill the worker and whatever it started; none is started again. Harmless when repeated.
 
         A call that runs in another thread ends with it.
         """
@@ -140,7 +141,8 @@ class RewardRunner(Closing):
         )
 
     def _call(self, request: dict[str, Any]) -> list[float]:
-        """One call; NaN for None. Raises RewardFailed; a hung or dead worker is gone by then."""
+        """Make one call; NaN stands for None. Raises RewardFailed; a hung or dead worker is gone by
+        then."""
         reply = call_worker(self._worker, request, self._timeout_s)
         if "error" in reply:
             raise (RewardBroken if reply["broken"] else RewardFailed)(reply["error"])
@@ -153,7 +155,7 @@ class RewardRunner(Closing):
 def check_failures(
     what: str, num_failed: int, num_samples: int, first_error: str = "see the warnings above"
 ) -> None:
-    """Raise RunFailed where more than 5% of a step's samples have no reward for a fault."""
+    """Raise RunFailed where a fault costs more than 5% of a step's samples their reward."""
     if num_failed > MAX_FAILED_SHARE * num_samples:
         raise RunFailed(
             f"{what} failed on {num_failed} of {num_samples} samples of this step, more "

@@ -1,4 +1,4 @@
-"""Serves a reward function over HTTP, in killable workers: the other end of `mrl/rewards/remote.py`.
+"""Serves a reward function over HTTP, in killable workers; `mrl/rewards/remote.py` is its client.
 
 GET answers `{"reward": SPEC}` when it is up. A POST goes to the first of the workers that is free; a
 function that hangs is killed after the time limit and the answer is status 500. Where no worker becomes
@@ -32,11 +32,11 @@ WAIT_SHARE = 0.25
 """The share of its client's time that a call may wait for a worker: the rest is the function's."""
 MAX_UNWANTED_BYTES = 1 << 20
 LINGER_S = 1.0
-"""How much of a refused request is still taken in, and for how long."""
+"""How much of a refused request is still read, and for how long."""
 
 
 class _Lane:
-    """One worker and the thread it lives with: it dies with the thread that started it."""
+    """Keeps one worker together with its thread: a worker dies with the thread that started it."""
 
     def __init__(self, spec: str, timeout_s: float) -> None:
         self._worker = reward_worker(spec, timeout_s)
@@ -45,7 +45,7 @@ class _Lane:
         self._thread.submit(self._worker.start).result()
 
     def call(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What the worker says, or `error` with why there is nothing."""
+        """Return the worker's answer, or `error` with the reason why there is none."""
         return self._thread.submit(call_worker, self._worker, request, self._timeout_s).result()
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class RewardServer(Closing):
         self._http.shutdown()
 
     def close(self) -> None:
-        """Kill the workers, free the port. Harmless when repeated."""
+        """Kill the workers and free the port. Harmless when repeated."""
         self._stack.close()
 
     def answer(self, body: bytes, wait_until: float = math.inf) -> tuple[int, dict[str, Any]]:
@@ -182,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _refuse(self, status: int, why: str) -> None:
-        """Answer and close: the body is still in the pipe."""
+        """Answer and close the connection: the body is still in the pipe."""
         self.close_connection = True
         self._send(status, {"error": why})
         # To close with bytes unread resets the connection, and that may overtake the answer.
@@ -208,11 +208,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """One line a call would bury what the function prints."""
+        """Log nothing: one line for each call would bury what the function prints."""
 
 
 def _seconds(text: str) -> float | None:
-    """None where that is no number above 0."""
+    """Read the seconds of a header; None where that is no number above 0."""
     try:
         seconds = float(text)
     except ValueError:
@@ -221,7 +221,7 @@ def _seconds(text: str) -> float | None:
 
 
 def _checked(request: Any) -> dict[str, Any]:
-    """The request as the worker takes it. Raises ValueError."""
+    """Return the request as the worker takes it. Raises ValueError."""
     if not isinstance(request, dict):
         raise ValueError("expected a JSON object")
     prompts, completions = request.get("prompts"), request.get("completions")

@@ -29,14 +29,15 @@ PROBLEMS = {
     "gold": "did not score the gold answer above the wrong ones",
     "constant": "gave everything, or all of a row, the same value: nothing can be learned",
 }
-"""Kinds of finding, in the order they are shown."""
+"""The kinds of findings, in the order in which they are shown."""
 MAX_HANGS = 3
-"""Each costs the time limit, once for the row and once more for its culprit."""
+"""The number of hangs that end a trial: each costs the time limit, for the row and for its culprit."""
 NUM_ROWS_ALONE = 8
 TOLERANCE = 1e-6
 """Difference of two rewards of the same call."""
 ALONE_TOLERANCE = 1e-2
-"""Relative, of a completion alone: a model in bfloat16 adds otherwise in another batch."""
+"""Relative tolerance for a completion that is scored alone: in bfloat16 another batch size rounds
+differently."""
 MAX_SHOWN_CHARS = 60
 
 
@@ -50,21 +51,21 @@ class Finding:
 
 @dataclass
 class Trial:
-    """What was seen so far."""
+    """A `Trial` holds what was seen so far."""
 
     findings: list[Finding] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     """Seconds of each call that answered for a whole row."""
     values: list[float] = field(default_factory=list)
     num_rows: int = 0
-    """Rows that were tried: fewer than there are, after too many hangs."""
+    """The number of rows that were tried; fewer than there are after too many hangs."""
     num_unscored: int = 0
     num_compared: int = 0
-    """Rows with several completions, all of them scored ..."""
+    """The number of rows with several completions that all have a reward."""
     num_level: int = 0
-    """... and all the same."""
+    """The number of these rows whose rewards are all equal."""
     num_gold: int = 0
-    """Rows whose gold answer was scored."""
+    """The number of rows whose gold answer was scored."""
     num_right: dict[str, int] = field(default_factory=dict)
     """The number of rows in which a spelling scored above every wrong completion, by spelling."""
 
@@ -141,7 +142,7 @@ class _Failure:
 
 
 class _Caller:
-    """Rewards of a request, or why there are none."""
+    """Return the rewards of a request, or why there are none."""
 
     def __init__(self, worker: JsonWorker, timeout_s: float) -> None:
         self._worker, self._timeout_s = worker, timeout_s
@@ -160,7 +161,7 @@ def _blame(
     encode: Callable[[str], list[int]],
     failure: _Failure,
 ) -> None:
-    """File a failed call under its row, with the completion that does it alone."""
+    """Add a finding for a failed call, with its row and the completion that fails alone."""
     culprit = "no single completion does it alone"
     if len(case.texts) == 1:
         culprit = _quote(case, 0)

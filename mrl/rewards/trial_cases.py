@@ -1,4 +1,4 @@
-"""What `mrl reward test` has scored: the rows of a file, with completions that should differ.
+"""Makes what `mrl reward test` scores: the rows of a file, with completions that should differ.
 
 Dimensions: G completions of a row.
 """
@@ -30,7 +30,7 @@ class Case:
     texts: tuple[str, ...]
     """The row's own `completion`; or the gold answer in each of SPELLINGS, then wrong ones."""
     num_gold: int
-    """How many of `texts`, from the first, are the gold answer."""
+    """The number of `texts`, from the first, that are the gold answer."""
     columns: dict[str, Any]
 
     def request(
@@ -74,6 +74,6 @@ def _case(source: str, row: dict[str, Any], answers: list[str]) -> Case:
 
 
 def _text(answer: Any) -> str:
-    """Empty where it cannot be written as a completion."""
+    """Return the gold answer as a completion; empty where it cannot be written as one."""
     is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool)
     return str(answer).strip() if is_number or isinstance(answer, str) else ""

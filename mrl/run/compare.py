@@ -24,13 +24,13 @@ from mrl.types import Sample
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 
 MACHINE = ("time/", "memory/")
-"""Metrics that differ between two starts of one run."""
+"""Prefixes of the metrics that differ between two starts of one run."""
 NOT_ASKED = ("output_dir",)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One thing with two values; None where a run has none."""
+    """A `Pair` is one thing with its values in both runs; None where a run has none."""
 
     key: str
     a: Any
@@ -47,7 +47,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Parting:
-    """The first step in which something differs."""
+    """A `Parting` is the first step in which something differs."""
 
     step: int
     pairs: list[Pair]
@@ -63,14 +63,14 @@ class Comparison:
     config: list[Pair]
     versions: list[Pair]
     prompts: Parting | None
-    """Prompt ids; the key is the number of the sample in its step."""
+    """The prompt ids that differ; the key is the number of the sample in its step."""
     samples: Parting | None
     """The first sample that differs, where prompts are the same."""
     metrics: Parting | None
 
     @property
     def first_step(self) -> int | None:
-        """Where the runs part."""
+        """The first step in which the runs differ."""
         steps = [p.step for p in (self.prompts, self.samples, self.metrics) if p is not None]
         return min(steps, default=None)
 
@@ -92,7 +92,7 @@ class Comparison:
 
 
 def compare_runs(a: Path, b: Path) -> Comparison:
-    """Raises InputError where one is not a run folder."""
+    """Compare two runs. Raises InputError where one is not a run folder."""
     one, two = open_run(a), open_run(b)
     rows = [{row["step"]: row for row in folder.read_metrics()} for folder in (one, two)]
     recipes = [flatten(load_recipe(folder.config).model_dump()) for folder in (one, two)]
@@ -110,7 +110,7 @@ def compare_runs(a: Path, b: Path) -> Comparison:
 
 
 def open_run(path: Path) -> RunFolder:
-    """Raises InputError where `path` is not a run folder."""
+    """Return the run folder at `path`. Raises InputError where it is none."""
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise InputError(f"{path}: no config.yaml there; give the output_dir of an mrl train")
@@ -147,7 +147,7 @@ def _metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> Part
 
 
 def _rollouts(one: RunFolder, two: RunFolder) -> tuple[Parting | None, Parting | None]:
-    """First other prompts, and first other samples before that."""
+    """Return the first step with other prompts, and the first with other samples before that."""
     samples: Parting | None = None
     for step in _common_steps(one, two):
         a, b = one.read_rollouts(step), two.read_rollouts(step)
@@ -173,7 +173,7 @@ def _common_steps(one: RunFolder, two: RunFolder) -> list[int]:
 def _samples(
     one: RunFolder, two: RunFolder, step: int, a: list[dict], b: list[dict]
 ) -> Parting | None:
-    """The first sample whose tokens differ (whose text, where tokens were not saved)."""
+    """Return the first sample whose tokens differ (or text, where tokens were not saved)."""
     files = [saved_step(folder.rollouts, step) for folder in (one, two)]
     if all(file.is_file() for file in files):
         both = [[s for g in load_groups(file) for s in g.samples] for file in files]
@@ -189,7 +189,7 @@ def _samples(
 
 
 def _tokens(number: int, a: Sample, b: Sample) -> Pair | None:
-    """The first other token, or log-prob of the engine."""
+    """Return the first token that differs, or log-prob of the engine."""
     for what, mine, theirs in (
         ("token", a.token_ids, b.token_ids),
         ("rollout log-prob", a.rollout_logprobs, b.rollout_logprobs),

@@ -164,7 +164,7 @@ class RunFolder:
         return self.rollouts / f"step_{step:06d}.jsonl"
 
     def evaluation_file(self, version: int) -> Path:
-        """There once the evaluation of these weights is done."""
+        """Return the file of an evaluation, which is there once it is done."""
         return self.evals / f"step_{version:06d}.json"
 
     def token_file(self, step: int) -> Path:
@@ -191,7 +191,7 @@ def check_saved_steps(rollouts: str, steps: Iterable[int]) -> None:
 
 
 def _set_aside(folder: Path, step: int) -> None:
-    """Files of steps from `step` on."""
+    """Move the files of the steps from `step` on to a folder `dropped_N`."""
     dropped = [f for f in folder.glob("step_*") if _step_of_file(f) >= step]
     if not dropped:
         return

@@ -1,4 +1,4 @@
-"""JSON has no NaN and no infinity: null stands for them in every file of a run."""
+"""Replaces NaN and infinity by null, as JSON has neither: so it is in every file of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def finite_or_null(value: Any) -> Any:
-    """`value` with None for numbers that are not finite, also inside of dicts, lists and tuples."""
+    """Return `value` with None for numbers that are not finite, also inside dicts, lists and tuples."""
     if isinstance(value, dict):
         return {key: finite_or_null(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

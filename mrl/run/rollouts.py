@@ -43,12 +43,12 @@ def load_groups(path: Path) -> list[SampleGroup]:
 
 
 def is_held(group: SampleGroup) -> bool:
-    """Whether this rank has the group whole."""
+    """Return whether this rank has the group whole."""
     return all(sample.is_held for sample in group.samples)
 
 
 def outline(group: SampleGroup) -> SampleGroup:
-    """The group as a rank sees it that did not roll it out: no ids of tokens and experts, no log-probs,
+    """Return the group as other ranks see it: no ids of tokens and experts, no log-probs,
     no gate weights, but the shapes of all of them."""
 
     def of_sample(sample: Sample) -> Sample:
@@ -135,7 +135,7 @@ def _join(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _reader(name: str, tensor: Tensor) -> Callable[[int], Tensor]:
-    """A function that hands out the next `count` rows, as a tensor of its own."""
+    """Return a function that hands out the next `count` rows as a tensor of its own."""
     start = 0
 
     def take(count: int) -> Tensor:
@@ -150,7 +150,7 @@ def _reader(name: str, tensor: Tensor) -> Callable[[int], Tensor]:
 
 
 def _chosen(num_tokens: int, spans: Iterable[VersionSpan]) -> Tensor:
-    """bool[T]: true on the tokens that the policy chose."""
+    """Return bool[T], true on the tokens that the policy chose."""
     mask = torch.zeros(num_tokens, dtype=torch.bool)
     for span in spans:
         mask[span.start : span.end] = True
@@ -180,7 +180,7 @@ def _group_record(group: SampleGroup, *, has_masks: bool) -> dict[str, Any]:
 
 
 def _trained(sample: Sample) -> str:
-    """What stands for the loss mask."""
+    """Return what stands for the loss mask."""
     return "chosen" if _trains_all_chosen(sample) else "mask"
 
 

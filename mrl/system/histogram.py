@@ -36,7 +36,8 @@ def log_histograms(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def quantile(counts: Sequence[int], q: float) -> float:
-    """What a share `q` of all values does not exceed: the middle of its bin; NaN of no values."""
+    """Return what a share `q` of all values does not exceed: the middle of its bin; NaN without
+    values."""
     so_far = list(accumulate(counts))
     if not so_far[-1]:
         return float("nan")

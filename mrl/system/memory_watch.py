@@ -24,12 +24,12 @@ import torch
 from mrl.types import Max, Statistics
 
 WINDOW = 32
-"""Newest cycles that count."""
+"""The number of newest cycles that count."""
 MIN_CYCLES = 8
 WARM_UP_CYCLES = 2
-"""Not counted: caches fill, kernels are compiled, Adam makes its moments."""
+"""First cycles that are left out: caches fill, kernels are compiled, Adam makes its moments."""
 BOUND_BYTES = 4 << 20
-"""A slope above this is told: 1,000 steps of it are 4 GiB."""
+"""The slope above which a leak is reported: 1,000 steps of it are 4 GiB."""
 RISING_SHARE = 0.8
 """Share of the pairs of readings that must rise; with noise around a level half of them do."""
 
@@ -45,7 +45,7 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Leak:
-    """One series that grows."""
+    """A `Leak` is one series that grows."""
 
     phase: str
     kind: str
@@ -63,7 +63,8 @@ class Leak:
 
 
 def leak_slope(readings: Collection[float]) -> float:
-    """Bytes per cycle by which a series grows; 0 for one that is short, level, or goes both ways."""
+    """Return the bytes per cycle by which a series grows; 0 if it is short, level, or goes both
+    ways."""
     num = len(readings)
     if num < MIN_CYCLES:
         return 0.0
@@ -81,14 +82,15 @@ def _pairs(num: int) -> tuple[np.ndarray, ...]:
 
 
 class ProcessTree:
-    """The resident bytes of a process and its descendants, looked up anew when one is gone."""
+    """Reads the resident bytes of a process and its descendants, looked up anew when one is gone."""
 
     def __init__(self) -> None:
         self._root: int | None = None
         self._processes: list[psutil.Process] = []
 
     def rss(self, pid: int | None) -> float:
-        """Sum over the tree of `pid`, shared pages counted by each; 0 without a process."""
+        """Return the sum over the tree of `pid`, with shared pages counted by each; 0 without a
+        process."""
         if pid is None:
             return 0.0
         if pid != self._root or not self._processes:
@@ -117,7 +119,7 @@ class MemoryWatch:
 
     device: torch.device
     warn: Callable[[str], None]
-    """Told once for each series that leaks."""
+    """Is called once for each series that leaks."""
     bound_bytes: float = BOUND_BYTES
     _series: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
     _counts: dict[tuple[str, str], int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Child processes: they must not outlive another one, and user code in them may hang or die.
+"""Starts child processes that must not outlive another one, with user code that may hang or die.
 
 A worker speaks JSON lines over its pipes, no pickle. Its first line is `{"ready": true}` or
 `{"input_error": text}`; after that it answers each request with one line.
@@ -28,7 +28,7 @@ START_TIMEOUT_S = 120.0
 
 
 def die_with_parent(parent: int) -> None:
-    """Linux kills this process when the thread that started it, in process `parent`, ends."""
+    """Let Linux kill this process when the thread that started it, in process `parent`, ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before prctl
         os._exit(1)
@@ -82,14 +82,14 @@ class JsonWorker:
         *arguments: str,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """Nothing is started yet. `what` is for messages: "reward 'first_char'"."""
+        """Start nothing yet. `what` is for messages: "reward 'first_char'"."""
         self._command = [sys.executable, "-m", module, spec, str(os.getpid()), *arguments]
         self._what = what
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
         self._lock = threading.Lock()
-        """Held while an answer is awaited."""
+        """The lock that is held while an answer is awaited."""
         self._closed = False
 
     @property
@@ -103,7 +103,7 @@ class JsonWorker:
             self._start()
 
     def call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer; starts the process where it is not running.
+        """Return the answer; start the process where it is not running.
 
         Raises WorkerLost, or WorkerNotStarted: what was loaded once is no bad input, and whoever counts
         failures decides whether the run continues.
@@ -122,7 +122,7 @@ class JsonWorker:
                 raise WorkerLost(self._death()) from None
 
     def close(self) -> None:
-        """Kill the worker and whatever it started; no other comes. Harmless when repeated."""
+        """Kill the worker and whatever it started; none is started again. Harmless when repeated."""
         self._closed = True
         self._kill()  # a call that waits in another thread ends
         with self._lock:
@@ -159,7 +159,7 @@ class JsonWorker:
             raise WorkerNotStarted(f"could not be started again: {error}") from None
 
     def _kill(self) -> None:
-        """The whole group, before anybody waits for the process: that frees its number for others."""
+        """Kill the whole group before anything waits for the process, which would free its number."""
         process = self._process
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
@@ -189,7 +189,7 @@ class JsonWorker:
         return f"worker process (exit code {process.returncode})"
 
     def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send a line, await a line. Raises TimeoutError, EOFError, OSError."""
+        """Send a line and await a line. Raises TimeoutError, EOFError, OSError."""
         assert self._process
         assert self._process.stdin
         assert self._process.stdout

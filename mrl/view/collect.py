@@ -1,4 +1,4 @@
-"""A run folder as plain data (what JSON can hold). Reads only; a run may still be writing to it.
+"""Reads a run folder as plain data (what JSON can hold); a run may still be writing to it.
 
 Nothing of the run has to be there but metrics.jsonl or config.yaml: what is missing is missing on the
 page, and what had to be left out is in `notes`, which the page shows.
@@ -44,13 +44,14 @@ SUMMARY = (
         "tensor_model", "pipeline_model", "expert_model", "context"))),
     ("seed", "seed"),
 )  # fmt: skip
-"""(what the header calls it, keys of the recipe)."""
+"""(name in the header, keys of the recipe)."""
 WORST_BY = ("mismatch/logprob_abs_max", "mismatch/k3", "routing/disagreement", "grad_norm")
-"""The step with the largest of each is among the steps with samples."""
+"""Metrics whose largest value puts a step among the steps with samples."""
 
 
 def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
-    """Everything the page shows. `steps`: those of the sample browser; None chooses MAX_STEPS.
+    """Return everything that the page shows. `steps`: those of the sample browser; None chooses
+    MAX_STEPS.
 
     Raises InputError where `run` is no run folder.
     """
@@ -99,7 +100,7 @@ def _read_samples(
     max_samples: int,
     notes: list[str],
 ) -> list[dict[str, Any]]:
-    """Packed steps, each with its `findings`, the diagnosis first."""
+    """Return packed steps, each with its `findings`, the diagnosis first."""
     files = {_step_of(file): file for file in (run / "tokens").glob("step_*.safetensors")}
     recorded = sorted(files)
     if not recorded:
@@ -140,7 +141,8 @@ def _read_samples(
 
 
 def _read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """Empty where the file is missing or cut short: the numbers of samples are its line numbers."""
+    """Read a step's rollouts; empty where the file is missing or cut short, as sample numbers are
+    lines."""
     try:
         rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     except (OSError, ValueError):
@@ -149,7 +151,7 @@ def _read_rollouts(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_diagnosis(run: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """diagnosis/step_*.json by ascending step."""
+    """Return diagnosis/step_*.json by ascending step."""
     read = []
     for file in sorted((run / "diagnosis").glob("step_*.json")):
         try:
@@ -229,7 +231,7 @@ def _versions(run: Path, notes: list[str]) -> list[tuple[str, str]]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers shortened, NaN and infinity to None, at any depth."""
+    """Shorten numbers and turn NaN and infinity into None, at any depth."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):

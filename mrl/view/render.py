@@ -44,7 +44,7 @@ def render(data: dict[str, Any]) -> str:
 
 
 def policy(script: str, style: str) -> str:
-    """The Content-Security-Policy: these two texts may run and style, and nothing else may happen."""
+    """Return the Content-Security-Policy, which allows these two texts to run and style and no more."""
     rules = (
         "default-src 'none'",
         f"script-src '{_hash(script)}'",

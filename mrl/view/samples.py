@@ -22,7 +22,7 @@ from mrl.types import NATIVE_ROUTE
 from mrl.view.series import short
 
 EXTREME = 0.6931471805599453
-"""|d| above this: the ratio exp(d) is outside [1/2, 2]."""
+"""The |d| above which the ratio exp(d) is outside [1/2, 2]."""
 
 
 def pack_step(
@@ -85,7 +85,7 @@ def choose_samples(summaries: Sequence[dict[str, Any]], limit: int) -> list[int]
 
 
 def routes_differ(record: TokenRecord, tokens: slice) -> Tensor:
-    """bool[n, L]: another set of experts than the trainer's router would choose, in any order.
+    """Return bool[n, L]: whether the set of experts is another than the trainer's router would choose.
 
     False where no route was captured.
     """
@@ -97,7 +97,7 @@ def routes_differ(record: TokenRecord, tokens: slice) -> Tensor:
 
 
 def _summary(record: TokenRecord, i: int, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the list of samples shows, and what it is sorted by."""
+    """Return what the list of samples shows, and what it is sorted by."""
     tokens = record.sample(i)
     number = int(record.sample_ids[i])
     row = rows[number] if 0 <= number < len(rows) else {}
@@ -121,7 +121,8 @@ def _summary(record: TokenRecord, i: int, rows: Sequence[dict[str, Any]]) -> dic
 
 
 def _tokens(record: TokenRecord, i: int) -> dict[str, Any]:
-    """Numbers of each token. The old log-prob is rollout + `d`: so a tiny `d` keeps its digits."""
+    """Return numbers of each token. The old log-prob is rollout + `d`, so a tiny `d` keeps its
+    digits."""
     tokens = record.sample(i)
     rollout, mask = record.rollout_logprobs[tokens], record.loss_mask[tokens]
     d = record.old_logprobs[tokens].double() - rollout.double()
@@ -140,7 +141,8 @@ def _tokens(record: TokenRecord, i: int) -> dict[str, Any]:
 
 
 def _routes(record: TokenRecord, i: int) -> dict[str, Any]:
-    """Captured routes of every token; the router's own choice and its margin where they differ."""
+    """Return the captured routes of every token, and where they differ the router's choice and
+    margin."""
     if record.expert_ids is None or record.native_ids is None:
         return {}
     tokens = record.sample(i)
@@ -156,7 +158,7 @@ def _routes(record: TokenRecord, i: int) -> dict[str, Any]:
 
 
 def _load(record: TokenRecord) -> list[list[int]]:
-    """[L][E] tokens of the record that the engine sent to each expert."""
+    """Return [L][E]: the tokens of the record that the engine sent to each expert."""
     if record.expert_ids is None:
         return []
     loads = []
@@ -167,7 +169,7 @@ def _load(record: TokenRecord) -> list[list[int]]:
 
 
 def _runs(values: Tensor) -> list[list[float | int | None]]:
-    """[value, how often in a row], ...: masks, versions and advantages seldom change."""
+    """Return [value, how often in a row], ...: masks, versions and advantages seldom change."""
     return [
         [short(value, 5), sum(1 for _ in same)]
         for value, same in itertools.groupby(values.tolist())
@@ -186,7 +188,7 @@ def _bytes(ids: Tensor, num_experts: int) -> str:
 
 
 def _num_bytes(packed: dict[str, Any]) -> int:
-    """About what it takes in the page: a number is some eight characters."""
+    """Estimate the bytes in the page: a number is some eight characters."""
     return sum(
         len(value) if isinstance(value, str) else 8 * len(value) if isinstance(value, list) else 20
         for value in packed.values()

@@ -20,11 +20,11 @@ TOGETHER = (re.compile(r"time/.+_s"), re.compile(r"reward/(mean|std)"))
 thinned at the same steps, as a sum at a step where a part is left out is wrong."""
 
 Curve = dict[int, float | None]
-"""{index of a row: value}, ascending."""
+"""The values by the index of their row, ascending."""
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """-> (rows by ascending step, lines that are no row).
+    """Return (rows by ascending step, number of lines that are no row).
 
     Of a step that is there twice, the later line counts. A line cut short by a crash, or anything else
     that is not an object with a whole `step`, is counted and left out.
@@ -69,12 +69,12 @@ def curves(rows: list[dict[str, Any]], max_points: int = MAX_POINTS) -> dict[str
 
 
 def _group(key: str) -> str | re.Pattern[str]:
-    """The pattern of TOGETHER that the key matches; by itself, the key."""
+    """Return the pattern of TOGETHER that the key matches, otherwise the key."""
     return next((pattern for pattern in TOGETHER if pattern.fullmatch(key)), key)
 
 
 def _kept(curves: list[Curve], max_points: int) -> set[int]:
-    """The rows that these curves keep: all, or those where one of them has an extreme of a stretch."""
+    """Return the rows that these curves keep: all, or those where one has an extreme of a stretch."""
     rows = set().union(*curves)
     if len(rows) <= max_points:
         return rows
@@ -104,7 +104,7 @@ def thin(values: list[float | None], max_points: int) -> list[int]:
 
 
 def short(value: Any, digits: int) -> float | int | None:
-    """`value` with this many significant digits; None where it is not a finite number."""
+    """Return `value` with this many significant digits; None where it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return int(value) if isinstance(value, bool) else None
     if isinstance(value, int) or not math.isfinite(value):
