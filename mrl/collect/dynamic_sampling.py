@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mrl.algorithms.signal import has_signal, zero_signal_metrics
+from mrl.algorithms.signal import has_signal, zero_variance_metrics
 from mrl.collect.backlog import StepPrompts, fresh_prompts
 from mrl.config import RolloutConfig
 from mrl.types import Prompt, SampleGroup
@@ -72,7 +72,7 @@ class DynamicSampling:
         the mean reward of all that was drawn: the mean over the step's groups leaves out extremes."""
         everything = [*self._kept, *self._zero_variance]
         rewards = [group.rewards for group in everything if group.rewards is not None]
-        causes = zero_signal_metrics(rewards)
+        causes = zero_variance_metrics(rewards)
         known = [float(r) for group in rewards for r in group[~group.isnan()]]
         return {
             "dynamic_sampling/rounds": float(self.num_rounds),
