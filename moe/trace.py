@@ -77,13 +77,7 @@ def decode_routes(
         ids = ids[:, layers]
     weights = _weights_of(ids[..., topk:], moe_layer_numbers) if with_weights else None
     ids = ids[..., :topk]
-    # Checked before narrowing: -1 would come out as expert 255.
-    if ids.size and (ids.min() < 0 or ids.max() >= num_experts):
-        row, layer, _ = np.argwhere((ids < 0) | (ids >= num_experts))[0]
-        raise ValueError(
-            f"routes: token {row} in MoE layer {moe_layer_numbers[layer]} has experts "
-            f"{ids[row, layer].tolist()}, expected ids from 0 to {num_experts - 1}"
-        )
+    _refuse_unknown(ids, moe_layer_numbers, num_experts)
     narrow = ids.astype(np.uint8 if num_experts <= 256 else np.uint16, copy=False)
     expert_ids = torch.from_numpy(np.ascontiguousarray(narrow))
     _refuse_repeats(expert_ids, moe_layer_numbers, num_experts)
@@ -109,6 +103,16 @@ def _weights_of(bits: np.ndarray, layer_numbers: Sequence[int]) -> Tensor:
             f"{weights[row, layer].tolist()}, expected finite numbers from 0 on"
         )
     return torch.from_numpy(weights.copy())
+
+
+def _refuse_unknown(ids: np.ndarray, layer_numbers: Sequence[int], num_experts: int) -> None:
+    """Raise ValueError for an id out of range, before narrowing: -1 would come out as expert 255."""
+    if ids.size and (ids.min() < 0 or ids.max() >= num_experts):
+        row, layer, _ = np.argwhere((ids < 0) | (ids >= num_experts))[0]
+        raise ValueError(
+            f"routes: token {row} in MoE layer {layer_numbers[layer]} has experts "
+            f"{ids[row, layer].tolist()}, expected ids from 0 to {num_experts - 1}"
+        )
 
 
 def _refuse_repeats(ids: Tensor, layer_numbers: Sequence[int], num_experts: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -91,6 +92,29 @@ Head = Callable[[HeadInput, PassOutput], Tensor]
 values of a critic, f32[N] with gradient."""
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """One call of `PipelineRunner.run`."""
+
+    loss: LossFunction | None
+    replay: Replay
+    head: Head
+    observe: Observe | None
+    output: PassOutput
+    counter: RoutingCounter
+
+    def finish(self, given: HeadInput) -> tuple[Tensor, Tensor, dict]:
+        """Return (undivided loss sum, a number of tokens that Megatron asks for, nothing to report)."""
+        result = self.head(given, self.output)
+        num_tokens = torch.zeros((), dtype=torch.int, device=result.device)  # Megatron's; unused
+        if self.loss is None:
+            return result.sum(), num_tokens, {}
+        found = self.loss(result, given.batch)
+        # Megatron scales the tensor that it gets in place.
+        self.output.losses.append(LossOutput(found.loss_sum.detach().clone(), found.stats))
+        return found.loss_sum, num_tokens, {}
+
+
 class PipelineRunner:
     """The forward (and backward) of this rank's chunks."""
 
@@ -125,9 +149,9 @@ class PipelineRunner:
         head: Head | None = None,
         observe: Observe | None = None,
     ) -> PassOutput:
-        """All micro-batches forward, and backward when there is a `loss`. A collective.
+        """Run all micro-batches forward, and backward when there is a `loss`. A collective.
 
-        `head`: another one than the model's for this pass. Raises ValueError for micro-batches of
+        `head` takes the place of the model's own for this pass. Raises ValueError for micro-batches of
         several lengths where the layout takes one.
         """
         lengths = sorted({batch.num_tokens for batch in batches})
@@ -137,52 +161,13 @@ class PipelineRunner:
                 "min_tokens of parallel.packing.pack"
             )
         output = PassOutput(native_routes=[{} for _ in batches], observed=[{} for _ in batches])
-        counter = RoutingCounter()
-        train, of_rollout = loss is not None, replay.kind == "rollout"
-
-        def forward_step(numbered: Iterator[tuple[int, MicroBatch]], chunk: Any):
-            number, on_cpu = next(numbered)
-            batch = to_device(on_cpu, self.mesh.device)
-            replayed = self.replays[id(unwrap(chunk))]
-            context = context_slice(on_cpu.cu_seqlens, self.mesh.cp, self.mesh.device)
-            captured = None
-            if of_rollout or observe:
-                captured = self._captured(batch, context, replayed, must=of_rollout)
-            routes = captured if of_rollout else None
-            if replay.kind == "recorded":
-                routes = replay.routes[number]
-            routes = self._with_gates_or_not(routes)
-            rows = router_rows(batch, self._row_places(batch.num_tokens, context))
-            replayed.begin_forward(routes, with_grad=train, watch=observe is not None)
-            if train:
-                self.router_losses.begin_forward(unwrap(chunk), rows)
-            states = chunk(
-                context.take(batch.input_ids).unsqueeze(0),
-                context.take(batch.position_ids).unsqueeze(0),
-                None,
-                packed_seq_params=packed_sequences(on_cpu.cu_seqlens, context, self.mesh.device),
-                **self._output_options,
-            )
-            if not train and replay.kind == "off":
-                output.native_routes[number] |= self._native_routes(replayed)
-            replayed.end_forward()
-            compared = captured if captured is not None else routes
-            counter.add(number, replayed, compared, rows, replays=routes is not None)
-            if observe == "rows" and captured is not None:
-                output.observed[number] |= _observed(replayed, captured)
-            projection = self.projections[id(chunk)]
-            return states, lambda tensor: self._finish(
-                HeadInput(tensor, batch, on_cpu, context, projection),
-                head or self.head,
-                loss,
-                output,
-            )
-
+        current = _Pass(loss, replay, head or self.head, observe, output, RoutingCounter())
         numbered = list(enumerate(batches))
         feeds = [iter(numbered) for _ in self.chunks]
+        train = loss is not None
         with torch.set_grad_enabled(train):
             get_forward_backward_func()(
-                forward_step_func=forward_step,
+                forward_step_func=partial(self._forward_step, current),
                 data_iterator=feeds if len(feeds) > 1 else feeds[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(batches),
@@ -192,27 +177,51 @@ class PipelineRunner:
             )
         for replayed in self.replays.values():
             replayed.check_drained()
+        counter = current.counter
         output.routing = counter.statistics(self.mesh.pp) | self._loads(counter)
         if train:
             output.routing |= self.router_losses.end_step()
         return output
 
-    def _finish(
-        self,
-        given: HeadInput,
-        head: Head,
-        loss: LossFunction | None,
-        output: PassOutput,
-    ) -> tuple[Tensor, Tensor, dict]:
-        """Megatron's loss function of one micro-batch, called on the last stage in batch order."""
-        result = head(given, output)
-        num_tokens = torch.zeros((), dtype=torch.int, device=result.device)  # Megatron's; unused
-        if loss is None:
-            return result.sum(), num_tokens, {}
-        loss_output = loss(result, given.batch)
-        # Megatron scales the tensor that it gets in place.
-        output.losses.append(LossOutput(loss_output.loss_sum.detach().clone(), loss_output.stats))
-        return loss_output.loss_sum, num_tokens, {}
+    def _forward_step(
+        self, current: _Pass, numbered: Iterator[tuple[int, MicroBatch]], chunk: Any
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        """Megatron calls this for each micro-batch and chunk; the second result is the loss function
+        that it calls on the last stage, in batch order."""
+        number, on_cpu = next(numbered)
+        batch = to_device(on_cpu, self.mesh.device)
+        replayed = self.replays[id(unwrap(chunk))]
+        context = context_slice(on_cpu.cu_seqlens, self.mesh.cp, self.mesh.device)
+        kind, train = current.replay.kind, current.loss is not None
+        captured = None
+        if kind == "rollout" or current.observe:
+            captured = self._captured(batch, context, replayed, must=kind == "rollout")
+        routes = captured if kind == "rollout" else None
+        if kind == "recorded":
+            routes = current.replay.routes[number]
+        routes = self._with_gates_or_not(routes)
+        rows = router_rows(batch, self._row_places(batch.num_tokens, context))
+        replayed.begin_forward(routes, with_grad=train, watch=current.observe is not None)
+        if train:
+            self.router_losses.begin_forward(unwrap(chunk), rows)
+        states = chunk(
+            context.take(batch.input_ids).unsqueeze(0),
+            context.take(batch.position_ids).unsqueeze(0),
+            None,
+            packed_seq_params=packed_sequences(on_cpu.cu_seqlens, context, self.mesh.device),
+            **self._output_options,
+        )
+        if not train and kind == "off":
+            current.output.native_routes[number] |= self._native_routes(replayed)
+        replayed.end_forward()
+        compared = captured if captured is not None else routes
+        current.counter.add(number, replayed, compared, rows, replays=routes is not None)
+        if current.observe == "rows" and captured is not None:
+            current.output.observed[number] |= _observed(replayed, captured)
+        projection = self.projections[id(chunk)]
+        return states, lambda tensor: current.finish(
+            HeadInput(tensor, batch, on_cpu, context, projection)
+        )
 
     def captured(self, batches: Sequence[MicroBatch]) -> list[dict[int, Route]]:
         """Return the engine's routes for this rank's rows and layers, by micro-batch and layer number;

@@ -90,20 +90,12 @@ class MegatronModel:
             model, mesh.dims, mesh.device, self._dtype, implementation, recompute,
             moe.expert_bias_update_rate, true_on_policy, options,
         )  # fmt: skip
-        ddp = None
-        if optimizer is not None:
-            ddp = build_ddp_config(optimizer.use_distributed_optimizer, options)
+        distributed = optimizer is not None and optimizer.use_distributed_optimizer
+        ddp = None if optimizer is None else build_ddp_config(distributed, options)
         self.chunks = build_chunks(
-            model,
-            mesh,
-            self._settings,
-            implementation,
-            ddp,
-            output_layer,
-            true_on_policy,
-            experts_in_order="order" in moe.replay,
-            logprob_chunk_tokens=logprob_chunk_tokens,
-        )
+            model, mesh, self._settings, implementation, ddp, output_layer, true_on_policy,
+            experts_in_order="order" in moe.replay, logprob_chunk_tokens=logprob_chunk_tokens,
+        )  # fmt: skip
         self.weights = WeightMap(model, mesh, self.chunks)
         self.router_losses = RouterLosses(moe, map(unwrap, self.chunks))
         self.runner = PipelineRunner(

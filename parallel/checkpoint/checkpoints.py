@@ -15,6 +15,7 @@ import importlib.metadata
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from mrl import __version__
 from mrl.errors import InputError, RunFailed
 from parallel.checkpoint import manifest
-from parallel.checkpoint.pending_save import COMMON_FILE, PendingSave, describe
+from parallel.checkpoint.agreement import failed, find_damage, first_reason, on_first_rank
+from parallel.checkpoint.pending_save import COMMON_FILE, PendingSave
 from parallel.checkpoint.pickle_scan import check_pickles
 from parallel.checkpoint.random_state import pack_random_state, reseed, restore_random_state
 from parallel.checkpoint.shard_writer import ShardWriter
@@ -115,7 +117,7 @@ class Checkpoints:
         """
         self.finish()
         models = _models(policy, critic)
-        mesh, partial = self.mesh, manifest.partial_folder(self.root, step)
+        mesh, unnamed = self.mesh, manifest.partial_folder(self.root, step)
         common: dict[str, Any] = {"seed": self.seed}
         shards: list[ShardedTensor] = []
         for prefix, model in models.items():
@@ -126,8 +128,8 @@ class Checkpoints:
                 model.weights, optimizer_shards(model.optimizer), own_key(prefix)
             )
         shards.append(self._random_shard())
-        self._on_first_rank(partial, lambda: _start_folder(partial, common))
-        writer = ShardWriter(partial, mesh.rank, mesh.dims.world)
+        on_first_rank(mesh, unnamed, lambda: _start_folder(unnamed, common))
+        writer = ShardWriter(unnamed, mesh.rank, mesh.dims.world)
         request = writer.request(shards, copy=self.async_save)
         content = self._content(step, models, trainer)
         self._in_flight = PendingSave(self.root, step, self.keep, content, writer)
@@ -180,10 +182,10 @@ class Checkpoints:
         dist.broadcast_object_list(outcome)  # of rank 0, which has the thread
         is_published, failure = outcome
         if failure:
-            raise _failed(save.writer.folder, failure)
+            raise failed(save.writer.folder, failure)
         if not is_published:
             save.writer.collect()
-            self._on_first_rank(save.writer.folder, save.publish)
+            on_first_rank(self.mesh, save.writer.folder, save.publish)
 
     def load_newest(self, policy: MegatronModel, critic: MegatronModel | None = None) -> Loaded:
         """Load the newest checkpoint that is whole; every damaged one on the way is reported and
@@ -194,12 +196,12 @@ class Checkpoints:
         listed = [manifest.candidates(self.root) if self.mesh.rank == 0 else None]
         dist.broadcast_object_list(listed)
         folders = listed[0] or []
-        folder = manifest.newest_good(folders, self._find_damage, self.warn)
+        folder = manifest.newest_good(folders, partial(find_damage, self.mesh), self.warn)
         if folder is None:
             raise InputError(f"{self.root}: there is no checkpoint; start without one")
         loaded = self._load(folder, _models(policy, critic))
         if damaged := folders[: folders.index(folder)]:
-            self._on_first_rank(folder, lambda: self._set_aside(damaged, loaded.step))
+            on_first_rank(self.mesh, folder, lambda: self._set_aside(damaged, loaded.step))
         return loaded
 
     def _set_aside(self, damaged: list[Path], step: int) -> None:
@@ -212,7 +214,7 @@ class Checkpoints:
     def load(self, step: int, policy: MegatronModel, critic: MegatronModel | None = None) -> Loaded:
         """Load one checkpoint. Raises InputError when it is damaged or of another model."""
         folder = self.root / manifest.folder_name(step)
-        if reason := self._find_damage(folder):
+        if reason := find_damage(self.mesh, folder):
             raise InputError(
                 f"checkpoint {folder.name} is damaged: {reason}; put an older step into "
                 f"{self.root / manifest.LATEST}"
@@ -234,7 +236,7 @@ class Checkpoints:
             if reason is None:
                 own = state_shards(model.weights, states[prefix], saved_key(saved, prefix))
             unused = self._unused(own, saved, prefix)
-            if reason := self._first(reason or misfit(own, saved) or unused):
+            if reason := first_reason(self.mesh, reason or misfit(own, saved) or unused):
                 path = "critic.path" if prefix else "model.path"
                 raise InputError(
                     f"checkpoint {folder} is of another model: {reason}; give the {path} that it was "
@@ -304,38 +306,6 @@ class Checkpoints:
             },
             "trainer": trainer,
         }
-
-    def _find_damage(self, folder: Path) -> str | None:
-        """Do what `manifest.damage` does; the ranks share the hashing and agree on the verdict."""
-        rank, world = self.mesh.rank, self.mesh.dims.world
-        try:
-            reason, refusal = manifest.damage(folder, rank=rank, world=world), None
-        except InputError as error:
-            reason, refusal = None, str(error)
-        if refusal := self._first(refusal):
-            raise InputError(refusal)
-        return self._first(reason)
-
-    def _first(self, reason: str | None) -> str | None:
-        """The reason of the lowest rank that has one, on every rank."""
-        reasons: list[str | None] = [None] * self.mesh.dims.world
-        dist.all_gather_object(reasons, reason)
-        return next((each for each in reasons if each is not None), None)
-
-    def _on_first_rank(self, partial: Path, work: Callable[[], None]) -> None:
-        """Raise RunFailed on every rank when the file work of the first one fails, in whatever way."""
-        reason = None
-        if self.mesh.rank == 0:
-            try:
-                work()
-            except Exception as error:  # torch.save on a full disk: RuntimeError
-                reason = describe(error)
-        if reason := self._first(reason):
-            raise _failed(partial, reason)
-
-
-def _failed(partial: Path, reason: str) -> RunFailed:
-    return RunFailed(f"checkpoint {partial}: {reason}; the one before it is untouched")
 
 
 def _other_model(saved: dict[str, Any] | None, model: MegatronModel) -> str | None:

@@ -147,6 +147,20 @@ def _check_optimizer(given: Mapping[str, Any], around: Surroundings) -> None:
             "keeps such state, is not installed; install transformer-engine, add "
             "optimizer_cpu_offload=true, or leave it out"
         )
+    _check_state_dtypes(given)
+    if given.get("decoupled_weight_decay") is False and (offload or around.distributed_optimizer):
+        other = (
+            "megatron.optimizer_cpu_offload" if offload else "optimizer.use_distributed_optimizer"
+        )
+        raise InputError(
+            f"megatron.decoupled_weight_decay is false, but {other} is on, for which Megatron has "
+            "AdamW only; leave one of them out"
+        )
+    _check_gradient_buffers(given)
+
+
+def _check_state_dtypes(given: Mapping[str, Any]) -> None:
+    offload = given.get("optimizer_cpu_offload")
     for name, choices in STATE_DTYPES.items():
         if name not in given:
             continue
@@ -159,14 +173,9 @@ def _check_optimizer(given: Mapping[str, Any], around: Surroundings) -> None:
             raise InputError(
                 f"megatron.{name} is {given[name]}, expected one of {', '.join(choices)}"
             )
-    if given.get("decoupled_weight_decay") is False and (offload or around.distributed_optimizer):
-        other = (
-            "megatron.optimizer_cpu_offload" if offload else "optimizer.use_distributed_optimizer"
-        )
-        raise InputError(
-            f"megatron.decoupled_weight_decay is false, but {other} is on, for which Megatron has "
-            "AdamW only; leave one of them out"
-        )
+
+
+def _check_gradient_buffers(given: Mapping[str, Any]) -> None:
     size = given.get("bucket_size")
     if size is not None and size < 1:
         raise InputError(
