@@ -2,8 +2,8 @@
 rank gets the tokens of the samples that it trains on, and their routes in the layers that it holds.
 
 All ranks know the outlines of all samples (`mrl.run.rollouts.outline`) and compute alike who trains on
-what, so nobody has to ask; `mrl.exchange.transfers` moves the bytes. Routes travel as bits
-(`moe.wire`), a token as its id and its log-prob, 8 bytes.
+what, so nobody has to ask; `mrl.exchange.transfers` moves the bytes. Routes travel packed
+(`mrl.exchange.route_rows`), a token as its id and its log-prob, 8 bytes.
 
 R rows of a sample (its tokens but the last), T tokens of a sample, L MoE layers.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe.align import pack_joined, pack_traces, places_of, split_rows
 from moe.trace import unpack_trace
-from moe.wire import from_wire, to_wire, wire_row_bytes
+from mrl.exchange.route_rows import from_rows, row_bytes, to_rows
 from mrl.exchange.transfers import TOKENS, Selection
 from mrl.exchange.transport import Transport
 from mrl.types import PackedRoutes, RoutingTrace, Sample, SampleGroup
@@ -48,9 +48,9 @@ class TokenCargo:
             parts += [ids.view(torch.uint8), sample.rollout_logprobs.contiguous().view(torch.uint8)]
         return torch.cat(parts)
 
-    def unpack(self, selection: Selection, wire: Tensor) -> dict[int, Sample]:
+    def unpack(self, selection: Selection, rows: Tensor) -> dict[int, Sample]:
         """Return the selected samples, with all other fields as this rank has them."""
-        parts = wire.split([self.num_bytes(i, selection.layers) for i in selection.samples])
+        parts = rows.split([self.num_bytes(i, selection.layers) for i in selection.samples])
         samples = {}
         for i, part in zip(selection.samples, parts, strict=True):
             ids, logprobs = part.chunk(2)
@@ -78,13 +78,13 @@ class RouteCargo:
         return _width(layers, *shape)
 
     def pack(self, selection: Selection) -> Tensor:
-        return to_wire(pack_joined([self.traces[i] for i in selection.samples], selection.layers))
+        return to_rows(pack_joined([self.traces[i] for i in selection.samples], selection.layers))
 
-    def unpack(self, selection: Selection, wire: Tensor) -> dict[int, PackedRoutes]:
+    def unpack(self, selection: Selection, rows: Tensor) -> dict[int, PackedRoutes]:
         first = self.traces[selection.samples[0]]
         num_rows = [self.traces[i].num_rows for i in selection.samples]
-        routes = from_wire(
-            wire.view(sum(num_rows), self._row_bytes(selection.samples[0], selection.layers)),
+        routes = from_rows(
+            rows.view(sum(num_rows), self._row_bytes(selection.samples[0], selection.layers)),
             selection.layers,
             first.num_experts,
             first.expert_ids.shape[2],
@@ -134,8 +134,8 @@ class RolloutExchange:
         self.bytes_per_token = bytes_per_token(traces, needed, held)
         routes = _local_routes(traces, needed[self._rank])
         cargo = RouteCargo(traces)
-        for selection, wire in self._transport.exchange(cargo, needed, held):
-            routes |= cargo.unpack(selection, wire)
+        for selection, rows in self._transport.exchange(cargo, needed, held):
+            routes |= cargo.unpack(selection, rows)
         return {i: routes[i] for i in needed[self._rank].samples}
 
     def deliver_tokens(
@@ -168,8 +168,8 @@ class RolloutExchange:
         for rank, those in indices.items():
             needed[rank] = Selection(tuple(i for i in those if i in traces), layers)
         cargo = RouteCargo(traces)
-        for selection, wire in self._transport.exchange(cargo, needed, self._held(traces)):
-            for i, routes in cargo.unpack(selection, wire).items():
+        for selection, rows in self._transport.exchange(cargo, needed, self._held(traces)):
+            for i, routes in cargo.unpack(selection, rows).items():
                 trace = unpack_trace(routes, traces[i])
                 samples[i] = dataclasses.replace(samples[i], routing=trace)
         remaining = iter(samples)
@@ -186,8 +186,8 @@ class RolloutExchange:
         mine = needed.get(self._rank, Selection((), ())).samples
         tokens = {i: samples[i] for i in mine if samples[i].is_held}
         held = self._transport.share_held(here)
-        for selection, wire in self._transport.exchange(cargo, needed, held):
-            tokens |= cargo.unpack(selection, wire)
+        for selection, rows in self._transport.exchange(cargo, needed, held):
+            tokens |= cargo.unpack(selection, rows)
         return {i: tokens[i] for i in mine}
 
     def _held(self, traces: Traces) -> list[list[int]]:
@@ -230,7 +230,7 @@ def _local_routes(traces: Traces, selection: Selection) -> dict[int, PackedRoute
     for i in () if selection.layers else selection.samples:
         trace = traces[i]
         empty = torch.empty((trace.num_rows, 0), dtype=torch.uint8)
-        routes[i] = from_wire(empty, (), trace.num_experts, trace.expert_ids.shape[2])
+        routes[i] = from_rows(empty, (), trace.num_experts, trace.expert_ids.shape[2])
     return routes
 
 
@@ -248,4 +248,4 @@ def _width(
 ) -> int:
     """Return the bytes of a row. Raises ValueError where the routes lack one of the layers."""
     places_of(of_model, layers)
-    return wire_row_bytes(len(layers), num_experts, topk, with_weights=with_weights)
+    return row_bytes(len(layers), num_experts, topk, with_weights=with_weights)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe.wire import wire_row_bytes
+from mrl.kernels.routes import route_row_bytes
 from parallel.dims import ParallelDims
 from parallel.scaling.shape import ModelShape
 from parallel.scaling.stages import stages
@@ -58,7 +58,7 @@ def rollout_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> list
     ]  # fmt: skip
     if work.routing_replay == "r3":
         widths = [
-            wire_row_bytes(len(stage_layers), shape.num_experts, shape.topk)
+            len(stage_layers) * route_row_bytes(shape.num_experts, shape.topk)
             for stage_layers in moe_layers_by_stage(shape, dims)
             if stage_layers
         ]

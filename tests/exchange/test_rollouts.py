@@ -129,15 +129,15 @@ def _same_routes(a: Sample, b: Sample) -> bool:
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, int], int, float, list[int]]] = {
-    # Ranks, sizes, stages; bytes a token: 24 bits in one piece, or 6 and 18 bits: a byte and three;
-    # bytes in each rank's memory. Rows by sample: 8, 3, 29, none, 1999, 4, and the four groups
-    # (samples 0 and 1, 2 and 3, 4, 5) are held by the ranks in turn.
+    # Ranks, sizes, stages; bytes a token: one for each of 4 layers (2 ids of 3 bits); bytes in each
+    # rank's memory. Rows by sample: 8, 3, 29, none, 1999, 4, and the four groups (samples 0 and 1,
+    # 2 and 3, 4, 5) are held by the ranks in turn.
     "PP2xDP2": (4, {"pipeline_model_parallel_size": 2}, 2, 4.0,
                 [8 * 3 + 3 * 4, 29 * 4, 1999 * 4, 4 * 4]),
-    "PP2, a stage without MoE": (2, {"pipeline_model_parallel_size": 2}, 3, 3.0, [0, 33 * 3]),
+    "PP2, a stage without MoE": (2, {"pipeline_model_parallel_size": 2}, 3, 4.0, [0, 33 * 4]),
     # Both tensor-parallel ranks of a replica read the same bytes.
-    "TP2xDP2": (4, {"tensor_model_parallel_size": 2}, 1, 3.0,
-                [8 * 3 + 3 * 3, 29 * 3, 1999 * 3, 4 * 3]),
+    "TP2xDP2": (4, {"tensor_model_parallel_size": 2}, 1, 4.0,
+                [8 * 4 + 3 * 4, 29 * 4, 1999 * 4, 4 * 4]),
 }  # fmt: skip
 
 

@@ -160,7 +160,7 @@ def test_the_engines_gate_weights_are_replayed(toy: Toy, tmp_path: Path) -> None
     assert row["routing/replay_coverage"] == 1.0
     assert row["mismatch/logprob_abs_max"] < 1e-5
     assert row["decompose/weights/logprob_abs_mean"] < 1e-5
-    assert 0 < row["routing/wire_bytes_per_token"] - 4 * 2 * 4 < 4  # 4 layers, top-2, 4 bytes
+    assert row["routing/wire_bytes_per_token"] == 4 + 4 * 2 * 4  # 4 layers, top-2, 4 bytes
     traces = [s.routing for g in rolled_out(folder, 0) for s in g.samples]
     assert all(trace is not None and trace.expert_weights is not None for trace in traces)
 

@@ -64,8 +64,8 @@ def test_two_ranks(rollout_tp: int, layout: str, toy: Toy, tmp_path: Path) -> No
     for row in rows:
         assert row["mismatch/logprob_abs_max"] <= 1e-4
         assert row["routing/replay_coverage"] == 1.0
-        # 4 layers x top-2 of 8 experts: 24 bits, between two engines' ranks or from one to its pair.
-        assert row["routing/wire_bytes_per_token"] == 3.0
+        # A byte for each of 4 layers, between two engines' ranks or from one to its pair.
+        assert row["routing/wire_bytes_per_token"] == 4.0
     for step in range(4):
         file = output / f"rollouts/step_{step:06d}.jsonl"
         samples = [json.loads(line) for line in file.read_text().splitlines()]
