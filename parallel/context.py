@@ -63,7 +63,7 @@ class ContextSlice:
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
     def take(self, values: Tensor) -> Tensor:
-        """[N, ...] -> [n, ...]."""
+        """Take this rank's tokens: [N, ...] -> [n, ...]."""
         return values if self.index is None else values[self.index]
 
     def take_routes(self, routes: PackedRoutes) -> PackedRoutes:
@@ -71,8 +71,8 @@ class ContextSlice:
         return dataclasses.replace(routes, packed=self.take(routes.packed), weights=weights)
 
     def gather(self, values: Tensor) -> Tensor:
-        """[n, ...] -> [N, ...] in packed order. The gradient of a rank is that of its own values:
-        what follows must be computed by all ranks alike."""
+        """Gather [n, ...] -> [N, ...] in packed order. The gradient of a rank is that of its own
+        values: what follows must be computed by all ranks alike."""
         if self.places is None:
             return values
         joined = gather_from_sequence_parallel_region(
@@ -81,15 +81,16 @@ class ContextSlice:
         return joined[self.places]
 
     def gather_shared(self, values: Tensor) -> Tensor:
-        """[n, ...] -> [N, ...] in the order of `places`. The gradients of all ranks are summed: for
-        what each rank uses in its own way."""
+        """Gather [n, ...] -> [N, ...] in the order of `places`. The gradients of all ranks are summed:
+        for what each rank uses in its own way."""
         if self.places is None:
             return values
         return gather_from_sequence_parallel_region(values, group=self.group)
 
 
 def context_slice(cu_seqlens: Tensor, group: ProcessGroup, device: torch.device) -> ContextSlice:
-    """`cu_seqlens` i32[B+1] on the CPU, where reading it waits for nothing -> tensors on `device`.
+    """Return this rank's slice, with tensors on `device`. `cu_seqlens` i32[B+1] is on the CPU, where
+    reading it waits for nothing.
 
     Under context parallelism every length is a multiple of 2 cp.
     """

@@ -1,4 +1,4 @@
-"""Megatron-core on a machine without CUDA. The only file that replaces anything of somebody else's.
+"""This module makes Megatron-core run without CUDA. No other file replaces parts of other packages.
 
 Megatron names the CUDA device in many places. Where there is no CUDA, `enable()` makes torch send
 `device="cuda"` and `.cuda()` to the CPU (through torch's own override mode) and gives the handful of

@@ -30,11 +30,12 @@ from parallel.mesh import Mesh
 from parallel.options.read import read_options
 
 VALUE_HEAD = "value_head.weight"
-"""Under this name a saved critic has its head; a language model has none, and the head starts anew."""
+"""The name of the head in a saved critic's folder; a language model has none, and the head starts
+anew."""
 
 
 class ValueHead(torch.nn.Module):
-    """hidden [s, 1, h] -> values f32[S, 1, 1], with Megatron's signature of an output layer.
+    """Maps hidden [s, 1, h] to values f32[S, 1, 1], with Megatron's signature of an output layer.
 
     The weight [1, h] is whole on every rank. Under sequence parallelism a rank has s = S / tp rows, and
     the values of all are gathered: afterwards every rank computes the same loss of them.
@@ -58,7 +59,7 @@ class ValueHead(torch.nn.Module):
 
 
 def value_rows(given: HeadInput, into: PassOutput) -> Tensor:
-    """The head of the runner: rows [1, n, 1] -> values f32[N], noted in `into`.
+    """Turn rows [1, n, 1] into values f32[N], noted in `into`: the head of the runner.
 
     Value t is that of the state before token t was chosen, so it is read off row t - 1; 0 off the loss
     tokens.

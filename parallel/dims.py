@@ -1,4 +1,4 @@
-"""Sizes of a layout and their arithmetic: pure numbers, no torch, no Megatron.
+"""This module holds the sizes of a layout and their arithmetic: pure numbers, no torch, no Megatron.
 
 Attention and dense layers see world = tp x cp x dp x pp; expert layers see world = etp x ep x edp x pp.
 """
@@ -163,7 +163,7 @@ class ParallelDims:
         return rules
 
     def describe(self) -> str:
-        """One line for the plan, e.g. `4 rank(s) = tensor 2 x pipeline 1 x data 2; expert 2`."""
+        """Return one line for the plan, e.g. `4 rank(s) = tensor 2 x pipeline 1 x data 2; expert 2`."""
         text = f"{self.world} rank(s) = tensor {self.tp}"
         if self.cp > 1:
             text += f" x context {self.cp}"

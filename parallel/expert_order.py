@@ -26,7 +26,8 @@ def permuted_rows(routing_map: Tensor, ids: Tensor) -> Tensor:
 
 
 def add_in_order(permuted: Tensor, rows: Tensor) -> Tensor:
-    """permuted [n K, H], rows i64[n, K] -> [n, H]: the rows of a token, one after the other."""
+    """Add up the rows of each token, one after the other: permuted [n K, H], rows i64[n, K]
+    -> [n, H]."""
     first, *others = permuted.index_select(0, rows.T.reshape(-1)).chunk(rows.shape[1])
     for other in others:
         first = first + other

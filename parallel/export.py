@@ -1,6 +1,6 @@
-"""The whole model under HF names, from any layout, a bounded number of bytes at a time.
+"""This module sends the whole model under HF names from any layout, in buckets of bounded size.
 
-Buckets are planned from shapes alone, before anything moves. They are laid into two buffers in turn, so
+Buckets are decided from shapes alone, before anything moves. They are laid into two buffers in turn, so
 that an engine reads one while the next is built: each parameter is gathered over its expert- and
 tensor-parallel peers and its pieces are copied to where they belong. A rank holds its shard, the two
 buffers, and the peers' pieces of one parameter. Every rank holds the whole bucket.
@@ -35,7 +35,7 @@ def num_bytes(tensor: HfTensor) -> int:
 
 @dataclass(frozen=True)
 class Unit:
-    """One parameter of this stage together with its expert-parallel peers: gathered in one go."""
+    """A `Unit` is one parameter of this stage with its expert-parallel peers, gathered in one go."""
 
     entry: Entry
     tensors: list[HfTensor]
@@ -62,7 +62,7 @@ def export_buckets(
     memory: SharedMemory | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[WeightBucket]:
-    """Every HF tensor exactly once, in buckets of up to `max_bytes`, on every rank.
+    """Yield every HF tensor exactly once, in buckets of up to `max_bytes`, on every rank.
 
     In `dtype` where one is given: each rank casts its shard first, so that what it digests is what
     is sent. Buffers keep their own, as engines keep them.
@@ -140,7 +140,7 @@ def _headers(buckets: list[list[Unit]], digests: list[dict[str, int]]) -> list[H
 
 
 def _digests(weights: WeightMap, buckets: list[list[Unit]]) -> list[dict[str, int]]:
-    """Of each bucket of this stage, by place.
+    """Return the digests of each bucket of this stage, by place.
 
     Each rank reads its own shards where they are, and the sums are added up: neither gathering,
     copying nor sending can hide from them.

@@ -40,7 +40,8 @@ Observe = Literal["counts", "rows"]
 
 @dataclass(frozen=True)
 class ObservedRoutes:
-    """A layer's rows in a micro-batch, as `PipelineRunner.row_places` orders them: n of this rank."""
+    """What is known of a layer's routes in a micro-batch; the n rows are in the order of
+    `PipelineRunner.row_places`."""
 
     captured: Tensor
     """i16[n, K]: the engine's; NATIVE_ROUTE where none was captured."""
@@ -52,7 +53,7 @@ class ObservedRoutes:
 
 @dataclass
 class PassOutput:
-    """What one pass over the micro-batches of this rank gave, in their order."""
+    """A `PassOutput` holds what one pass over this rank's micro-batches gave, in their order."""
 
     logprobs: list[Tensor] = field(default_factory=list)
     """f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
@@ -63,11 +64,11 @@ class PassOutput:
     losses: list[LossOutput] = field(default_factory=list)
     """Detached; only on the last pipeline stage, and only with a loss."""
     native_routes: list[dict[int, Route]] = field(default_factory=list)
-    """By micro-batch and layer number, of a pass without gradient in which the routers decided for
-    themselves; empty otherwise. `Replay.recorded` replays them."""
+    """The routers' choices by micro-batch and layer number, in a pass without gradient in which they
+    decided for themselves; empty otherwise. `Replay.recorded` replays them."""
     observed: list[dict[int, ObservedRoutes]] = field(default_factory=list)
-    """By micro-batch and layer number, of a pass that was told to keep the rows; (4 K + 4) bytes a row
-    and layer of this rank. A micro-batch without captured routes has none."""
+    """Rows by micro-batch and layer number, of a pass that was told to keep them: (4 K + 4) bytes for
+    each row and layer of this rank. A micro-batch without captured routes has none."""
     routing: Statistics = field(default_factory=dict)
 
 
@@ -116,7 +117,7 @@ class _Pass:
 
 
 class PipelineRunner:
-    """The forward (and backward) of this rank's chunks."""
+    """A `PipelineRunner` runs this rank's chunks forward, and backward in training."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""The model folder: a Hugging Face config.json and its architecture. No Megatron, no weights."""
+"""This module reads a model folder's config.json and finds its architecture, without Megatron or
+weights."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from parallel.dims import ModelSizes
 
 
 def read_config(folder: Path) -> HfConfig:
-    """config.json of a model folder, with or without weights. Raises InputError."""
+    """Read config.json of a model folder, with or without weights. Raises InputError."""
     if not folder.is_dir():
         raise InputError(
             f"model.path: no folder {folder}; give a Hugging Face checkpoint (for `mrl check --plan` "
@@ -41,7 +42,7 @@ def has_weights(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class HfModel:
-    """A checked model folder."""
+    """An `HfModel` is a checked model folder."""
 
     path: Path
     config: HfConfig
@@ -72,7 +73,7 @@ class HfModel:
         return self.architecture.moe_layer_numbers(self.config)
 
     def differences(self, other: HfModel) -> list[str]:
-        """In what the two are not the same function of their weights, in words: `other` is "there".
+        """Say in what the two are not the same function of their weights; `other` is "there".
 
         Equal sizes are not enough: under another RoPE theta or routing the same tensors give other
         log-probs.

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder, read one at a time."""
+"""This module reads the tensors of a Hugging Face folder, one at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel.hf_config import HfModel
 
 
 class HfTensors:
-    """Lazy access to the tensors of a model folder by name."""
+    """`HfTensors` reads the tensors of a model folder by name, when they are asked for."""
 
     def __init__(self, model: HfModel) -> None:
         self.path = model.path

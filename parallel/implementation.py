@@ -1,4 +1,4 @@
-"""Which layers and which number format to build with; decided without importing Megatron."""
+"""This module decides which layers and which number format to use, without importing Megatron."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def find_engine() -> Engine:
 def choose_implementation(
     asked: Literal["auto", "local", "transformer_engine"],
 ) -> tuple[Implementation, str]:
-    """Which layers to build, and why, for the plan. Raises InputError when the asked are missing.
+    """Choose which layers to build, and say why, for the plan. Raises InputError when those that the
+    recipe asks for are missing.
 
     `local` are mrl's native layers (docs/layers.md).
     """
@@ -137,7 +138,7 @@ def fusions(
 
 
 def choose_dtype(asked: Literal["auto", "float32", "bfloat16"]) -> torch.dtype:
-    """`auto`: bfloat16 on GPUs, float32 on CPUs."""
+    """Choose the number format; `auto` is bfloat16 on GPUs and float32 on CPUs."""
     if asked == "auto":
         return torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return getattr(torch, asked)

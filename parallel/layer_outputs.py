@@ -1,4 +1,4 @@
-"""What each layer of this rank gives in a forward: to see where two passes part."""
+"""This module records what each layer of this rank returns, to see where two passes differ first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from parallel.model import unwrap
 
 
 class LayerOutputs:
-    """Within the context, hidden states of the first micro-batch by Megatron's 1-based layer number.
+    """A context in which the hidden states of the first micro-batch are recorded, by Megatron's 1-based
+    layer number.
 
     n rows of this rank (under sequence and context parallelism its own), h hidden size.
     """

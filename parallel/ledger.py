@@ -54,7 +54,7 @@ class _Owner:
 
 
 class Ledger:
-    """The storages of one rank by kind. A kind is moved as a whole."""
+    """A `Ledger` knows the storages of one rank by kind. A kind is moved as a whole."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device.type
@@ -158,7 +158,7 @@ class Ledger:
         return owner
 
     def _storages(self) -> dict[str, list[UntypedStorage]]:
-        """By kind, the storages that hold bytes now; each with the first kind that names it."""
+        """Return the storages that hold bytes now, by kind; each with the first kind that names it."""
         taken = {s._cdata for owner in self._owners.values() for s, _, _ in owner.away}
         found: dict[str, list[UntypedStorage]] = {}
         for kind, owner in self._owners.items():
@@ -174,7 +174,8 @@ class Ledger:
         return storage.nbytes() if storage.device.type == self._device else 0
 
     def _on_device(self) -> dict[str, list[UntypedStorage]]:
-        """Without what stays on the CPU of a GPU machine, such as Adam's step counts."""
+        """Return the storages on the device: not what stays on the CPU of a GPU machine, such as Adam's
+        step counts."""
         return {
             kind: [s for s in storages if self._device_bytes(s)]
             for kind, storages in self._storages().items()
@@ -228,7 +229,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 
 def memory_statistics(phase: str, where: Mapping[str, Bytes]) -> Statistics:
-    """`memory/PHASE/KIND_device_bytes` and `_host_bytes`: the largest over the ranks."""
+    """Return `memory/PHASE/KIND_device_bytes` and `_host_bytes`: the largest over the ranks."""
     return {
         f"memory/{phase}/{kind}_{place}_bytes": Max(torch.tensor(float(getattr(count, place))))
         for kind, count in where.items()

@@ -54,8 +54,9 @@ def chunked_logprobs(
     projection: Projection,
     context: ContextSlice,
 ) -> tuple[Tensor, Tensor]:
-    """As `packed_logprobs`, from hidden states [n, h] (under sequence parallelism this rank's share of
-    them) and the projection onto the vocabulary: only loss tokens have logits, a chunk at a time.
+    """Compute what `packed_logprobs` does from hidden states [n, h] (under sequence parallelism this
+    rank's share of them) and the projection onto the vocabulary: only loss tokens have logits, a chunk
+    at a time.
 
     `on_cpu`: the micro-batch, where counting its loss tokens waits for nothing.
     """

@@ -158,7 +158,7 @@ def _half(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
 
 
 def unwrap(chunk: Any) -> GPTModel:
-    """The GPTModel inside DDP and the half-precision wrapper."""
+    """Return the GPTModel inside DDP and the half-precision wrapper."""
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     return chunk

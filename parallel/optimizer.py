@@ -1,4 +1,4 @@
-"""Megatron's optimizer and learning-rate schedule for the chunks of a model."""
+"""This module makes Megatron's optimizer and learning-rate schedule for the chunks of a model."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def use_fused_kernels(optimizer: Any) -> None:
 
 
 def torch_adams(optimizer: Any) -> Iterator[torch.optim.Adam]:
-    """The torch optimizers inside Megatron's, of the dense parameters and of the experts'."""
+    """Yield the torch optimizers inside Megatron's, of the dense parameters and of the experts'."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(inner := getattr(part, "optimizer", None), torch.optim.Adam):
             yield inner

@@ -38,8 +38,8 @@ class OptimizerShard:
     sharded: bool
     """Shared out over data-parallel ranks, and not the same on each of them."""
     write_back: Callable[[], None] | None = None
-    """To be called once `tensors` have other contents, where they are not the state itself or the state
-    has copies."""
+    """Must be called once `tensors` have other contents, where they are not the state itself or the
+    state has copies."""
 
 
 def optimizer_shards(optimizer: Any) -> dict[int, OptimizerShard]:

@@ -25,7 +25,7 @@ Record = TypeVar("Record", MicroBatch, PackedRoutes)
 
 @dataclass(frozen=True)
 class WeightedSample:
-    """A sample with what it counts in the loss."""
+    """A `WeightedSample` is a sample with its weights in the loss."""
 
     sample: Sample
     advantage: float | None
@@ -141,7 +141,7 @@ def pack(
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The same micro-batch with every tensor on `device`, those of its routes too."""
+    """Return the same micro-batch with every tensor on `device`, those of its routes too."""
     return _moved(batch, device)
 
 

@@ -108,8 +108,8 @@ class Policy(MegatronModel):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """The frozen reference in the place of the policy; afterwards the policy, bit for bit. Replayed
-        choices hold for it too, gate weights do not: they are another model's.
+        """Put the frozen reference in the place of the policy; afterwards the policy returns, bit for
+        bit. Replayed choices hold for it too, gate weights do not: they are another model's.
 
         Raises RuntimeError where the policy was made without one.
         """
@@ -137,12 +137,12 @@ class Policy(MegatronModel):
 
 
 def with_old_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:
-    """The micro-batches with what the trainer computed before the update (last stage only)."""
+    """Return the micro-batches with `old_logprobs`, from a pass before the update (last stage only)."""
     return _with_field("old_logprobs", batches, output)
 
 
 def with_ref_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:
-    """The micro-batches with what the frozen reference gives them (last stage only)."""
+    """Return the micro-batches with `ref_logprobs`, from a pass of the reference (last stage only)."""
     return _with_field("ref_logprobs", batches, output)
 
 

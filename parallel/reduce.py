@@ -1,4 +1,4 @@
-"""Statistics of all ranks -> plain numbers, the same on every rank."""
+"""This module reduces the statistics of all ranks to plain numbers, the same on every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.types import Max, Mean, Quantiles, Statistic, Statistics, Sum
 
 
 def merge(parts: list[Statistics]) -> Statistics:
-    """Statistics of several micro-batches of one rank, keys united."""
+    """Merge the statistics of several micro-batches of one rank; keys are united."""
     merged: Statistics = {}
     for part in parts:
         for key, value in part.items():
@@ -36,7 +36,7 @@ def _add(key: str, a: Statistic, b: Statistic) -> Statistic:
 
 
 def reduce_statistics(stats: Statistics) -> dict[str, float]:
-    """Over all ranks, in rank order and in fp64. A collective; ranks may hold different keys.
+    """Reduce over all ranks, in rank order and in fp64. A collective; ranks may hold different keys.
 
     A mean over nothing is NaN: it was not measured.
     """

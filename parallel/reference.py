@@ -1,4 +1,4 @@
-"""The frozen reference model: this rank's shard of another set of weights, kept on the host.
+"""The frozen reference model is this rank's shard of another set of weights, kept on the host.
 
 It has no model of its own. For a pass it takes the place of the policy's weights in their storages, and
 afterwards the policy's return, bit for bit. The cost is two copies of the weights on the host (the
@@ -41,12 +41,12 @@ class HostCopy:
     # On a GPU both directions run on the current stream, in order: nothing has to wait.
 
     def take(self, tensors: list[Tensor]) -> None:
-        """Contents of `tensors` to the host."""
+        """Copy the contents of `tensors` to the host."""
         for view, tensor in zip(self._views, tensors, strict=True):
             view.copy_(tensor, non_blocking=True)
 
     def put(self, tensors: list[Tensor]) -> None:
-        """Contents from the host to `tensors`, in place."""
+        """Copy the contents from the host to `tensors`, in place."""
         for view, tensor in zip(self._views, tensors, strict=True):
             tensor.copy_(view, non_blocking=True)
 

@@ -54,15 +54,15 @@ def read(adam: Any, weight: Tensor) -> tuple[dict[str, Tensor], Callable[[], Non
 
 
 def join_remainder(weight: Tensor, remainder: Tensor) -> Tensor:
-    """fp32 of a bf16 weight and the 16 bits after it (int16). A negative remainder says that the weight
-    was rounded up."""
+    """Join a bf16 weight and the 16 bits after it (int16) to fp32. A negative remainder says that the
+    weight was rounded up."""
     high = weight.view(torch.int16) - (remainder < 0).to(torch.int16)
     low = remainder.to(torch.int32) & 0xFFFF
     return ((high.to(torch.int32) << 16) | low).view(torch.float32)
 
 
 def split_remainder(value: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 -> (bf16, int16): the inverse of `join_remainder`, to the bit."""
+    """Split fp32 into (bf16, int16): the inverse of `join_remainder`, to the bit."""
     bits = value.contiguous().view(torch.int32)
     low = (bits & 0xFFFF).to(torch.int16)  # wraps: 0x8000 and above become negative
     high = (bits >> 16).to(torch.int16) + (low < 0).to(torch.int16)

@@ -13,7 +13,7 @@ from parallel.architectures.base import Split
 
 
 def join(parts: list[Tensor], kind: Split, num_groups: int) -> Tensor:
-    """HF tensors of one parameter -> the whole Megatron tensor."""
+    """Join the HF tensors of one parameter to the whole Megatron tensor."""
     if kind == "qkv":
         grouped = [p.unflatten(0, (num_groups, -1)) for p in parts]
         return torch.cat(grouped, dim=1).flatten(0, 1)
@@ -21,7 +21,7 @@ def join(parts: list[Tensor], kind: Split, num_groups: int) -> Tensor:
 
 
 def split(full: Tensor, kind: Split, num_groups: int, heads_per_group: int) -> list[Tensor]:
-    """The whole Megatron tensor -> its HF tensors: the inverse of `join`."""
+    """Split the whole Megatron tensor into its HF tensors: the inverse of `join`."""
     if kind == "gated":
         return list(full.chunk(2))
     if kind != "qkv":

@@ -1,4 +1,5 @@
-"""Megatron's settings of a model and of its gradient buffers, from config.json and a recipe."""
+"""This module derives Megatron's settings of a model and its gradient buffers from config and
+recipe."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ class Compiled:
     module: str
     """What is imported to see whether it works."""
     implies: Callable[[str], str]
-    """Of its version, where it does."""
+    """What follows from its version, where it works."""
     otherwise: str
-    """What follows where it does not, or is not there."""
+    """What follows where it does not work, or is not there."""
     is_optional: bool = True
     """Left out of the table where it is not installed."""
 

@@ -1,4 +1,4 @@
-"""This rank's parameters, each with its rule of the architecture's table; read from a HF folder.
+"""This module maps this rank's parameters to the architecture's rules, and reads them from HF folders.
 
 One parameter at a time: no rank ever holds more than its own shard and one full parameter. The way back
 is `parallel.export`.
@@ -54,7 +54,8 @@ class Entry:
 
 
 class WeightMap:
-    """The parameters of this rank's chunks, each with its rule. Raises on a parameter without one."""
+    """A `WeightMap` holds the parameters of this rank's chunks, each with its rule. Raises on a
+    parameter without one."""
 
     def __init__(self, model: HfModel, mesh: Mesh, chunks: Iterable[torch.nn.Module]) -> None:
         self.model = model
@@ -109,7 +110,7 @@ class WeightMap:
         return self.model.sizes.num_attention_heads // self.num_groups
 
     def tp_place(self, entry: Entry) -> tuple[int, int]:
-        """(rank, size) of the tensor-parallel group, or the experts' own, that shares it out."""
+        """Return (rank, size) in the tensor-parallel group, or the experts' own, that shares it out."""
         if entry.rule.split == "none":
             return 0, 1
         if entry.expert >= 0:

@@ -29,7 +29,7 @@ def write_safetensors(
 
     def flush() -> None:
         groups.append(list(pending))
-        file = folder / _unfinished(len(groups))
+        file = folder / _temporary(len(groups))
         save_file(pending, file, metadata={"format": "pt"})
         file.chmod(readable)  # safetensors gives the owner alone the right to read
         pending.clear()
@@ -51,13 +51,13 @@ def write_safetensors(
     where = {}
     for number, names in enumerate(groups, start=1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        (folder / _unfinished(number)).rename(folder / file)
+        (folder / _temporary(number)).rename(folder / file)
         where |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return where
 
 
-def _unfinished(number: int) -> str:
+def _temporary(number: int) -> str:
     """Until all are written nobody knows how many there are."""
     return f"model-{number:05d}.safetensors.partial"
