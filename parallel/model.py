@@ -14,10 +14,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from parallel import expert_order
 from parallel.hf_config import HfModel
 from parallel.implementation import Implementation
-from parallel.layers import invariant
+from parallel.layers import expert_order, invariant
 from parallel.layers.attention import PackedAttention, RotaryAttention
 from parallel.layers.dispatch import NativeMoELayer, RouteOrderMoELayer
 from parallel.layers.experts import GroupedExperts, join_storages

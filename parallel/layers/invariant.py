@@ -12,7 +12,7 @@ and values.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -23,6 +23,8 @@ from torch import Tensor
 
 from mrl.kernels import invariant
 from parallel.layers.attention import PackedAttention, PackedSequences
+
+Layer = TypeVar("Layer", bound=ColumnParallelLinear)
 
 
 class InvariantColumnLinear(ColumnParallelLinear):
@@ -89,7 +91,12 @@ def output_layer(config: TransformerConfig, present: ColumnParallelLinear) -> to
 
     A tied one has none on a rank that holds the embedding: it is given that at each call.
     """
-    layer = InvariantColumnLinear(
+    return replaced(InvariantColumnLinear, config, present)
+
+
+def replaced(kind: type[Layer], config: TransformerConfig, present: ColumnParallelLinear) -> Layer:
+    """Make a layer of this kind with the sizes and the weight of the `present` one."""
+    layer = kind(
         present.input_size,
         present.output_size,
         config=config,

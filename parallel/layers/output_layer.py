@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mrl.kernels import Chunked, invariant
 from mrl.kernels.linear_logprob import SummedGradient, WeightGradient, add_product
-from parallel.layers.invariant import InvariantColumnLinear
+from parallel.layers.invariant import InvariantColumnLinear, replaced
 
 
 class DeferredOutputLayer(ColumnParallelLinear):
@@ -52,17 +52,7 @@ def deferred_output_layer(
 
     A tied one has none on a rank that holds the embedding: `Projection.of` finds it there.
     """
-    layer = DeferredOutputLayer(
-        present.input_size,
-        present.output_size,
-        config=config,
-        init_method=config.init_method,  # pyright: ignore[reportArgumentType]
-        bias=False,
-        gather_output=present.gather_output,
-        skip_weight_param_allocation=True,
-        tp_group=present.tp_group,  # pyright: ignore[reportArgumentType]
-    )
-    layer.weight = present.weight
+    layer = replaced(DeferredOutputLayer, config, present)
     layer.project = invariant.linear if isinstance(present, InvariantColumnLinear) else F.linear
     layer.chunk_rows = chunk_rows
     return layer

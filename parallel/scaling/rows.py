@@ -39,10 +39,6 @@ class Phase:
     def device_bytes(self) -> int:
         return total(self.device)
 
-    @property
-    def host_bytes(self) -> int:
-        return total(self.host)
-
     def device_row(self, name: str) -> int:
         """Bytes of the row of that name; 0 where there is none."""
         return sum(row.num_bytes for row in self.device if row.name == name)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from mrl.config import AlgorithmConfig, ModelConfig, MoeConfig, OptimizerConfig,
 from mrl.kernels.digest import add_digests, digests_of
 from mrl.learn.batching import make_train_batch
 from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch
+from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.mesh import Mesh, init_mesh, world_size
@@ -196,6 +197,18 @@ def train(policy: Policy, mesh: Mesh, samples: list[Sample], steps: int) -> list
         out = policy.train_step(batch, loss, replay_of(samples))
         results.append({**reduce_statistics(out.stats), "grad_norm": out.grad_norm})
     return results
+
+
+def saved_and_resumed(policy: Policy, build: Callable[[], Policy], store: Checkpoints) -> Policy:
+    """Another policy that loaded what this one saved; this one went to the host and came back."""
+    store.save(2, policy, {})
+    policy.ledger.free("gradients")
+    policy.ledger.to_host("optimizer")
+    policy.ledger.to_host("parameters")
+    policy.onload()
+    resumed = build()
+    store.load(2, resumed)
+    return resumed
 
 
 def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dict[str, Any]:

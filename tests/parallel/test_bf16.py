@@ -19,6 +19,7 @@ from tests.parallel.layouts import (
     join_mesh,
     loss,
     ready_batch,
+    saved_and_resumed,
 )
 from tests.ranks import run_ranks
 from tests.release import release
@@ -42,14 +43,7 @@ def exercise(
     policy = build()
     batch, _ = ready_batch(policy, mesh, samples)
     norms = [policy.train_step(batch, loss, Replay.rollout).grad_norm for _ in range(2)]
-    store = Checkpoints(checkpoints, mesh, keep=1)
-    store.save(2, policy, {})
-    policy.ledger.free("gradients")
-    policy.ledger.to_host("optimizer")
-    policy.ledger.to_host("parameters")
-    policy.onload()
-    resumed = build()
-    store.load(2, resumed)
+    resumed = saved_and_resumed(policy, build, Checkpoints(checkpoints, mesh, keep=1))
     for each in (policy, resumed):
         each.train_step(batch, loss, Replay.rollout)
     ours, theirs = exported(policy), exported(resumed)

@@ -14,7 +14,7 @@ from mrl.types import Sample
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.optimizer import torch_adams, use_fused_kernels
 from parallel.optimizer_state import optimizer_shards
-from tests.parallel.layouts import build, exported, join_mesh, loss, ready_batch
+from tests.parallel.layouts import build, exported, join_mesh, loss, ready_batch, saved_and_resumed
 from tests.ranks import run_ranks
 from tests.release import release
 
@@ -61,14 +61,7 @@ def exercise(
             assert groups_of_adam
             assert all(g["fused"] and not g["foreach"] for g in groups_of_adam)
             return {"weights": exported(policy), "norms": norms}
-        store = Checkpoints(checkpoints, mesh, keep=1)
-        store.save(2, policy, {})
-        policy.ledger.free("gradients")
-        policy.ledger.to_host("optimizer")
-        policy.ledger.to_host("parameters")
-        policy.onload()
-        resumed = start()
-        store.load(2, resumed)
+        resumed = saved_and_resumed(policy, start, Checkpoints(checkpoints, mesh, keep=1))
         for each in (policy, resumed):
             each.train_step(batch, loss, Replay.rollout)
         ours, theirs = exported(policy), exported(resumed)
