@@ -37,7 +37,7 @@ class WeightedSample:
     nll_weight: float | None = None
     """What its log-likelihood counts beside the policy loss; all samples have one, or none has."""
     routes: PackedRoutes | None = None
-    """Of its T-1 routed tokens, in the layers of this rank; None where every router decides."""
+    """The routes of its T-1 routed tokens in this rank's layers; None where every router decides."""
     reward: float = 0.0
     """Shaped; 0 where the sample has none."""
 
