@@ -1,6 +1,6 @@
 """Run micro-batches through Megatron's pipeline schedules, with routing replay.
 
-One `PipelineRunner` serves the passes without gradients (old and reference log-probs) and the training
+One `PipelineRunner` serves the passes without gradient (old and reference log-probs) and the training
 pass. It knows nothing of algorithms: a loss is a function from log-probs and a micro-batch to a sum.
 """
 

@@ -10,7 +10,7 @@ that kind only.
 
 Storages are emptied and filled in place. Assigning to `parameter.data` would move the bytes too, but
 across devices it also replaces the parameter's gradient accumulator, on which Megatron's DDP hangs its
-hooks: training would go on with gradients of zero, silently.
+hooks: training would continue with gradients of zero, silently.
 
 Host buffers are kept and used again, by size: pinning memory takes longer than the copy into it. They
 stay allocated while their contents are on the device; `host_buffer_bytes` counts them all.

@@ -208,7 +208,7 @@ class Checkpoints:
         for folder in damaged:
             if folder.is_dir():
                 aside = manifest.set_aside(folder)
-                self.warn(f"checkpoint {folder.name} is kept as {aside.name}; remove it at will")
+                self.warn(f"checkpoint {folder.name} is kept as {aside.name}; you can delete it")
         manifest.point_to(self.root, step)
 
     def load(self, step: int, policy: MegatronModel, critic: MegatronModel | None = None) -> Loaded:

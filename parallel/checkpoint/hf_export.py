@@ -104,7 +104,9 @@ def _new_folder(target: Path) -> Iterator[Path]:
         yield partial
         partial.rename(target)
     except (OSError, SafetensorError) as error:
-        raise RunFailed(f"the export to {target} failed: {error}; nothing is left of it") from None
+        raise RunFailed(
+            f"the export to {target} failed: {error}; no partial output remains"
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -86,8 +86,8 @@ def _refuse_other_format(folder: Path, data: bytes) -> None:
         return
     if found != FORMAT:
         raise InputError(
-            f"checkpoint {folder} has format {found}, this version of mrl reads format {FORMAT}; go on "
-            "with the version that wrote it, or start in another output_dir"
+            f"checkpoint {folder} has format {found}, this version of mrl reads format {FORMAT}; "
+            "continue with the version that wrote it, or start in another output_dir"
         )
 
 
@@ -207,7 +207,7 @@ def publish(root: Path, step: int, keep: int) -> Path:
 
 
 def point_to(root: Path, step: int) -> None:
-    """Make LATEST name this step: a start goes on from there."""
+    """Make LATEST name this step: the next start resumes from it."""
     write_whole(root / LATEST, f"{step}\n", durable=True)
 
 

@@ -193,7 +193,7 @@ def _write(
 
 
 def _settle_in_child(parent: int) -> None:
-    """A killed trainer leaves nobody behind who writes where the next one does."""
+    """Exit when the trainer dies: the next one writes to the same place."""
     torch.set_num_threads(1)  # the parent's OpenMP threads did not come along
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; this is to be finished
     die_with_parent(parent)

@@ -134,7 +134,7 @@ def test_a_checkpoint_of_format_1_is_refused_with_what_to_do(tmp_path: Path) -> 
     folder.mkdir()
     (folder / "manifest.json").write_text(json.dumps({"format": 1, "step": 3}))
     with pytest.raises(
-        InputError, match="format 1, this version of mrl reads format 2; go on with"
+        InputError, match="format 1, this version of mrl reads format 2; continue with"
     ):
         damage(folder)
 
