@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.evidence.cases import run_cases
+from moe.route_rows import row_bytes
 from mrl.config import ParallelConfig
 from mrl.exchange.rollouts import RolloutExchange
-from mrl.exchange.route_rows import row_bytes
 from mrl.run.rollouts import decode_groups, encode_groups, outline
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 from parallel.dims import ParallelDims

@@ -3,7 +3,7 @@ rank gets the tokens of the samples that it trains on, and their routes in the l
 
 All ranks know the outlines of all samples (`mrl.run.rollouts.outline`) and compute alike who trains on
 what, so nobody has to ask; `mrl.exchange.transfers` moves the bytes. Routes travel packed
-(`mrl.exchange.route_rows`), a token as its id and its log-prob, 8 bytes.
+(`moe.route_rows`), a token as its id and its log-prob, 8 bytes.
 
 R rows of a sample (its tokens but the last), T tokens of a sample, L MoE layers.
 """
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from moe.align import pack_joined, pack_traces, places_of, split_rows
+from moe.route_rows import from_rows, row_bytes, to_rows
 from moe.trace import unpack_trace
-from mrl.exchange.route_rows import from_rows, row_bytes, to_rows
 from mrl.exchange.transfers import TOKENS, Selection
 from mrl.exchange.transport import Transport
 from mrl.types import PackedRoutes, RoutingTrace, Sample, SampleGroup

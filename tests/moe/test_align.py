@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe.align import split_rows
-from tests.exchange.test_route_rows import make_routes
+from tests.moe.test_route_rows import make_routes
 
 
 def test_split_rows() -> None:

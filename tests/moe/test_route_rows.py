@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.align import split_rows
-from mrl.exchange.route_rows import from_rows, row_bytes, to_rows
+from moe.route_rows import from_rows, row_bytes, to_rows
 from mrl.kernels.routes import native_routes, pack_routes
 from mrl.types import PackedRoutes
 
