@@ -64,7 +64,11 @@ class Run(SteppedRun):
         rollout = recipe.rollout.model_copy(
             update={**whole, "prompts_per_step": EVALUATED, "samples_per_prompt": 1}
         )
-        recipe = recipe.model_copy(update={"rollout": rollout, "seed": recipe.seed + 1})
+        # One answer a prompt teaches nothing, so a plan that trains is refused.
+        debug = recipe.debug.model_copy(update={"rollout_only": True})
+        recipe = recipe.model_copy(
+            update={"rollout": rollout, "debug": debug, "seed": recipe.seed + 1}
+        )
         plan = check(recipe.model_copy(update={"output_dir": f"{recipe.output_dir}_eval"}), 1)
         collector = LiveCollector(plan, mesh, self.folder)
         unused, collector.slot.engine = collector.slot.engine, self.collector.slot.engine
