@@ -55,7 +55,7 @@ EVALUATED = 48
 class Run(SteppedRun):
     """A run that can be examined."""
 
-    def evaluate(self, mesh: Mesh) -> list[SampleGroup]:
+    def answers(self, mesh: Mesh) -> list[SampleGroup]:
         """Return answers of the present weights, to the same prompts for every run; none is left
         out.
         """
@@ -174,7 +174,7 @@ def main() -> None:
                     metrics[name].append(runs[name].run_step())
                 shown = {n: round(metrics[n][-1]["time/rollout_s"], 2) for n in names}
                 print(f"step {step} rollout_s {json.dumps(shown)}", flush=True)
-            rows = {n: row_of(n, metrics[n], runs[n].evaluate(mesh)) for n in names}
+            rows = {n: row_of(n, metrics[n], runs[n].answers(mesh)) for n in names}
             lost = {n: num_not_accounted(runs[n]) for n in names}
         finally:
             for run in runs.values():

@@ -29,7 +29,7 @@ from mrl.rollout.sglang import decode
 from mrl.rollout.sglang.engine import Engine
 from mrl.toy_model import write_toy_model
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "toy model": {"num_layers": 4},
     "48 layers x 8 of 128": {
         "num_layers": 48,

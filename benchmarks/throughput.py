@@ -67,7 +67,7 @@ def bare_server(engine: Engine, folder: Path) -> Iterator[Server]:
     environment = dict(ours.environment)
     environment["PYTHONPATH"] = str(bare_stubs(folder / "stubs"))
     server = Server(arguments, environment, folder / "bare.log")
-    server.start(600.0)
+    server.start(600.0, {})
     try:
         yield server
     finally:

@@ -143,7 +143,7 @@ class PaddedBatch:
     @classmethod
     def of(cls, batch: MicroBatch) -> PaddedBatch:
         sizes = batch.cu_seqlens.diff().tolist()
-        ids, mask = batch.input_ids.split(sizes), batch.loss_mask.split(sizes)
+        ids, mask = list(batch.input_ids.split(sizes)), list(batch.loss_mask.split(sizes))
         ones = [torch.ones_like(row) for row in ids]
         return cls(
             pad_sequence(ids, batch_first=True),
@@ -223,7 +223,7 @@ def measure(plan: Plan, mesh: Any, num_pairs: int) -> dict[str, Any]:
         "pairs": num_pairs,
         "experts_of_transformers": peer.model.config._experts_implementation,
         **agreement,
-        "passes": {name: compare(*both, num_pairs) for name, both in passes.items()},
+        "passes": {name: compare(*both, num_pairs=num_pairs) for name, both in passes.items()},
     }
 
 

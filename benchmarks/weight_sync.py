@@ -34,7 +34,7 @@ from parallel.policy import Policy
 from tests.parallel.layouts import build, join_mesh
 from tests.ranks import run_ranks
 
-LARGE = {"hidden_size": 1024, "num_experts": 4, "moe_intermediate_size": 896,
+LARGE: dict[str, Any] = {"hidden_size": 1024, "num_experts": 4, "moe_intermediate_size": 896,
          "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
 ONE_AT_A_TIME = "tensor, one bucket at a time"
 METHODS: dict[str, Method] = {

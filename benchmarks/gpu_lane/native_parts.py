@@ -191,5 +191,5 @@ def adam(device: torch.device) -> dict[str, Pass]:
         parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
-        found[name] = torch.optim.AdamW(parameters, lr=1e-6, **{name: True}).step
+        found[name] = torch.optim.AdamW(parameters, lr=1e-6, **{name: True}).step  # pyright: ignore[reportArgumentType]
     return found

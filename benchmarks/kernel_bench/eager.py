@@ -112,7 +112,8 @@ def policy_loss(logprobs: Tensor, batch: Padded, settings: LossSettings) -> tupl
         stats = ratio_stats(log_ratio, ratio, counted, batch, settings)
         if kl is not None:
             stats.append(masked_sum(kl, mask))
-        if raw is not None and weight is not None:
+        if rollout is not None and settings.truncate is not None and raw is not None:
+            assert weight is not None
             mismatch = (old - rollout).abs()
             stats += [
                 masked_sum(weight, mask),

@@ -110,7 +110,7 @@ def exact_outputs(
     exact = hidden.detach().double().requires_grad_(upstream is not None)
     logits = (exact @ weight.detach().double().t()).to(hidden.dtype).double()
     outputs = oracle.vp_logprob(logits, labels)
-    found = dict(zip(("logprobs", "entropy"), (o.detach() for o in outputs), strict=True))
+    found: Outputs = {"logprobs": outputs[0].detach(), "entropy": outputs[1].detach()}
     if upstream is not None:
         (found["grad"],) = torch.autograd.grad(outputs[0], exact, upstream.double())
     return found

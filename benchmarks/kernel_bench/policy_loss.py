@@ -104,7 +104,7 @@ def public_options(batch: Batch, settings: LossSettings) -> dict[str, Any]:
         taus = {"tau_positive": settings.tau_positive, "tau_negative": settings.tau_negative}
         clip = Clip("sapo", **taus)
     else:
-        clip = Clip(settings.clip, low=settings.low, high=settings.high)
+        clip = Clip(settings.clip, low=settings.low, high=settings.high)  # pyright: ignore[reportArgumentType]
     options: dict[str, Any] = {"ratio": settings.ratio, "clip": clip}
     if settings.truncate is not None:
         options["rollout_logprobs"] = batch.rollout

@@ -65,7 +65,7 @@ def build_gae(case: Case, device: torch.device, compile_: bool) -> Work:
         return {"advantages": advantages, "returns": returns}
 
     def plain() -> Outputs:
-        advantages, returns = eager.gae(*padded, GAMMA, LAM)
+        advantages, returns = eager.gae(*padded, GAMMA, LAM)  # pyright: ignore[reportCallIssue]
         return {"advantages": advantages.flatten(), "returns": returns.flatten()}
 
     def expected() -> Outputs:

@@ -88,9 +88,9 @@ def peak_bytes(run: Run, device: torch.device) -> int:
         outputs = run()
     del outputs
     results = profile.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
-    events = [event for event in results.events() if event.name() == "[memory]"]
+    events = [event for event in results.events() if event.name() == "[memory]"]  # pyright: ignore[reportOptionalMemberAccess]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
+        held += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
         peak = max(peak, held)
     return peak

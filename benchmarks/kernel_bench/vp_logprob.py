@@ -58,10 +58,12 @@ def build(case: Case, device: torch.device, compile_: bool) -> Work:
         liger = negative_logprob
     elif backward:
 
-        def liger() -> Outputs:
+        def run_liger() -> Outputs:
             loss = negative_logprob(leaf, labels)
             torch.autograd.grad(loss, leaf, -grads[0])
             return {"logprobs": -loss.detach()}
+
+        liger = run_liger
 
     trl = peers.trl_logprob()
     compiled = compile_static(eager.logprob) if compile_ else None
@@ -87,7 +89,7 @@ def exact_outputs(logits: Tensor, labels: Tensor, grads: list[Tensor]) -> Output
     """Return the oracle's outputs in fp64, with `grad` where `grads`, of both outputs, are given."""
     exact = logits.double().requires_grad_(bool(grads))
     outputs = oracle.vp_logprob(exact, labels)
-    found = dict(zip(("logprobs", "entropy"), (o.detach() for o in outputs), strict=True))
+    found: Outputs = {"logprobs": outputs[0].detach(), "entropy": outputs[1].detach()}
     if grads:
         given = [grad.double() for grad in grads]
         (found["grad"],) = torch.autograd.grad(list(outputs), exact, given)

@@ -70,7 +70,7 @@ def evaluate(
     head = LogprobHead(temperature, policy.mesh.tp)
     output = policy.forward_only([packed(sequences)], Replay.off, head=head)
     native = output.native_routes[0]
-    routes = torch.stack([native[number] for number in sorted(native)], 1)
+    routes = torch.stack([native[number] for number in sorted(native)], 1)  # pyright: ignore[reportArgumentType]
     lengths = [len(ids) for ids, _ in sequences]
     return list(output.logprobs[0].split(lengths)), list(routes.split(lengths))
 
