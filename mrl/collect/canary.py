@@ -18,7 +18,7 @@ from mrl.types import Prompt
 MAX_TOKENS = 64
 TOLERANCE_FLOAT32 = 1e-3
 TOLERANCE_HALF = 0.1
-"""In half precision a few tokens change their experts; a wrong model is off by more than 1."""
+"""A few tokens change their experts in half precision; a wrong model is off by more than 1."""
 
 
 def default_tolerance(*dtypes: torch.dtype) -> float:
@@ -40,7 +40,7 @@ def check_canaries(
 
     Raises RunFailed where it is above `tolerance` or not a number, before anything is generated.
     """
-    got = engine.score(sequences)
+    got = engine.sequence_logprobs(sequences)
     differences = [(a - b)[1:].abs() for a, b in zip(got, expected, strict=True)]
     mean = float(torch.cat(differences).mean())
     if not mean <= tolerance:

@@ -2,8 +2,8 @@
 
 One engine's life:
 
-    start() -> wake(WEIGHTS) -> update_weights() -> wake(KV_CACHE, CUDA_GRAPH) -> score(), generate()
-            -> sleep(level) -> wake(WEIGHTS) -> ... -> stop()
+    start() -> wake(WEIGHTS) -> update_weights() -> wake(KV_CACHE, CUDA_GRAPH)
+            -> sequence_logprobs(), generate() -> sleep(level) -> wake(WEIGHTS) -> ... -> stop()
 
 After start() everything is resident and the weights are the checkpoint's. An engine that is asked
 for something its state does not allow raises RuntimeError that names the state. One whose process
@@ -171,8 +171,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def score(self, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """Log-probs f32[T] of sequences i64[T] under the present weights, at temperature 1; 0 first.
+    def sequence_logprobs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """Return log-probs f32[T] of sequences i64[T] under the present weights at temperature 1.
+
+        The first token has none: 0.
 
         Needs every tag awake.
         """

@@ -80,7 +80,7 @@ def test_two_steps_on_gpus_that_are_not_there(rehearsal) -> None:
         engine.update_weights(make_buckets(rehearsal.weights, version, size=60), version)
         engine.wake((KV_CACHE, CUDA_GRAPH))
         requests = make_requests(3, SamplingParams(max_new_tokens=4))
-        engine.score([requests[0].token_ids])  # the canaries
+        engine.sequence_logprobs([requests[0].token_ids])  # the canaries
         assert len(list(engine.generate(requests))) == 3
         engine.sleep()
     calls = rehearsal.calls()

@@ -34,7 +34,7 @@ from mrl.rollout.sglang.flight import Flight
 from mrl.rollout.sglang.launch import read_launch
 from mrl.rollout.sglang.manifest import Manifest
 from mrl.rollout.sglang.node import EngineNode
-from mrl.rollout.sglang.requests import check_requests, score
+from mrl.rollout.sglang.requests import check_requests, sequence_logprobs
 from mrl.rollout.sglang.route_memory import RouteReader
 from mrl.rollout.sglang.server import REAP_S, Server
 from mrl.rollout.sglang.warm_up import warm_up
@@ -280,11 +280,11 @@ class Engine:
             flight.close()
             self._flight, self._paused = None, False
 
-    def score(self, sequences: Sequence[Tensor]) -> list[Tensor]:
-        self._require_ready("score")
+    def sequence_logprobs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        self._require_ready("sequence_logprobs")
         self._flush()
         self._fill_cache()
-        return score(self._server, sequences)
+        return sequence_logprobs(self._server, sequences)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         flight = self._flight  # it may end in between

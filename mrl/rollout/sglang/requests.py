@@ -30,8 +30,8 @@ def check_requests(requests: Sequence[Request], context_len: int) -> None:
             )
 
 
-def score(server: Server, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Log-probs f32[T] of sequences i64[T] under the server's weights; 0 for the first token."""
+def sequence_logprobs(server: Server, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Return log-probs f32[T] of sequences i64[T] under the server's weights; 0 for the first token."""
     body = {
         "input_ids": [sequence.tolist() for sequence in sequences],
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -39,12 +39,14 @@ def score(server: Server, sequences: Sequence[Tensor]) -> list[Tensor]:
         "logprob_start_len": 0,
     }
     answers = server.post("/generate", body)
-    scores = []
+    found = []
     for sequence, answer in zip(sequences, answers, strict=True):
         entries = answer["meta_info"]["input_token_logprobs"]
         if [entry[1] for entry in entries] != sequence.tolist():
-            raise RuntimeError("score: the log-probs belong to other tokens than those sent")
+            raise RuntimeError(
+                "sequence_logprobs: the log-probs belong to other tokens than those sent"
+            )
         # The first token has none; any other without one is NaN.
         values = [math.nan if entry[0] is None else entry[0] for entry in entries[1:]]
-        scores.append(torch.tensor([0.0, *values]))
-    return scores
+        found.append(torch.tensor([0.0, *values]))
+    return found

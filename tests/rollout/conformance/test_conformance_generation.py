@@ -1,4 +1,4 @@
-"""What generate() and score() owe, against transformers as the oracle.
+"""What generate() and sequence_logprobs() owe, against transformers as the oracle.
 
 Bugs that others shipped are named where they would show (../shared/facts/routing_replay.md).
 """
@@ -91,7 +91,7 @@ def test_routes_after_want_of_memory(engine, oracle):
 
 def test_score_equals_transformers(engine, oracle):
     sequences = [p.token_ids for p in make_prompts(3, num_tokens=40)]
-    for sequence, got in zip(sequences, engine.score(sequences), strict=True):
+    for sequence, got in zip(sequences, engine.sequence_logprobs(sequences), strict=True):
         expected, _ = score(oracle, sequence, 1, 1.0)
         assert got[0] == 0
         assert (got[1:] - expected).abs().max() < TOLERANCE

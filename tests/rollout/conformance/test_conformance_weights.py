@@ -77,7 +77,7 @@ def test_states(engine, toy_weights):
         engine.resume()
     engine.sleep(1)
     assert engine.weight_version == 0
-    for ask in (one, lambda: engine.score([torch.arange(4)])):
+    for ask in (one, lambda: engine.sequence_logprobs([torch.arange(4)])):
         with pytest.raises(RuntimeError, match="the engine is asleep"):
             ask()
     with pytest.raises(RuntimeError, match="update_weights: the engine is asleep"):
