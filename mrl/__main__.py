@@ -1,4 +1,4 @@
-"""`python -m mrl` = `mrl`."""
+"""`python -m mrl` is the command `mrl`."""
 
 from mrl.cli import main
 
