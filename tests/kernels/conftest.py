@@ -40,9 +40,9 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from torch._dynamo import config, utils
 
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
-    monkeypatch.setattr(config, "disable", False)
     utils.counters.clear()
-    yield
+    with config.patch(disable=False):
+        yield
     assert utils.counters["stats"]["unique_graphs"] > 0
 
 
