@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from mrl.errors import InputError
 from mrl.rollout.base import RolloutEngine, RolloutNode
@@ -36,7 +36,7 @@ def load_engine(name: str) -> Callable[..., RolloutEngine]:
             f"rollout.engine {name!r} is a {type(engine).__name__}, expected a class `Engine` or a "
             "function `build_engine`"
         )
-    return engine
+    return cast(Callable[..., RolloutEngine], engine)
 
 
 def node_class(engine: Callable[..., RolloutEngine], name: str) -> Callable[..., RolloutNode]:
