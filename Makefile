@@ -39,13 +39,13 @@ demo: setup  ## Train a toy MoE from scratch with the real Megatron-core and the
 # Three workers on two cores: some tests wait. tests/conftest.py says how the work is shared out.
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-test: setup $(VENV)/browser/chromium  ## Run the tests, less those marked `release`; 6 minutes
+test: setup $(VENV)/browser/chromium $(VENV)/.te  ## Run the tests, less those marked `release`
 	$(PYTEST) -m "not release" $(PYTEST_ARGS)
 
 test-all: setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.te  ## All tests, each engine started anew: before a release
 	MRL_TEST_REAL_STARTS=1 $(PYTEST) $(PYTEST_ARGS)
 
-test-times: setup $(VENV)/browser/chromium  ## make test, and write the seconds of each file to tests/durations.json
+test-times: setup $(VENV)/browser/chromium $(VENV)/.te  ## make test, and write the seconds of each file to tests/durations.json
 	$(PYTEST) -m "not release" --write-durations $(PYTEST_ARGS)
 
 # For the tests of `mrl view`. Where it cannot be had the script says so, and those tests are skipped.
