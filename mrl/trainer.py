@@ -20,6 +20,7 @@ from mrl.collect.base import Collector
 from mrl.collect.live import LiveCollector
 from mrl.collect.saved import SavedCollector
 from mrl.collect.sync import WeightSync
+from mrl.config import Recipe
 from mrl.data.completions import completions
 from mrl.diagnosis.collect import Diagnosis
 from mrl.exchange.rollouts import RolloutExchange
@@ -56,20 +57,8 @@ class Trainer:
         """Steps done."""
         self._interrupted = False
         with self._progress("loading the model"):
-            self.policy = Policy(
-                self.plan.model,
-                self.mesh,
-                recipe.model,
-                recipe.optimizer,
-                recompute=recipe.train.recompute,
-                temperature=recipe.rollout.temperature,
-                reference=self.plan.reference,
-                moe=recipe.moe,
-                true_on_policy=recipe.rollout.true_on_policy,
-                megatron=recipe.megatron,
-                logprob_chunk_tokens=recipe.train.logprob_chunk_tokens,
-            )
-        self.collector = self._make_collector()
+            self.policy = make_policy(self.plan, self.mesh, trains=True)
+        self.collector = make_collector(self.plan, self.mesh, self.folder)
         self.exchange = RolloutExchange(self.mesh, self.policy.moe_layers)
         diagnosis = Diagnosis(
             recipe, self.plan.model, self.plan.tokenizer, self.mesh, self.policy, self.folder
@@ -85,20 +74,7 @@ class Trainer:
             diagnosis,
             self.critic,
         )
-        self.checkpoints = Checkpoints(
-            self.folder.checkpoints,
-            self.mesh,
-            keep=recipe.checkpoint.keep,
-            async_save=recipe.checkpoint.async_save,
-            seed=recipe.seed,
-            warn=console.warning if self.is_main else lambda text: None,
-        )
-
-    def _make_collector(self) -> Collector:
-        saved = self.plan.recipe.debug.load_rollouts
-        if saved is not None:
-            return SavedCollector(saved, self.mesh)
-        return LiveCollector(self.plan, self.mesh, self.folder)
+        self.checkpoints = make_checkpoints(recipe, self.mesh, self.folder)
 
     def train(self) -> None:
         """Run all steps that are left. Whatever happens, no engine is left running.
@@ -145,23 +121,10 @@ class Trainer:
         self.learner.load_state_dict(loaded.trainer["learner"])
         self.step = loaded.step
 
-    def evaluate(self, step: int | None = None) -> dict[str, float]:
-        """Return `eval/*` of the run's checkpoint (the newest, or `step`), else of the model."""
-        try:
-            with self._progress(self.collector.start_text):
-                self.collector.start(self.policy)
-            if step is not None:
-                self.step = self.checkpoints.load(step, self.policy).step
-            elif self.plan.resume_step is not None:
-                self.step = self.checkpoints.load_newest(self.policy).step
-            return self._evaluate()
-        finally:
-            self.collector.close()
-
     def _evaluate_last(self) -> None:
         """Evaluate the final weights, which no step generates with; only `evals/` has the result."""
         with self._progress("evaluating the final weights"):
-            metrics = self._evaluate()
+            metrics = evaluate(self.policy, self.collector, self.step)
         if self.is_main:
             console.evaluation(metrics)
 
@@ -200,17 +163,7 @@ class Trainer:
     def sync(self, clock: Clock) -> None:
         """Wake the engine with the policy's weights; times `sync`."""
         with clock.part("sync"):
-            assert self.collector.weight_sync is not None, "saved rollouts need no sync"
-            sync_weights(self.policy, self.collector.weight_sync, self.step)
-
-    def _evaluate(self) -> dict[str, float]:
-        clock = Clock()
-        self.collector.begin_evaluation(self.step)
-        while not self.collector.is_over:
-            self.sync(clock)
-            self.collector.rollout(clock)
-            self.collector.score(clock)
-        return self.collector.evaluation
+            sync_weights(self.policy, _weight_sync(self.collector), self.step)
 
     def _progress(self, text: str) -> AbstractContextManager[None]:
         return console.progress(text) if self.is_main else nullcontext()
@@ -258,6 +211,58 @@ class Trainer:
     def _save(self) -> None:
         own = {"collector": self.collector.state_dict(), "learner": self.learner.state_dict()}
         self.checkpoints.save(self.step, self.policy, own, self.critic)
+
+
+def make_policy(plan: Plan, mesh: Mesh, *, trains: bool) -> Policy:
+    """Build the policy of a recipe and load its weights; without an optimizer unless it trains."""
+    recipe = plan.recipe
+    return Policy(
+        plan.model,
+        mesh,
+        recipe.model,
+        recipe.optimizer if trains else None,
+        recompute=recipe.train.recompute,
+        temperature=recipe.rollout.temperature,
+        reference=plan.reference if trains else None,
+        moe=recipe.moe,
+        true_on_policy=recipe.rollout.true_on_policy,
+        megatron=recipe.megatron,
+        logprob_chunk_tokens=recipe.train.logprob_chunk_tokens,
+    )
+
+
+def make_collector(plan: Plan, mesh: Mesh, folder: RunFolder) -> Collector:
+    """Return what gives the steps of a recipe their groups: saved rollouts, or an engine."""
+    saved = plan.recipe.debug.load_rollouts
+    return LiveCollector(plan, mesh, folder) if saved is None else SavedCollector(saved, mesh)
+
+
+def make_checkpoints(recipe: Recipe, mesh: Mesh, folder: RunFolder) -> Checkpoints:
+    """Return the checkpoints of a run folder. Only rank 0 warns of damaged ones."""
+    return Checkpoints(
+        folder.checkpoints,
+        mesh,
+        keep=recipe.checkpoint.keep,
+        async_save=recipe.checkpoint.async_save,
+        seed=recipe.seed,
+        warn=console.warning if mesh.rank == 0 else lambda text: None,
+    )
+
+
+def evaluate(policy: Policy, collector: Collector, version: int) -> dict[str, float]:
+    """Return `eval/*` of the policy's weights on the recipe's evaluation sets. A collective."""
+    clock = Clock()
+    collector.begin_evaluation(version)
+    while not collector.is_over:
+        sync_weights(policy, _weight_sync(collector), version)
+        collector.rollout(clock)
+        collector.score(clock)
+    return collector.evaluation
+
+
+def _weight_sync(collector: Collector) -> WeightSync:
+    assert collector.weight_sync is not None, "saved rollouts need no sync"
+    return collector.weight_sync
 
 
 def sync_weights(policy: Policy, sync: WeightSync, version: int) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from mrl.commands.recipe_arguments import add_recipe, read_recipe
 from mrl.errors import InputError
 from mrl.run.folder import RunFolder
 from mrl.system.processes import die_with_torchrun
+
+if TYPE_CHECKING:
+    from mrl.preflight import Plan
 
 
 def add_to(commands: Any) -> None:
@@ -39,23 +43,51 @@ def run(args: argparse.Namespace) -> None:
         )
     from mrl.preflight import check
     from mrl.run import console
-    from parallel import prepare
-    from parallel.mesh import destroy_mesh, init_mesh, world_size
+    from parallel.mesh import destroy_mesh, world_size
 
     plan = check(recipe, world_size())
     folder = RunFolder(recipe.output_dir)
     if args.step is not None and not (folder.checkpoints / f"iter_{args.step:07d}").is_dir():
         raise InputError(f"--step {args.step}: {folder.checkpoints} has no checkpoint of that step")
-    prepare()
-    from mrl.trainer import Trainer
-
-    mesh = init_mesh(plan.dims, recipe.seed, timeout_s=recipe.longest_wait_s)
-    folder.logs = folder.evals / "logs"  # not the engines' of a run that trains meanwhile
-    folder.logs.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(plan, mesh, folder)
-    metrics = trainer.evaluate(args.step)
+    step, metrics = evaluate_checkpoint(plan, folder, args.step)
     if os.environ.get("RANK", "0") == "0":
         console.evaluation(metrics)
-        what = f"step {trainer.step}" if trainer.step else recipe.model.path
-        print(f"evaluated {what}; samples: {folder.evals / f'step_{trainer.step:06d}.jsonl'}")
+        what = f"step {step}" if step else recipe.model.path
+        print(f"evaluated {what}; samples: {folder.evals / f'step_{step:06d}.jsonl'}")
     destroy_mesh()
+
+
+def evaluate_checkpoint(
+    plan: Plan, folder: RunFolder, step: int | None
+) -> tuple[int, dict[str, float]]:
+    """Evaluate the checkpoint of `step`, by default the newest one, or the model where there is none.
+
+    Needs the policy's weights and an engine: no optimizer, learner or critic is built. Returns the
+    steps that were done (0: the model) and `eval/*`.
+    """
+    from mrl.run import console
+    from parallel import prepare
+
+    prepare()
+    from mrl.trainer import evaluate, make_checkpoints, make_collector, make_policy
+    from parallel.mesh import init_mesh
+
+    recipe = plan.recipe
+    mesh = init_mesh(plan.dims, recipe.seed, timeout_s=recipe.longest_wait_s)
+    progress = console.progress if mesh.rank == 0 else nullcontext
+    folder.logs = folder.evals / "logs"  # not the engines' of a run that trains meanwhile
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    with progress("loading the model"):
+        policy = make_policy(plan, mesh, trains=False)
+    collector = make_collector(plan, mesh, folder)
+    try:
+        with progress(collector.start_text):
+            collector.start(policy)
+        done, checkpoints = 0, make_checkpoints(recipe, mesh, folder)
+        if step is not None:
+            done = checkpoints.load(step, policy).step
+        elif plan.resume_step is not None:
+            done = checkpoints.load_newest(policy).step
+        return done, evaluate(policy, collector, done)
+    finally:
+        collector.close()

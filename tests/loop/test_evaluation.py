@@ -201,6 +201,20 @@ def test_a_run_may_go_on_with_other_time_limits(tmp_path: Path) -> None:
 
 
 def evaluated(overrides: list[str]) -> None:
+    """Run `mrl eval`, which fails here if it builds an optimizer, a learner or a critic."""
+    from mrl.learn.learner import Learner
+    from parallel.critic import Critic
+    from parallel.megatron_model import MegatronModel
+
+    def refuse(*args: object, **keywords: object) -> None:
+        raise AssertionError("an evaluation needs no optimizer, learner or critic")
+
+    for each, method in (
+        (MegatronModel, "make_optimizer"),
+        (Learner, "__init__"),
+        (Critic, "__init__"),
+    ):
+        setattr(each, method, refuse)
     main(["eval", str(TOY_RECIPE), *overrides])
 
 
