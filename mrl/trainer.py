@@ -130,7 +130,7 @@ class Trainer:
 
     def run_step(self) -> dict[str, float]:
         """Run one step and return its metrics, which are the same on every rank but for the times."""
-        start, clock, recipe = time.perf_counter(), Clock(), self.plan.recipe
+        start, clock = time.perf_counter(), Clock()
         self.collector.begin(self.step, clock)
         while not self.collector.is_over:  # once, unless an engine is lost or prompts are replaced
             self.sync(clock)
@@ -138,27 +138,42 @@ class Trainer:
             self.collector.score(clock)
         groups = self.collector.groups
         memory = memory_statistics("rollout", self.policy.ledger.where())
-        max_len = recipe.rollout.max_response_len
-        metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
-        metrics |= shaping_metrics(groups, recipe.algorithm, max_len)
-        if recipe.environment is not None:
-            metrics |= episode_metrics(groups)
-        if recipe.debug.rollout_only:
-            set_reward_advantages(groups, self.plan.algorithm, recipe.algorithm, max_len)
-            self._write_rollouts(groups)
+        learned: dict[str, float] = {}
+        if self.plan.recipe.debug.rollout_only:
+            self._write_untrained(groups)
         else:
             self.policy.onload()
-            metrics |= self.learner.learn(self.step, groups, clock, self._write_rollouts)
+            learned = self.learner.learn(self.step, groups, clock, self._write_rollouts)
             memory |= memory_statistics("train", self.policy.ledger.where())
+        metrics = self._step_metrics(groups, learned, memory)
+        metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
+        metrics["time/step_s"] = time.perf_counter() - start
+        self.step += 1
+        return metrics
+
+    def _step_metrics(
+        self, groups: list[SampleGroup], learned: dict[str, float], memory: Statistics
+    ) -> dict[str, float]:
+        """Join what rollout, learner and memory measured. A collective."""
+        recipe = self.plan.recipe
+        metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
+        metrics |= shaping_metrics(groups, recipe.algorithm, recipe.rollout.max_response_len)
+        if recipe.environment is not None:
+            metrics |= episode_metrics(groups)
+        metrics |= learned
         memory |= _device_memory(self.mesh.device)
         metrics |= reduce_statistics(memory | self.collector.statistics())
         metrics["weight_version"] = max(
             sample.weight_versions[-1].version for group in groups for sample in group.samples
         )
-        metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
-        metrics["time/step_s"] = time.perf_counter() - start
-        self.step += 1
         return metrics
+
+    def _write_untrained(self, groups: list[SampleGroup]) -> None:
+        """Write the rollouts of a step that is not trained, with the advantages of their rewards."""
+        recipe = self.plan.recipe
+        max_len = recipe.rollout.max_response_len
+        set_reward_advantages(groups, self.plan.algorithm, recipe.algorithm, max_len)
+        self._write_rollouts(groups)
 
     def sync(self, clock: Clock) -> None:
         """Wake the engine with the policy's weights; times `sync`."""
