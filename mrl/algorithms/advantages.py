@@ -1,9 +1,9 @@
 """Rewards of a whole step -> advantages, as the algorithms define them.
 
 Dimensions: G samples of a group. Each takes f32[G] of every group and gives f32[G] of every group, in
-the same order. Samples without a reward (NaN) get advantage 0 and are left
-out of every mean and std. Where all scored
-rewards that are compared are equal, the advantages are exactly 0, whatever rounding does to their mean.
+the same order. Samples without a reward (NaN) get advantage 0 and are left out of every mean and std.
+Where all scored rewards that are compared are equal, the advantages are exactly 0, whatever rounding
+does to their mean.
 """
 
 from __future__ import annotations

@@ -119,6 +119,7 @@ class LiveCollector:
         self.slot.begin_step()
         self.weight_sync.begin_step()
         self._dynamic_sampling, self._numbers, self.evaluation = None, {}, {}
+        self.groups = []  # those of the step before, with their routes, leave the host's memory
 
     def _begin_round(self, started: _Round) -> None:
         self._round = started
@@ -180,6 +181,7 @@ class LiveCollector:
             console.warning(f"step {self._step}: {sampling.complaint()}")
         self.groups = sampling.result()
         self._numbers |= sampling.metrics()
+        self._dynamic_sampling = None  # the groups that it replaced leave the host's memory
 
     def statistics(self) -> Statistics:
         numbers = {**self._numbers, **self.evaluation}

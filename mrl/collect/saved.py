@@ -33,6 +33,7 @@ class SavedCollector:
         """Do nothing: there is no engine to start."""
 
     def begin(self, step: int, clock: Clock) -> None:
+        self.groups = []  # those of the step before leave the host's memory
         with clock.part("sync"), clock.part("score"), clock.part("rollout"):
             everything = load_groups(saved_step(self.folder, step))
             rank, world = self.mesh.rank, self.mesh.dims.world

@@ -24,6 +24,7 @@ from mrl.learn.advantages import (
     drop_from_loss,
     known_rewards,
     set_advantages,
+    set_reward_advantages,
     shaped_rewards,
 )
 from mrl.learn.batching import make_train_batches, split_evenly
@@ -89,18 +90,25 @@ class Learner:
 
         Log-probs before the update (and of the reference), advantages, then one optimizer step per
         mini-batch: of the policy, unless its critic is still warming up, and of the critic. `step` is
-        also the version of the weights that it updates. `record` is called exactly once, on every rank,
-        before the first optimizer step, with the advantages that are trained with on the groups (None
-        where a pass before them was not finite). Samples that leave the loss stay whole in `groups`.
+        also the version of the weights that it updates. The policy is on the device. Samples that leave
+        the loss stay whole in `groups`.
+
+        `record` is called once, on every rank, with the advantages that are trained with on the groups:
+        first of all where rewards alone give them, otherwise after the passes that they need and before
+        the first optimizer step (with None where such a pass was not finite).
 
         Raises RunFailed, with the weights as they were, where something is not finite, and in the first
         update of a start where the trainer disagrees with itself.
         """
+        for group in groups:
+            group.advantages = None  # a rollout from a file brings those of another run
+        if not self._advantages_need_passes:  # a batch that breaks what follows is on file, whole
+            max_len = self.recipe.rollout.max_response_len
+            set_reward_advantages(groups, self.algorithm, self.kl.config, max_len)
+            record(groups)
         in_loss = drop_from_loss(groups, self.recipe.algorithm)
         samples = [sample for group in in_loss for sample in group.samples]
         batches = self._make_batches(step, in_loss)
-        for group in groups:
-            group.advantages = None  # a rollout from a file brings those of another run
         try:
             ready = self._prepare(step, groups, samples, batches, clock, record)
         except RunFailed:  # raised on every rank
@@ -156,15 +164,11 @@ class Learner:
         clock: Clock,
         record: Record,
     ) -> _Ready:
-        """Everything before the first optimizer step. Raises RunFailed where a pass is not finite.
-
-        Advantages that need no log-probs are on file before any pass of the models can fail.
-        """
+        """Everything before the first optimizer step. Raises RunFailed where a pass is not finite."""
         recipe = self.recipe
         flat, metrics = [micro for batch in batches for micro in batch.micro_batches], {}
-        needs_passes = self.kl.in_reward or credits_tokens(self.algorithm, False)
-        if not needs_passes:
-            flat, metrics = self._set_advantages(step, flat, groups, clock, record)
+        if not self._advantages_need_passes:
+            flat, metrics = self._with_advantages(step, flat, groups, clock)
         replay = Replay.rollout if recipe.moe.routing_replay == "r3" else Replay.off
         before: PassOutput | None = None
         if self._needs_old_logprobs(step):
@@ -180,8 +184,9 @@ class Learner:
                 reference = self.policy.forward_only(flat, replay)
             check_finite(step, "the reference's log-probs", flat, reference.logprobs)
             flat = with_ref_logprobs(flat, reference)
-        if needs_passes:
-            flat, metrics = self._set_advantages(step, flat, groups, clock, record)
+        if self._advantages_need_passes:
+            flat, metrics = self._with_advantages(step, flat, groups, clock)
+            record(groups)
         if before is not None:
             with clock.part("diagnosis"):
                 metrics |= self.diagnosis.before_update(step, samples, flat, before)
@@ -189,15 +194,14 @@ class Learner:
             check_finite(step, "log-probs before the update", flat, before.logprobs)
         return _Ready(flat, replay, before, metrics)
 
-    def _set_advantages(
-        self,
-        step: int,
-        flat: list[MicroBatch],
-        groups: list[SampleGroup],
-        clock: Clock,
-        record: Record,
+    @property
+    def _advantages_need_passes(self) -> bool:
+        return self.kl.in_reward or credits_tokens(self.algorithm, False)
+
+    def _with_advantages(
+        self, step: int, flat: list[MicroBatch], groups: list[SampleGroup], clock: Clock
     ) -> tuple[list[MicroBatch], dict[str, float]]:
-        """Compute the advantages, write them into the groups and have these recorded."""
+        """Compute the advantages, and write them into the groups and the micro-batches."""
         config, penalties, values = self.recipe.algorithm, None, None
         metrics: dict[str, float] = {}
         if self.kl.in_reward:
@@ -219,7 +223,6 @@ class Learner:
             values=values,
         )
         set_advantages(groups, found.samples)
-        record(groups)
         return found.batches, metrics | found.metrics
 
     def _step_end_metrics(

@@ -1,7 +1,7 @@
 """Reads device and host memory at the same moments of every step, and warns where they only grow.
 
 A run that sleeps and wakes an engine thousands of times dies of a leak that no single step shows. So
-each phase ("awake", "asleep", "train") is read once a step and compared with itself: the slope is the
+each phase ("awake", "asleep") is read once a step and compared with itself: the slope is the
 median over all pairs of readings of (difference / cycles between them) (Theil 1950, Sen 1968), which
 neither one outlier nor a single step up moves. It counts as a leak where nearly all pairs rise, too.
 

@@ -147,6 +147,7 @@ def steps_with_empty_mini_batches(overrides: list[str]) -> list[dict[str, Any]]:
         groups = collected(trainer)
         for group in groups[: num_empty * len(groups) // 2]:
             group.samples = [without_loss(sample) for sample in group.samples]
+        trainer.policy.onload()
         metrics = trainer.learner.learn(trainer.step, groups, Clock(), lambda groups: None)
         trainer.step += 1
         after = trainer.policy.chunks[0].parameters()
