@@ -55,6 +55,7 @@ def run_suite(engine: str, gpus: str, case: Case) -> dict[str, Any]:
     """Run pytest once; return its counts, its seconds and the names of what failed."""
     environment = {
         **os.environ,
+        "MRL_TEST_REAL_STARTS": "1",  # each server is a new Python, as in a run
         "OMP_NUM_THREADS": "1",
         "MRL_CONFORMANCE_ENGINE": engine,
         "MRL_CONFORMANCE_GPUS": gpus,
