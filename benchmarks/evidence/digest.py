@@ -3,7 +3,9 @@
 The digest is taken over definitions, not over files: a Python file is cut into its top-level
 statements, and each gives one hash of its syntax tree. So whatever cannot change a measurement leaves
 the digest as it is: comments, formatting, docstrings, imports, the texts of raised errors, and where a
-definition lies, so that a move, a split or a new name of a file does not count. All other changes do.
+definition lies, so that a move, a split or a new name of a file does not count. Every other
+change of syntax counts, with three exceptions: what a name was imported from, the order of
+top-level statements, and definitions that ask for their file's own place.
 
 C++ and CUDA sources are hashed without comments, `#include` lines and spaces; YAML and JSON by their
 values; other files by their bytes. No history of Git is needed: a shallow clone gives the same digest.

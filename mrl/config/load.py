@@ -52,11 +52,14 @@ def dump_recipe(recipe: Recipe, path: Path) -> None:
 
 
 def _refuse_renamed(keys: Iterable[str], source: str) -> None:
-    """Raise InputError, naming the new key, where one of the dotted `keys` has an old name."""
+    """Raise InputError, naming every new key, where any of the dotted `keys` has an old name."""
+    found: dict[str, str] = {}
     for key in keys:
         for old, new in RENAMED.items():
             if key == old or key.startswith(f"{old}."):
-                raise InputError(f"{source}: {old} was renamed: write {new}{key[len(old) :]}")
+                found.setdefault(old, f"{old} was renamed: write {new}{key[len(old) :]}")
+    if found:
+        raise InputError(f"{source}: {'; '.join(found.values())}")
 
 
 def _keys_of(tree: dict[Any, Any], prefix: str = "") -> Iterator[str]:

@@ -104,8 +104,16 @@ def _read_model(recipe: Recipe, dims: ParallelDims) -> HfModel:
 def _read_algorithm(config: AlgorithmConfig) -> Algorithm:
     algorithm = load_algorithm(config.name)
     check_algorithm(config)
-    # Refuses the supervised loss, which has no advantages.
-    algorithm.advantages([torch.tensor([0.0, 1.0])], config)
+    try:  # refuses the supervised loss, which has no advantages
+        algorithm.advantages([torch.tensor([0.0, 1.0])], config)
+    except InputError:
+        raise
+    except Exception as error:  # the user's code
+        message = " ".join(str(error).split())
+        raise InputError(
+            f"algorithm.name {config.name!r}: advantages() fails for one group of rewards [0, 1]: "
+            f"{type(error).__name__}: {message}"
+        ) from None
     return algorithm
 
 
