@@ -145,7 +145,7 @@ def _check_same_model(part: PackedRoutes, first: PackedRoutes) -> None:
 
 
 def places_of(layer_numbers: Sequence[int], wanted: Sequence[int]) -> list[int]:
-    """Where each wanted layer is among `layer_numbers`. Raises ValueError for one that is not."""
+    """Return each wanted layer's index in `layer_numbers`. Raises ValueError for a missing one."""
     place = {number: i for i, number in enumerate(layer_numbers)}
     missing = [number for number in wanted if number not in place]
     if missing:

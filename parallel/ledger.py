@@ -1,4 +1,4 @@
-"""Where every byte of the trainer is: on the device, on the host, or nowhere, by kind of tensor.
+"""The ledger says where the trainer's bytes are, by kind: on the device, the host, or nowhere.
 
 The trainer and the rollout engine share the devices, so what the trainer does not need leaves:
 gradients and optimizer state before the weight sync, parameters after it.

@@ -13,7 +13,6 @@ passed, failed      how many checks passed and failed
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 
 from benchmarks.evidence.catalog import target_of
 from benchmarks.evidence.digest import ROOT, digest, measured_files
+from benchmarks.evidence.git import git
 from benchmarks.evidence.machine import describe
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -91,15 +91,4 @@ def commit_now(files: Sequence[str]) -> str:
     changed = git("status", "--porcelain", "--", *files)
     start = psutil.Process().create_time()
     during = any((ROOT / file).stat().st_mtime > start for file in files)
-    return head.strip() + ("+dirty" if changed or during else "")
-
-
-def git(*arguments: str) -> str | None:
-    """Return what a Git command prints in the repository; None where it fails or there is no Git."""
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
+    return head.decode().strip() + ("+dirty" if changed or during else "")

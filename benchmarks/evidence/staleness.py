@@ -12,7 +12,6 @@ figures are of older code. A result that is marked as stale already needs nothin
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +27,7 @@ from benchmarks.evidence.digest import (
     matches,
     measured_files,
 )
+from benchmarks.evidence.git import git
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
@@ -44,7 +44,7 @@ class State:
     name: str
     target: Target
     commit: str
-    """Where it was made, with `+dirty` where measured files were not as in that commit."""
+    """The commit at which it was made, with `+dirty` if measured files differed from it."""
     checks: str
     """`N passed, N failed`; empty in files that do not hold it."""
     why: str
@@ -126,7 +126,7 @@ def files_at(commit: str, patterns: Sequence[str]) -> dict[str, bytes] | None:
 
     The pattern "" names every file that could be measured.
     """
-    listed = _git(["ls-tree", "-r", "--name-only", "-z", f"{commit}^{{commit}}"])
+    listed = git("ls-tree", "-r", "--name-only", "-z", f"{commit}^{{commit}}")
     if listed is None:
         return None
     paths = [
@@ -135,7 +135,7 @@ def files_at(commit: str, patterns: Sequence[str]) -> dict[str, bytes] | None:
         if path.endswith(SUFFIXES) and any(not p or matches(path, p) for p in patterns)
     ]
     asked = "".join(f"{commit}:{path}\n" for path in paths).encode()
-    packed = _git(["cat-file", "--batch"], asked)
+    packed = git("cat-file", "--batch", given=asked)
     if packed is None:
         return None
     files, at = {}, 0
@@ -145,13 +145,3 @@ def files_at(commit: str, patterns: Sequence[str]) -> dict[str, bytes] | None:
         files[path] = packed[end + 1 : end + 1 + size]
         at = end + size + 2
     return files
-
-
-def _git(arguments: list[str], given: bytes = b"") -> bytes | None:
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=ROOT, input=given, capture_output=True, check=True, timeout=60
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout

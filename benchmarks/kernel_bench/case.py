@@ -36,7 +36,7 @@ class Work:
     prepare: Callable[[], None] = lambda: None
     """Called before every run and not timed: restores inputs that a run may overwrite."""
     rows: Tensor | None = None
-    """Where given, `expected` holds these rows of outputs only."""
+    """If given, `expected` holds these rows of outputs only."""
     elementwise: tuple[str, ...] = ()
     """Outputs whose errors are relative to each expected value: they differ in kind."""
 

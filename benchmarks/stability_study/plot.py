@@ -31,7 +31,7 @@ PANELS = (
     Panel("extreme tokens of the update", lambda step: step["study/ratio_extreme"], log=True),
 )
 FLOOR = 1e-7
-"""Where a logarithmic axis ends at the latest: below is drawn there, 0 too."""
+"""The smallest value on a logarithmic axis: smaller ones and 0 are drawn there."""
 
 
 def curves(results: Sequence[dict[str, Any]], panel: Panel) -> dict[str, list[tuple[float, ...]]]:

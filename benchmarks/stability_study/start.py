@@ -1,4 +1,4 @@
-"""Where all runs start: `python -m benchmarks.stability_study.start FOLDER` writes FOLDER/start.
+"""All runs start from FOLDER/start; `python -m benchmarks.stability_study.start FOLDER` writes it.
 
 A toy model with more experts than the demo's, after the recipe's supervised steps, as a Hugging Face
 folder in float32.

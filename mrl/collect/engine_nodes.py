@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 
 from mrl.preflight import Plan
 from mrl.rollout import load_engine, node_class
-from mrl.rollout.base import EngineLost, RolloutEngine, RolloutNode, engine_seed
+from mrl.rollout.base import (
+    PORT_CLASH,
+    START_ATTEMPTS,
+    EngineLost,
+    RolloutEngine,
+    RolloutNode,
+    engine_seed,
+)
 from mrl.run.folder import RunFolder
 from parallel.mesh import Mesh
 
@@ -48,16 +55,22 @@ class EngineNodes:
         self.engine, self._node, self._exchange = engine, node, exchange
 
     def start(self) -> None:
-        """Start the engine. If that fails, no process is left and every rank raises RuntimeError."""
+        """Start the engine. If that fails, no process is left and every rank raises RuntimeError.
+
+        Where another program took one of its ports, all nodes start again with other ports.
+        """
         if self._exchange is None:
             if self.engine is not None:
                 self.engine.start()
             return
-        address = self._exchange(free_address() if self.engine is not None else "")[0]
-        failure = self._lead(address) if self.engine is not None else self._follow(address)
-        if failure:
+        for attempt in range(1, START_ATTEMPTS + 1):
+            address = self._exchange(free_address() if self.engine is not None else "")[0]
+            failure = self._lead(address) if self.engine is not None else self._follow(address)
+            if not failure:
+                break
             self.stop()
-            raise RuntimeError(failure)
+            if PORT_CLASH not in failure or attempt == START_ATTEMPTS:
+                raise RuntimeError(failure)
         if self._node is not None:
             self._node.note_ready()
 

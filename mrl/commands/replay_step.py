@@ -31,7 +31,7 @@ ENGINE = ("rollout/", "eval/", "routing/wire_bytes_per_token")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a replay of a step begins."""
+    """The checkpoint and the files that a replay of a step reads."""
 
     run: RunFolder
     step: int

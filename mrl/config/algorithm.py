@@ -48,7 +48,7 @@ class AlgorithmConfig(Branch):
     clip_high: float | None = Field(default=None, gt=0)
     """The ratio is clipped above at 1 + clip_high; null takes the algorithm's published value."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Where A < 0, the ratio is bounded by this from above (arXiv 1912.09729); 3 is usual. Null sets no
+    """The ratio is bounded by this from above if A < 0 (arXiv 1912.09729); 3 is usual. Null sets no
     bound."""
     tau_positive: float | None = Field(default=None, gt=0)
     """SAPO's temperature where A > 0; null takes the published value."""

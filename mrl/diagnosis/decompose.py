@@ -1,4 +1,4 @@
-"""Where the gap between trainer and engine comes from: one micro-batch, run again and again.
+"""Finds the cause of the gap between trainer and engine: runs one micro-batch repeatedly.
 
 By what is replayed: nothing, the engine's expert ids, its gate weights too. By layer: with its ids
 replayed in all MoE layers but one, and in those up to one; and how far the hidden states after each

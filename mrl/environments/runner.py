@@ -145,7 +145,7 @@ class EnvironmentRunner(Closing):
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
         self.what = f"environment {config.name!r}"
-        """Where each episode's prompt is from, for messages."""
+        """The environment's name, for messages."""
         self._workers = [_Worker(config) for _ in range(config.num_workers)]
         # Threads that live as long as the runner: a worker dies with the thread that started it, so
         # each worker has one thread of its own.

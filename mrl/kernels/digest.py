@@ -131,7 +131,7 @@ def _mix(x: Tensor) -> None:
 
 
 def digest_place(name: str) -> str:
-    """Where a Hugging Face weight (or an engine's parameter) is counted.
+    """Return the module under which a Hugging Face weight (or an engine's parameter) is counted.
 
     `model.layers.3.mlp.experts.7.up_proj.weight` in `model.layers.3.experts.7`, everything else of a
     layer in `model.layers.3`, the rest in its own module, e.g. `lm_head`.

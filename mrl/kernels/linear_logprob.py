@@ -24,7 +24,7 @@ from mrl.kernels.vp_logprob import check_temperature, gather_tiles, tile_size, u
 
 
 class WeightGradient(Protocol):
-    """Where the gradient of the weight goes, one chunk after another."""
+    """Receives the gradient of the weight, one chunk after another."""
 
     def add(self, grad_logits: Tensor, rows: Tensor) -> None:
         """Add grad_logits^T rows, of [c, V_loc] and [c, h]; [V_loc, h] in all."""

@@ -70,7 +70,7 @@ class Learner:
     exchange: RolloutExchange
     diagnosis: Diagnosis
     critic: Critic | None = None
-    """Where the algorithm needs one."""
+    """None if the algorithm has no critic."""
     _has_updated: bool = False
     """Whether this process has taken an optimizer step."""
 

@@ -34,6 +34,11 @@ MEMORY_TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
 
 PauseMode = Literal["in_place", "retract"]
 
+PORT_CLASH = "a port was already in use"
+"""Words in the error of a start that failed since another program had just taken a port."""
+START_ATTEMPTS = 3
+"""The number of starts, each with other ports, before such an error ends the run."""
+
 
 class EngineLost(RuntimeError):
     """The engine's process died, hangs, or failed again and again: its requests and weights are gone.

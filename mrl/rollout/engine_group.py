@@ -22,7 +22,7 @@ from torch.multiprocessing import reductions
 from mrl.types import Handle, WeightBucket
 
 DEVICE_FIELD = 6
-"""Where torch's reduced CUDA tensor holds its device number (torch/multiprocessing/reductions.py)."""
+"""The index of the device in torch's reduced CUDA tensor (torch/multiprocessing/reductions.py)."""
 Exchange = Callable[[Any], list[Any]]
 """What this rank has to say -> what every rank of the group says, in rank order."""
 

@@ -182,7 +182,7 @@ def step_of(folder: Path) -> int:
 
 
 def partial_folder(root: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is whole."""
+    """Return the folder in which a checkpoint is written before it is whole."""
     return root / f".{folder_name(step)}.partial"
 
 

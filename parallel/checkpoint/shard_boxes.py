@@ -1,4 +1,4 @@
-"""Where a rank's piece of a parameter lies in the whole tensor: arithmetic on shapes, no torch.
+"""Finds the place of a rank's piece of a parameter in the whole tensor, by shapes, without torch.
 
 A tensor-parallel rank holds a shard (`parallel.shards.take_shard`), and a distributed optimizer holds
 a range of that shard's elements in row-major order. Both are a few rectangles, each one consecutive in

@@ -91,7 +91,7 @@ def _copies(weights: WeightMap, entry: Entry) -> tuple[int, int]:
 
 
 def saved_key(saved: Metadata, prefix: str = "") -> KeyOf:
-    """Where to read from when the precision has changed between writing and reading.
+    """Return the key to read from when the precision has changed between writing and reading.
 
     fp32 weights come from the fp32 main parameters of a bf16 checkpoint, and main parameters from the
     weights of an fp32 one.

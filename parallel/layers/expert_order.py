@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def permuted_rows(routing_map: Tensor, ids: Tensor) -> Tensor:
-    """Where the dispatcher put each token's copy for each expert: rows by expert, then by token.
+    """Return each copy's row after the dispatcher has sorted them by expert, then by token.
 
     routing_map bool[n, E] of just the experts in ids i64[n, K] -> i64[n, K].
     """

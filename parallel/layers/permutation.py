@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Permutation:
-    """Where the copies of each token are among the copies sorted by expert, then by token."""
+    """Holds the place of each token's copies among all copies, sorted by expert, then by token."""
 
     tokens: Tensor
     """i64[m]: the token of each copy."""

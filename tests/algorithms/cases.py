@@ -75,7 +75,7 @@ def draw(length: int, rng: torch.Generator, *, scale: float = 0.3, dropped: bool
 
 
 def padded(drawn: Drawn, multiple: int) -> Drawn:
-    """With garbage behind it, up to a multiple of `multiple` tokens: what context parallelism packs."""
+    """Append garbage up to a multiple of `multiple` tokens, as context parallelism packs."""
     missing = -len(drawn) % multiple
     filling = draw(missing, torch.Generator().manual_seed(missing), dropped=True)
     tensors = {f.name: getattr(drawn, f.name) for f in dataclasses.fields(Drawn)}

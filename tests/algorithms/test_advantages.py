@@ -55,7 +55,7 @@ def test_no_signal_is_exactly_zero(name) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_nearly_equal_group_does_not_explode(name) -> None:
-    """Without the floor, rewards 1 and 1.0004 would be as far apart as 0 and 1."""
+    """Rewards 1 and 1.0004 would be as far apart as 0 and 1 without the floor."""
     step = [torch.tensor([1.0, 1.0004])]
     (got,) = load_algorithm(name).advantages(step, CONFIG)
     (bare,) = load_algorithm(name).advantages(step, AlgorithmConfig(min_group_std=0.0))

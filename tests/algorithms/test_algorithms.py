@@ -167,7 +167,7 @@ def test_gspo_refuses_token_advantages_and_gspo_token_agrees_without() -> None:
 
 
 def test_a3po_puts_its_proximal_policy_by_the_age_of_each_token() -> None:
-    """Of the versions since a token was sampled, the proximal policy has seen all but the last."""
+    """The proximal policy has seen all versions since a token was sampled, but for the last."""
     logprobs, batch = make_step("a3po")
     ages = torch.tensor([0, 1, 2, 4, 10])
     share = torch.tensor([0.0, 0.0, 1 / 2, 3 / 4, 9 / 10])

@@ -51,7 +51,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 EXAMPLES = 40 if os.environ.get("MRL_TEST_REAL_STARTS") == "1" else 12
-"""Of each algorithm: more in `make test-all`."""
+"""The number of drawn cases of each algorithm; `make test-all` draws more."""
 _CLIPS = ("clip_low", "clip_high", "dual_clip")
 
 

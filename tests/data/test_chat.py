@@ -54,7 +54,7 @@ THINKING = CHAT_TEMPLATE.replace(
     "{% if loop.last and message['role'] == 'assistant' %}<think></think>{% endif %}"
     "{{ message['content'] }}",
 )
-"""As Qwen3's: another text before the assistant's turn when it is the last. It is not used."""
+"""Like Qwen3's, it puts another text before the assistant's last turn. It is not used."""
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_template_is_checked_once_at_the_start(template, reason):
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_the_model_may_stop_at_more_tokens_than_the_tokenizer(name, tmp_path):
-    """As Llama 3: its tokenizer has one, and its turns end with another."""
+    """Llama 3's tokenizer has one such token, and its turns end with another."""
     tokenizer = build_tokenizer()
     turn_end = tokenizer.eos_token_id
     tokenizer.eos_token = "a"

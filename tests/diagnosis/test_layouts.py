@@ -51,7 +51,7 @@ def of_versions(samples: list[Sample]) -> list[Sample]:
 
 
 def diagnosed(model_path: Path, layout: Layout) -> dict[str, Any]:
-    """On every rank; the record is on rank 0 alone."""
+    """Runs on every rank; the record is on rank 0 alone."""
     mesh = join_mesh(model_path, layout.sizes)
     policy = build(model_path, mesh)
     samples = of_versions(make_samples())

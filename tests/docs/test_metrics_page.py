@@ -29,7 +29,7 @@ def test_every_documented_key_is_written_by_the_code() -> None:
 
 
 def test_the_kinds_of_memory_are_named() -> None:
-    """Where the ledger's kinds are entered, their names are arguments of `own`."""
+    """The calls of `own` name the ledger's kinds."""
     kinds = arguments_of("own")
     assert kinds
     text = PAGE.read_text().split("## Memory")[1]

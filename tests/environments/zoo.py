@@ -145,7 +145,7 @@ class ForgetfulCloses(Forgetful):
 
 
 def search(messages, **columns):
-    """For openai_chat: a tool that looks a word up, and a user who wants the answer."""
+    """Gives openai_chat a tool that looks a word up, and a user who wants the answer."""
     turn = messages[-1]
     if calls := turn.get("tool_calls"):
         said = [{"role": "tool", "content": str(calls)}]
@@ -154,7 +154,7 @@ def search(messages, **columns):
 
 
 class Talker:
-    """For openai_chat: begins the conversation, and ends it at once."""
+    """Begins the conversation of openai_chat, and ends it at once."""
 
     def __init__(self, word):
         self.word = word

@@ -67,7 +67,7 @@ STAGES = {1: [(1, 2, 3, 4)], 2: [(1,), (2, 3, 4)], 3: [(1, 2, 3, 4), ()]}
 
 
 def exchange(sizes: dict[str, Any], stages: int, with_weights: bool) -> list[dict[str, Any]]:
-    """On a rank, through memory and through messages: did it get just what it should have?"""
+    """Returns whether a rank got just what it should have, through memory and through messages."""
     dims = ParallelDims.create(ParallelConfig(**sizes), world_size())
     mesh = init_mesh(dims, 0)
     layers = STAGES[stages][mesh.pp_rank]
@@ -210,7 +210,7 @@ def test_a_node_is_ranks_that_all_read_each_other() -> None:
 
 
 def moved(nodes: list[int]) -> dict[str, Any]:
-    """On one of four ranks, two data-parallel pairs: tokens to who trains them, groups to a reader."""
+    """One of four ranks, two data-parallel pairs: tokens go to trainers, groups to a reader."""
     sizes = ParallelConfig(tensor_model_parallel_size=2)
     mesh = init_mesh(ParallelDims.create(sizes, world_size()), 0)
     whole = make_groups(with_weights=True)

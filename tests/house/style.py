@@ -6,10 +6,10 @@ tests/house/test_style.py holds the counts at zero violations. The rules:
 - Docstrings of public modules, classes, functions and methods have a verb in their first sentence. A
   sentence has one if it contains an auxiliary ("is", "has", "can", ...) or the third person of a
   verb of verbs.txt ("returns"), or such a verb after a plural or a relative pronoun ("the ops hold"),
-  or if its first word is one ("Return"). Third persons that
-  are also plurals of our nouns ("groups", "samples", "runs") count in the first place only.
-  Properties and fields may be named by a noun phrase.
-- No docstring opens with a preposition ("Of two sides that ..."), whether it is public or not.
+  or if its first word is one ("Return"). Third persons that are also plurals of our nouns ("groups",
+  "samples", "runs") count in the first place only. Properties and fields may be named by a noun phrase.
+- No docstring opens with a preposition ("Of two sides that ...") or with "where", whether it is public
+  or not. This rule holds for benchmarks, launch and tests too.
 - Names: see `FORBIDDEN` and `broken_names`.
 """
 
@@ -22,11 +22,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("mrl", "moe", "parallel")
+BESIDE = ("benchmarks", "launch", "tests")
 MAX_ROOT_FILES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 8, 350, 60
 
 _PREPOSITIONS = (
     "of on with by as for from to at under over into against beside within without than per in "
-    "between through among"
+    "between through among where"
 )
 PREPOSITIONS = frozenset(_PREPOSITIONS.split())
 _AUXILIARIES = (
@@ -69,8 +70,8 @@ def third_person(verb: str) -> str:
 THIRD_PERSONS = frozenset(map(third_person, BASE_VERBS))
 
 
-def sources() -> list[Path]:
-    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+def sources(folders: tuple[str, ...] = PACKAGES) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
 def first_sentence(docstring: str) -> str:
@@ -133,11 +134,12 @@ def _docstrings(
 
 
 def broken_docstrings(path: Path) -> Iterator[str]:
+    module = path.relative_to(ROOT)
     for name, line, text, due in docstrings(ast.parse(path.read_text())):
-        where = f"{path.relative_to(ROOT)}:{line}: {name}: {first_sentence(text)[:70]!r}"
+        where = f"{module}:{line}: {name}: {first_sentence(text)[:70]!r}"
         if opens_with_preposition(text):
             yield f"{where} opens with a preposition"
-        elif due and not has_verb(text):
+        elif due and module.parts[0] in PACKAGES and not has_verb(text):
             yield f"{where} has no verb"
 
 
@@ -184,22 +186,22 @@ def broken_names(path: Path) -> Iterator[str]:
 
 
 def too_long_files() -> Iterator[str]:
-    for folder in (*PACKAGES, "benchmarks", "launch", "tests"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            length = len(path.read_text().splitlines())
-            if length > MAX_FILE_LINES:
-                yield f"{path.relative_to(ROOT)} has {length} lines"
+    for path in sources((*PACKAGES, *BESIDE)):
+        length = len(path.read_text().splitlines())
+        if length > MAX_FILE_LINES:
+            yield f"{path.relative_to(ROOT)} has {length} lines"
 
 
 def violations() -> dict[str, list[str]]:
-    """By rule, what breaks it, each with file and line."""
+    """Return what breaks each rule, with file and line."""
     files = sources()
+    documented = [*files, *sources(BESIDE)]
     root_files = sorted(path.name for path in (ROOT / "mrl").glob("*.py"))
     return {
         "files in the root of mrl/": root_files if len(root_files) > MAX_ROOT_FILES else [],
         f"files over {MAX_FILE_LINES} lines": list(too_long_files()),
         f"functions over {MAX_FUNCTION_LINES} lines": [x for p in files for x in long_functions(p)],
-        "docstrings": [x for p in files for x in broken_docstrings(p)],
+        "docstrings": [x for p in documented for x in broken_docstrings(p)],
         "names": [x for p in files for x in broken_names(p)],
     }
 

@@ -29,6 +29,7 @@ def test_which_docstrings_have_a_verb(text, sentence) -> None:
 
 def test_prepositions() -> None:
     assert style.opens_with_preposition("Of two sides that compute in these.")
+    assert style.opens_with_preposition("Where the bytes of the trainer are.")
     assert not style.opens_with_preposition("Offsets of the packed sequences.")
 
 

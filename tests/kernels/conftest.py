@@ -48,7 +48,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def emulated_cuda(emulated_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> EmulatedCuda:
-    """`with emulated_cuda("reverse"):` sends ops on CPU tensors to the emulated CUDA kernels.
+    """Sends ops on CPU tensors to the emulated CUDA kernels: `with emulated_cuda("reverse"):`.
 
     The argument is the order of threads, one of `emulator.ORDERS`: results must not depend on it.
     Raises RuntimeError inside on what a GPU would fault or hang on, and on a byte read or written

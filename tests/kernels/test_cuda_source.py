@@ -123,7 +123,7 @@ def test_an_unknown_report_is_refused() -> None:
 
 
 def code_of(source: Path) -> str:
-    """Without comments."""
+    """Return the source without comments."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", source.read_text(), flags=re.DOTALL)
 
 

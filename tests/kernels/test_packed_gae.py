@@ -123,7 +123,7 @@ def test_masked_tokens_change_no_bit(garbage) -> None:
 
 
 def test_masked_tokens_are_passed_over_not_steps() -> None:
-    """Without its masked tokens a sequence has the same advantages."""
+    """A sequence has the same advantages without its masked tokens."""
     case = make_case([400], seed=4)
     dense = Case(
         case.rewards[case.loss_mask],

@@ -205,7 +205,7 @@ def test_nothing_times_infinity_is_nothing(ratio) -> None:
 
 @pytest.mark.parametrize("o", FEW_OPTIONS, ids=str)
 def test_gradient_matches_finite_differences(o) -> None:
-    """Of the oracle in fp64, with the factors that the papers detach held fixed."""
+    """The differences are the fp64 oracle's, with the factors that the papers detach held fixed."""
     case = make_case([4, 0, 1, 6], seed=2, keep=0.8)
     grad = run_op(case, o).grad
     base, step = case.logprobs.double(), 1e-6
@@ -221,7 +221,7 @@ def test_gradient_matches_finite_differences(o) -> None:
 
 
 def test_gspo_gradient_is_that_of_the_sequence_ratio() -> None:
-    """Without token weights the straight-through form is GSPO eq. 5 itself, differentiated whole."""
+    """Straight-through without token weights is GSPO eq. 5 itself, differentiated whole."""
     case = make_case([30, 7, 50], seed=3)
     leaf = case.logprobs.double().requires_grad_()
     loss = leaf.sum() * 0

@@ -27,7 +27,7 @@ Curve = list[dict[str, float]]
 
 @dataclass(frozen=True)
 class Variant:
-    """In what an algorithm's run differs from the others."""
+    """Holds what differs in an algorithm's run from the others."""
 
     overrides: tuple[str, ...] = ()
     why: str = ""

@@ -49,7 +49,7 @@ def test_config_alone_is_enough(qwen: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def assert_rows_add_up(out: str) -> None:
-    """Of the tables that give bytes to the last one: the rows are those of the total."""
+    """The rows of each table in bytes add up to its total, to the last byte."""
     for title in ("GPU memory at the peak, to the byte", "Host memory of one node, to the byte"):
         table = out[out.index(title) :].split("\n\n", maxsplit=1)[0].splitlines()[2:]
         numbers = [int(n) for line in table for n in re.findall(r" {2,}(\d+) {2,}", line[:60])]

@@ -60,7 +60,7 @@ def test_the_record_is_of_the_tokens_that_were_rolled_out(toy: Toy, recorded: Pa
 
 
 def test_old_logprobs_are_those_of_the_weights_before_the_update(toy: Toy, recorded: Path) -> None:
-    """Of step 0: the model folder's, by transformers."""
+    """The weights before step 0 are the model folder's; transformers gives the reference."""
     record = record_of(recorded, 0)
     assert record.temperature == 1.0
     for i in range(record.num_samples):
@@ -146,7 +146,7 @@ def test_a_layer_whose_routes_are_wrong_is_named(toy: Toy, recorded: Path, tmp_p
 
 
 def test_the_engines_gate_weights_are_replayed(toy: Toy, tmp_path: Path) -> None:
-    """From a real engine, over two ranks that share its samples."""
+    """A real engine gives them to two ranks that share its samples."""
     weights = ("rollout.return_routing_weights=true", "moe.replay=ids_order_weights")
     more = (
         "train.num_steps=1",

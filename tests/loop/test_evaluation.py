@@ -103,7 +103,7 @@ class OneAnswer:
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_routes_of_an_evaluation_are_not_kept(keeps: bool) -> None:
-    """Of 1,000 samples of 32k tokens of a 30B model they are 12 GB."""
+    """The routes of 1,000 samples of 32k tokens of a 30B model take 12 GB."""
     seen: list[SampleGroup] = []
     scoring: Any = SimpleNamespace(begin=seen.append)
     engine: Any = OneAnswer()

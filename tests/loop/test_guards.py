@@ -36,7 +36,7 @@ POISONED = (4, 6)
 
 
 def made_trainer(overrides: list[str], **changes: Any) -> Any:
-    """Of this rank; `changes` to its plan."""
+    """Makes this rank's trainer, with `changes` to its plan."""
     from mrl.trainer import Trainer
 
     recipe = load_recipe(TOY_RECIPE, overrides)
@@ -139,7 +139,7 @@ def test_a_critic_or_a_reference_that_is_not_finite_names_its_samples(
 
 
 def steps_with_empty_mini_batches(overrides: list[str]) -> list[dict[str, Any]]:
-    """Of two mini-batches the first has no loss token, then neither has -> metrics, and what moved."""
+    """The first of two mini-batches has no loss token, then neither -> metrics, and what moved."""
     trainer = made_trainer(overrides)
     found = []
     for num_empty in (1, 2):

@@ -63,7 +63,7 @@ def learned(curve: Curve) -> bool:
 
 
 def misfits(curve: Curve, golden: Curve) -> list[str]:
-    """Where the curve leaves the one on file, in words; its end only where it is a whole one."""
+    """Says where the curve leaves the one on file; compares its end only if the curve is whole."""
     assert len(curve) in (len(CLOSE), len(golden))
     found = [
         f"step {step} {key}: {ours[key]}, on file {theirs[key]}"
@@ -189,6 +189,6 @@ def test_dynamic_sampling_trains_on_groups_with_a_signal(found: dict[str, Any]) 
 
 
 def test_the_metrics_of_every_algorithm_are_documented(found: dict[str, Any]) -> None:
-    """In docs/metrics.md; tests/docs/test_metrics_page.py compares it with the source."""
+    """docs/metrics.md has them; tests/docs/test_metrics_page.py compares it with the source."""
     rows = [row for curve in found["curves"].values() for row in curve]
     assert undocumented({key for row in rows for key in row}) == []

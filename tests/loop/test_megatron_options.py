@@ -166,7 +166,7 @@ def run_recipe(overrides: list[str]) -> None:
 
 @pytest.mark.timeout(300)
 def test_the_shipped_recipe_trains_on_two_ranks(toy: Toy, recorded: Path, tmp_path: Path) -> None:
-    """From saved rollouts, so without an engine; and it goes on with another bucket size."""
+    """It trains from saved rollouts, without an engine, and resumes with another bucket size."""
     saved = f"debug.load_rollouts={recorded / 'rollouts'}"
     overrides = toy.overrides(tmp_path / "run", saved, "train.num_steps=1")
     recipe = load_recipe(RECIPE, overrides)

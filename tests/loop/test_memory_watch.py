@@ -31,7 +31,7 @@ def watch(bound: float = 4 * MIB) -> tuple[MemoryWatch, list[str]]:
 
 @pytest.mark.parametrize(("keep", "expected"), [(True, 8 * MIB), (False, 0)])
 def test_a_real_process_that_leaks(keep, expected) -> None:
-    """In a child of the process that is watched, as SGLang's schedulers are."""
+    """The leak is in a child of the watched process, as SGLang's schedulers are."""
     code = LEAKING.replace("SIZE", str(8 * MIB)).replace("KEEP", str(keep))
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     engine = subprocess.Popen(

@@ -52,7 +52,7 @@ def test_routers_agree_and_the_ratio_is_one(steps: list[dict]) -> None:
 
 
 def test_each_cause_is_there_and_mended() -> None:
-    """Without an engine: torch's ways differ, the mode's do not."""
+    """Needs no engine: torch's ways of computing differ, the mode's do not."""
     found = causes()
     for cause in found:
         # Both sides call the same function of torch for the norm.

@@ -24,13 +24,13 @@ TRAINED = {
     ],
     "critic": ["algorithm.name=ppo"],
 }
-"""Where the advantages of a sample come from."""
+"""The sources that the advantages of a sample come from."""
 NOISE = 0.3
 """Added to the reference's log-probs: at step 0 they are the policy's, and the KL would be 0."""
 
 
 def of_samples(batches: list[MicroBatch]) -> dict[int, float]:
-    """By sample, the mean of what the loss takes of its loss tokens."""
+    """Return for each sample the mean of what the loss takes of its loss tokens."""
     found = {}
     for batch in batches:
         assert batch.sample_ids is not None

@@ -68,7 +68,7 @@ KEEPING = (
     "algorithm.kl_target=1e-4",
     "algorithm.kl_horizon=100",
 )
-"""Beside the policy a checkpoint has a critic, and a coefficient that has moved."""
+"""A checkpoint of this recipe has a critic beside the policy, and a coefficient that has moved."""
 
 
 @pytest.mark.timeout(300)
@@ -97,7 +97,7 @@ def test_a_step_that_comes_out_otherwise_says_in_what(changed: Path, tmp_path: P
 
 @pytest.mark.timeout(300)
 def test_another_layout_is_told_from_the_same_bits(recorded: Path, tmp_path: Path) -> None:
-    """On two ranks that share the experts: sums in another order."""
+    """Two ranks that share the experts add in another order."""
     run = Path(shutil.copytree(recorded, tmp_path / "run"))
     config = run / "config.yaml"
     text = config.read_text()

@@ -119,7 +119,7 @@ def test_metrics() -> None:
 
 
 class OneRank:
-    """As much of parallel.mesh.Groups as batching reads."""
+    """Holds as much of parallel.mesh.Mesh as batching reads."""
 
     dims = ParallelDims(world=1, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1)
     dp_rank = 0

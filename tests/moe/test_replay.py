@@ -106,7 +106,7 @@ def test_a_trace_that_repeats_an_expert_is_not_packed() -> None:
 
 
 def gate_gradient(model_path: Path) -> list[list[float]]:
-    """By MoE layer: the gradient of the gate along itself, and by differences of the loss."""
+    """Return each MoE layer's gradient of the gate along itself, by autograd and by differences."""
     mesh = join_mesh(model_path, {})
     policy = build(model_path, mesh)
     batch = make_train_batch(make_samples(), [1.0] * 13, gspo, mesh, 64)

@@ -28,7 +28,7 @@ from tests.ranks import run_ranks
 
 
 def weighed_samples(model_path: Path) -> list[Sample]:
-    """With gate weights that are not the model's."""
+    """Samples with gate weights that are not the model's."""
     generator = torch.Generator().manual_seed(3)
 
     def weighed(sample: Sample) -> Sample:
@@ -57,7 +57,7 @@ def reversed_order(sample: Sample) -> Sample:
 
 
 def old_logprobs(model_path: Path, replay: Any) -> dict[str, Tensor]:
-    """Of samples along their routes: as they are, in reverse order, and with other routers."""
+    """Return log-probs along the routes: as they are, in reverse order, with other routers."""
     mesh = join_mesh(model_path, {})
     policy = build(model_path, mesh, replay=replay)
     samples = weighed_samples(model_path)
@@ -98,7 +98,7 @@ def test_each_level_takes_its_part(model_type: str, tmp_path: Path) -> None:
 
 
 def test_weights_that_nobody_captured_are_not_left_out_silently(tmp_path: Path) -> None:
-    """As in rollouts that were saved without them."""
+    """Such are rollouts that were saved without gate weights."""
     path = write_tiny("qwen3_moe", tmp_path / "model")
 
     def replayed() -> None:
@@ -128,7 +128,7 @@ def test_layouts_agree_on_weights_and_order(tmp_path: Path) -> None:
 
 
 def test_the_order_of_the_sum() -> None:
-    """Against Megatron's own permutation, in numbers where each order has another sum."""
+    """Compares with Megatron's own permutation, in numbers where each order has another sum."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.rand(50, 6, generator=generator).topk(4).indices
     routing_map = torch.zeros(50, 6, dtype=torch.bool).scatter(1, ids, value=True)

@@ -83,7 +83,7 @@ def make_sample(
 
 
 def weighted(sample: Sample, advantage: float = 1.0, weight: float = 1.0) -> WeightedSample:
-    """With the routes of all its layers."""
+    """Weigh a sample, with the routes of all its layers."""
     routes = None if sample.routing is None else pack_trace(sample.routing)
     return WeightedSample(sample, advantage, weight, routes=routes)
 

@@ -78,7 +78,7 @@ def _locals(function: str) -> dict[str, Any] | None:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of floating-point vectors and masks: token counts, shapes, losses and norms are not counted."""
+    """Count floating-point vectors and masks, but no token counts, shapes, losses and norms."""
     kept = [
         t for t in tensors if t.numel() > 1 and (t.is_floating_point() or t.dtype is torch.bool)
     ]

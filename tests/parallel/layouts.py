@@ -244,7 +244,7 @@ class Agreement:
     loss: float
     grad_norm: float
     weights: float
-    """Of a weight matrix, in the Frobenius norm, after the last step."""
+    """The largest difference of a weight matrix in the Frobenius norm, after the last step."""
     replay_coverage: float
     """Smallest of all steps: 1 when every row was routed as captured."""
     loaded_bitwise: bool

@@ -83,7 +83,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""By model_type: the name that transformers' classes begin with, and what differs from COMMON."""
+"""The prefix of transformers' class names and what differs from COMMON, by model_type."""
 
 
 def write_tiny(model_type: str, folder: Path, **changes: Any) -> Path:

@@ -30,7 +30,7 @@ SAME_BITS: dict[str, dict[str, Any]] = {
     },
     "messages freed": {"deallocate_pipeline_outputs": True},
 }
-"""With the distributed optimizer, two steps on a model of dense and MoE layers."""
+"""Options for two steps of the distributed optimizer on a model of dense and MoE layers."""
 OTHER_SUMS = {
     "gradients while the backward pass runs": 1e-6,
     "parameters while the forward pass runs": 1e-6,

@@ -1,4 +1,4 @@
-"""Where Megatron keeps Adam's state under each option: equal steps, nothing lost in checkpoints."""
+"""Megatron keeps Adam's state elsewhere under each option: steps are equal, nothing is lost."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def reference_logprobs(policy: Policy, batch: TrainBatch) -> list[Tensor]:
 
 
 def ready(policy: Policy, mesh: Mesh, samples: list[Sample], advantage: float) -> TrainBatch:
-    """With old log-probs, and reference log-probs where the policy has a reference."""
+    """Make a batch with old log-probs, and reference log-probs if the policy has a reference."""
     signs = [advantage * (-1.0) ** i for i in range(len(samples))]
     batch = make_train_batch(samples, signs, grpo, mesh, micro_batch_tokens=64)
     micro = with_old_logprobs(

@@ -47,7 +47,7 @@ def found(made_once: Callable[..., Path]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model_type", SETTINGS)
 def test_its_parameters_have_rules_and_take_the_weights(found, model_type) -> None:
-    """Under mrl's table of names they are the local layers' parameters, and hold the same bits."""
+    """They are the local layers' parameters by mrl's table of names, and hold the same bits."""
     model = found["models"][model_type]
     assert (model["missing"], model["unknown"], model["differ"]) == ([], [], [])
     experts = [name for name in model["names"] if ".experts." in name]

@@ -74,7 +74,7 @@ def test_what_is_compiled_counts_only_if_it_can_be_imported() -> None:
 
 
 def test_an_import_that_fails_is_one_line(tmp_path, monkeypatch) -> None:
-    """Of the package that the index calls apex, and of one that takes its process down."""
+    """One is the package that the index calls apex, another takes its process down."""
     for name, text in (
         ("apex", "import pyramid_of_another_project"),
         ("crashes", "import os; os.abort()"),

@@ -22,9 +22,9 @@ from mrl.rollout.sglang.engine import Engine
 from mrl.types import Prompt, SampleGroup, WeightBucket
 
 GPUS = tuple(filter(None, os.environ.get("MRL_CONFORMANCE_GPUS", "").split(",")))
-"""Of the engine under test; none, it runs on the CPU."""
+"""The GPUs of the engine under test; empty runs it on the CPU."""
 TOLERANCE = 2e-3 if GPUS else 1e-5
-"""Of log-probs against transformers in float32 on a CPU."""
+"""The bound for log-probs against transformers in float32 on a CPU."""
 follows_seeds = pytest.mark.skipif(
     bool(GPUS), reason="on GPUs SGLang's sampling does not follow the request's seed"
 )
@@ -127,7 +127,7 @@ class OnNodes:
 
 
 def named_weights(model: Qwen3MoeForCausalLM, folder: Path) -> list[tuple[str, torch.Tensor]]:
-    """Under the names of the checkpoint: transformers fuses experts in memory."""
+    """Return weights under the names of the checkpoint: transformers fuses experts in memory."""
     model.save_pretrained(folder)
     from safetensors.torch import load_file
 

@@ -47,7 +47,7 @@ def place_experts(monkeypatch: pytest.MonkeyPatch, physical_to_logical: Tensor |
 
 
 def whole_model() -> dict[str, Tensor]:
-    """Under the checkpoint's names; constants, so that equal digests say nothing of replicas."""
+    """Weights by the checkpoint's names; constants: equal digests say nothing of replicas."""
     generator = torch.Generator().manual_seed(0)
     prefix = "model.layers.0."
     shapes = {
@@ -187,7 +187,7 @@ def test_experts_in_another_order_are_refused(plugin, monkeypatch):
 
 
 def test_digests_of_ranks_add_up():
-    """Of modules that do not say what they hold, equal digests are replicas."""
+    """Equal digests of modules that do not say what they hold are replicas."""
     answer = {"a.weight": "1 2", "b.weight": "5 5", "c.experts.w13": "1,2 3,4"}
     lines = {
         f"{rank} {name}": f"float32 9 ? {text.split()[rank]}" + " 0,1" * (name[0] == "c")

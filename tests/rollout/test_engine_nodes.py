@@ -6,7 +6,9 @@ ranks are threads here, and meet at a barrier instead of gloo.
 
 from __future__ import annotations
 
+import itertools
 import json
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,10 +22,11 @@ from mrl.collect import engine_nodes
 from mrl.collect.engine_nodes import EngineNodes, free_address
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.preflight.engine_layout import EngineLayout
-from mrl.rollout.base import EngineLost
+from mrl.rollout.base import START_ATTEMPTS, EngineLost
+from mrl.rollout.sglang import process
 from mrl.rollout.sglang.engine import Engine
 from mrl.rollout.sglang.node import EngineNode
-from mrl.rollout.sglang.server import PORT_ATTEMPTS, Server
+from mrl.rollout.sglang.server import Server
 
 RECORDING_SGLANG = Path(__file__).parent / "recording_sglang"
 
@@ -114,6 +117,17 @@ def test_both_nodes_start_and_a_loss_of_one_replaces_both(ranks, tmp_path) -> No
     assert starts[0]["args"]["random_seed"] != starts[2]["args"]["random_seed"]
 
 
+def test_a_port_that_was_just_taken_starts_both_nodes_again(ranks, tmp_path, monkeypatch) -> None:
+    free_port = process._free_port
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = itertools.chain([taken.getsockname()[1]] * 2, iter(free_port, None))
+        monkeypatch.setattr(process, "_free_port", lambda: next(ports))
+        assert ranks.both(lambda nodes: nodes.start()) == [None, None]
+    assert "Address already in use" in (tmp_path / "a.log").read_text()
+    record = map(json.loads, (tmp_path / "record.jsonl").read_text().splitlines())
+    assert [path for path, _ in record].count("START") == 4
+
+
 def test_a_node_that_cannot_start_ends_the_wait_of_the_other(ranks, monkeypatch) -> None:
     monkeypatch.setenv("MRL_RECORD_NODE_FAILS", "1")
     errors = ranks.both(lambda nodes: nodes.start())
@@ -157,4 +171,4 @@ def test_another_port_where_one_was_just_taken(monkeypatch, tmp_path, line) -> N
     monkeypatch.setattr(server.process, "exit_code", lambda: 1)
     with pytest.raises(RuntimeError, match="died while starting"):
         server.start(60.0, {})
-    assert len(starts) == PORT_ATTEMPTS
+    assert len(starts) == START_ATTEMPTS

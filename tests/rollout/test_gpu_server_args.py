@@ -76,7 +76,7 @@ def resolve(settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def answers(toy_folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """By engine: what it is started with, and what SGLang resolves that to."""
+    """Return for each engine what it is started with, and what SGLang resolves that to."""
     sent = {name: start_settings(toy_folder, engine) for name, engine in ENGINES.items()}
     plain = sent["one GPU"]
     sent["wrong"] = {**plain, "tp_size": 8, "dp_size": 3, "enable_dp_attention": True}

@@ -110,7 +110,7 @@ def test_architectures_that_sglang_runs_in_part():
 
 
 def spans(*spans):
-    """As SGLang writes them."""
+    """Return spans as SGLang writes them."""
     return [{"version": str(v), "start": start, "end": end} for v, start, end in spans]
 
 
@@ -176,7 +176,7 @@ def test_versions_of_tokens_and_rows():
 
 
 def test_aborted_answers():
-    """Without the last token: whether it was the end, an abort hides."""
+    """The last token is left out: after an abort nobody knows whether it was the end."""
     shape = RouteShape(1, (1,), 4, 1)
     routes = {"routed_experts": encode(np.arange(3).reshape(3, 1, 1)), "cached_tokens": 0}
     abort = {"finish_reason": {"type": "abort"}, **routes}

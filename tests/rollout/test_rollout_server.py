@@ -48,7 +48,7 @@ def bits(groups):
 
 
 def running(tree):
-    """Without zombies: a container's first process may not reap them."""
+    """Leave out zombies: a container's first process may not reap them."""
     return [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -137,7 +137,7 @@ def test_all_sockets_are_loopback(fresh):
 
 
 class Relay(socketserver.ThreadingTCPServer):
-    """In front of a server: answers 500 to the first generate requests, hangs up on the next ones."""
+    """Answers 500 to the first generate requests of a server, and hangs up on the next ones."""
 
     allow_reuse_address = True
     daemon_threads = True

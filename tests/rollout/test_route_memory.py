@@ -38,7 +38,7 @@ def writer_of(reader: RouteReader, **options: int) -> RouteWriter:
 
 
 def through_sglang(reference: Reference) -> Reference | None:
-    """As the detokenizer does."""
+    """Encode and find the reference as the detokenizer does."""
     return find_reference(base64.b64encode(reference.as_tensor().numpy().tobytes()).decode())
 
 

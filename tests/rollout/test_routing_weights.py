@@ -19,7 +19,7 @@ ROWS, LAYERS, TOPK = 3, 2, 2
 
 
 def decode(ids: Tensor, weights: Tensor, **changes: object) -> RoutingTrace:
-    """As the plugin sends them: int32 [T-1, H, 2K]."""
+    """Decode them from what the plugin sends: int32 [T-1, H, 2K]."""
     wire = torch.cat([ids.int(), weights.float().contiguous().view(torch.int32)], dim=-1)
     settings = {
         "num_tokens": ROWS + 1,

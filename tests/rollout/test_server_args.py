@@ -66,7 +66,7 @@ def test_every_name_here_is_a_field_of_the_installed_sglang() -> None:
 
 
 def test_names_are_also_read_from_one_class(tmp_path, monkeypatch) -> None:
-    """As SGLang 0.5.12 has them: all in server_args.py, beside classes of other fields."""
+    """SGLang 0.5.12 has all of them in server_args.py, beside classes of other fields."""
     (tmp_path / "sglang" / "srt").mkdir(parents=True)
     (tmp_path / "sglang" / "__init__.py").write_text("")
     (tmp_path / "sglang" / "srt" / "server_args.py").write_text(

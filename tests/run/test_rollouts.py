@@ -136,7 +136,7 @@ def test_outlines_hold_all_but_the_ids_and_log_probs():
 
 
 def described(group: SampleGroup) -> SampleGroup:
-    """With the shapes of what is on the meta device in place of it."""
+    """Put shapes in place of tensors on the meta device."""
 
     def of(record):
         tensors = {

@@ -21,7 +21,7 @@ from typing import Any, Self
 import pytest
 
 OWN = Path(sys.prefix) / "browser"
-"""Where requirements/browser.sh puts it: `.venv/browser`."""
+"""The folder into which requirements/browser.sh puts the browser: `.venv/browser`."""
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--no-zygote"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),

@@ -64,7 +64,7 @@ class EngineNode:
         where = f"node {self._launch.node_rank} of the engine"
         code = self._process.exit_code()
         if code is not None:
-            return f"SGLang on {where} died, exit code {code}; {self._process.log_tail()}"
+            return f"SGLang on {where} died, {self._process.ending(code)}"
         # SGLang waits for its schedulers one after the other: it may not know yet.
         if part := self._process.dead_part():
             return f"{part} of SGLang on {where} died; {self._process.log_tail()}"

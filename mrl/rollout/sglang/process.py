@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 import mrl
+from mrl.rollout.base import PORT_CLASH
 from mrl.rollout.sglang.leftovers import (
     kill_session,
     session_processes,
@@ -38,6 +39,10 @@ TORCHRUN_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} | 
 ALLOCATOR_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 """The trainer's too. torch_memory_saver, by which the engine sleeps, raises RuntimeError under
 `expandable_segments:True` (torch_memory_saver/entrypoint.py, _sanity_checks)."""
+
+
+PORT_IN_USE = "already in use"
+"""Words of the system's message, and of SGLang's own check of ports under DP attention."""
 
 
 class ServerProcess:
@@ -129,6 +134,15 @@ class ServerProcess:
         """Return the last lines of the log and its path, for error messages."""
         lines = self.log_text().splitlines()[-LOG_TAIL_LINES:]
         return "\n".join([f"last lines of {self.log_path}:", *lines])
+
+    def has_port_clash(self) -> bool:
+        """Whether this start failed, or is failing, for a port that another program has."""
+        return PORT_IN_USE in self.log_text().lower()
+
+    def ending(self, code: int) -> str:
+        """Return the exit code and the last lines of the log, for error messages."""
+        clash = f" ({PORT_CLASH})" if self.has_port_clash() else ""
+        return f"exit code {code}{clash}; {self.log_tail()}"
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to whatever of the session is left. Harmless when repeated."""

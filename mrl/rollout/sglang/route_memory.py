@@ -39,7 +39,7 @@ _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 
 @dataclass(frozen=True)
 class Reference:
-    """Where the routes of a request are."""
+    """Says in which process's shared memory the routes of a request are."""
 
     pid: int
     fd: int

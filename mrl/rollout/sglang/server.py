@@ -9,13 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mrl.rollout.base import EngineLost
+from mrl.rollout.base import START_ATTEMPTS, EngineLost
 from mrl.rollout.sglang.http import EventStream, HttpClient, ServerError
 from mrl.rollout.sglang.process import ServerProcess
 
-PORT_ATTEMPTS = 3
-PORT_IN_USE = "already in use"
-"""Words of the system's message, and of SGLang's own check of ports under DP attention."""
 CONTROL_TIMEOUT_S = 600.0
 READY_POLL_S = 0.1
 REAP_S = 2.0
@@ -55,8 +52,9 @@ class Server:
         """
         self.loss = None
         self.process.server_args |= settings
-        # Other nodes know where to meet this server's ranks: whoever started them starts all anew.
-        attempts = 1 if "dist_init_addr" in settings else PORT_ATTEMPTS
+        # The processes on other nodes were given the address too: mrl.collect.engine_nodes starts
+        # all of them again.
+        attempts = 1 if "dist_init_addr" in settings else START_ATTEMPTS
         for attempt in range(1, attempts + 1):
             self.process.start()
             try:
@@ -65,7 +63,7 @@ class Server:
                 self.process.note_parts()
                 return
             except RuntimeError:
-                clash = PORT_IN_USE in self.process.log_text().lower()
+                clash = self.process.has_port_clash()
                 self.process.stop()
                 if not clash or attempt == attempts:
                     raise
@@ -157,8 +155,7 @@ class Server:
             code = self.process.exit_code()
             if code is not None:
                 raise RuntimeError(
-                    f"engine: the SGLang server died while starting, exit code {code}; "
-                    f"{self.process.log_tail()}"
+                    f"engine: the SGLang server died while starting, {self.process.ending(code)}"
                 )
             if time.monotonic() > deadline:
                 raise RuntimeError(

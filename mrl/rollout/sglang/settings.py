@@ -121,7 +121,7 @@ def server_environment(
 
 
 def compile_caches() -> dict[str, str]:
-    """Where kernels that are compiled at run time stay: the trainer's own folders where it has some.
+    """Return variables with the folders for kernels compiled at run time: the trainer's, if set.
 
     The default are the folders that SGLang itself chooses since 0.5.20 (environ.py,
     third_party_cache_defaults). inductor's own default lies in TMPDIR, which ends with the server.

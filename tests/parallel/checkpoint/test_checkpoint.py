@@ -239,7 +239,7 @@ def test_training_goes_on_while_a_save_is_in_flight(model_path: Path, tmp_path: 
 
 
 def cannot_write(model_path: Path, root: Path) -> dict[str, str]:
-    """Where the second rank's file should go there is a folder."""
+    """A folder stands where the second rank's file should go."""
     mesh = join_mesh(model_path, {})
     policy, messages = build(model_path, mesh), {}
     for async_save in (False, True):

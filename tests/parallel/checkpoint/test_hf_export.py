@@ -31,7 +31,7 @@ TEMPERATURE = 0.8  # of test_checkpoint_layouts.build
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a tokenizer and a chat template."""
+    """A model folder with a tokenizer and a chat template."""
     path = write_model(tmp_path_factory.mktemp("base") / "toy-base", vocab_size=128)
     build_tokenizer(128).save_pretrained(path)
     return path

@@ -70,7 +70,7 @@ def in_front(good: bytes, honest: list[tuple[str, bytes]], planted: bytes) -> by
 
 
 def in_front_with_places(good: bytes, honest: list[tuple[str, bytes]], planted: bytes) -> bytes:
-    """As above, and the archive says where it is in the file, so that torch's reader finds it, too."""
+    """Like the one above; the archive also says where it is, so that torch's reader finds it."""
     return archive(honest, planted)
 
 

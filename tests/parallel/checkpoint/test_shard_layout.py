@@ -22,7 +22,7 @@ def shard(name: str, rows: tuple[int, int], dtype: torch.dtype = torch.bfloat16)
 
 
 def shares() -> list[list[ShardedTensor]]:
-    """Of three ranks: one tensor in three rectangles, two of them on one rank; one whole; a copy of it
+    """Three ranks' shares: a tensor in three rectangles, two on one rank; a whole one; a copy of it
     that is not written."""
     copy = shard("whole", (0, 4))
     copy.replica_id = 1

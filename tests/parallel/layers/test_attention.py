@@ -137,7 +137,7 @@ def test_when_varlen_is_taken() -> None:
 
 
 def test_masked_grouped_heads_are_repeated_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, whose fused kernels take no mask with grouped heads; nothing else changes."""
+    """A GPU's fused kernels take no mask with grouped heads; nothing else changes."""
     half = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
     single = SimpleNamespace(is_cuda=True, dtype=torch.float32)
     mask: Any = torch.ones(1, dtype=torch.bool)

@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 from tests.release import release
 
 CHUNK = 9
-"""Of micro-batches of some 64 tokens; no divisor of their loss tokens."""
+"""Rows of a chunk: micro-batches have some 64 tokens, and it divides no count of loss tokens."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def variants(world: int, released: bool) -> list[Variant]:
 def compare(
     paths: dict[bool, Path], cases: list[Variant], samples: list[Sample]
 ) -> list[dict[str, float]]:
-    """Of each variant: the largest differences between the two heads on this rank."""
+    """Return the largest differences between the two heads on this rank, for each variant."""
     found = []
     for variant in cases:
         mesh = join_mesh(paths[variant.tied], variant.sizes)

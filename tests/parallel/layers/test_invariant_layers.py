@@ -28,7 +28,7 @@ from tests.ranks import run_ranks
 def logprobs(
     model_path: Path, layout: dict[str, Any], samples: list[Sample], packings: list[list[int]]
 ) -> dict[str, Tensor]:
-    """By sample and packing: log-probs of the last stage; empty on the others."""
+    """Return log-probs by sample and packing on the last stage; nothing on the others."""
     mesh = join_mesh(model_path, layout)
     policy = build(model_path, mesh, true_on_policy=True)
     # Pipeline stages need micro-batches of one length; padding is one more sequence of each.

@@ -44,7 +44,7 @@ def positions(bounds: list[int], rank: int, size: int) -> Tensor:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
 def test_it_is_megatrons_in_fp32(interleaved: bool, rank: int, size: int) -> None:
-    """To the bit, with and without context parallelism, and in DeepSeek's layout of pairs."""
+    """Equal bits, with and without context parallelism, and in DeepSeek's layout of pairs."""
     bounds = [0, 8, 12, 24, 28]
     scale = 1.25
     x = torch.randn(28 // size, HEADS, SIZE)

@@ -27,7 +27,7 @@ BF16_GRADIENTS = {"grad_reduce_in_fp32": False}
 
 
 def trained_bytes(path: Path, megatron: dict[str, Any]) -> dict[str, int]:
-    """Of one update on two ranks: gradient buffers, state, and what the update widens."""
+    """Return an update's bytes on two ranks: gradient buffers, state, what the update widens."""
     mesh = join_mesh(path, {})
     policy = build(path, mesh, dtype="bfloat16", distributed_optimizer=True, megatron=megatron)
     buffers = {t.untyped_storage().data_ptr() for c in policy.chunks for b in (*c.buffers,

@@ -16,11 +16,11 @@ from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.rollout.base import EngineLost, SamplingParams
 
 SAMPLING = SamplingParams(200)
-"""Without a minimum: groups finish one after the other."""
+"""No minimum length is set, so groups finish one after the other."""
 
 
 def running(tree):
-    """Without zombies: a container's first process may not reap them."""
+    """Leave out zombies: a container's first process may not reap them."""
     return [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -23,7 +23,7 @@ from urllib.parse import urlparse
 TAGS = {"kv_cache", "weights", "cuda_graph"}
 BATCH_S = 0.1
 AFTERMATH_S = 0.05
-"""Of a batch whose answer is out: the scheduler is not idle yet."""
+"""The seconds for which the scheduler is not idle yet after a batch's answer is out."""
 
 
 class Scheduler:
