@@ -19,10 +19,17 @@ class Command:
     which /proc/PID/environ does not show: `processes_of` finds forks by the files that they hold.
     """
 
-    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        directory: Path | None = None,
+    ) -> None:
+        """Start it, in `directory` or in the current one."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.args = folder, list(arguments)
-        self._process = start_fork(_run, self.args, dict(env), folder)
+        self._process = start_fork(_run, self.args, dict(env), folder, directory)
 
     @property
     def pid(self) -> int:
@@ -50,12 +57,14 @@ class Command:
         return subprocess.CompletedProcess(self.args, code, *texts)
 
 
-def _run(arguments: list[str], env: dict[str, str], folder: Path) -> None:
+def _run(arguments: list[str], env: dict[str, str], folder: Path, directory: Path | None) -> None:
     for name, fd in (("stdout", 1), ("stderr", 2)):
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, fd)
         os.close(file)
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", closefd=False) for fd in (1, 2))
+    if directory is not None:
+        os.chdir(directory)
     os.environ.clear()
     os.environ.update(env)
     sys.argv = ["mrl", *arguments]
