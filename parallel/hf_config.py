@@ -55,7 +55,7 @@ class HfModel:
         config = read_config(folder)
         if not has_weights(folder):
             raise InputError(f"model.path: {folder} has no *.safetensors weights")
-        model = cls(folder, config, load_architecture(config.get("model_type", "")))
+        model = cls(folder, config, load_architecture(str(config.get("model_type") or "")))
         try:
             _ = model.sizes, model.context_len, model.rotary_base
             model.architecture.transformer_config(config)

@@ -138,7 +138,7 @@ def _folder(kind: Kind) -> str:
 
 def _unknown(kind: Kind, spec: str, otherwise: str) -> str:
     names = kind.names()
-    near = difflib.get_close_matches(spec, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(spec, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return (
         f"{kind.noun} {spec!r} is not in {_folder(kind)}: expected one of {', '.join(names)}; or "
