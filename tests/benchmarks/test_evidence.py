@@ -209,7 +209,7 @@ def test_a_result_becomes_stale_when_its_code_changes(tmp_path, monkeypatch) -> 
 
 def test_a_result_says_where_it_comes_from(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(
-        results, "git", lambda *command: {"rev-parse": "c0ffee\n"}.get(command[0], "")
+        results, "git", lambda *command: {"rev-parse": b"c0ffee\n"}.get(command[0], b"")
     )
     file = tmp_path / "own.json"
     returned = results.write_result("optimizer_step", {"a": 1}, passed=2, failed=0, path=file)
@@ -219,7 +219,7 @@ def test_a_result_says_where_it_comes_from(tmp_path, monkeypatch) -> None:
     assert written["digest"] == digest(measured_files(BY_NAME["optimizer_step"].measures))
     assert (written["passed"], written["failed"], written["a"]) == (2, 0, 1)
     monkeypatch.setattr(
-        results, "git", lambda *command: "c0ffee\n" if command[0] == "rev-parse" else "M"
+        results, "git", lambda *command: b"c0ffee\n" if command[0] == "rev-parse" else b"M"
     )
     assert results.commit_now([]) == "c0ffee+dirty"
     monkeypatch.setattr(results, "git", lambda *command: None)
