@@ -75,7 +75,7 @@ def test_saved_rollouts_give_the_live_run(reference: dict[str, Any], recorded: P
 ALL = [(name, recompute) for name in LAYOUTS for recompute in ("false", "true")]
 IN_SHORT = {
     *(("DP2", "false"), ("EP2", "true"), ("TP2", "false")),
-    *(("CP2", "true"), ("PP2", "false"), ("PP2xEP2", "true")),
+    *(("CP2", "true"), ("PP2", "true")),
 }
 """Each kind of parallelism once, half of them with recompute."""
 

@@ -36,8 +36,9 @@ LAYOUTS = [
     Layout(2, {"pipeline": 2, "first": 1}, recompute=False),
     Layout(2, {"context": 2}),
     Layout(2, {"expert": 2, "dispatcher": "allgather"}),
-    Layout(4, {"tensor": 2, "expert_tensor": 2, "expert": 2}),
+    Layout(2, {"tensor": 2, "expert_tensor": 2}),
     Layout(8, {"tensor": 2, "pipeline": 2, "expert": 2}, distributed_optimizer=True),
+    release(Layout(4, {"tensor": 2, "expert_tensor": 2, "expert": 2})),
     release(Layout(4, {"tensor": 2, "context": 2})),
     release(Layout(4, {"pipeline": 2, "context": 2, "expert": 2, "dispatcher": "allgather"})),
 ]

@@ -133,7 +133,8 @@ def same_plan(layout: str) -> bool:
     ("layout", "packs"),
     [
         ("DP2", PACKS[1:]),
-        ("TP2xCP2", PACKS[1:]),
+        ("TP2", PACKS[1:]),
+        ("CP2", PACKS[1:]),
         ("PP2xEP2", PACKS[1:]),
         *(release(layout, PACKS) for layout in ("DP2", "EP2", "TP2xCP2", "PP2xEP2")),
     ],
