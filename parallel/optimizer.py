@@ -28,7 +28,7 @@ def build_optimizer_config(
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
-        min_lr=0.0,
+        min_lr=config.min_lr,
         weight_decay=config.weight_decay,
         adam_beta1=config.adam_beta1,
         adam_beta2=config.adam_beta2,
@@ -47,27 +47,40 @@ def build_optimizer(
     dtype: torch.dtype,
     options: MegatronOptions = MegatronOptions(),  # noqa: B008
 ) -> tuple[Any, OptimizerParamScheduler]:
+    """Return Megatron's optimizer and its schedule at step 0.
+
+    A `config` whose learning rate decays has its `lr_decay_steps` given.
+    """
     # As the gradients are reduced, whatever `config` says: it may be another's (SFT).
     distributed = chunks[0].ddp_config.use_distributed_optimizer
     optimizer = get_megatron_optimizer(
         build_optimizer_config(config, dtype, distributed, options), chunks
     )
     use_fused_kernels(optimizer)
+    return optimizer, build_schedule(config, optimizer)
+
+
+def build_schedule(config: OptimizerConfig, optimizer: Any) -> OptimizerParamScheduler:
+    """Return Megatron's schedule of the learning rate, at step 0, for the groups of `optimizer`."""
     warmup = config.lr_warmup_steps
-    scheduler = OptimizerParamScheduler(
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
-        min_lr=0.0,
+        min_lr=config.min_lr,
         lr_warmup_steps=warmup,
-        lr_decay_steps=warmup + 1,
-        lr_decay_style="constant",
+        lr_decay_steps=config.lr_decay_steps or warmup + 1,
+        lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # A checkpoint says how many steps are done, and the recipe what follows from that.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=config.wsd_decay_steps,
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
     )
-    return optimizer, scheduler
 
 
 def use_fused_kernels(optimizer: Any) -> None:

@@ -46,6 +46,7 @@ def train(recipe: Recipe, world: int) -> None:
     from parallel import prepare
 
     plan = check(recipe, world)
+    recipe = plan.recipe
     folder = RunFolder(recipe.output_dir)
     is_main = os.environ.get("RANK", "0") == "0"
     if is_main:

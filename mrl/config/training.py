@@ -61,9 +61,25 @@ class TrainConfig(Branch):
 
 class OptimizerConfig(Branch):
     lr: float = Field(default=1e-6, gt=0)
-    """Learning rate of Adam, constant after the warm-up."""
+    """Learning rate of Adam after the warm-up, from which it decays where `lr_decay_style` says so."""
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up from 0."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = (
+        "constant"
+    )
+    """How the learning rate falls from `lr` to `min_lr` after the warm-up; Megatron's names and
+    formulas. `WSD` (arXiv 2404.06395) keeps it constant until the last `wsd_decay_steps`. A critic
+    decays in the same way."""
+    lr_decay_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps, warm-up included, after which the learning rate is `min_lr`. Null takes all that
+    the run has: train.num_steps x train.num_steps_per_rollout. Only with an `lr_decay_style`. Steps
+    that only warm up a critic do not count for the policy."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """The learning rate at the end of the decay. A critic ends at the same share of its own learning rate."""
+    wsd_decay_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps of the decay at the end of `WSD`, which must be given them."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """How the learning rate falls in them."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay of AdamW."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)

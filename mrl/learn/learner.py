@@ -323,11 +323,12 @@ def make_critic(model: HfModel | None, recipe: Recipe, policy: Policy, mesh: Mes
     """Build the critic from `model`, sharing the policy's device; None where there is no `model`."""
     if model is None:
         return None
+    lr, optimizer = recipe.critic.lr, recipe.optimizer
     critic = Critic(
         model,
         mesh,
         recipe.model,
-        recipe.optimizer.model_copy(update={"lr": recipe.critic.lr}),
+        optimizer.model_copy(update={"lr": lr, "min_lr": optimizer.min_lr / optimizer.lr * lr}),
         recompute=recipe.train.recompute,
         ledger=policy.ledger,
         head_std=recipe.critic.head_std,

@@ -30,6 +30,7 @@ from mrl.preflight.megatron import check_megatron
 from mrl.preflight.moe import check_moe
 from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.plan import Plan
+from mrl.preflight.schedule import with_schedule
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine, node_class
@@ -45,8 +46,10 @@ from parallel.implementation import choose_implementation
 
 
 def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Plan:
-    """Validate a recipe for `world` ranks. Raises InputError with the first thing that is wrong.
+    """Validate a recipe for `world` ranks; the plan's recipe has the numbers that follow from others.
+    Raises InputError with the first thing that is wrong.
     `saved_steps`: those that `debug.load_rollouts` must have, by default all that are left."""
+    recipe = with_schedule(recipe)
     dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
     folder = RunFolder(recipe.output_dir)
     model = _read_model(recipe, dims)

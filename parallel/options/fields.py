@@ -36,7 +36,7 @@ OWNED: dict[str, str] = {
     **dict.fromkeys(("recompute_method", "recompute_num_layers"), "train.recompute"),
     "moe_layer_recompute": "megatron.recompute_granularity=selective with recompute_modules=[moe]",
     **{name: f"optimizer.{name}" for name in (
-        "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad",
+        "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad",
         "use_distributed_optimizer")},
     "main_grads_dtype": "megatron.grad_reduce_in_fp32=false, which gives bf16 gradients",
     **dict.fromkeys((
@@ -96,8 +96,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "all ranks together": ("check_for_nan_in_grad", "check_for_large_grads"),
     "a skipped update would go unnoticed; mrl stops the run where an update is not finite": (
         "grad_norm_skip_threshold",),
-    "the learning rate is optimizer.lr for every parameter, constant after its warm-up": (
-        "min_lr", "decoupled_lr", "decoupled_min_lr"),
+    "the learning rate is optimizer.lr for every parameter": (
+        "decoupled_lr", "decoupled_min_lr"),
     "mrl trains with Adam, whose state its checkpoints, ledger and memory plan know": (
         "optimizer", "sgd_momentum", "muon_momentum", "muon_split_qkv", "muon_use_nesterov",
         "muon_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec", "muon_num_ns_steps",

@@ -30,7 +30,9 @@ PASSED: dict[str, tuple[str, ...]] = {
     "megatron.core.optimizer:get_megatron_optimizer": ("config", "model_chunks"),
     "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler": (
         "init_lr", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style",
-        "start_wd", "end_wd", "wd_incr_steps", "wd_incr_style"),
+        "start_wd", "end_wd", "wd_incr_steps", "wd_incr_style", "wsd_decay_steps",
+        "use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler",
+        "lr_wsd_decay_style"),
     "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining": (
         "forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length",
         "micro_batch_size", "forward_only"),
