@@ -75,7 +75,7 @@ class OptimizerConfig(Branch):
     the run has: train.num_steps x train.num_steps_per_rollout. Only with an `lr_decay_style`. Steps
     that only warm up a critic do not count for the policy."""
     min_lr: float = Field(default=0.0, ge=0)
-    """The learning rate at the end of the decay. A critic ends at the same share of its own learning rate."""
+    """The learning rate at the end of the decay. A critic ends at the same share of `critic.lr`."""
     wsd_decay_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps of the decay at the end of `WSD`, which must be given them."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
