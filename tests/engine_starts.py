@@ -6,6 +6,8 @@ plug-ins. Each fork of it becomes the process that `ServerProcess` would have st
 its own, the same settings on stdin, its log as stdout and stderr, and
 `mrl.rollout.sglang.child.main` to run.
 
+`run_program` runs another program in such a fork, for tests that need what SGLang's imports leave.
+
 Two things differ from a real start: the parent process is the template, and `/proc/PID/environ` shows
 the template's environment. A start is real, a new Python, wherever a test starts a new Python for its
 trainer, and under MRL_TEST_REAL_STARTS=1, which some tests set and `make test-all` sets for all.
@@ -40,6 +42,8 @@ SESSION = "MRL_TEST_SESSION"
 """The environment variable with the process id of pytest, or of its controller under xdist."""
 REAL = "MRL_TEST_REAL_STARTS"
 START_TIMEOUT_S = 240.0
+PROGRAM = "MRL_TEST_PROGRAM"
+"""The environment variable with the Python source that a fork runs in place of the server."""
 PER_START = {"TMPDIR", "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", "SGLANG_CPU_OMP_THREADS_BIND"}
 """Variables that differ between starts and that SGLang reads after its imports."""
 
@@ -71,6 +75,25 @@ class _Subprocess:
 def _may_fork(env: Mapping[str, str]) -> bool:
     """Whether it is a server on CPUs, and nobody wants a real start."""
     return env.get("SGLANG_USE_CPU_ENGINE") == "1" and env.get(REAL) != "1"
+
+
+def run_program(source: str, env: Mapping[str, str], log: Path) -> int:
+    """Run a program with SGLang imported; what it prints goes to `log` -> its exit code.
+
+    `env` is that of a server on CPUs.
+    """
+    with open(log, "wb") as output:
+        if _may_fork(env):
+            process = Fork({**env, PROGRAM: source}, output)
+            process.stdin.close()
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", source],
+                env=env,
+                stdout=output,
+                stderr=output,
+            )
+        return process.wait(START_TIMEOUT_S)
 
 
 class Fork:
@@ -265,6 +288,9 @@ def _become_child(request: dict[str, Any], stdin: int, log: int) -> None:
     parent, real = request["parent"], os.getppid()
     # The server dies with its trainer by looking at its parent process.
     os.getppid = lambda: parent if _is_alive(parent) else real
+    if program := os.environ.pop(PROGRAM, ""):
+        exec(compile(program, PROGRAM, "exec"), {"__name__": "__main__"})
+        return
     from mrl.rollout.sglang import child
 
     child.main()

@@ -6,10 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from tests.loop.forked import Command
+
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "benchmarks.bench_kernels", "--quick"]
 RATIOS = {"vs_eager", "vs_compile", "vs_copy", "vs_liger", "vs_trl"}
 KERNELS = {
     "policy_loss", "vp_logprob", "linear_logprob", "seq_logratio", "packed_gae", "pack_routes",
@@ -19,16 +23,37 @@ LOSSES = {"grpo", "gspo", "gspo+tis+k3", "cispo", "sapo"}
 COLUMNS = {"kernel", "variant", "shape", "dtype", "threads", "peak_bytes"} | RATIOS
 
 
-def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+def bench(arguments: list[str]) -> None:
+    """`python -m benchmarks.bench_kernels`, less the imports of a new process."""
+    from benchmarks.bench_kernels import main
+
+    assert sys.argv[1:] == arguments
+    main()
+
+
+def bench_with_another_clip(arguments: list[str]) -> None:
+    """Eager's clip differs: the two then compute different losses."""
+    from benchmarks.kernel_bench import eager
+
+    text = Path(eager.__file__).read_text()
+    changed = text.replace("1.0 + settings.high", "1.5 + settings.high")
+    assert changed != text
+    own = vars(eager).copy()
+    exec(compile(changed, eager.__file__, "exec"), own)
+    eager.policy_loss = own["policy_loss"]
+    bench(arguments)
+
+
+def run_bench(
+    folder: Path, *arguments: str, entry: Callable[[list[str]], None] = bench
+) -> subprocess.CompletedProcess[str]:
+    command = Command(["--quick", *arguments], os.environ, folder, ROOT, entry)
+    return command.finish(120)
 
 
 def test_every_kernel_in_short(tmp_path) -> None:
     output = tmp_path / "kernels.json"
-    done = run_bench("--output", str(output))
+    done = run_bench(tmp_path / "printed", "--output", str(output))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(output.read_text())
     assert {row["kernel"] for row in rows} == KERNELS
@@ -55,33 +80,19 @@ def test_every_kernel_in_short(tmp_path) -> None:
 
 
 def test_a_kernel_that_disagrees_fails(tmp_path) -> None:
-    # A copy of the benchmark in which eager's clip differs: the two then compute different losses.
-    broken = tmp_path / "benchmarks"
-    (broken / "kernel_bench").mkdir(parents=True)
-    scripts = ROOT / "benchmarks"
-    for source in [scripts / "bench_kernels.py", *scripts.glob("kernel_bench/*.py")]:
-        text = source.read_text()
-        if source.name == "eager.py":
-            changed = text.replace("1.0 + settings.high", "1.5 + settings.high")
-            assert changed != text
-            text = changed
-        (broken / source.relative_to(scripts)).write_text(text)
-    command = [*COMMAND, "--only", "policy_loss grpo"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    only = ("--only", "policy_loss grpo")
+    done = run_bench(tmp_path, *only, entry=bench_with_another_clip)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED policy_loss grpo" in done.stdout
     assert done.stdout.splitlines()[-1] == "0 passed, 1 failed"
 
 
-def test_unknown_case_is_named() -> None:
-    done = run_bench("--only", "no such kernel")
-    assert done.returncode == 2
-    assert "--only: got 'no such kernel'" in done.stderr
+def test_unknown_case_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--quick", "--only", "no such kernel"]
+    monkeypatch.setattr(sys, "argv", ["bench_kernels", *arguments])
+    with pytest.raises(SystemExit) as left:
+        bench(arguments)
+    assert left.value.code == 2
+    assert "--only: got 'no such kernel'" in capsys.readouterr().err

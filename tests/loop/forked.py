@@ -1,11 +1,11 @@
-"""`mrl` commands as forks of the test process, which has spent 6 CPU seconds on their imports."""
+"""Commands as forks of the test process, which has spent 6 CPU seconds on their imports."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mrl.cli import main
@@ -13,7 +13,7 @@ from tests.ranks import start_fork
 
 
 class Command:
-    """A running `mrl ARGUMENTS`: the part of subprocess.Popen that the tests use.
+    """A running `mrl ARGUMENTS`, or another program: the part of subprocess.Popen that the tests use.
 
     Its output is in the files `stdout` and `stderr` of `folder`, and `env` is its environment,
     which /proc/PID/environ does not show: `processes_of` finds forks by the files that they hold.
@@ -25,11 +25,12 @@ class Command:
         env: Mapping[str, str],
         folder: Path,
         directory: Path | None = None,
+        entry: Callable[[list[str]], None] = main,
     ) -> None:
         """Start it, in `directory` or in the current one."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.args = folder, list(arguments)
-        self._process = start_fork(_run, self.args, dict(env), folder, directory)
+        self._process = start_fork(_run, self.args, dict(env), folder, directory, entry)
 
     @property
     def pid(self) -> int:
@@ -57,7 +58,13 @@ class Command:
         return subprocess.CompletedProcess(self.args, code, *texts)
 
 
-def _run(arguments: list[str], env: dict[str, str], folder: Path, directory: Path | None) -> None:
+def _run(
+    arguments: list[str],
+    env: dict[str, str],
+    folder: Path,
+    directory: Path | None,
+    entry: Callable[[list[str]], None],
+) -> None:
     for name, fd in (("stdout", 1), ("stderr", 2)):
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, fd)
@@ -68,4 +75,4 @@ def _run(arguments: list[str], env: dict[str, str], folder: Path, directory: Pat
     os.environ.clear()
     os.environ.update(env)
     sys.argv = ["mrl", *arguments]
-    main(arguments)
+    entry(arguments)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -145,22 +147,49 @@ def test_a_layer_whose_routes_are_wrong_is_named(toy: Toy, recorded: Path, tmp_p
     assert record.num_samples == 16  # of both ranks
 
 
+def trained_with_a_loss(overrides: list[str]) -> None:
+    """`mrl train`, but the second rank kills its engine after the first step."""
+    from mrl.collect.live import LiveCollector
+    from mrl.trainer import Trainer
+
+    whole_step = Trainer.run_step
+
+    def step_and_kill(self: Trainer) -> dict[str, float]:
+        found = whole_step(self)
+        if found["step"] == 0 and self.mesh.rank == 1:
+            assert isinstance(self.collector, LiveCollector)
+            engine = self.collector.slot.engine
+            assert engine is not None
+            assert engine.process_id is not None
+            os.kill(engine.process_id, signal.SIGKILL)
+        return found
+
+    Trainer.run_step = step_and_kill
+    trained(overrides)
+
+
 def test_the_engines_gate_weights_are_replayed(toy: Toy, tmp_path: Path) -> None:
-    """A real engine gives them to two ranks that share its samples."""
+    """Two real engines give them to two ranks that share their samples.
+
+    Then one engine is killed: both ranks send the weights again, to its successor as well.
+    """
     weights = ("rollout.return_routing_weights=true", "moe.replay=ids_order_weights")
     more = (
-        "train.num_steps=1",
+        "train.num_steps=2",
         "train.num_steps_per_rollout=2",
         "debug.save_rollouts=true",
         *weights,
     )
     folder = tmp_path / "run"
-    run_ranks(2, trained, toy.overrides(folder, *more), folder=tmp_path / "out")
-    (row,) = metrics(folder)
-    assert row["routing/replay_coverage"] == 1.0
-    assert row["mismatch/logprob_abs_max"] < 1e-5
-    assert row["decompose/weights/logprob_abs_mean"] < 1e-5
-    assert row["routing/wire_bytes_per_token"] == 4 + 4 * 2 * 4  # 4 layers, top-2, 4 bytes
+    overrides = toy.overrides(folder, *more)
+    run_ranks(2, trained_with_a_loss, overrides, folder=tmp_path / "out")
+    rows = metrics(folder)
+    assert [row["rollout/engine_restarts"] for row in rows] == [0.0, 1.0]
+    for row in rows:
+        assert row["routing/replay_coverage"] == 1.0
+        assert row["mismatch/logprob_abs_max"] < 1e-5
+        assert row["routing/wire_bytes_per_token"] == 4 + 4 * 2 * 4  # 4 layers, top-2, 4 bytes
+    assert rows[0]["decompose/weights/logprob_abs_mean"] < 1e-5
     traces = [s.routing for g in rolled_out(folder, 0) for s in g.samples]
     assert all(trace is not None and trace.expert_weights is not None for trace in traces)
 

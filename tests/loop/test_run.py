@@ -9,12 +9,14 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
 
 from mrl.cli import main
 from mrl.config import load_recipe
+from mrl.rollout.sglang.leftovers import shared_memory_files
 from parallel.checkpoint.saved_tensors import SavedTensors
 from tests.docs.metric_keys import undocumented
 from tests.loop.conftest import RECORDED, TOY_RECIPE, Toy, environment
@@ -42,7 +44,15 @@ def metrics(folder: Path) -> list[dict]:
 
 def processes_of(folder: Path) -> list[str]:
     """Command lines of live processes of a run: by MRL_TEST_RUN, or by a file of it that they hold."""
-    found = []
+    return list(_commands_of(folder).values())
+
+
+def pids_of(folder: Path) -> list[int]:
+    return list(_commands_of(folder))
+
+
+def _commands_of(folder: Path) -> dict[int, str]:
+    found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -54,7 +64,7 @@ def processes_of(folder: Path) -> list[str]:
             file.startswith(str(folder)) for file in files
         )
         if int(entry.name) != os.getpid() and is_ours:
-            found.append(command or "(kernel)")
+            found[int(entry.name)] = command or "(kernel)"
     return found
 
 
@@ -136,13 +146,17 @@ def test_a_killed_run_goes_on_to_the_same_bits(toy: Toy, recorded: Path, tmp_pat
         assert process.poll() is None, "the run ended before it was killed"
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert len(processes_of(output)) > 2  # the trainer, the engine and its children, the rewards
+    running = pids_of(output)
+    assert len(running) > 2  # the trainer, the engine and its children, the rewards
+    shared_memory = shared_memory_files(map(psutil.Process, running))
+    assert shared_memory
     process.send_signal(signal.SIGKILL)
     process.wait(60)
     deadline = time.monotonic() + 15
     while processes_of(output) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert processes_of(output) == []  # the engine went with it
+    assert not [file for file in shared_memory if file.exists()]
 
     done = toy.run(output, *RECORDED)
     assert done.returncode == 0, done.stdout + done.stderr

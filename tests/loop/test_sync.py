@@ -58,6 +58,7 @@ def train_sync_generate(overrides: list[str]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.release
 @pytest.mark.timeout(400)
 def test_greedy_tokens_after_training_and_sync_equal_transformers(toy: Toy, tmp_path: Path) -> None:
     overrides = toy.overrides(tmp_path / "run", "train.num_steps=2")

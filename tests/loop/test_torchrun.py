@@ -1,4 +1,4 @@
-"""Two ranks under the launch script: two engines, and one engine that spans both."""
+"""Two ranks under the launch script: from saved rollouts; with two engines, and with one for both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 
 from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy, environment
 from tests.loop.test_run import metrics, processes_of
-from tests.release import release
 
 
 def is_server(process: psutil.Process) -> bool:
@@ -26,10 +25,39 @@ def is_server(process: psutil.Process) -> bool:
     return False
 
 
+@pytest.mark.timeout(300)
+def test_two_ranks_train_on_saved_rollouts(toy: Toy, recorded: Path, tmp_path: Path) -> None:
+    """New Pythons that meet by torchrun's rendezvous take the step of the recorded run."""
+    output = tmp_path / "run"
+    overrides = toy.overrides(
+        output,
+        f"debug.load_rollouts={recorded / 'rollouts'}",
+        "train.num_steps=1",
+        "parallel.tensor_model_parallel_size=2",
+    )
+    done = subprocess.run(
+        ["bash", "launch/torchrun.sh", str(TOY_RECIPE), *overrides],
+        cwd=REPOSITORY,
+        env=environment(NPROC="2", MRL_TEST_RUN=str(output)),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = metrics(output)
+    for key in ("grad_norm", "entropy", "reward/mean", "routing/replay_coverage"):
+        assert row[key] == pytest.approx(metrics(recorded)[0][key], rel=1e-5), key
+    # A byte for each of 4 layers: the first rank sends its pair the rollouts.
+    assert row["routing/wire_bytes_per_token"] == 4.0
+    assert processes_of(output) == []
+
+
+@pytest.mark.release
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("rollout_tp", "layout"),
-    [release(1, "expert_model_parallel_size"), (2, "tensor_model_parallel_size")],
+    [(1, "expert_model_parallel_size"), (2, "tensor_model_parallel_size")],
 )
 def test_two_ranks(rollout_tp: int, layout: str, toy: Toy, tmp_path: Path) -> None:
     """After the first step an engine is killed: all ranks send the weights again, to its successor."""

@@ -2,20 +2,18 @@
 
 Real: torch's layout of a shared CUDA tensor, our payloads, SGLang's unpickler with its allow-list, its
 choice of the payload by rank, and how it finds the device. Made up: the GPUs, and the call that would
-map the memory. In a process of its own, because SGLang patches torch for good.
+map the memory. In a process of its own, because SGLang patches torch for good: a fork of one that has
+imported SGLang.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-from mrl.rollout.sglang.settings import CPU_STUBS
+from mrl.rollout.sglang.process import ServerProcess
+from mrl.rollout.sglang.settings import server_environment
+from tests.engine_starts import run_program
 
-REPOSITORY = Path(__file__).parents[2]
 READER = r"""
 import inspect, json, sys
 from types import SimpleNamespace
@@ -95,18 +93,12 @@ print(json.dumps({
 """
 
 
-def test_each_rank_opens_its_own_handle_on_its_own_gpu():
-    path = os.pathsep.join([str(CPU_STUBS), str(REPOSITORY)])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", READER],
-        env={**os.environ, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
+def test_each_rank_opens_its_own_handle_on_its_own_gpu(tmp_path):
+    log = tmp_path / "log"
+    server = ServerProcess({}, server_environment((), 1), log)
+    code = run_program(READER, server._child_environment(), log)
+    assert code == 0, log.read_text()
+    said = json.loads(log.read_text().splitlines()[-1])
     assert said["opened"] == [[1, "handle of rank 0"], [0, "handle of rank 1"]]
     assert said["order"] == ["synchronised", "shared"] * 3
     assert said["names"] == ["a"]

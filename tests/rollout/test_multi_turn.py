@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,14 +174,27 @@ def test_the_end_of_the_context_and_of_the_turns(play):
     assert all(1 < reward < 8 for reward in group.rewards.tolist())
 
 
+class OneEndsFirst(Watched):
+    """In the second turn the first request ends after 2 tokens, and the others 300 tokens later."""
+
+    def generate(self, requests, **options):
+        if self.calls:
+            lengths = [2, *[302] * (len(requests) - 1)]
+            requests = [
+                dataclasses.replace(request, sampling=SamplingParams(n, n))
+                for request, n in zip(requests, lengths, strict=True)
+            ]
+        return super().generate(requests, **options)
+
+
 def test_an_abort_masks_and_keeps_what_there_is(play, engine):
     def stop(calls):
         if [len(call) for call in calls] == [6, 1]:
             engine.abort()
 
-    groups = play(Watched(engine, stop), sampling=SamplingParams(100))
+    groups = play(OneEndsFirst(engine, stop), max_turns=2)
     reasons = [s.finish_reason for s in samples_of(groups)]
-    assert "abort" in reasons
+    assert reasons.count("abort") == 5
     for group in groups:
         for sample, reward in zip(group.samples, group.rewards, strict=True):
             assert bool(reward.isnan()) == (sample.finish_reason == "abort")

@@ -302,6 +302,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.release
 def test_kill_of_the_trainer_leaves_nothing(toy_folder, tmp_path):
     trainer = subprocess.Popen(
         [
