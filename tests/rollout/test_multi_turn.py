@@ -175,7 +175,7 @@ def test_the_end_of_the_context_and_of_the_turns(play):
 
 
 class OneEndsFirst(Watched):
-    """In the second turn the first request ends after 2 tokens, and the others 300 tokens later."""
+    """Makes one request of the second turn end after 2 tokens, and the others 300 tokens later."""
 
     def generate(self, requests, **options):
         if self.calls:
