@@ -28,6 +28,11 @@ After reading this page you can look up every key of a recipe, with its type, de
 compares the two. A recipe is one YAML file, and `key=value` on the command line overrides a key:
 `mrl train RECIPE optimizer.lr=1e-6`. Unknown keys are refused. A key whose default is *required*
 must be given. The default `null` means that the key is not set; the meaning says what happens then.
+
+A relative path in a recipe is looked for in the current directory, then in the folder of the recipe,
+then in the folders above it; the first that exists is taken. A path in an override is looked for in
+the current directory only, and a relative `output_dir` is always in the current directory. The
+`config.yaml` of a run folder has absolute paths, so it means the same wherever a command reads it.
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from mrl.config.paths import hold_paths
 from mrl.config.recipe import Recipe
 from mrl.errors import InputError
 from mrl.system.files import write_whole
@@ -30,9 +32,10 @@ MEMBER = re.compile(r"int|float|constrained-(int|float)|literal\[.*\]")
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read a recipe and apply `dotted.key=value` overrides (values are YAML).
 
-    Raises InputError that names the key, what was given, what was expected and the nearest key.
+    Relative paths become absolute, see mrl/config/paths.py. Raises InputError that names the key, what
+    was given, what was expected and the nearest key.
     """
-    tree = _read_yaml(Path(path))
+    tree = hold_paths(_read_yaml(Path(path)), Path(path))
     _refuse_renamed(_keys_of(tree), str(path))
     for item in overrides or []:
         _refuse_renamed([item.partition("=")[0]], f"override {item!r}")
@@ -40,15 +43,20 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     # An override may also give a whole branch: rollout={unfinished: resume}.
     _refuse_renamed(_keys_of(tree), "overrides")
     try:
-        return Recipe.model_validate(tree)
+        return Recipe.model_validate(hold_paths(tree, None))
     except ValidationError as error:
         raise InputError(f"{path}: {_explain(error)}") from None
 
 
 def dump_recipe(recipe: Recipe, path: Path) -> None:
-    """Write the resolved recipe, every default spelled out, so that it can be loaded again."""
+    """Write the resolved recipe, every default spelled out, so that it can be loaded again.
+
+    Its paths are absolute, `output_dir` too, so that the file means the same in any directory.
+    """
+    tree = hold_paths(recipe.model_dump(mode="json"), None)
+    tree["output_dir"] = os.path.abspath(recipe.output_dir)
     # Whole, as other ranks may be reading the file.
-    write_whole(path, yaml.safe_dump(recipe.model_dump(), sort_keys=False))
+    write_whole(path, yaml.safe_dump(tree, sort_keys=False))
 
 
 def _refuse_renamed(keys: Iterable[str], source: str) -> None:

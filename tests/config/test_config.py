@@ -21,10 +21,10 @@ TOY = Path(__file__).parents[2] / "launch/recipes/toy_moe.yaml"
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_loads_and_its_data_is_there(path):
     recipe = load_recipe(path)
-    if not recipe.model.path.startswith("toy"):  # a published model: its user brings both
+    if "toy" not in Path(recipe.model.path).parts:  # a published model: its user brings both
         return
     data = [recipe.data.path, *([recipe.sft.path] if recipe.sft else [])]
-    assert all((TOY.parents[2] / file).is_file() for file in data)
+    assert all(Path(file).is_absolute() and Path(file).is_file() for file in data)
 
 
 def test_the_toy_recipe_is_the_documented_run():
@@ -105,7 +105,8 @@ def test_overrides_apply_in_order_and_make_branches():
 def test_dump_spells_out_everything_and_loads_again(tmp_path, path):
     recipe = load_recipe(path, ["seed=7"])
     dump_recipe(recipe, tmp_path / "config.yaml")
-    assert load_recipe(tmp_path / "config.yaml") == recipe
+    output = {"output_dir": str(Path(recipe.output_dir).absolute())}
+    assert load_recipe(tmp_path / "config.yaml") == recipe.model_copy(update=output)
     dumped = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert set(dumped) == set(Recipe.model_fields)
     assert dumped["optimizer"]["adam_beta2"] == 0.999

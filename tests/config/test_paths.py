@@ -1,0 +1,95 @@
+"""Paths of a recipe hold from any directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mrl.config import dump_recipe, load_recipe
+
+RECIPE = {
+    "model": {"path": "models/small"},
+    "train": {"num_steps": 1},
+    "rollout": {
+        "max_response_len": 4,
+        "engine": "code/engine.py:Mine",
+        "server_args": {"tool_server_path": "code"},
+    },
+    "algorithm": {"name": "code/loss.py"},
+    "reward": "code/reward.py:score",
+    "data": {"path": "data/rows.jsonl"},
+    "eval": {
+        "sets": [{"name": "a", "path": "data/*.jsonl", "reward": "reward_model:models/small"}]
+    },
+    "output_dir": "runs/one",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Return a project with recipes in a folder of their own, and paths from the project's root."""
+    for file in ("data/rows.jsonl", "code/reward.py", "code/loss.py", "code/engine.py"):
+        (tmp_path / "project" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "project" / file).touch()
+    for folder in ("models/small", "recipes/deep"):
+        (tmp_path / "project" / folder).mkdir(parents=True)
+    text = yaml.safe_dump(RECIPE)
+    (tmp_path / "project/recipes/deep/one.yaml").write_text(text)
+    return tmp_path / "project"
+
+
+def test_a_recipe_finds_its_files_from_any_directory(project, monkeypatch):
+    monkeypatch.chdir("/")
+    recipe = load_recipe(project / "recipes/deep/one.yaml")
+    assert recipe.model.path == str(project / "models/small")
+    assert recipe.data.path == str(project / "data/rows.jsonl")
+    assert recipe.reward == f"{project}/code/reward.py:score"
+    assert recipe.algorithm.name == f"{project}/code/loss.py"
+    assert recipe.rollout.engine == f"{project}/code/engine.py:Mine"
+    assert recipe.eval.sets[0].path == f"{project}/data/*.jsonl"
+    assert recipe.eval.sets[0].reward == f"reward_model:{project}/models/small"
+    assert recipe.rollout.server_args == {"tool_server_path": "code"}  # SGLang's, not ours
+
+
+def test_the_current_directory_comes_first_then_the_folder_of_the_recipe(project, monkeypatch):
+    beside = project / "recipes/deep/data/rows.jsonl"
+    beside.parent.mkdir()
+    beside.touch()
+    monkeypatch.chdir("/")
+    assert load_recipe(project / "recipes/deep/one.yaml").data.path == str(beside)
+    monkeypatch.chdir(project)
+    assert load_recipe("recipes/deep/one.yaml").data.path == str(project / "data/rows.jsonl")
+
+
+def test_overrides_look_in_the_current_directory_only(project, monkeypatch):
+    other = project / "elsewhere/data"
+    other.mkdir(parents=True)
+    (other / "mine.jsonl").touch()
+    file = project / "recipes/deep/one.yaml"
+    monkeypatch.chdir(other.parent)
+    assert load_recipe(file, ["data.path=data/mine.jsonl"]).data.path == str(other / "mine.jsonl")
+    assert load_recipe(file, ["data.path=data/rows.jsonl"]).data.path == "data/rows.jsonl"
+
+
+def test_what_is_nowhere_stays_as_it_was_given(project, monkeypatch):
+    file = project / "recipes/deep/one.yaml"
+    recipe = load_recipe(file, ["data.path=gone.jsonl", "reward=gone.py:f", "model.path=Org/Name"])
+    found = (recipe.data.path, recipe.reward, recipe.model.path)
+    assert found == ("gone.jsonl", "gone.py:f", "Org/Name")
+    monkeypatch.setenv("HOME", str(project))
+    home = load_recipe(file, ["model.path=~/models/small"])
+    assert home.model.path == str(project / "models/small")
+
+
+def test_the_config_of_a_run_means_the_same_from_any_directory(project, monkeypatch):
+    monkeypatch.chdir(project)
+    recipe = load_recipe("recipes/deep/one.yaml")
+    assert recipe.output_dir == "runs/one"
+    dump_recipe(recipe, project / "config.yaml")
+    here = load_recipe("config.yaml")
+    monkeypatch.chdir("/")
+    there = load_recipe(project / "config.yaml")
+    assert there == here
+    assert there.output_dir == str(project / "runs/one")
