@@ -29,6 +29,7 @@ from mrl.learn.advantages import set_reward_advantages, shaping_metrics
 from mrl.learn.learner import Learner, make_critic
 from mrl.learn.rollout_metrics import episode_metrics, rollout_metrics
 from mrl.learn.sft import run_sft
+from mrl.learn.throughput import Throughput
 from mrl.preflight import Plan
 from mrl.run import console
 from mrl.run.folder import RunFolder, rollout_lines, saved_step
@@ -75,6 +76,8 @@ class Trainer:
             self.critic,
         )
         self.checkpoints = make_checkpoints(recipe, self.mesh, self.folder)
+        models = [model for model in (self.plan.model, self.plan.critic) if model is not None]
+        self.throughput = Throughput.of_device(self.mesh.device, dist.get_world_size(), models)
 
     def train(self) -> None:
         """Run all steps that are left. Whatever happens, no engine is left running.
@@ -148,6 +151,8 @@ class Trainer:
         metrics = self._step_metrics(groups, learned, memory)
         metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         metrics["time/step_s"] = time.perf_counter() - start
+        metrics |= self.throughput.metrics(metrics, groups)
+        metrics["time/timestamp"] = time.time()
         self.step += 1
         return metrics
 

@@ -18,15 +18,19 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     all_rewards = [g.rewards for g in groups if g.rewards is not None]
     rewards = torch.cat(all_rewards)
     known = rewards[~rewards.isnan()].double()
-    lengths = torch.tensor([s.num_generated for g in groups for s in g.samples]).double()
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = torch.tensor([sample.num_generated for sample in samples]).double()
+    num_truncated = sum(sample.finish_reason == "length" for sample in samples)
     return {
         "reward/mean": float(known.mean()) if len(known) else float("nan"),
         "reward/std": float(known.std(correction=0)) if len(known) else float("nan"),
         "reward/abstained": float(rewards.isnan().sum()),
         **zero_variance_metrics(all_rewards),
         "response_len/mean": float(lengths.mean()),
+        "response_len/max": float(lengths.max()),
+        "response_len/truncated": num_truncated / len(samples),
         "tokens/rollout": float(lengths.sum()),
-        "tokens/train": float(sum(len(s.token_ids) for g in groups for s in g.samples)),
+        "tokens/train": float(sum(len(sample.token_ids) for sample in samples)),
     }
 
 

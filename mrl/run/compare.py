@@ -1,7 +1,7 @@
 """Compares two runs: recipe, versions, data order, samples and metrics, and where they part.
 
 Within a step the order of causes is: prompts, samples, metrics. Times and memory depend on the
-machine and are left out.
+machine and are left out, and so is the throughput.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mrl.run.rollouts import load_groups
 from mrl.types import Sample
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 
-MACHINE = ("time/", "memory/")
+MACHINE = ("time/", "memory/", "throughput/")
 """Prefixes of the metrics that differ between two starts of one run."""
 NOT_ASKED = ("output_dir",)
 

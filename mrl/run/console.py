@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic
+from time import localtime, monotonic, strftime
 from typing import Any
 
 from rich.console import Console
@@ -21,13 +21,22 @@ from rich.text import Text
 COLUMNS = (
     ("reward/mean", "reward", "8.4f"),
     ("response_len/mean", "len", "7.1f"),
+    ("response_len/max", "longest", "7.0f"),
+    ("response_len/truncated", "cut off", "7.4f"),
     ("loss/total", "loss", "10.3e"),
     ("grad_norm", "grad", "9.3f"),
     ("mismatch/logprob_abs_max", "mismatch", "9.2e"),
     ("routing/disagreement", "reroute", "7.4f"),
+    ("throughput/step_tokens_per_s", "tokens/s", "8.1f"),
+    ("throughput/mfu", "MFU", "6.4f"),
     ("time/step_s", "s/step", "7.2f"),
+    ("time/timestamp", "time", "8"),
 )
 """(metric key, heading, number format) of a step line."""
+ONLY_WIDE = ("response_len/max", "response_len/truncated", "throughput/step_tokens_per_s",
+             "throughput/mfu", "time/timestamp")  # fmt: skip
+"""Left out where the console has fewer than WIDE columns; a log file has them all."""
+WIDE = 125
 PLOT_HEIGHT = 8
 MAX_SAMPLE_CHARS = 400
 LOG_WIDTH = 1000
@@ -68,12 +77,13 @@ def step_line(
     """Print one aligned line; a metric that is off shows as `-`. `step` counts from 0."""
     console = console or _console()
     step = int(metrics["step"])
+    columns = [each for each in COLUMNS if console.width >= WIDE or each[0] not in ONLY_WIDE]
     if step % 20 == 0:
-        head = "".join(f"{name:>{_width(form) + 2}}" for _, name, form in COLUMNS)
+        head = "".join(f"{name:>{_width(form) + 2}}" for _, name, form in columns)
         _line(console, f"{'step':>9}{head}", style="bold")
     count = f"{step + 1}/{num_steps}" if num_steps else f"{step + 1}"
     cells = "".join(
-        f"{_cell(metrics.get(key), form):>{_width(form) + 2}}" for key, _, form in COLUMNS
+        f"{_step_cell(metrics.get(key), key, form):>{_width(form) + 2}}" for key, _, form in columns
     )
     _line(console, f"{count:>9}{cells}")
 
@@ -197,6 +207,12 @@ def _height(value: float, low: float, high: float, max_height: int) -> int:
 
 def _cell(value: Any, form: str) -> str:
     return "-" if value is None else f"{float(value):{form}}".strip()
+
+
+def _step_cell(value: Any, key: str, form: str) -> str:
+    if key == "time/timestamp" and value is not None:
+        return strftime("%H:%M:%S", localtime(value))
+    return _cell(value, form)
 
 
 def _width(form: str) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+from mrl.learn.throughput import PARTS
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/metrics.md"
 ROOMS = ("mrl", "moe", "parallel")
@@ -18,7 +20,8 @@ ROOMS = ("mrl", "moe", "parallel")
 FORM = re.compile(r"[a-z][a-z0-9_]*(/[a-z0-9_@<>]+)+")
 NOT_METRICS = frozenset(
     {
-        "application/json", "s/step", "repeat/<>", "environment/<>", "difference/<>", "size/<>",
+        "application/json", "s/step", "tokens/s", "repeat/<>", "environment/<>",
+        "difference/<>", "size/<>",
         "first/<>", "without/<>", "without/<>/logprob_abs_mean", "mismatch/percentiles",
         "reward/zero_signal", "routing/margin", "dynamic_sampling/zero_signal",
     }
@@ -88,6 +91,10 @@ def written() -> dict[str, str]:
     forms = {s: at for s, at in strings.items() if FORM.fullmatch(s) and s not in NOT_METRICS}
     parts = arguments_of("part") | arguments_of(keyword="clock_name")
     expanded = {
+        **{
+            f"throughput/<>_tokens_per_{unit}": [f"throughput/{p}_tokens_per_{unit}" for p in PARTS]
+            for unit in ("s", "gpu_s")
+        },
         "time/<>_s": [f"time/{part}_s" for part in parts],
         "memory/<>/<>_<>_bytes": [
             f"memory/{phase}/<>_{place}_bytes"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mrl.run.compare import MACHINE
 from tests.docs.metric_keys import undocumented
 from tests.loop.golden_curves import Curve, algorithms, curve_of, read_golden
 from tests.loop.resumed import whole_and_resumed
@@ -154,7 +155,7 @@ def test_a_resumed_run_goes_on_to_the_same_bits(found: dict[str, Any]) -> None:
     rows, again = run["rows"][2:], run["again"]
     for ours, theirs in zip(again, rows, strict=True):
         apart = {k for k in theirs if repr(ours[k]) != repr(theirs[k])}  # NaN is NaN
-        assert {k for k in apart if not k.startswith(("time/", "memory/"))} == set()
+        assert {k for k in apart if not k.startswith(MACHINE)} == set()
     resumed, whole = run["ends"][1], run["ends"][0]
     assert resumed.keys() == whole.keys()
     assert {key.split(".")[0] for key in whole} >= {"model", "critic_model", "critic_exp_avg"}

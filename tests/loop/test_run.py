@@ -33,6 +33,8 @@ KEYS = """
     routing/stale_rows routing/cached_rows routing/recomputed_rows routing/wire_bytes_per_token
     weight_version tokens/rollout tokens/train time/sync_s time/rollout_s time/score_s
     time/logprob_s time/diagnosis_s time/train_s time/step_s time/verify_s time/recovery_s
+    time/timestamp throughput/rollout_tokens_per_s throughput/train_tokens_per_s
+    throughput/step_tokens_per_s response_len/max response_len/truncated
     rollout/engine_restarts rollout/canary_abs_mean
     memory/trainer_rss_bytes memory/engine_rss_bytes memory/leak_bytes_per_cycle
 """
@@ -105,7 +107,7 @@ def test_every_metric_is_there_every_step_and_true(recorded: Path) -> None:
         assert row["memory/engine_rss_bytes"] > 100 << 20
         assert row["ratio/mean"] == 1.0  # one optimizer step a rollout: the policy has not moved
         assert 0 < row["entropy"] <= math.log(128)
-        inside = {"time/step_s", "time/verify_s"}  # the latter within sync
+        inside = {"time/step_s", "time/verify_s", "time/timestamp"}  # verify is within sync
         parts = [k for k in row if k.startswith("time/") and k not in inside]
         assert row["time/verify_s"] <= row["time/sync_s"]
         assert sum(row[k] for k in parts) <= row["time/step_s"]

@@ -1,5 +1,6 @@
 import io
 import math
+import re
 
 import pytest
 from rich.console import Console
@@ -66,6 +67,27 @@ def test_step_lines_align_and_say_what_is_off():
     head, first, second = text_of(log).splitlines()
     assert len(head) == len(first) == len(second)
     assert second.split() == ["100/110", "nan", "1024.0", "-", "-", "-", "-", "-"]
+
+
+def test_a_log_has_the_columns_that_a_narrow_terminal_has_no_room_for():
+    log = Console(file=io.StringIO(), width=console.LOG_WIDTH)
+    more = {
+        "response_len/max": 64.0,
+        "response_len/truncated": 0.125,
+        "throughput/step_tokens_per_s": 1234.5,
+        "throughput/mfu": 0.41,
+        "time/timestamp": 0.0,
+    }
+    console.step_line(METRICS | more, num_steps=110, console=log)
+    console.step_line(METRICS | {"step": 1}, num_steps=110, console=log)
+    head, full, off = text_of(log).splitlines()
+    assert len(head) == len(full) == len(off)
+    assert head.split()[-4:] == ["tokens/s", "MFU", "s/step", "time"]
+    assert {"64", "0.1250", "1234.5", "0.4100"} <= set(full.split())
+    assert re.search(r" \d\d:\d\d:00$", full)
+    narrow = capture()
+    console.step_line(METRICS | more, num_steps=110, console=narrow)
+    assert max(map(len, text_of(narrow).splitlines())) <= 80
 
 
 def test_progress_without_a_terminal_is_two_lines_and_one_on_failure():

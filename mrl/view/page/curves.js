@@ -6,7 +6,8 @@ const MAX_KEYS = 8; // of one chart: there are as many colours
 /** `by`: key -> what its chart is about, where a spec makes several charts. */
 const USUAL = [
   { title: "Reward", match: ["reward/mean"], spread: { key: "reward/mean", by: "reward/std" }, note: "band: one standard deviation" },
-  { title: "Response length", match: ["response_len/mean"] },
+  { title: "Response length", match: ["response_len/mean", "response_len/max"] },
+  { title: "Truncated share of the responses", match: ["response_len/truncated"] },
   { title: "Loss", match: [/^loss\//] },
   { title: "Gradient norm", match: ["grad_norm"] },
   { title: "Ratio", match: ["ratio/mean", "ratio/max"] },
@@ -21,6 +22,9 @@ const USUAL = [
   { title: "Evaluation, unscored samples", match: [/^eval\/[^/]+\/unscored$/] },
   { title: "Seconds a step", match: [/^time\/(?!step_s|recovery_s|verify_s).*_s$/], stacked: true },
   { title: "Step time", match: ["time/step_s"] },
+  { title: "Tokens per second", match: [/^throughput\/.*_tokens_per_s$/] },
+  { title: "Tokens per second and GPU", match: [/^throughput\/.*_tokens_per_gpu_s$/] },
+  { title: "MFU of the training pass", match: ["throughput/mfu"] },
   { title: "Memory", match: [/^memory\/.*_bytes$/], format: bytes, by: (key) => key.split("/").slice(1, -1).join("/") },
   { title: "Learning rate", match: ["lr"] },
   { title: "Groups that teach nothing", match: ["reward/zero_signal_groups", "reward/abstained"] },
