@@ -22,6 +22,7 @@ _PARTS = (
     "base",
     "check",
     "corrections",
+    "describe",
     "gae",
     "kl",
     "ratio_loss",

@@ -16,7 +16,7 @@ from mrl.types import UNKNOWN_VERSION, LossOutput, MicroBatch
 
 NEEDS_OLD_LOGPROBS = False
 CORRECTS_ROLLOUT = True
-READS = decoupled_ppo.READS
+READS = (*decoupled_ppo.READS, "proximal_at_no_lag")
 
 advantages = decoupled_ppo.advantages
 sequence_weights = weights_by("token_mean")
@@ -27,22 +27,27 @@ def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOu
 
     Raises ValueError without `version` or `weight_versions`.
     """
-    return decoupled_ppo.loss(logprobs, batch, config, proximal_logprobs(logprobs.detach(), batch))
+    proximal = proximal_logprobs(logprobs.detach(), batch, config)
+    return decoupled_ppo.loss(logprobs, batch, config, proximal)
 
 
-def proximal_logprobs(logprobs: Tensor, batch: MicroBatch) -> Tensor:
+def proximal_logprobs(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
     """Compute f32[N]: rollout + alpha (logp - rollout), alpha = (d - 1) / d for a token d versions old.
 
     The proximal policy is one version behind the present one, so alpha is the share of the way that it
-    has gone; a token of the present or of the last version has alpha 0, the policy that sampled it.
+    has gone; a token of the last version has alpha 0, the policy that sampled it. For a token of the
+    present version (d = 0) alpha is 0 too, as in AReaL's code, or 1, as in the paper:
+    `config.proximal_at_no_lag`.
     """
     if batch.version is None or batch.weight_versions is None:
         raise ValueError(
             "MicroBatch.version, weight_versions: got None, expected those of the rollout"
         )
-    staleness = (batch.version - batch.weight_versions).clamp(min=1).double()
+    staleness = (batch.version - batch.weight_versions).double()
     known = batch.loss_mask & (batch.weight_versions != UNKNOWN_VERSION)
-    alpha = torch.where(known, 1.0 - 1.0 / staleness, 0.0)
+    alpha = torch.where(known, 1.0 - 1.0 / staleness.clamp(min=1), 0.0)
+    if config.proximal_at_no_lag == "policy":
+        alpha = torch.where(known & (staleness < 1), 1.0, alpha)
     rollout = torch.where(batch.loss_mask, batch.rollout_logprobs, 0.0).double()
     now = torch.where(batch.loss_mask, logprobs, 0.0).double()
     return (rollout + alpha * (now - rollout)).float()

@@ -20,6 +20,7 @@ _NOT_FOR_ALL = (
     "whiten",
     "value_clip",
     "nll_coef",
+    "proximal_at_no_lag",
     "min_group_std",
     "advantage_eps",
 )

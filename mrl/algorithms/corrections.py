@@ -26,14 +26,14 @@ IMPORTANCE_RANGES = {
     ("mis", "token"): (0.5, 5.0),
     ("mis", "sequence"): (0.999, 1.002),
 }
-"""The usual ones: see `mrl.kernels.ImportanceWeight`."""
+"""The usual ones: see `mrl.kernels.ImportanceWeight`. `mis` of tokens is IcePop with its range."""
 
 MASK_RANGES = {
     "token_mask": (0.5, 5.0),
     "sequence_mask": (0.999, 1.002),
     "dppo": (0.15, 0.15),
 }
-"""The published ones: IcePop's, the sequence mask's, binary-TV DPPO's in verl's recipe."""
+"""The usual ones: those of the `mis` weights, and binary-TV DPPO's in verl's recipe."""
 
 
 def importance_weight(config: AlgorithmConfig) -> ImportanceWeight | None:

@@ -17,11 +17,12 @@ class MaskConfig(Branch):
     """Says which tokens or sequences leave the policy loss; they still count in its denominator."""
 
     name: Literal["token_mask", "sequence_mask", "opsm", "dppo"]
-    """What is masked. `token_mask` (IcePop, arXiv 2510.18855): a token whose exp(old - rollout) is
-    outside [low, high]. `sequence_mask`: a sequence whose geometric mean of that is outside [low,
-    high]. `opsm` (DeepSeek-V3.2, arXiv 2512.02556): a sequence with A < 0 whose mean of rollout -
-    logp is above high. `dppo` (arXiv 2602.04879, binary TV): a token whose p - p_rollout is above
-    high where A > 0, or below -low where A < 0."""
+    """What is masked. `token_mask`: a token whose exp(old - rollout) is outside [low, high]; the
+    others get no weight (IcePop, which gives them one, is `importance: mis`). `sequence_mask`: a
+    sequence whose geometric mean of that is outside [low, high]. `opsm` (DeepSeek-V3.2, arXiv
+    2512.02556): a sequence with A < 0 whose mean of rollout - logp is above high. `dppo` (arXiv
+    2602.04879, binary TV): a token whose p - p_rollout is above high where A > 0, or below -low
+    where A < 0."""
     low: float | None = Field(default=None, ge=0)
     """Lower bound. The default is 0.5 for `token_mask`, 0.999 for `sequence_mask`, 0.15 for `dppo`;
     `opsm` has none."""
@@ -77,7 +78,8 @@ class AlgorithmConfig(Branch):
     importance: Literal["none", "tis", "mis"] = "none"
     """Weighs the loss by exp(old - rollout), as the tokens were sampled by the engine, and from older
     weights where `rollout.partial_rollouts` is `resume`. `tis` clamps the weight into a range; `mis`
-    sets it to 0 outside of the range. decoupled_ppo and a3po weigh by themselves, see their files."""
+    sets it to 0 outside of the range, which for tokens is IcePop (arXiv 2510.18855). decoupled_ppo and
+    a3po weigh by themselves, see their files."""
     importance_level: Literal["token", "sequence"] = "token"
     """Whether each token has its weight, or each sequence one (from the mean of old - rollout over its
     loss tokens)."""
@@ -118,6 +120,10 @@ class AlgorithmConfig(Branch):
     value_clip: float | None = Field(default=0.2, gt=0)
     """How far the critic's values may move from those before the update before the value loss is
     clipped; null does not clip."""
+    proximal_at_no_lag: Literal["rollout", "policy"] = "rollout"
+    """A-3PO's proximal policy for tokens that the present weights sampled: the one that sampled them
+    (`rollout`, as in AReaL's code), or the policy itself, so that such tokens are never clipped
+    (`policy`, as in the paper)."""
     nll_coef: float | None = Field(default=None, ge=0)
     """VAPO's weight of the log-likelihood of samples with a positive reward; null takes the published
     one."""

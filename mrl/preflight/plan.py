@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.algorithms.base import Algorithm
+from mrl.algorithms.describe import describe
 from mrl.config import Recipe
 from mrl.data import SftExample
 from mrl.data.eval_sets import EvalSet
@@ -64,7 +65,7 @@ class Plan:
             ("rollout", f"saved: {source}" if source else
              f"{_engine_name(rollout.engine)}, {_engines(self)}, "
              f"{choose_dtype(rollout.engine_dtype(recipe.model))}".replace("torch.", "")),
-            ("algorithm", f"{recipe.algorithm.name}, routing replay {recipe.moe.routing_replay}"),
+            ("algorithm", f"{describe(recipe.algorithm)}, routing replay {recipe.moe.routing_replay}"),
             *([("critic", f"{self.critic.path}: {self.critic.describe()}")] if self.critic else []),
             ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, {_task(recipe)}"),
             ("a step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "

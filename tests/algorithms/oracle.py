@@ -106,6 +106,8 @@ def _tokens(name: str, rule: Rule, leaf: Tensor, d: Drawn, config, margin: Margi
     if name == "a3po":
         stale = VERSION - d.versions[d.mask].double()
         share = torch.where(stale > 1, (stale - 1) / stale.clamp(min=1), 0.0)
+        if config.proximal_at_no_lag == "policy":
+            share = torch.where(stale == 0, 1.0, share)
         old = share * logp.detach() + (1 - share) * roll
     r = (logp - old).exp()
     if rule.ratio == "sequence":  # arXiv 2507.18071 eq. 14

@@ -166,11 +166,13 @@ def test_gspo_refuses_token_advantages_and_gspo_token_agrees_without() -> None:
     assert torch.equal(*got)
 
 
-def test_a3po_puts_its_proximal_policy_by_the_age_of_each_token() -> None:
-    """The proximal policy has seen all versions since a token was sampled, but for the last."""
+@pytest.mark.parametrize(("at_no_lag", "first"), [("rollout", 0.0), ("policy", 1.0)])
+def test_a3po_puts_its_proximal_policy_by_the_age_of_each_token(at_no_lag, first) -> None:
+    """The proximal policy has seen all versions since a token was sampled, but for the last; at no lag
+    AReaL's code takes what sampled the token, and the paper the policy itself."""
     logprobs, batch = make_step("a3po")
     ages = torch.tensor([0, 1, 2, 4, 10])
-    share = torch.tensor([0.0, 0.0, 1 / 2, 3 / 4, 9 / 10])
+    share = torch.tensor([first, 0.0, 1 / 2, 3 / 4, 9 / 10])
     n = len(ages)
     batch = dataclasses.replace(
         batch,
@@ -180,7 +182,8 @@ def test_a3po_puts_its_proximal_policy_by_the_age_of_each_token() -> None:
         version=20,
     )
     now = torch.full_like(logprobs, -1.0)
-    proximal = load_algorithm("a3po").proximal_logprobs(now, batch)
+    config = AlgorithmConfig(name="a3po", proximal_at_no_lag=at_no_lag)
+    proximal = load_algorithm("a3po").proximal_logprobs(now, batch, config)
     torch.testing.assert_close(proximal[:n], -2.0 + share)
     assert not proximal[n:].any()
 

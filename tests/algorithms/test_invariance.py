@@ -46,13 +46,14 @@ OPTIONS = st.fixed_dictionaries(
         "clip_low": st.sampled_from([None, 0.1]),
         "clip_high": st.sampled_from([None, 0.15]),
         "dual_clip": st.sampled_from([None, 1.3]),
+        "proximal_at_no_lag": st.sampled_from(["rollout", "policy"]),
     }
 )
 
 
 EXAMPLES = 40 if os.environ.get("MRL_TEST_REAL_STARTS") == "1" else 12
 """The number of drawn cases of each algorithm; `make test-all` draws more."""
-_CLIPS = ("clip_low", "clip_high", "dual_clip")
+_NOT_FOR_ALL = ("clip_low", "clip_high", "dual_clip", "proximal_at_no_lag")
 
 
 def test_every_algorithm_has_a_definition_to_be_compared_with() -> None:
@@ -63,7 +64,7 @@ def test_every_algorithm_has_a_definition_to_be_compared_with() -> None:
 def readable(name: str, options: dict) -> AlgorithmConfig:
     """The options that the algorithm reads."""
     reads = traits(load_algorithm(name)).reads or ()
-    left_out = [key for key in _CLIPS if key not in reads]
+    left_out = [key for key in _NOT_FOR_ALL if key not in reads]
     if not options["kl_coef"]:
         left_out.append("kl_estimator")
     config = AlgorithmConfig(name=name, **{k: v for k, v in options.items() if k not in left_out})
