@@ -60,11 +60,9 @@ _CUDA_FLAGS = [
     "-x",
     "c++",
 ]
-# Nobody calls the CPU functions of this module: the tests compare with those of mrl._C.
-_CPU_FLAGS = [
+_BIND_FLAGS = [
     *_FLAGS,
     "-O0",
-    "-fopenmp",
     "-fvisibility=hidden",
     "-Wno-psabi",
     "-DMRL_CUDA_EMULATOR",
@@ -96,27 +94,28 @@ def build_module(folder: Path) -> None:
     """
     cuda_sources = sorted(ROOT.glob("csrc/cuda/*.cu"))
     bind_sources = sorted(ROOT.glob("csrc/bind/*.cpp"))
-    cpu_sources = sorted([*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp")])
 
     def make(made: Path) -> None:
         # One unit for all bindings: pybind11 is four of the five seconds that each of them takes.
         bindings = made / "bindings.cpp"
         bindings.write_text("".join(f'#include "{source}"\n' for source in bind_sources))
-        objects = _compile([*cuda_sources, bindings, *cpu_sources], made)
+        *objects, bound = _compile([*cuda_sources, bindings], made)
+        # The tests compare with the CPU functions of mrl._C, and nobody calls those of this module:
+        # they are left out, and weak names may stay without a function.
+        _run(["objcopy", "--wildcard", "--weaken-symbol=_ZN3mrl*Cpu*", str(bound)])
         # Every function that the kernels need must be among them: -z defs says so now, not at a call.
         flags = ("-Wl,-z,defs", f"-Wl,-soname,{KERNELS_FILE}")
-        kernels = _link(objects[: len(cuda_sources)], made / KERNELS_FILE, *flags)
-        others = [*objects[len(cuda_sources) :], kernels]
-        _link(others, made / MODULE_FILE, "-fopenmp", "-Wl,-rpath,$ORIGIN")
+        kernels = _link(objects, made / KERNELS_FILE, *flags)
+        _link([bound, kernels], made / MODULE_FILE, "-Wl,-rpath,$ORIGIN")
 
-    _from_cache([*cuda_sources, *bind_sources, *cpu_sources], folder, make)
+    _from_cache([*cuda_sources, *bind_sources], folder, make)
 
 
 def load_module(folder: Path) -> ModuleType:
     """What `build_module` left in `folder`.
 
-    Beside the `*_cpu` functions, which are those of mrl._C without its optimizations, it has the
-    `*_cuda` functions, for addresses of CPU memory.
+    Its `*_cuda` functions are for addresses of CPU memory, and its `*_cpu` functions must not be
+    called: they have no code.
     """
     spec = importlib.util.spec_from_file_location("_C", folder / MODULE_FILE)
     assert spec
@@ -133,7 +132,7 @@ def _from_cache(sources: Sequence[Path], folder: Path, make: Callable[[Path], ob
     """
     headers = [*ROOT.glob("csrc/**/*.h*"), *ROOT.glob("csrc/**/*.cuh"), *HERE.glob("*.h")]
     digest = hashlib.sha256()
-    for part in (_CUDA_FLAGS, _CPU_FLAGS, sysconfig.get_path("include"), pybind11.__version__):
+    for part in (_CUDA_FLAGS, _BIND_FLAGS, sysconfig.get_path("include"), pybind11.__version__):
         digest.update(repr(part).encode())
     digest.update(subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout)
     for file in sorted({*sources, *headers, Path(__file__)}):
@@ -156,10 +155,8 @@ def _compile(sources: Sequence[Path], folder: Path) -> list[Path]:
     includes = [f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
 
     def compile_one(source: Path) -> Path:
-        # x.cpp and x.cu are in different folders of csrc/; their objects must not collide.
-        parts = source.relative_to(ROOT).parts if source.parent != folder else (source.name,)
-        target = folder / ("_".join(parts) + ".o")
-        flags = _CUDA_FLAGS if source.suffix == ".cu" else [*_CPU_FLAGS, *includes]
+        target = folder / f"{source.name}.o"
+        flags = _CUDA_FLAGS if source.suffix == ".cu" else [*_BIND_FLAGS, *includes]
         _run(["g++", *flags, "-c", str(source), "-o", str(target)])
         return target
 
