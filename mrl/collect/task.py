@@ -84,6 +84,9 @@ def make_task(
         min_new_tokens=config.min_response_len,
         temperature=config.temperature,
         top_p=config.top_p,
+        top_k=config.top_k,
+        stop_token_ids=config.stop_token_ids,
+        stop=config.stop,
     )
     scoring.begin_step()
     environments = scoring.environments

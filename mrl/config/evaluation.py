@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Any
 
-from mrl.config.branch import Branch
+from pydantic import Field, field_validator
+
+from mrl.config.branch import Branch, one_or_several
 
 
 class EvalSetConfig(Branch):
@@ -24,8 +26,19 @@ class EvalSetConfig(Branch):
     """The sampling temperature; null takes rollout.temperature, 0 the likeliest token each time."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Share of the distribution that is sampled from; null takes rollout.top_p."""
+    top_k: int | None = None
+    """Number of the likeliest tokens that are sampled from, -1 for all; null takes rollout.top_k."""
+    stop: tuple[str, ...] | None = None
+    """Texts that end a response; null takes rollout.stop, [] none."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Tokens that end a response beside the model's own; null takes rollout.stop_token_ids."""
     pass_threshold: float = 1.0
     """A sample passes with a reward of at least this."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_text(cls, value: Any) -> Any:
+        return one_or_several(value)
 
 
 class EvalConfig(Branch):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from mrl.config.branch import Branch
+from mrl.config.branch import Branch, one_or_several
 from mrl.config.training import ModelConfig
 
 
@@ -41,6 +41,14 @@ class RolloutConfig(Branch):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Below 1 samples come from the truncated distribution, while the log-probs of both sides stay
     those of the whole one."""
+    top_k: int = -1
+    """Samples come from so many of the likeliest tokens only, which is a truncation as `top_p` is; -1
+    takes all."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, or a turn of a conversation. The tokens of the text that was matched
+    are part of the completion: the reward sees them, and they are trained. At most 32."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion beside the model's own end-of-sequence tokens."""
     context_len: int | None = Field(default=None, ge=1)
     """Prompt plus response; by default the model's max_position_embeddings."""
     max_total_tokens: int | None = Field(default=None, ge=1)
@@ -95,6 +103,11 @@ class RolloutConfig(Branch):
     canary_tolerance: float | None = Field(default=None, gt=0)
     """Mean absolute difference of their log-probs; by default 1e-3 where both are float32, and 0.1
     where one is in half precision, and a few tokens take other experts."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_text(cls, value: Any) -> Any:
+        return one_or_several(value)
 
     def engine_dtype(self, model: ModelConfig) -> Literal["auto", "float32", "bfloat16"]:
         """What is asked for the engine; `auto` where the device decides."""

@@ -30,6 +30,7 @@ from mrl.preflight.megatron import check_megatron
 from mrl.preflight.moe import check_moe
 from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.plan import Plan
+from mrl.preflight.sampling import check_sampling
 from mrl.preflight.schedule import with_schedule
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
@@ -56,6 +57,7 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
     reference = read_reference(recipe.algorithm, model)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)
+    check_sampling(recipe.rollout, model.sizes.vocab_size)
     check_on_policy(recipe, dims, model)
     check_partial_rollouts(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
     context_len = _context_len(recipe.rollout, model)
@@ -79,6 +81,8 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
     eval_sets = read_eval_sets(recipe, tokenizer, context_len)
     for each in eval_sets:
         _check_task(each.recipe)
+        where = f"eval set {each.config.name}: rollout"
+        check_sampling(each.recipe.rollout, model.sizes.vocab_size, where)
         is_conversation = each.recipe.environment is not None
         _check_prompts(each.prompts, tokenizer, is_conversation=is_conversation)
     folder.check(recipe)

@@ -47,6 +47,10 @@ class EngineLost(RuntimeError):
     """
 
 
+MAX_STOP_STRINGS = 32
+"""SGLang takes no more (sampling/sampling_params.py, MAX_STOP_COUNT)."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How completions are sampled. Greedy is `temperature=0`."""
@@ -56,8 +60,12 @@ class SamplingParams:
     """No end of sequence before this many tokens; equal to max_new_tokens for one exact length."""
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = -1
+    """Number of the likeliest tokens that are sampled from; -1 takes all."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that stop a completion beside the model's own end-of-sequence ids."""
+    stop: tuple[str, ...] = ()
+    """Texts that stop a completion. The token that completes one is the completion's last."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -71,6 +79,12 @@ class SamplingParams:
             raise ValueError(f"temperature: expected 0 or more, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected above 0 and at most 1, got {self.top_p}")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k: expected at least 1, or -1 for all, got {self.top_k}")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop: expected at most {MAX_STOP_STRINGS}, got {len(self.stop)}")
+        if "" in self.stop:
+            raise ValueError("stop: got an empty text, which stops before anything is generated")
 
 
 @dataclass(frozen=True)

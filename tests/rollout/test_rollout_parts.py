@@ -252,8 +252,11 @@ def test_sampling_params_are_checked():
         {"max_new_tokens": 4, "min_new_tokens": 5},
         {"max_new_tokens": 4, "temperature": -1.0},
         {"max_new_tokens": 4, "top_p": 0.0},
+        {"max_new_tokens": 4, "top_k": 0},
+        {"max_new_tokens": 4, "stop": ("a", "")},
+        {"max_new_tokens": 4, "stop": tuple("abcdefghijklmnopqrstuvwxyzABCDEFG")},
     ):
-        with pytest.raises(ValueError, match="expected"):
+        with pytest.raises(ValueError, match=r"expected|got an empty"):
             SamplingParams(**given)
 
 

@@ -17,3 +17,19 @@ def decay_the_learning_rate(user: User) -> str:
     rates = [json.loads(line)["lr"] for line in lines]
     assert rates == pytest.approx([3e-3, 2.5e-3, 1.5e-3]), rates
     return f"lr {rates}"
+
+
+@thing("I end answers at one of four texts, sample from the 20 likeliest tokens, and evaluate without both.")
+def stop_at_a_text(user: User) -> str:
+    rows = [json.dumps({"prompt": "write: a", "answer": "a"})] * 2
+    sets = f"[{{name: a, path: {user.write('a.jsonl', chr(10).join(rows))}, top_k: -1, stop: []}}]"
+    keys = ("rollout.stop=[z,J,p,E]", "rollout.top_k=20", "train.num_steps=2", "eval.every=2")
+    user.train("run", *keys, f"eval.sets={sets}")
+    rollouts = (user.folder / "run/rollouts").glob("step_*.jsonl")
+    texts = [
+        json.loads(line)["completion"] for f in rollouts for line in f.read_text().splitlines()
+    ]
+    ended = [text for text in texts if set(text) & set("zJpE")]
+    assert ended, texts
+    assert not any(set(text[:-1]) & set("zJpE") for text in ended), ended
+    return f"{len(ended)} of {len(texts)} completions end with one of the texts"

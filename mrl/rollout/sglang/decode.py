@@ -116,15 +116,16 @@ def build_request(
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:
-    params = {
+    params: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
         "skip_special_tokens": False,
         "stream_interval": NEVER,  # one event at the first token, and the whole answer at the end
     }
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    ends = {"stop_token_ids": sampling.stop_token_ids, "stop": sampling.stop}
+    params |= {name: list(values) for name, values in ends.items() if values}
     if sampling.min_new_tokens == sampling.max_new_tokens:
         params["ignore_eos"] = True
     elif sampling.min_new_tokens:

@@ -5,6 +5,7 @@ Bugs that others shipped are named where they would show (../shared/facts/routin
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,6 +18,7 @@ from rollout_helpers import (
     make_requests,
     score,
 )
+from transformers import AutoTokenizer
 
 from mrl.rollout.base import Request, SamplingParams
 from mrl.types import VersionSpan
@@ -167,6 +169,45 @@ def test_lengths_stop_tokens_and_top_p(engine):
     )
     for left, right in zip(a, b, strict=True):
         assert torch.equal(left.samples[0].token_ids, right.samples[0].token_ids)
+
+
+@follows_seeds
+def test_the_k_likeliest_and_log_probs_of_the_whole_distribution(engine, oracle):
+    (request,) = make_requests(1, SamplingParams(12, 12, top_k=1))
+    other = dataclasses.replace(request, request_id="other", seed=99)
+    first, second = engine.generate([request, other])
+    assert torch.equal(first.output_ids, second.output_ids)
+    check_completion(oracle, request, first)  # of the one token that is left it would be 0
+    once = SamplingParams(1, 1, top_k=3)
+    many = [
+        dataclasses.replace(request, request_id=str(i), seed=i, sampling=once) for i in range(64)
+    ]
+    drawn = {int(completion.output_ids[0]) for completion in engine.generate(many)}
+    logits = oracle(request.token_ids[None]).logits[0, -1]
+    assert drawn == set(logits.topk(3).indices.tolist())
+
+
+@follows_seeds
+def test_a_stop_text_belongs_to_the_response(engine, oracle, toy_folder):
+    """The tokens that it matches are kept, with log-probs and routes, and nothing follows them."""
+    tokenizer = AutoTokenizer.from_pretrained(toy_folder)
+    requests = make_requests(16, SamplingParams(24, 24))
+    free = {c.request_id: c.output_ids for c in engine.generate(requests)}
+    text = tokenizer.decode(free[requests[0].request_id][9:11])
+    stopping = {
+        r.request_id: dataclasses.replace(r, sampling=SamplingParams(24, stop=(text,)))
+        for r in requests
+    }
+    found = list(engine.generate(list(stopping.values())))
+    for completion in found:
+        ids = completion.output_ids
+        assert torch.equal(ids, free[completion.request_id][: len(ids)])
+        check_completion(oracle, stopping[completion.request_id], completion)
+        assert text not in tokenizer.decode(ids[:-1])
+        assert (text in tokenizer.decode(ids)) == (
+            completion.finish_reason == "stop" and ids[-1] != EOS
+        )
+    assert any(text in tokenizer.decode(completion.output_ids) for completion in found)
 
 
 def test_refused_requests(engine):

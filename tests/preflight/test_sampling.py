@@ -1,0 +1,38 @@
+"""What a recipe says of the sampling: what is refused, and what an evaluation set takes over."""
+
+from __future__ import annotations
+
+import pytest
+
+from mrl.config import EvalSetConfig, load_recipe
+from mrl.errors import InputError
+from mrl.preflight.sampling import check_sampling
+from tests.loop.conftest import TOY_RECIPE
+
+VOCAB_SIZE = 99
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        (["top_k=0"], ["rollout.top_k: expected at least 1, or -1 for all, got 0"]),
+        (["top_k=100"], ["rollout.top_k is 100", "has only 99 tokens"]),
+        (["stop_token_ids=[99]"], ["rollout.stop_token_ids has 99, expected 0 to 98"]),
+        (["stop=['']"], ["rollout.stop: got an empty text"]),
+        (["stop=END", "max_response_len=8", "min_response_len=8"], ["one exact length"]),
+        (["stop=END", "partial_rollouts=resume"], ["use stop_token_ids, or partial_rollouts="]),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(keys: list[str], parts: list[str]) -> None:
+    keys = ["min_response_len=0", *keys]
+    recipe = load_recipe(TOY_RECIPE, [f"rollout.{key}" for key in keys])
+    with pytest.raises(InputError) as caught:
+        check_sampling(recipe.rollout, VOCAB_SIZE)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_one_text_is_a_list_of_one() -> None:
+    recipe = load_recipe(TOY_RECIPE, ["rollout.min_response_len=0", "rollout.stop=</answer>"])
+    assert recipe.rollout.stop == ("</answer>",)
+    check_sampling(recipe.rollout, VOCAB_SIZE)
+    assert EvalSetConfig.model_validate({"name": "a", "path": "b", "stop": "x"}).stop == ("x",)
