@@ -19,7 +19,7 @@ def decay_the_learning_rate(user: User) -> str:
     return f"lr {rates}"
 
 
-@thing("I end answers at one of four texts, sample from the 20 likeliest tokens, and evaluate without both.")
+@thing("I end answers at a text, sample from the 20 likeliest tokens, and evaluate without both.")
 def stop_at_a_text(user: User) -> str:
     rows = [json.dumps({"prompt": "write: a", "answer": "a"})] * 2
     sets = f"[{{name: a, path: {user.write('a.jsonl', chr(10).join(rows))}, top_k: -1, stop: []}}]"
