@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from mrl.config.branch import Branch, one_or_several
+from mrl.config.dtypes import Dtype
 from mrl.config.training import ModelConfig
 
 
@@ -15,7 +16,7 @@ class RolloutConfig(Branch):
     engine: str = "sglang"
     """An engine of mrl/rollout/, or your own: `path/file.py` or `package.module`, with `:NAME` where it
     is neither `Engine` nor `build_engine`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     """What the engine holds and computes in; `auto`: as the trainer (`model.dtype`). Weights are cast
     on the way to it, before they are digested."""
     tensor_parallel_size: int = Field(default=1, ge=1)

@@ -7,14 +7,15 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from mrl.config.branch import Branch
+from mrl.config.dtypes import Dtype
 
 
 class ModelConfig(Branch):
     path: str
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer)."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """`auto`: bfloat16 on GPUs, float32 on CPUs. The rollout engine's too, unless `rollout.dtype` says
-    otherwise."""
+    dtype: Dtype = "auto"
+    """`auto`: bfloat16 on GPUs, float32 on CPUs. `bf16` and `fp32` are names of the same. The rollout
+    engine's too, unless `rollout.dtype` says otherwise."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """`auto`: TransformerEngine where it is installed and there is a GPU; the plan says which."""
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union
 
 import torch
 
+from mrl.config.dtypes import LONG_NAMES
 from mrl.errors import InputError
 from parallel.options.fields import ALLOWED, OWNED, REASONS
 
@@ -134,7 +135,9 @@ def _convert(value: Any, kind: Any) -> Any:
         items = [_convert(item, arguments[0]) for item in value] if arguments else value
         return tuple(items) if (origin or kind) is tuple else items
     if kind is torch.dtype:
-        found = getattr(torch, value, None) if isinstance(value, str) else None
+        names = LONG_NAMES | {"fp16": "float16"}  # of the optimizer's state only
+        name = names.get(value, value) if isinstance(value, str) else ""
+        found = getattr(torch, name, None)
         if not isinstance(found, torch.dtype):
             raise _WrongType
         return found

@@ -165,3 +165,14 @@ def test_weight_buckets_by_the_size_of_the_model():
     assert fixed.weight_bucket_bytes(58_240 * mb) == 64 * mb
     with pytest.raises(ValueError, match="weight_bucket_mb"):
         RolloutConfig(max_response_len=8, weight_bucket_mb=0)
+
+
+def test_short_names_of_dtypes():
+    recipe = load_recipe(TOY, ["model.dtype=bf16", "rollout.dtype=fp32"])
+    assert (recipe.model.dtype, recipe.rollout.dtype) == ("bfloat16", "float32")
+    for name in ("fp16", "half", "float16"):
+        for key in ("model.dtype", "rollout.dtype"):
+            with pytest.raises(InputError) as caught:
+                load_recipe(TOY, [f"{key}={name}"])
+            assert f"{key}: float16 gradients underflow" in str(caught.value)
+            assert f"use bfloat16 (bf16) or float32 (fp32), got '{name}'" in str(caught.value)

@@ -33,3 +33,11 @@ def stop_at_a_text(user: User) -> str:
     assert ended, texts
     assert not any(set(text[:-1]) & set("zJpE") for text in ended), ended
     return f"{len(ended)} of {len(texts)} completions end with one of the texts"
+
+
+@thing("I write bf16, and then fp16, as the dtype.", is_long=False)
+def name_a_dtype(user: User) -> str:
+    user.mrl("check", *user.recipe("run"), "model.dtype=bf16")
+    printed = user.mrl("check", *user.recipe("run"), "model.dtype=fp16", code=2)
+    assert "use bfloat16 (bf16) or float32 (fp32)" in printed
+    return printed.strip()
