@@ -83,6 +83,7 @@ def test_shared_memory_leaves_nothing_open():
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
+@pytest.mark.release
 def test_an_engine_with_expert_parallelism_and_dp_attention(toy_folder, toy_weights, tmp_path):
     """The ranks hold other experts, the same attention, and shares of the output layer.
 
