@@ -25,7 +25,7 @@ from mrl.data.completions import completions
 from mrl.diagnosis.collect import Diagnosis
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.exchange.sharing import gather_lines
-from mrl.learn.advantages import set_reward_advantages, shaping_metrics
+from mrl.learn.advantages import count_loss_tokens, set_reward_advantages, shaping_metrics
 from mrl.learn.learner import Learner, make_critic
 from mrl.learn.rollout_metrics import episode_metrics, rollout_metrics
 from mrl.learn.sft import run_sft
@@ -177,7 +177,9 @@ class Trainer:
         """Write the rollouts of a step that is not trained, with the advantages of their rewards."""
         recipe = self.plan.recipe
         max_len = recipe.rollout.max_response_len
-        set_reward_advantages(groups, self.plan.algorithm, recipe.algorithm, max_len)
+        drops_stale = recipe.moe.routing_replay == "r3"
+        tokens = count_loss_tokens(groups, recipe.algorithm, drops_stale=drops_stale)
+        set_reward_advantages(groups, tokens, self.plan.algorithm, recipe.algorithm, max_len)
         self._write_rollouts(groups)
 
     def sync(self, clock: Clock) -> None:

@@ -16,6 +16,7 @@ from mrl.types import UNKNOWN_VERSION, LossOutput, MicroBatch
 
 NEEDS_OLD_LOGPROBS = False
 CORRECTS_ROLLOUT = True
+WHITENS = True
 READS = (*decoupled_ppo.READS, "proximal_at_no_lag")
 
 advantages = decoupled_ppo.advantages

@@ -41,24 +41,8 @@ def leave_one_out(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
     return _each(rewards, lambda v: _centred(v) * (len(v) / max(len(v) - 1, 1)))
 
 
-def batch_normalised(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """Compute (R - mean) / std over all samples of the step (REINFORCE++, arXiv 2501.03262)."""
-    everything = torch.cat(list(rewards))
-    (result,) = _each([everything], lambda values: _centred(values) / _spread(values, config))
-    return list(result.split([len(group) for group in rewards]))
-
-
-def centred_then_batch_normalised(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """Compute R - mean over the group, then divided by the std of that over the step
-    (REINFORCE++-baseline)."""
-    centred = group_centred(rewards, config)
-    scored = [own[~group.isnan()] for own, group in zip(centred, rewards, strict=True)]
-    spread = _spread(torch.cat(scored).double(), config)
-    return [own / spread for own in centred]
-
-
 def raw_rewards(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """R: what a critic's baseline, or a penalty of each token, is still taken off."""
+    """Return R: a critic's baseline, a penalty of each token or the step's mean is subtracted later."""
     return _each(rewards, lambda values: values)
 
 

@@ -36,7 +36,8 @@ class Algorithm(Protocol):
 
         Samples without a reward (NaN) get advantage 0 and are left out of the group's mean and std.
         With a critic it returns the rewards themselves, and training does not read it: token advantages
-        are computed from `MicroBatch.rewards`, and the baseline is subtracted token by token.
+        are computed from `MicroBatch.rewards`, and the baseline is subtracted token by token. What it
+        returns for an algorithm that `WHITENS` is then normalised over the loss tokens of the step.
         Raises ValueError on an infinite reward.
         """
         ...
@@ -76,7 +77,8 @@ class Traits:
     corrects_rollout: bool
     """`CORRECTS_ROLLOUT = False`: weighs tokens by exp(old - rollout) without `importance`."""
     whitens: bool
-    """`WHITENS = False`: the token advantages, by `algorithm.whiten`'s default."""
+    """`WHITENS = False`: whether the loop subtracts the mean of the advantages over the loss tokens of
+    the step and divides by their std; `algorithm.whiten` replaces it where an algorithm reads that."""
     sequence_range: tuple[float, float] | None
     """(`CLIP_LOW`, `CLIP_HIGH`) where `RATIO = "sequence"`: how far below and above 1 it may go."""
     reads: frozenset[str] | None

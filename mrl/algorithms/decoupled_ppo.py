@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mrl.algorithms.advantages import SPREAD_KEYS, batch_normalised
+from mrl.algorithms.advantages import SPREAD_KEYS, raw_rewards
 from mrl.algorithms.aggregation import weights_by
 from mrl.algorithms.corrections import importance_weight
 from mrl.algorithms.ratio_loss import PPO_CLIP_KEYS, ppo_clip, ratio_loss
@@ -17,13 +17,14 @@ from mrl.kernels import ImportanceWeight
 from mrl.types import LossOutput, MicroBatch
 
 CORRECTS_ROLLOUT = True
+WHITENS = True
 READS = (*PPO_CLIP_KEYS, *SPREAD_KEYS)
 CLIP_LOW = 0.2
 CLIP_HIGH = 0.2
 WEIGHT = ImportanceWeight("mis", "token", 0.0, 5.0)
 """AReaL's cap: a token whose weight is above it leaves the loss. `algorithm.importance` replaces it."""
 
-advantages = batch_normalised
+advantages = raw_rewards
 sequence_weights = weights_by("token_mean")
 
 

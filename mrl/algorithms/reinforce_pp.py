@@ -1,31 +1,22 @@
 """REINFORCE++ (arXiv 2501.03262): rewards normalised over the whole step, PPO's clip, no critic.
 
-With `kl_in: reward` (its k1 form) the penalties come off token by token first, and what is normalised
-are token advantages: then `advantages` are the rewards themselves.
+The mean and std are over the loss tokens of the step, with and without the KL: `mrl.learn.advantages`
+takes them (`WHITENS`), so `advantages` are the rewards themselves. With `kl_in: reward` (the paper's
+form, with k1) the penalties are subtracted token by token first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
-from torch import Tensor
-
 from mrl.algorithms import gae, grpo
-from mrl.algorithms.advantages import batch_normalised, raw_rewards
+from mrl.algorithms.advantages import raw_rewards
 from mrl.algorithms.aggregation import weights_by
-from mrl.config import AlgorithmConfig
 
 WHITENS = True
 READS = grpo.READS
 
+advantages = raw_rewards
 sequence_weights = weights_by("token_mean")
 token_advantages = partial(gae.token_advantages, published=gae.MONTE_CARLO)
 loss = grpo.loss
-
-
-def advantages(rewards: Sequence[Tensor], config: AlgorithmConfig) -> list[Tensor]:
-    """Return f32[G] of each group."""
-    if config.kl_coef and config.kl_in == "reward":
-        return raw_rewards(rewards, config)
-    return batch_normalised(rewards, config)

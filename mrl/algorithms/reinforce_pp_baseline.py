@@ -1,16 +1,18 @@
-"""REINFORCE++-baseline (arXiv 2501.03262): the group's mean is taken off first, then the step's std.
+"""REINFORCE++-baseline (arXiv 2501.03262) subtracts the group's mean, then normalises over the step.
 
-The paper adds `kl_estimator: k2` to the loss.
+The mean and std of the step are over its loss tokens, as in REINFORCE++ (`WHITENS`). The paper
+adds `kl_estimator: k2` to the loss.
 """
 
 from __future__ import annotations
 
 from mrl.algorithms import grpo
-from mrl.algorithms.advantages import centred_then_batch_normalised
+from mrl.algorithms.advantages import group_centred
 from mrl.algorithms.aggregation import weights_by
 
+WHITENS = True
 READS = grpo.READS
 
-advantages = centred_then_batch_normalised
+advantages = group_centred
 sequence_weights = weights_by("token_mean")
 loss = grpo.loss

@@ -1,9 +1,10 @@
 """Compute the advantages of a step from its scored groups: the only place that does.
 
 The stage subtracts the penalty of overlong answers from the rewards, then the KL (`algorithm.kl_in:
-reward`). It then compares the rewards of a group or step, or credits each token by GAE over a critic's
-values and whitens. Everything is computed over the whole step and all ranks before it is normalised, so
-no split of the step into micro-batches or over ranks changes a bit of it.
+reward`). It then compares the rewards of a group, or credits each token by GAE over a critic's values,
+and whitens over the loss tokens of the step where the algorithm does. Everything is computed over the
+whole step and all ranks before it is normalised, so no split of the step into micro-batches or over
+ranks changes a bit of it.
 
 The rewards of a group stay as they were scored, for metrics and rollouts.
 G samples of a group, S samples of the step, N packed tokens of a micro-batch, B its sequences.
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe.provenance import without_stale_tokens
 from mrl.algorithms import gae
 from mrl.algorithms.advantages import SPREAD_KEYS, raw_rewards
 from mrl.algorithms.base import Algorithm, either, traits
@@ -51,6 +53,7 @@ class Advantages:
 def compute_advantages(
     batches: Sequence[MicroBatch],
     rewards: Sequence[Tensor],
+    loss_tokens: Tensor,
     algorithm: Algorithm,
     config: AlgorithmConfig,
     mesh: Mesh,
@@ -60,12 +63,12 @@ def compute_advantages(
 ) -> Advantages:
     """Compute what a step trains with. A collective where `credits_tokens`.
 
-    rewards: shaped, f32[G] of every group of the step, the same on every rank. penalties: of the KL in
-    the reward, None without it. values: the critic's, f32[N] a micro-batch on the last pipeline stage,
-    where there is a critic.
+    rewards: shaped, f32[G] of every group of the step. loss_tokens: i64[S] of `count_loss_tokens`. Both
+    are the same on every rank. penalties: of the KL in the reward, None without it. values: the
+    critic's, f32[N] a micro-batch on the last pipeline stage, where there is a critic.
     """
     if not credits_tokens(algorithm, penalties is not None):
-        samples = _compared(rewards, penalties, algorithm, config)
+        samples = _compared(rewards, loss_tokens, penalties, algorithm, config)
         return Advantages(with_advantages(batches, samples), samples, {})
     num_samples = sum(len(group) for group in rewards)
     if values is not None:
@@ -101,22 +104,25 @@ def set_advantages(groups: Sequence[SampleGroup], samples: Tensor) -> None:
 
 def set_reward_advantages(
     groups: Sequence[SampleGroup],
+    loss_tokens: Tensor,
     algorithm: Algorithm,
     config: AlgorithmConfig,
     max_response_len: int,
 ) -> None:
     """Write the advantages of the shaped rewards into the groups: for a step that is not trained."""
     rewards = [shaped_rewards(group, config, max_response_len) for group in groups]
-    set_advantages(groups, _compared(rewards, None, algorithm, config))
+    set_advantages(groups, _compared(rewards, loss_tokens, None, algorithm, config))
 
 
 def _compared(
     rewards: Sequence[Tensor],
+    loss_tokens: Tensor,
     penalties: Penalties | None,
     algorithm: Algorithm,
     config: AlgorithmConfig,
 ) -> Tensor:
-    """f32[S]: advantages by `algorithm.advantages` of the rewards less their penalties.
+    """f32[S]: advantages by `algorithm.advantages` of the rewards less their penalties, whitened where
+    the algorithm does.
 
     A sample outside the loss, whose reward still counts, is charged its group's mean penalty: without
     one it would look better than the others.
@@ -129,7 +135,28 @@ def _compared(
             for own, has in zip(paid, penalties.has_tokens.split(sizes), strict=True)
         ]
         rewards = [r - p for r, p in zip(rewards, off, strict=True)]
-    return torch.cat(algorithm.advantages(rewards, config))
+    samples = torch.cat(algorithm.advantages(rewards, config))
+    whitens, has_values = traits(algorithm).whitens, traits(algorithm).needs_critic
+    if not whitens or has_values:  # rewards, where values are still subtracted from them
+        return samples
+    return _whitened(samples, loss_tokens, algorithm, config)
+
+
+def _whitened(
+    samples: Tensor, loss_tokens: Tensor, algorithm: Algorithm, config: AlgorithmConfig
+) -> Tensor:
+    """f32[S]: (A - mean) / std, both over the loss tokens of the step, each with its sample's A.
+
+    0 for samples without a loss token, and exactly 0 where those of all others are equal.
+    """
+    counts, values = loss_tokens.double(), samples.double()
+    known = values[counts > 0]
+    if not len(known) or bool((known == known[0]).all()):
+        return torch.zeros_like(samples)
+    mean = float((counts * values).sum() / counts.sum())
+    std = float((counts * (values - mean).square()).sum() / counts.sum()) ** 0.5
+    white = (values - mean) / _spread(std, algorithm, config)
+    return torch.where(counts > 0, white, 0.0).float()
 
 
 def _credited(
@@ -156,7 +183,8 @@ def _credited(
     total = [math.fsum(column) for column in sums.T.tolist()]
     means = sums[:, 1] / sums[:, 0].clamp(min=1)
     if either(config.whiten, traits(algorithm).whitens):
-        mean, spread = _mean_and_spread(total, algorithm, config)
+        mean, std = gae.mean_and_std(torch.tensor(total[:3], dtype=torch.float64))
+        spread = _spread(std, algorithm, config)
         results = [(gae.whiten(a, mean, spread), returns) for a, returns in results]
         means = torch.where(sums[:, 0] > 0, (means - mean) / spread, 0.0)
     samples = means.float()
@@ -168,14 +196,11 @@ def _credited(
     return Advantages(filled, samples, _value_metrics(total))
 
 
-def _mean_and_spread(
-    total: Sequence[float], algorithm: Algorithm, config: AlgorithmConfig
-) -> tuple[float, float]:
-    """What whitening subtracts and divides by, from the sums of `_moments`."""
-    mean, std = gae.mean_and_std(torch.tensor(total[:3], dtype=torch.float64))
+def _spread(std: float, algorithm: Algorithm, config: AlgorithmConfig) -> float:
+    """What whitening divides by."""
     if set(SPREAD_KEYS) <= (traits(algorithm).reads or set()):
-        return mean, max(std, config.min_group_std) + config.advantage_eps
-    return mean, std + gae.WHITEN_EPS
+        return max(std, config.min_group_std) + config.advantage_eps
+    return std + gae.WHITEN_EPS
 
 
 def _moments(advantages: Tensor, returns: Tensor, values: Tensor) -> Tensor:
@@ -244,6 +269,19 @@ def drop_from_loss(groups: Sequence[SampleGroup], config: AlgorithmConfig) -> li
         )
         for group in groups
     ]
+
+
+def count_loss_tokens(
+    groups: Sequence[SampleGroup], config: AlgorithmConfig, *, drops_stale: bool
+) -> Tensor:
+    """Return i64[S]: how many tokens of each sample of the step are trained on, on all ranks alike.
+
+    `drops_stale`: tokens leave the loss whose routes other weights chose (r3 replay).
+    """
+    samples = [sample for group in drop_from_loss(groups, config) for sample in group.samples]
+    if drops_stale:
+        samples = [without_stale_tokens(sample) for sample in samples]
+    return torch.stack([sample.loss_mask.sum() for sample in samples])
 
 
 def shaping_metrics(

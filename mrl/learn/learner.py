@@ -20,6 +20,7 @@ from mrl.errors import RunFailed
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.learn.advantages import (
     compute_advantages,
+    count_loss_tokens,
     credits_tokens,
     drop_from_loss,
     known_rewards,
@@ -104,7 +105,8 @@ class Learner:
             group.advantages = None  # a rollout from a file brings those of another run
         if not self._advantages_need_passes:  # a batch that breaks what follows is on file, whole
             max_len = self.recipe.rollout.max_response_len
-            set_reward_advantages(groups, self.algorithm, self.kl.config, max_len)
+            tokens = self._count_loss_tokens(groups)
+            set_reward_advantages(groups, tokens, self.algorithm, self.kl.config, max_len)
             record(groups)
         in_loss = drop_from_loss(groups, self.recipe.algorithm)
         samples = [sample for group in in_loss for sample in group.samples]
@@ -198,6 +200,10 @@ class Learner:
     def _advantages_need_passes(self) -> bool:
         return self.kl.in_reward or credits_tokens(self.algorithm, False)
 
+    def _count_loss_tokens(self, groups: list[SampleGroup]) -> torch.Tensor:
+        drops_stale = self.recipe.moe.routing_replay == "r3"
+        return count_loss_tokens(groups, self.recipe.algorithm, drops_stale=drops_stale)
+
     def _with_advantages(
         self, step: int, flat: list[MicroBatch], groups: list[SampleGroup], clock: Clock
     ) -> tuple[list[MicroBatch], dict[str, float]]:
@@ -216,6 +222,7 @@ class Learner:
         found = compute_advantages(
             flat,
             [shaped_rewards(group, config, max_len) for group in groups],
+            self._count_loss_tokens(groups),
             self.algorithm,
             self.kl.config,
             self.mesh,

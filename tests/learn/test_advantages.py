@@ -26,6 +26,7 @@ from tests.sample_groups import sample
 LENGTHS = (3, 9, 5, 1, 12, 4, 7, 2)
 REWARDS = (1.0, 0.0, 0.5, 0.25, 1.0, 0.0, 0.0, 0.75)
 NUM_SAMPLES = len(LENGTHS)
+COUNTS = torch.tensor(LENGTHS)
 IN_REWARD = AlgorithmConfig(
     name="ppo", kl_coef=0.1, kl_in="reward", kl_estimator="k3", kl_target=0.02, kl_horizon=100
 )
@@ -74,10 +75,10 @@ def credited(world: int, sizes: dict[str, int], budget: int) -> dict[str, Any]:
     values = [at_tokens(batch, 1.1) for batch in batches]
     groups_of = [torch.tensor(REWARDS[:4]), torch.tensor(REWARDS[4:])]
     done = compute_advantages(
-        batches, groups_of, ppo, IN_REWARD, mesh, penalties=penalties, values=values
+        batches, groups_of, COUNTS, ppo, IN_REWARD, mesh, penalties=penalties, values=values
     )
     penalised = compute_advantages(
-        batches, groups_of, grpo, IN_REWARD, mesh, penalties=penalties
+        batches, groups_of, COUNTS, grpo, IN_REWARD, mesh, penalties=penalties
     ).batches
     token = [b.token_advantages for b in done.batches]
     returns = [b.returns for b in done.batches]
@@ -160,7 +161,8 @@ def test_a_sample_outside_the_loss_pays_what_its_group_pays() -> None:
     groups_of = [torch.ones(4), torch.ones(2)]
     penalties = Penalties([], sums, has_tokens, 0.0)
     mesh: Any = None  # nothing here is a collective
-    compute_advantages([], groups_of, algorithm, IN_REWARD, mesh, penalties=penalties)
+    tokens = has_tokens.long()
+    compute_advantages([], groups_of, tokens, algorithm, IN_REWARD, mesh, penalties=penalties)
     assert seen[0].tolist() == pytest.approx([0.7, 0.8, 0.9, 0.8])
     assert seen[1].tolist() == [1.0, 1.0]  # nobody of it is in the loss
 
@@ -187,7 +189,9 @@ def noise_alone(config: AlgorithmConfig) -> list[float]:
         batches = [filled(batch) for batch in made.micro_batches]
         penalties = KlControl(config).penalties(batches, NUM_SAMPLES, mesh)
         rewards = [torch.zeros(NUM_SAMPLES)]
-        done = compute_advantages(batches, rewards, algorithm, config, mesh, penalties=penalties)
+        done = compute_advantages(
+            batches, rewards, COUNTS, algorithm, config, mesh, penalties=penalties
+        )
         (batch,) = done.batches
         assert batch.token_advantages is not None
         largest.append(float(batch.token_advantages[batch.loss_mask].abs().max()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from mrl.algorithms import dapo
 from mrl.config import AlgorithmConfig
@@ -24,7 +25,7 @@ def in_loss(one: SampleGroup) -> list[bool]:
 def test_a_long_answer_loses_up_to_one_and_its_raw_reward_stays() -> None:
     config = AlgorithmConfig(name="dapo", overlong_buffer_len=4)
     one = group([1.0, 1.0, 1.0], 0, sample(6), sample(8), sample(10, "length"))
-    set_reward_advantages([one], dapo, config, max_response_len=10)
+    set_reward_advantages([one], torch.ones(3), dapo, config, max_response_len=10)
     assert one.rewards is not None
     assert one.rewards.tolist() == [1.0, 1.0, 1.0]
     assert one.advantages is not None  # of 1, 0.5 and 0
@@ -36,7 +37,7 @@ def test_a_long_answer_loses_up_to_one_and_its_raw_reward_stays() -> None:
 def test_a_cut_off_answer_leaves_the_loss_but_not_the_baseline() -> None:
     config = AlgorithmConfig(name="dapo", overlong_filter=True)
     one = group([1.0, 0.0, 0.0], 0, sample(6), sample(6), sample(10, "length"))
-    set_reward_advantages([one], dapo, config, 10)
+    set_reward_advantages([one], torch.ones(3), dapo, config, 10)
     (trained,) = drop_from_loss([one], config)
     assert in_loss(one) == [True, True, True]  # what is saved is as it was rolled out
     assert in_loss(trained) == [True, True, False]
