@@ -229,6 +229,8 @@ class MicroBatch:
     """f32[N]: the critic's before the update, on the last pipeline stage."""
     returns: Tensor | None = None
     """f32[N]: what the critic learns, on the last pipeline stage."""
+    entropy: Tensor | None = None
+    """f32[N] in nats, with gradient: of the current policy at each loss token, for the loss only."""
     nll_weight: Tensor | None = None
     """f32[B]: what the log-likelihood of each sequence counts beside the policy loss; carries its own
     global normaliser."""

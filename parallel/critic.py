@@ -22,7 +22,7 @@ from moe.routes import Replay
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.types import MicroBatch
 from parallel.architectures.base import HfConfig, Rule
-from parallel.forward import HeadInput, PassOutput
+from parallel.forward import HeadInput, HeadOutput, PassOutput
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger
 from parallel.megatron_model import MegatronModel
@@ -58,7 +58,7 @@ class ValueHead(torch.nn.Module):
         return values, None
 
 
-def value_rows(given: HeadInput, into: PassOutput) -> Tensor:
+def value_rows(given: HeadInput, into: PassOutput) -> HeadOutput:
     """Turn rows [1, n, 1] into values f32[N], noted in `into`: the head of the runner.
 
     Value t is that of the state before token t was chosen, so it is read off row t - 1; 0 off the loss
@@ -68,7 +68,7 @@ def value_rows(given: HeadInput, into: PassOutput) -> Tensor:
     rows = given.context.gather(given.states.flatten().float())
     values = torch.where(wanted, rows.roll(1), 0.0)
     into.values.append(values.detach())
-    return values
+    return HeadOutput(values)
 
 
 def value_model(model: HfModel) -> HfModel:

@@ -6,6 +6,7 @@ pass. It knows nothing of algorithms: a loss is a function from log-probs and a 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,9 +89,19 @@ class HeadInput:
     """Onto the vocabulary, where the model leaves that to the head."""
 
 
-Head = Callable[[HeadInput, PassOutput], Tensor]
+Head = Callable[[HeadInput, PassOutput], "HeadOutput"]
 """(input, where to note the result detached) -> what the loss is a function of: log-probs of a policy,
-values of a critic, f32[N] with gradient."""
+values of a critic, f32[N] with gradient. A policy's head gives its entropy, too."""
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """What a head makes of one micro-batch."""
+
+    result: Tensor
+    """f32[N] with gradient."""
+    entropy: Tensor | None = None
+    """f32[N] with gradient; None of a critic."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +117,16 @@ class _Pass:
 
     def finish(self, given: HeadInput) -> tuple[Tensor, Tensor, dict]:
         """Return (undivided loss sum, a number of tokens that Megatron asks for, nothing to report)."""
-        result = self.head(given, self.output)
+        found = self.head(given, self.output)
+        result = found.result
         num_tokens = torch.zeros((), dtype=torch.int, device=result.device)  # Megatron's; unused
         if self.loss is None:
             return result.sum(), num_tokens, {}
-        found = self.loss(result, given.batch)
+        batch = dataclasses.replace(given.batch, entropy=found.entropy)
+        loss = self.loss(result, batch)
         # Megatron scales the tensor that it gets in place.
-        self.output.losses.append(LossOutput(found.loss_sum.detach().clone(), found.stats))
-        return found.loss_sum, num_tokens, {}
+        self.output.losses.append(LossOutput(loss.loss_sum.detach().clone(), loss.stats))
+        return loss.loss_sum, num_tokens, {}
 
 
 class PipelineRunner:

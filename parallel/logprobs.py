@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from mrl.kernels import linear_logprob, vp_logprob
 from mrl.types import MicroBatch
 from parallel.context import ContextSlice
-from parallel.forward import HeadInput, PassOutput
+from parallel.forward import HeadInput, HeadOutput, PassOutput
 from parallel.layers.output_layer import Projection
 
 
@@ -95,9 +95,9 @@ class LogprobHead:
     temperature: float
     tp: ProcessGroup
 
-    def __call__(self, given: HeadInput, output: PassOutput) -> Tensor:
-        """Logits [1, n, V_loc], or hidden states and a projection -> logprobs f32[N] with gradient;
-        they and the entropy go into `output`, detached."""
+    def __call__(self, given: HeadInput, output: PassOutput) -> HeadOutput:
+        """Logits [1, n, V_loc], or hidden states and a projection -> logprobs f32[N] and entropy f32[N]
+        with gradient; both go into `output`, detached."""
         states, context = given.states.squeeze(0), given.context
         if given.projection is None:
             logprobs, entropy = packed_logprobs(
@@ -109,4 +109,4 @@ class LogprobHead:
             )
         output.logprobs.append(logprobs.detach())
         output.entropies.append(entropy.detach())
-        return logprobs
+        return HeadOutput(logprobs, entropy)

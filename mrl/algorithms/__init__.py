@@ -23,6 +23,7 @@ _PARTS = (
     "check",
     "corrections",
     "describe",
+    "entropy",
     "gae",
     "kl",
     "ratio_loss",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mrl.config import AlgorithmConfig
 from mrl.kernels import RatioKind
+from mrl.types import MicroBatch
 
 Aggregation = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
@@ -64,6 +65,19 @@ def weights_by(published: Aggregation, ratio: RatioKind = "token") -> SequenceWe
         return torch.where(num_loss_tokens > 0, weights, 0.0).float()
 
     return sequence_weights
+
+
+def token_weights(batch: MicroBatch, ratio: RatioKind) -> Tensor:
+    """f64[N]: what `policy_loss` with this kind of ratio lets each token of a micro-batch count."""
+    lengths, mask = batch.cu_seqlens.diff().long(), batch.loss_mask
+    weights = batch.seq_weight.double()
+    if ratio == "sequence":
+        sequences = torch.arange(len(lengths), device=mask.device).repeat_interleave(
+            lengths, output_size=len(mask)
+        )
+        counts = weights.new_zeros(len(lengths)).index_add(0, sequences, mask.double())
+        weights = weights / counts.clamp(min=1)
+    return weights.repeat_interleave(lengths, output_size=len(mask))
 
 
 def _checked(max_response_len: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mrl.algorithms.aggregation import token_weights
 from mrl.config import AlgorithmConfig
 from mrl.kernels import KlPenalty, RatioKind
 from mrl.types import MicroBatch
@@ -36,17 +37,11 @@ def unbiased_kl(
     ref = batch.ref_logprobs
     if ref is None:
         raise ValueError("MicroBatch.ref_logprobs: got None, expected f32[N]: the KL needs it")
-    mask, lengths = batch.loss_mask, batch.cu_seqlens.diff().long()
+    mask = batch.loss_mask
     now, before, reference = (torch.where(mask, t, 0.0).double() for t in (logprobs, old, ref))
-    weights = batch.seq_weight.double()
-    if ratio == "sequence":
-        sequences = torch.arange(len(lengths), device=mask.device).repeat_interleave(lengths)
-        counts = weights.new_zeros(len(lengths)).index_add(0, sequences, mask.double())
-        weights = weights / counts.clamp(min=1)
     d = reference - now
     terms = (now - before).exp() * (d.expm1() - d)
-    weights = weights.repeat_interleave(lengths, output_size=len(terms))
-    return torch.where(mask, weights * terms, 0.0).sum(), terms.detach().sum()
+    return torch.where(mask, token_weights(batch, ratio) * terms, 0.0).sum(), terms.detach().sum()
 
 
 def reward_penalties(old: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:

@@ -56,6 +56,9 @@ class AlgorithmConfig(Branch):
     tau_negative: float | None = Field(default=None, gt=0)
     """SAPO's temperature where A <= 0; null takes the published value."""
 
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus: the loss falls by this times the entropy of the whole distribution
+    at each loss token, weighed as the token's loss is. 0 turns it off, and it costs nothing."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of KL(policy || reference). At 0 no reference model is kept."""
     kl_in: Literal["loss", "reward"] = "loss"

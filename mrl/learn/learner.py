@@ -13,6 +13,7 @@ import torch
 from moe.provenance import provenance_metrics
 from moe.routes import Replay
 from mrl.algorithms.base import Algorithm, traits
+from mrl.algorithms.entropy import with_entropy_bonus
 from mrl.algorithms.value_loss import critic_loss
 from mrl.config import Recipe
 from mrl.diagnosis.collect import Diagnosis
@@ -279,7 +280,8 @@ class Learner:
         algorithm, config = self.algorithm, self.kl.config
 
         def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
-            return algorithm.loss(logprobs, batch, config)
+            found = algorithm.loss(logprobs, batch, config)
+            return with_entropy_bonus(found, batch, algorithm, config)
 
         def value_loss(values: torch.Tensor, batch: MicroBatch) -> LossOutput:
             return critic_loss(values, batch, config)

@@ -41,3 +41,14 @@ def name_a_dtype(user: User) -> str:
     printed = user.mrl("check", *user.recipe("run"), "model.dtype=fp16", code=2)
     assert "use bfloat16 (bf16) or float32 (fp32)" in printed
     return printed.strip()
+
+
+@thing("I add an entropy bonus, and the policy stays broader than without.")
+def keep_the_policy_broad(user: User) -> str:
+    ends = {}
+    for coef in (0, 1):
+        user.train(f"run_{coef}", f"algorithm.entropy_coef={coef}", "train.num_steps=4")
+        lines = (user.folder / f"run_{coef}/metrics.jsonl").read_text().splitlines()
+        ends[coef] = json.loads(lines[-1])["entropy"]
+    assert ends[1] > ends[0], ends
+    return f"entropy after 3 steps: {ends[0]:.3f} without, {ends[1]:.3f} with"
