@@ -7,11 +7,10 @@ sleeps while the trainer works, and the trainer's tensors are on the host while 
 
 from __future__ import annotations
 
-import signal
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +31,11 @@ from mrl.learn.sft import run_sft
 from mrl.learn.throughput import Throughput
 from mrl.preflight import Plan
 from mrl.run import console
+from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder, rollout_lines, saved_step
 from mrl.run.rollouts import is_held, save_groups
 from mrl.system.clock import Clock
+from mrl.system.stop import WHO, StopRequest
 from mrl.types import Max, SampleGroup, Statistics
 from parallel.checkpoint.checkpoints import Checkpoints, Loaded
 from parallel.ledger import memory_statistics
@@ -50,13 +51,17 @@ class Trainer:
     plan: Plan
     mesh: Mesh
     folder: RunFolder
+    callbacks: Sequence[Callback] = ()
+    """What is told of every step, in order, on every rank."""
 
     def __post_init__(self) -> None:
         recipe = self.plan.recipe
         self.is_main = self.mesh.rank == 0
         self.step = 0
         """Steps done."""
-        self._interrupted = False
+        self.stopped = ""
+        """Why the run stopped before its last step; empty where it did not."""
+        self._stop = StopRequest()
         with self._progress("loading the model"):
             self.policy = make_policy(self.plan, self.mesh, trains=True)
         self.collector = make_collector(self.plan, self.mesh, self.folder)
@@ -82,22 +87,27 @@ class Trainer:
     def train(self) -> None:
         """Run all steps that are left. Whatever happens, no engine is left running.
 
-        SIGUSR1 (SLURM's warning before the time limit) saves at the end of the step and leaves.
+        SIGUSR1 (SLURM's warning before the time limit) and a callback that asks for it save at the end
+        of the step and stop: `stopped` says why.
         """
+        with self._stop.heeding_signals():
+            self._train()
+
+    def _train(self) -> None:
         recipe = self.plan.recipe
-        signal.signal(signal.SIGUSR1, self._on_signal)
         try:
             with self._progress(self.collector.start_text):
                 self.collector.start(self.policy)
             self._restore_or_run_sft()
-            while self.step < recipe.train.num_steps:
+            while self.step < recipe.train.num_steps and not self.stopped:
                 metrics = self.run_step()
                 if self.is_main:
                     self.folder.add_metrics(metrics)
                     console.step_line(metrics, num_steps=recipe.train.num_steps)
+                self._call_back(metrics)
                 self.checkpoints.poll()
                 self._save_if_due()
-            if recipe.eval.every:
+            if recipe.eval.every and not self.stopped:
                 self._evaluate_last()
             self.checkpoints.finish()
         except BaseException:
@@ -130,6 +140,16 @@ class Trainer:
             metrics = evaluate(self.policy, self.collector, self.step)
         if self.is_main:
             console.evaluation(metrics)
+        for callback in self.callbacks:
+            callback.on_evaluation(self.step, metrics)
+
+    def _call_back(self, metrics: dict[str, float]) -> None:
+        step, evaluation = int(metrics["step"]), self.collector.evaluation
+        for callback in self.callbacks:
+            if evaluation:
+                callback.on_evaluation(step, evaluation)
+            if callback.on_step(step, metrics, self.collector.groups):
+                self._stop.from_callback()
 
     def run_step(self) -> dict[str, float]:
         """Run one step and return its metrics, which are the same on every rank but for the times."""
@@ -205,30 +225,26 @@ class Trainer:
                 save_groups(saved_step(self.folder.rollouts, self.step), groups)
 
     def _save_if_due(self) -> None:
-        """Save at the recipe's interval, at the last step, and when SIGUSR1 came: then leave."""
+        """Save at the recipe's interval, at the last step, and when the run is to stop here."""
         recipe = self.plan.recipe
         every = recipe.checkpoint.save_every
         last = self.step == recipe.train.num_steps
-        told = self._any_rank_interrupted() and not last
+        told = 0 if last else self._told_on_any_rank()
         due = last or told or (every and self.step % every == 0)
         if due and not recipe.debug.rollout_only:
             self._save()
         if told and recipe.debug.rollout_only:
-            raise SystemExit(
-                f"mrl: SIGUSR1: stopped after step {self.step}; debug.rollout_only saves no "
+            self.stopped = (
+                f"{WHO[told]}: stopped after step {self.step}; debug.rollout_only saves no "
                 "checkpoint, another start begins anew"
             )
-        if told:
-            self.checkpoints.finish()
-            raise SystemExit(f"mrl: SIGUSR1: saved step {self.step}; start again to go on")
+        elif told:
+            self.stopped = f"{WHO[told]}: saved step {self.step}; start again to go on"
 
-    def _on_signal(self, number: int, frame: Any) -> None:
-        self._interrupted = True
-
-    def _any_rank_interrupted(self) -> bool:
-        """Ranks leave together, also when only one of them was told."""
-        told = Max(torch.tensor(float(self._interrupted)))
-        return reduce_statistics({"told": told})["told"] > 0
+    def _told_on_any_rank(self) -> int:
+        """Ranks stop together, also when only one of them was told."""
+        told = Max(torch.tensor(float(self._stop.asked)))
+        return int(reduce_statistics({"told": told})["told"])
 
     def _save(self) -> None:
         own = {"collector": self.collector.state_dict(), "learner": self.learner.state_dict()}

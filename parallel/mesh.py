@@ -93,6 +93,25 @@ def local_device() -> torch.device:
     return torch.device("cpu")
 
 
+_meetings: list[Any] = []
+"""torchrun's store, once it was joined, and the times that the ranks met there."""
+
+
+def _meeting() -> tuple[dist.Store, int, int]:
+    """Return where the ranks meet, this rank and their number.
+
+    A process may train several times. The ranks meet under another prefix each time: gloo would find
+    the addresses that the groups of the last time left in torchrun's store.
+    """
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    if not _meetings:
+        _meetings.append(next(iter(dist.rendezvous("env://"))))
+    store, rank, world = _meetings[0]
+    _meetings.append(None)
+    return dist.PrefixStore(f"mrl_{len(_meetings) - 1}", store), rank, world
+
+
 def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
     """Join the other ranks (by torchrun's rendezvous, or alone), make Megatron's process groups, and
     seed the random generators.
@@ -108,10 +127,9 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store, rank, world = _meeting()
+        timeout = datetime.timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     parallel_state.initialize_model_parallel(
         dims.tp,
         dims.pp,

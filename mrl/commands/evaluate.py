@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands.recipe_arguments import add_recipe, read_recipe
+from mrl.config import Recipe
 from mrl.errors import InputError
 from mrl.run.folder import RunFolder
 from mrl.system.processes import die_with_torchrun
@@ -36,25 +38,37 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     die_with_torchrun()
     recipe = read_recipe(args)
-    if not recipe.eval.sets:
-        raise InputError(
-            f"{args.recipe}: eval.sets is empty; add a set, e.g. eval.sets: [{{name: test, path: "
-            "data/test.jsonl, samples_per_prompt: 8}]"
-        )
-    from mrl.preflight import check
     from mrl.run import console
     from parallel.mesh import destroy_mesh, world_size
 
-    plan = check(recipe, world_size())
-    folder = RunFolder(recipe.output_dir)
-    if args.step is not None and not (folder.checkpoints / f"iter_{args.step:07d}").is_dir():
-        raise InputError(f"--step {args.step}: {folder.checkpoints} has no checkpoint of that step")
-    step, metrics = evaluate_checkpoint(plan, folder, args.step)
+    step, metrics, samples = evaluate_recipe(recipe, world_size(), args.step, str(args.recipe))
     if os.environ.get("RANK", "0") == "0":
         console.evaluation(metrics)
         what = f"step {step}" if step else recipe.model.path
-        print(f"evaluated {what}; samples: {folder.evals / f'step_{step:06d}.jsonl'}")
+        print(f"evaluated {what}; samples: {samples}")
     destroy_mesh()
+
+
+def evaluate_recipe(
+    recipe: Recipe, world: int, step: int | None, source: str = "recipe"
+) -> tuple[int, dict[str, float], Path]:
+    """Check a recipe and evaluate it as `evaluate_checkpoint` does, on this rank of `world`.
+
+    Returns the file with the samples too. `source` is what messages call the recipe.
+    """
+    if not recipe.eval.sets:
+        raise InputError(
+            f"{source}: eval.sets is empty; add a set, e.g. eval.sets: [{{name: test, path: "
+            "data/test.jsonl, samples_per_prompt: 8}]"
+        )
+    from mrl.preflight import check
+
+    plan = check(recipe, world)
+    folder = RunFolder(plan.recipe.output_dir)
+    if step is not None and not (folder.checkpoints / f"iter_{step:07d}").is_dir():
+        raise InputError(f"step {step}: {folder.checkpoints} has no checkpoint of that step")
+    done, metrics = evaluate_checkpoint(plan, folder, step)
+    return done, metrics, folder.evals / f"step_{done:06d}.jsonl"
 
 
 def evaluate_checkpoint(

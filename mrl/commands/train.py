@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands.recipe_arguments import add_recipe, read_recipe
 from mrl.config import Recipe
+from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder
 from mrl.system.processes import die_with_torchrun
 
@@ -35,38 +38,51 @@ def run(args: argparse.Namespace) -> None:
     recipe = read_recipe(args)
     from parallel.mesh import destroy_mesh, world_size
 
-    train(recipe, world_size())
+    stopped = train(recipe, world_size())
     destroy_mesh()
+    if stopped:
+        sys.exit(f"mrl: {stopped}")
 
 
-def train(recipe: Recipe, world: int) -> None:
-    """Check, start and run a recipe on this rank of `world`."""
+def train(recipe: Recipe, world: int, callbacks: Sequence[Callback] = ()) -> str:
+    """Check, start and run a recipe on this rank of `world`.
+
+    Returns why the run stopped before its last step; empty where it is done.
+    """
     from mrl.preflight import check
     from mrl.run import console
-    from parallel import prepare
 
     plan = check(recipe, world)
     recipe = plan.recipe
-    folder = RunFolder(recipe.output_dir)
     is_main = os.environ.get("RANK", "0") == "0"
-    if is_main:
-        folder.open(recipe)
-        console.pairs(plan.rows())
-    if _is_done(plan, folder):
+    with closing(RunFolder(recipe.output_dir)) as folder:
+        if is_main:
+            folder.open(recipe)
+            console.pairs(plan.rows())
+        if not _is_done(plan, folder):
+            stopped = _train(plan, folder, callbacks)
+            if is_main and not stopped:
+                _summarize(folder, recipe)
+            return stopped
         if is_main:
             print(
                 f"{folder.root} is done: {plan.resume_step} of {recipe.train.num_steps} steps, by the "
                 "sizes of the files (mrl export reads every byte)"
             )
-        return
+        return ""
+
+
+def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
+    from parallel import prepare
+
     prepare()
     from mrl.trainer import Trainer
     from parallel.mesh import init_mesh
 
-    mesh = init_mesh(plan.dims, recipe.seed, timeout_s=recipe.longest_wait_s)
-    Trainer(plan, mesh, folder).train()
-    if is_main:
-        _summarize(folder, recipe)
+    mesh = init_mesh(plan.dims, plan.recipe.seed, timeout_s=plan.recipe.longest_wait_s)
+    trainer = Trainer(plan, mesh, folder, callbacks)
+    trainer.train()
+    return trainer.stopped
 
 
 def _is_done(plan: Plan, folder: RunFolder) -> bool:

@@ -36,7 +36,15 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     was given, what was expected and the nearest key.
     """
     tree = hold_paths(_read_yaml(Path(path)), Path(path))
-    _refuse_renamed(_keys_of(tree), str(path))
+    return recipe_of(tree, overrides, str(path))
+
+
+def recipe_of(tree: dict[str, Any], overrides: list[str] | None, source: str) -> Recipe:
+    """Make a recipe of the keys in `tree`, which it changes, and of overrides.
+
+    `source` is what messages call it. Raises InputError as `load_recipe` does.
+    """
+    _refuse_renamed(_keys_of(tree), source)
     for item in overrides or []:
         _refuse_renamed([item.partition("=")[0]], f"override {item!r}")
         _apply_override(tree, item)
@@ -45,7 +53,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     try:
         return Recipe.model_validate(hold_paths(tree, None))
     except ValidationError as error:
-        raise InputError(f"{path}: {_explain(error)}") from None
+        raise InputError(f"{source}: {_explain(error)}") from None
 
 
 def dump_recipe(recipe: Recipe, path: Path) -> None:

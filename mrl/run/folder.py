@@ -116,6 +116,12 @@ class RunFolder:
             ) from None
         dump_recipe(recipe, self.config)
 
+    def close(self) -> None:
+        """Let another run claim the folder. Harmless where this one never did."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
     def rewind(self, step: int) -> None:
         """Make room for steps that a resumed run will do again, from `step` on.
 

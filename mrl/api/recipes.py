@@ -1,0 +1,67 @@
+"""Makes a recipe of what Python has: a path, a dict, or a recipe, each with overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mrl.config import Recipe
+from mrl.config.load import load_recipe as read_recipe
+from mrl.config.load import recipe_of
+from mrl.errors import InputError
+
+Overrides = Mapping[str, Any] | Sequence[str]
+"""`{"optimizer.lr": 1e-6}`, or `["optimizer.lr=1e-6"]` as on the command line."""
+
+
+def load_recipe(
+    recipe: Recipe | str | Path | Mapping[str, Any], overrides: Overrides = ()
+) -> Recipe:
+    """Return a recipe with every default, from a YAML file, a dict of its keys, or another recipe.
+
+    A dict may be nested (`{"optimizer": {"lr": 1e-6}}`), as the YAML is. `overrides` have dotted keys.
+    Relative paths become absolute. Raises InputError, one line that names the key.
+    """
+    items = _items(overrides)
+    if isinstance(recipe, (str, Path)):
+        return read_recipe(recipe, items)
+    if isinstance(recipe, Recipe):
+        return recipe_of(recipe.model_dump(mode="json"), items, "recipe")
+    if isinstance(recipe, Mapping):
+        return recipe_of(_plain(recipe), items, "recipe")
+    raise InputError(
+        f"recipe: got {type(recipe).__name__}, expected the path of a YAML file, a dict or an "
+        "mrl.Recipe"
+    )
+
+
+def _items(overrides: Overrides) -> list[str]:
+    """Return overrides as the command line has them."""
+    if isinstance(overrides, str):
+        raise InputError(f"overrides: got {overrides!r}, expected a list such as [{overrides!r}]")
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    return [f"{key}={_yaml(key, value)}" for key, value in overrides.items()]
+
+
+def _yaml(key: str, value: Any) -> str:
+    try:
+        text = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**9)
+    except yaml.YAMLError:
+        raise InputError(
+            f"override {key}: got {type(value).__name__}, expected what YAML can hold: a number, a "
+            "string, true or false, null, a list or a dict"
+        ) from None
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _plain(value: Any) -> Any:
+    """Return the value with dicts, lists and strings for mappings, tuples and paths."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
