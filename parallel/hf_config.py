@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,19 @@ from parallel.architectures.base import Architecture, HfConfig
 from parallel.architectures.common import rope_settings
 from parallel.dims import ModelSizes
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""What the id of a model on the Hugging Face hub looks like: ORGANISATION/NAME."""
+
 
 def read_config(folder: Path) -> HfConfig:
     """Read config.json of a model folder, with or without weights. Raises InputError."""
     if not folder.is_dir():
+        if HUB_ID.fullmatch(str(folder)) and folder.parts[0] != "toy":
+            raise InputError(
+                f"model.path: no folder {folder}, and mrl downloads nothing. If it is a model of the "
+                f"Hugging Face hub, run `hf download {folder} --local-dir models/{folder.name}` (or "
+                f"huggingface-cli download) and give model.path=models/{folder.name}"
+            )
         raise InputError(
             f"model.path: no folder {folder}; give a Hugging Face checkpoint (for `mrl check --plan` "
             f"its config.json alone is enough), or make a toy one with `mrl toy-model {folder}`"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -10,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from mrl.config.paths import hold_paths
 from mrl.config.recipe import Recipe
+from mrl.config.suggest import suggest
 from mrl.errors import InputError
 from mrl.system.files import write_whole
 
@@ -129,7 +129,7 @@ def _explain(error: ValidationError) -> str:
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             named = ".".join(part for part in problem["loc"] if isinstance(part, str))
-            lines.append(f"unknown key {key!r}{_suggest(named)}")
+            lines.append(f"unknown key {key!r}{suggest(named, problem['input'])}")
         elif problem["type"] == "missing":
             lines.append(f"{key}: required, and not given")
         else:
@@ -145,28 +145,3 @@ def _of_unions(problems: list[ErrorDetails]) -> dict[str, list[ErrorDetails]]:
         if path and MEMBER.fullmatch(str(member)):
             found.setdefault(".".join(str(part) for part in path), []).append(problem)
     return found
-
-
-def _suggest(key: str) -> str:
-    """Suggest the same name in another branch, else the nearest name in the same branch, else any."""
-    known = _all_keys(Recipe)
-    branch, _, leaf = key.rpartition(".")
-    leaves = {k: k.rpartition(".")[2] for k in known}
-    near = [k for k in known if leaves[k] == leaf]
-    for places in ([k for k in known if k.rpartition(".")[0] == branch], known):
-        if not near:
-            names = difflib.get_close_matches(leaf, [leaves[k] for k in places], n=1)
-            near = [k for k in places if leaves[k] in names]
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _all_keys(branch: type[BaseModel], prefix: str = "") -> list[str]:
-    keys = []
-    for name, field in branch.model_fields.items():
-        keys.append(prefix + name)
-        inner = field.annotation
-        options = [inner, *getattr(inner, "__args__", ())]
-        for option in options:
-            if isinstance(option, type) and issubclass(option, BaseModel):
-                keys += _all_keys(option, f"{prefix}{name}.")
-    return keys

@@ -35,6 +35,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["prompts_per_step 4 is not divisible", "(4 = 1 x 3 + 1)"],
     ),
     "model folder": (["model.path=/nowhere"], ["no folder /nowhere", "mrl toy-model"]),
+    "hub id": (
+        ["model.path=Qwen/Qwen3-30B-A3B"],
+        ["hf download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B", "model.path=models/Q"],
+    ),
     "algorithm": (["algorithm.name=gsop"], ["gsop", "gspo"]),
     "supervised loss": (["algorithm.name=nll"], ["nll", "gspo or grpo"]),
     "reward name": (["reward=first_chr"], ["first_chr", "did you mean 'first_char'"]),

@@ -1,0 +1,88 @@
+"""Suggests a key of the recipe for one that it does not know."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from mrl.config.foreign import FOREIGN
+from mrl.config.recipe import Recipe
+
+MAX_KEYS = 6
+"""The keys of an unknown branch that the message explains."""
+
+
+def suggest(key: str, value: Any = None) -> str:
+    """Return the end of a message about the unknown dotted `key`; empty where nothing is near.
+
+    The keys of an unknown branch are looked up one by one: `value` is what the recipe gives it.
+    """
+    inner = list(_leaves(value, f"{key}.")) if isinstance(value, dict) else []
+    is_near = difflib.get_close_matches(key, [own.partition(".")[0] for own in all_keys()], n=1)
+    if inner and not is_near and _foreign(key) is None:
+        found = [f"{each} is {own}" for each in inner if (own := _find(each, is_own=False))]
+        if found:
+            return f"; here {', '.join(found[:MAX_KEYS])}"
+    own = _find(key, is_own=True)
+    return f"; did you mean {own}?" if own else ""
+
+
+def _find(key: str, *, is_own: bool) -> str:
+    """Return the quoted key of a recipe for `key`, with what differs; empty where there is none.
+
+    In order: another framework's name, the same name in another branch, the nearest name in the same
+    branch, the nearest anywhere, a mistyped name of another framework. Without `is_own` only exact
+    names count.
+    """
+    if (foreign := _foreign(key)) is not None:
+        return _quoted(*foreign)
+    known = all_keys()
+    branch, _, leaf = key.rpartition(".")
+    leaves = {k: k.rpartition(".")[2] for k in known}
+    same = [k for k in known if leaves[k] == leaf]
+    if same or not is_own:
+        return _quoted(same[0]) if same else ""
+    for places in ([k for k in known if k.rpartition(".")[0] == branch], known):
+        names = difflib.get_close_matches(leaf, [leaves[k] for k in places], n=1)
+        if names:
+            return _quoted(next(k for k in places if leaves[k] in names))
+    names = difflib.get_close_matches(leaf, FOREIGN, n=1, cutoff=0.8)
+    return _quoted(*FOREIGN[names[0]]) if names else ""
+
+
+def _quoted(key: str, note: str = "") -> str:
+    return f"{key!r} ({note})" if note else repr(key)
+
+
+def _foreign(key: str) -> tuple[str, str] | None:
+    """Return the entry of FOREIGN for the longest end of a dotted key."""
+    parts = key.replace("-", "_").split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((FOREIGN[end] for end in ends if end in FOREIGN), None)
+
+
+def _leaves(tree: dict[Any, Any], prefix: str) -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value and _foreign(f"{prefix}{name}") is None:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+@cache
+def all_keys() -> tuple[str, ...]:
+    """Return the dotted keys of a recipe; those of the elements of a list without its index."""
+    return tuple(_keys(Recipe, ""))
+
+
+def _keys(branch: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in branch.model_fields.items():
+        yield prefix + name
+        inner = field.annotation
+        for option in (inner, *getattr(inner, "__args__", ())):
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                yield from _keys(option, f"{prefix}{name}.")
