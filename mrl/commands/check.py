@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import torch
+
 from mrl.commands.recipe_arguments import add_recipe, read_recipe
 from mrl.errors import InputError
 
@@ -23,7 +25,11 @@ def add_to(commands: Any) -> None:
         help="predict memory, traffic and time of a step on GPUs; needs only config.json of the model",
     )
     command.add_argument(
-        "--gpus", type=int, metavar="N", help="with --plan: ranks; by default those of this start"
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="check, or plan, for N ranks, also on a machine without GPUs; by default for those of "
+        "this start",
     )
     command.add_argument("--gpu", metavar="NAME", help="with --plan: h100 (default) or h200")
     command.add_argument(
@@ -40,30 +46,48 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="on a machine with GPUs: accept a recipe that should not fit into their memory",
     )
+    command.add_argument(
+        "--versions",
+        action="store_true",
+        help="first print the versions of the packages, and what each implies",
+    )
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     recipe = read_recipe(args)
     from mrl.run import console
-    from parallel.versions import version_rows
 
-    console.table("Versions", ("package", "version", "what it implies"), version_rows())
+    if args.versions:
+        from parallel.versions import version_rows
+
+        console.table("Versions", ("package", "version", "what it implies"), version_rows())
     if args.plan:
         from mrl.commands.scaling_plan import show_plan
 
         show_plan(recipe, args.gpus, args.gpu, args.prompt_len, args.host_memory)
         return
-    for name in ("gpus", "gpu", "prompt_len", "host_memory"):
+    for name in ("gpu", "prompt_len", "host_memory"):
         if getattr(args, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} needs --plan; add it")
+    from mrl.commands.ranks import check_ranks
     from mrl.preflight import check
     from parallel.mesh import world_size
 
-    console.pairs(check(recipe, world_size()).rows())
-    if not args.ignore_memory:
+    world = world_size() if args.gpus is None else args.gpus
+    if world < 1:
+        raise InputError(f"--gpus: got {world}, expected at least 1")
+    check_ranks(recipe, world, "check")
+    elsewhere = args.gpus is not None and not torch.cuda.is_available()
+    console.pairs(check(recipe, world, elsewhere=elsewhere).rows(elsewhere=elsewhere))
+    if elsewhere:
+        print(
+            f"checked for {world} GPU(s), which this machine does not have: what depends on them is "
+            "checked where the run starts (mrl check --plan predicts the memory)"
+        )
+    if args.gpus is None and not args.ignore_memory:
         from mrl.commands.scaling_plan import check_memory
 
-        if memory := check_memory(recipe, world_size()):
+        if memory := check_memory(recipe, world):
             print(f"memory: {memory}")
     print("ok")

@@ -49,9 +49,11 @@ def train(recipe: Recipe, world: int, callbacks: Sequence[Callback] = ()) -> str
 
     Returns why the run stopped before its last step; empty where it is done.
     """
+    from mrl.commands.ranks import check_ranks
     from mrl.preflight import check
     from mrl.run import console
 
+    check_ranks(recipe, world, "train")
     plan = check(recipe, world)
     recipe = plan.recipe
     is_main = os.environ.get("RANK", "0") == "0"

@@ -35,7 +35,7 @@ from mrl.preflight.schedule import with_schedule
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine, node_class
-from mrl.rollout.sglang.arguments import check_server_args
+from mrl.rollout.sglang.limits import check_limits
 from mrl.run import console
 from mrl.run.folder import RunFolder, check_saved_steps
 from mrl.types import Prompt
@@ -46,18 +46,24 @@ from parallel.hf_tensors import HfTensors, check_names
 from parallel.implementation import choose_implementation
 
 
-def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Plan:
+def check(
+    recipe: Recipe, world: int, *, saved_steps: range | None = None, elsewhere: bool = False
+) -> Plan:
     """Validate a recipe for `world` ranks; the plan's recipe has the numbers that follow from others.
+
+    `saved_steps`: those that `debug.load_rollouts` must have, by default all that are left.
+    `elsewhere`: the ranks have GPUs that this machine does not have; what depends on them is left out.
     Raises InputError with the first thing that is wrong.
-    `saved_steps`: those that `debug.load_rollouts` must have, by default all that are left."""
+    """
     recipe = with_schedule(recipe)
     dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
     folder = RunFolder(recipe.output_dir)
-    model = _read_model(recipe, dims)
+    model = _read_model(recipe, dims, elsewhere)
     reference = read_reference(recipe.algorithm, model)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)
     check_sampling(recipe.rollout, model.sizes.vocab_size)
+    _check_engine(recipe, on_gpu=elsewhere or torch.cuda.is_available())
     check_on_policy(recipe, dims, model)
     check_partial_rollouts(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
     context_len = _context_len(recipe.rollout, model)
@@ -96,15 +102,16 @@ def check(recipe: Recipe, world: int, *, saved_steps: range | None = None) -> Pl
     )  # fmt: skip
 
 
-def _read_model(recipe: Recipe, dims: ParallelDims) -> HfModel:
+def _read_model(recipe: Recipe, dims: ParallelDims, elsewhere: bool) -> HfModel:
     """Read the model's folder, and check it against the layout and Megatron's options."""
     model = HfModel.read(recipe.model.path)
     dims.check_model(model.sizes)
     with HfTensors(model) as tensors:
         check_names(model, tensors.names)
-    choose_implementation(recipe.model.transformer_impl)
+    if not elsewhere:
+        choose_implementation(recipe.model.transformer_impl)
     check_moe(recipe, model)
-    check_megatron(recipe, dims, model)
+    check_megatron(recipe, dims, model, elsewhere=elsewhere)
     return model
 
 
@@ -135,9 +142,6 @@ def _check_task(recipe: Recipe) -> None:
         )
     if recipe.debug.load_rollouts is not None:
         return
-    load_engine(recipe.rollout.engine)
-    if recipe.rollout.engine == "sglang":  # of other engines only they know their arguments
-        check_server_args(recipe.rollout.server_args)
     if environment is not None:
         resolve_environment(environment.name)
     elif reward is not None:
@@ -218,6 +222,16 @@ def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
             f"{rollout.max_response_len}; in between, the engine would forbid the end token, and its "
             "log-probs would be those of another distribution than the trainer's"
         )
+
+
+def _check_engine(recipe: Recipe, *, on_gpu: bool) -> None:
+    """Check what the engine would refuse at its start."""
+    if recipe.debug.load_rollouts is not None:
+        return
+    load_engine(recipe.rollout.engine)
+    if recipe.rollout.engine == "sglang":  # of other engines only they know their limits
+        routes = recipe.captures_routes
+        check_limits(recipe.model.path, recipe.rollout, on_gpu=on_gpu, return_routes=routes)
 
 
 def _context_len(config: RolloutConfig, model: HfModel) -> int:

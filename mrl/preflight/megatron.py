@@ -16,8 +16,16 @@ from parallel.options.read import MegatronOptions, read_options
 from parallel.options.rules import Surroundings, check_rules
 
 
-def check_megatron(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
-    """Raises InputError, one line. Imports Megatron where the recipe has such a branch."""
+def check_megatron(
+    recipe: Recipe, dims: ParallelDims, model: HfModel, *, elsewhere: bool = False
+) -> None:
+    """Raises InputError, one line. Imports Megatron where the recipe has such a branch.
+
+    `elsewhere`: of a recipe for GPUs that this machine does not have, names and types only.
+    """
+    if elsewhere:
+        read_options(recipe.megatron)
+        return
     _check_flex(dims)
     if not recipe.megatron:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mrl.algorithms.base import Algorithm
 from mrl.algorithms.describe import describe
@@ -48,10 +48,12 @@ class Plan:
     def engines(self) -> EngineLayout:
         return engine_layout(self.recipe.rollout, self.dims.world)
 
-    def rows(self) -> list[tuple[str, str]]:
-        """Return what is about to run as (name, value) rows for the terminal."""
+    def rows(self, *, elsewhere: bool = False) -> list[tuple[str, str]]:
+        """Return what is about to run as (name, value) rows for the terminal.
+
+        `elsewhere`: on GPUs that this machine does not have.
+        """
         recipe, model, rollout = self.recipe, self.model, self.recipe.rollout
-        implementation, why = choose_implementation(recipe.model.transformer_impl)
         samples = rollout.prompts_per_step * rollout.samples_per_prompt
         more = rollout.num_started - rollout.prompts_per_step
         started = f" ({more} more prompts are started: {rollout.partial_rollouts})" if more else ""
@@ -60,11 +62,10 @@ class Plan:
         return [
             ("model", f"{model.path}: {model.describe()}"),
             ("layout", self.dims.describe()),
-            ("trainer", f"megatron-core {_version('megatron-core')}, {implementation} layers "
-             f"({why}), {choose_dtype(recipe.model.dtype)}".replace("torch.", "")),
+            ("trainer", f"megatron-core {_version('megatron-core')}, {_trainer(recipe, elsewhere)}"),
             ("rollout", f"saved: {source}" if source else
              f"{_engine_name(rollout.engine)}, {_engines(self)}, "
-             f"{choose_dtype(rollout.engine_dtype(recipe.model))}".replace("torch.", "")),
+             f"{_dtype(rollout.engine_dtype(recipe.model), elsewhere)}"),
             ("algorithm", f"{describe(recipe.algorithm)}, routing replay {recipe.moe.routing_replay}"),
             *([("critic", f"{self.critic.path}: {self.critic.describe()}")] if self.critic else []),
             ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, {_task(recipe)}"),
@@ -74,6 +75,22 @@ class Plan:
             ("steps", f"{recipe.train.num_steps}{resumed}"),
             ("run folder", recipe.output_dir),
         ]  # fmt: skip
+
+
+def _trainer(recipe: Recipe, elsewhere: bool) -> str:
+    """Return the layers and the number format."""
+    config = recipe.model
+    if elsewhere:
+        return f"{config.transformer_impl} layers, {_dtype(config.dtype, elsewhere)}"
+    implementation, why = choose_implementation(config.transformer_impl)
+    return f"{implementation} layers ({why}), {_dtype(config.dtype, elsewhere)}"
+
+
+def _dtype(asked: Literal["auto", "float32", "bfloat16"], elsewhere: bool) -> str:
+    """Return the number format; `auto` is bfloat16 on GPUs."""
+    if elsewhere:
+        return "bfloat16" if asked == "auto" else asked
+    return str(choose_dtype(asked)).removeprefix("torch.")
 
 
 def _engines(plan: Plan) -> str:

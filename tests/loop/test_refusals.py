@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from mrl.cli import main
+from mrl.config import RolloutConfig
+from mrl.errors import InputError
+from mrl.rollout.sglang.limits import check_limits
 from mrl.toy_model import write_toy_model
 from tests.loop.conftest import TOY_RECIPE, Toy
 
@@ -44,6 +47,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "reward name": (["reward=first_chr"], ["first_chr", "did you mean 'first_char'"]),
     "reward file": (["reward=nowhere.py:f"], ["nowhere.py"]),
     "engine": (["rollout.engine=sglnag"], ["sglnag", "sglang"]),
+    "argument of the engine": (
+        ["rollout.server_args={moe_runner_backend: tritn}"],
+        ["moe_runner_backend: got 'tritn'", "expects one of auto, deep_gemm, triton"],
+    ),
     "replay": (["moe.routing_replay=r4"], ["moe.routing_replay", "'r4'"]),
     "gate weights that nobody recorded": (
         ["moe.replay=ids_weights"],
@@ -170,6 +177,45 @@ def test_a_reference_of_another_size(
     changes = ("algorithm.kl_coef=0.1", f"algorithm.reference_path={other}")
     line = refused(capsys, ["check", str(TOY_RECIPE), *toy.overrides(tmp_path / "run", *changes)])
     assert "num_moe_experts 4 there, 8 here" in line
+
+
+def test_several_ranks_in_one_process_say_how_to_start(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = [str(TOY_RECIPE), *toy.overrides(tmp_path / "run"), "optimizer.lr=1e-5"]
+    recipe += ["parallel.expert_model_parallel_size=4", "rollout.tensor_parallel_size=2"]
+    assert "`mrl check RECIPE --gpus 4`" in refused(capsys, ["check", *recipe])
+    assert "torchrun --nproc-per-node 4 -m mrl train RECIPE" in refused(capsys, ["train", *recipe])
+    main(["check", *recipe, "--gpus", "4"])
+    printed = capsys.readouterr().out
+    assert "4 rank(s) = tensor 1 x pipeline 1 x data 4; expert 4" in printed
+    assert "checked for 4 GPU(s), which this machine does not have" in printed
+    # Options that need GPUs are taken on trust there, and their names are not.
+    gpu = ["model.transformer_impl=transformer_engine", "megatron.optimizer_cpu_offload=true"]
+    main(["check", *recipe, *gpu, "--gpus", "4"])
+    wrong = [*recipe, "megatron.optimizer_cpu_ofload=true", "--gpus", "4"]
+    assert "optimizer_cpu_offload" in refused(capsys, ["check", *wrong])
+
+
+def test_an_architecture_that_the_engine_cannot_run_is_refused_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
+    """SGLang records no routes of Mixtral; of Qwen2-MoE it has no shared expert on a CPU."""
+    rollout = RolloutConfig(max_response_len=8)
+    for kind, on_gpu, routes, expected in (
+        ("mixtral", True, True, "cannot record its routes"),
+        ("qwen2_moe", False, False, "roll it out on GPUs"),
+        ("qwen2_moe", True, True, ""),
+        ("mixtral", True, False, ""),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        try:
+            check_limits(tmp_path, rollout, on_gpu=on_gpu, return_routes=routes)
+            said = ""
+        except InputError as error:
+            said = str(error)
+        assert expected in said
+        assert bool(expected) == bool(said)
 
 
 @pytest.mark.parametrize("name", ["check", "train"])

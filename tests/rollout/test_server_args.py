@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from pathlib import Path
+
 import pytest
 
 from mrl.config import ModelConfig, RolloutConfig
@@ -49,6 +53,10 @@ def test_the_engine_computes_in_the_trainers_dtype_unless_told() -> None:
         ("log_level", "info", "would print the key"),
         ("attention_backnd", "triton", "did you mean 'attention_backend'?"),
         ("watchdog_timeout", {1}, "what JSON can say"),
+        ("moe_runner_backend", "tritn", "SGLang expects one of auto, deep_gemm, triton"),
+        ("moe_a2a_backend", "deep_ep", "SGLang expects one of none, deepep"),
+        ("chunked_prefill_size", "4096", "SGLang expects int or null"),
+        ("schedule_conservativeness", True, "SGLang expects float"),
     ],
 )
 def test_a_field_that_may_not_be_set_is_refused_in_one_line(name, value, expected) -> None:
@@ -65,6 +73,25 @@ def test_every_name_here_is_a_field_of_the_installed_sglang() -> None:
     assert set(settings()) | set(settings(on_gpu=False)) <= arguments.field_names()
 
 
+def test_the_defaults_of_the_installed_sglang_fit_what_was_read() -> None:
+    found = arguments.fields()
+    assert sum(bool(field.types) for field in found.values()) > 0.8 * len(found)
+    assert sum(bool(field.choices) for field in found.values()) > 50
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    wrong, num_read = {}, 0
+    for file in (Path(spec.origin).parent / "srt/arg_groups/fields").glob("*.py"):
+        for line in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(line, ast.AnnAssign) and isinstance(line.value, ast.Constant):
+                assert isinstance(line.target, ast.Name)
+                num_read += 1
+                if expected := found[line.target.id].problem(line.value.value):
+                    wrong[line.target.id] = (line.value.value, expected)
+    assert num_read > 300
+    assert wrong == {}
+
+
 def test_names_are_also_read_from_one_class(tmp_path, monkeypatch) -> None:
     """SGLang 0.5.12 has all of them in server_args.py, beside classes of other fields."""
     (tmp_path / "sglang" / "srt").mkdir(parents=True)
@@ -74,11 +101,11 @@ def test_names_are_also_read_from_one_class(tmp_path, monkeypatch) -> None:
         "class PortArgs:\n    x: int = 0\n"
     )
     monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: _Spec(tmp_path))
-    arguments.field_names.cache_clear()
+    arguments.fields.cache_clear()
     try:
         assert arguments.field_names() == {"model_path", "ep_size"}
     finally:
-        arguments.field_names.cache_clear()
+        arguments.fields.cache_clear()
 
 
 class _Spec:

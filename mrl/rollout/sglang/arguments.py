@@ -1,12 +1,7 @@
-"""`rollout.server_args`: what a recipe may set of SGLang's ServerArgs, checked without importing it.
-
-SGLang's module needs the GPU libraries of its own process, so the names of its fields are read from
-its source: from the class itself up to 0.5.19, from the classes of arg_groups/fields/ since.
-"""
+"""`rollout.server_args`: what a recipe may set of SGLang's ServerArgs, checked without importing it."""
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib.util
 import json
@@ -16,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError
+from mrl.rollout.sglang.fields import Field, read_fields
 
 OWNED = {
     "model_path": "model.path",
@@ -58,9 +54,10 @@ FIXED = {
 
 
 def check_server_args(server_args: Mapping[str, Any]) -> None:
-    """Raises InputError for a field that mrl sets itself, SGLang does not have, or JSON cannot say."""
+    """Raises InputError for a field that mrl sets itself or SGLang does not have, and for a value that
+    is of another type or none of its choices, or that JSON cannot say."""
     reasons = {name: reason for reason, names in FIXED.items() for name in names}
-    known = field_names() if server_args else frozenset()
+    known = fields() if server_args else {}
     for name, value in server_args.items():
         where = f"rollout.server_args.{name}: got {value!r}"
         if name in OWNED:
@@ -78,30 +75,22 @@ def check_server_args(server_args: Mapping[str, Any]) -> None:
             raise InputError(
                 f"{where}, expected what JSON can say: text, a number, true, false, a list or a mapping"
             ) from None
+        if known and (expected := known[name].problem(value)):
+            raise InputError(f"{where}, but the installed SGLang expects {expected}")
+
+
+def field_names() -> frozenset[str]:
+    """The fields of the installed SGLang's ServerArgs; none where SGLang is not installed."""
+    return frozenset(fields())
 
 
 @cache
-def field_names() -> frozenset[str]:
-    """The fields of the installed SGLang's ServerArgs; none where SGLang is not installed."""
+def fields() -> dict[str, Field]:
+    """Return the fields of the installed SGLang with their types and choices, by name."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
-        return frozenset()
-    srt = Path(next(iter(spec.submodule_search_locations))) / "srt"
-    names = set(_annotated(srt / "server_args.py", only="ServerArgs"))
-    for file in sorted((srt / "arg_groups" / "fields").glob("*.py")):
-        names.update(_annotated(file))
-    return frozenset(names)
-
-
-def _annotated(file: Path, *, only: str | None = None) -> Iterable[str]:
-    """Names of the annotated fields of the classes of a file."""
-    if not file.is_file():
-        return
-    for node in ast.parse(file.read_bytes()).body:
-        if isinstance(node, ast.ClassDef) and only in (None, node.name):
-            for line in node.body:
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                    yield line.target.id
+        return {}
+    return read_fields(Path(next(iter(spec.submodule_search_locations))) / "srt")
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:

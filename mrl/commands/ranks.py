@@ -1,0 +1,51 @@
+"""Says how to start, or to check, a recipe that needs more ranks than this start has."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Literal
+
+from mrl.config import Recipe
+from mrl.errors import InputError
+from mrl.preflight.engine_layout import engine_layout
+from parallel.dims import ParallelDims
+
+GPUS_PER_NODE = 8
+"""The GPUs of a usual node: above this, the message names the SLURM script."""
+
+
+def check_ranks(recipe: Recipe, world: int, command: Literal["check", "train"]) -> None:
+    """Raise InputError where `world` ranks cannot run the recipe; outside torchrun it says how to
+    start."""
+    try:
+        ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
+        if recipe.debug.load_rollouts is None:
+            engine_layout(recipe.rollout, world)
+    except InputError as error:
+        fewest = fewest_ranks(recipe)
+        if world % fewest == 0 or "WORLD_SIZE" in os.environ:
+            raise
+        raise InputError(f"{error}. {_hint(fewest, command)}") from None
+
+
+def fewest_ranks(recipe: Recipe) -> int:
+    """Return the number of ranks that a recipe runs on a multiple of."""
+    layout = recipe.parallel
+    pipeline = layout.pipeline_model_parallel_size
+    dense = layout.tensor_model_parallel_size * layout.context_parallel_size * pipeline
+    expert = layout.expert_model_parallel_size * layout.expert_tensor_parallel_size * pipeline
+    has_engine = recipe.debug.load_rollouts is None
+    return math.lcm(dense, expert, recipe.rollout.tensor_parallel_size if has_engine else 1)
+
+
+def _hint(ranks: int, command: str) -> str:
+    if command == "check":
+        return (
+            f"This is one process: `mrl check RECIPE --gpus {ranks}` checks the recipe for {ranks} "
+            "ranks, also on a login node without a GPU"
+        )
+    start = f"torchrun --nproc-per-node {ranks} -m mrl train RECIPE"
+    if ranks > GPUS_PER_NODE:
+        start = "sbatch launch/slurm/train.sbatch RECIPE OUTPUT_DIR"
+    return f"This is one process; the recipe needs a multiple of {ranks} ranks: {start}"
