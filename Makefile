@@ -42,7 +42,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 test: setup $(VENV)/browser/chromium $(VENV)/.te  ## Run the tests, less those marked `release`
 	$(PYTEST) -m "not release" $(PYTEST_ARGS)
 
-test-all: setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.te  ## All tests, each engine started anew: before a release
+test-all: setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.te $(VENV)/.trackers  ## All tests, each engine started anew: before a release
 	MRL_TEST_REAL_STARTS=1 $(PYTEST) $(PYTEST_ARGS)
 
 test-times: setup $(VENV)/browser/chromium $(VENV)/.te  ## make test, and write the seconds of each file to tests/durations.json
@@ -89,6 +89,11 @@ rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route 
 # In a folder of its own: tests/algorithms/test_trl.py says why.
 $(VENV)/.trl: $(VENV)/.installed requirements/trl.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/trl -r requirements/trl.txt
+	touch $@
+
+# TensorBoard, wandb and MLflow, in a folder of their own: requirements/trackers.txt says why.
+$(VENV)/.trackers: $(VENV)/.installed requirements/trackers.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/trackers -r requirements/trackers.txt
 	touch $@
 
 # TransformerEngine's Python files alone, in a folder of their own: requirements/te.txt says what for.

@@ -36,6 +36,7 @@ from mrl.run.folder import RunFolder, rollout_lines, saved_step
 from mrl.run.rollouts import is_held, save_groups
 from mrl.system.clock import Clock
 from mrl.system.stop import WHO, StopRequest
+from mrl.trackers import Trackers
 from mrl.types import Max, SampleGroup, Statistics
 from parallel.checkpoint.checkpoints import Checkpoints, Loaded
 from parallel.ledger import memory_statistics
@@ -81,6 +82,7 @@ class Trainer:
             self.critic,
         )
         self.checkpoints = make_checkpoints(recipe, self.mesh, self.folder)
+        self.trackers = Trackers(recipe, self.folder, is_main=self.is_main)
         models = [model for model in (self.plan.model, self.plan.critic) if model is not None]
         self.throughput = Throughput.of_device(self.mesh.device, dist.get_world_size(), models)
 
@@ -103,6 +105,7 @@ class Trainer:
                 metrics = self.run_step()
                 if self.is_main:
                     self.folder.add_metrics(metrics)
+                    self.trackers.follow()
                     console.step_line(metrics, num_steps=recipe.train.num_steps)
                 self._call_back(metrics)
                 self.checkpoints.poll()
@@ -115,6 +118,7 @@ class Trainer:
             raise
         finally:
             self.collector.close()
+            self.trackers.close(failed=self.step < recipe.train.num_steps)
 
     def _restore_or_run_sft(self) -> None:
         recipe = self.plan.recipe
@@ -127,6 +131,7 @@ class Trainer:
             self._save()
         if self.is_main:
             self.folder.rewind(self.step)
+            self.trackers.start(self.step)
 
     def resume(self, loaded: Loaded) -> None:
         """Continue after a checkpoint whose weights are loaded already."""

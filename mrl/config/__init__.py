@@ -10,6 +10,7 @@ from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig, EvalSetConfig
 from mrl.config.guards import GuardConfig
 from mrl.config.load import dump_recipe, load_recipe
+from mrl.config.logging import LoggingConfig
 from mrl.config.recipe import DebugConfig, Recipe
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
 from mrl.config.training import (
@@ -34,6 +35,7 @@ __all__ = [
     "EvalConfig",
     "EvalSetConfig",
     "GuardConfig",
+    "LoggingConfig",
     "MaskConfig",
     "ModelConfig",
     "MoeConfig",

@@ -48,6 +48,7 @@ def recipe_of(tree: dict[str, Any], overrides: list[str] | None, source: str) ->
     for item in overrides or []:
         _refuse_renamed([item.partition("=")[0]], f"override {item!r}")
         _apply_override(tree, item)
+        _spread_short_forms(tree)
     # An override may also give a whole branch: rollout={unfinished: resume}.
     _refuse_renamed(_keys_of(tree), "overrides")
     try:
@@ -95,7 +96,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"recipe {path} is not valid YAML: {first}") from None
     if not isinstance(tree, dict):
         raise InputError(f"recipe {path}: expected a mapping of keys, got {type(tree).__name__}")
+    _spread_short_forms(tree)
     return tree
+
+
+def _spread_short_forms(tree: dict[str, Any]) -> None:
+    """Make `logging: [NAME, ...]` a branch, so that overrides can change its other keys."""
+    if isinstance(tree.get("logging"), list):
+        tree["logging"] = {"trackers": tree["logging"]}
 
 
 def _apply_override(tree: dict[str, Any], item: str) -> None:

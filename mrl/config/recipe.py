@@ -12,6 +12,7 @@ from mrl.config.critic import CriticConfig
 from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig
 from mrl.config.guards import GuardConfig
+from mrl.config.logging import LoggingConfig
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
 from mrl.config.training import (
     CheckpointConfig,
@@ -59,6 +60,7 @@ class Recipe(Branch):
     sft: SftConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     diagnosis: DiagnosisConfig = DiagnosisConfig()
+    logging: LoggingConfig = LoggingConfig()
     debug: DebugConfig = DebugConfig()
     output_dir: str
     """The run folder; a run that is there already is resumed."""

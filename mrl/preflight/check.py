@@ -38,6 +38,7 @@ from mrl.rollout import load_engine, node_class
 from mrl.rollout.sglang.limits import check_limits
 from mrl.run import console
 from mrl.run.folder import RunFolder, check_saved_steps
+from mrl.trackers import check_trackers
 from mrl.types import Prompt
 from parallel.checkpoint.manifest import candidates, damage, newest_good, step_of
 from parallel.dims import ParallelDims
@@ -91,6 +92,7 @@ def check(
         check_sampling(each.recipe.rollout, model.sizes.vocab_size, where)
         is_conversation = each.recipe.environment is not None
         _check_prompts(each.prompts, tokenizer, is_conversation=is_conversation)
+    check_trackers(recipe.logging)
     folder.check(recipe)
     resume_step = _resume_step(folder)
     if recipe.debug.load_rollouts is not None:

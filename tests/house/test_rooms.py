@@ -27,10 +27,11 @@ ROOMS: dict[str, set[str]] = {
     "mrl.rollout": {"moe.trace", "mrl.kernels"},
     "parallel": {"mrl.kernels", "moe"},
     "mrl.run": {"moe.trace", "parallel.checkpoint"},
+    "mrl.trackers": {"mrl.run"},
     "mrl.exchange": {"moe", "parallel"},
     "mrl.preflight": {
         *("mrl.algorithms", "mrl.data", "mrl.environments", "mrl.rewards", "mrl.rollout"),
-        *("mrl.run", "parallel"),
+        *("mrl.run", "mrl.trackers", "parallel"),
     },
     "mrl.diagnosis": {"moe", "mrl.algorithms", "mrl.run", "parallel"},
     "mrl.learn": {
@@ -44,7 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "mrl.view": {"mrl.diagnosis", "mrl.run", "parallel"},
     "mrl.trainer": {
         *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.diagnosis", "mrl.exchange"),
-        *("mrl.learn", "mrl.preflight", "mrl.run", "parallel"),
+        *("mrl.learn", "mrl.preflight", "mrl.run", "mrl.trackers", "parallel"),
     },
     "mrl.toy_model": set(),
     "mrl.commands": {

@@ -1,0 +1,41 @@
+"""Configures which trackers get the metrics of a run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from mrl.config.branch import Branch
+
+
+class LoggingConfig(Branch):
+    trackers: tuple[str, ...] = ("jsonl",)
+    """What gets the metrics beside metrics.jsonl, which is always written: tensorboard, wandb, mlflow,
+    or your own as `file.py:Class`. `logging: [jsonl, wandb]` is short for `logging.trackers`."""
+    project: str = Field(default="mrl", min_length=1)
+    """The project in Weights & Biases, and the experiment in MLflow."""
+    name: str | None = Field(default=None, min_length=1)
+    """The name of the run; null takes the name of the run folder."""
+    samples_per_step: int = Field(default=4, ge=0)
+    """Samples of a step that trackers get as a table; 0 sends none."""
+    samples_every: int = Field(default=1, ge=1)
+    """Steps between such tables."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """Whether Weights & Biases sends or only writes files; null takes WANDB_MODE, or `online`."""
+    wandb_entity: str | None = None
+    """The user or team that the project belongs to; null takes the default of the account."""
+    mlflow_tracking_uri: str | None = None
+    """The MLflow server or database; null takes MLFLOW_TRACKING_URI, or mlflow.db in the run folder."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_list(cls, given: Any) -> Any:
+        return {"trackers": given} if isinstance(given, (list, tuple)) else given
+
+    @model_validator(mode="after")
+    def _no_tracker_twice(self) -> LoggingConfig:
+        twice = sorted({name for name in self.trackers if self.trackers.count(name) > 1})
+        if twice:
+            raise ValueError(f"trackers: {twice} more than once; name each once")
+        return self
