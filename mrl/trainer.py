@@ -240,11 +240,14 @@ class Trainer:
             self._save()
         if told and recipe.debug.rollout_only:
             self.stopped = (
-                f"{WHO[told]}: stopped after step {self.step}; debug.rollout_only saves no "
+                f"{WHO[told]}: stopped with {self.step} steps done; debug.rollout_only saves no "
                 "checkpoint, another start begins anew"
             )
         elif told:
-            self.stopped = f"{WHO[told]}: saved step {self.step}; start again to go on"
+            self.stopped = (
+                f"{WHO[told]}: saved a checkpoint with {self.step} steps done; start again to continue "
+                f"with step {self.step}"
+            )
 
     def _told_on_any_rank(self) -> int:
         """Ranks stop together, also when only one of them was told."""

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     step, metrics, samples = evaluate_recipe(recipe, world_size(), args.step, str(args.recipe))
     if os.environ.get("RANK", "0") == "0":
         console.evaluation(metrics)
-        what = f"step {step}" if step else recipe.model.path
+        what = f"the weights after {step} steps" if step else recipe.model.path
         print(f"evaluated {what}; samples: {samples}")
     destroy_mesh()
 

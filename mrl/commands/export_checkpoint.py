@@ -26,7 +26,8 @@ def export(source: Path, target: Path, base: Path | None, max_shard_size_mb: int
             notes=_notes(folder.parent.parent),
         )
     print(
-        f"wrote step {done.step} to {target}: {done.num_tensors} tensors in {done.num_files} file(s)"
+        f"wrote the weights after {done.step} steps to {target}: {done.num_tensors} tensors in "
+        f"{done.num_files} file(s)"
     )
 
 

@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mrl.commands.launcher import train_command
 from mrl.commands.recipe_arguments import add_recipe, read_recipe
 from mrl.config import Recipe
 from mrl.run.callbacks import Callback
@@ -106,13 +106,5 @@ def _summarize(folder: RunFolder, recipe: Recipe) -> None:
         by_reward[-1] if scored else {},
         by_reward[0] if scored else {},
         folder.root,
-        f"{_program()} train {folder.config} train.num_steps={2 * recipe.train.num_steps}",
-    )
-
-
-def _program() -> str:
-    """How this program was called, so that the next command can be pasted."""
-    called = Path(sys.argv[0])
-    return (
-        os.path.relpath(called) if called.name == "mrl" else f"{Path(sys.executable).name} -m mrl"
+        train_command(folder, f"train.num_steps={2 * recipe.train.num_steps}"),
     )

@@ -57,7 +57,8 @@ class Plan:
         samples = rollout.prompts_per_step * rollout.samples_per_prompt
         more = rollout.num_started - rollout.prompts_per_step
         started = f" ({more} more prompts are started: {rollout.partial_rollouts})" if more else ""
-        resumed = "" if self.resume_step is None else f" (continues after step {self.resume_step})"
+        done = self.resume_step
+        resumed = "" if done is None else f" ({done} are done; continues with step {done})"
         source = recipe.debug.load_rollouts
         return [
             ("model", f"{model.path}: {model.describe()}"),

@@ -74,14 +74,17 @@ def table(
 def step_line(
     metrics: Mapping[str, float], *, num_steps: int | None = None, console: Console | None = None
 ) -> None:
-    """Print one aligned line; a metric that is off shows as `-`. `step` counts from 0."""
+    """Print one aligned line; a metric that is off shows as `-`.
+
+    The step is the number in metrics.jsonl, which counts from 0, before that of the run's last step.
+    """
     console = console or _console()
     step = int(metrics["step"])
     columns = [each for each in COLUMNS if console.width >= WIDE or each[0] not in ONLY_WIDE]
     if step % 20 == 0:
         head = "".join(f"{name:>{_width(form) + 2}}" for _, name, form in columns)
         _line(console, f"{'step':>9}{head}", style="bold")
-    count = f"{step + 1}/{num_steps}" if num_steps else f"{step + 1}"
+    count = f"{step}/{num_steps - 1}" if num_steps else f"{step}"
     cells = "".join(
         f"{_step_cell(metrics.get(key), key, form):>{_width(form) + 2}}" for key, _, form in columns
     )

@@ -135,7 +135,10 @@ def runs_in_a_row(overrides: list[str], folder: str) -> list[Any]:
     after = state()
     other = mrl.train(recipe("b", "algorithm.name=grpo", "optimizer.lr=1e-4"))
     stopped = mrl.train(recipe("again"), callbacks=[watch, Nothing()])
-    assert stopped.stopped == "a callback stopped the run: saved step 2; start again to go on"
+    assert stopped.stopped == (
+        "a callback stopped the run: saved a checkpoint with 2 steps done; start again to continue "
+        "with step 2"
+    )
     assert len(stopped.metrics) == 2
     rest = Watch()
     second = mrl.train(recipe("again"), callbacks=[rest])

@@ -162,7 +162,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(toy: Toy, recorded: Path, tmp_pat
 
     done = toy.run(output, *RECORDED)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "continues after step 2" in " ".join(done.stdout.split())
+    assert "4 (2 are done; continues with step 2)" in " ".join(done.stdout.split())
     ours, theirs = checkpoint_tensors(output, 4), checkpoint_tensors(recorded, 4)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -194,7 +194,10 @@ def test_sigusr1_saves_the_step_and_leaves(toy: Toy, tmp_path: Path) -> None:
     code, errors = toy.told_to_leave(output, "train.num_steps=500", env=env)
     done = len(metrics(output))
     assert code == 1
-    assert f"saved step {done}; start again" in errors
+    assert (
+        f"saved a checkpoint with {done} steps done; start again to continue with step {done}"
+        in errors
+    )
     assert (output / "checkpoints/latest_checkpointed_iteration.txt").read_text() == f"{done}\n"
     assert processes_of(output) == []
 
