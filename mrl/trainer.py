@@ -134,8 +134,13 @@ class Trainer:
             self.trackers.start(self.step)
 
     def resume(self, loaded: Loaded) -> None:
-        """Continue after a checkpoint whose weights are loaded already."""
-        self.collector.load_state_dict(loaded.trainer["collector"])
+        """Continue after a checkpoint whose weights are loaded already. A collective.
+
+        Where the data is another since then, it begins with its first row.
+        """
+        other = [self.is_main and self.folder.history.has_other_data(loaded.step)]
+        dist.broadcast_object_list(other)
+        self.collector.load_state_dict(loaded.trainer["collector"], other_data=other[0])
         self.learner.load_state_dict(loaded.trainer["learner"])
         self.step = loaded.step
 

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from mrl.config import Recipe
-from mrl.config.load import load_recipe as read_recipe
 from mrl.config.load import recipe_of
 from mrl.errors import InputError
+from mrl.run.source import read_source
 
 Overrides = Mapping[str, Any] | Sequence[str]
 """`{"optimizer.lr": 1e-6}`, or `["optimizer.lr=1e-6"]` as on the command line."""
@@ -20,14 +20,15 @@ Overrides = Mapping[str, Any] | Sequence[str]
 def load_recipe(
     recipe: Recipe | str | Path | Mapping[str, Any], overrides: Overrides = ()
 ) -> Recipe:
-    """Return a recipe with every default, from a YAML file, a dict of its keys, or another recipe.
+    """Return a recipe with every default, from a YAML file, the folder of a run, a dict of keys, or
+    another recipe.
 
     A dict may be nested (`{"optimizer": {"lr": 1e-6}}`), as the YAML is. `overrides` have dotted keys.
     Relative paths become absolute. Raises InputError, one line that names the key.
     """
     items = _items(overrides)
     if isinstance(recipe, (str, Path)):
-        return read_recipe(recipe, items)
+        return read_source(Path(recipe), items)
     if isinstance(recipe, Recipe):
         return recipe_of(recipe.model_dump(mode="json"), items, "recipe")
     if isinstance(recipe, Mapping):

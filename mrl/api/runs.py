@@ -53,17 +53,21 @@ class Evaluation:
 
 
 def train(
-    recipe: Recipe | str | Path | Mapping[str, Any], *, callbacks: Sequence[Callback] = ()
+    recipe: Recipe | str | Path | Mapping[str, Any],
+    *,
+    callbacks: Sequence[Callback] = (),
+    allow: Sequence[str] = (),
 ) -> TrainResult:
     """Train a recipe as `mrl train` does; a run that `output_dir` has already is continued.
 
+    `allow`: the keys that may differ from those of that run, as `--allow` names them.
     Raises InputError for bad input and RunFailed for a run that cannot continue; both have one clear
     line, and nothing is left running.
     """
     loaded = load_recipe(recipe)
     _check_callbacks(callbacks)
     with _session():
-        stopped = run_train(loaded, world_size(), callbacks=callbacks)
+        stopped = run_train(loaded, world_size(), callbacks, allow)
     folder = RunFolder(loaded.output_dir)
     return TrainResult(folder.root, stopped, folder.read_metrics())
 

@@ -186,10 +186,20 @@ class Backlog:
         return {"seeds": [one.seed for one in self._waiting], "groups": data}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with what `state_dict` returned."""
+        """Continue with what `state_dict` returned.
+
+        Prompts whose partial rollouts do not fit the recipe, which may have changed since, start anew.
+        """
         groups = decode_groups(base64.b64decode(state["groups"])) if state["groups"] else []
         pairs = zip(groups, state["seeds"], strict=True)
-        self._waiting = [Started(group, seed) for group, seed in pairs]
+        size, resumes = self._config.samples_per_prompt, self._config.partial_rollouts == "resume"
+        self._waiting = [
+            Started(group, seed)
+            if resumes and len(group.samples) == size
+            else Started(start_groups([group.prompt], size)[0], seed)
+            for group, seed in pairs
+            if self._config.partial_rollouts != "drop"
+        ]
 
 
 def older_tokens(groups: Sequence[SampleGroup], version: int) -> dict[str, float]:

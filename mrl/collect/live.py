@@ -221,7 +221,9 @@ class LiveCollector:
         backlog = self.backlog.state_dict(waiting) if self.mesh.rank == 0 else {}
         return {**self.cursor.state_dict(), "backlog": backlog}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
+        if other_data:  # what waits was drawn from the old data
+            return
         self.cursor.load_state_dict(state)
         self.backlog.load_state_dict(state["backlog"])
 

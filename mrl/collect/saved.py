@@ -58,7 +58,7 @@ class SavedCollector:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
         """Do nothing: the step number alone says which file is next."""
 
     def close(self) -> None:

@@ -7,12 +7,25 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from mrl.commands import check, diff, evaluate, export, replay, reward, toy_model, train, view, why
+from mrl.commands import (
+    branch,
+    check,
+    diff,
+    evaluate,
+    export,
+    replay,
+    reward,
+    toy_model,
+    train,
+    view,
+    why,
+)
 
 ALL: tuple[ModuleType, ...] = (
     toy_model,
     check,
     train,
+    branch,
     evaluate,
     export,
     view,

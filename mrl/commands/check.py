@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mrl.commands.recipe_arguments import add_recipe, read_recipe
+from mrl.commands.recipe_arguments import add_allow, add_recipe, read_recipe
 from mrl.errors import InputError
 
 
@@ -19,6 +19,7 @@ def add_to(commands: Any) -> None:
         "is trained or written. With --plan, predict memory, traffic and time of a step instead.",
     )
     add_recipe(command)
+    add_allow(command)
     command.add_argument(
         "--plan",
         action="store_true",
@@ -79,7 +80,9 @@ def run(args: argparse.Namespace) -> None:
         raise InputError(f"--gpus: got {world}, expected at least 1")
     check_ranks(recipe, world, "check")
     elsewhere = args.gpus is not None and not torch.cuda.is_available()
-    console.pairs(check(recipe, world, elsewhere=elsewhere).rows(elsewhere=elsewhere))
+    console.pairs(
+        check(recipe, world, elsewhere=elsewhere, allowed=args.allow).rows(elsewhere=elsewhere)
+    )
     if elsewhere:
         print(
             f"checked for {world} GPU(s), which this machine does not have: what depends on them is "

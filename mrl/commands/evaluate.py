@@ -63,7 +63,7 @@ def evaluate_recipe(
         )
     from mrl.preflight import check
 
-    plan = check(recipe, world)
+    plan = check(recipe, world, allowed=None)  # the run is not changed
     folder = RunFolder(plan.recipe.output_dir)
     if step is not None and not (folder.checkpoints / f"iter_{step:07d}").is_dir():
         raise InputError(f"step {step}: {folder.checkpoints} has no checkpoint of that step")

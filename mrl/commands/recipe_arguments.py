@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mrl.config import Recipe, load_recipe
+from mrl.config import Recipe
+from mrl.run.source import read_source
 
 
 def add_recipe(command: argparse.ArgumentParser) -> None:
     """Add the arguments RECIPE and `key=value` (overrides)."""
     command.add_argument(
-        "recipe", type=Path, metavar="RECIPE", help="a YAML file, see docs/recipes.md"
+        "recipe",
+        type=Path,
+        metavar="RECIPE",
+        help="a YAML file, see docs/recipes.md, or the folder of a run, wherever it is now",
     )
     command.add_argument(
         "overrides",
@@ -21,6 +25,25 @@ def add_recipe(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_allow(command: argparse.ArgumentParser) -> None:
+    """Add `--allow KEY ...`."""
+    command.add_argument(
+        "--allow",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY",
+        help="keys, or sections, that may differ from those of the run that is continued, e.g. "
+        "optimizer.lr; docs/checkpoints.md has the table of what may change",
+    )
+
+
 def read_recipe(args: argparse.Namespace) -> Recipe:
-    """Raises InputError."""
-    return load_recipe(args.recipe, args.overrides)
+    """Return the recipe with its overrides. Raises InputError.
+
+    Of the words after `--allow`, those of the form `key=value` are moved to the overrides.
+    """
+    words = getattr(args, "allow", [])
+    args.overrides = [*args.overrides, *(word for word in words if "=" in word)]
+    args.allow = [word for word in words if "=" not in word]
+    return read_source(args.recipe, args.overrides)

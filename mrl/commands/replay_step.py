@@ -20,6 +20,7 @@ from mrl.errors import InputError
 from mrl.run.compare import MACHINE, Pair, differences, open_run
 from mrl.run.folder import RunFolder, saved_step
 from mrl.run.json_lines import finite_or_null
+from mrl.run.source import load_run
 from parallel.checkpoint.manifest import candidates, damage, folder_name, step_of
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ def replay_recipe(source: Source, output: Path) -> Recipe:
     Token records are written, but for an algorithm without a pass before the update: that of the record
     would be one that the run may not have had, and the mismatch is measured on it.
     """
-    recipe = load_recipe(source.run.config)
+    run = source.run
+    recipe = load_run(run.root, config=run.history.config_at(source.step))
     tree = recipe.model_dump()
     tree["output_dir"] = str(output)
     tree["train"]["num_steps"] = max(recipe.train.num_steps, source.step + 1)
@@ -132,10 +134,11 @@ def replay(source: Source, output: Path, world: int) -> Replayed:
     from parallel.mesh import init_mesh
 
     recipe = replay_recipe(source, output)
-    plan = check(recipe, world, saved_steps=range(source.start, source.step + 1))
+    saved = range(source.start, source.step + 1)
+    plan = check(recipe, world, saved_steps=saved, allowed=None)
     folder = RunFolder(output)
     if os.environ.get("RANK", "0") == "0":
-        folder.open(recipe)
+        folder.open(recipe, plan.update)
         folder.rewind(0)
     prepare()
     from mrl.trainer import Trainer

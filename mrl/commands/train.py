@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands.launcher import train_command
-from mrl.commands.recipe_arguments import add_recipe, read_recipe
+from mrl.commands.recipe_arguments import add_allow, add_recipe, read_recipe
 from mrl.config import Recipe
 from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder
@@ -25,9 +25,11 @@ def add_to(commands: Any) -> None:
         "train",
         help="train a recipe; continues an interrupted run",
         description="Train a recipe. A run that was interrupted continues from its newest checkpoint "
-        "in output_dir. On several GPUs: torchrun --nproc-per-node N -m mrl train RECIPE.",
+        "in output_dir, also where RECIPE is its folder; docs/checkpoints.md says what may change. "
+        "On several GPUs: torchrun --nproc-per-node N -m mrl train RECIPE.",
     )
     add_recipe(command)
+    add_allow(command)
     command.set_defaults(
         run=run, after_interrupt="start again to continue from the last checkpoint"
     )
@@ -38,28 +40,34 @@ def run(args: argparse.Namespace) -> None:
     recipe = read_recipe(args)
     from parallel.mesh import destroy_mesh, world_size
 
-    stopped = train(recipe, world_size())
+    stopped = train(recipe, world_size(), allowed=args.allow)
     destroy_mesh()
     if stopped:
         sys.exit(f"mrl: {stopped}")
 
 
-def train(recipe: Recipe, world: int, callbacks: Sequence[Callback] = ()) -> str:
+def train(
+    recipe: Recipe,
+    world: int,
+    callbacks: Sequence[Callback] = (),
+    allowed: Sequence[str] = (),
+) -> str:
     """Check, start and run a recipe on this rank of `world`.
 
-    Returns why the run stopped before its last step; empty where it is done.
+    `allowed`: keys that may change in a run that is continued (`--allow`). Returns why the run stopped
+    before its last step; empty where it is done.
     """
     from mrl.commands.ranks import check_ranks
     from mrl.preflight import check
     from mrl.run import console
 
     check_ranks(recipe, world, "train")
-    plan = check(recipe, world)
+    plan = check(recipe, world, allowed=allowed)
     recipe = plan.recipe
     is_main = os.environ.get("RANK", "0") == "0"
     with closing(RunFolder(recipe.output_dir)) as folder:
         if is_main:
-            folder.open(recipe)
+            folder.open(recipe, plan.update, plan.resume_step or 0)
             console.pairs(plan.rows())
         if not _is_done(plan, folder):
             stopped = _train(plan, folder, callbacks)
@@ -98,8 +106,9 @@ def _is_done(plan: Plan, folder: RunFolder) -> bool:
 def _summarize(folder: RunFolder, recipe: Recipe) -> None:
     from mrl.run import console
 
-    rewards = [row["reward/mean"] for row in folder.read_metrics()]
-    scored = [row for row in folder.read_rollouts(len(rewards) - 1) if row["reward"] is not None]
+    rows = folder.read_metrics()
+    rewards = [row["reward/mean"] for row in rows]
+    scored = [r for r in folder.read_rollouts(rows[-1]["step"]) if r["reward"] is not None]
     by_reward = sorted(scored, key=lambda row: row["reward"])
     console.summary(
         [float("nan") if reward is None else reward for reward in rewards],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +29,20 @@ MEMBER = re.compile(r"int|float|constrained-(int|float)|literal\[.*\]")
 """The last part of the location of a problem where pydantic tried one type of a union."""
 
 
-def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+def load_recipe(
+    path: str | Path,
+    overrides: list[str] | None = None,
+    prepare: Callable[[dict[str, Any]], None] | None = None,
+) -> Recipe:
     """Read a recipe and apply `dotted.key=value` overrides (values are YAML).
 
-    Relative paths become absolute, see mrl/config/paths.py. Raises InputError that names the key, what
-    was given, what was expected and the nearest key.
+    Relative paths become absolute, see mrl/config/paths.py; `prepare` may change what was read before
+    the overrides are applied. Raises InputError that names the key, what was given, what was expected
+    and the nearest key.
     """
     tree = hold_paths(_read_yaml(Path(path)), Path(path))
+    if prepare is not None:
+        prepare(tree)
     return recipe_of(tree, overrides, str(path))
 
 

@@ -75,7 +75,9 @@ class KlControl:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kl_coef": self.coef}
+        return {"kl_coef": self.coef, "start": self._config.kl_coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.coef = state["kl_coef"]
+        """Continue with the coefficient of `state_dict`, unless the recipe gives another one since."""
+        if state.get("start", self._config.kl_coef) == self._config.kl_coef:
+            self.coef = state["kl_coef"]

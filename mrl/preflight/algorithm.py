@@ -5,11 +5,15 @@ Reference, critic, shaping of rewards, dynamic sampling. All raise InputError.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from mrl.algorithms.base import Algorithm
+from mrl.algorithms import load_algorithm
+from mrl.algorithms.base import Algorithm, traits
 from mrl.config import AlgorithmConfig, CriticConfig, Recipe
 from mrl.errors import InputError
+from mrl.run.changes import Change
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 
@@ -62,6 +66,24 @@ def read_critic(recipe: Recipe, needed: bool, model: HfModel, dims: ParallelDims
             f"the policy's {model.sizes.vocab_size}: it reads the same tokens"
         )
     return critic
+
+
+def check_critic_stays(changes: Sequence[Change], needs_critic: bool) -> None:
+    """Raise InputError where a run that has begun gets a critic with another algorithm, or loses it."""
+    for change in changes:
+        if change.key != "algorithm.name":
+            continue
+        try:
+            had = traits(load_algorithm(change.old)).needs_critic
+        except InputError:  # a file that is gone: the checkpoint's own check follows
+            continue
+        if had != needs_critic:
+            names = {had: change.old, needs_critic: change.new}
+            raise InputError(
+                f"algorithm.name is {change.old!r} there and {change.new!r} now: {names[True]} has a "
+                f"critic and {names[False]} has none, which never changes in a run; start another run "
+                "in a new output_dir"
+            )
 
 
 def check_shaping(recipe: Recipe) -> None:

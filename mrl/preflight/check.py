@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from mrl.environments import resolve_environment
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
 from mrl.preflight.algorithm import (
+    check_critic_stays,
     check_dynamic_sampling,
     check_group_size,
     check_shaping,
@@ -38,6 +40,7 @@ from mrl.rollout import load_engine, node_class
 from mrl.rollout.sglang.limits import check_limits
 from mrl.run import console
 from mrl.run.folder import RunFolder, check_saved_steps
+from mrl.run.history import Update
 from mrl.trackers import check_trackers
 from mrl.types import Prompt
 from parallel.checkpoint.manifest import candidates, damage, newest_good, step_of
@@ -48,12 +51,18 @@ from parallel.implementation import choose_implementation
 
 
 def check(
-    recipe: Recipe, world: int, *, saved_steps: range | None = None, elsewhere: bool = False
+    recipe: Recipe,
+    world: int,
+    *,
+    saved_steps: range | None = None,
+    allowed: Sequence[str] | None = (),
+    elsewhere: bool = False,
 ) -> Plan:
     """Validate a recipe for `world` ranks; the plan's recipe has the numbers that follow from others.
 
     `saved_steps`: those that `debug.load_rollouts` must have, by default all that are left.
     `elsewhere`: the ranks have GPUs that this machine does not have; what depends on them is left out.
+    `allowed`: the keys that may change in a run that is continued, see `RunFolder.check`.
     Raises InputError with the first thing that is wrong.
     """
     recipe = with_schedule(recipe)
@@ -92,15 +101,14 @@ def check(
         check_sampling(each.recipe.rollout, model.sizes.vocab_size, where)
         is_conversation = each.recipe.environment is not None
         _check_prompts(each.prompts, tokenizer, is_conversation=is_conversation)
-    check_trackers(recipe.logging)
-    folder.check(recipe)
+    update = _check_folder(folder, recipe, allowed, algorithm)
     resume_step = _resume_step(folder)
     if recipe.debug.load_rollouts is not None:
         left = range(resume_step or 0, recipe.train.num_steps)
         check_saved_steps(recipe.debug.load_rollouts, saved_steps or left)
     return Plan(
         recipe, dims, model, reference, critic, algorithm, tokenizer, prompts, sft_examples,
-        eval_sets, context_len, resume_step,
+        eval_sets, context_len, resume_step, update,
     )  # fmt: skip
 
 
@@ -156,6 +164,17 @@ def _check_prompts(prompts: list[Prompt], tokenizer: Any, *, is_conversation: bo
         (check_environment_columns if is_conversation else check_columns)(prompt)
     if is_conversation and any(isinstance(prompt.content, list) for prompt in prompts):
         ChatTurns(tokenizer).check()
+
+
+def _check_folder(
+    folder: RunFolder, recipe: Recipe, allowed: Sequence[str] | None, algorithm: Algorithm
+) -> Update:
+    """Return what continuing the run of the folder changes, where it may; check its trackers too."""
+    check_trackers(recipe.logging)
+    update = folder.check(recipe, allowed)
+    if folder.has_begun:
+        check_critic_stays(update.changes, traits(algorithm).needs_critic)
+    return update
 
 
 def _resume_step(folder: RunFolder) -> int | None:

@@ -13,6 +13,7 @@ from mrl.data import SftExample
 from mrl.data.eval_sets import EvalSet
 from mrl.preflight.engine_layout import EngineLayout, engine_layout
 from mrl.rollout import engine_names
+from mrl.run.history import Update
 from mrl.types import Prompt
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
@@ -39,6 +40,8 @@ class Plan:
     context_len: int
     resume_step: int | None
     """The checkpoint that the run continues from, unless a file of it turns out to be damaged."""
+    update: Update
+    """What this start changes of the run that it continues."""
 
     @property
     def num_engines(self) -> int:

@@ -18,7 +18,8 @@ import torch
 
 from mrl.config import load_recipe
 from mrl.errors import InputError
-from mrl.run.folder import RunFolder, flatten, saved_step
+from mrl.run.changes import flatten
+from mrl.run.folder import RunFolder, saved_step
 from mrl.run.rollouts import load_groups
 from mrl.types import Sample
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest

@@ -1,6 +1,7 @@
 """The run folder holds what a run leaves behind, and what a restart continues from.
 
 OUTPUT_DIR/config.yaml            the resolved recipe
+OUTPUT_DIR/history.jsonl          one object a start: what it changed; earlier recipes are in configs/
 OUTPUT_DIR/metrics.jsonl          one object a step
 OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts)
 OUTPUT_DIR/tokens/                step_000000.safetensors: what trainer and engine made of each token
@@ -24,46 +25,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mrl.config import Recipe, dump_recipe, load_recipe
+from mrl.config import Recipe, dump_recipe
 from mrl.errors import InputError
+from mrl.run.changes import check_allowed, check_keys
+from mrl.run.contents import contents_of
+from mrl.run.history import History, Update, changes_to
 from mrl.run.json_lines import finite_or_null
 from mrl.system.files import write_whole
 from mrl.types import SampleGroup
-
-MAY_CHANGE = (
-    "output_dir",
-    "train.num_steps",
-    "checkpoint",
-    "debug.save_rollouts",
-    "diagnosis",
-    "eval",
-    "guards",
-    "logging",
-    "parallel",
-    "rollout.tensor_parallel_size",
-    "rollout.expert_parallel_size",
-    "rollout.data_parallel_attention_size",
-    "optimizer.use_distributed_optimizer",
-    "rollout.start_timeout_s",
-    "rollout.request_timeout_s",
-    "rollout.stall_timeout_s",
-    "rollout.max_restarts",
-    "reward_timeout_s",
-    "environment.time_limit_s",
-    *(
-        f"megatron.{name}"
-        for name in (
-            *("overlap_grad_reduce", "overlap_param_gather", "bucket_size"),
-            *("pad_buckets_for_high_nccl_busbw", "deallocate_pipeline_outputs", "batch_p2p_sync"),
-            *("recompute_granularity", "recompute_modules", "optimizer_cpu_offload"),
-            *("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads"),
-            *("fine_grained_activation_offloading", "offload_modules", "min_offloaded_tensor_size"),
-            *("cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations"),
-            *("cpu_offloading_double_buffering", "moe_deepep_num_sms", "moe_hybridep_num_sms"),
-        )
-    ),
-)
-"""Keys that a restart may change and still continue the same run."""
 
 
 class RunFolder:
@@ -79,31 +48,43 @@ class RunFolder:
         self.checkpoints = self.root / "checkpoints"
         self.logs = self.root / "logs"
         self.evals = self.root / "evals"
+        self.history = History(self.root)
         self._lock: IO[str] | None = None
 
-    def check(self, recipe: Recipe) -> None:
-        """Raise InputError where the folder belongs to a run of another recipe, or cannot be made."""
+    def check(self, recipe: Recipe, allowed: Sequence[str] | None = ()) -> Update:
+        """Return what continuing the run of this folder with `recipe` changes.
+
+        Raises InputError where the folder cannot be made, or a key differs that the run keeps or that
+        is not among `allowed` (keys or branches; None: all that can be allowed). Contents of files are
+        read on rank 0 only, which judges them for all.
+        """
         parent = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise InputError(
                 f"output_dir {self.root}: {parent} is not a folder that can be written; choose another"
             )
+        check_keys(allowed or ())
+        contents = contents_of(recipe) if os.environ.get("RANK", "0") == "0" else {}
         if not self.config.exists():
-            return
-        old, new = flatten(load_recipe(self.config).model_dump()), flatten(recipe.model_dump())
-        changed = [
-            f"{key}: {old.get(key)!r} there, {new.get(key)!r} now"
-            for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and not _may_change(key)
-        ]
-        if changed:
-            raise InputError(
-                f"output_dir {self.root} holds a run of another recipe ({'; '.join(changed)}); "
-                "choose another output_dir, or remove the folder"
-            )
+            return Update((), tuple(allowed or ()), contents)
+        changes = changes_to(self.root, recipe, contents)
+        if self.has_begun:
+            what = f"output_dir {self.root} holds a run of another recipe"
+            wanted = [c.key for c in changes] if allowed is None else allowed
+            check_allowed(changes, wanted, str(self.root), what)
+        return Update(tuple(changes), tuple(allowed or ()), contents)
 
-    def open(self, recipe: Recipe) -> None:
-        """Make the folder and claim it. Raises InputError while another run is writing to it."""
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is anything that a start with another recipe would continue or replace."""
+        return bool(self.read_metrics()) or any(self.checkpoints.glob("iter_*"))
+
+    def open(self, recipe: Recipe, update: Update | None = None, step: int = 0) -> None:
+        """Make the folder, claim it, and note the start in its history.
+
+        `update` is what `check` returned, `step` the steps done. Raises InputError while another run is
+        writing to the folder.
+        """
         try:
             for folder in (self.rollouts, self.checkpoints, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -116,6 +97,8 @@ class RunFolder:
             raise InputError(
                 f"output_dir {self.root} is in use by a running job; choose another output_dir"
             ) from None
+        update = update or Update()
+        self.history.add("start", step, update.changes, update.contents, allowed=update.allowed)
         dump_recipe(recipe, self.config)
 
     def close(self) -> None:
@@ -250,20 +233,5 @@ def _step_of_file(file: Path) -> int:
     return int(number) if number.isascii() and number.isdigit() else -1
 
 
-def _may_change(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
-
-
 def _line(row: dict[str, Any]) -> str:
     return json.dumps(finite_or_null(row), ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the branches as dotted keys, as overrides write them."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

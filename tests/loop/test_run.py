@@ -183,7 +183,8 @@ def test_a_finished_run_says_so_and_a_changed_recipe_is_refused(
     assert "is done: 4 of 4 steps" in capsys.readouterr().out
     line = refused(capsys, [*arguments, "optimizer.lr=1e-2"])
     assert "another recipe" in line
-    assert "optimizer.lr: 0.003 there, 0.01 now" in line
+    assert "optimizer.lr is 0.003 there and 0.01 now" in line
+    assert f"mrl train {recorded} optimizer.lr=0.01 --allow optimizer.lr" in line
 
 
 @pytest.mark.timeout(400)

@@ -1,0 +1,113 @@
+"""Makes a new run from a checkpoint of another run, which stays as it is.
+
+The checkpoint's files are linked where the file system allows it, and copied elsewhere: mrl never
+writes into a checkpoint that has its name, and removing one of two links leaves the other.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.algorithms import load_algorithm, traits
+from mrl.config import dump_recipe
+from mrl.errors import InputError
+from mrl.preflight.algorithm import check_critic_stays
+from mrl.run.changes import Change, check_allowed
+from mrl.run.contents import contents_of
+from mrl.run.folder import RunFolder, as_lines
+from mrl.run.history import changes_to
+from mrl.run.source import load_run
+from mrl.system.files import write_whole
+from parallel.checkpoint.manifest import candidates, damage, folder_name, point_to, step_of
+
+
+@dataclass(frozen=True)
+class Branched:
+    """A `Branched` says what `branch` made."""
+
+    parent: Path
+    step: int
+    """Steps done in the checkpoint that the new run continues from."""
+    changes: Sequence[Change]
+
+
+def branch(source: str, target: Path, overrides: list[str]) -> Branched:
+    """Make the run folder `target` from `source`, `RUN` or `RUN@STEP`, with `overrides`.
+
+    The new run has the checkpoint, and the metrics of the steps before it. Raises InputError where
+    there is no such checkpoint or it is damaged, where `target` is not empty, and where a key would
+    change that a run keeps.
+    """
+    parent, step = _parse(source)
+    load_run(parent)  # says what is wrong with the folder
+    checkpoint = _checkpoint(parent, step)
+    step = step_of(checkpoint)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InputError(f"{target} is there already; give a new or an empty folder")
+    config = RunFolder(parent).history.config_at(step)
+    recipe = load_run(parent, _without_output(overrides, target), config)
+    recipe = recipe.model_copy(update={"output_dir": str(target)})
+    contents = contents_of(recipe)
+    changes = changes_to(parent, recipe, contents, config)
+    check_allowed(changes, [c.key for c in changes], str(parent), f"a branch of {parent}")
+    needs_critic = traits(load_algorithm(recipe.algorithm.name)).needs_critic
+    check_critic_stays(changes, needs_critic)
+    folder = RunFolder(target)
+    try:
+        folder.checkpoints.mkdir(parents=True)
+        _link(checkpoint, folder.checkpoints / checkpoint.name)
+    except OSError as error:
+        raise InputError(f"{target}: {error.strerror}; choose another folder") from None
+    point_to(folder.checkpoints, step)
+    rows = [row for row in RunFolder(parent).read_metrics() if row["step"] < step]
+    write_whole(folder.metrics, as_lines(rows))
+    folder.history.add("branch", step, changes, contents, parent=str(parent.resolve()))
+    dump_recipe(recipe, folder.config)
+    return Branched(parent, step, changes)
+
+
+def _parse(source: str) -> tuple[Path, int | None]:
+    run, at, step = source.rpartition("@")
+    if at and step.isascii() and step.isdigit():
+        return Path(run), int(step)
+    if at and not Path(source).exists():
+        raise InputError(f"{source}: expected RUN or RUN@STEP, such as runs/first@200")
+    return Path(source), None
+
+
+def _checkpoint(run: Path, step: int | None) -> Path:
+    """Return the checkpoint of `step`, or the newest; InputError where it is not there or damaged."""
+    root = run / "checkpoints"
+    found = sorted((p for p in root.glob("iter_*") if p.name[5:].isdigit()), reverse=True)
+    steps = ", ".join(str(step_of(path)) for path in reversed(found)) or "none"
+    newest = candidates(root)
+    if step is not None:
+        newest = [root / folder_name(step)]
+    if not newest or not newest[0].is_dir():
+        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise InputError(f"{run} has {which}; it has checkpoints of these steps: {steps}")
+    if reason := damage(newest[0]):
+        raise InputError(
+            f"checkpoint {newest[0].name} is damaged: {reason}; name another step, {run}@STEP; there "
+            f"are {steps}"
+        )
+    return newest[0]
+
+
+def _without_output(overrides: list[str], target: Path) -> list[str]:
+    for item in overrides:
+        if item.startswith("output_dir="):
+            raise InputError(f"{item}: the new run is in {target}; leave it out")
+    return overrides
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        shutil.copytree(source, target, copy_function=os.link)
+    except (OSError, shutil.Error):  # another file system, or one without links
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target)

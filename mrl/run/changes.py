@@ -1,0 +1,253 @@
+"""Which keys of a recipe may change while a run goes on: one table, and what it says of two recipes.
+
+`RULES` is the table of docs/checkpoints.md, written there by `python -m benchmarks.changes_table`. The
+longest name in it decides.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from mrl.config.suggest import all_keys, suggest
+from mrl.errors import InputError
+
+
+class Kind(StrEnum):
+    """Says what it takes to change a key."""
+
+    FREE = "free"
+    """Any start may change it."""
+    ALLOW = "with --allow"
+    """A start changes it only with `--allow KEY`."""
+    NEVER = "never"
+    """A run keeps it from its first step to its last."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule gives the class of some keys or of whole branches."""
+
+    kind: Kind
+    what: str
+    """What the keys have in common, for the reader of the table."""
+    keys: tuple[str, ...]
+    by_contents: bool = False
+    """The value names files or folders: another path with equal contents is free."""
+
+
+RULES = (
+    Rule(Kind.FREE, "how long the run is", ("train.num_steps",)),
+    Rule(
+        Kind.FREE,
+        "the trainer's memory and batching within a step",
+        (
+            *("train.micro_batch_tokens", "train.recompute", "train.logprob_chunk_tokens"),
+            "optimizer.use_distributed_optimizer",
+        ),
+    ),
+    Rule(
+        Kind.FREE,
+        "the engine's memory, arguments and traffic",
+        (
+            *("rollout.mem_fraction_static", "rollout.max_total_tokens", "rollout.server_args"),
+            *("rollout.max_running_requests", "rollout.weight_bucket_mb", "rollout.weight_sync"),
+        ),
+    ),
+    Rule(
+        Kind.FREE,
+        "layout",
+        (
+            *("parallel", "rollout.tensor_parallel_size", "rollout.expert_parallel_size"),
+            "rollout.data_parallel_attention_size",
+        ),
+    ),
+    Rule(
+        Kind.FREE,
+        "time limits and workers",
+        (
+            *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.stall_timeout_s"),
+            *("rollout.max_restarts", "reward_timeout_s", "environment.time_limit_s"),
+            "environment.num_workers",
+        ),
+    ),
+    Rule(
+        Kind.FREE,
+        "evaluation, diagnosis, checks, checkpoints, logging",
+        (
+            *("eval", "diagnosis", "guards", "checkpoint", "logging", "debug.save_rollouts"),
+            *("rollout.canary_prompts", "rollout.canary_tolerance"),
+        ),
+    ),
+    Rule(Kind.FREE, "the folder of the run itself, wherever it is", ("output_dir",)),
+    Rule(
+        Kind.FREE,
+        "Megatron's options that only move work or memory",
+        tuple(
+            f"megatron.{name}"
+            for name in (
+                *("overlap_grad_reduce", "overlap_param_gather", "bucket_size"),
+                *("pad_buckets_for_high_nccl_busbw", "deallocate_pipeline_outputs"),
+                *("batch_p2p_sync", "recompute_granularity", "recompute_modules"),
+                *("optimizer_cpu_offload", "optimizer_offload_fraction", "pin_cpu_grads"),
+                *("overlap_cpu_optimizer_d2h_h2d", "fine_grained_activation_offloading"),
+                *("offload_modules", "min_offloaded_tensor_size", "cpu_offloading"),
+                *("cpu_offloading_num_layers", "cpu_offloading_activations"),
+                *("cpu_offloading_double_buffering", "moe_deepep_num_sms"),
+                "moe_hybridep_num_sms",
+            )
+        ),
+    ),
+    Rule(Kind.ALLOW, "the optimizer and its learning rate", ("optimizer", "critic")),
+    Rule(Kind.ALLOW, "optimizer steps in a rollout", ("train",)),
+    Rule(Kind.ALLOW, "algorithm, clipping, KL, corrections", ("algorithm",)),
+    Rule(Kind.ALLOW, "reference of the KL", ("algorithm.reference_path",), by_contents=True),
+    Rule(Kind.ALLOW, "reward", ("reward",), by_contents=True),
+    Rule(Kind.ALLOW, "environment", ("environment",)),
+    Rule(Kind.ALLOW, "data; other rows begin at their first one", ("data",), by_contents=True),
+    Rule(Kind.ALLOW, "sampling, and how many samples there are", ("rollout",)),
+    Rule(Kind.ALLOW, "replay, load balancing and router", ("moe",)),
+    Rule(Kind.ALLOW, "other options of Megatron", ("megatron",)),
+    Rule(Kind.ALLOW, "how the trainer computes", ("model.transformer_impl",)),
+    Rule(Kind.ALLOW, "debugging", ("debug",)),
+    Rule(Kind.NEVER, "the model", ("model.path", "critic.path"), by_contents=True),
+    Rule(Kind.NEVER, "the dtype of weights and optimizer state", ("model.dtype",)),
+    Rule(Kind.NEVER, "how the critic's value head began", ("critic.head_std",)),
+    Rule(Kind.NEVER, "SFT, which is over when the first step begins", ("sft",), by_contents=True),
+    Rule(Kind.NEVER, "the order of prompts and all random numbers", ("seed",)),
+)
+"""Every key of the recipe, or the branch that it is in. Beside this, `algorithm.name` never changes to
+an algorithm with a critic, or back: a checkpoint has the critic's state, or it has not."""
+
+_RULE_OF = {key: rule for rule in RULES for key in rule.keys}
+WHY = {
+    Kind.FREE: "may change freely",
+    Kind.ALLOW: "changes only with --allow",
+    Kind.NEVER: "never changes in a run",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A `Change` is one key whose value, or the contents of the files that it names, differ."""
+
+    key: str
+    old: Any
+    new: Any
+    kind: Kind
+    is_moved: bool = False
+    """Another path with equal contents."""
+
+    def __str__(self) -> str:
+        if self.old == self.new:
+            return f"{self.key} is {self.new!r}, whose contents have changed ({WHY[self.kind]})"
+        return f"{self.key} is {self.old!r} there and {self.new!r} now ({WHY[self.kind]})"
+
+    def as_override(self) -> str:
+        """Return `key=value` as a shell takes it."""
+        return shlex.quote(f"{self.key}={_yaml(self.new)}")
+
+
+def rule_of(key: str) -> Rule:
+    """Return the rule of a dotted key. Raises KeyError where the table lacks it."""
+    name = key
+    while name not in _RULE_OF:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            raise KeyError(f"{key}: add it to RULES in mrl/run/changes.py")
+    return _RULE_OF[name]
+
+
+def find_changes(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    old_contents: Mapping[str, str],
+    new_contents: Mapping[str, str],
+) -> list[Change]:
+    """Compare two recipes by their dotted keys (`flatten`).
+
+    `old_contents` and `new_contents` are digests of what keys name, see `mrl.run.contents`. A key
+    without a digest on one of the sides is judged by its value alone.
+    """
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        rule, pair = rule_of(key), (old.get(key), new.get(key))
+        digests = old_contents.get(key), new_contents.get(key)
+        is_known = rule.by_contents and None not in digests
+        if pair[0] == pair[1] and not (is_known and digests[0] != digests[1]):
+            continue
+        is_moved = is_known and digests[0] == digests[1]
+        found.append(Change(key, *pair, Kind.FREE if is_moved else rule.kind, is_moved))
+    return found
+
+
+def check_allowed(changes: Sequence[Change], allowed: Sequence[str], run: str, what: str) -> None:
+    """Raise InputError where a change is not free and `allowed` does not name its key or branch.
+
+    The message names each key with its values and its class, and what to type. `run` is the run folder,
+    and `what` the start of the message.
+    """
+    never = [change for change in changes if change.kind is Kind.NEVER]
+    closed = [
+        change
+        for change in changes
+        if change.kind is Kind.ALLOW and not any(is_in(change.key, name) for name in allowed)
+    ]
+    if not never and not closed:
+        return
+    refused = "; ".join(map(str, (*never, *closed)))
+    overrides = [
+        c.as_override() for c in changes if c.kind is not Kind.NEVER and c.key != "output_dir"
+    ]
+    wanted = [change.key for change in changes if change.kind is Kind.ALLOW]
+    keep = f"keep {_join(c.key for c in never)}, or start another run in a new output_dir"
+    do = " ".join([shlex.quote(run), *overrides])
+    allow = f"mrl train {do} --allow {' '.join(wanted)}"
+    branch = f"mrl branch {shlex.quote(run)} NEW_DIR {' '.join(overrides)}"
+    if not wanted:
+        raise InputError(f"{what}: {refused}; {keep}")
+    then = f"continue it with: {allow} (or try it in a copy: {branch})"
+    raise InputError(f"{what}: {refused}; {f'{keep}; then ' if never else ''}{then}")
+
+
+def check_keys(allowed: Iterable[str]) -> None:
+    """Raise InputError where `--allow` names no key of a recipe, or one that never changes."""
+    known = all_keys()
+    leaves = {key for key in known if not any(k.startswith(f"{key}.") for k in known)}
+    for name in allowed:
+        # Keys like `megatron` and `rollout.server_args` hold names that only others know.
+        found = [k for k in known if is_in(k, name) or (k in leaves and is_in(name, k))]
+        if not found:
+            raise InputError(f"--allow {name}: there is no such key{suggest(name)}")
+        if all(rule_of(key).kind is Kind.NEVER for key in found):
+            raise InputError(
+                f"--allow {name}: {name} {WHY[Kind.NEVER]}; start another run in a new output_dir"
+            )
+
+
+def is_in(key: str, branch: str) -> bool:
+    """Whether a dotted key is `branch` or in it."""
+    return key == branch or key.startswith(f"{branch}.")
+
+
+def _join(keys: Iterable[str]) -> str:
+    return " and ".join(keys)
+
+
+def _yaml(value: Any) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the branches as dotted keys, as overrides write them."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

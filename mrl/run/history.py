@@ -1,0 +1,165 @@
+"""The history of a run is RUN/history.jsonl: a line for each start, and for the branch that made it.
+
+A line holds the time (UTC), the event (`start` or `branch`), the steps that were done, the command,
+every key that changed with its old and new value, what was allowed, mrl's version and git commit, and
+the digests of what the recipe names. Where keys changed, the recipe before the change is kept in
+RUN/configs/.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mrl import __version__
+from mrl.config import Recipe
+from mrl.run.changes import Change, find_changes, flatten, is_in, rule_of
+from mrl.run.contents import contents_of
+from mrl.run.source import load_run
+from mrl.system.files import write_whole
+
+
+@dataclass(frozen=True)
+class Update:
+    """An `Update` is what a start changes of a run."""
+
+    changes: tuple[Change, ...] = ()
+    allowed: tuple[str, ...] = ()
+    """What `--allow` named, used or not."""
+    contents: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what the recipe names, on rank 0."""
+
+
+def changes_to(
+    root: Path, recipe: Recipe, contents: Mapping[str, str], config: Path | None = None
+) -> list[Change]:
+    """Compare the recipe of the run folder `root`, by default that in its config.yaml, with `recipe`,
+    whose digests are `contents`.
+
+    A digest that the history lacks is taken of what the old recipe names, if that is still there.
+    """
+    there = load_run(root, config=config)
+    old, new = flatten(there.model_dump()), flatten(recipe.model_dump())
+    old["output_dir"] = new["output_dir"]  # the folder is where it is
+    known = History(root).contents() if contents else {}
+    if unknown := [key for key in contents if key not in known and old.get(key) != new[key]]:
+        now = contents_of(there)
+        known |= {key: now[key] for key in unknown if key in now}
+    if not contents:  # not for this rank to judge
+        new |= {key: old[key] for key in new if key in old and rule_of(key).by_contents}
+    return find_changes(old, new, known, contents)
+
+
+class History:
+    """Reads and writes the history of a run folder. Only rank 0 writes."""
+
+    def __init__(self, root: Path) -> None:
+        self.file = root / "history.jsonl"
+        self.configs = root / "configs"
+        self._config = root / "config.yaml"
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all whole lines; none for the run of an earlier version."""
+        with suppress(FileNotFoundError):
+            lines = self.file.read_text().split("\n")[:-1]
+            return [json.loads(line) for line in lines]
+        return []
+
+    def contents(self) -> dict[str, str]:
+        """Return the digests of what the run's recipe names, as they were noted last."""
+        found: dict[str, str] = {}
+        for entry in self.read():
+            found |= entry["contents"]
+        return found
+
+    def add(
+        self,
+        event: str,
+        step: int,
+        changes: Sequence[Change],
+        contents: Mapping[str, str],
+        *,
+        allowed: Sequence[str] = (),
+        **more: Any,
+    ) -> None:
+        """Add a line, and keep the present config.yaml where it is about to change."""
+        known = self.contents()
+        entry = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "event": event,
+            "step": step,
+            "command": _command(),
+            "changes": {change.key: [change.old, change.new] for change in changes},
+            "moved": [change.key for change in changes if change.is_moved],
+            "allowed": list(allowed),
+            "mrl": __version__,
+            "commit": _commit(),
+            "contents": {k: digest for k, digest in contents.items() if known.get(k) != digest},
+            **more,
+        }
+        if changes and self._config.exists():
+            entry["config_before"] = self._keep_config()
+        with self.file.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def _keep_config(self) -> str:
+        self.configs.mkdir(exist_ok=True)
+        name = f"config_{len(list(self.configs.glob('config_*.yaml'))):04d}.yaml"
+        write_whole(self.configs / name, self._config.read_bytes())
+        return f"{self.configs.name}/{name}"
+
+    def config_at(self, step: int) -> Path:
+        """Return the recipe that step `step` was trained with: config.yaml, or a kept one."""
+        config = self._config
+        for entry in reversed(self.read()):
+            if entry["step"] <= step:
+                break
+            if "config_before" in entry:
+                config = self._config.parent / entry["config_before"]
+        return config
+
+    def has_other_data(self, step: int) -> bool:
+        """Whether the data changed at `step` or later: a checkpoint of `step` then has the position in
+        data that the run no longer reads."""
+        return any(
+            is_in(key, "data") and key not in entry["moved"]
+            for entry in self.read()
+            if entry["step"] >= step
+            for key in entry["changes"]
+        )
+
+
+def _command() -> str:
+    """Return what was typed: a command of mrl, or the user's script."""
+    program = Path(sys.argv[0])
+    name = "mrl" if program.name in ("mrl", "__main__.py") else str(program)
+    return shlex.join([name, *sys.argv[1:]])
+
+
+def _commit() -> str | None:
+    """Return the git commit of mrl's source, and `+` where files differ; None outside of git."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit, changed = (
+            _git(root, "rev-parse", "HEAD"),
+            _git(root, "status", "--porcelain", "-uno"),
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + "+" * bool(changed)
+
+
+def _git(root: Path, *command: str) -> str:
+    words = ["git", "-C", str(root), *command]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=10)
+    return done.stdout.strip()

@@ -1,0 +1,98 @@
+"""What a command reads its recipe from: a YAML file, or a run folder wherever it was copied to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from mrl.config import Recipe, load_recipe
+from mrl.errors import InputError
+
+OF_A_RUN = ("checkpoints", "metrics.jsonl", "history.jsonl")
+"""What lies beside the config.yaml of a run, and not beside a recipe of that name."""
+
+
+def read_source(path: Path, overrides: list[str] | None = None) -> Recipe:
+    """Return the recipe of a YAML file or of a run folder, with `overrides`.
+
+    The `output_dir` of a run folder's recipe is that folder. Raises InputError where a run's
+    config.yaml is given and its output_dir is another folder, which would be trained instead.
+    """
+    overrides = overrides or []
+    if path.is_dir():
+        return load_run(path, overrides)
+    recipe = load_recipe(path, overrides)
+    is_asked = any(item.startswith("output_dir=") for item in overrides)
+    if not is_asked and is_run(path.parent) and path.name == "config.yaml":
+        _refuse_another(path, recipe)
+    return recipe
+
+
+def load_run(
+    folder: Path, overrides: list[str] | None = None, config: Path | None = None
+) -> Recipe:
+    """Return the recipe of a run folder, wherever it is now; by default that in its config.yaml.
+
+    Paths in it that lie in the folder that it was written for, and are also here, are those here.
+    Raises InputError where the folder holds no run, or `overrides` give another output_dir.
+    """
+    config = config or folder / "config.yaml"
+    if not config.is_file():
+        raise InputError(
+            f"{folder} is a folder without config.yaml; give a recipe (a YAML file), or the "
+            "output_dir of a run"
+        )
+    for item in overrides or []:
+        key, _, value = item.partition("=")
+        if key == "output_dir" and not _same(Path(value), folder):
+            raise InputError(
+                f"output_dir={value}: {folder} is continued where it is; copy the folder and train the "
+                f"copy, or make a run of its checkpoint: mrl branch {folder} {value}"
+            )
+    return load_recipe(config, overrides, lambda tree: _move(tree, folder))
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run."""
+    config = folder / "config.yaml"
+    return config.is_file() and any((folder / name).exists() for name in OF_A_RUN)
+
+
+def _refuse_another(path: Path, recipe: Recipe) -> None:
+    folder, output = path.parent, Path(recipe.output_dir)
+    if _same(output, folder):
+        return
+    there = "which is another folder" if output.exists() else "which is not there"
+    other = f", or that run with: mrl train {output}" if is_run(output) else ""
+    raise InputError(
+        f"{path} belongs to the run in {folder}, but its output_dir is {output}, {there}: was the run "
+        f"copied or moved? Continue the run in {folder} with: mrl train {folder}{other}; for a new run "
+        "give output_dir=NEW_DIR"
+    )
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _move(tree: dict[str, Any], folder: Path) -> None:
+    """Make `folder` the output_dir of a run's recipe, and of the paths that were in the old one."""
+    old = tree.get("output_dir")
+    if isinstance(old, str) and _same(Path(old), folder):
+        return
+    tree["output_dir"] = str(folder)
+    if isinstance(old, str):
+        for name, value in tree.items():
+            tree[name] = _moved(value, old.rstrip("/") + "/", folder)
+
+
+def _moved(value: Any, old: str, folder: Path) -> Any:
+    if isinstance(value, dict):
+        return {name: _moved(part, old, folder) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_moved(part, old, folder) for part in value]
+    if isinstance(value, str) and value.startswith(old):
+        here = folder / os.path.relpath(value, old)
+        return str(here) if here.exists() else value
+    return value
