@@ -43,10 +43,18 @@ class ParallelConfig(Branch):
 
 
 class TrainConfig(Branch):
-    num_steps: int = Field(ge=1)
-    """Rollout steps of the whole run."""
+    num_steps: int = Field(default=0, ge=0)
+    """Rollout steps of the whole run. Give this or `num_epochs`; where that is given, config.yaml has
+    the steps that it came to."""
+    num_epochs: float | None = Field(default=None, gt=0)
+    """Passes over the data set, in the place of `num_steps`: as many rollout steps as it takes for each
+    prompt to be sampled so many times."""
     num_steps_per_rollout: int = Field(default=1, ge=1)
-    """Optimizer steps per rollout (mini-batches)."""
+    """Optimizer steps of a pass over a rollout (mini-batches)."""
+    num_epochs_per_rollout: int = Field(default=1, ge=1)
+    """Passes over the samples of a rollout (verl's `ppo_epochs`, TRL's `num_iterations`), each of
+    `num_steps_per_rollout` optimizer steps. Old log-probs, advantages and routes are those from before
+    the first of them."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Packed tokens per micro-batch; a longer single sample gets a micro-batch of its own."""
     recompute: bool = False
@@ -73,8 +81,8 @@ class OptimizerConfig(Branch):
     decays in the same way."""
     lr_decay_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps, warm-up included, after which the learning rate is `min_lr`. Null takes all that
-    the run has: train.num_steps x train.num_steps_per_rollout. Only with an `lr_decay_style`. Steps
-    that only warm up a critic do not count for the policy."""
+    the run has: train.num_steps x num_epochs_per_rollout x num_steps_per_rollout. Only with an
+    `lr_decay_style`. Steps that only warm up a critic do not count for the policy."""
     min_lr: float = Field(default=0.0, ge=0)
     """The learning rate at the end of the decay. A critic ends at the same share of `critic.lr`."""
     wsd_decay_steps: int | None = Field(default=None, ge=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -287,13 +287,14 @@ class Learner:
             return critic_loss(values, batch, config)
 
         trains_policy = self.critic is None or step >= self.recipe.critic.warmup_steps
-        steps, value_steps, done, num_empty = [], [], 0, 0
+        starts = accumulate((len(batch.micro_batches) for batch in batches), initial=0)
+        shares = [slice(start, end) for start, end in pairwise(starts)]
+        num_empty = sum(not batch.num_loss_tokens for batch in batches)
+        steps, value_steps = [], []
         metrics: dict[str, float] = {}
-        for batch in batches:
-            share = slice(done, done + len(batch.micro_batches))
-            done = share.stop
+        passes = self.recipe.train.num_epochs_per_rollout
+        for batch, share in [*zip(batches, shares, strict=True)] * passes:
             if not batch.num_loss_tokens:
-                num_empty += 1
                 continue
             ready = TrainBatch(flat[share], batch.num_loss_tokens, batch.num_samples)
             if trains_policy:

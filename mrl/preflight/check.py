@@ -65,7 +65,6 @@ def check(
     `allowed`: the keys that may change in a run that is continued, see `RunFolder.check`.
     Raises InputError with the first thing that is wrong.
     """
-    recipe = with_schedule(recipe)
     dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
     folder = RunFolder(recipe.output_dir)
     model = _read_model(recipe, dims, elsewhere)
@@ -92,6 +91,7 @@ def check(
         min_rows=recipe.rollout.prompts_per_step,
     )
     check_started(recipe.rollout, len(prompts))
+    recipe = with_schedule(recipe, len(prompts))
     _check_prompts(prompts, tokenizer, is_conversation=recipe.environment is not None)
     sft_examples = _sft_examples(recipe.sft, tokenizer, context_len)
     eval_sets = read_eval_sets(recipe, tokenizer, context_len)

@@ -75,8 +75,8 @@ class Plan:
             ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, {_task(recipe)}"),
             ("a step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "
              f"= {samples}{started}, up to {rollout.max_response_len} tokens each, "
-             f"{recipe.train.num_steps_per_rollout} optimizer step(s)"),
-            ("steps", f"{recipe.train.num_steps}{resumed}"),
+             f"{_updates(recipe)}"),
+            ("steps", f"{recipe.train.num_steps}{resumed}, {_passes(self)}"),
             ("run folder", recipe.output_dir),
         ]  # fmt: skip
 
@@ -95,6 +95,18 @@ def _dtype(asked: Literal["auto", "float32", "bfloat16"], elsewhere: bool) -> st
     if elsewhere:
         return "bfloat16" if asked == "auto" else asked
     return str(choose_dtype(asked)).removeprefix("torch.")
+
+
+def _updates(recipe: Recipe) -> str:
+    steps, passes = recipe.train.num_steps_per_rollout, recipe.train.num_epochs_per_rollout
+    return f"{steps} optimizer step(s)" + (f" in each of {passes} passes" if passes > 1 else "")
+
+
+def _passes(plan: Plan) -> str:
+    """How often the steps take the data set, where they draw no further prompts."""
+    rollout, total = plan.recipe.rollout, len(plan.prompts)
+    epochs = plan.recipe.train.num_steps * rollout.prompts_per_step / total
+    return f"about {epochs:.3g} epoch(s) of {total} prompts"
 
 
 def _engines(plan: Plan) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mrl.config import OptimizerConfig, Recipe
 from mrl.errors import InputError
 
@@ -9,18 +11,55 @@ _OF_DECAY = ("lr_decay_steps", "min_lr", "wsd_decay_steps", "lr_wsd_decay_style"
 """Keys of `optimizer` that do nothing while the learning rate is constant."""
 
 
-def with_schedule(recipe: Recipe) -> Recipe:
-    """Return the recipe with `optimizer.lr_decay_steps` filled in, where the learning rate decays.
+def with_schedule(recipe: Recipe, num_prompts: int) -> Recipe:
+    """Return the recipe with the numbers that follow from others and a data set of `num_prompts`.
 
-    Raises InputError where the keys of the schedule contradict each other.
+    These are `train.num_steps` where `train.num_epochs` is given, which then is null, and
+    `optimizer.lr_decay_steps` where the learning rate decays. Raises InputError where the keys of the
+    schedule contradict each other.
     """
-    config = recipe.optimizer
+    return _with_decay(_with_steps(recipe, num_prompts))
+
+
+def _with_steps(recipe: Recipe, num_prompts: int) -> Recipe:
+    train, rollout = recipe.train, recipe.rollout
+    if not train.num_steps and train.num_epochs is None:
+        raise InputError(
+            "train.num_steps: required, and not given; give it, or train.num_epochs, the number of "
+            "passes over the data set"
+        )
+    if train.num_epochs is None:
+        return recipe
+    if train.num_steps:
+        raise InputError(
+            f"train.num_steps is {train.num_steps} and train.num_epochs is {train.num_epochs:g}; give "
+            "one of them, and 0 or null for the other"
+        )
+    if recipe.algorithm.dynamic_sampling or rollout.over_sampling != 1:
+        other = (
+            "algorithm.dynamic_sampling"
+            if recipe.algorithm.dynamic_sampling
+            else "rollout.over_sampling"
+        )
+        raise InputError(
+            f"train.num_epochs is {train.num_epochs:g}, but with {other} nobody knows how many prompts "
+            "a step draws; give train.num_steps"
+        )
+    # Less a trifle: 0.1 x 30 is a little more than 3.
+    steps = math.ceil(train.num_epochs * num_prompts / rollout.prompts_per_step - 1e-9)
+    return recipe.model_copy(
+        update={"train": train.model_copy(update={"num_steps": steps, "num_epochs": None})}
+    )
+
+
+def _with_decay(recipe: Recipe) -> Recipe:
+    config, train = recipe.optimizer, recipe.train
     if config.lr_decay_style == "constant":
         _refuse_without_decay(config)
         return recipe
     steps = config.lr_decay_steps
     if steps is None:
-        steps = recipe.train.num_steps * recipe.train.num_steps_per_rollout
+        steps = train.num_steps * train.num_epochs_per_rollout * train.num_steps_per_rollout
     if config.lr_warmup_steps >= steps:
         raise InputError(
             f"optimizer.lr_warmup_steps is {config.lr_warmup_steps}, but the learning rate has decayed "

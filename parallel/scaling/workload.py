@@ -102,7 +102,7 @@ def recipe_workload(
         samples=recipe.rollout.samples_per_prompt,
         prompt_len=prompt_len,
         response_len=recipe.rollout.max_response_len,
-        optimizer_steps=recipe.train.num_steps_per_rollout,
+        optimizer_steps=recipe.train.num_steps_per_rollout * recipe.train.num_epochs_per_rollout,
         micro_batch_tokens=recipe.train.micro_batch_tokens,
         recompute=recipe.train.recompute,
         recompute_modules=tuple(modules) if selective else (),

@@ -24,6 +24,7 @@ KEEPING = (
     "optimizer.min_lr=1e-4",
     "critic.warmup_steps=1",
     "train.num_steps=4",
+    "train.num_epochs_per_rollout=2",
     "checkpoint.async_save=false",
 )
 """A critic that warms up, a coefficient that adapts, prompts drawn as they are needed."""

@@ -14,12 +14,16 @@ STEPS = ("train.num_steps=6", "train.num_steps_per_rollout=2")
 
 def test_the_decay_takes_all_optimizer_steps_of_the_run() -> None:
     cosine = "optimizer.lr_decay_style=cosine"
-    recipe = with_schedule(load_recipe(TOY_RECIPE, [*STEPS, cosine]))
+    recipe = with_schedule(load_recipe(TOY_RECIPE, [*STEPS, cosine]), 8)
     assert recipe.optimizer.lr_decay_steps == 12
-    given = with_schedule(load_recipe(TOY_RECIPE, [*STEPS, cosine, "optimizer.lr_decay_steps=5"]))
+    given = with_schedule(
+        load_recipe(TOY_RECIPE, [*STEPS, cosine, "optimizer.lr_decay_steps=5"]), 8
+    )
     assert given.optimizer.lr_decay_steps == 5
+    twice = load_recipe(TOY_RECIPE, [*STEPS, cosine, "train.num_epochs_per_rollout=2"])
+    assert with_schedule(twice, 8).optimizer.lr_decay_steps == 24
     plain = load_recipe(TOY_RECIPE, [*STEPS])
-    assert with_schedule(plain) == plain
+    assert with_schedule(plain, 8) == plain
 
 
 @pytest.mark.parametrize(
@@ -40,5 +44,37 @@ def test_the_decay_takes_all_optimizer_steps_of_the_run() -> None:
 def test_what_contradicts_itself_is_refused(keys: list[str], parts: list[str]) -> None:
     recipe = load_recipe(TOY_RECIPE, [*STEPS, *(f"optimizer.{key}" for key in keys)])
     with pytest.raises(InputError) as caught:
-        with_schedule(recipe)
+        with_schedule(recipe, 8)
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (2, 5), (0.4, 1), (4, 10)])
+def test_passes_over_the_data_set_are_steps(epochs: float, steps: int) -> None:
+    """10 prompts and 4 a step: a step may hold the end of a pass and the start of the next."""
+    keys = ["train.num_steps=0", f"train.num_epochs={epochs}", "rollout.prompts_per_step=4"]
+    recipe = load_recipe(TOY_RECIPE, [*keys, "optimizer.lr_decay_style=linear"])
+    found = with_schedule(recipe, 10)
+    assert (found.train.num_steps, found.train.num_epochs) == (steps, None)
+    assert found.optimizer.lr_decay_steps == steps
+    assert with_schedule(found, 10) == found  # as a resumed run reads it
+
+
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        (["train.num_steps=0"], "train.num_steps: required, and not given"),
+        (["train.num_epochs=2"], "train.num_steps is 6 and train.num_epochs is 2; give one"),
+        (
+            ["train.num_steps=0", "train.num_epochs=2", "algorithm.dynamic_sampling=true"],
+            "with algorithm.dynamic_sampling nobody knows",
+        ),
+        (
+            ["train.num_steps=0", "train.num_epochs=2", "rollout.over_sampling=2"],
+            "with rollout.over_sampling nobody knows",
+        ),
+    ],
+)
+def test_passes_that_are_not_a_number_of_steps_are_refused(keys: list[str], part: str) -> None:
+    with pytest.raises(InputError) as caught:
+        with_schedule(load_recipe(TOY_RECIPE, ["train.num_steps=6", *keys]), 10)
+    assert part in str(caught.value)

@@ -52,3 +52,26 @@ def keep_the_policy_broad(user: User) -> str:
         ends[coef] = json.loads(lines[-1])["entropy"]
     assert ends[1] > ends[0], ends
     return f"entropy after 3 steps: {ends[0]:.3f} without, {ends[1]:.3f} with"
+
+
+@thing("I train for an epoch and a half, and take each rollout twice.")
+def train_for_epochs(user: User) -> str:
+    rows = [json.dumps({"prompt": f"write: {letter}", "answer": letter}) for letter in "abcdefgh"]
+    data = f"data.path={user.write('eight.jsonl', chr(10).join(rows))}"
+    epochs = ("train.num_steps=0", "train.num_epochs=1.5", "algorithm.name=grpo", data)
+    moves = "algorithm.entropy_coef=1"  # also where no reward differs
+    ratios = {}
+    for passes in (1, 2):
+        user.train(f"run_{passes}", *epochs, moves, f"train.num_epochs_per_rollout={passes}")
+        lines = (user.folder / f"run_{passes}/metrics.jsonl").read_text().splitlines()
+        assert len(lines) == 3  # of 4 prompts each
+        ratios[passes] = json.loads(lines[0])["ratio/max"]
+    config = (user.folder / "run_1/config.yaml").read_text()
+    assert "num_steps: 3\n" in config
+    assert ratios[1] == pytest.approx(1, abs=1e-5)
+    assert ratios[2] > 1.001
+    printed = user.mrl("check", *user.recipe("other"), "train.num_epochs=2", code=2)
+    assert "give one of them" in printed
+    return (
+        f"3 steps; largest ratio of the first step {ratios[1]:.4f}, with two passes {ratios[2]:.4f}"
+    )
