@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from mrl.config import LoggingConfig
-from mrl.run.folder import flatten
+from mrl.run.changes import flatten
 from mrl.trackers.base import SAMPLE_COLUMNS, Run, Started
 
 FORBIDDEN = re.compile(r"[^/\w.\- :]")
