@@ -43,7 +43,7 @@ START_ATTEMPTS = 3
 class EngineLost(RuntimeError):
     """The engine's process died, hangs, or failed again and again: its requests and weights are gone.
 
-    The message says what happened, with the log's last lines. start() brings up another engine.
+    The message says in one line what happened, and where the log is. start() brings up another engine.
     """
 
 

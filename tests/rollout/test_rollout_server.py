@@ -25,6 +25,7 @@ from rollout_helpers import (
     score,
 )
 
+from mrl.errors import RunFailed
 from mrl.rollout.base import EngineLost, SamplingParams
 from mrl.rollout.sglang.http import HttpClient
 from mrl.rollout.sglang.leftovers import shared_memory_files
@@ -333,7 +334,9 @@ def test_failed_start_shows_the_log(tmp_path):
     config = tmp_path / "toy" / "config.json"
     config.write_text(config.read_text().replace("Qwen3MoeForCausalLM", "NoSuchModel"))
     engine = make_engine(tmp_path / "toy", tmp_path / "logs" / "engine.log")
-    with pytest.raises(RuntimeError, match=r"died while starting, exit code (.|\n)*NoSuchModel"):
+    with pytest.raises(
+        RunFailed, match=r"^.*exit code .*NoSuchModel.*; its log is .*engine\.log\nlast"
+    ):
         engine.start()
     assert engine.state == "stopped"
     assert not engine._server.process.tree()

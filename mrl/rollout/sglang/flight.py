@@ -154,7 +154,7 @@ class Flight:
                 raise TimeoutError(
                     f"generate: no answer within rollout.request_timeout_s="
                     f"{self._request_timeout_s:g} s for {len(self._pending)} of "
-                    f"{len(self._requests)} samples; {self._server.process.log_tail()}"
+                    f"{len(self._requests)} samples; its log is {self._server.process.log_path}"
                 )
 
     def _take(self, rid: str) -> Request | None:

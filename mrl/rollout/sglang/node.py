@@ -60,14 +60,14 @@ class EngineNode:
         self._process.start()
 
     def failure(self) -> str:
-        """Why it has ended, with the last lines of its log; empty while it runs, or was stopped."""
+        """Why it has ended, with the path of its log; empty while it runs, or was stopped."""
         where = f"node {self._launch.node_rank} of the engine"
         code = self._process.exit_code()
         if code is not None:
             return f"SGLang on {where} died, {self._process.ending(code)}"
         # SGLang waits for its schedulers one after the other: it may not know yet.
         if part := self._process.dead_part():
-            return f"{part} of SGLang on {where} died; {self._process.log_tail()}"
+            return f"{part} of SGLang on {where} died: {self._process.why()}"
         return ""
 
     def note_ready(self) -> None:

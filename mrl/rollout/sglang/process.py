@@ -19,6 +19,7 @@ import psutil
 
 import mrl
 from mrl.rollout.base import PORT_CLASH
+from mrl.rollout.sglang.cause import cause
 from mrl.rollout.sglang.leftovers import (
     kill_session,
     session_processes,
@@ -131,18 +132,23 @@ class ServerProcess:
             return log.read().decode(errors="replace")
 
     def log_tail(self) -> str:
-        """Return the last lines of the log and its path, for error messages."""
+        """Return the last lines of the log and its path, for the notes of an exception."""
         lines = self.log_text().splitlines()[-LOG_TAIL_LINES:]
         return "\n".join([f"last lines of {self.log_path}:", *lines])
+
+    def why(self) -> str:
+        """Return the line of the log that says what went wrong, where one does, and its path."""
+        found = cause(self.log_text(), self.exit_code())
+        return f"{found}; its log is {self.log_path}" if found else f"its log is {self.log_path}"
 
     def has_port_clash(self) -> bool:
         """Whether this start failed, or is failing, for a port that another program has."""
         return PORT_IN_USE in self.log_text().lower()
 
     def ending(self, code: int) -> str:
-        """Return the exit code and the last lines of the log, for error messages."""
+        """Return the exit code and why, in one line, for error messages."""
         clash = f" ({PORT_CLASH})" if self.has_port_clash() else ""
-        return f"exit code {code}{clash}; {self.log_tail()}"
+        return f"exit code {code}{clash}: {self.why()}"
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to whatever of the session is left. Harmless when repeated."""

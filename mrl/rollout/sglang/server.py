@@ -7,8 +7,9 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from mrl.errors import RunFailed
 from mrl.rollout.base import START_ATTEMPTS, EngineLost
 from mrl.rollout.sglang.http import EventStream, HttpClient, ServerError
 from mrl.rollout.sglang.process import ServerProcess
@@ -19,9 +20,12 @@ REAP_S = 2.0
 """The wait from a broken connection to an exit code, where the process has died."""
 PLUGIN_FAILURES = ("Failed to load plugin", "Failed to execute general plugin", "Failed to apply")
 
+Failure = TypeVar("Failure", bound=Exception)
+
 
 class Server:
-    """A server is SGLang behind a random API key. Every RuntimeError ends with the log's last lines.
+    """A server is SGLang behind a random API key. Every RuntimeError is one line, which names the log;
+    the log's last lines are its note (`BaseException.add_note`).
 
     post() and stream() may be called from several threads.
     """
@@ -91,7 +95,8 @@ class Server:
         try:
             return self._running_client().post(path, body, timeout_s=timeout_s)
         except ServerError as error:
-            raise RuntimeError(f"{error}\n{self.process.log_tail()}") from None
+            where = f"its log is {self.process.log_path}"
+            raise self._with_log(RuntimeError(f"{error}; {where}")) from None
         except TimeoutError:
             raise self.lost(f"no answer to POST {path} within {timeout_s:g} s") from None
         except ConnectionError as error:
@@ -129,9 +134,14 @@ class Server:
 
     def lost(self, what: str) -> EngineLost:
         """Clear away what is left of the server, and return what to raise."""
-        error = EngineLost(f"engine: {what}; {self.process.log_tail()}")
+        error = self._with_log(EngineLost(f"engine: {what}; {self.process.why()}"))
         self.stop()
         self.loss = error
+        return error
+
+    def _with_log(self, error: Failure) -> Failure:
+        """Return the error with the last lines of the log, which a traceback of it shows."""
+        error.add_note(self.process.log_tail())
         return error
 
     def _running_client(self) -> HttpClient:
@@ -154,14 +164,14 @@ class Server:
         while not _answers(client, "/model_info"):
             code = self.process.exit_code()
             if code is not None:
-                raise RuntimeError(
-                    f"engine: the SGLang server died while starting, {self.process.ending(code)}"
-                )
+                text = f"engine: the SGLang server died while starting, {self.process.ending(code)}"
+                raise self._with_log(RunFailed(text))
             if time.monotonic() > deadline:
-                raise RuntimeError(
+                text = (
                     f"engine: the SGLang server is not ready after rollout.start_timeout_s="
-                    f"{timeout_s:g} s; {self.process.log_tail()}"
+                    f"{timeout_s:g} s; {self.process.why()}"
                 )
+                raise self._with_log(RunFailed(text))
             if meanwhile is not None:
                 meanwhile()
             time.sleep(READY_POLL_S)
