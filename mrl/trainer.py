@@ -120,6 +120,12 @@ class Trainer:
             self.collector.close()
             self.trackers.close(failed=self.step < recipe.train.num_steps)
 
+    def close(self) -> None:
+        """Let go of the weights, for a process that lives on."""
+        for model in (self.policy, self.critic):
+            if model is not None:
+                model.close()
+
     def _restore_or_run_sft(self) -> None:
         recipe = self.plan.recipe
         if self.plan.resume_step is not None:

@@ -152,6 +152,19 @@ class MegatronModel:
         )
         self._settings.grad_scale_func = self.optimizer.scale_loss
 
+    def close(self) -> None:
+        """Free the memory of weights, gradients and optimizer state; nothing can be done afterwards.
+
+        Megatron's hooks make reference cycles that run through autograd's C++, where Python's garbage
+        collector does not find them: without this a process that trains again would hold both models.
+        """
+        trained = self.chunks if self._optimizer_config is not None else []
+        for tensors in (parameter_tensors(self.chunks), gradient_tensors(trained),
+                        self._optimizer_tensors()):  # fmt: skip
+            for storage in [tensor.untyped_storage() for tensor in tensors]:
+                if storage.resizable():
+                    storage.resize_(0)
+
     def _require_trainable(self) -> None:
         if self._optimizer_config is None:
             raise RuntimeError("this model was made without an optimizer: it cannot be trained")

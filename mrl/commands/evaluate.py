@@ -105,3 +105,4 @@ def evaluate_checkpoint(
         return done, evaluate(policy, collector, done)
     finally:
         collector.close()
+        policy.close()

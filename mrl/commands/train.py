@@ -90,9 +90,9 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
     from parallel.mesh import init_mesh
 
     mesh = init_mesh(plan.dims, plan.recipe.seed, timeout_s=plan.recipe.longest_wait_s)
-    trainer = Trainer(plan, mesh, folder, callbacks)
-    trainer.train()
-    return trainer.stopped
+    with closing(Trainer(plan, mesh, folder, callbacks)) as trainer:
+        trainer.train()
+        return trainer.stopped
 
 
 def _is_done(plan: Plan, folder: RunFolder) -> bool:
