@@ -38,11 +38,15 @@ the current directory only, and a relative `output_dir` is always in the current
 
 def page() -> str:
     """The whole text of docs/recipes.md."""
-    plain = {n: f for n, f in Recipe.model_fields.items() if not _branches(f.annotation)}
+    fields = Recipe.model_fields.items()
+    plain = {n: f for n, f in fields if _is_text(f.annotation) or not _branches(f.annotation)}
     parts = [HEAD, "## Keys outside of sections\n", _table(plain, "")]
     for name, field in Recipe.model_fields.items():
         for branch in _branches(field.annotation):
-            parts += _section(name, field, branch)
+            if name in plain:
+                parts += [f"### Elements of `{name}`\n", _table(branch.model_fields, "")]
+            else:
+                parts += _section(name, field, branch)
     return "\n".join(parts)
 
 
@@ -75,6 +79,11 @@ def _branches(annotation: Any) -> list[type[Branch]]:
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return [annotation] if issubclass(annotation, Branch) else []
     return [branch for part in typing.get_args(annotation) for branch in _branches(part)]
+
+
+def _is_text(annotation: Any) -> bool:
+    """Whether a field may be a string, beside the branches that it may hold."""
+    return annotation is str or any(map(_is_text, typing.get_args(annotation)))
 
 
 def _type(field: FieldInfo) -> str:

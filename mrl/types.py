@@ -170,6 +170,9 @@ class SampleGroup:
     own (a critic, KL in the reward) it is the mean over the sample's loss tokens."""
     texts: list[str] | None = None
     """The completions in words, where this rank has decoded them already (`mrl.data.completions`)."""
+    reward_parts: dict[str, Tensor] | None = None
+    """f32[G] by name: each of several rewards, and the parts that a reward returned; NaN where a sample
+    lacks one. None where there is a single reward without parts."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Which sample groups have two rewards that differ; the others have zero variance and teach nothing."""
+"""Which sample groups have two rewards that differ (the others have zero variance and teach nothing),
+and the means of the parts of rewards."""
 
 from __future__ import annotations
 
@@ -7,11 +8,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mrl.types import SampleGroup
+
 
 def has_signal(rewards: Tensor) -> bool:
     """Whether two of f32[G] rewards differ; NaN are none."""
     known = rewards[~rewards.isnan()]
     return bool((known != known[:1]).any())
+
+
+def part_means(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Return `rewards/NAME/mean` of every part of the rewards, over the samples that have it."""
+    found: dict[str, list[Tensor]] = {}
+    for group in groups:
+        for name, values in (group.reward_parts or {}).items():
+            found.setdefault(name, []).append(values)
+    means = {name: torch.cat(found[name]).double().nanmean() for name in sorted(found)}
+    return {f"rewards/{name}/mean": float(mean) for name, mean in means.items()}
 
 
 def zero_variance_metrics(rewards: Sequence[torch.Tensor]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mrl.algorithms.signal import part_means
 from mrl.collect.scoring import Scoring
 from mrl.collect.single_turn import start_groups
 from mrl.collect.task import Task, make_task, share_scored
@@ -21,7 +22,7 @@ from mrl.data.completions import completions
 from mrl.data.eval_sets import EvalSet
 from mrl.exchange.sharing import gather_lines
 from mrl.preflight import Plan
-from mrl.run.folder import RunFolder, as_lines
+from mrl.run.folder import RunFolder, as_lines, parts_of_sample
 from mrl.run.rollouts import is_held
 from mrl.types import SampleGroup
 from parallel.mesh import Mesh
@@ -130,6 +131,7 @@ def eval_metrics(eval_set: EvalSet, groups: Sequence[SampleGroup]) -> dict[str, 
             if len(rewards) >= k
         ]
         metrics[f"pass@{k}"] = statistics.fmean(each) if each else math.nan
+    metrics |= part_means(groups)
     return {prefix + key: value for key, value in metrics.items()}
 
 
@@ -156,9 +158,12 @@ def _lines(eval_set: EvalSet, group: SampleGroup, texts: Sequence[str]) -> bytes
             "prompt": group.prompt.content,
             "completion": text,
             "reward": reward,
+            **parts_of_sample(group, index),
             "response_len": sample.num_generated,
             "finish_reason": sample.finish_reason,
         }
-        for sample, text, reward in zip(group.samples, texts, group.rewards.tolist(), strict=True)
+        for index, (sample, text, reward) in enumerate(
+            zip(group.samples, texts, group.rewards.tolist(), strict=True)
+        )
     )
     return b"".join(as_lines(rows))

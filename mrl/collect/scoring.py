@@ -10,7 +10,7 @@ from torch import Tensor
 from mrl.config import Recipe
 from mrl.data.completions import completions
 from mrl.environments.runner import EnvironmentRunner
-from mrl.rewards.runner import RewardRunner
+from mrl.rewards.runner import RewardRunner, shown_rows
 from mrl.run import console
 from mrl.types import SampleGroup
 
@@ -88,5 +88,6 @@ class Scoring:
             console.warning(
                 f"the reward function failed on {report.num_repeated} groups, scored again one by "
                 f"one; {report.num_failed} samples masked: {report.first_error}"
+                + (f"; {shown_rows(report.rows)}" if report.rows else "")
             )
         return report.num_failed

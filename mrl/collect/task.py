@@ -12,7 +12,7 @@ from mrl.collect.scoring import Scoring
 from mrl.collect.single_turn import SingleTurnRollout
 from mrl.config import Recipe, RolloutConfig
 from mrl.exchange.sharing import share_bytes, sum_over_ranks
-from mrl.rewards.runner import check_failures
+from mrl.rewards.runner import check_failures, reward_names
 from mrl.rollout.base import RolloutEngine, SamplingParams
 from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.types import SampleGroup
@@ -124,7 +124,7 @@ def share_scored(task: Task | None, recipe: Recipe, mesh: Mesh) -> list[SampleGr
         return local
     everything = _share_outlines(local, mesh)
     check_failures(
-        f"reward {recipe.reward!r}"
+        reward_names(recipe.reward)
         if recipe.environment is None
         else f"environment {recipe.environment.name!r}",
         sum_over_ranks(num_failed),

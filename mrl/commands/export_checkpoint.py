@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mrl.config import Recipe, load_recipe
 from mrl.errors import InputError
+from mrl.rewards.terms import terms_of
 from mrl.run import console
 from mrl.run.folder import RunFolder
 from parallel.checkpoint.hf_export import Exported, export_checkpoint
@@ -49,7 +50,8 @@ def _find(source: Path) -> Path:
 def _task(recipe: Recipe) -> dict[str, str]:
     if recipe.environment is not None:
         return {"environment": Path(recipe.environment.name).name}
-    return {"reward": Path(recipe.reward or "").name}
+    names = (Path(term.path).name for term in terms_of(recipe.reward or ()))
+    return {"reward": ", ".join(names)}
 
 
 def _notes(run: Path) -> dict[str, str]:

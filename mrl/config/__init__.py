@@ -12,6 +12,7 @@ from mrl.config.guards import GuardConfig
 from mrl.config.load import dump_recipe, load_recipe
 from mrl.config.logging import LoggingConfig
 from mrl.config.recipe import DebugConfig, Recipe
+from mrl.config.reward import RewardConfig
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
 from mrl.config.training import (
     CheckpointConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "Recipe",
+    "RewardConfig",
     "RolloutConfig",
     "SftConfig",
     "TrainConfig",

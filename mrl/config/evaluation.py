@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from mrl.config.branch import Branch, one_or_several
+from mrl.config.reward import Rewards
 
 
 class EvalSetConfig(Branch):
@@ -14,8 +15,9 @@ class EvalSetConfig(Branch):
     """Its name in the metrics, `eval/NAME/...`."""
     path: str
     """A JSONL file like `data.path`."""
-    reward: str | None = None
-    """What scores the samples; null takes the recipe's reward or environment."""
+    reward: Rewards | None = None
+    """What scores the samples, as the recipe's `reward`; null takes the recipe's reward or
+    environment."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """The k of avg@k; pass@k is reported for 1, 2, 4 ... up to k."""
     num_prompts: int | None = Field(default=None, ge=1)

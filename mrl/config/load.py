@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from mrl.config.paths import hold_paths
 from mrl.config.recipe import Recipe
+from mrl.config.reward import TAGS
 from mrl.config.suggest import suggest
 from mrl.errors import InputError
 from mrl.system.files import write_whole
@@ -141,9 +142,10 @@ def _explain(error: ValidationError) -> str:
         lines.append(f"{key}: {messages}, got {members[0]['input']!r}")
         problems = [problem for problem in problems if problem not in members]
     for problem in problems:
-        key = ".".join(str(part) for part in problem["loc"])
+        place = [part for part in problem["loc"] if part not in TAGS]
+        key = ".".join(map(str, place))
         if problem["type"] == "extra_forbidden":
-            named = ".".join(part for part in problem["loc"] if isinstance(part, str))
+            named = ".".join(part for part in place if isinstance(part, str))
             lines.append(f"unknown key {key!r}{suggest(named, problem['input'])}")
         elif problem["type"] == "missing":
             lines.append(f"{key}: required, and not given")

@@ -16,6 +16,8 @@ from typing import Any
 NOT_OURS = ("server_args", "megatron", "arguments")
 """Branches whose keys belong to SGLang, Megatron and the user's environment."""
 REWARD_MODEL = "reward_model:"
+FORMS = ("trl:", "verl:", "slime:")
+"""What may stand before a reward that is a file."""
 
 
 def hold_paths(tree: dict[str, Any], recipe: Path | None) -> dict[str, Any]:
@@ -58,10 +60,12 @@ def _held(value: Any, folders: Sequence[Path], *, is_path: bool) -> Any:
         return value
     if value.startswith(REWARD_MODEL):
         return REWARD_MODEL + _find(value.removeprefix(REWARD_MODEL), folders)
+    form = next((each for each in FORMS if value.startswith(each)), "")
+    value = value.removeprefix(form)
     file, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
     if is_path or file.endswith(".py"):
-        return _find(file, folders) + colon + name
-    return value
+        return form + _find(file, folders) + colon + name
+    return form + value
 
 
 def _find(path: str, folders: Iterable[Path]) -> str:

@@ -13,6 +13,7 @@ from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig
 from mrl.config.guards import GuardConfig
 from mrl.config.logging import LoggingConfig
+from mrl.config.reward import Rewards
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
 from mrl.config.training import (
     CheckpointConfig,
@@ -48,9 +49,10 @@ class Recipe(Branch):
     moe: MoeConfig = MoeConfig()
     eval: EvalConfig = EvalConfig()
     guards: GuardConfig = GuardConfig()
-    reward: str | None = None
+    reward: Rewards | None = None
     """A file of mrl/rewards/, `file.py:func`, `package.module:func`, the address of a reward server
-    (`http://host:port`) or a reward model (`reward_model:folder`); see docs/rewards.md."""
+    (`http://host:port`) or a reward model (`reward_model:folder`); or a list of these with weights,
+    whose weighted sum is the reward; see docs/rewards.md."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds for one call of the reward function. A call that takes longer is killed, and its samples
     are masked."""

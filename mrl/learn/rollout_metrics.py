@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mrl.algorithms.signal import zero_variance_metrics
+from mrl.algorithms.signal import part_means, zero_variance_metrics
 from mrl.types import Sample, SampleGroup
 
 
@@ -25,6 +25,7 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         "reward/mean": float(known.mean()) if len(known) else float("nan"),
         "reward/std": float(known.std(correction=0)) if len(known) else float("nan"),
         "reward/abstained": float(rewards.isnan().sum()),
+        **part_means(groups),
         **zero_variance_metrics(all_rewards),
         "response_len/mean": float(lengths.mean()),
         "response_len/max": float(lengths.max()),

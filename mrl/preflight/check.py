@@ -36,6 +36,7 @@ from mrl.preflight.sampling import check_sampling
 from mrl.preflight.schedule import with_schedule
 from mrl.rewards import resolve_reward
 from mrl.rewards.runner import check_columns
+from mrl.rewards.terms import terms_of
 from mrl.rollout import load_engine, node_class
 from mrl.rollout.sglang.limits import check_limits
 from mrl.run import console
@@ -155,7 +156,8 @@ def _check_task(recipe: Recipe) -> None:
     if environment is not None:
         resolve_environment(environment.name)
     elif reward is not None:
-        resolve_reward(reward)
+        for term in terms_of(reward):
+            resolve_reward(term.path)
 
 
 def _check_prompts(prompts: list[Prompt], tokenizer: Any, *, is_conversation: bool) -> None:

@@ -12,6 +12,7 @@ from mrl.config import Recipe
 from mrl.data import SftExample
 from mrl.data.eval_sets import EvalSet
 from mrl.preflight.engine_layout import EngineLayout, engine_layout
+from mrl.rewards.terms import terms_of
 from mrl.rollout import engine_names
 from mrl.run.history import Update
 from mrl.types import Prompt
@@ -119,7 +120,10 @@ def _engines(plan: Plan) -> str:
 
 def _task(recipe: Recipe) -> str:
     if recipe.environment is None:
-        return f"reward {recipe.reward}"
+        terms = terms_of(recipe.reward or ())
+        if len(terms) == 1:
+            return f"reward {terms[0].path}"
+        return "rewards " + " + ".join(f"{term.weight:g} {term.name}" for term in terms)
     return f"environment {recipe.environment.name}, up to {recipe.environment.max_turns} turns"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
 HANG = "hang"
@@ -35,16 +35,38 @@ class NotFinite(RewardError):
     kind = "NaN or infinite"
 
 
+Entry = float | dict[str, float | None] | None
+"""What a reward function returns for one sample: a number, parts by name, or None."""
+TOTAL = "total"
+"""The name of the part that is the reward itself; without it the reward is the sum of the parts."""
+
+
+def total_of(entry: Entry) -> float | None:
+    """Return the reward of one sample. Parts that are None do not count; None where all of them are."""
+    if not isinstance(entry, dict):
+        return entry
+    if TOTAL in entry:
+        return entry[TOTAL]
+    known = [value for value in entry.values() if value is not None]
+    return sum(known) if known else None
+
+
+def parts_of(entry: Entry) -> dict[str, float | None]:
+    """Return the named parts of one sample's entry, without its total."""
+    return {k: v for k, v in entry.items() if k != TOTAL} if isinstance(entry, dict) else {}
+
+
 class RewardFunction(Protocol):
     def __call__(
         self, prompts: list[Any], completions: list[str], **columns: list[Any]
-    ) -> list[float | None] | Awaitable[list[float | None]]:
+    ) -> Sequence[Entry] | Awaitable[Sequence[Entry]]:
         """Score the G completions of one prompt.
 
         `prompts` repeats the row's prompt (string or messages) G times; so does each of
         `columns` with its own value. `columns["completion_ids"]` holds the G lists of token ids.
-        Returns G finite numbers, with None for a sample that has no reward. May be called again for
-        single samples (G = 1) when a call fails: it must not depend on the rest of the group.
+        Returns G finite numbers, with None for a sample that has no reward, and a dict of numbers for
+        one whose reward has parts: their sum, or the part `total`, is the reward. May be called again
+        for single samples (G = 1) when a call fails: it must not depend on the rest of the group.
 
         A method `start_worker()`, without arguments, is optional: it is called once in the worker
         process before the first call, for what takes long or must not be loaded in the trainer.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 from mrl.errors import InputError
 from mrl.rewards.base import RewardFunction
+from mrl.rewards.forms import adapt, split_form
 from mrl.system.plugins import Kind, resolve
 
-_PARTS = ("__init__", "answers", "base", "remote", "resolve", "reward_model", "runner", "server",
-          "trial", "trial_cases", "worker", "worker_calls")  # fmt: skip
+_PARTS = ("__init__", "answers", "base", "forms", "remote", "resolve", "reward_model", "runner",
+          "server", "terms", "trial", "trial_cases", "worker", "worker_calls")  # fmt: skip
 """Files of this folder that are no rewards."""
 _KIND = Kind(
     noun="reward",
@@ -33,6 +31,8 @@ def reward_names() -> list[str]:
 def resolve_reward(spec: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> RewardFunction:
     """Import `NAME` of mrl/rewards/, `path/file.py:func` or `package.module:func`; see plugins.py.
 
+    Functions of TRL, verl and slime are adapted (forms.py); `trl:`, `verl:` or `slime:` before the name
+    says whose it is where its parameters do not.
     `http(s)://HOST:PORT` is a reward server, `reward_model:PATH` a reward model; neither is reached
     or loaded here. `timeout_s` is the time limit of one call to a reward server.
 
@@ -48,20 +48,8 @@ def resolve_reward(spec: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> RewardFun
         return RewardModel(spec)
     if spec == REWARD_MODEL.rstrip(":"):
         raise InputError(f"reward {spec!r}: which one? reward_model:PATH names its folder")
-    function = resolve(_KIND, spec)
-    _check_signature(spec, function)
-    return function
-
-
-def _check_signature(spec: str, function: Any) -> None:
+    form, name = split_form(spec)
+    function = resolve(_KIND, name)
     if not callable(function):
         raise InputError(f"reward {spec!r} is a {type(function).__name__}, not a function")
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a callable without a Python signature
-        return
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        raise InputError(
-            f"reward {spec!r} must take the columns: def {getattr(function, '__name__', 'f')}"
-            "(prompts, completions, **columns)"
-        )
+    return adapt(spec, form, function)

@@ -7,18 +7,24 @@ Dimensions: G samples of a prompt.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mrl.config import RewardConfig
 from mrl.errors import InputError, RunFailed
+from mrl.rewards.base import Entry
+from mrl.rewards.terms import combined, terms_of
 from mrl.rewards.worker_calls import call_worker, reward_worker
 from mrl.system.processes import Closing
 from mrl.types import Prompt, SampleGroup
 
 MAX_FAILED_SHARE = 0.05
+MAX_ROWS = 5
+"""Rows that a message names; the others are counted."""
 _RESERVED = ("prompts", "completions", "completion_ids")
 
 
@@ -40,23 +46,30 @@ class RewardReport:
     """Samples masked because the reward function returned None."""
     first_error: str = ""
     num_repeated: int = 0
-    """Groups whose call failed, so that their samples were scored one at a time."""
+    """Calls for a group that failed, so that its samples were scored one at a time."""
+    rows: tuple[str, ...] = ()
+    """`file:line` of the prompts whose samples failed, each once."""
 
 
 class RewardRunner(Closing):
-    """Keeps a worker process with the reward function loaded, and restarts it when it hangs or dies.
+    """Keeps a worker process for each reward function, and restarts one that hangs or dies.
 
-    Raises InputError if the reward function cannot be loaded. Not thread-safe; create it on the
-    thread that lives as long as the run (the worker dies with the thread that started it).
+    Raises InputError if a reward function cannot be loaded. Not thread-safe; create it on the
+    thread that lives as long as the run (the workers die with the thread that started them).
     """
 
-    def __init__(self, spec: str, timeout_s: float) -> None:
-        self._spec = spec
+    def __init__(self, rewards: str | Sequence[RewardConfig], timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._worker = reward_worker(spec, timeout_s)
+        self._terms = terms_of(rewards)
+        self._workers = [reward_worker(term.path, timeout_s) for term in self._terms]
         self.report = RewardReport()
         """The report of the last `score`."""
-        self._worker.start()
+        try:
+            for worker in self._workers:
+                worker.start()
+        except BaseException:
+            self.close()
+            raise
 
     def score(
         self,
@@ -65,7 +78,7 @@ class RewardRunner(Closing):
         *,
         step_samples: int | None = None,
     ) -> list[Tensor]:
-        """Return the rewards, f32[G] per group; NaN where the function failed or gave none (see
+        """Return the rewards, f32[G] per group; NaN where a function failed or none gave one (see
         `report`).
 
         `completions[i][j]` is the text of `groups[i].samples[j]`; `step_samples` counts the samples
@@ -85,81 +98,119 @@ class RewardRunner(Closing):
         self.report = RewardReport()
 
     def score_group(self, group: SampleGroup, texts: list[str], *, step_samples: int) -> Tensor:
-        """Score one group of the step, f32[G], and add to the report."""
+        """Score one group of the step, f32[G], and add to the report.
+
+        Sets `group.reward_parts` where there are several rewards, or parts of one.
+        """
         request = _request(group, texts)
-        try:
-            values = self._call(request)
-        except RewardBroken as error:
-            for _ in texts:
-                self._count_failure(error, step_samples)
-            values = [math.nan] * len(texts)
-        except RewardFailed as error:
-            values = self._one_by_one(request, error, step_samples)
-        return torch.tensor(values, dtype=torch.float32)
+        entries: list[list[Entry]] = []
+        failed: dict[int, str] = {}
+        for number in range(len(self._terms)):
+            values, errors = self._call_term(number, request, group.prompt.source)
+            entries.append(values)
+            failed = errors | failed  # the first reward that failed on a sample counts
+        for error in failed.values():
+            self._count_failure(error, group.prompt.source, step_samples)
+        totals, parts = combined(self._terms, entries, failed)
+        group.reward_parts = parts or None
+        num_unscored = sum(map(math.isnan, totals)) - len(failed)
+        self.report = replace(self.report, num_unscored=self.report.num_unscored + num_unscored)
+        return torch.tensor(totals, dtype=torch.float32)
 
     def close(self) -> None:
-        """Kill the worker and whatever it started; none is started again. Harmless when repeated.
+        """Kill the workers and whatever they started; none is started again. Harmless when repeated.
 
         A call that runs in another thread ends with it.
         """
-        self._worker.close()
+        for worker in self._workers:
+            worker.close()
 
-    def _one_by_one(
-        self, request: dict[str, Any], error: RewardFailed, num_samples: int
-    ) -> list[float]:
+    def _call_term(
+        self, number: int, request: dict[str, Any], source: str
+    ) -> tuple[list[Entry], dict[int, str]]:
+        """Return one reward's entries for the samples, and why those that have none failed, by
+        their place."""
         size = len(request["completions"])
-        if size == 1:  # nothing to tell apart
-            self._count_failure(error, num_samples)
-            return [math.nan]
-        self.report = replace(
-            self.report,
-            num_repeated=self.report.num_repeated + 1,
-            first_error=self.report.first_error or str(error),
-        )
-        values = []
+        none: list[Entry] = [None] * size
+        try:
+            return self._call(number, request), {}
+        except RewardBroken as error:
+            return none, dict.fromkeys(range(size), str(error))
+        except RewardFailed as error:
+            if size == 1:  # nothing to tell apart
+                return none, {0: str(error)}
+            self.report = replace(
+                self.report,
+                num_repeated=self.report.num_repeated + 1,
+                first_error=self.report.first_error or f"{source}: {error}",
+            )
+        failed: dict[int, str] = {}
         for index in range(size):
-            one = {
-                "prompts": request["prompts"][index : index + 1],
-                "completions": request["completions"][index : index + 1],
-                "columns": {k: v[index : index + 1] for k, v in request["columns"].items()},
-            }
             try:
-                values += self._call(one)
-            except RewardFailed as one_error:
-                self._count_failure(one_error, num_samples)
-                values.append(math.nan)
-        return values
+                (none[index],) = self._call(number, _one(request, index))
+            except RewardFailed as error:
+                failed[index] = str(error)
+        return none, failed
 
-    def _count_failure(self, error: RewardFailed, num_samples: int) -> None:
-        self.report = replace(
-            self.report,
-            num_failed=self.report.num_failed + 1,
-            first_error=self.report.first_error or str(error),
+    def _count_failure(self, error: str, source: str, num_samples: int) -> None:
+        report = self.report
+        rows = report.rows if source in report.rows else (*report.rows, source)
+        self.report = report = replace(
+            report,
+            num_failed=report.num_failed + 1,
+            first_error=report.first_error or f"{source}: {error}",
+            rows=rows,
         )
-        check_failures(
-            f"reward {self._spec!r}", self.report.num_failed, num_samples, self.report.first_error
-        )
+        what = reward_names(self._terms)
+        check_failures(what, report.num_failed, num_samples, report.first_error, rows)
 
-    def _call(self, request: dict[str, Any]) -> list[float]:
-        """Make one call; NaN stands for None. Raises RewardFailed; a hung or dead worker is gone by
-        then."""
-        reply = call_worker(self._worker, request, self._timeout_s)
+    def _call(self, number: int, request: dict[str, Any]) -> list[Entry]:
+        """Make one call. Raises RewardFailed; a hung or dead worker is gone by then."""
+        reply = call_worker(self._workers[number], request, self._timeout_s)
         if "error" in reply:
-            raise (RewardBroken if reply["broken"] else RewardFailed)(reply["error"])
-        values = [math.nan if value is None else float(value) for value in reply["rewards"]]
-        unscored = sum(map(math.isnan, values))
-        self.report = replace(self.report, num_unscored=self.report.num_unscored + unscored)
-        return values
+            name = f"{self._terms[number].name}: " if len(self._terms) > 1 else ""
+            raise (RewardBroken if reply["broken"] else RewardFailed)(name + reply["error"])
+        return reply["rewards"]
+
+
+def _one(request: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return the request for one of its samples."""
+    part = slice(index, index + 1)
+    return request | {
+        "prompts": request["prompts"][part],
+        "completions": request["completions"][part],
+        "columns": {name: values[part] for name, values in request["columns"].items()},
+    }
+
+
+def reward_names(rewards: str | Sequence[RewardConfig] | None) -> str:
+    """Return what messages call the reward of a recipe."""
+    names = [term.path for term in terms_of(rewards or ())]
+    return f"reward{'s' * (len(names) > 1)} {', '.join(map(repr, names))}"
+
+
+def shown_rows(rows: Sequence[str]) -> str:
+    """Return the first few of the rows, for a message."""
+    more = f" and {len(rows) - MAX_ROWS} more" if len(rows) > MAX_ROWS else ""
+    return f"rows {', '.join(rows[:MAX_ROWS])}{more}" if rows else ""
 
 
 def check_failures(
-    what: str, num_failed: int, num_samples: int, first_error: str = "see the warnings above"
+    what: str,
+    num_failed: int,
+    num_samples: int,
+    first_error: str = "see the warnings above",
+    rows: Sequence[str] = (),
 ) -> None:
-    """Raise RunFailed where a fault costs more than 5% of a step's samples their reward."""
+    """Raise RunFailed where a fault costs more than 5% of a step's samples their reward.
+
+    `rows`: `file:line` of the prompts of these samples, where they are known.
+    """
     if num_failed > MAX_FAILED_SHARE * num_samples:
+        named = f"; {shown_rows(rows)}" if rows else ""
         raise RunFailed(
             f"{what} failed on {num_failed} of {num_samples} samples of this step, more "
-            f"than {MAX_FAILED_SHARE:.0%}; first error: {first_error}"
+            f"than {MAX_FAILED_SHARE:.0%}; first error: {first_error}{named}"
         )
 
 
@@ -179,4 +230,9 @@ def _request(group: SampleGroup, texts: list[str]) -> dict[str, Any]:
     check_columns(prompt)
     columns: dict[str, list[Any]] = {k: [v] * size for k, v in prompt.columns.items()}
     columns["completion_ids"] = [sample.response_ids.tolist() for sample in group.samples]
-    return {"prompts": [prompt.content] * size, "completions": texts, "columns": columns}
+    return {
+        "prompts": [prompt.content] * size,
+        "completions": texts,
+        "columns": columns,
+        "step": max((s.version for each in group.samples for s in each.weight_versions), default=0),
+    }

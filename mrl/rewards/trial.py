@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mrl.rewards.base import HANG, RewardError
+from mrl.rewards.base import HANG, RewardError, total_of
 from mrl.rewards.trial_cases import SPELLINGS, Case
 from mrl.rewards.worker_calls import call_worker
 from mrl.system.processes import JsonWorker
@@ -151,7 +151,7 @@ class _Caller:
         reply = call_worker(self._worker, request, self._timeout_s)
         if "error" in reply:
             return _Failure(reply["kind"], reply["error"], reply["broken"])
-        return reply["rewards"]
+        return [total_of(entry) for entry in reply["rewards"]]
 
 
 def _blame(

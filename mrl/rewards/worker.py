@@ -11,12 +11,15 @@ import asyncio
 import inspect
 import json
 import math
+import re
 import sys
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from mrl.errors import InputError
 from mrl.rewards.base import (
     BrokenReward,
+    Entry,
     NotANumber,
     NotFinite,
     RewardError,
@@ -25,37 +28,57 @@ from mrl.rewards.base import (
 from mrl.rewards.resolve import resolve_reward
 from mrl.system.processes import describe, send, worker_pipes
 
+PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
+MAX_PARTS = 32
+"""Parts of a reward: each is a metric of the run."""
 
-def call_reward(function: RewardFunction, request: dict[str, Any]) -> list[float | None]:
+
+def call_reward(function: RewardFunction, request: dict[str, Any]) -> list[Entry]:
     """Call once and check what comes back.
 
     Raises BrokenReward on a wrong type or length, NotANumber or NotFinite on a wrong entry.
     """
-    result = function(request["prompts"], request["completions"], **request["columns"])
+    columns = request["columns"]
+    if "step" in request and getattr(function, "takes_trainer_state", False):
+        columns = {**columns, "trainer_state": SimpleNamespace(global_step=request["step"])}
+    result = function(request["prompts"], request["completions"], **columns)
     if inspect.isawaitable(result):
         result = asyncio.run(_await(result))
-    if isinstance(result, (str, bytes)) or not hasattr(result, "__iter__"):
+    if isinstance(result, (str, bytes, dict)) or not hasattr(result, "__iter__"):
         raise BrokenReward(f"returned {type(result).__name__}, expected a list of numbers or None")
     rewards = list(result)
     if len(rewards) != len(request["completions"]):
         raise BrokenReward(
             f"returned {len(rewards)} rewards for {len(request['completions'])} completions"
         )
-    return [_number(reward, index) for index, reward in enumerate(rewards)]
+    return [_entry(reward, f"reward {index}") for index, reward in enumerate(rewards)]
+
+
+def _entry(reward: Any, what: str) -> Entry:
+    if not isinstance(reward, dict):
+        return _number(reward, what)
+    for name in reward:
+        if not isinstance(name, str) or not PART_NAME.fullmatch(name):
+            raise NotANumber(
+                f"{what} has a part {name!r}, expected a name like {PART_NAME.pattern}"
+            )
+    if not 0 < len(reward) <= MAX_PARTS:
+        raise NotANumber(f"{what} has {len(reward)} parts, expected 1 to {MAX_PARTS}")
+    return {name: _number(value, f"{what}[{name!r}]") for name, value in reward.items()}
 
 
 async def _await(result: Any) -> Any:
     return await result
 
 
-def _number(reward: Any, index: int) -> float | None:
+def _number(reward: Any, what: str) -> float | None:
     if reward is None:
         return None
     if isinstance(reward, (str, bytes)) or not hasattr(reward, "__float__"):
-        raise NotANumber(f"reward {index} is {reward!r}, expected a number or None")
+        raise NotANumber(f"{what} is {reward!r}, expected a number or None")
     number = float(reward)
     if not math.isfinite(number) or abs(number) > 3.4e38:
-        raise NotFinite(f"reward {index} is {number}, expected a finite number")
+        raise NotFinite(f"{what} is {number}, expected a finite number")
     return number
 
 

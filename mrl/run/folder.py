@@ -210,6 +210,7 @@ def rollout_lines(step: int, group: SampleGroup, completions: Sequence[str]) -> 
                 "prompt": group.prompt.content,
                 "completion": text,
                 "reward": rewards[i],
+                **parts_of_sample(group, i),
                 "advantage": advantages[i] if advantages else None,
                 "weight_version": sample.weight_versions[-1].version,
                 "staleness": step - min(s.version for s in sample.weight_versions),
@@ -220,6 +221,13 @@ def rollout_lines(step: int, group: SampleGroup, completions: Sequence[str]) -> 
             for i, (sample, text) in enumerate(zip(group.samples, completions, strict=True))
         )
     )
+
+
+def parts_of_sample(group: SampleGroup, index: int) -> dict[str, dict[str, float]]:
+    """Return `reward_parts` of one sample's line; nothing where its reward has no parts."""
+    if group.reward_parts is None:
+        return {}
+    return {"reward_parts": {name: float(v[index]) for name, v in group.reward_parts.items()}}
 
 
 def as_lines(rows: Iterable[dict[str, Any]]) -> Iterator[bytes]:

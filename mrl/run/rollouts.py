@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from moe.trace import empty_trace_ids
 from mrl.errors import InputError
+from mrl.run.json_lines import finite_or_null
 from mrl.system.files import write_whole
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 
@@ -172,10 +174,27 @@ def _group_record(group: SampleGroup, *, has_masks: bool) -> dict[str, Any]:
         "source": prompt.source,
         "num_rewards": None if group.rewards is None else group.rewards.numel(),
         "num_advantages": None if group.advantages is None else group.advantages.numel(),
+        **_parts_record(group),
         "samples": [
             _sample_record(sample) | ({} if has_masks else {"trains": _trained(sample)})
             for sample in group.samples
         ],
+    }
+
+
+def _parts_record(group: SampleGroup) -> dict[str, Any]:
+    """Return the parts of the rewards, which are few; nothing where there are none."""
+    if group.reward_parts is None:
+        return {}
+    return {"reward_parts": {k: finite_or_null(v.tolist()) for k, v in group.reward_parts.items()}}
+
+
+def _read_parts(record: dict[str, list[float | None]] | None) -> dict[str, Tensor] | None:
+    if record is None:
+        return None
+    return {
+        name: torch.tensor([math.nan if value is None else value for value in values])
+        for name, values in record.items()
     }
 
 
@@ -230,6 +249,7 @@ def _read_group(
         ),
         samples=[_read_sample(sample, take, layer_numbers) for sample in record["samples"]],
         rewards=optional("rewards"),
+        reward_parts=_read_parts(record.get("reward_parts")),
         advantages=optional("advantages"),
     )
 

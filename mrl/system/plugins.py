@@ -27,6 +27,8 @@ from typing import Any
 from mrl.errors import InputError
 
 _ROOT = Path(__file__).parents[2]
+_TEXT = "__mrl_digest__"
+"""The attribute of a module from a file with the digest of the text that was run."""
 
 
 @dataclass(frozen=True)
@@ -147,19 +149,24 @@ def _unknown(kind: Kind, spec: str, otherwise: str) -> str:
 
 
 def _import_file(kind: Kind, spec: str, path: Path) -> ModuleType:
-    """Run a file, once a process."""
+    """Run a file, once for each text that it has while the process lives."""
     if not path.is_file():
         raise InputError(f"{kind.noun} {spec!r}: no file {path}")
     path = path.resolve()
     # The folder's digest tells files of one name apart.
     digest = hashlib.sha256(str(path.parent).encode()).hexdigest()[:8]
     name = f"mrl_plugin_{path.stem}_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
+    text = hashlib.sha256(path.read_bytes()).hexdigest()
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, _TEXT, "") == text:
+        return known
     found = importlib.util.spec_from_file_location(name, path)
     if found is None or found.loader is None:
         raise InputError(f"{kind.noun} {spec!r}: {path} is not a Python file")
     module, loader = importlib.util.module_from_spec(found), found.loader
+    setattr(module, _TEXT, text)
+    if known is not None:  # cached bytecode goes by whole seconds, and an edit may be faster
+        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last: its neighbours import, and shadow nothing
     sys.modules[name] = module  # dataclasses and typing look their module up here

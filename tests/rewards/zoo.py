@@ -130,3 +130,45 @@ def silent(prompts, completions, **columns):
 def of_the_prompt(prompts, completions, *, answer, **columns):
     """One value a row, another in each."""
     return [float(gold) for gold in answer]
+
+
+def trl_form(completions, **kwargs):
+    """TRL's: messages where the prompt is messages, by keyword, and the step."""
+    assert len(kwargs["prompts"]) == len(completions)
+    step = kwargs["trainer_state"].global_step
+    return [len(c if isinstance(c, str) else c[0]["content"]) + 100 * step for c in completions]
+
+
+def both_forms(prompts, completions, **kwargs):
+    return [float(isinstance(completion, list)) for completion in completions]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert extra_info["split"] == "train"
+    return {"score": float(solution_str == ground_truth), "acc": 1.0, "pred": solution_str}
+
+
+async def custom_rm(args, sample, **kwargs):
+    await asyncio.sleep(0.01)
+    return float(sample.response == sample.label) + sample.response_length
+
+
+def parts(prompts, completions, **columns):
+    return [
+        None
+        if c == "none"
+        else {"accuracy": float(c == "right"), "format": None if c == "bare" else 0.5}
+        for c in completions
+    ]
+
+
+def with_total(prompts, completions, **columns):
+    return [{"total": 0.25, "length": len(c)} for c in completions]
+
+
+def bad_part(prompts, completions, **columns):
+    return [{"a b": 1.0} if c == "bad" else {"a": 1.0} for c in completions]
+
+
+def half(prompts, completions, **columns):
+    return [None if c == "none" else 0.5 for c in completions]
