@@ -121,6 +121,8 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None or isinstance(value, bool):
         return {None: "`null`", True: "`true`", False: "`false`"}[value]
+    if value == "":
+        return '`""`'
     if isinstance(value, tuple):
         return f"`[{', '.join(map(str, value))}]`"
     return f"`{value}`"

@@ -10,7 +10,6 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    field_validator,
     model_validator,
 )
 
@@ -36,17 +35,12 @@ class RewardConfig(Branch):
         """Fill `name` and `path` from each other; a string alone is a path."""
         if isinstance(value, str):
             value = {"path": value}
-        if not isinstance(value, dict) or not (value.get("name") or value.get("path")):
+        if not isinstance(value, dict):
             return value
+        if not (value.get("name") or value.get("path")):
+            raise ValueError("give a name of mrl/rewards/, or a path such as my/file.py:score")
         name, path = value.get("name"), value.get("path")
         return {**value, "path": path or name, "name": name or _name_of(str(path))}
-
-    @field_validator("path")
-    @classmethod
-    def _is_given(cls, path: str) -> str:
-        if not path:
-            raise ValueError("give a name of mrl/rewards/, or a path such as my/file.py:score")
-        return path
 
 
 def _name_of(path: str) -> str:
