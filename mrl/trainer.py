@@ -25,7 +25,8 @@ from mrl.diagnosis.collect import Diagnosis
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.exchange.sharing import gather_lines
 from mrl.learn.advantages import count_loss_tokens, set_reward_advantages, shaping_metrics
-from mrl.learn.learner import Learner, make_critic
+from mrl.learn.critic import make_critic
+from mrl.learn.learner import Learner
 from mrl.learn.rollout_metrics import episode_metrics, rollout_metrics
 from mrl.learn.sft import run_sft
 from mrl.learn.throughput import Throughput

@@ -141,6 +141,11 @@ def with_old_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list
     return _with_field("old_logprobs", batches, output)
 
 
+def with_rollout_as_old(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Return the micro-batches with the engine's log-probs as `old_logprobs`."""
+    return [dataclasses.replace(b, old_logprobs=b.rollout_logprobs) for b in batches]
+
+
 def with_ref_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:
     """Return the micro-batches with `ref_logprobs`, from a pass of the reference (last stage only)."""
     return _with_field("ref_logprobs", batches, output)

@@ -78,6 +78,10 @@ class AlgorithmConfig(Branch):
     """Folder of the frozen reference, which must have the model's architecture and sizes. Null takes
     model.path, without SFT and training."""
 
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """What the ratio is against. `trainer`: its log-probs before the update, from a pass of its own.
+    `rollout`: the engine's (verl's bypass mode), which saves that pass and makes the ratio correct for
+    the engine's gap, too; refused where that gap would use up a narrow clip range, as GSPO's."""
     importance: Literal["none", "tis", "mis"] = "none"
     """Weighs the loss by exp(old - rollout), as the tokens were sampled by the engine, and from older
     weights where `rollout.partial_rollouts` is `resume`. `tis` clamps the weight into a range; `mis`

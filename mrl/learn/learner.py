@@ -38,11 +38,15 @@ from mrl.system.clock import Clock
 from mrl.types import LossOutput, MicroBatch, Sample, SampleGroup, TrainBatch
 from parallel.critic import Critic
 from parallel.forward import PassOutput
-from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype
 from parallel.megatron_model import StepOutput
 from parallel.mesh import Mesh
-from parallel.policy import Policy, with_old_logprobs, with_ref_logprobs
+from parallel.policy import (
+    Policy,
+    with_old_logprobs,
+    with_ref_logprobs,
+    with_rollout_as_old,
+)
 
 Record = Callable[[list[SampleGroup]], None]
 """Writes the groups of a step, with their advantages, to the run folder. A collective."""
@@ -182,6 +186,8 @@ class Learner:
             if recipe.moe.routing_replay == "r2":
                 replay = Replay.recorded(before.native_routes)
             flat = with_old_logprobs(flat, before)
+        if not self._trainer_is_old:
+            flat = with_rollout_as_old(flat)
         if recipe.algorithm.kl_coef:
             with clock.part("ref_logprob"), self.policy.reference():
                 reference = self.policy.forward_only(flat, replay)
@@ -253,12 +259,16 @@ class Learner:
             found["routing/wire_bytes_per_token"] = self.exchange.bytes_per_token
         return found
 
+    @property
+    def _trainer_is_old(self) -> bool:
+        return self.recipe.algorithm.old_logprobs == "trainer"
+
     def _needs_old_logprobs(self, step: int) -> bool:
         """Return whether anything reads the trainer's log-probs from before the update. The metrics of
         the mismatch alone do not need them: the first update's own forward pass serves."""
         recipe = self.recipe
         return (
-            traits(self.algorithm).needs_old_logprobs
+            (traits(self.algorithm).needs_old_logprobs and self._trainer_is_old)
             or recipe.moe.routing_replay == "r2"
             or self.kl.in_reward
             or self.critic is not None  # its warm-up has no pass of the policy
@@ -321,29 +331,10 @@ class Learner:
         if not self._has_updated:
             judge, self._has_updated = self._judge_first, True
         quantile = self.recipe.guards.ratio_quantile
-        return UpdateGuard(step, same_weights=is_first, clip=clip, quantile=quantile, judge=judge)
+        same = is_first and self._trainer_is_old
+        return UpdateGuard(step, same_weights=same, clip=clip, quantile=quantile, judge=judge)
 
     def _judge_first(self, metrics: dict[str, float]) -> None:
         recipe = self.recipe
         warn = console.warning if self.mesh.rank == 0 else lambda text: None
         check_first_update(metrics, recipe.guards, choose_dtype(recipe.model.dtype), warn)
-
-
-def make_critic(model: HfModel | None, recipe: Recipe, policy: Policy, mesh: Mesh) -> Critic | None:
-    """Build the critic from `model`, sharing the policy's device; None where there is no `model`."""
-    if model is None:
-        return None
-    lr, optimizer = recipe.critic.lr, recipe.optimizer
-    critic = Critic(
-        model,
-        mesh,
-        recipe.model,
-        optimizer.model_copy(update={"lr": lr, "min_lr": optimizer.min_lr / optimizer.lr * lr}),
-        recompute=recipe.train.recompute,
-        ledger=policy.ledger,
-        head_std=recipe.critic.head_std,
-        seed=recipe.seed,
-        megatron=recipe.megatron,
-    )
-    policy.share_device(critic)
-    return critic

@@ -30,6 +30,7 @@ from mrl.preflight.engine_layout import check_engine_sizes, engine_layout
 from mrl.preflight.long_tails import check_importance, check_partial_rollouts, check_started
 from mrl.preflight.megatron import check_megatron
 from mrl.preflight.moe import check_moe
+from mrl.preflight.old_logprobs import check_old_logprobs
 from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.plan import Plan
 from mrl.preflight.sampling import check_sampling
@@ -129,6 +130,7 @@ def _read_model(recipe: Recipe, dims: ParallelDims, elsewhere: bool) -> HfModel:
 def _read_algorithm(config: AlgorithmConfig) -> Algorithm:
     algorithm = load_algorithm(config.name)
     check_algorithm(config)
+    check_old_logprobs(config, algorithm)
     try:  # refuses the supervised loss, which has no advantages
         algorithm.advantages([torch.tensor([0.0, 1.0])], config)
     except InputError:

@@ -44,6 +44,7 @@ def check_partial_rollouts(recipe: Recipe, num_engines: int) -> None:
     if (
         rollout.partial_rollouts == "resume"
         and recipe.algorithm.importance == "none"
+        and recipe.algorithm.old_logprobs == "trainer"
         and not corrects
     ):
         raise InputError(

@@ -75,3 +75,16 @@ def train_for_epochs(user: User) -> str:
     return (
         f"3 steps; largest ratio of the first step {ratios[1]:.4f}, with two passes {ratios[2]:.4f}"
     )
+
+
+@thing("I take the engine's log-probs as the old ones, and the trainer makes no pass for them.")
+def use_the_engines_logprobs(user: User) -> str:
+    keys = ("algorithm.old_logprobs=rollout", "diagnosis.save_tokens_every=0")
+    printed = user.mrl("check", *user.recipe("no"), *keys, "algorithm.name=gspo", code=2)
+    assert "times the range" in printed
+    more = ("diagnosis.decompose_every=0", "algorithm.name=grpo", "train.num_steps=2")
+    user.train("run", *keys, *more)
+    first = json.loads((user.folder / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert "time/logprob_s" not in first
+    assert first["ratio/mean"] == pytest.approx(1, abs=1e-3)
+    return printed.strip()

@@ -1,0 +1,51 @@
+"""This module checks a recipe whose ratio is against the engine's log-probs."""
+
+from __future__ import annotations
+
+from mrl.algorithms.base import Algorithm, either, traits
+from mrl.config import AlgorithmConfig
+from mrl.errors import InputError
+
+USUAL_GAP = 1e-3
+"""About what the mean of trainer - engine log-probs over a sequence is in bfloat16."""
+WITHOUT_EFFECT = ("token_mask", "sequence_mask")
+"""Masks by exp(old - rollout), which is 1 where the engine's log-probs are the old ones."""
+
+
+def check_old_logprobs(config: AlgorithmConfig, algorithm: Algorithm) -> None:
+    """Raise InputError where `algorithm.old_logprobs: rollout` cannot be what is meant."""
+    if config.old_logprobs == "trainer":
+        return
+    start = "algorithm.old_logprobs is rollout, but"
+    known = traits(algorithm)
+    if known.corrects_rollout or not known.needs_old_logprobs:
+        raise InputError(
+            f"{start} {config.name} has a proximal policy of its own; leave it at trainer"
+        )
+    if known.sequence_range is not None:
+        low, high = known.sequence_range
+        clip = min(either(config.clip_low, low), either(config.clip_high, high))
+        if clip < 10 * USUAL_GAP:
+            raise InputError(
+                f"{start} {config.name} clips the mean of logp - old over a sequence at {clip:g}: "
+                f"between trainer and engine that mean is about {USUAL_GAP:g} in bfloat16, "
+                f"{USUAL_GAP / clip:.1f} times the range, so sequences would clip before the policy "
+                "has learned anything; leave it at trainer and correct the gap with "
+                f"algorithm.importance=tis, or give clip_low and clip_high of {10 * USUAL_GAP:g} or more"
+            )
+    if config.importance != "none":
+        raise InputError(
+            f"{start} algorithm.importance is {config.importance}, which weighs by exp(old - rollout): "
+            "always 1 then; leave one of them out"
+        )
+    for mask in config.masks:
+        if mask.name in WITHOUT_EFFECT:
+            raise InputError(
+                f"{start} algorithm.masks has {mask.name}, by exp(old - rollout): always 1 then; leave "
+                "one of them out"
+            )
+    if config.kl_coef and config.kl_in == "reward":
+        raise InputError(
+            f"{start} algorithm.kl_in is reward, which is of the trainer's own log-probs before the "
+            "update; leave it at trainer, or set kl_in=loss"
+        )
