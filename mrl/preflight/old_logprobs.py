@@ -31,7 +31,7 @@ def check_old_logprobs(config: AlgorithmConfig, algorithm: Algorithm) -> None:
                 f"between trainer and engine that mean is about {USUAL_GAP:g} in bfloat16, "
                 f"{USUAL_GAP / clip:.1f} times the range, so sequences would clip before the policy "
                 "has learned anything; leave it at trainer and correct the gap with "
-                f"algorithm.importance=tis, or give clip_low and clip_high of {10 * USUAL_GAP:g} or more"
+                f"algorithm.importance=tis, or give clip_low and clip_high {10 * USUAL_GAP:g} or more"
             )
     if config.importance != "none":
         raise InputError(
