@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults stability rollout-bench gpu-check clean
+.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults stability rollout-bench gpu-check wheel clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -108,6 +108,9 @@ $(VENV)/.bench: $(VENV)/.installed requirements/bench.txt
 
 gpu-check:  ## What only a GPU can show; each call takes 10 minutes and continues the last (docs/gpu.md)
 	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(BENCH_ARGS)
+
+wheel: setup  ## Build dist/*.whl, install it into a new environment and try it there; 3 minutes
+	bash requirements/try_wheel.sh dist
 
 clean:  ## Remove the environment and everything built (never runs/ or toy/)
 	rm -rf $(VENV) build *.egg-info mrl/_C*.so .pytest_cache .ruff_cache .hypothesis
