@@ -36,6 +36,7 @@ from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder, rollout_lines, saved_step
 from mrl.run.rollouts import is_held, save_groups
 from mrl.system.clock import Clock
+from mrl.system.profiler import profiled
 from mrl.system.stop import WHO, StopRequest
 from mrl.trackers import Trackers
 from mrl.types import Max, SampleGroup, Statistics
@@ -103,7 +104,8 @@ class Trainer:
                 self.collector.start(self.policy)
             self._restore_or_run_sft()
             while self.step < recipe.train.num_steps and not self.stopped:
-                metrics = self.run_step()
+                with profiled(recipe.profile, self.folder.root, self.step, self.mesh.rank):
+                    metrics = self.run_step()
                 if self.is_main:
                     self.folder.add_metrics(metrics)
                     self.trackers.follow()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from mrl.collect.backlog import Backlog, Started, StepPrompts
 from mrl.collect.dynamic_sampling import DynamicSampling
 from mrl.collect.engine_nodes import make_engine
+from mrl.collect.engine_profile import engine_profiled
 from mrl.collect.engine_slot import EngineSlot
 from mrl.collect.evaluation import Evaluation, Evaluator
 from mrl.collect.scoring import Scoring
@@ -27,6 +29,7 @@ from mrl.data import PromptCursor
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.exchange.sharing import sum_over_ranks
 from mrl.preflight import Plan
+from mrl.rollout.base import RolloutEngine
 from mrl.rollout.engine_group import EngineGroup
 from mrl.run import console
 from mrl.run.folder import RunFolder
@@ -64,7 +67,7 @@ class LiveCollector:
 
     def __init__(self, plan: Plan, mesh: Mesh, folder: RunFolder) -> None:
         recipe = plan.recipe
-        self.plan, self.mesh = plan, mesh
+        self.plan, self.mesh, self._folder = plan, mesh, folder
         self.cursor = PromptCursor(plan.prompts, seed=recipe.seed, shuffle=recipe.data.shuffle)
         tp = recipe.rollout.tensor_parallel_size
         self.engine_number = mesh.rank // tp
@@ -133,7 +136,7 @@ class LiveCollector:
         assert self._round is not None
         engine = self.slot.engine
         if engine is not None and self.slot.is_active:
-            with self.slot.noting_loss():
+            with self.slot.noting_loss(), self._profiled(engine):
                 for task in self._round.remaining:
                     with clock.part(task.clock_name):
                         task.run(engine)  # groups are scored as they finish
@@ -142,6 +145,12 @@ class LiveCollector:
         was_lost = self.slot.replace_lost(clock)
         self.slot.is_needed = bool(self._round.remaining)
         self._round.is_generated = not (was_lost and sum_over_ranks(self.slot.is_needed))
+
+    def _profiled(self, engine: RolloutEngine) -> AbstractContextManager[None]:
+        if self._round is None or self._round.prompts is None:  # an evaluation on its own
+            return nullcontext()
+        root, step = self._folder.root, self._step
+        return engine_profiled(self.plan.recipe.profile, root, step, engine, self.engine_number)
 
     def score(self, clock: Clock) -> None:
         ended = self._round

@@ -13,6 +13,7 @@ from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig
 from mrl.config.guards import GuardConfig
 from mrl.config.logging import LoggingConfig
+from mrl.config.profiling import ProfileConfig
 from mrl.config.reward import Rewards
 from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
 from mrl.config.training import (
@@ -63,6 +64,7 @@ class Recipe(Branch):
     checkpoint: CheckpointConfig = CheckpointConfig()
     diagnosis: DiagnosisConfig = DiagnosisConfig()
     logging: LoggingConfig = LoggingConfig()
+    profile: ProfileConfig = ProfileConfig()
     debug: DebugConfig = DebugConfig()
     output_dir: str
     """The run folder; a run that is there already is resumed."""

@@ -33,6 +33,7 @@ from mrl.preflight.moe import check_moe
 from mrl.preflight.old_logprobs import check_old_logprobs
 from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.plan import Plan
+from mrl.preflight.profile import check_profile
 from mrl.preflight.sampling import check_sampling
 from mrl.preflight.schedule import with_schedule
 from mrl.rewards import resolve_reward
@@ -223,6 +224,7 @@ def load_tokenizer(model: HfModel) -> Any:
 
 
 def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
+    check_profile(recipe.profile, dims.world)
     rollout = recipe.rollout
     prompts, minis = rollout.prompts_per_step, recipe.train.num_steps_per_rollout
     if not recipe.debug.load_rollouts:  # which starts no engine

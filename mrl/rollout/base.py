@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -231,6 +232,18 @@ class RolloutEngine(Protocol):
 
     def resume(self) -> None:
         """Go on with what pause() stopped."""
+        ...
+
+    def start_profile(self, folder: Path, name: str, *, with_stack: bool) -> None:
+        """Begin a trace of what is generated. Every process of the engine writes its own into `folder`,
+        in a file whose name begins with `name`. An engine need not have this and `stop_profile`.
+
+        Raises RuntimeError where the engine cannot.
+        """
+        ...
+
+    def stop_profile(self) -> None:
+        """End the trace and write it."""
         ...
 
     def stop(self) -> None:

@@ -79,7 +79,15 @@ RULES = (
         Kind.FREE,
         "evaluation, diagnosis, checks, checkpoints, logging",
         (
-            *("eval", "diagnosis", "guards", "checkpoint", "logging", "debug.save_rollouts"),
+            *(
+                "eval",
+                "diagnosis",
+                "guards",
+                "checkpoint",
+                "logging",
+                "profile",
+                "debug.save_rollouts",
+            ),
             *("rollout.canary_prompts", "rollout.canary_tolerance"),
         ),
     ),

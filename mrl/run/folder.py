@@ -9,6 +9,7 @@ OUTPUT_DIR/diagnosis/             step_000000.json: the gap between them, by lay
 OUTPUT_DIR/evals/                 step_000000.json: metrics of those weights, .jsonl: the samples
 OUTPUT_DIR/checkpoints/           iter_0000010/, latest_checkpointed_iteration.txt
 OUTPUT_DIR/logs/                  the engines' logs
+OUTPUT_DIR/profile/               step_000010/: traces of a step of `profile.steps`
 OUTPUT_DIR/trackers.json          how far the trackers of `logging` have come
 
 The files of steps that a restart does again are moved to dropped_0/ (the next one's to dropped_1/)

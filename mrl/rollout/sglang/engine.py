@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mrl.config import ModelConfig, RolloutConfig
@@ -306,6 +307,20 @@ class Engine:
             raise RuntimeError(f"resume: the engine is {self.state}; update_weights() first")
         self._post_in_flight("/continue_generation", {})
         self._paused = False
+
+    def start_profile(self, folder: Path, name: str, *, with_stack: bool) -> None:
+        self._require_idle("start_profile")
+        body = {
+            "output_dir": str(folder),
+            "profile_prefix": name,
+            "activities": ["CPU", *(["GPU"] if torch.cuda.is_available() else [])],
+            "with_stack": with_stack,
+        }
+        self._server.post("/start_profile", body)
+
+    def stop_profile(self) -> None:
+        # The answer comes when every scheduler has written its trace.
+        self._server.post("/stop_profile", {}, timeout_s=self._config.start_timeout_s)
 
     def _post_in_flight(self, path: str, body: dict[str, Any]) -> None:
         self._server.post(path, body, timeout_s=self._config.stall_timeout_s)

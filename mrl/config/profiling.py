@@ -1,0 +1,23 @@
+"""Configures which steps are profiled."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from mrl.config.branch import Branch
+
+Number = Annotated[int, Field(ge=0)]
+
+
+class ProfileConfig(Branch):
+    steps: tuple[Number, ...] = ()
+    """Steps to profile, by their number in metrics.jsonl: [10, 12] profiles two steps. The traces go to
+    OUTPUT_DIR/profile/; see docs/logging.md."""
+    ranks: tuple[Number, ...] = (0,)
+    """Trainer ranks that write a trace with torch.profiler."""
+    engine: bool = True
+    """Also ask the rollout engines for traces of their own."""
+    with_stack: bool = False
+    """Record the lines of Python code, in traces of trainer ranks and engines: larger and slower."""
