@@ -209,7 +209,9 @@ def _state(rows: list[dict[str, Any]], recipe: dict[str, Any], metrics: Path) ->
     if not rows:
         return f"no step{total} is done"
     done = rows[-1]["step"] + 1
-    when = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(metrics.stat().st_mtime))
+    # Of runs before there were timestamps only the file tells, which a copy makes new.
+    ended = rows[-1].get("time/timestamp") or metrics.stat().st_mtime
+    when = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(ended))
     finished = "finished: " if done == planned else ""
     return f"{finished}{done}{total} steps, the last at {when}"
 

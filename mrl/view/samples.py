@@ -24,6 +24,9 @@ from mrl.view.series import short
 EXTREME = 0.6931471805599453
 """The |d| above which the ratio exp(d) is outside [1/2, 2]."""
 
+MAX_TEXT = 60
+"""Characters of the prompt, and of the completion, in the list of samples: their ends tell most."""
+
 
 def pack_step(
     record: TokenRecord, rows: Sequence[dict[str, Any]], max_samples: int, max_bytes: int
@@ -117,7 +120,21 @@ def _summary(record: TokenRecord, i: int, rows: Sequence[dict[str, Any]]) -> dic
         "mean_d": short(float(d.abs().mean()), 4) if len(d) else None,
         "num_extreme": int((d.abs() > EXTREME).sum()),
         **{name: row.get(name) for name in names},
+        "text": _text(row),
     }
+
+
+def _text(row: dict[str, Any]) -> str | None:
+    """Return the ends of prompt and completion that the list has room for; None without them."""
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, list):  # messages: the last one is the question
+        prompt = prompt[-1].get("content") if prompt and isinstance(prompt[-1], dict) else None
+    if prompt is None and completion is None:
+        return None
+    asked, answered = (" ".join(str(part or "").split()) for part in (prompt, completion))
+    asked = asked if len(asked) <= MAX_TEXT else f"...{asked[-MAX_TEXT:]}"
+    answered = answered if len(answered) <= MAX_TEXT else f"...{answered[-MAX_TEXT:]}"
+    return f"{asked} \u2192 {answered}"
 
 
 def _tokens(record: TokenRecord, i: int) -> dict[str, Any]:

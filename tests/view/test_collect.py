@@ -13,7 +13,7 @@ from mrl.diagnosis.why import explain
 from mrl.errors import InputError
 from mrl.run.folder import RunFolder
 from mrl.view.collect import choose_steps, collect
-from mrl.view.samples import choose_samples, pack_step
+from mrl.view.samples import _text, choose_samples, pack_step
 from parallel.checkpoint.manifest import folder_name, point_to, set_aside, write_manifest
 from tests.view.invented import EXPERTS, LAYERS, PROMPT, TOKENS, TOPK, record, rollout, write_run
 
@@ -207,3 +207,14 @@ def test_the_page_finds_what_mrl_why_finds(tmp_path):
         found = explain(RunFolder(run), step["step"]).findings
         assert [finding["text"] for finding in step["findings"]] == [f.text for f in found]
         assert step["findings"][0]["name"] == "stale_weights"
+
+
+def test_the_time_is_that_of_the_run_and_not_of_the_copy(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time/timestamp": 1000000000.0}\n')
+    assert "2001-09-0" in collect(tmp_path, None, 4)["state"]
+
+
+def test_the_list_has_the_end_of_a_prompt_of_messages():
+    row = {"prompt": [{"role": "user", "content": "x" * 99 + " why?"}], "completion": "so\nit is"}
+    assert _text(row) == f"...{'x' * 55} why? \u2192 so it is"
+    assert _text({}) is None

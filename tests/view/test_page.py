@@ -103,12 +103,15 @@ def test_mismatch_dashboard(opened):
     table = opened.text("#decomposition")
     assert re.search(r"replay of expert ids\s+0.004\s+4e-4", table)
     assert "diverge first in layer 2" in table
-    assert "stale_weights" in opened.text("#findings")
+    assert "stale weights" in opened.text("#findings")
+    axes = "[...document.querySelectorAll('#curves .axis')].map((a) => a.textContent)"
+    assert {"step", "reward", "norm"} <= set(opened.evaluate(axes))
 
 
 def test_samples_are_sorted_picked_and_read(opened):
     ids = "[...document.querySelectorAll('.sample-list tbody button')].map((b) => b.textContent)"
     assert opened.evaluate(ids) == ["1", "3", "2", "0"]
+    assert "\u2192" in opened.text(".sample-list tbody td")
     opened.choose("#samples select", "low", nth=1)
     assert opened.evaluate(ids) == ["0", "1", "2", "3"]
     opened.click(".sample-list tbody button", nth=1)

@@ -1,7 +1,7 @@
 // Curves as SVG: a line for each key, a readout of the step under the cursor, linear or log.
 
-const HEIGHT = 150;
-const EDGE = { left: 52, right: 10, top: 8, bottom: 20 };
+const HEIGHT = 166;
+const EDGE = { left: 52, right: 10, top: 14, bottom: 30 };
 const MAX_DOTS = 40;
 let chartNumber = 0;
 
@@ -109,7 +109,7 @@ function drawPlot(spec, parts, log, width, show) {
   const empty = parts.filter((_, i) => curvesOf[i].values.every((v) => v === null));
   const notFinite = [...new Set(lines.flatMap((curve, i) => (empty.includes(parts[i]) ? [] : curve.steps.filter((_, at) => curve.values[at] === null))))];
   const element = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": describe(spec, parts, show) },
-    axes(x, y, first, last, width, show),
+    axes(x, y, first, last, width, show, spec.unit),
     band ? svg("path", { class: "band", d: area(band.low, band.high, x, y.at) }) : null,
     spec.stacked ? lines.map((top, i) => svg("path", { class: `area c${i % 8}`, d: area(i ? lines[i - 1] : zero(top), top, x, y.at) })).reverse() : null,
     spec.stacked ? null : lines.map((curve, i) => drawLine(curve, x, y.at, log, `c${i % 8}`)),
@@ -151,13 +151,15 @@ function scaleOf(values, log, fromZero, bottom, top) {
   return { at: (v) => bottom - ((v - a) / (b - a)) * (bottom - top), marks: ticks(a, b, 4) };
 }
 
-function axes(x, y, first, last, width, show) {
+function axes(x, y, first, last, width, show, unit) {
   const below = HEIGHT - EDGE.bottom;
   const marks = y.marks.map((value) => [
     svg("line", { class: "gridline", x1: EDGE.left, x2: width - EDGE.right, y1: y.at(value), y2: y.at(value) }),
     svg("text", { class: "mark", x: EDGE.left - 6, y: y.at(value) + 4, "text-anchor": "end" }, show(value))]);
   const steps = first === last ? [first] : ticks(first, last, width / 90, true);
-  return [marks, steps.map((step) =>
+  const names = [svg("text", { class: "mark axis", x: width - EDGE.right, y: HEIGHT - 2, "text-anchor": "end" }, "step"),
+    unit ? svg("text", { class: "mark axis", x: 2, y: 9 }, unit) : null];
+  return [marks, names, steps.map((step) =>
     svg("text", { class: "mark", x: x(step), y: below + 15, "text-anchor": "middle" }, String(step)))].flat(2);
 }
 

@@ -70,13 +70,13 @@ function sampleBrowser() {
 }
 
 function findingLine({ name, severity, text }) {
-  return h("li", { class: severity >= 0.1 ? "severe" : null }, h("strong", {}, name), `, severity ${number(severity)}: ${text}.`);
+  return h("li", { class: severity >= 0.1 ? "severe" : null }, h("strong", {}, name.replaceAll("_", " ")), `, severity ${number(severity)}: ${text}.`);
 }
 
 function sampleTable(samples, pick) {
-  const columns = [["reward", (s) => number(s.reward)], ["advantage", (s) => number(s.top_advantage)], ["max |\u0394|", (s) => number(s.max_d)],
+  const columns = [["prompt \u2192 completion", (s) => (s.text ? visible(s.text) : "\u2013")], ["reward", (s) => number(s.reward)], ["advantage", (s) => number(s.top_advantage)], ["max |\u0394|", (s) => number(s.max_d)],
     ["mean |\u0394|", (s) => number(s.mean_d)], ["extreme", (s) => String(s.num_extreme)], ["tokens", (s) => `${s.num_loss_tokens} / ${s.num_tokens}`],
-    ["group", (s) => s.group_id ?? "\u2013"], ["end", (s) => s.finish_reason ?? "\u2013"], ["prompt", (s) => s.source ?? s.prompt_id ?? "\u2013"]];
+    ["group", (s) => s.group_id ?? "\u2013"], ["end", (s) => s.finish_reason ?? "\u2013"], ["source", (s) => s.source ?? s.prompt_id ?? "\u2013"]];
   return h("table", {},
     h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "sample"), columns.map(([name]) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, samples.map((sample) => h("tr", { "data-sample": sample.id, onclick: () => pick(sample) },
