@@ -133,6 +133,9 @@ class Sample:
     finish_reason: str
     """`stop`, `length` or `abort`."""
     routing: RoutingTrace | None = None
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """(end, reward) of each turn in an environment: the tokens before `end` earned it. Empty elsewhere,
+    and where the sample has no reward."""
 
     @property
     def is_held(self) -> bool:
@@ -239,6 +242,12 @@ class MicroBatch:
     global normaliser."""
     version: int | None = None
     """The trainer's weights at the rollout; the staleness of a token is version - weight_versions."""
+    truncated: Tensor | None = None
+    """bool[B]: samples that were cut off."""
+    token_rewards: Tensor | None = None
+    """f32[N]: what each turn earned, at its last loss token; take the place of `rewards`."""
+    bootstrap: Tensor | None = None
+    """f32[B]: the critic's value of the state after the last loss token of what was cut off; else 0."""
 
     @property
     def num_tokens(self) -> int:

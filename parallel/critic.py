@@ -62,12 +62,13 @@ def value_rows(given: HeadInput, into: PassOutput) -> HeadOutput:
     """Turn rows [1, n, 1] into values f32[N], noted in `into`: the head of the runner.
 
     Value t is that of the state before token t was chosen, so it is read off row t - 1; 0 off the loss
-    tokens.
+    tokens. Row t itself is the value of the state after it.
     """
     wanted = given.batch.loss_mask & (given.batch.position_ids > 0)
     rows = given.context.gather(given.states.flatten().float())
     values = torch.where(wanted, rows.roll(1), 0.0)
     into.values.append(values.detach())
+    into.values_after.append(torch.where(given.batch.loss_mask, rows, 0.0).detach())
     return HeadOutput(values)
 
 
@@ -131,6 +132,10 @@ class Critic(MegatronModel):
         )
         self.load(may_lack=(VALUE_HEAD,))
 
-    def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return f32[N] per micro-batch on the last pipeline stage, none on the others; no gradient."""
-        return self.forward_only(batches, Replay.off).values
+    def values(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the values of the states before and after each loss token, without gradient.
+
+        Each is f32[N] per micro-batch on the last pipeline stage; there are none on the others.
+        """
+        found = self.forward_only(batches, Replay.off)
+        return found.values, found.values_after

@@ -62,6 +62,8 @@ class PassOutput:
     """f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
     values: list[Tensor] = field(default_factory=list)
     """A critic's, f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
+    values_after: list[Tensor] = field(default_factory=list)
+    """A critic's, f32[N] each: of the state after each loss token, 0 elsewhere; where `values` are."""
     losses: list[LossOutput] = field(default_factory=list)
     """Detached; only on the last pipeline stage, and only with a loss."""
     native_routes: list[dict[int, Route]] = field(default_factory=list)

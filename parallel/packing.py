@@ -40,6 +40,8 @@ class WeightedSample:
     """The routes of its T-1 routed tokens in this rank's layers; None where every router decides."""
     reward: float = 0.0
     """Shaped; 0 where the sample has none."""
+    credits_turns: bool = False
+    """Whether the sample's turn rewards are laid out, each at its turn; of all samples, or of none."""
 
 
 def assign_micro_batches(
@@ -119,7 +121,8 @@ def pack(
 
     advantages = [s.advantage for s in samples if s.advantage is not None]
     nll_weights = [s.nll_weight for s in samples if s.nll_weight is not None]
-
+    turns = [_token_rewards(s.sample) for s in samples if s.credits_turns]
+    cut = [s.sample.finish_reason == "length" for s in samples]
     return MicroBatch(
         input_ids=per_token("token_ids", torch.int64),
         position_ids=torch.cat([torch.arange(n) for n in rooms]),
@@ -137,7 +140,24 @@ def pack(
         routes=routes,
         nll_weight=per_sequence(nll_weights) if len(nll_weights) == len(samples) else None,
         version=version,
+        truncated=torch.tensor(cut + [False] * bool(padding)),
+        token_rewards=laid_out(turns, torch.zeros(total)) if turns else None,
     )
+
+
+def _token_rewards(sample: Sample) -> Tensor:
+    """f32[T]: the reward of each turn at the last loss token before its end.
+
+    Where the turn's own tokens left the loss that is a token of an earlier turn; a reward with no loss
+    token before it was earned by nothing that is trained on.
+    """
+    places = sample.loss_mask.nonzero().flatten()
+    values = torch.zeros(len(sample.loss_mask), dtype=torch.float64)
+    for end, reward in sample.turn_rewards:
+        before = places[places < end]
+        if len(before):
+            values[before[-1]] += reward
+    return values.float()
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

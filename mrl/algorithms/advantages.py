@@ -41,6 +41,16 @@ def leave_one_out(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
     return _each(rewards, lambda v: _centred(v) * (len(v) / max(len(v) - 1, 1)))
 
 
+def group_normalised_turns(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
+    """Compute (r - mean) / std of the turn rewards of one group, over all turns of its samples.
+
+    f32[turns] of each sample that has a reward, and the same back. The advantage of a token is the sum
+    of these from it on: GRPO with process supervision (arXiv 2402.03300 section 4.1.3).
+    """
+    (found,) = group_normalised([torch.cat(list(rewards))], config)
+    return list(found.split([len(own) for own in rewards]))
+
+
 def raw_rewards(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
     """Return R: a critic's baseline, a penalty of each token or the step's mean is subtracted later."""
     return _each(rewards, lambda values: values)

@@ -29,6 +29,8 @@ class Algorithm(Protocol):
     log-likelihood counts beside the policy loss, as `MicroBatch.nll_weight`.
     `token_advantages(values, sequence_rewards, token_penalties, batch, config)`: in the place of
     `mrl.algorithms.gae.token_advantages`.
+    `turn_rewards(rewards, config)`: what the turn rewards of a group's samples (f32[turns] each) count
+    as, where `algorithm.turn_rewards` credits them; without it they count as they are.
     """
 
     def advantages(self, rewards: Sequence[Tensor], config: AlgorithmConfig) -> list[Tensor]:

@@ -21,6 +21,8 @@ _NOT_FOR_ALL = (
     "value_clip",
     "nll_coef",
     "proximal_at_no_lag",
+    "bootstrap_truncated",
+    "turn_rewards",
     "min_group_std",
     "advantage_eps",
 )

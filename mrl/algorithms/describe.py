@@ -29,7 +29,9 @@ def describe(config: AlgorithmConfig) -> str:
                      else f"{mask.name} {low:g} / {high:g}")  # fmt: skip
     if is_published_dppo(config):
         parts.append(f"together {DPPO}")
-    if config.name == "gspo_token":
+    if config.turn_rewards:
+        parts.append("rewards at their turns")
+    elif config.name == "gspo_token":
         parts.append("every token has its sample's advantage, so it trains as gspo does")
     return ", ".join(parts)
 

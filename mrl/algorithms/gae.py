@@ -6,6 +6,7 @@ Steps are the loss tokens of a sequence. Dimensions: N packed tokens of a micro-
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -44,12 +45,18 @@ def token_advantages(
     """Return advantages f32[N] and returns f32[N], both 0 off the loss tokens.
 
     values: f32[N]; with zeros and lambda 1, each token gets the sum of the rewards from it on.
-    sequence_rewards: f32[B], earned at the last loss token. token_penalties: f32[N], subtracted from
-    the reward of each loss token. The returns use the critic's lambda, the advantages the policy's
+    sequence_rewards: f32[B], earned at the last loss token, unless `batch.token_rewards` say where.
+    token_penalties: f32[N], subtracted from the reward of each loss token. Behind the last loss token
+    the value is 0, or `batch.bootstrap`: there A_T = r_T + gamma bootstrap - V_T, which is the same as
+    a reward of gamma bootstrap more. The returns use the critic's lambda, the advantages the policy's
     (decoupled GAE, arXiv 2503.01491).
     """
     mask, cu_seqlens = batch.loss_mask, batch.cu_seqlens
-    rewards = _at_last_loss_token(sequence_rewards, mask, cu_seqlens)
+    rewards = batch.token_rewards
+    if rewards is None:
+        rewards = _at_last_loss_token(sequence_rewards, mask, cu_seqlens)
+    if batch.bootstrap is not None:
+        rewards = rewards + _at_last_loss_token(config.gamma * batch.bootstrap, mask, cu_seqlens)
     if token_penalties is not None:
         rewards = rewards - torch.where(mask, token_penalties, 0.0)
 
@@ -66,6 +73,21 @@ def token_advantages(
     return advantages, returns if lam == lam_critic else gae(lam_critic)[1]
 
 
+monte_carlo = partial(token_advantages, published=MONTE_CARLO)
+"""The form for algorithms without a critic, whose values are zeros."""
+
+
+def bootstrap(values_after: Tensor, batch: MicroBatch) -> Tensor:
+    """Return f32[B]: the value after the last loss token of each sequence that was cut off, else 0.
+
+    values_after: f32[N], of the state after each loss token. Raises ValueError without `truncated`.
+    """
+    if batch.truncated is None:
+        raise ValueError("MicroBatch.truncated: got None, expected bool[B]")
+    last = _last_loss_tokens(batch.loss_mask, batch.cu_seqlens)
+    return torch.where(batch.truncated & (last >= 0), values_after[last.clamp(min=0)], 0.0)
+
+
 def adaptive_lambda(loss_mask: Tensor, cu_seqlens: Tensor, alpha: float) -> Tensor:
     """Return f32[B]: 1 - 1 / (alpha * loss tokens), at least 0 (VAPO, arXiv 2504.05118 eq. 9)."""
     running = torch.nn.functional.pad(loss_mask.long().cumsum(0), (1, 0))
@@ -75,14 +97,19 @@ def adaptive_lambda(loss_mask: Tensor, cu_seqlens: Tensor, alpha: float) -> Tens
 
 def _at_last_loss_token(sequence_rewards: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """f32[N]: each sequence's reward at its last loss token; sequences without one have nowhere."""
+    last = _last_loss_tokens(mask, cu_seqlens)
+    earned = torch.where(last >= 0, sequence_rewards, 0.0)
+    return sequence_rewards.new_zeros(mask.numel()).index_add(0, last.clamp(min=0), earned)
+
+
+def _last_loss_tokens(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """i64[B]: the packed place of each sequence's last loss token; -1 without one."""
     num_tokens, device = mask.numel(), mask.device
     lengths = cu_seqlens.diff().long()
     sequences = torch.arange(len(lengths), device=device)
     sequences = sequences.repeat_interleave(lengths, output_size=num_tokens)
     places = torch.where(mask, torch.arange(num_tokens, device=device), -1)
-    last = torch.full_like(lengths, -1).scatter_reduce(0, sequences, places, "amax")
-    earned = torch.where(last >= 0, sequence_rewards, 0.0)
-    return sequence_rewards.new_zeros(num_tokens).index_add(0, last.clamp(min=0), earned)
+    return torch.full_like(lengths, -1).scatter_reduce(0, sequences, places, "amax")
 
 
 def mean_and_std(total: Tensor) -> tuple[float, float]:

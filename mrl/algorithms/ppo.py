@@ -23,6 +23,8 @@ READS = (
     "lam_critic",
     "whiten",
     "value_clip",
+    "bootstrap_truncated",
+    "turn_rewards",
 )
 CLIP_LOW = 0.2
 CLIP_HIGH = 0.2

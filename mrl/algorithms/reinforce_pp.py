@@ -7,16 +7,14 @@ form, with k1) the penalties are subtracted token by token first.
 
 from __future__ import annotations
 
-from functools import partial
-
 from mrl.algorithms import gae, grpo
 from mrl.algorithms.advantages import raw_rewards
 from mrl.algorithms.aggregation import weights_by
 
 WHITENS = True
-READS = grpo.READS
+READS = (*grpo.READS, "turn_rewards")
 
 advantages = raw_rewards
 sequence_weights = weights_by("token_mean")
-token_advantages = partial(gae.token_advantages, published=gae.MONTE_CARLO)
+token_advantages = gae.monte_carlo
 loss = grpo.loss

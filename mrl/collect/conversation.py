@@ -9,6 +9,7 @@ Dimensions: P prompt tokens, T all tokens so far, R rows of routes so far, L MoE
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,10 +39,15 @@ class Conversation:
     """Spans over the tokens of the loss, in order."""
     routing: RoutingTrace | None = None
     """The routes of all tokens before the last token of the last completion."""
-    num_turns: int = 0
-    """Completions so far that brought tokens."""
+    turn_ends: tuple[int, ...] = ()
+    """The number of tokens up to the end of each completion that brought tokens."""
     finish_reason: FinishReason | None = None
     """None while it is live."""
+
+    @property
+    def num_turns(self) -> int:
+        """Completions so far that brought tokens."""
+        return len(self.turn_ends)
 
     @staticmethod
     def start(group_id: int, prompt_ids: Tensor) -> Conversation:
@@ -70,7 +76,7 @@ class Conversation:
             self._longer(new, completion.logprobs),
             weight_versions=(*self.weight_versions, *spans),
             routing=self._routes(completion.routing, end - 1),
-            num_turns=self.num_turns + 1,
+            turn_ends=(*self.turn_ends, end),
         )
         return longer.finished("abort") if completion.finish_reason == "abort" else longer
 
@@ -82,11 +88,12 @@ class Conversation:
         """Return the conversation as ended for this reason."""
         return dataclasses.replace(self, finish_reason=reason)
 
-    def sample(self, weight_version: int) -> Sample:
+    def sample(self, weight_version: int, rewards: Sequence[float] = ()) -> Sample:
         """Return the sample to train on. Tokens after the last one of the loss are left out.
 
         `weight_version` is used for a conversation without a token of the loss, as a span of no tokens.
-        Raises ValueError for a conversation that has not ended.
+        `rewards`: of its turns, where they have any. Raises ValueError for a conversation that has not
+        ended, and where there is not one reward for each turn.
         """
         if self.finish_reason is None:
             raise ValueError("sample() of a conversation that is not finished")
@@ -102,6 +109,7 @@ class Conversation:
             weight_versions=self.weight_versions or none,
             finish_reason=self.finish_reason,
             routing=self.routing,
+            turn_rewards=tuple(zip(self.turn_ends, rewards, strict=True)) if rewards else (),
         )
 
     def _longer(self, token_ids: Tensor, logprobs: Tensor | None) -> Conversation:

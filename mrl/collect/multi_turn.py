@@ -22,7 +22,7 @@ from mrl.data.chat import ChatTurns
 from mrl.environments.base import Observation, StepResult
 from mrl.environments.runner import EnvironmentRunner, EpisodeFailed, Start
 from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, sample_seed
-from mrl.types import Prompt, SampleGroup
+from mrl.types import Prompt, Sample, SampleGroup
 
 
 @dataclass
@@ -37,6 +37,10 @@ class _Episode:
 
     def finish(self, reason: FinishReason) -> None:
         self.conversation = self.conversation.finished(reason)
+
+    def sample(self, weight_version: int) -> Sample:
+        has_reward = all(math.isfinite(reward) for reward in self.rewards)
+        return self.conversation.sample(weight_version, self.rewards if has_reward else ())
 
 
 class MultiTurnRollout:
@@ -231,6 +235,6 @@ class MultiTurnRollout:
             self._waiting.remove(i)
             yield SampleGroup(
                 self._prompts[i],
-                [episode.conversation.sample(version) for episode in members],
+                [episode.sample(version) for episode in members],
                 rewards=torch.tensor([sum(e.rewards) for e in members], dtype=torch.float32),
             )

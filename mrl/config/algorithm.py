@@ -131,6 +131,12 @@ class AlgorithmConfig(Branch):
     """A-3PO's proximal policy for tokens that the present weights sampled: the one that sampled them
     (`rollout`, as in AReaL's code), or the policy itself, so that such tokens are never clipped
     (`policy`, as in the paper)."""
+    bootstrap_truncated: bool = False
+    """GAE takes the critic's value of the state behind the last token of an answer that was cut off,
+    and not 0: the answer would have gone on."""
+    turn_rewards: bool = False
+    """Credit each reward of an environment at the last token of the turn that earned it, and not their
+    sum at the last token of the sample."""
     nll_coef: float | None = Field(default=None, ge=0)
     """VAPO's weight of the log-likelihood of samples with a positive reward; null takes the published
     one."""

@@ -60,17 +60,24 @@ def compute_advantages(
     *,
     penalties: Penalties | None = None,
     values: Sequence[Tensor] | None = None,
+    values_after: Sequence[Tensor] | None = None,
 ) -> Advantages:
     """Compute what a step trains with. A collective where `credits_tokens`.
 
     rewards: shaped, f32[G] of every group of the step. loss_tokens: i64[S] of `count_loss_tokens`. Both
-    are the same on every rank. penalties: of the KL in the reward, None without it. values: the
-    critic's, f32[N] a micro-batch on the last pipeline stage, where there is a critic.
+    are the same on every rank. penalties: of the KL in the reward, None without it. values,
+    values_after: the critic's of the states before and after each loss token, f32[N] a micro-batch on
+    the last pipeline stage, where there is a critic; the latter count under `bootstrap_truncated`.
     """
-    if not credits_tokens(algorithm, penalties is not None):
+    if not credits_tokens(algorithm, config, penalties is not None):
         samples = _compared(rewards, loss_tokens, penalties, algorithm, config)
         return Advantages(with_advantages(batches, samples), samples, {})
     num_samples = sum(len(group) for group in rewards)
+    if config.bootstrap_truncated and values_after is not None:
+        batches = [
+            dataclasses.replace(b, bootstrap=gae.bootstrap(after, to_device(b, after.device)))
+            for b, after in zip(batches, values_after, strict=True)
+        ]
     if values is not None:
         return _credited(batches, values, penalties, algorithm, config, num_samples, mesh)
     zeros = [torch.zeros_like(b.old_logprobs) for b in batches if b.old_logprobs is not None]
@@ -78,10 +85,11 @@ def compute_advantages(
     return dataclasses.replace(found, metrics={})
 
 
-def credits_tokens(algorithm: Algorithm, kl_in_reward: bool) -> bool:
+def credits_tokens(algorithm: Algorithm, config: AlgorithmConfig, kl_in_reward: bool) -> bool:
     """Return whether each token has an advantage of its own; otherwise its sequence has one."""
-    has_values = traits(algorithm).needs_critic
-    return has_values or (kl_in_reward and hasattr(algorithm, "token_advantages"))
+    if traits(algorithm).needs_critic or config.turn_rewards:
+        return True
+    return kl_in_reward and hasattr(algorithm, "token_advantages")
 
 
 def with_advantages(batches: Sequence[MicroBatch], samples: Tensor) -> list[MicroBatch]:
@@ -169,7 +177,8 @@ def _credited(
     mesh: Mesh,
 ) -> Advantages:
     """Token advantages, returns and old values where this rank has `values`, and `value/*`."""
-    compute = getattr(algorithm, "token_advantages", gae.token_advantages)
+    usual = gae.token_advantages if traits(algorithm).needs_critic else gae.monte_carlo
+    compute = getattr(algorithm, "token_advantages", usual)
     results: list[tuple[Tensor, Tensor]] = []
     for number, own in enumerate(values):
         batch = to_device(batches[number], own.device)

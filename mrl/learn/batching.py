@@ -119,6 +119,7 @@ def make_train_batches(
             first_id,
             min_tokens=longest if dims.equal_micro_batches else 1,
             version=version,
+            credits_turns=config.turn_rewards,
         )
         for samples, (_, rewards), shares, own_routes, first_id in zip(
             whole, parts, assignments, fetched, _first_ids(of_parts), strict=True
@@ -226,10 +227,13 @@ def _pack_share(
     first_id: int,
     min_tokens: int,
     version: int | None,
+    credits_turns: bool,
 ) -> TrainBatch:
     weights = weights_of(samples, rewards)
     weighted = [
-        WeightedSample(sample, None, weight, first_id + i, nll_weight, routes.get(i), reward)
+        WeightedSample(
+            sample, None, weight, first_id + i, nll_weight, routes.get(i), reward, credits_turns
+        )
         for i, (sample, reward, weight, nll_weight) in enumerate(
             zip(samples, rewards, weights.loss, weights.nll, strict=True)
         )

@@ -32,6 +32,7 @@ from mrl.learn.advantages import (
 from mrl.learn.batching import make_train_batches, split_evenly
 from mrl.learn.guards import UpdateGuard, check_finite, check_first_update, sequence_clip
 from mrl.learn.kl_control import KlControl
+from mrl.learn.turn_rewards import with_turn_rewards
 from mrl.learn.update_metrics import policy_metrics, value_metrics
 from mrl.run import console
 from mrl.system.clock import Clock
@@ -114,6 +115,7 @@ class Learner:
             set_reward_advantages(groups, tokens, self.algorithm, self.kl.config, max_len)
             record(groups)
         in_loss = drop_from_loss(groups, self.recipe.algorithm)
+        in_loss = with_turn_rewards(in_loss, self.algorithm, self.recipe.algorithm)
         samples = [sample for group in in_loss for sample in group.samples]
         batches = self._make_batches(step, in_loss)
         try:
@@ -205,7 +207,7 @@ class Learner:
 
     @property
     def _advantages_need_passes(self) -> bool:
-        return self.kl.in_reward or credits_tokens(self.algorithm, False)
+        return self.kl.in_reward or credits_tokens(self.algorithm, self.recipe.algorithm, False)
 
     def _count_loss_tokens(self, groups: list[SampleGroup]) -> torch.Tensor:
         drops_stale = self.recipe.moe.routing_replay == "r3"
@@ -215,7 +217,7 @@ class Learner:
         self, step: int, flat: list[MicroBatch], groups: list[SampleGroup], clock: Clock
     ) -> tuple[list[MicroBatch], dict[str, float]]:
         """Compute the advantages, and write them into the groups and the micro-batches."""
-        config, penalties, values = self.recipe.algorithm, None, None
+        config, penalties, values, after = self.recipe.algorithm, None, None, None
         metrics: dict[str, float] = {}
         if self.kl.in_reward:
             num_samples = sum(len(group.samples) for group in groups)
@@ -223,7 +225,7 @@ class Learner:
             metrics["kl/ref"] = penalties.mean
         if self.critic is not None:
             with clock.part("value"):
-                values = self.critic.values(flat)
+                values, after = self.critic.values(flat)
             check_finite(step, "the critic's values", flat, values)
         max_len = self.recipe.rollout.max_response_len
         found = compute_advantages(
@@ -235,6 +237,7 @@ class Learner:
             self.mesh,
             penalties=penalties,
             values=values,
+            values_after=after,
         )
         set_advantages(groups, found.samples)
         return found.batches, metrics | found.metrics

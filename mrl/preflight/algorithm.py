@@ -110,6 +110,23 @@ def check_shaping(recipe: Recipe) -> None:
         )
 
 
+def check_turn_rewards(recipe: Recipe) -> None:
+    """Check that there are rewards of turns, and nothing that cannot be credited beside them."""
+    algorithm = recipe.algorithm
+    if not algorithm.turn_rewards:
+        return
+    if recipe.environment is None:
+        raise InputError(
+            "algorithm.turn_rewards: a reward function gives one reward for the whole sample; train in "
+            "an environment, or leave turn_rewards out"
+        )
+    if algorithm.name == "gspo_token" and algorithm.kl_coef and algorithm.kl_in == "reward":
+        raise InputError(
+            "algorithm.turn_rewards: gspo_token normalises turn rewards within a group, and the KL in "
+            "the reward would be subtracted from what is left; set algorithm.kl_in=loss"
+        )
+
+
 def check_group_size(recipe: Recipe, algorithm: Algorithm) -> None:
     """Check that a single sample of a prompt teaches anything."""
     if recipe.rollout.samples_per_prompt > 1 or recipe.debug.rollout_only:

@@ -221,6 +221,7 @@ def _sample_record(sample: Sample) -> dict[str, Any]:
             "num_cached_rows": trace.num_cached_rows,
             "num_recomputed_rows": trace.num_recomputed_rows,
         },
+        **({"turn_rewards": sample.turn_rewards} if sample.turn_rewards else {}),
     }
 
 
@@ -274,6 +275,7 @@ def _read_sample(
         weight_versions=spans,
         finish_reason=record["finish_reason"],
         routing=routing and _read_trace(routing, take, layer_numbers),
+        turn_rewards=tuple((end, reward) for end, reward in record.get("turn_rewards", ())),
     )
 
 

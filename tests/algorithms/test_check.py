@@ -21,6 +21,9 @@ def test_every_algorithm_takes_its_defaults(name) -> None:
         {"name": "ppo", "lam": "adaptive", "lam_alpha": 0.1, "kl_coef": 0.1, "kl_in": "reward"},
         {"name": "vapo", "nll_coef": 0.2, "dual_clip": 3.0, "lam_alpha": 0.1},
         {"name": "cispo", "min_group_std": 0.0, "advantage_eps": 1e-6},
+        {"name": "vapo", "bootstrap_truncated": True, "turn_rewards": True, "gamma": 0.99},
+        {"name": "gspo_token", "turn_rewards": True},
+        {"name": "a3po", "proximal_at_no_lag": "policy"},
         {"name": "sapo", "tau_positive": 1.5, "importance": "tis", "aggregation": "token_mean"},
         {"name": "gspo", "masks": [{"name": "opsm", "high": 0.5}, {"name": "token_mask"}]},
         {"name": "grpo", "kl_coef": 0.1, "kl_target": 0.01, "kl_estimator": "k3_unbiased"},
@@ -67,6 +70,18 @@ def test_what_makes_sense_passes(given) -> None:
             "token_mask: got the range [1.2, 5], expected one around 1",
         ),
         ({"masks": [{"name": "token_mask"}, {"name": "token_mask"}]}, "token_mask twice"),
+        (
+            {"name": "grpo", "turn_rewards": True},
+            "turn_rewards is True, but grpo does not read it",
+        ),
+        (
+            {"name": "reinforce_pp", "bootstrap_truncated": True},
+            "bootstrap_truncated is True, but reinforce_pp does not read it",
+        ),
+        (
+            {"name": "decoupled_ppo", "proximal_at_no_lag": "policy"},
+            "proximal_at_no_lag is policy, but decoupled_ppo does not read it",
+        ),
         ({"name": "gsppo"}, "did you mean 'gspo'"),
     ],
 )

@@ -47,6 +47,70 @@ def test_gae_is_the_oracles(lam, lam_critic) -> None:
         torch.testing.assert_close(got[part].double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def gae_by_hand(
+    rewards: list[float], values: list[float], behind: float, gamma: float, lam: float
+) -> list[float]:
+    """GAE over the loss tokens of one sequence, with the value `behind` the last one."""
+    found, later, following = [], 0.0, behind
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        later = reward + gamma * following - value + gamma * lam * later
+        following = value
+        found.append(later)
+    return found[::-1]
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("cut_off", [False, True])
+@pytest.mark.parametrize(("lam", "lam_critic"), [(0.95, 0.95), ("adaptive", 1.0)])
+def test_bootstrap_and_turn_rewards_by_hand(turns, cut_off, lam, lam_critic) -> None:
+    """The value behind a truncated end counts, and rewards at ends of turns: discounted, in fp64."""
+    batch, values, penalties = make_batch()
+    after = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
+    config = AlgorithmConfig(
+        name="ppo", gamma=0.9, lam=lam, lam_critic=lam_critic, lam_alpha=0.5,
+        bootstrap_truncated=cut_off,
+    )  # fmt: skip
+    batch = dataclasses.replace(batch, truncated=torch.tensor([True, False, True, True]))
+    token_rewards = torch.where(batch.loss_mask & (batch.position_ids % 3 == 2), after.sin(), 0.0)
+    if turns:
+        batch = dataclasses.replace(batch, token_rewards=token_rewards)
+    if cut_off:
+        batch = dataclasses.replace(batch, bootstrap=gae.bootstrap(after, batch))
+    got = gae.token_advantages(values, batch.rewards, penalties, batch, config)
+    start = 0
+    for i, length in enumerate(LENGTHS):
+        places = [t for t in range(start, start + length) if batch.loss_mask[t]]
+        start += length
+        if not places:
+            continue
+        earned = [float(token_rewards[t]) if turns else 0.0 for t in places]
+        earned[-1] += 0.0 if turns else float(batch.rewards[i])
+        earned = [r - float(penalties[t]) for r, t in zip(earned, places, strict=True)]
+        own = [float(values[t]) for t in places]
+        behind = float(after[places[-1]]) if cut_off and batch.truncated[i] else 0.0
+        policy = max(0.0, 1 - 1 / (0.5 * len(places))) if lam == "adaptive" else lam
+        wanted = gae_by_hand(earned, own, behind, 0.9, policy)
+        assert got[0][places].tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        returns = gae_by_hand(earned, own, behind, 0.9, lam_critic)
+        returns = [a + v for a, v in zip(returns, own, strict=True)]
+        assert got[1][places].tolist() == pytest.approx(returns, rel=1e-5, abs=1e-6)
+
+
+def test_turn_rewards_of_a_group_are_normalised_over_all_of_its_turns() -> None:
+    """GRPO with process supervision; where each sample has one turn it is GSPO's own advantage."""
+    config = AlgorithmConfig(name="gspo_token")
+    token, sequence = load_algorithm("gspo_token"), load_algorithm("gspo")
+    turns = [torch.tensor(own) for own in ([1.0, 0.0, 0.5], [0.0], [0.25, 1.0])]
+    everything = torch.cat(turns).double()
+    spread = everything.std() + config.advantage_eps
+    for own, got in zip(turns, token.turn_rewards(turns, config), strict=True):
+        wanted = (own.double() - everything.mean()) / spread
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-7)
+    single = torch.tensor([1.0, 0.0, 0.5, 0.0])
+    one_each = token.turn_rewards([r.reshape(1) for r in single], config)
+    assert torch.equal(torch.cat(one_each), sequence.advantages([single], config)[0])
+
+
 def test_vapo_takes_a_lambda_by_length_and_1_for_the_critic() -> None:
     batch, values, _ = make_batch()
     config = AlgorithmConfig(name="vapo", lam_alpha=0.5)

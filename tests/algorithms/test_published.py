@@ -92,4 +92,6 @@ def test_a_recipe_says_what_it_is() -> None:
     for other in ({"importance": "none"}, {"clip_high": 4}, {"name": "dapo"}, {"masks": ()}):
         assert "DPPO" not in describe(AlgorithmConfig(**DPPO | other))
     assert "trains as gspo does" in describe(AlgorithmConfig(name="gspo_token"))
+    turns = AlgorithmConfig(name="gspo_token", turn_rewards=True)
+    assert describe(turns) == "gspo_token, rewards at their turns"
     assert describe(AlgorithmConfig()) == "gspo"

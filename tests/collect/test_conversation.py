@@ -47,6 +47,11 @@ def test_three_turns_become_one_sample():
     assert sample.loss_mask.int().tolist() == [0] * 4 + [1, 1, 0, 0, 0, 1, 0, 1, 1]
     assert sample.rollout_logprobs.tolist() == [0] * 4 + [-1, -2, 0, 0, 0, -1, 0, -1, -2]
     assert (sample.group_id, sample.prompt_len, sample.finish_reason) == (5, 4, "stop")
+    assert sample.turn_rewards == ()
+    earned = talk.finished("stop").sample(0, [0.5, 0.0, 1.0]).turn_rewards
+    assert earned == ((6, 0.5), (10, 0.0), (13, 1.0))
+    with pytest.raises(ValueError, match="shorter"):
+        talk.finished("stop").sample(0, [0.5])
     assert sample.weight_versions == (
         VersionSpan(0, 4, 6), VersionSpan(1, 9, 10), VersionSpan(1, 11, 13),
     )  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.algorithms import grpo, ppo, reinforce_pp
+from mrl.algorithms import grpo, gspo_token, ppo, reinforce_pp
 from mrl.config import AlgorithmConfig, ParallelConfig
 from mrl.learn.advantages import compute_advantages, credits_tokens
 from mrl.learn.batching import make_train_batches
@@ -32,8 +32,20 @@ IN_REWARD = AlgorithmConfig(
 )
 
 
+TURNS = IN_REWARD.model_copy(
+    update={"turn_rewards": True, "bootstrap_truncated": True, "gamma": 0.9}
+)
+
+
 def samples() -> list[Sample]:
-    return [sample(length) for length in LENGTHS]
+    """Every other one cut off, and with a reward at its end and in its middle."""
+    return [
+        dataclasses.replace(
+            sample(length, "length" if i % 2 else "stop"),
+            turn_rewards=((2 + (length + 1) // 2, 0.5 * i), (2 + length, REWARDS[i])),
+        )
+        for i, length in enumerate(LENGTHS)
+    ]
 
 
 def at_tokens(batch: MicroBatch, salt: float) -> Tensor:
@@ -64,19 +76,22 @@ def split(batch: MicroBatch, tensor: Tensor) -> list[Tensor]:
     return [p.clone() for p in tensor.split(batch.cu_seqlens.diff().tolist())]
 
 
-def credited(world: int, sizes: dict[str, int], budget: int) -> dict[str, Any]:
+def credited(
+    world: int, sizes: dict[str, int], budget: int, config: AlgorithmConfig = IN_REWARD
+) -> dict[str, Any]:
     mesh: Mesh = init_mesh(ParallelDims.create(ParallelConfig(**sizes), world), 0)
     (made,) = make_train_batches(
-        [(samples(), REWARDS)], ppo, mesh, budget, config=IN_REWARD, max_response_len=12
+        [(samples(), REWARDS)], ppo, mesh, budget, config=config, max_response_len=12
     )
     batches = [filled(batch) for batch in made.micro_batches]
     control = KlControl(IN_REWARD)
     penalties = control.penalties(batches, NUM_SAMPLES, mesh)
-    values = [at_tokens(batch, 1.1) for batch in batches]
+    values, after = ([at_tokens(batch, salt) for batch in batches] for salt in (1.1, 2.3))
     groups_of = [torch.tensor(REWARDS[:4]), torch.tensor(REWARDS[4:])]
     done = compute_advantages(
-        batches, groups_of, COUNTS, ppo, IN_REWARD, mesh, penalties=penalties, values=values
-    )
+        batches, groups_of, COUNTS, ppo, config, mesh,
+        penalties=penalties, values=values, values_after=after,
+    )  # fmt: skip
     penalised = compute_advantages(
         batches, groups_of, COUNTS, grpo, IN_REWARD, mesh, penalties=penalties
     ).batches
@@ -120,6 +135,18 @@ def test_any_split_over_ranks_and_micro_batches_gives_the_same_bits(
         assert out["metrics"] == whole["metrics"]
         assert out["next"] == whole["next"]
     assert outs[0]["sequence"] | outs[1]["sequence"] == whole["sequence"]
+
+
+def test_turn_rewards_and_bootstraps_are_the_same_bits_in_any_split(
+    whole: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = whole["returns"]
+    whole = run_ranks(1, credited, 1, {}, 1000, TURNS, folder=tmp_path / "1")[0]
+    outs = run_ranks(2, credited, 2, {}, 12, TURNS, folder=tmp_path / "2")
+    for key in ("token", "returns"):
+        found = outs[0][key] | outs[1][key]
+        assert all(torch.equal(found[i], whole[key][i]) for i in range(NUM_SAMPLES)), key
+    assert not any(torch.equal(plain[i], whole["returns"][i]) for i in range(NUM_SAMPLES))
 
 
 def test_token_advantages_are_white_over_the_step(whole: dict[str, Any]) -> None:
@@ -206,7 +233,10 @@ def test_penalties_below_the_floor_of_the_std_are_not_blown_up(tmp_path: Path) -
 
 
 def test_who_credits_tokens() -> None:
-    assert credits_tokens(ppo, kl_in_reward=False)
-    assert credits_tokens(reinforce_pp, kl_in_reward=True)
-    assert not credits_tokens(reinforce_pp, kl_in_reward=False)
-    assert not credits_tokens(grpo, kl_in_reward=True)
+    plain, turns = AlgorithmConfig(), AlgorithmConfig(turn_rewards=True)
+    assert credits_tokens(ppo, plain, kl_in_reward=False)
+    assert credits_tokens(reinforce_pp, plain, kl_in_reward=True)
+    assert not credits_tokens(reinforce_pp, plain, kl_in_reward=False)
+    assert not credits_tokens(grpo, plain, kl_in_reward=True)
+    assert not credits_tokens(gspo_token, plain, kl_in_reward=True)
+    assert credits_tokens(gspo_token, turns, kl_in_reward=False)

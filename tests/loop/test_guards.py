@@ -73,7 +73,7 @@ def one_step_of_spoilt_outputs(overrides: list[str], what: str) -> str:
         learner.critic_loss = spoilt_loss(learner.critic_loss)
     elif what == "values":
         assert trainer.critic is not None
-        trainer.critic.values = spoilt(trainer.critic.values, lambda result: result)
+        trainer.critic.values = spoilt(trainer.critic.values, lambda result: result[0])
     else:  # after those of the policy
         forward_only = trainer.policy.forward_only
         trainer.policy.forward_only = spoilt(forward_only, lambda r: r.logprobs, first=1)

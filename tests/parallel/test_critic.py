@@ -76,7 +76,7 @@ def exercise(
         critic = build(model_path, mesh, ledger, recompute)
         batch = make_train_batch(samples, [0.0] * len(samples), grpo, mesh, 64)
         result["start"] = exported(critic)[VALUE_HEAD]
-        result["values"] = critic.values(batch.micro_batches)
+        result["values"], result["after"] = critic.values(batch.micro_batches)
         steps = []
         for _ in range(num_steps):
             out = critic.train_step(batch, loss, Replay.off)
@@ -135,18 +135,19 @@ def test_values_are_a_linear_map_of_the_last_hidden_states(
     assert head.shape == (1, 32)
     assert head.norm() > 0.1
     model = Qwen3MoeForCausalLM.from_pretrained(model_path, dtype=torch.float32).model
-    theirs = []
+    theirs, after = [], []
     for sample in make_samples():
         with torch.no_grad():
             hidden = model(sample.token_ids.unsqueeze(0)).last_hidden_state[0]
-        values = (hidden @ head.T).flatten().roll(1)  # of the state before each token
-        theirs.append(torch.where(sample.loss_mask, values, 0.0))
-    found = torch.cat(one_process["values"])
+        values = (hidden @ head.T).flatten()
+        after.append(torch.where(sample.loss_mask, values, 0.0))
+        theirs.append(torch.where(sample.loss_mask, values.roll(1), 0.0))
     # The same values, in the order of the packing.
-    wanted = torch.cat(theirs)
-    nonzero = [t[t != 0].sort().values for t in (found, wanted)]
-    assert len(nonzero[0]) == sum(int(s.loss_mask.sum()) for s in make_samples())
-    assert (nonzero[0] - nonzero[1]).abs().max() < 1e-5
+    for name, parts in {"values": theirs, "after": after}.items():
+        found, wanted = torch.cat(one_process[name]), torch.cat(parts)
+        nonzero = [t[t != 0].sort().values for t in (found, wanted)]
+        assert len(nonzero[0]) == sum(int(s.loss_mask.sum()) for s in make_samples())
+        assert (nonzero[0] - nonzero[1]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("layout", ["TP2", "PP2", *map(release, ("EP2", "TP2xCP2", "TP2xPP2xEP2"))])
@@ -160,9 +161,10 @@ def test_layout_matches_one_process(
     ours, last = outs[0], outs[-1]
     assert torch.equal(ours["start"], one_process["start"])
     if "expert" not in sizes:  # all samples are on every rank, in some order of packing
-        found, wanted = (torch.cat(out["values"]) for out in (last, one_process))
-        nonzero = [t[t != 0].sort().values for t in (found, wanted)]
-        assert (nonzero[0] - nonzero[1]).abs().max() < TOLERANCE
+        for name in ("values", "after"):
+            found, wanted = (torch.cat(out[name]) for out in (last, one_process))
+            nonzero = [t[t != 0].sort().values for t in (found, wanted)]
+            assert (nonzero[0] - nonzero[1]).abs().max() < TOLERANCE
     for recompute in (False, True):
         for mine, theirs in zip(
             ours[f"steps/{recompute}"], one_process["steps/False"], strict=True

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from moe.align import join_routes, local_routes, pack_trace, pack_traces
 from mrl.types import NATIVE_ROUTE, Sample
-from parallel.packing import assign_micro_batches, pack, to_device
+from parallel.packing import WeightedSample, assign_micro_batches, pack, to_device
 from tests.parallel.conftest import weighted
+from tests.sample_groups import sample as plain_sample
 
 
 @given(
@@ -113,6 +114,20 @@ def test_every_tensor_of_a_batch_moves(samples: list[Sample]) -> None:
     for name, value in vars(batch).items():
         if isinstance(value, torch.Tensor):
             assert getattr(moved, name).device.type == "meta"
+
+
+def test_turn_rewards_lie_at_the_last_loss_token_of_their_turn() -> None:
+    """A turn without loss tokens gives its reward to one before; what nothing earned is left out."""
+    mask = torch.tensor([0, 0, 0, 1, 0, 0, 1, 1, 0, 0]).bool()
+    turns = ((2, 9.0), (5, 0.25), (8, 0.5), (10, 2.0))
+    one = dataclasses.replace(plain_sample(8), loss_mask=mask, turn_rewards=turns)
+    given = [WeightedSample(one, None, 1.0, credits_turns=on) for on in (True, False)]
+    batch = pack(given[:1], 4)
+    assert batch.token_rewards is not None
+    assert batch.token_rewards.tolist() == [0, 0, 0, 0.25, 0, 0, 0, 2.5, 0, 0, 0, 0]
+    assert pack(given[1:], 4).token_rewards is None
+    assert batch.truncated is not None
+    assert batch.truncated.tolist() == [False, False]
 
 
 def test_no_samples_make_a_batch_of_padding() -> None:

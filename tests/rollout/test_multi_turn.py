@@ -108,6 +108,8 @@ def test_three_turns_equal_transformers_on_the_whole(play, oracle):
         got = sample.routing.expert_ids.long().sort(-1).values
         assert torch.equal(got, routes.sort(-1).values)
         assert len(sample.weight_versions) == 3
+        ends = [span.end for span in sample.weight_versions]
+        assert sample.turn_rewards == tuple((end, 1.0) for end in ends)
         covered = [t for s in sample.weight_versions for t in range(s.start, s.end)]
         assert covered == sample.loss_mask.nonzero().flatten().tolist()
         assert sample.routing.num_cached_rows == 0  # all of them are its own turns'

@@ -40,6 +40,7 @@ def make_sample(group_id: int, num_tokens: int, *, wide: bool = False, routed: b
         weight_versions=(VersionSpan(7, 3, 5), VersionSpan(8, 5, num_tokens)),
         finish_reason="stop",
         routing=trace if routed else None,
+        turn_rewards=((5, 1 / 3), (num_tokens, -2.0)) if wide else (),
     )
 
 

@@ -100,7 +100,7 @@ def moves(model_path: Path, samples: list[Sample]) -> None:
     batch, _ = ready_batch(policy, mesh, samples)
     policy.train_step(batch, loss, Replay.rollout)
     critic.train_step(batch, value_loss, Replay.off)
-    before = [t.clone() for t in critic.values(batch.micro_batches)]
+    before = [t.clone() for t in critic.values(batch.micro_batches)[0]]
     elsewhere = dataclasses.replace(mesh, device=torch.device("meta"))
     for model in (policy, critic):
         model.mesh = elsewhere  # not a CPU: there nothing moves
@@ -119,7 +119,7 @@ def moves(model_path: Path, samples: list[Sample]) -> None:
     assert all(policy.ledger.place(kind) == "device" for kind in places)
     for model in (policy, critic):
         model.mesh = mesh
-    after = critic.values(batch.micro_batches)
+    after = critic.values(batch.micro_batches)[0]
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
