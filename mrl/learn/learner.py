@@ -226,7 +226,8 @@ class Learner:
         if self.critic is not None:
             with clock.part("value"):
                 values, after = self.critic.values(flat)
-            check_finite(step, "the critic's values", flat, values)
+            for each in (values, after):
+                check_finite(step, "the critic's values", flat, each)
         max_len = self.recipe.rollout.max_response_len
         found = compute_advantages(
             flat,

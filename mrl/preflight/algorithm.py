@@ -87,7 +87,9 @@ def check_critic_stays(changes: Sequence[Change], needs_critic: bool) -> None:
 
 
 def check_shaping(recipe: Recipe) -> None:
-    """Check that overlong shaping and filtering have single answers of several lengths."""
+    """Check that overlong shaping and filtering have single answers of several lengths, and that
+    turn rewards have turns."""
+    _check_turn_rewards(recipe)
     algorithm, rollout = recipe.algorithm, recipe.rollout
     buffer = algorithm.overlong_buffer_len
     if buffer > rollout.max_response_len:
@@ -110,7 +112,7 @@ def check_shaping(recipe: Recipe) -> None:
         )
 
 
-def check_turn_rewards(recipe: Recipe) -> None:
+def _check_turn_rewards(recipe: Recipe) -> None:
     """Check that there are rewards of turns, and nothing that cannot be credited beside them."""
     algorithm = recipe.algorithm
     if not algorithm.turn_rewards:

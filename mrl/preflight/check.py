@@ -22,7 +22,6 @@ from mrl.preflight.algorithm import (
     check_dynamic_sampling,
     check_group_size,
     check_shaping,
-    check_turn_rewards,
     read_critic,
     read_reference,
 )
@@ -83,7 +82,6 @@ def check(
     algorithm = _read_algorithm(recipe.algorithm)
     critic = read_critic(recipe, traits(algorithm).needs_critic, model, dims)
     check_shaping(recipe)
-    check_turn_rewards(recipe)
     check_dynamic_sampling(recipe)
     check_group_size(recipe, algorithm)
     _check_task(recipe)
