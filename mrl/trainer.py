@@ -41,7 +41,7 @@ from mrl.system.stop import WHO, StopRequest
 from mrl.trackers import Trackers
 from mrl.types import Max, SampleGroup, Statistics
 from parallel.checkpoint.checkpoints import Checkpoints, Loaded
-from parallel.ledger import memory_statistics
+from parallel.ledger import device_memory, memory_statistics
 from parallel.mesh import Mesh
 from parallel.policy import Policy
 from parallel.reduce import reduce_statistics
@@ -205,7 +205,7 @@ class Trainer:
         if recipe.environment is not None:
             metrics |= episode_metrics(groups)
         metrics |= learned
-        memory |= _device_memory(self.mesh.device)
+        memory |= device_memory(self.mesh.device)
         metrics |= reduce_statistics(memory | self.collector.statistics())
         metrics["weight_version"] = max(
             sample.weight_versions[-1].version for group in groups for sample in group.samples
@@ -342,15 +342,3 @@ def sync_weights(policy: Policy, sync: WeightSync, version: int) -> None:
     sync.raise_failures()  # also the barrier before any engine's KV cache takes the memory
     sync.slot.wake_cache()
     sync.check_canaries()
-
-
-def _device_memory(device: torch.device) -> Statistics:
-    """Return the GPU memory in use and its peak since the last call; nothing on a CPU."""
-    if device.type != "cuda":
-        return {}
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return {
-        "memory/allocated_bytes": Max(torch.tensor(float(torch.cuda.memory_allocated(device)))),
-        "memory/peak_bytes": Max(torch.tensor(float(peak))),
-    }

@@ -235,3 +235,15 @@ def memory_statistics(phase: str, where: Mapping[str, Bytes]) -> Statistics:
         for kind, count in where.items()
         for place in ("device", "host")
     }
+
+
+def device_memory(device: torch.device) -> Statistics:
+    """Return the GPU memory in use and its peak since the last call; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {
+        "memory/allocated_bytes": Max(torch.tensor(float(torch.cuda.memory_allocated(device)))),
+        "memory/peak_bytes": Max(torch.tensor(float(peak))),
+    }

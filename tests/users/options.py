@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
+from tests.loop.conftest import REPOSITORY
 from tests.users.things import User, thing
 
 
@@ -88,3 +90,25 @@ def use_the_engines_logprobs(user: User) -> str:
     assert "time/logprob_s" not in first
     assert first["ratio/mean"] == pytest.approx(1, abs=1e-3)
     return printed.strip()
+
+
+@thing("I plan a run that does not fit, and am told to keep Adam in host memory.")
+def plan_adam_on_the_cpu(user: User) -> str:
+    config = user.write("model/config.json", "")
+    shutil.copy(REPOSITORY / "benchmarks/models/qwen3_30b_a3b.json", config)
+    recipe = REPOSITORY / "launch/recipes/qwen3_30b_a3b_8x80gb.yaml"
+    plan = (
+        "check",
+        recipe,
+        f"model.path={config.parent}",
+        "--plan",
+        "--gpus",
+        "8",
+        "--gpu",
+        "h100",
+    )
+    printed = user.mrl(*plan, "megatron.optimizer_offload_fraction=0.1", code=2)
+    advice = "megatron.optimizer_cpu_offload=true with optimizer_offload_fraction=1"
+    assert advice in printed
+    assert "fits: the peak is" in user.mrl(*plan, "megatron.optimizer_offload_fraction=1")
+    return printed[printed.index("what helps most") :].strip()
