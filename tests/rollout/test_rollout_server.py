@@ -229,6 +229,24 @@ def test_hung_and_maimed_server(toy_folder, tmp_path):
     assert not running(tree)
 
 
+@pytest.mark.release
+def test_a_start_ends_when_the_detokenizer_dies(toy_folder, tmp_path):
+    """SGLang waited 70 seconds for it, and mrl for SGLang."""
+    engine = make_engine(toy_folder, tmp_path / "engine.log", start_timeout_s=120.0)
+    killed = []
+
+    def kill_detokenizer():
+        for process in engine._server.process.tree():
+            if process.name().startswith("sglang::detok") and not killed:
+                process.kill()
+                killed.append(time.monotonic())
+
+    with pytest.raises(RuntimeError, match="died"):
+        engine.start(meanwhile=kill_detokenizer)
+    assert time.monotonic() - killed[0] < 30
+    assert not engine._server.process.tree()
+
+
 def test_time_limit_of_all_requests(engine, monkeypatch):
     hurried = engine._config.model_copy(update={"request_timeout_s": 0.3})
     long = make_requests(8, SamplingParams(480, 480))

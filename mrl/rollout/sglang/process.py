@@ -150,6 +150,11 @@ class ServerProcess:
         clash = f" ({PORT_CLASH})" if self.has_port_clash() else ""
         return f"exit code {code}{clash}: {self.why()}"
 
+    def kill(self) -> None:
+        """End the server and its descendants at once; stop() clears away what they leave."""
+        if self._popen is not None:
+            kill_session(self._popen.pid)
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to whatever of the session is left. Harmless when repeated."""
         popen = self._popen

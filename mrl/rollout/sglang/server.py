@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +18,8 @@ from mrl.rollout.sglang.process import ServerProcess
 
 CONTROL_TIMEOUT_S = 600.0
 READY_POLL_S = 0.1
+WATCH_S = 1.0
+"""Seconds between two looks at the server's processes, while it starts and while a request lasts."""
 REAP_S = 2.0
 """The wait from a broken connection to an exit code, where the process has died."""
 PLUGIN_FAILURES = ("Failed to load plugin", "Failed to execute general plugin", "Failed to apply")
@@ -93,7 +97,8 @@ class Server:
         answer in time.
         """
         try:
-            return self._running_client().post(path, body, timeout_s=timeout_s)
+            with self._watching():
+                return self._running_client().post(path, body, timeout_s=timeout_s)
         except ServerError as error:
             where = f"its log is {self.process.log_path}"
             raise self._with_log(RuntimeError(f"{error}; {where}")) from None
@@ -102,6 +107,29 @@ class Server:
         except ConnectionError as error:
             self.check_alive(wait_s=REAP_S)  # It breaks a moment before it can be reaped.
             raise self.lost(f"the SGLang server hung up: {error}") from None
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """End the request of the block when one of the server's processes dies.
+
+        SGLang itself takes more than a minute to end without its detokenizer. The server is killed,
+        which breaks the connection that the block waits for.
+        """
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(WATCH_S):
+                if self.process.dead_part():
+                    self.process.kill()
+                    return
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def stream(self, body: dict[str, Any]) -> EventStream:
         """POST /generate. Raises EngineLost where no server is, ConnectionError where it hangs up."""
@@ -159,13 +187,15 @@ class Server:
     def _wait_until_ready(
         self, timeout_s: float, meanwhile: Callable[[], None] | None
     ) -> HttpClient:
-        deadline = time.monotonic() + timeout_s
+        deadline, next_look = time.monotonic() + timeout_s, 0.0
         client = HttpClient(self.process.port, self._api_key)
         while not _answers(client, "/model_info"):
-            code = self.process.exit_code()
-            if code is not None:
-                text = f"engine: the SGLang server died while starting, {self.process.ending(code)}"
-                raise self._with_log(RunFailed(text))
+            self._check_start()
+            if time.monotonic() > next_look:
+                if self.process.dead_part():
+                    self._end_start()
+                self.process.note_parts()
+                next_look = time.monotonic() + WATCH_S
             if time.monotonic() > deadline:
                 text = (
                     f"engine: the SGLang server is not ready after rollout.start_timeout_s="
@@ -182,6 +212,22 @@ class Server:
                     f"{line}; see {self.process.log_path}"
                 )
         return client
+
+    def _check_start(self) -> None:
+        """Raise RunFailed where the server has ended."""
+        code = self.process.exit_code()
+        if code is not None:
+            text = f"engine: the SGLang server died while starting, {self.process.ending(code)}"
+            raise self._with_log(RunFailed(text))
+
+    def _end_start(self) -> None:
+        """Raise RunFailed: one of its processes has ended. SGLang has a moment to say why."""
+        deadline = time.monotonic() + REAP_S
+        while time.monotonic() < deadline:
+            self._check_start()
+            time.sleep(READY_POLL_S)
+        text = f"engine: the SGLang server's {self.process.dead_part()} died while starting"
+        raise self._with_log(RunFailed(f"{text}; {self.process.why()}"))
 
 
 def _answers(client: HttpClient, path: str) -> bool:
