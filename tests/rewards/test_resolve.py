@@ -54,3 +54,12 @@ def test_one_clear_line(tmp_path, spec, reason):
         resolve_reward(spec.format(tmp_path))
     assert reason.format(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_read_again_when_it_was_edited(tmp_path):
+    """A notebook edits its reward between two runs; equal sizes in one second are no excuse."""
+    file = tmp_path / "edited.py"
+    for value in ("1", "2", "2", "3"):
+        file.write_text(f"def score(prompts, completions, **columns): return [{value}.0]\n")
+        assert resolve_reward(f"{file}:score")(["p"], ["c"]) == [float(value)]
+    assert resolve_reward(f"{file}:score") is resolve_reward(f"{file}:score")
