@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands.launcher import train_command
+from mrl.commands.out_of_memory import memory_advice
 from mrl.commands.recipe_arguments import add_allow, add_recipe, read_recipe
 from mrl.config import Recipe
+from mrl.errors import RunFailed
 from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder
 from mrl.system.processes import die_with_torchrun
@@ -90,9 +93,15 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
     from parallel.mesh import init_mesh
 
     mesh = init_mesh(plan.dims, plan.recipe.seed, timeout_s=plan.recipe.longest_wait_s)
-    with closing(Trainer(plan, mesh, folder, callbacks)) as trainer:
-        trainer.train()
-        return trainer.stopped
+    try:
+        with closing(Trainer(plan, mesh, folder, callbacks)) as trainer:
+            trainer.train()
+            return trainer.stopped
+    except Exception as error:
+        if advice := memory_advice(error, plan.recipe, folder):
+            traceback.print_exception(error)  # where it happened
+            raise RunFailed(advice) from error
+        raise
 
 
 def _is_done(plan: Plan, folder: RunFolder) -> bool:
