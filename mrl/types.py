@@ -33,15 +33,18 @@ class Prompt:
     """A prompt is one row of the prompt file."""
 
     prompt_id: str
-    """Stable across runs: row number in the file."""
+    """Stable across runs: the number of the row, over all files."""
     token_ids: Tensor
     """i64[P]."""
     content: Any
-    """What the row's `prompt` held: a string or a list of chat messages."""
+    """What the row's prompt held: a string or a list of chat messages; without the beginning that
+    `data.overlong: truncate_left` cut off."""
     columns: dict[str, Any]
     """Every other column of the row, `answer` and `info` among them; handed to the reward."""
     source: str
     """`file:line`, for error messages."""
+    reward: str | None = None
+    """What scores it, where its source of the data has a reward of its own."""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class Evaluator:
             context_len=self.plan.context_len,
             clock_name="eval",
             keeps_routes=False,
+            template_kwargs=recipe.data.chat_template_kwargs,
         )
 
     def close(self) -> None:

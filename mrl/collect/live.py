@@ -68,7 +68,7 @@ class LiveCollector:
     def __init__(self, plan: Plan, mesh: Mesh, folder: RunFolder) -> None:
         recipe = plan.recipe
         self.plan, self.mesh, self._folder = plan, mesh, folder
-        self.cursor = PromptCursor(plan.prompts, seed=recipe.seed, shuffle=recipe.data.shuffle)
+        self.cursor = PromptCursor(plan.sources, seed=recipe.seed, shuffle=recipe.data.shuffle)
         tp = recipe.rollout.tensor_parallel_size
         self.engine_number = mesh.rank // tp
         group = EngineGroup.create(
@@ -211,6 +211,7 @@ class LiveCollector:
             tokenizer=self.plan.tokenizer,
             context_len=self.plan.context_len,
             clock_name="rollout",
+            template_kwargs=self.plan.recipe.data.chat_template_kwargs,
         )
 
     def _with_tokens(self, prompts: StepPrompts) -> StepPrompts:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ class MultiTurnRollout:
         context_len: int,
         seeds: Sequence[int],
         step_samples: int | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """`sampling` describes one turn, which is shorter where the context of `context_len` ends.
 
@@ -68,7 +69,7 @@ class MultiTurnRollout:
         self._prompts = [group.prompt for group in groups]
         self._environments = environments
         self._tokenizer = tokenizer
-        self._turns = ChatTurns(tokenizer)
+        self._turns = ChatTurns(tokenizer, template_kwargs)
         self._sampling = sampling
         self._max_turns = max_turns
         self._context_len = context_len

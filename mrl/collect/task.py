@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,11 +73,13 @@ def make_task(
     context_len: int,
     clock_name: str,
     keeps_routes: bool = True,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Task:
     """Return the task that generates `groups`, as `start_groups` makes them, each with its seed.
 
     It is over when `num_wanted` groups are whole, by default all. Conversations, which `scoring` with
-    environments asks for, end where the context of `context_len` tokens does.
+    environments asks for, end where the context of `context_len` tokens does; `template_kwargs` are
+    arguments of their chat template.
     """
     sampling = SamplingParams(
         max_new_tokens=config.max_response_len,
@@ -103,6 +105,7 @@ def make_task(
             context_len=context_len,
             seeds=seeds,
             step_samples=config.prompts_per_step * config.samples_per_prompt,
+            template_kwargs=template_kwargs,
         )
     return Task(rollout, scoring, clock_name, keeps_routes)
 

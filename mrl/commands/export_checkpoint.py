@@ -65,7 +65,7 @@ def _notes(run: Path) -> dict[str, str]:
         "routing replay": recipe.moe.routing_replay,
         "learning rate": str(recipe.optimizer.lr),
         **_task(recipe),
-        "prompts": Path(recipe.data.path).name,
+        "prompts": ", ".join(source.name for source in recipe.data.all_sources),
         "samples a step": str(recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt),
         "longest response": f"{recipe.rollout.max_response_len} tokens",
         "seed": str(recipe.seed),

@@ -32,7 +32,7 @@ def add_to(commands: Any) -> None:
     )
     test.add_argument("spec", metavar="REWARD", help=SPEC_HELP)
     test.add_argument(
-        "data", type=Path, metavar="DATA", help="a JSONL file with rows as for training"
+        "data", type=Path, metavar="DATA", help="a data file with rows as for training"
     )
     test.add_argument(
         "--limit", type=_count, default=100, metavar="N", help="rows to try (default 100)"
@@ -91,12 +91,12 @@ def run_test(args: argparse.Namespace) -> None:
     """Ends with exit code 1 where it found something."""
     from itertools import islice
 
-    from mrl.data.reader import read_rows
+    from mrl.data.reader import read_prompt_rows
     from mrl.rewards.trial import run_trial
     from mrl.rewards.trial_cases import make_cases
     from mrl.rewards.worker_calls import reward_worker
 
-    cases = make_cases(list(islice(read_rows(args.data), args.limit)))
+    cases = make_cases(list(islice(read_prompt_rows(args.data), args.limit)))
     encode = _encoder(args.model)
     worker = reward_worker(args.spec, args.timeout)
     try:

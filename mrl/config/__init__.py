@@ -6,6 +6,7 @@ Unknown keys fail with a suggestion. Rooms receive their own branch, never the w
 from mrl.config.algorithm import AlgorithmConfig, MaskConfig
 from mrl.config.branch import Branch
 from mrl.config.critic import CriticConfig
+from mrl.config.data import DataConfig, SourceConfig
 from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig, EvalSetConfig
 from mrl.config.guards import GuardConfig
@@ -13,7 +14,7 @@ from mrl.config.load import dump_recipe, load_recipe
 from mrl.config.logging import LoggingConfig
 from mrl.config.recipe import DebugConfig, Recipe
 from mrl.config.reward import RewardConfig
-from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
+from mrl.config.rollout import EnvironmentConfig, RolloutConfig
 from mrl.config.training import (
     CheckpointConfig,
     ModelConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "SftConfig",
+    "SourceConfig",
     "TrainConfig",
     "dump_recipe",
     "load_recipe",

@@ -7,14 +7,13 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from mrl.config.branch import Branch, one_or_several
+from mrl.config.data import RowsConfig
 from mrl.config.reward import Rewards
 
 
-class EvalSetConfig(Branch):
+class EvalSetConfig(RowsConfig):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Its name in the metrics, `eval/NAME/...`."""
-    path: str
-    """A JSONL file like `data.path`."""
     reward: Rewards | None = None
     """What scores the samples, as the recipe's `reward`; null takes the recipe's reward or
     environment."""

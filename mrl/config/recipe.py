@@ -9,13 +9,14 @@ from pydantic import Field
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.branch import Branch
 from mrl.config.critic import CriticConfig
+from mrl.config.data import DataConfig
 from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig
 from mrl.config.guards import GuardConfig
 from mrl.config.logging import LoggingConfig
 from mrl.config.profiling import ProfileConfig
 from mrl.config.reward import Rewards
-from mrl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
+from mrl.config.rollout import EnvironmentConfig, RolloutConfig
 from mrl.config.training import (
     CheckpointConfig,
     ModelConfig,

@@ -128,13 +128,6 @@ class RolloutConfig(Branch):
         return math.ceil(self.prompts_per_step * self.over_sampling - 1e-9)
 
 
-class DataConfig(Branch):
-    path: str
-    """JSONL: `prompt` (a string or chat messages), `answer`, `info`, any other column."""
-    shuffle: bool = True
-    """A new order of the prompts in each pass over the file; it follows from `seed`."""
-
-
 class EnvironmentConfig(Branch):
     name: str
     """A file of mrl/environments/, or `file.py:Class`, or `package.module:Class`."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from mrl.config.branch import Branch
+from mrl.config.data import RowsConfig
 from mrl.config.dtypes import Dtype
 
 
@@ -131,9 +132,10 @@ class MoeConfig(Branch):
         return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
 
 
-class SftConfig(Branch):
-    path: str
-    """JSONL with `prompt` and `completion`: supervised steps before the first rollout."""
+class SftConfig(RowsConfig):
+    """Supervised steps before the first rollout, on rows with a `completion`, or with `messages` whose
+    last is an assistant's."""
+
     num_steps: int = Field(ge=1)
     """Optimizer steps of the supervised training."""
     batch_size: int = Field(ge=1)

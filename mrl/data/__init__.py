@@ -1,6 +1,19 @@
-"""Reads prompt files: strict readers and a resumable cursor."""
+"""Reads prompts from files of many forms, with a resumable cursor over one source or a mixture."""
 
 from mrl.data.cursor import PromptCursor
-from mrl.data.reader import SftExample, read_prompts, read_rows, read_sft_examples
+from mrl.data.reader import (
+    SftExample,
+    Source,
+    read_prompts,
+    read_sft_examples,
+    read_sources,
+)
 
-__all__ = ["PromptCursor", "SftExample", "read_prompts", "read_rows", "read_sft_examples"]
+__all__ = [
+    "PromptCursor",
+    "SftExample",
+    "Source",
+    "read_prompts",
+    "read_sft_examples",
+    "read_sources",
+]

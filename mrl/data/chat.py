@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mrl.data.forms import tools_of
 from mrl.errors import InputError
 from mrl.types import Prompt
 
@@ -33,8 +35,10 @@ class ChatTurns:
     observations are added as they are.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """`template_kwargs` are arguments of the template, as `data.chat_template_kwargs`."""
         self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
 
     def check(self) -> None:
         """Raises InputError where the template cannot be continued turn by turn.
@@ -58,12 +62,18 @@ class ChatTurns:
 
     def start(self, prompt: Prompt, observation: str | Messages | None) -> list[int]:
         """Return the token ids of the prompt and of what reset() added. Raises ValueError as
-        between() does."""
+        between() does.
+
+        The prompt's column `tools` goes into the template here, and only here: what comes between turns
+        does not repeat it.
+        """
         if observation is None:
             return prompt.token_ids.tolist()
         if isinstance(prompt.content, str):
             return prompt.token_ids.tolist() + self._encode(_plain(observation))
-        return self._encode(self._render([*prompt.content, *_messages(observation)], ask=True))
+        tools = tools_of(prompt.columns, prompt.source)
+        messages = [*prompt.content, *_messages(observation)]
+        return self._encode(self._render(messages, ask=True, tools=tools))
 
     def between(self, prompt: Prompt, last_id: int, observation: str | Messages) -> list[int]:
         """Return the token ids from the end of the policy's turn, whose last token is `last_id`, to
@@ -93,12 +103,18 @@ class ChatTurns:
             )
         return after
 
-    def _render(self, messages: Messages, *, ask: bool = False) -> str:
+    def _render(
+        self, messages: Messages, *, ask: bool = False, tools: list[Any] | None = None
+    ) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError("there is none")
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=ask
+                messages,
+                tokenize=False,
+                add_generation_prompt=ask,
+                **({} if tools is None else {"tools": tools}),
+                **self._template_kwargs,
             )
         except Exception as error:  # templates raise what they like: jinja2 errors, TypeError ...
             raise ValueError(

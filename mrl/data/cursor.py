@@ -1,12 +1,15 @@
-"""A seeded position in a data set that can be saved and resumed without loss or repetition."""
+"""A seeded position in one data set or a mixture, which can be saved and resumed without loss or
+repetition."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import random
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mrl.data.reader import Source
 from mrl.errors import InputError
 from mrl.types import Prompt
 
@@ -15,77 +18,168 @@ class PromptCursor:
     """Deals prompts in a fresh permutation per epoch; a batch may straddle epochs.
 
     Its whole state is (seed, shuffle, epoch, offset) and the identity of the data: the
-    permutation of an epoch is computed from (seed, epoch) alone.
+    permutation of an epoch is computed from (seed, epoch) alone. Where sources have weights, each has
+    an epoch and an offset of its own, and `credit`, which decides whose turn it is.
     """
 
-    def __init__(self, prompts: list[Prompt], *, seed: int, shuffle: bool = True) -> None:
-        if not prompts:
-            raise InputError("the data set has no prompts")
-        self._prompts = prompts
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch = 0
-        self._offset = 0
-        self._order = self._permutation()
-        self._digest = _digest(prompts)
+    def __init__(
+        self, prompts: Sequence[Prompt] | Sequence[Source], *, seed: int, shuffle: bool = True
+    ) -> None:
+        """`prompts`: one data set, or its sources: those without weights are one data set too."""
+        sources = [each for each in prompts if isinstance(each, Source)]
+        whole = [each for each in prompts if isinstance(each, Prompt)]
+        self._sources = sources if len(sources) > 1 else []
+        self._is_mixture = any(source.weight is not None for source in self._sources)
+        self._seed, self._shuffle = seed, shuffle
+        if self._is_mixture:
+            self._dealers = [Dealer(s.prompts, f"/{s.name}", s.weight or 0.0) for s in sources]
+        else:
+            whole += [prompt for source in sources for prompt in source.prompts]
+            self._dealers = [Dealer(whole, "", 1.0)]
+        for dealer in self._dealers:
+            dealer.place(seed, shuffle=shuffle)
+        # A mixture, and several files that are one data set, tell which of them has changed.
+        self._digests = [_digest(source.prompts) for source in self._sources]
+        self._digest = "" if self._is_mixture else _digest(self._dealers[0].prompts)
 
     @property
     def epoch(self) -> int:
-        """The number of whole passes over the data set so far."""
-        return self._epoch
+        """The number of whole passes over the data set so far; in a mixture over the slowest source."""
+        return min(dealer.epoch for dealer in self._dealers)
 
     def next(self, n: int) -> list[Prompt]:
         """Return the next n prompts."""
-        batch = []
-        for _ in range(n):
-            batch.append(self._prompts[self._order[self._offset]])
-            self._offset += 1
-            if self._offset == len(self._prompts):
-                self._epoch += 1
-                self._offset = 0
-                self._order = self._permutation()
-        return batch
+        return [self._dealer().deal() for _ in range(n)]
+
+    def _dealer(self) -> Dealer:
+        """Return whose turn it is: after every draw each source is within one prompt of its share, as
+        smooth weighted round-robin has it. The state is the credits alone, so no random number is
+        needed, and every step has the shares of the weights."""
+        if len(self._dealers) == 1:
+            return self._dealers[0]
+        total = sum(dealer.weight for dealer in self._dealers)
+        for dealer in self._dealers:
+            dealer.credit += dealer.weight / total
+        chosen = max(self._dealers, key=lambda dealer: dealer.credit)  # the first of equals
+        chosen.credit -= 1.0
+        return chosen
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON-able state; `load_state_dict` of it continues with exactly the next prompt."""
+        state = {"seed": self._seed, "shuffle": self._shuffle}
+        identity = [
+            {"name": source.name, "num_prompts": len(source.prompts), "sha256": digest}
+            for source, digest in zip(self._sources, self._digests, strict=True)
+        ]
+        if self._is_mixture:
+            places = [
+                {"epoch": d.epoch, "offset": d.offset, "credit": d.credit} for d in self._dealers
+            ]
+            return state | {
+                "mixture": [one | place for one, place in zip(identity, places, strict=True)]
+            }
+        dealer = self._dealers[0]
         return {
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "epoch": self._epoch,
-            "offset": self._offset,
-            "num_prompts": len(self._prompts),
+            **state,
+            "epoch": dealer.epoch,
+            "offset": dealer.offset,
+            "num_prompts": len(dealer.prompts),
             "sha256": self._digest,
+            **({"sources": identity} if identity else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; the order's seed comes from the state.
 
-        Raises InputError if the state belongs to other data.
+        Raises InputError if the state belongs to other data, and names the source.
         """
-        if state["num_prompts"] != len(self._prompts):
+        was_mixture = "mixture" in state
+        if was_mixture != self._is_mixture:
+            kinds = ("one data set", "a mixture with weights")
+            raise InputError(
+                f"cannot resume: the checkpoint was made with {kinds[was_mixture]}, the recipe has "
+                f"{kinds[self._is_mixture]}; restore data.path or data.sources, or start a new run"
+            )
+        if was_mixture:
+            places = self._check_sources(state["mixture"])
+        else:
+            self._check_whole(state)
+            places = [state]
+        self._seed, self._shuffle = state["seed"], state["shuffle"]
+        for dealer, place in zip(self._dealers, places, strict=True):
+            dealer.epoch, dealer.offset = place["epoch"], place["offset"]
+            dealer.credit = place.get("credit", 0.0)
+            dealer.place(self._seed, shuffle=self._shuffle)
+
+    def _check_whole(self, state: dict[str, Any]) -> None:
+        num_prompts = len(self._dealers[0].prompts)
+        is_same = state["num_prompts"] == num_prompts and state["sha256"] == self._digest
+        if not is_same and state.get("sources") and self._digests:
+            self._check_sources(state["sources"])
+        if state["num_prompts"] != num_prompts:
             raise InputError(
                 f"cannot resume: the checkpoint was made with {state['num_prompts']} prompts, "
-                f"the data file has {len(self._prompts)}; restore the file or start a new run"
+                f"the data file has {num_prompts}; restore the file or start a new run"
             )
-        if state["sha256"] != self._digest:
+        if not is_same:
             raise InputError(
-                f"cannot resume: the {len(self._prompts)} prompts are not those of the checkpoint "
+                f"cannot resume: the {num_prompts} prompts are not those of the checkpoint "
                 f"(SHA-256 {self._digest[:12]}, expected {state['sha256'][:12]}); restore the "
                 "file or start a new run"
             )
-        self._seed, self._shuffle = state["seed"], state["shuffle"]
-        self._epoch, self._offset = state["epoch"], state["offset"]
-        self._order = self._permutation()
 
-    def _permutation(self) -> list[int]:
-        order = list(range(len(self._prompts)))
-        if self._shuffle:
+    def _check_sources(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the saved sources in today's order. Raises InputError where one is another."""
+        by_name = {one["name"]: one for one in saved}
+        names = [source.name for source in self._sources]
+        if by_name.keys() != set(names):
+            raise InputError(
+                f"cannot resume: the checkpoint was made with the sources {', '.join(by_name)}, the "
+                f"recipe has {', '.join(names)}; restore them or start a new run"
+            )
+        for source, digest in zip(self._sources, self._digests, strict=True):
+            one = by_name[source.name]
+            if (one["num_prompts"], one["sha256"]) != (len(source.prompts), digest):
+                raise InputError(
+                    f"cannot resume: the {len(source.prompts)} prompts of the source {source.name} are "
+                    f"not the {one['num_prompts']} of the checkpoint (SHA-256 {digest[:12]}, expected "
+                    f"{one['sha256'][:12]}); restore the file or start a new run"
+                )
+        return [by_name[name] for name in names]
+
+
+class Dealer:
+    """Deals the prompts of one data set, in the order of an epoch."""
+
+    def __init__(self, prompts: list[Prompt], salt: str, weight: float) -> None:
+        """`salt` tells the orders of the sources of a mixture apart."""
+        if not prompts:
+            raise InputError("the data set has no prompts")
+        self.prompts, self.weight = prompts, weight
+        self.epoch, self.offset, self.credit = 0, 0, 0.0
+        self._salt = salt
+        self._seed, self._shuffle = 0, True
+        self._order: list[int] = []
+
+    def place(self, seed: int, *, shuffle: bool) -> None:
+        """Make the order of the present epoch."""
+        self._seed, self._shuffle = seed, shuffle
+        self._order = list(range(len(self.prompts)))
+        if shuffle:
             # A string seeds through SHA-512: no collisions between (1, 23) and (12, 3).
-            random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
-        return order
+            random.Random(f"{seed}{self._salt}/{self.epoch}").shuffle(self._order)
+
+    def deal(self) -> Prompt:
+        """Return the next prompt."""
+        prompt = self.prompts[self._order[self.offset]]
+        self.offset += 1
+        if self.offset == len(self.prompts):
+            self.epoch, self.offset = self.epoch + 1, 0
+            self.place(self._seed, shuffle=self._shuffle)
+        return prompt
 
 
-def _digest(prompts: list[Prompt]) -> str:
+def _digest(prompts: Iterable[Prompt]) -> str:
     """Return the SHA-256 of what the policy and the reward see, without the file's name and path."""
     sha = hashlib.sha256()
     for prompt in prompts:

@@ -44,8 +44,9 @@ def _read(config: EvalSetConfig, recipe: Recipe, tokenizer: Any, context_len: in
             f"eval set {config.name}: max_response_len {response_len} leaves no room for a prompt in a "
             f"context of {context_len} tokens"
         )
+    data = config.data(recipe.data.chat_template_kwargs)
     prompts = read_prompts(
-        config.path,
+        data,
         tokenizer,
         max_prompt_len=context_len - response_len,
         max_response_len=response_len,
@@ -53,8 +54,8 @@ def _read(config: EvalSetConfig, recipe: Recipe, tokenizer: Any, context_len: in
     if config.num_prompts is not None:
         if config.num_prompts > len(prompts):
             raise InputError(
-                f"eval set {config.name}: num_prompts is {config.num_prompts}, but {config.path} has "
-                f"{len(prompts)} rows"
+                f"eval set {config.name}: num_prompts is {config.num_prompts}, but {data.describe()} "
+                f"has {len(prompts)} rows"
             )
         prompts = prompts[: config.num_prompts]
     sampling = {

@@ -1,11 +1,12 @@
-"""Reads JSONL files. Every bad row is found at load, named by `file:line`, and stops the run.
+"""Reads prompts and SFT examples. Every bad row is found at load, named by its source, and stops the
+run.
 
 Dimensions: P prompt tokens, T all tokens of an SFT example.
 """
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.config import DataConfig, SourceConfig
+from mrl.config.data import paths_of
+from mrl.data.files import read_all_rows
+from mrl.data.forms import Row, read_form, tools_of
+from mrl.data.template import PromptEncoder
 from mrl.errors import InputError
 from mrl.types import Prompt
 
@@ -29,140 +35,196 @@ class SftExample:
     """`file:line`, for error messages."""
 
 
+@dataclass(frozen=True)
+class Source:
+    """A `Source` is one source of the training data, read and tokenized."""
+
+    name: str
+    prompts: list[Prompt]
+    weight: float | None
+    forms: tuple[str, ...]
+    """The forms of its rows, the most frequent first."""
+    num_filtered: int = 0
+    """Rows that were left out because they are too long (`data.overlong: filter`)."""
+    num_truncated: int = 0
+    """Prompts that were cut at their beginning (`data.overlong: truncate_left`)."""
+    num_with_tools: int = 0
+    """Prompts whose column `tools` went into the chat template."""
+
+    def describe(self) -> str:
+        """Return the numbers in words, for the terminal."""
+        parts = [f"{len(self.prompts)} prompts from {' and '.join(self.forms)}"]
+        if self.num_filtered:
+            parts.append(f"{self.num_filtered} too long and left out")
+        if self.num_truncated:
+            parts.append(f"{self.num_truncated} cut at the beginning")
+        if self.num_with_tools:
+            parts.append(f"{self.num_with_tools} with tools")
+        return ", ".join(parts)
+
+
+def read_sources(
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    max_prompt_len: int,
+    max_response_len: int = 0,
+    min_rows: int = 1,
+) -> list[Source]:
+    """Read and tokenize every row of the training data, source by source.
+
+    `max_prompt_len` is the context less `max_response_len`, in tokens; the latter only explains
+    the limit in the error. `min_rows` is the number of prompts of one step.
+    Raises InputError, as `file:line: reason` where one row is to blame.
+    """
+    encoder = PromptEncoder(tokenizer, config.chat_template_kwargs)
+    found: list[Source] = []
+    names: Counter[str] = Counter()
+    num_rows = 0
+    for each in config.all_sources:
+        name = each.name or Path(paths_of(each.path)[0]).name
+        names[name] += 1
+        if names[name] > 1:
+            name = f"{name}_{names[name]}"
+        reading = _Reading(encoder, config.overlong, max_prompt_len, max_response_len, num_rows)
+        prompts = reading.prompts(each)
+        num_rows = reading.num_rows
+        if not prompts:
+            raise InputError(
+                f"{', '.join(paths_of(each.path))}: all {reading.num_filtered} prompts are longer than "
+                f"{max_prompt_len} tokens and left out (data.overlong: filter)"
+            )
+        forms = tuple(form for form, _ in reading.forms.most_common())
+        found.append(
+            Source(
+                name, prompts, each.weight, forms, reading.num_filtered, reading.num_truncated,
+                reading.num_with_tools,
+            )
+        )  # fmt: skip
+    total = sum(len(source.prompts) for source in found)
+    if total < min_rows:
+        filtered = sum(source.num_filtered for source in found)
+        left_out = f" ({filtered} more are too long and left out)" if filtered else ""
+        raise InputError(
+            f"{config.describe()}: {total} prompts{left_out}, a step needs {min_rows}; add rows or set "
+            "a smaller rollout.prompts_per_step"
+        )
+    return found
+
+
 def read_prompts(
-    path: str | Path,
+    path: str | Path | DataConfig,
     tokenizer: Any,
     *,
     max_prompt_len: int,
     max_response_len: int = 0,
     min_rows: int = 1,
 ) -> list[Prompt]:
-    """Read and tokenize every row of a JSONL file.
+    """Read and tokenize every row of a file, or of a DataConfig, as one list; see read_sources()."""
+    config = path if isinstance(path, DataConfig) else DataConfig(path=str(path))
+    sources = read_sources(
+        config,
+        tokenizer,
+        max_prompt_len=max_prompt_len,
+        max_response_len=max_response_len,
+        min_rows=min_rows,
+    )
+    return [prompt for source in sources for prompt in source.prompts]
 
-    `max_prompt_len` is the context less `max_response_len`, in tokens; the latter only explains
-    the limit in the error. `min_rows` is the number of prompts of one step.
-    Raises InputError, as `file:line: reason` where one row is to blame.
-    """
-    prompts = []
-    for source, row in read_rows(Path(path)):
-        content = row.pop("prompt", None)
-        ids = _prompt_ids(content, tokenizer, source)
-        if len(ids) > max_prompt_len:
-            raise InputError(
-                f"{source}: prompt has {len(ids)} tokens, at most {max_prompt_len} fit (context "
-                f"{max_prompt_len + max_response_len} - response {max_response_len}); shorten the "
-                "prompt, or set a smaller rollout.max_response_len or a larger rollout.context_len"
-            )
-        prompts.append(Prompt(str(len(prompts)), torch.tensor(ids), content, row, source))
-    if len(prompts) < min_rows:
-        raise InputError(
-            f"{path}: {len(prompts)} prompts, a step needs {min_rows}; add rows or set a smaller "
-            "rollout.prompts_per_step"
+
+class _Reading:
+    """Counts while the rows of a source are read."""
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        overlong: str,
+        max_prompt_len: int,
+        max_response_len: int,
+        num_rows: int,
+    ) -> None:
+        """`num_rows` were read before, from other sources."""
+        self._encoder, self._overlong = encoder, overlong
+        self._max_len, self._response_len = max_prompt_len, max_response_len
+        self.num_rows = num_rows
+        self.num_filtered = self.num_truncated = self.num_with_tools = 0
+        self.forms: Counter[str] = Counter()
+
+    def prompts(self, config: SourceConfig) -> list[Prompt]:
+        prompts = []
+        for row in _read_forms(config):
+            prompt = self._prompt(row, config.reward)
+            if prompt is not None:
+                prompts.append(prompt)
+            self.num_rows += 1
+            self.forms[row.form] += 1
+        return prompts
+
+    def _prompt(self, row: Row, reward: str | None) -> Prompt | None:
+        is_chat = not isinstance(row.prompt, str)
+        tools = tools_of(row.columns, row.source) if is_chat else None
+        content, ids = row.prompt, self._encoder.prompt(row.prompt, tools, row.source)
+        if len(ids) > self._max_len:
+            if self._overlong == "filter":
+                self.num_filtered += 1
+                return None
+            if self._overlong == "refuse":
+                raise InputError(self._too_long(row.source, len(ids)))
+            content, ids = self._encoder.shortened(content, ids, self._max_len, tools, row.source)
+            self.num_truncated += 1
+        self.num_with_tools += tools is not None
+        return Prompt(
+            str(self.num_rows), torch.tensor(ids), content, row.columns, row.source, reward
         )
-    return prompts
+
+    def _too_long(self, source: str, num_tokens: int) -> str:
+        limit, response = self._max_len, self._response_len
+        return (
+            f"{source}: prompt has {num_tokens} tokens, at most {limit} fit (context "
+            f"{limit + response} - response {response}); shorten the prompt, set data.overlong to "
+            "filter or truncate_left, or set a smaller rollout.max_response_len or a larger "
+            "rollout.context_len"
+        )
 
 
 def read_sft_examples(
-    path: str | Path, tokenizer: Any, *, max_len: int | None = None
+    path: str | Path | DataConfig, tokenizer: Any, *, max_len: int | None = None
 ) -> list[SftExample]:
-    """Read `prompt` + `completion` rows as token ids that end with the end-of-sequence token.
+    """Read rows with a completion as token ids that end with the end-of-sequence token.
 
     `max_len` is the context in tokens. Raises InputError, as `file:line: reason`.
     """
+    config = path if isinstance(path, DataConfig) else DataConfig(path=str(path))
     if tokenizer.eos_token_id is None:
-        raise InputError(f"{path}: the tokenizer has no end-of-sequence token to learn to stop on")
+        raise InputError(
+            f"{config.describe()}: the tokenizer has no end-of-sequence token to learn to stop on"
+        )
+    encoder = PromptEncoder(tokenizer, config.chat_template_kwargs)
     examples = []
-    for source, row in read_rows(Path(path)):
-        prompt_ids = _prompt_ids(row.get("prompt"), tokenizer, source)
-        completion = row.get("completion")
-        if not isinstance(completion, str) or not completion:
-            raise InputError(f"{source}: `completion` must be a string of at least one character")
-        ids = [*prompt_ids, *_encode(tokenizer, completion), tokenizer.eos_token_id]
+    for row in (row for source in config.all_sources for row in _read_forms(source)):
+        tools = None if isinstance(row.prompt, str) else tools_of(row.columns, row.source)
+        prompt_ids = encoder.prompt(row.prompt, tools, row.source)
+        if not row.completion:
+            raise InputError(
+                f"{row.source}: `completion` must be a string of at least one character, or the last "
+                f"message of `messages` an assistant's; this row has {', '.join(row.columns) or 'none'}"
+            )
+        ids = [*prompt_ids, *encoder.text(row.completion), tokenizer.eos_token_id]
         if max_len is not None and len(ids) > max_len:
             raise InputError(
-                f"{source}: prompt and completion have {len(ids)} tokens, at most {max_len} fit"
+                f"{row.source}: prompt and completion have {len(ids)} tokens, at most {max_len} fit"
             )
-        examples.append(SftExample(torch.tensor(ids), len(prompt_ids), source))
+        examples.append(SftExample(torch.tensor(ids), len(prompt_ids), row.source))
     return examples
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield `file:line` and the object of every row, without blank lines. Raises where there are
-    none."""
-    try:
-        lines = path.read_bytes().split(b"\n")  # not splitlines(): JSON may hold U+2028 and friends
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; give the path of a JSONL file") from None
-    empty = True
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            empty = False
-            yield f"{path}:{number}", _parse_row(line, f"{path}:{number}")
-    if empty:
-        raise InputError(f"{path}: no rows; one JSON object with `prompt` per line is expected")
+def read_prompt_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield `(source, row)` of the rows of a file, in the form with `prompt` and other columns."""
+    for row in _read_forms(SourceConfig(path=str(path))):
+        yield row.source, {"prompt": row.prompt, **row.columns}
 
 
-def _parse_row(line: bytes, source: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except UnicodeDecodeError:
-        raise InputError(f"{source}: not UTF-8 text") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{source}: not valid JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise InputError(f"{source}: expected a JSON object, got {_kind(row)}")
-    return row
-
-
-def _prompt_ids(content: Any, tokenizer: Any, source: str) -> list[int]:
-    """Return the token ids of a string (as it is) or of chat messages (template + generation
-    prompt)."""
-    if content is None:
-        raise InputError(f"{source}: no `prompt`")
-    if not isinstance(content, (str, list)):
-        raise InputError(
-            f"{source}: `prompt` must be a string or a list of messages, got {_kind(content)}"
-        )
-    if not content or (isinstance(content, str) and not content.strip()):
-        raise InputError(f"{source}: `prompt` is empty")
-    if isinstance(content, str):
-        ids = _encode(tokenizer, content)
-    else:
-        _check_messages(content, source)
-        ids = _encode_chat(tokenizer, content, source)
-    if not ids:
-        raise InputError(f"{source}: `prompt` has no tokens in this model's vocabulary")
-    return ids
-
-
-def _check_messages(messages: list[Any], source: str) -> None:
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise InputError(f"{source}: message {index} must be an object, got {_kind(message)}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str) or not message[key]:
-                raise InputError(f"{source}: message {index} has no text in `{key}`")
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _encode_chat(tokenizer: Any, messages: list[Any], source: str) -> list[int]:
-    if not tokenizer.chat_template:
-        raise InputError(
-            f"{source}: `prompt` is a list of messages and this tokenizer has no chat template; "
-            "use a string"
-        )
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates raise what they like: jinja2 errors, TypeError ...
-        raise InputError(
-            f"{source}: the chat template refuses these messages: {type(error).__name__}: {error}"
-        ) from None
-    return _encode(tokenizer, text)
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return "null" if value is None else names.get(type(value), "a number")
+def _read_forms(config: SourceConfig) -> Iterator[Row]:
+    rows = read_all_rows(paths_of(config.path), split=config.split or "train", subset=config.subset)
+    for source, values in rows:
+        yield read_form(source, values, config.prompt_key, config.columns)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mrl.algorithms import Algorithm, check_algorithm, load_algorithm, traits
-from mrl.config import AlgorithmConfig, Recipe, RolloutConfig, SftConfig
-from mrl.data import SftExample, read_prompts, read_sft_examples
+from mrl.config import AlgorithmConfig, Recipe, RolloutConfig
+from mrl.data import SftExample, read_sft_examples, read_sources
 from mrl.data.chat import ChatTurns
 from mrl.data.eval_sets import read_eval_sets
 from mrl.environments import resolve_environment
@@ -34,6 +34,7 @@ from mrl.preflight.old_logprobs import check_old_logprobs
 from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.plan import Plan
 from mrl.preflight.profile import check_profile
+from mrl.preflight.reward_columns import check_reward_columns
 from mrl.preflight.sampling import check_sampling
 from mrl.preflight.schedule import with_schedule
 from mrl.rewards import resolve_reward
@@ -86,31 +87,31 @@ def check(
     check_group_size(recipe, algorithm)
     _check_task(recipe)
     tokenizer = load_tokenizer(model)
-    prompts = read_prompts(
-        recipe.data.path,
+    sources = read_sources(
+        recipe.data,
         tokenizer,
         max_prompt_len=context_len - recipe.rollout.max_response_len,
         max_response_len=recipe.rollout.max_response_len,
         min_rows=recipe.rollout.prompts_per_step,
     )
+    prompts = [prompt for source in sources for prompt in source.prompts]
     check_started(recipe.rollout, len(prompts))
     recipe = with_schedule(recipe, len(prompts))
-    _check_prompts(prompts, tokenizer, is_conversation=recipe.environment is not None)
-    sft_examples = _sft_examples(recipe.sft, tokenizer, context_len)
+    _check_prompts(prompts, tokenizer, recipe)
+    sft_examples = _sft_examples(recipe, tokenizer, context_len)
     eval_sets = read_eval_sets(recipe, tokenizer, context_len)
     for each in eval_sets:
         _check_task(each.recipe)
         where = f"eval set {each.config.name}: rollout"
         check_sampling(each.recipe.rollout, model.sizes.vocab_size, where)
-        is_conversation = each.recipe.environment is not None
-        _check_prompts(each.prompts, tokenizer, is_conversation=is_conversation)
+        _check_prompts(each.prompts, tokenizer, each.recipe)
     update = _check_folder(folder, recipe, allowed, algorithm)
     resume_step = _resume_step(folder)
     if recipe.debug.load_rollouts is not None:
         left = range(resume_step or 0, recipe.train.num_steps)
         check_saved_steps(recipe.debug.load_rollouts, saved_steps or left)
     return Plan(
-        recipe, dims, model, reference, critic, algorithm, tokenizer, prompts, sft_examples,
+        recipe, dims, model, reference, critic, algorithm, tokenizer, sources, sft_examples,
         eval_sets, context_len, resume_step, update,
     )  # fmt: skip
 
@@ -163,12 +164,16 @@ def _check_task(recipe: Recipe) -> None:
             resolve_reward(term.path)
 
 
-def _check_prompts(prompts: list[Prompt], tokenizer: Any, *, is_conversation: bool) -> None:
+def _check_prompts(prompts: list[Prompt], tokenizer: Any, recipe: Recipe) -> None:
     """Check that the prompts fit the reward, or the environment where it is a conversation."""
+    is_conversation = recipe.environment is not None
     for prompt in prompts:
         (check_environment_columns if is_conversation else check_columns)(prompt)
-    if is_conversation and any(isinstance(prompt.content, list) for prompt in prompts):
-        ChatTurns(tokenizer).check()
+    if is_conversation:
+        if any(isinstance(prompt.content, list) for prompt in prompts):
+            ChatTurns(tokenizer, recipe.data.chat_template_kwargs).check()
+    elif recipe.debug.load_rollouts is None:
+        check_reward_columns(prompts, recipe.reward)
 
 
 def _check_folder(
@@ -193,13 +198,15 @@ def _resume_step(folder: RunFolder) -> int | None:
     return None if found is None else step_of(found)
 
 
-def _sft_examples(config: SftConfig | None, tokenizer: Any, context_len: int) -> list[SftExample]:
+def _sft_examples(recipe: Recipe, tokenizer: Any, context_len: int) -> list[SftExample]:
+    config = recipe.sft
     if config is None:
         return []
-    examples = read_sft_examples(config.path, tokenizer, max_len=context_len)
+    data = config.data(recipe.data.chat_template_kwargs)
+    examples = read_sft_examples(data, tokenizer, max_len=context_len)
     if len(examples) < config.batch_size:
         raise InputError(
-            f"sft.path {config.path} has {len(examples)} rows, sft.batch_size is "
+            f"sft.path {data.describe()} has {len(examples)} rows, sft.batch_size is "
             f"{config.batch_size}; add rows or lower it"
         )
     return examples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 from mrl.algorithms.base import Algorithm
 from mrl.algorithms.describe import describe
 from mrl.config import Recipe
-from mrl.data import SftExample
+from mrl.data import SftExample, Source
 from mrl.data.eval_sets import EvalSet
 from mrl.preflight.engine_layout import EngineLayout, engine_layout
 from mrl.rewards.terms import terms_of
@@ -34,7 +35,8 @@ class Plan:
     """What the critic starts from; None where the algorithm needs none."""
     algorithm: Algorithm
     tokenizer: Any
-    prompts: list[Prompt]
+    sources: list[Source]
+    """The training data, read and tokenized."""
     sft_examples: list[SftExample]
     """What SFT trains on; empty without SFT."""
     eval_sets: list[EvalSet]
@@ -43,6 +45,11 @@ class Plan:
     """The checkpoint that the run continues from, unless a file of it turns out to be damaged."""
     update: Update
     """What this start changes of the run that it continues."""
+
+    @functools.cached_property
+    def prompts(self) -> list[Prompt]:
+        """The prompts of all sources, in the order of the data."""
+        return [prompt for source in self.sources for prompt in source.prompts]
 
     @property
     def num_engines(self) -> int:
@@ -73,7 +80,7 @@ class Plan:
              f"{_dtype(rollout.engine_dtype(recipe.model), elsewhere)}"),
             ("algorithm", f"{describe(recipe.algorithm)}, routing replay {recipe.moe.routing_replay}"),
             *([("critic", f"{self.critic.path}: {self.critic.describe()}")] if self.critic else []),
-            ("data", f"{recipe.data.path}: {len(self.prompts)} prompts, {_task(recipe)}"),
+            *_data_rows(self),
             ("a step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "
              f"= {samples}{started}, up to {rollout.max_response_len} tokens each, "
              f"{_updates(recipe)}"),
@@ -116,6 +123,20 @@ def _engines(plan: Plan) -> str:
     parts.append(("DP attention", rollout.data_parallel_attention_size))
     sizes = "".join(f", {name} {size}" for name, size in parts if size > 1)
     return f"{plan.engines.describe()}{sizes}"
+
+
+def _data_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Return a row for one source, or a row for each and one for all."""
+    config, sources, task = plan.recipe.data, plan.sources, _task(plan.recipe)
+    if len(sources) == 1:
+        return [("data", f"{config.describe()}: {sources[0].describe()}, {task}")]
+    rows = [("data", f"{len(sources)} sources, {len(plan.prompts)} prompts, {task}")]
+    weights = sum(source.weight or 0.0 for source in sources)
+    for source, given in zip(sources, config.all_sources, strict=True):
+        share = f"{source.weight / weights:.0%} of a step: " if source.weight else ""
+        reward = f", reward {given.reward}" if given.reward else ""
+        rows.append((f"  {source.name}", f"{share}{source.describe()}{reward}"))
+    return rows
 
 
 def _task(recipe: Recipe) -> str:

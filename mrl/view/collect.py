@@ -35,6 +35,7 @@ SUMMARY = (
     ("routing replay", "moe.routing_replay"),
     ("reward", "reward"),
     ("data", "data.path"),
+    ("data", "data.sources"),
     ("prompts x samples", "rollout.prompts_per_step", "rollout.samples_per_prompt"),
     ("response tokens at most", "rollout.max_response_len"),
     ("temperature", "rollout.temperature"),
@@ -191,9 +192,17 @@ def _summary(recipe: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for name, *keys in SUMMARY:
         values = [_get(recipe, key) for key in keys]
-        if any(value is not None for value in values):
-            rows.append((name, " x ".join("-" if v is None else str(v) for v in values)))
+        if any(value not in (None, []) for value in values):
+            rows.append((name, " x ".join(map(_shown, values))))
     return rows
+
+
+def _shown(value: Any) -> str:
+    """Return a value of the recipe in one line; of sources of the data, their paths."""
+    if isinstance(value, list):
+        parts = [each.get("path") if isinstance(each, dict) else each for each in value]
+        return ", ".join(map(_shown, parts))
+    return "-" if value is None else str(value)
 
 
 def _get(recipe: dict[str, Any], key: str) -> Any:

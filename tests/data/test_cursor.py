@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.data import PromptCursor
+from mrl.data import PromptCursor, Source
 from mrl.errors import InputError
 from mrl.types import Prompt
 
@@ -68,3 +68,90 @@ def test_state_of_other_data_is_refused():
         PromptCursor(prompts(5, answer=1), seed=0).load_state_dict(state)
     with pytest.raises(InputError, match="no prompts"):
         PromptCursor([], seed=0)
+
+
+def source(name, n, weight=None, answer=0):
+    rows = [Prompt(f"{name}{i}", torch.tensor([i]), f"{name}{i}", {"answer": answer}, f"{name}:{i}")
+            for i in range(n)]  # fmt: skip
+    return Source(name, rows, weight, ("`prompt` (string)",))
+
+
+WEIGHTS = st.lists(st.floats(0.01, 10), min_size=2, max_size=4)
+
+
+@given(
+    weights=WEIGHTS,
+    batches=st.lists(st.integers(0, 30), max_size=12),
+    stop=st.integers(0, 12),
+    seed=st.integers(0, 2**40),
+)
+def test_a_mixture_resumes_to_the_row(weights, batches, stop, seed):
+    sources = [source("abcd"[i], 3 + 4 * i, weight) for i, weight in enumerate(weights)]
+    whole = PromptCursor(sources, seed=seed)
+    expected = [ids(whole.next(n)) for n in batches]
+    first = PromptCursor(sources, seed=seed)
+    got = [ids(first.next(n)) for n in batches[:stop]]
+    second = PromptCursor(sources, seed=seed + 1)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    got += [ids(second.next(n)) for n in batches[stop:]]
+    assert got == expected
+    assert second.state_dict() == whole.state_dict()
+
+
+@given(weights=WEIGHTS, n=st.integers(1, 200))
+def test_every_draw_keeps_the_shares(weights, n):
+    """Smooth weighted round-robin: with k sources, no source is ever k prompts from its share."""
+    sources = [source("abcd"[i], 5, weight) for i, weight in enumerate(weights)]
+    counts = Counter(name[0] for name in ids(PromptCursor(sources, seed=1).next(n)))
+    for each in sources:
+        assert abs(counts[each.name] - n * each.weight / sum(weights)) < len(sources)
+
+
+def test_a_mixture_deals_each_source_once_an_epoch():
+    cursor = PromptCursor([source("a", 6, 3), source("b", 2, 1)], seed=0)
+    dealt = ids(cursor.next(8))
+    assert sorted(dealt) == [*(f"a{i}" for i in range(6)), "b0", "b1"]
+    assert cursor.epoch == 1
+    assert [name[0] for name in dealt] == list("aabaaaba")
+    other = PromptCursor([source("a", 6, 3), source("b", 2, 1)], seed=1)
+    assert ids(other.next(8)) != dealt
+
+
+def test_sources_without_weights_are_one_data_set():
+    """Also for the states of checkpoints from before there were sources."""
+    whole = [*source("a", 4).prompts, *source("b", 3).prompts]
+    old, new = PromptCursor(whole, seed=5), PromptCursor([source("a", 4), source("b", 3)], seed=5)
+    old.next(3)
+    state = old.state_dict()
+    assert state.keys() == {"seed", "shuffle", "epoch", "offset", "num_prompts", "sha256"}
+    new.load_state_dict(state)
+    assert ids(new.next(20)) == ids(old.next(20))
+
+
+def test_the_state_of_a_checkpoint_from_before_there_were_mixtures():
+    """Written by mrl before sources; the digest is that of the prompts p0 ... p4."""
+    cursor = PromptCursor([Source("one", prompts(5), None, ())], seed=9)
+    cursor.load_state_dict({
+        "seed": 0, "shuffle": True, "epoch": 2, "offset": 3, "num_prompts": 5,
+        "sha256": "66838dc3ff7e9c7bf9add2598679ba166e349c089781bdb6b363669baecf9845",
+    })  # fmt: skip
+    assert ids(cursor.next(4)) == ["0", "2", "2", "4"]
+
+
+def test_a_changed_source_is_named():
+    sources = [source("a", 4, 1), source("b", 3, 1)]
+    for weight in (1, None):
+        mine = [source("a", 4, weight), source("b", 3, weight)]
+        state = PromptCursor(mine, seed=0).state_dict()
+        changed = [source("a", 4, weight), source("b", 3, weight, answer=1)]
+        with pytest.raises(InputError, match="the 3 prompts of the source b are not the 3 of the"):
+            PromptCursor(changed, seed=0).load_state_dict(state)
+    state = PromptCursor(sources, seed=0).state_dict()
+    with pytest.raises(InputError, match="made with the sources a, b, the recipe has a, c"):
+        PromptCursor([source("a", 4, 1), source("c", 3, 1)], seed=0).load_state_dict(state)
+    with pytest.raises(InputError, match="made with a mixture with weights, the recipe has one data"):
+        PromptCursor(prompts(7), seed=0).load_state_dict(state)
+    # The order of the sources in the recipe is free, and so are their weights.
+    cursor = PromptCursor([source("b", 3, 5), source("a", 4, 1)], seed=0)
+    cursor.load_state_dict(state)
+    assert cursor.state_dict()["mixture"][0]["name"] == "b"

@@ -1,0 +1,163 @@
+"""Reads rows from files: JSON lines, JSON arrays, CSV, parquet, data set folders and the hub.
+
+A row is a dict of what JSON can hold, and comes with its source, `file:line` or `file row N`, for
+messages. Files are read piece by piece, so no file is in memory as a whole but a JSON array.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mrl.data import arrow
+from mrl.errors import InputError
+
+Rows = Iterator[tuple[str, dict[str, Any]]]
+
+MAX_CELL_CHARS = 1 << 28
+"""Characters in a cell of a CSV file; Python's own limit is 131,072."""
+
+
+def read_all_rows(
+    paths: Iterable[str | Path], *, split: str = "train", subset: str | None = None
+) -> Rows:
+    """Yield `(source, row)` of every row of the paths, in order; a glob's files by name.
+
+    Raises InputError where a path names nothing, is no data, or has no rows.
+    """
+    for path in paths:
+        text = str(path)
+        if os.path.isdir(text):
+            yield from _some(arrow.read_folder(Path(text), split), text)
+        elif os.path.exists(text):
+            yield from read_rows(Path(text))
+        elif glob.has_magic(text):
+            files = sorted(name for name in glob.glob(text, recursive=True) if os.path.isfile(name))
+            if not files:
+                raise InputError(f"{text}: no file has such a name")
+            for name in files:
+                yield from read_rows(Path(name))
+        elif arrow.is_hub_id(text):
+            yield from _some(arrow.read_hub(text, subset, split), text)
+        else:
+            yield from read_rows(Path(text))  # which says what is wrong
+
+
+def read_rows(path: Path) -> Rows:
+    """Yield `(source, row)` of every row of one file, by its suffix; any other holds JSON lines.
+
+    Raises InputError as `source: reason`, also where there are no rows.
+    """
+    suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    if suffix == ".parquet":
+        rows = arrow.read_parquet(path)
+    elif suffix in (".csv", ".tsv"):
+        rows = _read_csv(path, "\t" if suffix == ".tsv" else ",")
+    else:
+        rows = _read_json(path, may_be_array=suffix == ".json")
+    yield from _some(rows, path)
+
+
+def _some(rows: Rows, path: str | Path) -> Rows:
+    empty = True
+    for row in _guarded(rows, path):
+        empty = False
+        yield row
+    if empty:
+        raise InputError(f"{path}: no rows; one row with `prompt` for each prompt is expected")
+
+
+def _guarded(rows: Rows, path: str | Path) -> Rows:
+    """Yield the rows. Raises InputError where the system or a compressed file fails."""
+    try:
+        yield from rows
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{path}: not a whole gzip file: {error}") from None
+    except OSError as error:
+        reason = error.strerror or " ".join(str(error).split())
+        raise InputError(f"{path}: {reason}; give the path of a data file") from None
+
+
+def _open(path: Path) -> BinaryIO:
+    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    return opened(path, "rb")
+
+
+def _read_json(path: Path, *, may_be_array: bool) -> Rows:
+    with _open(path) as file:
+        if may_be_array:
+            start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+            file.seek(0)
+            if start == b"[":
+                yield from _read_array(file, path)
+                return
+        for number, line in enumerate(file, start=1):  # bytes: JSON may hold U+2028 and friends
+            if line.strip():
+                yield f"{path}:{number}", _parse_row(line, f"{path}:{number}")
+
+
+def _read_array(file: BinaryIO, path: Path) -> Rows:
+    rows = _parse(file.read(), str(path))
+    for number, row in enumerate(rows, start=1):
+        yield f"{path} row {number}", _object(row, f"{path} row {number}")
+
+
+def _read_csv(path: Path, delimiter: str) -> Rows:
+    csv.field_size_limit(MAX_CELL_CHARS)
+    with _open(path) as file:
+        reader = csv.reader(
+            io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), delimiter=delimiter
+        )
+        try:
+            header = next(reader, [])
+            if len(set(header)) < len(header):
+                raise InputError(
+                    f"{path}:1: got the columns {', '.join(header)}, expected each once"
+                )
+            line = reader.line_num + 1
+            for cells in reader:
+                if cells:  # not a blank line
+                    if len(cells) != len(header):
+                        raise InputError(
+                            f"{path}:{line}: {len(cells)} cells, the header has {len(header)}: "
+                            f"{', '.join(header)}"
+                        )
+                    yield f"{path}:{line}", dict(zip(header, cells, strict=True))
+                line = reader.line_num + 1
+        except UnicodeDecodeError:
+            raise InputError(f"{path}:{reader.line_num + 1}: not UTF-8 text") from None
+        except csv.Error as error:
+            raise InputError(f"{path}:{reader.line_num}: not valid CSV: {error}") from None
+
+
+def _parse_row(line: bytes, source: str) -> dict[str, Any]:
+    return _object(_parse(line, source), source)
+
+
+def _object(row: Any, source: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise InputError(f"{source}: expected a JSON object, got {kind(row)}")
+    return row
+
+
+def _parse(text: bytes, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except UnicodeDecodeError:
+        raise InputError(f"{source}: not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{source}: not valid JSON: {error}") from None
+
+
+def kind(value: Any) -> str:
+    """Return what a value is, in JSON's words."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")

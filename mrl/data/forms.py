@@ -1,0 +1,170 @@
+"""Brings the rows of other frameworks into one form: a prompt, perhaps a completion, and columns.
+
+Forms, by the first of these columns that a row has: `prompt` (a string or messages; verl's rows are
+among them), `messages` (TRL), `conversations` (ShareGPT, with `from` and `value`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.data.files import kind
+from mrl.errors import InputError
+
+Columns = Mapping[str, str | None]
+
+PROMPT_KEYS = ("prompt", "messages", "conversations")
+SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A `Row` is one row of a file in the form that all others are brought into."""
+
+    source: str
+    prompt: Any
+    """A string or a list of messages with `role` and `content`."""
+    completion: str | None
+    """What the row wants as an answer: its `completion`, or the last assistant's turn of a
+    conversation."""
+    columns: dict[str, Any]
+    """What is left of the row, for the reward."""
+    form: str
+    """What was found, for the terminal."""
+
+
+def read_form(source: str, values: dict[str, Any], prompt_key: str | None, columns: Columns) -> Row:
+    """Return the row `values`, which is emptied, in the one form.
+
+    `columns` gives new names, as `data.columns` does. Raises InputError that names the columns that
+    were there.
+    """
+    present = ", ".join(values) or "no columns"
+    _rename(values, columns, source, present)
+    key = prompt_key or next((key for key in PROMPT_KEYS if key in values), None)
+    if key is None or key not in values:
+        raise InputError(
+            f"{source}: no `{key or 'prompt'}`; this row has {present}; name the column of the prompt "
+            "with prompt_key"
+        )
+    content = values.pop(key)
+    if isinstance(content, list):
+        content = [_message(each, i, source, key) for i, each in enumerate(content)]
+    _check_content(content, source, key)
+    form = _form_name(key, content, values)
+    completion = None
+    if key in ("messages", "conversations") and content[-1]["role"] == "assistant":
+        completion = content.pop()["content"]
+        if not content:
+            raise InputError(f"{source}: `{key}` has nothing before the assistant's turn")
+        values.setdefault("completion", completion)
+    elif isinstance(values.get("completion"), (str, list)):
+        completion = _completion(values["completion"], source)
+    truth = values.get("reward_model")
+    if isinstance(truth, dict) and "ground_truth" in truth:
+        values.setdefault("answer", truth["ground_truth"])
+    return Row(source, content, completion, values, form)
+
+
+def tools_of(columns: Mapping[str, Any], source: str) -> list[Any] | None:
+    """Return the column `tools`, a list or its JSON text, as chat templates want it; None without one.
+
+    Raises InputError where it is neither.
+    """
+    tools = columns.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise InputError(f"{source}: `tools` is not valid JSON: {error}") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise InputError(f"{source}: `tools` must be a list of JSON schemas, got {kind(tools)}")
+    return tools
+
+
+def _rename(values: dict[str, Any], columns: Columns, source: str, present: str) -> None:
+    """Give columns their new names: a whole column loses the old one, a value within one keeps it."""
+    taken = {}
+    for new, old in columns.items():
+        if old is None:
+            values.pop(new, None)
+            continue
+        place: Any = values
+        for part in [old] if old in values else old.split("."):
+            if not isinstance(place, dict) or part not in place:
+                raise InputError(
+                    f"{source}: no column `{old}`, which data.columns names for `{new}`; this row has "
+                    f"{present}"
+                )
+            place = place[part]
+        taken[new] = place
+    for old in columns.values():
+        if old is not None:
+            values.pop(old, None)
+    values.update(taken)
+
+
+def _form_name(key: str, content: Any, values: dict[str, Any]) -> str:
+    shape = "string" if isinstance(content, str) else "messages"
+    if "data_source" in values and isinstance(values.get("reward_model"), dict):
+        return f"verl rows, `{key}` is a {shape}" if shape == "string" else f"verl rows, `{key}`"
+    if key == "conversations":
+        return "ShareGPT, `conversations`"
+    return f"`{key}`" if key == "messages" else f"`{key}` ({shape})"
+
+
+def _message(message: Any, index: int, source: str, key: str) -> dict[str, Any]:
+    """Return a message with role and content; ShareGPT's has `from` and `value`."""
+    if not isinstance(message, dict):
+        raise InputError(f"{source}: message {index} must be an object, got {kind(message)}")
+    # Parquet gives all messages of a file the same keys, and null to those that had none.
+    plain = {name: value for name, value in message.items() if value is not None}
+    if "from" in plain and "role" not in plain:
+        role = SHAREGPT_ROLES.get(plain["from"])
+        if role is None:
+            raise InputError(
+                f"{source}: message {index} of `{key}` is from {plain['from']!r}, expected one of "
+                f"{', '.join(SHAREGPT_ROLES)}"
+            )
+        plain = {"role": role, "content": plain.get("value")}
+    text_may_lack = bool(plain.get("tool_calls"))
+    for name in ("role", "content"):
+        if name == "content" and text_may_lack:
+            plain.setdefault("content", "")
+        elif not isinstance(plain.get(name), str) or not plain[name]:
+            raise InputError(f"{source}: message {index} has no text in `{name}`")
+    return plain
+
+
+def _check_content(content: Any, source: str, key: str) -> None:
+    if content is None:
+        raise InputError(f"{source}: no `{key}`: it is null")
+    if not isinstance(content, (str, list)):
+        raise InputError(
+            f"{source}: `{key}` must be a string or a list of messages, got {kind(content)}"
+        )
+    if not content or (isinstance(content, str) and not content.strip()):
+        raise InputError(f"{source}: `{key}` is empty")
+    if key in ("messages", "conversations") and isinstance(content, str):
+        raise InputError(f"{source}: `{key}` must be a list of messages, got a string")
+
+
+def _completion(completion: str | list[Any], source: str) -> str | None:
+    """Return the text of `completion`: a string, or TRL's list of one assistant's message."""
+    if isinstance(completion, str):
+        return completion
+    message = completion[0] if len(completion) == 1 else None
+    if not isinstance(message, dict) or message.get("role") != "assistant":
+        return None
+    text = message.get("content")
+    return text if isinstance(text, str) else None

@@ -1,0 +1,82 @@
+"""Turns a prompt into tokens: a string as it is, a chat through the tokenizer's template.
+
+Dimensions: P prompt tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mrl.errors import InputError
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """A `PromptEncoder` holds a tokenizer and the arguments of its chat template."""
+
+    tokenizer: Any
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """As `data.chat_template_kwargs`."""
+
+    def text(self, text: str) -> list[int]:
+        """Return the token ids of plain text, without special tokens of the tokenizer's own."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def prompt(self, content: Any, tools: list[Any] | None, source: str) -> list[int]:
+        """Return the P token ids of a string, or of messages with the beginning of the answer.
+
+        Raises InputError where there are none, or the template refuses the messages.
+        """
+        ids = self.text(content if isinstance(content, str) else self._chat(content, tools, source))
+        if not ids:
+            raise InputError(f"{source}: `prompt` has no tokens in this model's vocabulary")
+        return ids
+
+    def shortened(
+        self, content: Any, ids: list[int], max_len: int, tools: list[Any] | None, source: str
+    ) -> tuple[Any, list[int]]:
+        """Return a prompt of more than `max_len` tokens cut at its beginning, and its at most max_len
+        token ids.
+
+        A string keeps its last tokens. A chat keeps its leading system messages and loses its oldest
+        turns, up to a user's message each, so that what is left is a whole chat. Raises InputError
+        where the last of the user's messages alone does not fit.
+        """
+        if isinstance(content, str):
+            kept = ids[-max_len:]
+            return self.tokenizer.decode(kept), kept
+        num_system = next((i for i, m in enumerate(content) if m["role"] != "system"), len(content))
+        system, rest = content[:num_system], content[num_system:]
+        starts = [i for i, message in enumerate(rest) if i and message["role"] == "user"]
+        for start in starts:
+            shorter = [*system, *rest[start:]]
+            kept = self.prompt(shorter, tools, source)
+            if len(kept) <= max_len:
+                return shorter, kept
+        raise InputError(
+            f"{source}: prompt has {len(ids)} tokens, at most {max_len} fit, and a chat cannot be cut "
+            "within its last user's message; set data.overlong=filter, a smaller "
+            "rollout.max_response_len or a larger rollout.context_len"
+        )
+
+    def _chat(self, messages: list[Any], tools: list[Any] | None, source: str) -> str:
+        if not self.tokenizer.chat_template:
+            raise InputError(
+                f"{source}: `prompt` is a list of messages and this tokenizer has no chat template; "
+                "use a string"
+            )
+        more = {} if tools is None else {"tools": tools}
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=True,
+                **more,
+                **self.template_kwargs,
+            )
+        except Exception as error:  # templates raise what they like: jinja2 errors, TypeError ...
+            raise InputError(
+                f"{source}: the chat template refuses these messages: {type(error).__name__}: {error}"
+            ) from None

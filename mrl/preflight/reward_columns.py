@@ -1,0 +1,56 @@
+"""Finds rows without the columns that their reward needs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+
+from mrl.errors import InputError
+from mrl.rewards import resolve_reward
+from mrl.types import Prompt
+
+_GIVEN = ("prompts", "completions", "completion_ids")
+"""Arguments of a reward function that are not columns."""
+
+
+def check_reward_columns(prompts: Iterable[Prompt], reward: str | None) -> None:
+    """Check every prompt against `reward`, or against the reward of its own source.
+
+    Raises InputError that names the first row, its columns, and how many rows are like it.
+    """
+    needed: dict[str, list[str]] = {}
+    missing: dict[tuple[str, str], list[Prompt]] = {}
+    num_prompts = 0
+    for prompt in prompts:
+        num_prompts += 1
+        spec = prompt.reward or reward
+        if spec is None:
+            continue
+        if spec not in needed:
+            needed[spec] = needed_columns(spec)
+        for name in needed[spec]:
+            if name not in prompt.columns:
+                missing.setdefault((spec, name), []).append(prompt)
+    for (spec, name), rows in missing.items():
+        first = rows[0]
+        raise InputError(
+            f"{first.source}: no column `{name}`, which the reward {spec!r} needs; this row has "
+            f"{', '.join(first.columns) or 'no column but the prompt'} ({len(rows)} of {num_prompts} "
+            f"rows are without `{name}`); name the column that holds it: data.columns: {{{name}: NAME}}"
+        )
+
+
+def needed_columns(spec: str) -> list[str]:
+    """Return the columns that a reward function cannot do without: its arguments without default."""
+    try:
+        parameters = inspect.signature(resolve_reward(spec)).parameters.values()
+    except (TypeError, ValueError):  # a callable without a Python signature
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in named
+        and parameter.default is parameter.empty
+        and parameter.name not in _GIVEN
+    ]
