@@ -149,7 +149,7 @@ class PromptCursor:
 
 
 class Dealer:
-    """Deals the prompts of one data set, in the order of an epoch."""
+    """A `Dealer` gives out the prompts of one data set, in the order of an epoch."""
 
     def __init__(self, prompts: list[Prompt], salt: str, weight: float) -> None:
         """`salt` tells the orders of the sources of a mixture apart."""

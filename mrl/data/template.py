@@ -18,7 +18,7 @@ class PromptEncoder:
 
     tokenizer: Any
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """As `data.chat_template_kwargs`."""
+    """The same as `data.chat_template_kwargs`."""
 
     def text(self, text: str) -> list[int]:
         """Return the token ids of plain text, without special tokens of the tokenizer's own."""

@@ -149,7 +149,9 @@ def test_a_changed_source_is_named():
     state = PromptCursor(sources, seed=0).state_dict()
     with pytest.raises(InputError, match="made with the sources a, b, the recipe has a, c"):
         PromptCursor([source("a", 4, 1), source("c", 3, 1)], seed=0).load_state_dict(state)
-    with pytest.raises(InputError, match="made with a mixture with weights, the recipe has one data"):
+    with pytest.raises(
+        InputError, match="made with a mixture with weights, the recipe has one data"
+    ):
         PromptCursor(prompts(7), seed=0).load_state_dict(state)
     # The order of the sources in the recipe is free, and so are their weights.
     cursor = PromptCursor([source("b", 3, 5), source("a", 4, 1)], seed=0)

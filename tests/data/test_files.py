@@ -108,7 +108,10 @@ def test_a_folder_with_splits(tmp_path):
 
 
 def test_csv_keeps_text_as_it_is(tmp_path):
-    rows = [{"prompt": 'two\nlines, "quoted"', "answer": ""}, {"prompt": "x" * 200_000, "answer": "é"}]
+    rows = [
+        {"prompt": 'two\nlines, "quoted"', "answer": ""},
+        {"prompt": "x" * 200_000, "answer": "é"},
+    ]
     path = write_csv(tmp_path / "rows.csv", rows)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as Excel writes it
     assert rows_of(path) == rows
@@ -143,7 +146,11 @@ def test_values_of_parquet_become_what_json_holds(tmp_path):
         ("a.json", b'[{"prompt": "a"}, ', "not valid JSON"),
         ("a.json", b"[]", "no rows"),
         ("a.csv", b"prompt,answer\na,1\nb\n", ":3: 1 cells, the header has 2: prompt, answer"),
-        ("a.csv", b"prompt,prompt\na,1\n", ":1: got the columns prompt, prompt, expected each once"),
+        (
+            "a.csv",
+            b"prompt,prompt\na,1\n",
+            ":1: got the columns prompt, prompt, expected each once",
+        ),
         ("a.csv", b"prompt\n\xff\n", "not UTF-8"),
         ("a.csv", b"prompt\n", "no rows"),
         ("a.parquet", b"PAR1 no", "not readable as parquet"),
@@ -175,7 +182,9 @@ def test_a_path_that_is_nowhere(tokenizer):
 
 
 @pytest.mark.release
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("datasets") is None, reason="datasets is not installed"
+)
 def test_a_folder_of_datasets_and_a_hub_id_without_a_network(tmp_path, monkeypatch):
     """Folders as the package itself writes them, in pieces, with splits and chosen rows."""
     import datasets

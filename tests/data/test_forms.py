@@ -1,4 +1,4 @@
-"""Rows of TRL, ShareGPT and verl become prompts, tools reach the template, long prompts are dealt with."""
+"""Rows of TRL, ShareGPT and verl become prompts; tools reach the template; long prompts are cut."""
 
 import json
 
@@ -53,7 +53,9 @@ def test_sharegpt():
             {"from": "gpt", "value": "ho"}]  # fmt: skip
     row = form({"conversations": talk, "id": "x"})
     assert (row.prompt, row.completion) == ([SYSTEM, USER], "ho")
-    with pytest.raises(InputError, match="message 0 of `conversations` is from 'cat', expected one of"):
+    with pytest.raises(
+        InputError, match="message 0 of `conversations` is from 'cat', expected one of"
+    ):
         form({"conversations": [{"from": "cat", "value": "m"}]})
 
 
@@ -82,7 +84,11 @@ def test_columns_get_new_names():
     [
         ({"q": "x", "a": 1}, {}, "f:1: no `prompt`; this row has q, a; name the column"),
         ({"q": "x"}, {"prompt_key": "text"}, "f:1: no `text`; this row has q"),
-        ({"prompt": "x"}, {"answer": "gold"}, "f:1: no column `gold`, which data.columns names for"),
+        (
+            {"prompt": "x"},
+            {"answer": "gold"},
+            "f:1: no column `gold`, which data.columns names for",
+        ),
         ({"messages": [ANSWER]}, {}, "f:1: `messages` has nothing before the assistant's turn"),
         ({"messages": "hi"}, {}, "f:1: `messages` must be a list of messages, got a string"),
     ],
@@ -117,8 +123,12 @@ def test_tools_and_arguments_reach_the_template(write, chat_tokenizer):
     texts = [chat_tokenizer.decode(prompt.token_ids) for prompt in source.prompts]
     assert texts == ["[1 tools]u:hi|a:<no>"] * 2 + ["u:hi|a:<no>", "text"]
     assert source.num_with_tools == 2
-    with pytest.raises(InputError, match=r":1: `tools` must be a list of JSON schemas, got an object"):
-        read_prompts(write({"prompt": [USER], "tools": {"a": 1}}), chat_tokenizer, max_prompt_len=99)
+    with pytest.raises(
+        InputError, match=r":1: `tools` must be a list of JSON schemas, got an object"
+    ):
+        read_prompts(
+            write({"prompt": [USER], "tools": {"a": 1}}), chat_tokenizer, max_prompt_len=99
+        )
 
 
 def test_long_prompts_are_left_out_and_counted(write, tokenizer):
@@ -140,7 +150,8 @@ def test_long_prompts_are_cut_at_their_beginning(write, chat_tokenizer):
 
     chat = [SYSTEM, turn("user", "one"), turn("assistant", "1"), turn("tool", "t"),
             turn("user", "two"), turn("assistant", "2"), turn("user", "three")]  # fmt: skip
-    config = DataConfig(path=write({"prompt": "0123456789"}, {"prompt": chat}), overlong="truncate_left")
+    path = write({"prompt": "0123456789"}, {"prompt": chat})
+    config = DataConfig(path=path, overlong="truncate_left")
 
     def read(max_len):
         (source,) = read_sources(config, chat_tokenizer, max_prompt_len=max_len)
@@ -158,7 +169,9 @@ def test_long_prompts_are_cut_at_their_beginning(write, chat_tokenizer):
     assert texts == ["0123456789", "s:s|u:three|a:"]
     assert source.describe().endswith("2 prompts from `prompt` (string) and `prompt` (messages), 1 cut "
                                       "at the beginning")  # fmt: skip
-    with pytest.raises(InputError, match=r":2: prompt has 38 tokens, at most 9 fit, and a chat cannot"):
+    with pytest.raises(
+        InputError, match=r":2: prompt has 38 tokens, at most 9 fit, and a chat cannot"
+    ):
         read(9)
     path = write({"prompt": "0123456789"})
     (prompt,) = read_prompts(
@@ -172,8 +185,14 @@ def test_long_prompts_are_cut_at_their_beginning(write, chat_tokenizer):
     [
         ({}, "neither is given"),
         ({"path": "a", "sources": [{"path": "b"}]}, "both are given"),
-        ({"sources": [{"path": "a", "weight": 1}, {"path": "b"}]}, "every source a weight, or none"),
-        ({"sources": [{"path": "a", "name": "x"}, {"path": "b", "name": "x"}]}, "expected each once"),
+        (
+            {"sources": [{"path": "a", "weight": 1}, {"path": "b"}]},
+            "every source a weight, or none",
+        ),
+        (
+            {"sources": [{"path": "a", "name": "x"}, {"path": "b", "name": "x"}]},
+            "expected each once",
+        ),
         ({"path": "a", "chat_template_kwargs": {"tools": []}}, "mrl gives 'tools' itself"),
     ],
 )
