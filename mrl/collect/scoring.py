@@ -31,21 +31,26 @@ class Scoring:
             self.environments = EnvironmentRunner(recipe.environment)
         elif recipe.reward is not None:
             self._rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s)
+        self._of_sources = {
+            spec: RewardRunner(spec, recipe.reward_timeout_s) for spec in recipe.data.rewards
+        }
+        """The rewards that sources of the data have of their own, by spec."""
 
     def begin_step(self) -> None:
         """Forget the step before."""
         self._begun = []
-        if self._rewards is not None:
-            self._rewards.begin_step()
+        for runner in self._runners:
+            runner.begin_step()
 
     def begin(self, group: SampleGroup) -> None:
         """Start scoring a whole group; returns at once. Groups that have rewards keep them."""
-        if self._rewards is None:
+        runner = self._of_sources.get(group.prompt.reward or "", self._rewards)
+        if runner is None:
             self._begun.append((group, None))
             return
         (texts,) = completions([group], self._tokenizer)  # the group keeps them
         future = self._thread.submit(
-            self._rewards.score_group, group, texts, step_samples=self._step_samples
+            runner.score_group, group, texts, step_samples=self._step_samples
         )
         self._begun.append((group, future))
 
@@ -60,10 +65,14 @@ class Scoring:
         groups = sorted((g for g, _ in self._begun), key=lambda group: group.samples[0].group_id)
         return groups, self._report_failures()
 
+    @property
+    def _runners(self) -> list[RewardRunner]:
+        return [*([] if self._rewards is None else [self._rewards]), *self._of_sources.values()]
+
     def close(self) -> None:
         """Leave no process behind. Harmless when repeated."""
-        if self._rewards is not None:
-            self._rewards.close()
+        for runner in self._runners:
+            runner.close()
         if self.environments is not None:
             self.environments.close()
         self._thread.shutdown(cancel_futures=True)
@@ -81,13 +90,11 @@ class Scoring:
                     f"{environments.first_error}"
                 )
             return environments.num_failed
-        if self._rewards is None:
-            return 0
-        report = self._rewards.report
-        if report.num_failed or report.num_repeated:
-            console.warning(
-                f"the reward function failed on {report.num_repeated} groups, scored again one by "
-                f"one; {report.num_failed} samples masked: {report.first_error}"
-                + (f"; {shown_rows(report.rows)}" if report.rows else "")
-            )
-        return report.num_failed
+        for report in (runner.report for runner in self._runners):
+            if report.num_failed or report.num_repeated:
+                console.warning(
+                    f"the reward function failed on {report.num_repeated} groups, scored again one by "
+                    f"one; {report.num_failed} samples masked: {report.first_error}"
+                    + (f"; {shown_rows(report.rows)}" if report.rows else "")
+                )
+        return sum(runner.report.num_failed for runner in self._runners)

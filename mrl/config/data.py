@@ -119,6 +119,11 @@ class DataConfig(Branch):
         """Whether prompts are drawn from the sources by weight."""
         return any(source.weight is not None for source in self.sources)
 
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        """The rewards that sources have of their own, each once."""
+        return tuple(dict.fromkeys(s.reward for s in self.sources if s.reward is not None))
+
     def describe(self) -> str:
         """Return all paths in one line."""
         return ", ".join(path for source in self.all_sources for path in paths_of(source.path))

@@ -70,7 +70,8 @@ def _read(config: EvalSetConfig, recipe: Recipe, tokenizer: Any, context_len: in
             for name in ("top_k", "stop", "stop_token_ids")
         },
     }
-    changes: dict[str, Any] = {"rollout": rollout.model_copy(update=sampling)}
+    # The rewards of the sources of the training are not those of the set.
+    changes: dict[str, Any] = {"rollout": rollout.model_copy(update=sampling), "data": data}
     if config.reward is not None:
         changes |= {"reward": config.reward, "environment": None}
     return EvalSet(config, recipe.model_copy(update=changes), prompts)

@@ -149,6 +149,8 @@ def _read_algorithm(config: AlgorithmConfig) -> Algorithm:
 def _check_task(recipe: Recipe) -> None:
     """Check the engine, and what scores its samples."""
     reward, environment = recipe.reward, recipe.environment
+    if environment is not None and recipe.data.rewards:
+        raise InputError("data.sources: an environment gives the rewards itself; leave `reward` out")
     if (reward is None) == (environment is None):
         given = "neither is given" if reward is None else "both are given"
         raise InputError(
@@ -160,8 +162,8 @@ def _check_task(recipe: Recipe) -> None:
     if environment is not None:
         resolve_environment(environment.name)
     elif reward is not None:
-        for term in terms_of(reward):
-            resolve_reward(term.path)
+        for path in (*(term.path for term in terms_of(reward)), *recipe.data.rewards):
+            resolve_reward(path)
 
 
 def _check_prompts(prompts: list[Prompt], tokenizer: Any, recipe: Recipe) -> None:

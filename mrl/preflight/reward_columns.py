@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from mrl.config import RewardConfig
 from mrl.errors import InputError
 from mrl.rewards import resolve_reward
+from mrl.rewards.terms import terms_of
 from mrl.types import Prompt
 
-_GIVEN = ("prompts", "completions", "completion_ids")
+_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")
 """Arguments of a reward function that are not columns."""
 
 
-def check_reward_columns(prompts: Iterable[Prompt], reward: str | None) -> None:
+def check_reward_columns(
+    prompts: Iterable[Prompt], reward: str | Sequence[RewardConfig] | None
+) -> None:
     """Check every prompt against `reward`, or against the reward of its own source.
 
     Raises InputError that names the first row, its columns, and how many rows are like it.
     """
     needed: dict[str, list[str]] = {}
     missing: dict[tuple[str, str], list[Prompt]] = {}
+    whole = [] if reward is None else [term.path for term in terms_of(reward)]
     num_prompts = 0
     for prompt in prompts:
         num_prompts += 1
-        spec = prompt.reward or reward
-        if spec is None:
-            continue
-        if spec not in needed:
-            needed[spec] = needed_columns(spec)
-        for name in needed[spec]:
-            if name not in prompt.columns:
-                missing.setdefault((spec, name), []).append(prompt)
+        for spec in whole if prompt.reward is None else [prompt.reward]:
+            if spec not in needed:
+                needed[spec] = needed_columns(spec)
+            for name in needed[spec]:
+                if name not in prompt.columns:
+                    missing.setdefault((spec, name), []).append(prompt)
     for (spec, name), rows in missing.items():
         first = rows[0]
         raise InputError(
@@ -41,10 +44,16 @@ def check_reward_columns(prompts: Iterable[Prompt], reward: str | None) -> None:
 
 
 def needed_columns(spec: str) -> list[str]:
-    """Return the columns that a reward function cannot do without: its arguments without default."""
+    """Return the columns that a reward function cannot do without: its arguments without default.
+
+    Functions in the forms of verl and slime take whole rows, and have none.
+    """
     try:
         parameters = inspect.signature(resolve_reward(spec)).parameters.values()
     except (TypeError, ValueError):  # a callable without a Python signature
+        return []
+    names = [parameter.name for parameter in parameters]
+    if "solution_str" in names or names[:2] == ["args", "sample"]:
         return []
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [
