@@ -150,7 +150,9 @@ def _check_task(recipe: Recipe) -> None:
     """Check the engine, and what scores its samples."""
     reward, environment = recipe.reward, recipe.environment
     if environment is not None and recipe.data.rewards:
-        raise InputError("data.sources: an environment gives the rewards itself; leave `reward` out")
+        raise InputError(
+            "data.sources: an environment gives the rewards itself; leave `reward` out"
+        )
     if (reward is None) == (environment is None):
         given = "neither is given" if reward is None else "both are given"
         raise InputError(
