@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults stability rollout-bench gpu-check wheel clean
+.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults stability rollout-bench gpu-check wheel site clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -42,7 +42,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 test: setup $(VENV)/browser/chromium $(VENV)/.te  ## Run the tests, less those marked `release`
 	$(PYTEST) -m "not release" $(PYTEST_ARGS)
 
-test-all: setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.te $(VENV)/.trackers  ## All tests, each engine started anew: before a release
+test-all: setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.te $(VENV)/.trackers $(VENV)/.site  ## All tests, each engine started anew: before a release
 	MRL_TEST_REAL_STARTS=1 $(PYTEST) $(PYTEST_ARGS)
 
 test-times: setup $(VENV)/browser/chromium $(VENV)/.te  ## make test, and write the seconds of each file to tests/durations.json
@@ -96,6 +96,12 @@ $(VENV)/.trackers: $(VENV)/.installed requirements/trackers.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/trackers -r requirements/trackers.txt
 	touch $@
 
+# mkdocs-material, in an environment of its own (160 MB). requirements/docs.txt pins it.
+$(VENV)/.site: requirements/docs.txt | $(VENV)/.packages
+	$(BIN)/python -m venv $(VENV)/site
+	$(VENV)/site/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r requirements/docs.txt
+	touch $@
+
 # TransformerEngine's Python files alone, in a folder of their own: requirements/te.txt says what for.
 $(VENV)/.te: $(VENV)/.installed requirements/te.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/te -r requirements/te.txt
@@ -111,6 +117,11 @@ gpu-check:  ## What only a GPU can show; each call takes 10 minutes and continue
 
 wheel: setup  ## Build dist/*.whl, install it into a new environment and try it there; 3 minutes
 	bash requirements/try_wheel.sh dist
+
+site: export NO_MKDOCS_2_WARNING := 1
+site: $(VENV)/.site  ## Write docs/ as a site, with search, to build/site; a dead link fails
+	$(VENV)/site/bin/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 clean:  ## Remove the environment and everything built (never runs/ or toy/)
 	rm -rf $(VENV) build *.egg-info mrl/_C*.so .pytest_cache .ruff_cache .hypothesis
