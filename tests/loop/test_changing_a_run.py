@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from parallel import prepare
 from parallel.mesh import init_mesh
 from parallel.policy import Policy
 from tests.loop.conftest import TOY_RECIPE, Toy
+from tests.loop.shared_engine import SharedEngine
 from tests.ranks import run_ranks
 
 STEPS = (
@@ -126,6 +128,39 @@ def test_out_of_memory_half_the_micro_batch_and_on(
     assert ours[:2] == losses(run)[:2]
     norms = [rows[3]["grad_norm"] for rows in (ours, losses(copy))]
     assert abs(norms[0] / norms[1] - 1) > 1e-4  # after an update with another learning rate
+
+
+@pytest.mark.release
+@pytest.mark.timeout(600)
+def test_the_drill_with_the_real_engine(tmp_path: Path) -> None:
+    run_ranks(1, drill, tmp_path, folder=tmp_path / "out")
+
+
+def drill(scratch: Path) -> None:
+    """Compare with an uninterrupted run that gets settings and engine of the resumed one at step 2."""
+    engine = SharedEngine(scratch)
+    more = ("train.num_steps=4", "train.micro_batch_tokens=160", "checkpoint.async_save=false")
+    new = (*more, *NEW)
+    try:
+        whole = engine.run("whole", more)
+        for _ in range(2):
+            whole.run_step()
+        whole._save()
+        kept = Path(shutil.copytree(whole.folder.checkpoints, scratch / "kept"))
+        engine.stop()
+        engine._engine = None
+        resumed = engine.run("resumed", new, checkpoints=kept)
+        assert resumed.step == 2
+        again = [resumed.run_step() for _ in range(2)]
+        whole.learner.recipe = resumed.plan.recipe
+        whole.collector.slot.engine = engine._engine  # which has the new share
+        rows = [whole.run_step() for _ in range(2)]
+        for ours, theirs in zip(again, rows, strict=True):
+            for key in LOSS:
+                assert ours[key] == pytest.approx(theirs[key], abs=1e-6), key
+    finally:
+        with suppress(Exception):
+            engine.stop()
 
 
 def test_the_engines_death_by_memory_is_told_from_others(tmp_path: Path) -> None:
