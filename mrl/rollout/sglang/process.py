@@ -101,8 +101,20 @@ class ServerProcess:
         return self._popen.pid if self._popen else None
 
     def note_parts(self) -> None:
-        """Remember the processes that SGLang gave names to: it cannot do without any of them."""
-        self._parts = {p.pid: p for p in self.tree() if p.name().startswith(PART_PREFIX)}
+        """Remember the processes that SGLang gave names to: it cannot do without any of them.
+
+        One that has died already is among them, as long as SGLang has not noticed.
+        """
+        found: list[psutil.Process] = []
+        if self._popen is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found = psutil.Process(self._popen.pid).children(recursive=True)
+        parts: dict[int, psutil.Process] = {}
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name().startswith(PART_PREFIX):
+                    parts[process.pid] = process
+        self._parts = parts
 
     def dead_part(self) -> str | None:
         """The number of one that has ended. SGLang takes 5 to 15 seconds to find out by itself."""
