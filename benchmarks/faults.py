@@ -134,7 +134,7 @@ def expected_prompts(overrides: Sequence[str], num_steps: int) -> list[Counter[s
     recipe = load_recipe(RECIPE, list(overrides))
     tokenizer = load_tokenizer(HfModel.read(recipe.model.path))
     prompts = read_prompts(
-        recipe.data.path,
+        recipe.data,
         tokenizer,
         max_prompt_len=512 - RESPONSE_LEN,
         max_response_len=RESPONSE_LEN,

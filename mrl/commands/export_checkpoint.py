@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mrl.config import Recipe, load_recipe
+from mrl.data.reader import source_name
 from mrl.errors import InputError
 from mrl.rewards.terms import terms_of
 from mrl.run import console
@@ -65,7 +66,7 @@ def _notes(run: Path) -> dict[str, str]:
         "routing replay": recipe.moe.routing_replay,
         "learning rate": str(recipe.optimizer.lr),
         **_task(recipe),
-        "prompts": ", ".join(source.name for source in recipe.data.all_sources),
+        "prompts": ", ".join(map(source_name, recipe.data.all_sources)),
         "samples a step": str(recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt),
         "longest response": f"{recipe.rollout.max_response_len} tokens",
         "seed": str(recipe.seed),

@@ -82,7 +82,7 @@ def read_sources(
     names: Counter[str] = Counter()
     num_rows = 0
     for each in config.all_sources:
-        name = each.name or Path(paths_of(each.path)[0]).name
+        name = source_name(each)
         names[name] += 1
         if names[name] > 1:
             name = f"{name}_{names[name]}"
@@ -110,6 +110,11 @@ def read_sources(
             "a smaller rollout.prompts_per_step"
         )
     return found
+
+
+def source_name(source: SourceConfig) -> str:
+    """Return what messages and checkpoints call a source: its name, or that of its first file."""
+    return source.name or Path(paths_of(source.path)[0]).name
 
 
 def read_prompts(

@@ -25,12 +25,10 @@ from rollout_helpers import (
     score,
 )
 
-from mrl.errors import RunFailed
 from mrl.rollout.base import EngineLost, SamplingParams
 from mrl.rollout.sglang.http import HttpClient
 from mrl.rollout.sglang.leftovers import shared_memory_files
 from mrl.run.rollouts import decode_groups, encode_groups
-from mrl.toy_model import write_toy_model
 from tests.engine_starts import REAL
 
 NUM_PROMPTS, NUM_SAMPLES = 4, 4
@@ -229,24 +227,6 @@ def test_hung_and_maimed_server(toy_folder, tmp_path):
     assert not running(tree)
 
 
-@pytest.mark.release
-def test_a_start_ends_when_the_detokenizer_dies(toy_folder, tmp_path):
-    """SGLang waited 70 seconds for it, and mrl for SGLang."""
-    engine = make_engine(toy_folder, tmp_path / "engine.log", start_timeout_s=120.0)
-    killed = []
-
-    def kill_detokenizer():
-        for process in engine._server.process.tree():
-            if process.name().startswith("sglang::detok") and not killed:
-                process.kill()
-                killed.append(time.monotonic())
-
-    with pytest.raises(RuntimeError, match="died"):
-        engine.start(meanwhile=kill_detokenizer)
-    assert time.monotonic() - killed[0] < 30
-    assert not engine._server.process.tree()
-
-
 def test_time_limit_of_all_requests(engine, monkeypatch):
     hurried = engine._config.model_copy(update={"request_timeout_s": 0.3})
     long = make_requests(8, SamplingParams(480, 480))
@@ -345,23 +325,3 @@ def test_kill_of_the_trainer_leaves_nothing(toy_folder, tmp_path):
         assert time.monotonic() < deadline, f"still there: {tree}"
         time.sleep(0.1)
     assert not [file for file in shared_memory if file.exists()]
-
-
-def test_failed_start_shows_the_log(tmp_path):
-    write_toy_model(tmp_path / "toy")
-    config = tmp_path / "toy" / "config.json"
-    config.write_text(config.read_text().replace("Qwen3MoeForCausalLM", "NoSuchModel"))
-    engine = make_engine(tmp_path / "toy", tmp_path / "logs" / "engine.log")
-    with pytest.raises(
-        RunFailed, match=r"^.*exit code .*NoSuchModel.*; its log is .*engine\.log\nlast"
-    ):
-        engine.start()
-    assert engine.state == "stopped"
-    assert not engine._server.process.tree()
-
-
-def test_start_has_a_time_limit(toy_folder, tmp_path):
-    engine = make_engine(toy_folder, tmp_path / "engine.log", start_timeout_s=1.0)
-    with pytest.raises(RuntimeError, match=r"not ready after rollout\.start_timeout_s=1 s"):
-        engine.start()
-    assert not engine._server.process.tree()
