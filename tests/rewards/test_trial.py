@@ -99,8 +99,8 @@ def test_only_some_of_a_kind_are_shown(reward_test):
     ("spec", "rows", "options", "reason"),
     [
         ("nobody", QUESTIONS, (), "is not in mrl/rewards/"),
-        ("first_char", [], (), "no rows; one JSON object"),
-        ("first_char", [{"answer": 1}], (), "data.jsonl:1: `prompt` must be a string or a list"),
+        ("first_char", [], (), "no rows; one row with `prompt`"),
+        ("first_char", [{"answer": 1}], (), "data.jsonl:1: no `prompt`; this row has answer"),
         ("first_char", [{"prompt": "p", "completion": [1]}], (), "`completion` must be a string"),
         ("first_char", [{"prompt": "p", "completions": 1}], (), "column 'completions' is a name"),
         ("first_char", QUESTIONS, ("--limit", "0"), "'0' is not a whole number of at least 1"),
