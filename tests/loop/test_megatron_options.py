@@ -38,8 +38,8 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["recompute_modules: got 'moe', expected a list of text or null"],
     ),
     "no such dtype": (
-        ["megatron.exp_avg_dtype=bf16"],
-        ["exp_avg_dtype: got 'bf16', expected the torch name of a dtype, such as bfloat16"],
+        ["megatron.exp_avg_dtype=bf17"],
+        ["exp_avg_dtype: got 'bf17', expected the torch name of a dtype, such as bfloat16"],
     ),
     "not a choice": (
         ["megatron.moe_router_dtype=fp16"],

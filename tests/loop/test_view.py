@@ -38,7 +38,7 @@ def _check_sample(page, run, step):
     texts = page.evaluate("[...document.querySelectorAll('.token')].map((t) => t.textContent)")
     assert len(texts) == span.stop - span.start
     assert "".join(texts[: row["prompt_len"]]) == row["prompt"]
-    assert float(page.text(".sample-list tbody td")) == float(f"{row['reward']:.4g}")
+    assert float(page.text(".sample-list tbody td:nth-of-type(2)")) == float(f"{row['reward']:.4g}")
     token = row["prompt_len"] + 1
     page.hover(".token", nth=token)
     panel = page.text(".token-panel")

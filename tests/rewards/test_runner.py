@@ -46,7 +46,7 @@ def test_sync_and_async(name):
 def test_where_memory_runs_out_the_worker_goes_first():
     """And not the trainer, which holds more of it."""
     with RewardRunner(f"{ZOO}:lengths", 10) as runner:
-        assert Path(f"/proc/{runner._worker.pid}/oom_score_adj").read_text() == "1000\n"
+        assert Path(f"/proc/{runner._workers[0].pid}/oom_score_adj").read_text() == "1000\n"
 
 
 def test_columns_and_completion_ids_arrive():
@@ -142,7 +142,7 @@ def test_above_five_percent_the_run_stops_early():
             runner.score([group(20), group(20)], texts)
         assert runner.report.num_failed == 3  # 2 of 40 are 5%
     assert "zoo.py:raises' failed on 3 of 40 samples" in str(caught.value)
-    assert "first error: ZeroDivisionError" in str(caught.value)
+    assert "first error: f:1: ZeroDivisionError" in str(caught.value)
 
 
 def test_a_large_request_does_not_block_on_the_pipe():
@@ -187,7 +187,7 @@ def test_worker_dies_with_a_trainer_that_is_killed(name):
         "import sys, time; from mrl.rewards.runner import RewardRunner\n"
         "from tests.rewards.test_runner import group\n"
         f"runner = RewardRunner('{ZOO}:{name}', 1000)\n"
-        "print(runner._worker.pid, flush=True)\n"
+        "print(runner._workers[0].pid, flush=True)\n"
         "runner.score([group(1)], [['bad']]); time.sleep(1000)\n"
     )
     root = Path(__file__).parents[2]

@@ -29,6 +29,8 @@ from mrl.rollout.sglang.leftovers import (
 LOG_TAIL_LINES = 30
 TERM_GRACE_S = 1.0
 """SGLang looks at SIGTERM every 5 s; requests are never in flight here, so nothing is to drain."""
+COMM_LEN = 15
+"""The characters of its name that Linux keeps of a process that has died."""
 PART_PREFIX = "sglang::"
 """Schedulers and the detokenizer."""
 TORCHRUN_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} | {
@@ -103,7 +105,8 @@ class ServerProcess:
     def note_parts(self) -> None:
         """Remember the processes that SGLang gave names to: it cannot do without any of them.
 
-        One that has died already is among them, as long as SGLang has not noticed.
+        One that has died already is among them, as long as SGLang has not noticed. A child that a part
+        forks to run another program has the name of the part until it runs it, and is left out.
         """
         found: list[psutil.Process] = []
         if self._popen is not None:
@@ -112,7 +115,9 @@ class ServerProcess:
         parts: dict[int, psutil.Process] = {}
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.name().startswith(PART_PREFIX):
+                name, parent = process.name(), process.parent()
+                is_fork = parent is None or parent.name()[:COMM_LEN] == name[:COMM_LEN]
+                if name.startswith(PART_PREFIX) and not is_fork:
                     parts[process.pid] = process
         self._parts = parts
 
