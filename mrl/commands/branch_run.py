@@ -16,6 +16,7 @@ from mrl.algorithms import load_algorithm, traits
 from mrl.config import dump_recipe
 from mrl.errors import InputError
 from mrl.preflight.algorithm import check_critic_stays
+from mrl.preflight.schedule import with_decay
 from mrl.run.changes import Change, check_allowed
 from mrl.run.contents import contents_of
 from mrl.run.folder import RunFolder, as_lines
@@ -51,8 +52,14 @@ def branch(source: str, target: Path, overrides: list[str]) -> Branched:
     config = RunFolder(parent).history.config_at(step)
     recipe = load_run(parent, _without_output(overrides, target), config)
     recipe = recipe.model_copy(update={"output_dir": str(target)})
+    if recipe.train.num_epochs is not None:
+        raise InputError(
+            f"train.num_epochs={recipe.train.num_epochs:g}: a branch needs a number of steps, counted "
+            "from the start of its parent; give train.num_steps"
+        )
+    recipe = with_decay(recipe)
     contents = contents_of(recipe)
-    changes = changes_to(parent, recipe, contents, config)
+    changes = changes_to(parent, recipe, contents, step)
     check_allowed(changes, [c.key for c in changes], str(parent), f"a branch of {parent}")
     needs_critic = traits(load_algorithm(recipe.algorithm.name)).needs_critic
     check_critic_stays(changes, needs_critic)

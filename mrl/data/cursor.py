@@ -116,6 +116,10 @@ class PromptCursor:
         is_same = state["num_prompts"] == num_prompts and state["sha256"] == self._digest
         if not is_same and state.get("sources") and self._digests:
             self._check_sources(state["sources"])
+            names = ", ".join(one["name"] for one in state["sources"])
+            raise InputError(
+                f"cannot resume: the sources of the data were in another order: {names}; restore it"
+            )
         if state["num_prompts"] != num_prompts:
             raise InputError(
                 f"cannot resume: the checkpoint was made with {state['num_prompts']} prompts, "

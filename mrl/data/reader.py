@@ -6,6 +6,7 @@ Dimensions: P prompt tokens, T all tokens of an SFT example.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,13 +80,14 @@ def read_sources(
     """
     encoder = PromptEncoder(tokenizer, config.chat_template_kwargs)
     found: list[Source] = []
-    names: Counter[str] = Counter()
+    taken = {each.name for each in config.all_sources if each.name is not None}
     num_rows = 0
     for each in config.all_sources:
         name = source_name(each)
-        names[name] += 1
-        if names[name] > 1:
-            name = f"{name}_{names[name]}"
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        while each.name is None and name in taken:
+            name = next(numbered)
+        taken.add(name)
         reading = _Reading(encoder, config.overlong, max_prompt_len, max_response_len, num_rows)
         prompts = reading.prompts(each)
         num_rows = reading.num_rows

@@ -73,7 +73,7 @@ def compute_advantages(
         samples = _compared(rewards, loss_tokens, penalties, algorithm, config)
         return Advantages(with_advantages(batches, samples), samples, {})
     num_samples = sum(len(group) for group in rewards)
-    if config.bootstrap_truncated and values_after is not None:
+    if config.bootstrap_truncated and values_after:  # none on the earlier pipeline stages
         batches = [
             dataclasses.replace(b, bootstrap=gae.bootstrap(after, to_device(b, after.device)))
             for b, after in zip(batches, values_after, strict=True)

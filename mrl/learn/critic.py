@@ -13,12 +13,21 @@ def make_critic(model: HfModel | None, recipe: Recipe, policy: Policy, mesh: Mes
     """Build the critic from `model`, sharing the policy's device; None where there is no `model`."""
     if model is None:
         return None
-    lr, optimizer = recipe.critic.lr, recipe.optimizer
+    lr, optimizer, train = recipe.critic.lr, recipe.optimizer, recipe.train
+    # Its schedule ends with the policy's, which begins when the critic has warmed up.
+    warmup = recipe.critic.warmup_steps * train.num_epochs_per_rollout * train.num_steps_per_rollout
+    decay = optimizer.lr_decay_steps and optimizer.lr_decay_steps + warmup
     critic = Critic(
         model,
         mesh,
         recipe.model,
-        optimizer.model_copy(update={"lr": lr, "min_lr": optimizer.min_lr / optimizer.lr * lr}),
+        optimizer.model_copy(
+            update={
+                "lr": lr,
+                "min_lr": optimizer.min_lr / optimizer.lr * lr,
+                "lr_decay_steps": decay,
+            }
+        ),
         recompute=recipe.train.recompute,
         ledger=policy.ledger,
         head_std=recipe.critic.head_std,

@@ -275,6 +275,7 @@ class Learner:
             (traits(self.algorithm).needs_old_logprobs and self._trainer_is_old)
             or recipe.moe.routing_replay == "r2"
             or self.kl.in_reward
+            or recipe.algorithm.turn_rewards
             or self.critic is not None  # its warm-up has no pass of the policy
             or self.diagnosis.is_due(step)
         )

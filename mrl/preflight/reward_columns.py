@@ -49,11 +49,11 @@ def needed_columns(spec: str) -> list[str]:
     Functions in the forms of verl and slime take whole rows, and have none.
     """
     try:
-        parameters = inspect.signature(resolve_reward(spec)).parameters.values()
+        function = resolve_reward(spec)
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a callable without a Python signature
         return []
-    names = [parameter.name for parameter in parameters]
-    if "solution_str" in names or names[:2] == ["args", "sample"]:
+    if getattr(function, "takes_rows", False):
         return []
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [

@@ -18,7 +18,7 @@ def with_schedule(recipe: Recipe, num_prompts: int) -> Recipe:
     `optimizer.lr_decay_steps` where the learning rate decays. Raises InputError where the keys of the
     schedule contradict each other.
     """
-    return _with_decay(_with_steps(recipe, num_prompts))
+    return with_decay(_with_steps(recipe, num_prompts))
 
 
 def _with_steps(recipe: Recipe, num_prompts: int) -> Recipe:
@@ -52,14 +52,21 @@ def _with_steps(recipe: Recipe, num_prompts: int) -> Recipe:
     )
 
 
-def _with_decay(recipe: Recipe) -> Recipe:
+def with_decay(recipe: Recipe) -> Recipe:
+    """Return the recipe with `optimizer.lr_decay_steps`, where the learning rate decays.
+
+    By default these are all optimizer steps of the policy, which does not train while its critic
+    warms up. Raises InputError where the keys of the schedule contradict each other.
+    """
     config, train = recipe.optimizer, recipe.train
     if config.lr_decay_style == "constant":
         _refuse_without_decay(config)
         return recipe
     steps = config.lr_decay_steps
     if steps is None:
-        steps = train.num_steps * train.num_epochs_per_rollout * train.num_steps_per_rollout
+        warmup = recipe.critic.warmup_steps
+        num_trained = train.num_steps - warmup if warmup < train.num_steps else train.num_steps
+        steps = num_trained * train.num_epochs_per_rollout * train.num_steps_per_rollout
     if config.lr_warmup_steps >= steps:
         raise InputError(
             f"optimizer.lr_warmup_steps is {config.lr_warmup_steps}, but the learning rate has decayed "

@@ -79,28 +79,34 @@ class _Trl:
 
 
 class _Verl:
-    """Calls once a sample. A dict that comes back has the reward under `score`."""
+    """Calls once a sample, by keyword where the function has verl's names. A dict that comes back has
+    the reward under `score`."""
+
+    takes_rows = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = self.__wrapped__ = function
+        self._by_name = "solution_str" in inspect.signature(function).parameters
 
     async def __call__(self, prompts: list[Any], completions: list[str], **columns: Any) -> Any:
         calls = []
         for row, text in zip(_rows(columns, len(completions)), completions, strict=True):
-            calls.append(
-                self._function(
-                    data_source=row.get("data_source", ""),
-                    solution_str=text,
-                    ground_truth=_truth(row),
-                    extra_info=row.get("extra_info") or {},
-                )
-            )
+            given = {
+                "data_source": row.get("data_source", ""),
+                "solution_str": text,
+                "ground_truth": _truth(row),
+                "extra_info": row.get("extra_info") or {},
+            }
+            by_name = self._by_name
+            calls.append(self._function(**given) if by_name else self._function(*given.values()))
         return await _results(calls)
 
 
 class _Slime:
     """Calls once a sample, with what a run has of slime's `Sample`: `prompt`, `response`,
     `response_length`, `label` and `metadata` (the columns). `args` is empty."""
+
+    takes_rows = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = self.__wrapped__ = function

@@ -9,11 +9,13 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mrl.config import Recipe
+from mrl.config.paths import FORMS, REWARD_MODEL
 from mrl.run.changes import flatten, rule_of
 
 WHOLE_BYTES = 64 << 20
@@ -48,7 +50,12 @@ def _resolved(value: Any) -> Any:
 
 def _of_text(text: str) -> Any:
     """Return the digests of the files that `text` names, as a path, a glob or `file.py:NAME`; the text
-    itself where it names none."""
+    itself where it names none. Paths of a recipe are absolute (`mrl.config.paths`)."""
+    for form in (*FORMS, REWARD_MODEL):
+        if text.startswith(form):
+            return [form, _of_text(text.removeprefix(form))]
+    if not os.path.isabs(text):
+        return text
     file, colon, name = text.rpartition(":")
     if colon and file.endswith(".py") and Path(file).is_file():
         return [_of_file(Path(file)), name]

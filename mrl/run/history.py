@@ -39,17 +39,18 @@ class Update:
 
 
 def changes_to(
-    root: Path, recipe: Recipe, contents: Mapping[str, str], config: Path | None = None
+    root: Path, recipe: Recipe, contents: Mapping[str, str], step: int | None = None
 ) -> list[Change]:
-    """Compare the recipe of the run folder `root`, by default that in its config.yaml, with `recipe`,
+    """Compare the recipe of the run folder `root`, now or where `step` steps were done, with `recipe`,
     whose digests are `contents`.
 
     A digest that the history lacks is taken of what the old recipe names, if that is still there.
     """
-    there = load_run(root, config=config)
+    history = History(root)
+    there = load_run(root, config=None if step is None else history.config_at(step))
     old, new = flatten(there.model_dump()), flatten(recipe.model_dump())
     old["output_dir"] = new["output_dir"]  # the folder is where it is
-    known = History(root).contents() if contents else {}
+    known = history.contents(step) if contents else {}
     if unknown := [key for key in contents if key not in known and old.get(key) != new[key]]:
         now = contents_of(there)
         known |= {key: now[key] for key in unknown if key in now}
@@ -73,10 +74,14 @@ class History:
             return [json.loads(line) for line in lines]
         return []
 
-    def contents(self) -> dict[str, str]:
-        """Return the digests of what the run's recipe names, as they were noted last."""
+    def contents(self, step: int | None = None) -> dict[str, str]:
+        """Return the digests of what the run's recipe names, as they were noted last, or until `step`
+        steps were done."""
+        entries = self.read()
+        while step is not None and entries and entries[-1]["step"] > step:
+            entries.pop()
         found: dict[str, str] = {}
-        for entry in self.read():
+        for entry in entries:
             found |= entry["contents"]
         return found
 
@@ -107,8 +112,8 @@ class History:
         }
         if changes and self._config.exists():
             entry["config_before"] = self._keep_config()
-        with self.file.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+        lines = [json.dumps(each) + "\n" for each in (*self.read(), entry)]
+        write_whole(self.file, "".join(lines))  # a line cut short by a crash is not continued
 
     def _keep_config(self) -> str:
         self.configs.mkdir(exist_ok=True)

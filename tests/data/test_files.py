@@ -10,9 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mrl.data import read_prompts
+from mrl.config import DataConfig, SourceConfig
+from mrl.data import read_prompts, read_sources
 from mrl.data.files import read_all_rows
 from mrl.errors import InputError
+from mrl.toy_model import build_tokenizer
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(5)]
 
@@ -200,3 +202,17 @@ def test_a_folder_of_datasets_and_a_hub_id_without_a_network(tmp_path, monkeypat
     with pytest.raises(InputError, match="cannot be loaded") as caught:
         rows_of("nobody/has-this")
     assert "\n" not in str(caught.value)
+
+
+def test_sources_without_names_take_none_that_is_given(tmp_path) -> None:
+    paths = [tmp_path / name / "train.jsonl" for name in "abc"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text('{"prompt": "a"}\n')
+    names = (None, None, "train.jsonl_2")
+    sources = tuple(
+        SourceConfig(path=str(path), name=name) for path, name in zip(paths, names, strict=True)
+    )
+    config = DataConfig(sources=sources)
+    found = read_sources(config, build_tokenizer(), max_prompt_len=10, max_response_len=0)
+    assert [source.name for source in found] == ["train.jsonl", "train.jsonl_3", "train.jsonl_2"]

@@ -22,6 +22,8 @@ def test_the_decay_takes_all_optimizer_steps_of_the_run() -> None:
     assert given.optimizer.lr_decay_steps == 5
     twice = load_recipe(TOY_RECIPE, [*STEPS, cosine, "train.num_epochs_per_rollout=2"])
     assert with_schedule(twice, 8).optimizer.lr_decay_steps == 24
+    warm = load_recipe(TOY_RECIPE, [*STEPS, cosine, "critic.warmup_steps=2"])
+    assert with_schedule(warm, 8).optimizer.lr_decay_steps == 8
     plain = load_recipe(TOY_RECIPE, [*STEPS])
     assert with_schedule(plain, 8) == plain
 

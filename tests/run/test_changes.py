@@ -14,7 +14,7 @@ from mrl.config import Recipe, dump_recipe, load_recipe
 from mrl.config.suggest import all_keys
 from mrl.errors import InputError
 from mrl.run.changes import RULES, Kind, check_keys, is_in, rule_of
-from mrl.run.contents import PIECE_BYTES, WHOLE_BYTES, _of_file
+from mrl.run.contents import PIECE_BYTES, WHOLE_BYTES, _digest, _of_file
 from mrl.run.folder import RunFolder
 from mrl.run.history import History
 from mrl.run.source import load_run, read_source
@@ -199,3 +199,31 @@ def test_the_history_of_a_run_that_was_set_back(tmp_path: Path) -> None:
     history = History(tmp_path)
     assert history.config_at(7) == tmp_path / "configs/20"  # done again after the start from step 5
     assert history.config_at(3) == tmp_path / "configs/10"
+
+
+def test_the_history_knows_what_was_named_at_a_step(run: Path) -> None:
+    history = History(run)
+    history.add("start", 0, [], {"data.path": "a"})
+    history.add("start", 10, [], {"data.path": "b"})
+    assert history.contents(5)["data.path"] == "a"
+    assert history.contents()["data.path"] == history.contents(10)["data.path"] == "b"
+
+
+def test_a_line_of_the_history_that_a_crash_cut_short_is_dropped(run: Path) -> None:
+    history = History(run)
+    with history.file.open("a") as file:
+        file.write('{"time": "20')
+    history.add("start", 10, [], {"reward": "c"})
+    assert history.contents()["reward"] == "c"
+
+
+def test_only_paths_are_judged_by_contents(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "first_char").mkdir()
+    (tmp_path / "first_char/file").write_text("a")
+    (tmp_path / "r.py").write_text("def f(completions, **columns): ...\n")
+    before = [_digest("first_char"), _digest(f"trl:{tmp_path}/r.py:f")]
+    (tmp_path / "first_char/file").write_text("b")
+    (tmp_path / "r.py").write_text("def f(completions, **columns): return 1\n")
+    assert _digest("first_char") == before[0]
+    assert _digest(f"trl:{tmp_path}/r.py:f") != before[1]
