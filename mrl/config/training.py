@@ -82,8 +82,8 @@ class OptimizerConfig(Branch):
     decays in the same way."""
     lr_decay_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps, warm-up included, after which the learning rate is `min_lr`. Null takes all that
-    the run has: train.num_steps x num_epochs_per_rollout x num_steps_per_rollout. Only with an
-    `lr_decay_style`. Steps that only warm up a critic do not count for the policy."""
+    the policy takes: (train.num_steps - critic.warmup_steps) x num_epochs_per_rollout x
+    num_steps_per_rollout. Only with an `lr_decay_style`. The critic's decay ends in the same step."""
     min_lr: float = Field(default=0.0, ge=0)
     """The learning rate at the end of the decay. A critic ends at the same share of `critic.lr`."""
     wsd_decay_steps: int | None = Field(default=None, ge=1)

@@ -83,8 +83,8 @@ def read_sources(
     taken = {each.name for each in config.all_sources if each.name is not None}
     num_rows = 0
     for each in config.all_sources:
-        name = source_name(each)
-        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        name = first = source_name(each)
+        numbered = (f"{first}_{number}" for number in itertools.count(2))
         while each.name is None and name in taken:
             name = next(numbered)
         taken.add(name)
