@@ -169,9 +169,8 @@ class ServerProcess:
 
     def kill(self) -> None:
         """End the server and its descendants at once; stop() clears away what they leave."""
-        popen = self._popen  # another thread may be in stop()
-        if popen is not None:
-            kill_session(popen.pid)
+        if self._popen is not None:
+            kill_session(self._popen.pid)
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to whatever of the session is left. Harmless when repeated."""
