@@ -13,6 +13,7 @@ from mrl.commands import (
     diff,
     evaluate,
     export,
+    recipe,
     replay,
     reward,
     toy_model,
@@ -23,6 +24,7 @@ from mrl.commands import (
 
 ALL: tuple[ModuleType, ...] = (
     toy_model,
+    recipe,
     check,
     train,
     branch,

@@ -38,6 +38,18 @@ def check_from_another_directory(user: User) -> str:
     return printed.strip().splitlines()[-1]
 
 
+@thing("I want every key with its default and meaning, as a recipe to fill in.", is_long=False)
+def print_every_key(user: User) -> str:
+    recipe = user.write("mine.yaml", user.mrl("recipe"))
+    said = user.mrl("check", recipe, code=2)
+    assert all(key in said for key in ("model.path", "rollout.max_response_len", "output_dir"))
+    rows = user.write("rows.jsonl", '{"prompt": "a b"}\n' * 16)
+    keys = [f"data.path={rows}", "reward=first_char", "train.num_steps=1"]
+    printed = user.mrl("check", recipe, *user.toy.overrides(user.folder / "run"), *keys)
+    assert printed.endswith("ok\n")
+    return f"{len(recipe.read_text().splitlines())} lines"
+
+
 @thing("I check a recipe for several GPUs on a login node.")
 def check_on_a_login_node(user: User) -> str:
     recipe = [*user.recipe("run"), "parallel.expert_model_parallel_size=8"]
