@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.data.forms import tools_of
+from mrl.data.template import render_chat
 from mrl.errors import InputError
 from mrl.types import Prompt
 
@@ -109,17 +110,12 @@ class ChatTurns:
         if not self._tokenizer.chat_template:
             raise ValueError("there is none")
         try:
-            return self._tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=ask,
-                **({} if tools is None else {"tools": tools}),
-                **self._template_kwargs,
+            return render_chat(
+                self._tokenizer, messages, self._template_kwargs, ask=ask, tools=tools
             )
-        except Exception as error:  # templates raise what they like: jinja2 errors, TypeError ...
+        except ValueError as error:
             raise ValueError(
-                f"the chat template refuses messages of roles {[m['role'] for m in messages]}: "
-                f"{type(error).__name__}: {error}"
+                f"the chat template refuses messages of roles {[m['role'] for m in messages]}: {error}"
             ) from None
 
     def _encode(self, text: str) -> list[int]:

@@ -12,6 +12,27 @@ from typing import Any
 from mrl.errors import InputError
 
 
+def render_chat(
+    tokenizer: Any,
+    messages: list[Any],
+    template_kwargs: Mapping[str, Any],
+    *,
+    ask: bool,
+    tools: list[Any] | None,
+) -> str:
+    """Return the messages in the tokenizer's chat template; `ask` adds the beginning of the answer.
+
+    Raises ValueError, with the template's reason, where it refuses them.
+    """
+    more = {} if tools is None else {"tools": tools}
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=ask, **more, **template_kwargs
+        )
+    except Exception as error:  # templates raise what they like: jinja2 errors, TypeError ...
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
 @dataclass(frozen=True)
 class PromptEncoder:
     """A `PromptEncoder` holds a tokenizer and the arguments of its chat template."""
@@ -67,16 +88,11 @@ class PromptEncoder:
                 f"{source}: `prompt` is a list of messages and this tokenizer has no chat template; "
                 "use a string"
             )
-        more = {} if tools is None else {"tools": tools}
         try:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=True,
-                **more,
-                **self.template_kwargs,
+            return render_chat(
+                self.tokenizer, messages, self.template_kwargs, ask=True, tools=tools
             )
-        except Exception as error:  # templates raise what they like: jinja2 errors, TypeError ...
+        except ValueError as error:
             raise InputError(
-                f"{source}: the chat template refuses these messages: {type(error).__name__}: {error}"
+                f"{source}: the chat template refuses these messages: {error}"
             ) from None

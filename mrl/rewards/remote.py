@@ -33,6 +33,8 @@ from mrl.rewards.base import HANG, BrokenReward, RewardError
 
 BUSY = (429, 502, 503, 504)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+LEAST_TRY_S = 0.01
+"""There is no other try with less time left: that nothing answered in it would prove nothing."""
 WAIT_FOR_SERVER_S = 30.0
 """How long a starting worker waits for the server: server and run may be started together."""
 SHARE_OF_TIMEOUT = 0.9
@@ -123,10 +125,10 @@ class HttpReward:
 
     def _retry(self, attempt: Any, deadline: float) -> Any:
         pause_s, tries, busy = FIRST_PAUSE_S, 1, ""
+        left_s = deadline - time.monotonic()
         while True:
-            left_s = max(deadline - time.monotonic(), 0.001)
             try:
-                return attempt(left_s)
+                return attempt(max(left_s, LEAST_TRY_S))
             except TimeoutError:
                 if busy:  # the function did not have its whole time: no proof that it hangs
                     late = f"{busy}; then no answer in the {left_s:.3g} s left"
@@ -137,10 +139,14 @@ class HttpReward:
                 busy = str(error) if isinstance(error, _Busy) else busy
                 # Jitter: the workers of many engines meet the same outage at the same time.
                 wait_s = pause_s * random.uniform(0.5, 1.0)
-                if time.monotonic() + wait_s >= deadline:
+                if time.monotonic() + wait_s < deadline:
+                    time.sleep(wait_s)  # a loaded machine may sleep much longer
+                    left_s = deadline - time.monotonic()
+                else:
+                    left_s = 0.0
+                if left_s < LEAST_TRY_S:
                     times = f"{tries} {'try' if tries == 1 else 'tries'}"
                     raise ServerRefused(f"{self._url!r}: {error} ({times})") from None
-            time.sleep(wait_s)
             pause_s, tries = min(2 * pause_s, LONGEST_PAUSE_S), tries + 1
 
     def _connect(self, left_s: float) -> None:

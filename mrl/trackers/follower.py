@@ -167,8 +167,8 @@ class Follower:
         if not self._has_warned:
             self._has_warned = True
             self._warn(
-                f"logging: {self.name} failed ({self.failure}); the run goes on, {self.name} is tried "
-                f"again every {RETRY_S:g} s, and metrics.jsonl has everything"
+                f"logging: {self.name} failed ({self.failure}); the run continues, {self.name} is "
+                f"tried again every {RETRY_S:g} s, and metrics.jsonl has everything"
             )
 
 

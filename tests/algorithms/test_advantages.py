@@ -41,11 +41,11 @@ def test_advantages_by_hand(name) -> None:
         torch.testing.assert_close(advantages, torch.tensor(group).float() / scale)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if load_algorithm(name).advantages is not raw_rewards]
+)
 def test_no_signal_is_exactly_zero(name) -> None:
-    """Whatever rounding makes of the mean of seven times 0.1."""
-    if load_algorithm(name).advantages is raw_rewards:
-        pytest.skip("the baseline or the mean is subtracted later")
+    """The mean of seven times 0.1 is rounded; the others get theirs where the loop whitens."""
     step = [torch.tensor(r) for r in ([0.1] * 7, [NAN] * 3, [NAN, 0.1], [0.1])]
     for rewards, got in zip(step, load_algorithm(name).advantages(step, CONFIG), strict=True):
         assert torch.equal(got, torch.zeros_like(rewards))

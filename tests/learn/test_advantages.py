@@ -149,6 +149,28 @@ def test_turn_rewards_and_bootstraps_are_the_same_bits_in_any_split(
     assert not any(torch.equal(plain[i], whole["returns"][i]) for i in range(NUM_SAMPLES))
 
 
+def credited_on_stages() -> Tensor:
+    """Only the last of two pipeline stages has values of the critic."""
+    sizes = {"pipeline_model_parallel_size": 2}
+    mesh: Mesh = init_mesh(ParallelDims.create(ParallelConfig(**sizes), 2), 0)
+    (made,) = make_train_batches(
+        [(samples(), REWARDS)], ppo, mesh, 12, config=TURNS, max_response_len=12
+    )
+    batches = [filled(batch) for batch in made.micro_batches]
+    own = batches if mesh.rank == 1 else []
+    return compute_advantages(
+        batches, [torch.tensor(REWARDS[:4]), torch.tensor(REWARDS[4:])], COUNTS, ppo, TURNS, mesh,
+        values=[at_tokens(batch, 1.1) for batch in own],
+        values_after=[at_tokens(batch, 2.3) for batch in own],
+    ).samples  # fmt: skip
+
+
+def test_bootstraps_need_values_on_the_last_stage_alone(tmp_path: Path) -> None:
+    first, last = run_ranks(2, credited_on_stages, folder=tmp_path)
+    assert torch.equal(first, last)
+    assert last.abs().max() > 0
+
+
 def test_token_advantages_are_white_over_the_step(whole: dict[str, Any]) -> None:
     tokens = torch.cat([whole["token"][i][whole["mask"][i]] for i in range(NUM_SAMPLES)]).double()
     assert len(tokens) == sum(LENGTHS)

@@ -25,6 +25,7 @@ from mrl.preflight.engine_layout import EngineLayout
 from mrl.rollout.base import START_ATTEMPTS, EngineLost
 from mrl.rollout.sglang import process
 from mrl.rollout.sglang.engine import Engine
+from mrl.rollout.sglang.http import HttpClient
 from mrl.rollout.sglang.node import EngineNode
 from mrl.rollout.sglang.server import Server
 
@@ -172,3 +173,23 @@ def test_another_port_where_one_was_just_taken(monkeypatch, tmp_path, line) -> N
     with pytest.raises(RuntimeError, match="died while starting"):
         server.start(60.0, {})
     assert len(starts) == START_ATTEMPTS
+
+
+def test_a_request_ends_when_a_process_of_the_server_dies(monkeypatch, tmp_path) -> None:
+    """The server itself holds the connection and never answers, as without its detokenizer."""
+    server = Server({}, {}, tmp_path / "log")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server.client = HttpClient(silent.getsockname()[1], "key")
+        held: list[socket.socket] = []
+
+        def hang_up() -> None:
+            held[0].close()
+
+        accept = threading.Thread(target=lambda: held.append(silent.accept()[0]))
+        accept.start()
+        monkeypatch.setattr("mrl.rollout.sglang.server.WATCH_S", 0.02)
+        monkeypatch.setattr(server.process, "dead_part", lambda: "process 7" if held else None)
+        monkeypatch.setattr(server.process, "kill", hang_up)
+        with pytest.raises(EngineLost, match="process 7 died"):
+            server.post("/generate", {}, timeout_s=30.0)
+        accept.join()
