@@ -27,7 +27,7 @@ from mrl.exchange.sharing import gather_lines
 from mrl.learn.advantages import count_loss_tokens, set_reward_advantages, shaping_metrics
 from mrl.learn.critic import make_critic
 from mrl.learn.learner import Learner
-from mrl.learn.rollout_metrics import episode_metrics, rollout_metrics
+from mrl.learn.rollout_metrics import episode_metrics, rollout_metrics, source_metrics
 from mrl.learn.sft import run_sft
 from mrl.learn.throughput import Throughput
 from mrl.preflight import Plan
@@ -201,6 +201,7 @@ class Trainer:
         """Join what rollout, learner and memory measured. A collective."""
         recipe = self.plan.recipe
         metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
+        metrics |= source_metrics(groups)
         metrics |= shaping_metrics(groups, recipe.algorithm, recipe.rollout.max_response_len)
         if recipe.environment is not None:
             metrics |= episode_metrics(groups)

@@ -44,7 +44,9 @@ class Prompt:
     source: str
     """`file:line`, for error messages."""
     reward: str | None = None
-    """What scores it, where its source of the data has a reward of its own."""
+    """A key of `DataConfig.rewards`, where its source of the data has a reward of its own."""
+    source_name: str | None = None
+    """The name of its source, where the data has several (`data.sources`)."""
 
 
 @dataclass(frozen=True)

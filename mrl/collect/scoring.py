@@ -32,9 +32,10 @@ class Scoring:
         elif recipe.reward is not None:
             self._rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s)
         self._of_sources = {
-            spec: RewardRunner(spec, recipe.reward_timeout_s) for spec in recipe.data.rewards
+            key: RewardRunner(rewards, recipe.reward_timeout_s)
+            for key, rewards in recipe.data.rewards.items()
         }
-        """The rewards that sources of the data have of their own, by spec."""
+        """The rewards that sources of the data have of their own, by `Prompt.reward`."""
 
     def begin_step(self) -> None:
         """Forget the step before."""

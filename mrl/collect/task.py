@@ -13,6 +13,7 @@ from mrl.collect.single_turn import SingleTurnRollout
 from mrl.config import Recipe, RolloutConfig
 from mrl.exchange.sharing import share_bytes, sum_over_ranks
 from mrl.rewards.runner import check_failures, reward_names
+from mrl.rewards.terms import all_terms
 from mrl.rollout.base import RolloutEngine, SamplingParams
 from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.types import SampleGroup
@@ -127,7 +128,7 @@ def share_scored(task: Task | None, recipe: Recipe, mesh: Mesh) -> list[SampleGr
         return local
     everything = _share_outlines(local, mesh)
     check_failures(
-        reward_names(recipe.reward)
+        reward_names(all_terms(recipe))
         if recipe.environment is None
         else f"environment {recipe.environment.name!r}",
         sum_over_ranks(num_failed),

@@ -7,7 +7,7 @@ from pathlib import Path
 from mrl.config import Recipe, load_recipe
 from mrl.data.reader import source_name
 from mrl.errors import InputError
-from mrl.rewards.terms import terms_of
+from mrl.rewards.terms import all_terms
 from mrl.run import console
 from mrl.run.folder import RunFolder
 from parallel.checkpoint.hf_export import Exported, export_checkpoint
@@ -51,7 +51,7 @@ def _find(source: Path) -> Path:
 def _task(recipe: Recipe) -> dict[str, str]:
     if recipe.environment is not None:
         return {"environment": Path(recipe.environment.name).name}
-    names = (Path(term.path).name for term in terms_of(recipe.reward or ()))
+    names = (Path(term.path).name for term in all_terms(recipe))
     return {"reward": ", ".join(names)}
 
 

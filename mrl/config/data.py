@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from mrl.config.branch import Branch
+from mrl.config.reward import Rewards, describe_rewards
 
 Paths = str | tuple[str, ...]
 TEMPLATE_OWN = ("add_generation_prompt", "conversation", "messages", "tokenize", "tools")
@@ -43,12 +44,14 @@ class SourceConfig(RowsConfig):
     `columns` are added to those of `data`."""
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Its name in messages and checkpoints; null takes the name of the file."""
+    """Its name in messages, checkpoints and metrics (`source/NAME/...`); null takes the name of the
+    file."""
     weight: float | None = Field(default=None, gt=0)
     """Share of the prompts that come from this source, relative to the other weights. Give every source
     a weight or none: without weights a pass over the data has each row once."""
-    reward: str | None = None
-    """What scores the prompts of this source; null takes the recipe's `reward`."""
+    reward: Rewards | None = None
+    """What scores the prompts of this source: one reward or a list with weights, as the recipe's
+    `reward`; null takes that one."""
 
 
 class DataConfig(Branch):
@@ -120,9 +123,15 @@ class DataConfig(Branch):
         return any(source.weight is not None for source in self.sources)
 
     @property
-    def rewards(self) -> tuple[str, ...]:
-        """The rewards that sources have of their own, each once."""
-        return tuple(dict.fromkeys(s.reward for s in self.sources if s.reward is not None))
+    def rewards(self) -> dict[str, Rewards]:
+        """The rewards that sources have of their own, by what `Prompt.reward` calls them."""
+        own = (source.reward for source in self.sources if source.reward is not None)
+        return {describe_rewards(reward): reward for reward in own}
+
+    @property
+    def has_all_rewards(self) -> bool:
+        """Whether every source has a reward of its own."""
+        return bool(self.sources) and all(s.reward is not None for s in self.sources)
 
     def describe(self) -> str:
         """Return all paths in one line."""

@@ -69,3 +69,16 @@ Rewards = Annotated[
     Discriminator(lambda value: TAGS[isinstance(value, (list, tuple))]),
 ]
 """One reward by its name, or several with weights."""
+
+
+def describe_rewards(rewards: str | tuple[RewardConfig, ...]) -> str:
+    """Return rewards in one line, which differs from that of any other rewards.
+
+    A single reward by its name is that name.
+    """
+    if isinstance(rewards, str):
+        return rewards
+    return " + ".join(
+        f"{each.weight:g} {each.path}" + f" ({each.name})" * (each.name != each.path)
+        for each in rewards
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mrl.config import DataConfig, SourceConfig
 from mrl.config.data import paths_of
+from mrl.config.reward import describe_rewards
 from mrl.data.files import read_all_rows
 from mrl.data.forms import Row, read_form, tools_of
 from mrl.data.template import PromptEncoder
@@ -89,7 +90,7 @@ def read_sources(
             name = next(numbered)
         taken.add(name)
         reading = _Reading(encoder, config.overlong, max_prompt_len, max_response_len, num_rows)
-        prompts = reading.prompts(each)
+        prompts = reading.prompts(each, name if len(config.sources) > 1 else None)
         num_rows = reading.num_rows
         if not prompts:
             raise InputError(
@@ -157,17 +158,19 @@ class _Reading:
         self.num_filtered = self.num_truncated = self.num_with_tools = 0
         self.forms: Counter[str] = Counter()
 
-    def prompts(self, config: SourceConfig) -> list[Prompt]:
+    def prompts(self, config: SourceConfig, name: str | None) -> list[Prompt]:
+        """Read the prompts of a source; `name` is that of one of several."""
         prompts = []
+        reward = None if config.reward is None else describe_rewards(config.reward)
         for row in _read_forms(config):
-            prompt = self._prompt(row, config.reward)
+            prompt = self._prompt(row)
             if prompt is not None:
-                prompts.append(prompt)
+                prompts.append(replace(prompt, reward=reward, source_name=name))
             self.num_rows += 1
             self.forms[row.form] += 1
         return prompts
 
-    def _prompt(self, row: Row, reward: str | None) -> Prompt | None:
+    def _prompt(self, row: Row) -> Prompt | None:
         is_chat = not isinstance(row.prompt, str)
         tools = tools_of(row.columns, row.source) if is_chat else None
         content, ids = row.prompt, self._encoder.prompt(row.prompt, tools, row.source)
@@ -180,9 +183,7 @@ class _Reading:
             content, ids = self._encoder.shortened(content, ids, self._max_len, tools, row.source)
             self.num_truncated += 1
         self.num_with_tools += tools is not None
-        return Prompt(
-            str(self.num_rows), torch.tensor(ids), content, row.columns, row.source, reward
-        )
+        return Prompt(str(self.num_rows), torch.tensor(ids), content, row.columns, row.source)
 
     def _too_long(self, source: str, num_tokens: int) -> str:
         limit, response = self._max_len, self._response_len

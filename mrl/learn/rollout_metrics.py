@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
 
 from mrl.algorithms.signal import part_means, zero_variance_metrics
 from mrl.types import Sample, SampleGroup
+
+_NOT_IN_KEYS = re.compile(r"[^\w.\-]")
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
@@ -33,6 +36,33 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         "tokens/rollout": float(lengths.sum()),
         "tokens/train": float(sum(len(sample.token_ids) for sample in samples)),
     }
+
+
+def source_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Measure the groups of each source of a mixture, as `source/NAME/...`; nothing without several.
+
+    A source that has no group in the step has no key. In a key `_` stands for characters that trackers
+    do not take.
+    """
+    of_source: dict[str, list[SampleGroup]] = {}
+    for group in groups:
+        if group.prompt.source_name is not None:
+            key = _NOT_IN_KEYS.sub("_", group.prompt.source_name)
+            of_source.setdefault(key, []).append(group)
+    metrics: dict[str, float] = {}
+    for name, own in sorted(of_source.items()):
+        whole = rollout_metrics(own)
+        metrics |= {
+            f"source/{name}/samples": float(sum(len(group.samples) for group in own)),
+            f"source/{name}/reward_mean": whole["reward/mean"],
+            f"source/{name}/reward_std": whole["reward/std"],
+            f"source/{name}/unscored": whole["reward/abstained"],
+            f"source/{name}/zero_variance_share": whole["reward/zero_signal_groups"] / len(own),
+            f"source/{name}/response_len": whole["response_len/mean"],
+            f"source/{name}/response_len_max": whole["response_len/max"],
+            f"source/{name}/truncated": whole["response_len/truncated"],
+        }
+    return metrics
 
 
 def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:

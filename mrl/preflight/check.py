@@ -14,7 +14,6 @@ from mrl.config import AlgorithmConfig, Recipe, RolloutConfig
 from mrl.data import SftExample, read_sft_examples, read_sources
 from mrl.data.chat import ChatTurns
 from mrl.data.eval_sets import read_eval_sets
-from mrl.environments import resolve_environment
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
 from mrl.preflight.algorithm import (
@@ -37,9 +36,8 @@ from mrl.preflight.profile import check_profile
 from mrl.preflight.reward_columns import check_reward_columns
 from mrl.preflight.sampling import check_sampling
 from mrl.preflight.schedule import with_schedule
-from mrl.rewards import resolve_reward
+from mrl.preflight.task import check_task
 from mrl.rewards.runner import check_columns
-from mrl.rewards.terms import terms_of
 from mrl.rollout import load_engine, node_class
 from mrl.rollout.sglang.limits import check_limits
 from mrl.run import console
@@ -85,7 +83,7 @@ def check(
     check_shaping(recipe)
     check_dynamic_sampling(recipe)
     check_group_size(recipe, algorithm)
-    _check_task(recipe)
+    check_task(recipe)
     tokenizer = load_tokenizer(model)
     sources = read_sources(
         recipe.data,
@@ -101,7 +99,7 @@ def check(
     sft_examples = _sft_examples(recipe, tokenizer, context_len)
     eval_sets = read_eval_sets(recipe, tokenizer, context_len)
     for each in eval_sets:
-        _check_task(each.recipe)
+        check_task(each.recipe, each.config.name)
         where = f"eval set {each.config.name}: rollout"
         check_sampling(each.recipe.rollout, model.sizes.vocab_size, where)
         _check_prompts(each.prompts, tokenizer, each.recipe)
@@ -146,28 +144,6 @@ def _read_algorithm(config: AlgorithmConfig) -> Algorithm:
     return algorithm
 
 
-def _check_task(recipe: Recipe) -> None:
-    """Check the engine, and what scores its samples."""
-    reward, environment = recipe.reward, recipe.environment
-    if environment is not None and recipe.data.rewards:
-        raise InputError(
-            "data.sources: an environment gives the rewards itself; leave `reward` out"
-        )
-    if (reward is None) == (environment is None):
-        given = "neither is given" if reward is None else "both are given"
-        raise InputError(
-            f"reward and environment: {given}, expected exactly one; an environment gives the rewards "
-            "itself (reward=null leaves the recipe's out)"
-        )
-    if recipe.debug.load_rollouts is not None:
-        return
-    if environment is not None:
-        resolve_environment(environment.name)
-    elif reward is not None:
-        for path in (*(term.path for term in terms_of(reward)), *recipe.data.rewards):
-            resolve_reward(path)
-
-
 def _check_prompts(prompts: list[Prompt], tokenizer: Any, recipe: Recipe) -> None:
     """Check that the prompts fit the reward, or the environment where it is a conversation."""
     is_conversation = recipe.environment is not None
@@ -177,7 +153,7 @@ def _check_prompts(prompts: list[Prompt], tokenizer: Any, recipe: Recipe) -> Non
         if any(isinstance(prompt.content, list) for prompt in prompts):
             ChatTurns(tokenizer, recipe.data.chat_template_kwargs).check()
     elif recipe.debug.load_rollouts is None:
-        check_reward_columns(prompts, recipe.reward)
+        check_reward_columns(prompts, recipe.reward, recipe.data.rewards)
 
 
 def _check_folder(

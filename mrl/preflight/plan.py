@@ -10,6 +10,7 @@ from typing import Any, Literal
 from mrl.algorithms.base import Algorithm
 from mrl.algorithms.describe import describe
 from mrl.config import Recipe
+from mrl.config.reward import describe_rewards
 from mrl.data import SftExample, Source
 from mrl.data.eval_sets import EvalSet
 from mrl.preflight.engine_layout import EngineLayout, engine_layout
@@ -134,14 +135,16 @@ def _data_rows(plan: Plan) -> list[tuple[str, str]]:
     weights = sum(source.weight or 0.0 for source in sources)
     for source, given in zip(sources, config.all_sources, strict=True):
         share = f"{source.weight / weights:.0%} of a step: " if source.weight else ""
-        reward = f", reward {given.reward}" if given.reward else ""
+        reward = f", reward {describe_rewards(given.reward)}" if given.reward else ""
         rows.append((f"  {source.name}", f"{share}{source.describe()}{reward}"))
     return rows
 
 
 def _task(recipe: Recipe) -> str:
     if recipe.environment is None:
-        terms = terms_of(recipe.reward or ())
+        if recipe.reward is None:
+            return "each source with its own reward"
+        terms = terms_of(recipe.reward)
         if len(terms) == 1:
             return f"reward {terms[0].path}"
         return "rewards " + " + ".join(f"{term.weight:g} {term.name}" for term in terms)

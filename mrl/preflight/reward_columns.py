@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mrl.config import RewardConfig
 from mrl.errors import InputError
@@ -16,19 +16,24 @@ _GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")
 
 
 def check_reward_columns(
-    prompts: Iterable[Prompt], reward: str | Sequence[RewardConfig] | None
+    prompts: Iterable[Prompt],
+    reward: str | Sequence[RewardConfig] | None,
+    of_sources: Mapping[str, str | Sequence[RewardConfig]],
 ) -> None:
     """Check every prompt against `reward`, or against the reward of its own source.
+
+    `of_sources` is `DataConfig.rewards`.
 
     Raises InputError that names the first row, its columns, and how many rows are like it.
     """
     needed: dict[str, list[str]] = {}
     missing: dict[tuple[str, str], list[Prompt]] = {}
+    specs = {key: [term.path for term in terms_of(own)] for key, own in of_sources.items()}
     whole = [] if reward is None else [term.path for term in terms_of(reward)]
     num_prompts = 0
     for prompt in prompts:
         num_prompts += 1
-        for spec in whole if prompt.reward is None else [prompt.reward]:
+        for spec in whole if prompt.reward is None else specs[prompt.reward]:
             if spec not in needed:
                 needed[spec] = needed_columns(spec)
             for name in needed[spec]:

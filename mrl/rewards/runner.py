@@ -183,9 +183,9 @@ def _one(request: dict[str, Any], index: int) -> dict[str, Any]:
     }
 
 
-def reward_names(rewards: str | Sequence[RewardConfig] | None) -> str:
-    """Return what messages call the reward of a recipe."""
-    names = [term.path for term in terms_of(rewards or ())]
+def reward_names(rewards: Sequence[RewardConfig]) -> str:
+    """Return what messages call these rewards."""
+    names = [term.path for term in rewards]
     return f"reward{'s' * (len(names) > 1)} {', '.join(map(repr, names))}"
 
 

@@ -11,13 +11,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mrl.config import RewardConfig
+from mrl.config import Recipe, RewardConfig
 from mrl.rewards.base import Entry, parts_of, total_of
 
 
 def terms_of(rewards: str | Sequence[RewardConfig]) -> list[RewardConfig]:
     """Return a recipe's rewards as a list; a single one has the name that its path gives it."""
     return [RewardConfig(path=rewards)] if isinstance(rewards, str) else list(rewards)
+
+
+def all_terms(recipe: Recipe) -> list[RewardConfig]:
+    """Return the rewards of a recipe and of the sources of its data, each path once."""
+    own = () if recipe.reward is None else terms_of(recipe.reward)
+    of_sources = (term for rewards in recipe.data.rewards.values() for term in terms_of(rewards))
+    return list({term.path: term for term in (*of_sources, *own)}.values())
 
 
 def combined(

@@ -180,6 +180,28 @@ def test_long_prompts_are_cut_at_their_beginning(write, chat_tokenizer):
     assert (prompt.content, chat_tokenizer.decode(prompt.token_ids)) == ("6789", "6789")
 
 
+def test_a_source_takes_several_rewards(write, chat_tokenizer):
+    several = [{"path": "first_char"}, {"path": "repeat", "weight": 0.5, "name": "twice"}]
+    path = write({"prompt": "ab"})
+    sources = [
+        {"path": path, "reward": several},
+        {"path": path, "reward": "first_char"},
+        {"path": path},
+    ]
+    config = DataConfig.model_validate({"sources": sources})
+    found = [s.prompts[0] for s in read_sources(config, chat_tokenizer, max_prompt_len=99)]
+    assert [each.reward for each in found] == [
+        "1 first_char + 0.5 repeat (twice)", "first_char", None,
+    ]  # fmt: skip
+    assert [len({each.source_name for each in found}), config.has_all_rewards] == [3, False]
+    assert [isinstance(each, str) for each in config.rewards.values()] == [False, True]
+    twice = [several[0], several[0]]
+    with pytest.raises(ValueError, match="the name first_char stands twice"):
+        DataConfig.model_validate({"sources": [{"path": "a", "reward": twice}]})
+    (alone,) = read_prompts(DataConfig(path=path), chat_tokenizer, max_prompt_len=99)
+    assert alone.source_name is None
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [

@@ -45,6 +45,42 @@ def killed_mixture(user: User) -> str:
     return f"killed after {num_done} of {NUM_STEPS} steps; the same rows in each step: {shares}"
 
 
+@thing("Each source of a mixture has its reward, one of them two, and I see how each of them does.")
+def numbers_of_each_source(user: User) -> str:
+    functions = """
+def long(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+def never(completions, **kwargs):
+    return [0.0] * len(completions)
+"""
+    file = user.write("mine.py", functions)
+    rows = "".join(json.dumps(row) + "\n" for row in first_char_rows(16, 0))
+    two = [{"path": f"{file}:long"}, {"path": f"{file}:never", "weight": 3}]
+    sources = [
+        {"path": str(user.write("a.jsonl", rows)), "name": "sums", "reward": two, "weight": 3},
+        {"path": str(user.write("b.jsonl", rows)), "reward": f"{file}:never", "weight": 1},
+    ]
+    data = f"data={json.dumps({'sources': sources})}"
+    user.train("run", data, "reward=null", "train.num_steps=2")
+    metrics = [json.loads(x) for x in (user.folder / "run/metrics.jsonl").read_text().splitlines()]
+    for step, row in enumerate(metrics):
+        lines = list(RunFolder(user.folder / "run").read_rollouts(step))
+        for name, source in (("sums", "a.jsonl"), ("b.jsonl", "b.jsonl")):
+            own = [line for line in lines if source in line["source"]]
+            found = {key: row[f"source/{name}/{key}"] for key in ("samples", "reward_mean")}
+            mean = sum(line["reward"] for line in own) / len(own)
+            assert found == {"samples": len(own), "reward_mean": mean}, (found, mean)
+        assert row["source/b.jsonl/zero_variance_share"] == 1
+        assert row["rewards/long/mean"] == row["source/sums/reward_mean"] > 0
+    user.mrl("view", user.folder / "run")
+    assert "Reward of each source" in (user.folder / "run/view.html").read_text()
+    printed = user.mrl("check", *user.recipe("other", data, "reward=null"))
+    assert "1 " + f"{file}:long (long) + 3" in " ".join(printed.split())
+    return f"reward of sums {metrics[0]['source/sums/reward_mean']:.3f}, of b.jsonl 0"
+
+
 def _sources(user: User) -> list[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq

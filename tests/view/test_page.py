@@ -108,6 +108,29 @@ def test_mismatch_dashboard(opened):
     assert {"step", "reward", "norm"} <= set(opened.evaluate(axes))
 
 
+@pytest.mark.parametrize("width", [1440, 390])
+def test_every_chart_names_both_axes(page, invented, width):
+    """Also those of single keys, and of keys that are not mrl's."""
+    page.view(width, 900)
+    page.open(invented)
+    page.evaluate("document.querySelectorAll('#all details').forEach((d) => { d.open = true })")
+    charts = (
+        "[...document.querySelectorAll('figure.chart')].map((c) => [c.dataset.keys,"
+        " ...[...c.querySelectorAll('.axis')].map((a) => a.textContent)])"
+    )
+    found = page.evaluate(
+        f"new Promise((done) => requestAnimationFrame(() => setTimeout(() => done({charts}))))"
+    )
+    assert len(found) > 25
+    assert [chart for chart in found if chart[1:2] != ["step"] or not chart[2]] == []
+    assert ["time/rollout_s time/train_s", "step", "s"] in found
+    assert ["__proto__", "step", "value"] in found
+    left = "[...document.querySelectorAll('#curves .axis')].map((a) => a.getBoundingClientRect())"
+    outside = f"{left}.filter((b) => b.left < 0 || b.right > {width}).length"
+    assert page.evaluate(outside) == 0
+    page.assert_quiet(invented)
+
+
 def test_samples_are_sorted_picked_and_read(opened):
     ids = "[...document.querySelectorAll('.sample-list tbody button')].map((b) => b.textContent)"
     assert opened.evaluate(ids) == ["1", "3", "2", "0"]

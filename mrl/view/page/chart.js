@@ -83,6 +83,12 @@ function curveOf(series) {
   return { steps: stepsOf(series), values: series.v };
 }
 
+/** What the values of a chart are counted in; several units where its curves differ. */
+function unitOf(parts) {
+  const units = parts.flatMap(({ key }) => key.split(" ")).map((key) => DATA.metrics.units[key] || "value");
+  return [...new Set(units)].join(", ");
+}
+
 /** Keys without the folders that all of them share. */
 function shortLabels(keys) {
   const parts = keys.map((key) => key.split("/"));
@@ -109,7 +115,7 @@ function drawPlot(spec, parts, log, width, show) {
   const empty = parts.filter((_, i) => curvesOf[i].values.every((v) => v === null));
   const notFinite = [...new Set(lines.flatMap((curve, i) => (empty.includes(parts[i]) ? [] : curve.steps.filter((_, at) => curve.values[at] === null))))];
   const element = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": describe(spec, parts, show) },
-    axes(x, y, first, last, width, show, spec.unit),
+    axes(x, y, first, last, width, show, unitOf(parts)),
     band ? svg("path", { class: "band", d: area(band.low, band.high, x, y.at) }) : null,
     spec.stacked ? lines.map((top, i) => svg("path", { class: `area c${i % 8}`, d: area(i ? lines[i - 1] : zero(top), top, x, y.at) })).reverse() : null,
     spec.stacked ? null : lines.map((curve, i) => drawLine(curve, x, y.at, log, `c${i % 8}`)),

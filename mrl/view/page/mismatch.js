@@ -1,15 +1,15 @@
 // The engine's log-probs and routes against the trainer's: over time, by layer, by what is replayed.
 
 const MISMATCH = [
-  { title: "KL of engine and trainer", unit: "nats", match: ["mismatch/k1", "mismatch/k3", "mismatch/chi2"] },
-  { title: "|\u0394 log-prob|, percentiles", unit: "nats", log: true,
+  { title: "KL of engine and trainer", match: ["mismatch/k1", "mismatch/k3", "mismatch/chi2"] },
+  { title: "|\u0394 log-prob|, percentiles", log: true,
     match: ["mismatch/p50", "mismatch/p90", "mismatch/p99", "mismatch/p999", "mismatch/logprob_abs_mean", "mismatch/logprob_abs_max"] },
-  { title: "Extreme ratios, share of tokens", unit: "share", match: ["mismatch/extreme_share"] },
-  { title: "Routes that differ", unit: "share", match: ["routing/disagreement", "routing/token_any_layer"] },
+  { title: "Extreme ratios, share of tokens", match: ["mismatch/extreme_share"] },
+  { title: "Routes that differ", match: ["routing/disagreement", "routing/token_any_layer"] },
   { title: "Router margins", match: [/^routing\/margin_(median_)?at_(dis)?agreement$/] },
   { title: "Mean |\u0394 log-prob| by what is replayed", match: [/^decompose\/.*\/logprob_abs_mean$/] },
-  { title: "Replay coverage", unit: "share", match: ["routing/replay_coverage"] },
-  { title: "Staleness, versions", unit: "versions", match: ["staleness/mean", "staleness/max"] },
+  { title: "Replay coverage", match: ["routing/replay_coverage"] },
+  { title: "Staleness, versions", match: ["staleness/mean", "staleness/max"] },
   { title: "Expert load", match: ["moe/load_max", "moe/dead_experts"] },
 ];
 

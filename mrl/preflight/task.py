@@ -1,0 +1,48 @@
+"""Checks what scores the samples: rewards or an environment, and that they can be loaded."""
+
+from __future__ import annotations
+
+from mrl.config import Recipe
+from mrl.data.reader import source_name
+from mrl.environments import resolve_environment
+from mrl.errors import InputError
+from mrl.rewards import resolve_reward
+from mrl.rewards.terms import all_terms
+
+
+def check_task(recipe: Recipe, eval_set: str | None = None) -> None:
+    """Check that there is either a reward for every sample or an environment, and load it.
+
+    `recipe` is that of the run, or of the evaluation set with the name `eval_set`. Raises InputError.
+    """
+    reward, environment = recipe.reward, recipe.environment
+    if environment is not None and recipe.data.rewards:
+        raise InputError(
+            "data.sources: an environment gives the rewards itself; leave `reward` out"
+        )
+    if reward is not None and environment is not None:
+        raise InputError(
+            "reward and environment: both are given, expected exactly one; an environment gives the "
+            "rewards itself (reward=null leaves the recipe's out)"
+        )
+    if reward is None and environment is None and not recipe.data.has_all_rewards:
+        raise InputError(
+            "reward and environment: neither is given, expected exactly one, such as "
+            f"reward=math_verify{_who_needs_it(recipe, eval_set)}"
+        )
+    if recipe.debug.load_rollouts is not None:
+        return
+    if environment is not None:
+        resolve_environment(environment.name)
+    for term in all_terms(recipe):
+        resolve_reward(term.path)
+
+
+def _who_needs_it(recipe: Recipe, eval_set: str | None) -> str:
+    """Return what has no reward of its own, where others have one."""
+    if eval_set is not None:
+        return f"; the evaluation set {eval_set} has no reward of its own"
+    without = [source_name(each) for each in recipe.data.sources if each.reward is None]
+    if recipe.data.rewards:
+        return f"; the source {without[0]} has no reward of its own"
+    return ""

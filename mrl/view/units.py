@@ -1,0 +1,53 @@
+"""Units of the metrics, for the axes of the charts; a test compares them with docs/metrics.md."""
+
+from __future__ import annotations
+
+import re
+
+UNITS = (
+    ("step", "number"),
+    ("weight_version", "version"),
+    ("lr|.*/lr", "learning rate"),
+    ("grad_norm|.*/grad_norm", "norm"),
+    ("kl/coef", "factor"),
+    ("eval/[^/]+/avg@.*|rewards?/.*(mean|std|penalty)|.*/rewards/.*/mean", "reward"),
+    ("source/[^/]+/reward_(mean|std)|dynamic_sampling/reward_mean_drawn", "reward"),
+    ("(dynamic_sampling|reward)/zero_signal.*|dynamic_sampling/missing_groups", "groups"),
+    ("dynamic_sampling/rounds", "rounds"),
+    (".*/(prompts_drawn|(dropped|backlog|deferred)_prompts)", "prompts"),
+    (".*/(abstained|unscored|samples|resumed_samples|overlong_filtered)", "samples"),
+    ("episode/num_turns", "turns"),
+    (".*(clip_frac|_share|truncated|/pass@.*)|guard/clip_budget.*|mask/.*", "share"),
+    ("routing/(disagreement|token_any_layer|replay_coverage).*", "share"),
+    ("rollout/off_policy_tokens|throughput/mfu", "share"),
+    ("throughput/.*_per_(gpu_)?s", "tokens/s"),
+    ("tokens/.*|response_len/.*|.*/response_len(_max)?|episode/tool_tokens", "tokens"),
+    ("memory/leak_bytes_per_cycle", "bytes a step"),
+    (".*_bytes|routing/wire_bytes_per_token", "bytes"),
+    ("time/.*_s|time/timestamp", "s"),
+    ("loss/.*|moe/(aux|z)_loss", "loss"),
+    ("value/squared_error", "return²"),
+    ("value/explained_variance", "at most 1"),
+    ("value/(mean|return_mean|advantage_mean)", "return"),
+    ("(ratio|importance)/(mean|max)", "ratio"),
+    ("mismatch/chi2", "number"),
+    ("entropy|kl/.*|nll/.*|mismatch/.*|.*/(logprob_abs_mean|k3)|guard/ratio_error.*", "nats"),
+    ("rollout/canary_abs_mean", "nats"),
+    ("staleness/.*", "versions"),
+    ("decompose/first_divergent_layer", "layer"),
+    ("routing/margin.*", "router score"),
+    ("routing/.*_rows", "rows"),
+    ("moe/load_max.*", "1 to E"),
+    ("moe/load_entropy.*", "0 to 1"),
+    ("moe/dead_experts.*", "experts"),
+    ("rollout/engine_restarts", "engines"),
+    ("rollout/is_long_round", "0 or 1"),
+    ("train/empty_mini_batches", "mini-batches"),
+)
+"""(pattern of whole keys, unit); the first that fits counts."""
+_UNITS = tuple((re.compile(pattern, re.DOTALL), unit) for pattern, unit in UNITS)
+
+
+def unit_of(key: str) -> str:
+    """Return the unit of a metric; `value` for a key that is not mrl's."""
+    return next((unit for pattern, unit in _UNITS if pattern.fullmatch(key)), "value")

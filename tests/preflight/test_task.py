@@ -1,0 +1,38 @@
+"""Every sample has something that scores it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mrl.config.load import recipe_of
+from mrl.config.recipe import Recipe
+from mrl.errors import InputError
+from mrl.preflight.task import check_task
+
+OWN = {"path": "a.jsonl", "reward": "first_char"}
+SEVERAL = {"path": "b.jsonl", "reward": [{"path": "first_char"}, {"path": "repeat", "weight": 2}]}
+
+
+def recipe(sources: list[Any], **more: Any) -> Recipe:
+    tree = {"model": {"path": "m"}, "train": {"num_steps": 1}, "rollout": {"max_response_len": 8}}
+    return recipe_of({**tree, "data": {"sources": sources}, "output_dir": "r", **more}, [], "test")
+
+
+def test_sources_with_rewards_need_no_other():
+    check_task(recipe([OWN, SEVERAL]))
+    without = [OWN, {"path": "data/c.csv"}]
+    with pytest.raises(InputError, match=r"the source c\.csv has no reward of its own"):
+        check_task(recipe(without))
+    check_task(recipe(without, reward="repeat"))
+    with pytest.raises(InputError, match="the evaluation set aime has no reward of its own"):
+        check_task(recipe([{"path": "a.jsonl"}]), "aime")
+
+
+def test_a_reward_in_a_list_of_a_source_must_exist():
+    broken = {"path": "b.jsonl", "reward": [{"path": "frist_char"}]}
+    with pytest.raises(InputError, match="frist_char"):
+        check_task(recipe([OWN, broken]))
+    with pytest.raises(InputError, match="an environment gives the rewards itself"):
+        check_task(recipe([SEVERAL], environment={"name": "guess_letter"}))
