@@ -36,6 +36,8 @@ settings.load_profile("suite")
 ROOT = Path(__file__).parents[1]
 DURATIONS = ROOT / "tests/durations.json"
 """Seconds that each file of tests took, by its path: `make test-times` writes it."""
+RELEASE_S = 20.0
+"""Seconds for each test marked `release`; `DURATIONS` does not have them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,13 +48,19 @@ def pytest_configure(config: pytest.Config) -> None:
     use_template()
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` has chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort files by their measured times, longest first; those without one come before them.
 
     A long file that began last would leave the other workers idle.
     """
-    durations = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    items.sort(key=lambda item: -durations.get(file_of(item.nodeid), float("inf")))
+    known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    files = [file_of(item.nodeid) for item in items]
+    durations = {name: known.get(name, float("inf")) for name in files}
+    for name, item in zip(files, items, strict=True):
+        if item.get_closest_marker("release"):
+            durations[name] += RELEASE_S
+    items.sort(key=lambda item: -durations[file_of(item.nodeid)])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
