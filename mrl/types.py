@@ -1,7 +1,5 @@
 """This module holds the records that flow between the rooms.
 
-Nothing here knows an engine, Megatron or a file format.
-
 Dimensions: P prompt tokens, T all tokens of a sample, G samples a prompt, N packed tokens of a
 micro-batch, B packed sequences, L MoE layers, K experts per token.
 
@@ -19,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.sampling_mask import SamplingMask
+
 NATIVE_ROUTE = -1
 """The expert id of a row without a captured route: the router decides for itself."""
-
 
 UNKNOWN_VERSION = -1
 """The weight version of rows of routes where nobody can tell, and of tokens that the policy did not
@@ -62,8 +61,8 @@ class VersionSpan:
 class RoutingTrace:
     """A trace holds the experts that the rollout engine chose for a sample. Row t routes token t.
 
-    The last token of a sample was never fed back to the engine, so it has no row. No row may repeat an
-    expert: `moe.trace` refuses that in what an engine sends, and packing in whatever is replayed.
+    The last token of a sample was never fed back to the engine, so it has no row. No row repeats an
+    expert: `moe.trace` refuses that in what an engine sends, and packing in what is replayed.
     """
 
     expert_ids: Tensor
@@ -141,6 +140,9 @@ class Sample:
     turn_rewards: tuple[tuple[int, float], ...] = ()
     """(end, reward) of each turn in an environment: the tokens before `end` earned it. Empty elsewhere,
     and where the sample has no reward."""
+    sampling_mask: SamplingMask | None = None
+    """Of all tokens, where `rollout_logprobs` are of the truncated distribution
+    (`rollout.sampling_mask`); on the `meta` device where they are."""
 
     @property
     def is_held(self) -> bool:
@@ -167,7 +169,7 @@ class Sample:
 
 @dataclass
 class SampleGroup:
-    """A group holds all samples of a prompt. Rewards and advantages are filled in after the rollout."""
+    """A group holds all samples of a prompt; rewards and advantages come after the rollout."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -205,7 +207,7 @@ class PackedRoutes:
 class MicroBatch:
     """A micro-batch holds B sequences packed end to end into N tokens.
 
-    Where the layout wants N padded, the padding is the last sequence: no loss, native routes.
+    Padding, where the layout wants it, is the last sequence: no loss, native routes.
     """
 
     input_ids: Tensor
@@ -225,8 +227,7 @@ class MicroBatch:
     advantages: Tensor | None = None
     """f32[B], from `mrl.learn.advantages`; the mean over loss tokens where tokens have their own."""
     sample_ids: Tensor | None = None
-    """i64[B]: the number of each sample in its step, as the lines of rollouts/step_*.jsonl; -1 for
-    padding."""
+    """i64[B]: each sample's number in its step, as lines of rollouts/step_*.jsonl; -1 for padding."""
     weight_versions: Tensor | None = None
     """i32[N]: the weights that sampled each token; UNKNOWN_VERSION where it is not the policy's."""
     routes: PackedRoutes | None = None
@@ -243,8 +244,7 @@ class MicroBatch:
     entropy: Tensor | None = None
     """f32[N] in nats, with gradient: of the current policy at each loss token, for the loss only."""
     nll_weight: Tensor | None = None
-    """f32[B]: what the log-likelihood of each sequence counts beside the policy loss; carries its own
-    global normaliser."""
+    """f32[B]: what each log-likelihood counts beside the policy loss, normaliser included."""
     version: int | None = None
     """The trainer's weights at the rollout; the staleness of a token is version - weight_versions."""
     truncated: Tensor | None = None
@@ -253,6 +253,8 @@ class MicroBatch:
     """f32[N]: what each turn earned, at its last loss token; take the place of `rewards`."""
     bootstrap: Tensor | None = None
     """f32[B]: the critic's value of the state after the last loss token of what was cut off; else 0."""
+    sampling_mask: SamplingMask | None = None
+    """Of the N tokens, always on the CPU: all log-probs are then of the truncated distribution."""
 
     @property
     def num_tokens(self) -> int:

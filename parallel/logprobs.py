@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mrl.errors import InputError
 from mrl.kernels import linear_logprob, vp_logprob
 from mrl.types import MicroBatch
 from parallel.context import ContextSlice
@@ -58,6 +59,9 @@ def chunked_logprobs(
     rank's share of them) and the projection onto the vocabulary: only loss tokens have logits, a chunk
     at a time.
 
+    Where the micro-batch has a sampling mask, log-probs are those of the truncated distribution, over
+    the tokens that the engine had kept; the entropy stays that of the whole one.
+
     `on_cpu`: the micro-batch, where counting its loss tokens waits for nothing.
     """
     hidden = projection.gathered(hidden)
@@ -65,7 +69,13 @@ def chunked_logprobs(
     mine = predicts if context.index is None else predicts[context.packed]
     rows = mine.nonzero().squeeze(1).to(hidden.device, non_blocking=True)
     labels = context.take(batch.input_ids.roll(-1))[rows]
-    found = linear_logprob(hidden, projection.weight, labels, rows, projection.chunked(temperature))
+    kept = None
+    if on_cpu.sampling_mask is not None:
+        places = mine.nonzero().squeeze(1)
+        tokens = (places if context.index is None else context.packed[places]) + 1
+        kept = on_cpu.sampling_mask.rows(tokens).to(hidden.device, non_blocking=True)
+    how = projection.chunked(temperature)
+    found = linear_logprob(hidden, projection.weight, labels, rows, how, kept)
     logprobs, entropy = (
         torch.zeros(len(hidden), device=hidden.device).index_copy(0, rows, values)
         for values in found
@@ -99,6 +109,11 @@ class LogprobHead:
         """Logits [1, n, V_loc], or hidden states and a projection -> logprobs f32[N] and entropy f32[N]
         with gradient; both go into `output`, detached."""
         states, context = given.states.squeeze(0), given.context
+        if given.projection is None and given.on_cpu.sampling_mask is not None:
+            raise InputError(
+                "train.logprob_chunk_tokens is 0, but the samples have sampling masks; give it a "
+                "number of tokens, such as 1024"
+            )
         if given.projection is None:
             logprobs, entropy = packed_logprobs(
                 states, given.batch, self.temperature, self.tp, context

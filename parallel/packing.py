@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe.align import join_routes
+from mrl.sampling_mask import SamplingMask, join_masks
 from mrl.types import UNKNOWN_VERSION, MicroBatch, PackedRoutes, Sample
 
 Record = TypeVar("Record", MicroBatch, PackedRoutes)
@@ -142,7 +143,33 @@ def pack(
         version=version,
         truncated=torch.tensor(cut + [False] * bool(padding)),
         token_rewards=laid_out(turns, torch.zeros(total)) if turns else None,
+        sampling_mask=_packed_masks([s.sample for s in samples], rooms, total),
     )
+
+
+def _packed_masks(
+    samples: Sequence[Sample], rooms: Sequence[int], num_tokens: int
+) -> SamplingMask | None:
+    """Lay the samples' masks end to end, each in its room; None where no sample has one.
+
+    Raises ValueError where some loss tokens have a set and others have none: their log-probs are of
+    different distributions.
+    """
+    parts: list[tuple[SamplingMask | None, int]] = []
+    for sample, room in zip(samples, rooms, strict=False):
+        size = len(sample.token_ids)
+        parts += [(sample.sampling_mask, size), (None, room - size)]
+    mask = join_masks([*parts, (None, num_tokens - sum(size for _, size in parts))])
+    if mask is None:
+        return None
+    for sample, (own, size) in zip(samples, parts[::2], strict=True):
+        counts = torch.zeros(size) if own is None else own.counts
+        if bool((sample.loss_mask & (counts == 0)).any()):
+            raise ValueError(
+                f"a sample of group {sample.group_id} has loss tokens without a sampling mask, while "
+                "others have one; expected rollout.sampling_mask the same for all"
+            )
+    return mask
 
 
 def _token_rewards(sample: Sample) -> Tensor:

@@ -195,11 +195,18 @@ class Backlog:
         size, resumes = self._config.samples_per_prompt, self._config.partial_rollouts == "resume"
         self._waiting = [
             Started(group, seed)
-            if resumes and len(group.samples) == size
+            if resumes and len(group.samples) == size and self._has_its_masks(group)
             else Started(start_groups([group.prompt], size)[0], seed)
             for group, seed in pairs
             if self._config.partial_rollouts != "drop"
         ]
+
+    def _has_its_masks(self, group: SampleGroup) -> bool:
+        """Whether log-probs so far are of the distribution that the recipe asks for now."""
+        wanted = self._config.sampling_mask
+        return all(
+            (s.sampling_mask is not None) == wanted for s in group.samples if s.num_generated
+        )
 
 
 def older_tokens(groups: Sequence[SampleGroup], version: int) -> dict[str, float]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe.trace import join_traces
 from mrl.rollout.base import Completion
+from mrl.sampling_mask import SamplingMask, join_masks
 from mrl.types import RoutingTrace, Sample, VersionSpan
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -41,6 +42,8 @@ class Conversation:
     """The routes of all tokens before the last token of the last completion."""
     turn_ends: tuple[int, ...] = ()
     """The number of tokens up to the end of each completion that brought tokens."""
+    sampling_mask: SamplingMask | None = None
+    """Of all tokens, where the completions have theirs."""
     finish_reason: FinishReason | None = None
     """None while it is live."""
 
@@ -73,7 +76,7 @@ class Conversation:
                 f"expected {(start, end)} and at least one token"
             )
         longer = dataclasses.replace(
-            self._longer(new, completion.logprobs),
+            self._longer(new, completion.logprobs, completion.sampling_mask),
             weight_versions=(*self.weight_versions, *spans),
             routing=self._routes(completion.routing, end - 1),
             turn_ends=(*self.turn_ends, end),
@@ -109,10 +112,13 @@ class Conversation:
             weight_versions=self.weight_versions or none,
             finish_reason=self.finish_reason,
             routing=self.routing,
+            sampling_mask=self.sampling_mask and self.sampling_mask.cut(end),
             turn_rewards=tuple(zip(self.turn_ends, rewards, strict=True)) if rewards else (),
         )
 
-    def _longer(self, token_ids: Tensor, logprobs: Tensor | None) -> Conversation:
+    def _longer(
+        self, token_ids: Tensor, logprobs: Tensor | None, mask: SamplingMask | None = None
+    ) -> Conversation:
         zeros = torch.zeros(len(token_ids), dtype=torch.float32)
         chosen = torch.full((len(token_ids),), logprobs is not None)
         more = zeros if logprobs is None else logprobs
@@ -121,6 +127,9 @@ class Conversation:
             token_ids=torch.cat([self.token_ids, token_ids]),
             loss_mask=torch.cat([self.loss_mask, chosen]),
             rollout_logprobs=torch.cat([self.rollout_logprobs, more]),
+            sampling_mask=join_masks(
+                [(self.sampling_mask, len(self.token_ids)), (mask, len(token_ids))]
+            ),
         )
 
     def _routes(self, new: RoutingTrace | None, num_rows: int) -> RoutingTrace | None:

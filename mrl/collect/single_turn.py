@@ -15,6 +15,7 @@ import torch
 
 from moe.trace import join_traces, joined_spans
 from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, sample_seed
+from mrl.sampling_mask import join_masks
 from mrl.types import Prompt, Sample, SampleGroup
 
 PARTIAL = "abort"
@@ -141,4 +142,7 @@ def _continued(sample: Sample, completion: Completion) -> Sample:
         weight_versions=joined_spans(sample.weight_versions, completion.weight_versions),
         finish_reason=completion.finish_reason,
         routing=new if old is None or new is None else join_traces(old, new),
+        sampling_mask=join_masks(
+            [(sample.sampling_mask, len(sample.token_ids)), (completion.sampling_mask, num_new)]
+        ),
     )

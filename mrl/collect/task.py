@@ -11,6 +11,7 @@ from mrl.collect.multi_turn import MultiTurnRollout
 from mrl.collect.scoring import Scoring
 from mrl.collect.single_turn import SingleTurnRollout
 from mrl.config import Recipe, RolloutConfig
+from mrl.errors import InputError
 from mrl.exchange.sharing import share_bytes, sum_over_ranks
 from mrl.rewards.runner import check_failures, reward_names
 from mrl.rewards.terms import all_terms
@@ -52,14 +53,25 @@ class Task:
     keeps_routes: bool = True
     """Whether whole groups keep their routes; an evaluation needs none, and they are large."""
 
+    needs_masks: bool = False
+    """Whether every sample must have its sampling mask."""
+
     @property
     def is_over(self) -> bool:
         """Whether there is nothing left to generate."""
         return self.rollout.is_over
 
     def run(self, engine: RolloutEngine) -> None:
-        """Generate what is left; groups are scored while others generate. Raises EngineLost."""
+        """Generate what is left; groups are scored while others generate.
+
+        Raises EngineLost, and InputError for an engine without the sampling masks that are asked for.
+        """
         for group in self.rollout.finished(engine):
+            if self.needs_masks and _lacks_masks(group):
+                raise InputError(
+                    "rollout.sampling_mask is on, but the engine returned no sampling masks; turn it "
+                    "off, or use rollout.engine=sglang"
+                )
             self.scoring.begin(group if self.keeps_routes else _without_routes(group))
 
 
@@ -90,6 +102,7 @@ def make_task(
         top_k=config.top_k,
         stop_token_ids=config.stop_token_ids,
         stop=config.stop,
+        sampling_mask=config.sampling_mask,
     )
     scoring.begin_step()
     environments = scoring.environments
@@ -108,7 +121,11 @@ def make_task(
             step_samples=config.prompts_per_step * config.samples_per_prompt,
             template_kwargs=template_kwargs,
         )
-    return Task(rollout, scoring, clock_name, keeps_routes)
+    return Task(rollout, scoring, clock_name, keeps_routes, config.sampling_mask)
+
+
+def _lacks_masks(group: SampleGroup) -> bool:
+    return any(s.num_generated and s.sampling_mask is None for s in group.samples)
 
 
 def _without_routes(group: SampleGroup) -> SampleGroup:

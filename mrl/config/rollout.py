@@ -41,10 +41,15 @@ class RolloutConfig(Branch):
     """Sampling temperature, which the trainer's log-probs take into account too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Below 1 samples come from the truncated distribution, while the log-probs of both sides stay
-    those of the whole one."""
+    those of the whole one unless `sampling_mask` is on."""
     top_k: int = -1
     """Samples come from so many of the likeliest tokens only, which is a truncation as `top_p` is; -1
     takes all."""
+    sampling_mask: bool = False
+    """The engine returns, for each token, the tokens that `top_p` and `top_k` kept, and the log-probs
+    of both sides are those of the truncated distribution over them (DeepSeek-V3.2's "keep sampling
+    mask", arXiv 2512.02556). Needs `top_k` from 2 to 4096 and SGLang 0.5.20; 4 bytes for each kept
+    token."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion, or a turn of a conversation. The tokens of the text that was matched
     are part of the completion: the reward sees them, and they are trained. At most 32."""

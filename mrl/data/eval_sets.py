@@ -65,6 +65,7 @@ def _read(config: EvalSetConfig, recipe: Recipe, tokenizer: Any, context_len: in
         "min_response_len": response_len if rollout.min_response_len else 0,
         "temperature": rollout.temperature if config.temperature is None else config.temperature,
         "top_p": config.top_p or rollout.top_p,
+        "sampling_mask": False,
         **{
             name: getattr(rollout if getattr(config, name) is None else config, name)
             for name in ("top_k", "stop", "stop_token_ids")

@@ -3,7 +3,8 @@ rank gets the tokens of the samples that it trains on, and their routes in the l
 
 All ranks know the outlines of all samples (`mrl.run.rollouts.outline`) and compute alike who trains on
 what, so nobody has to ask; `mrl.exchange.transfers` moves the bytes. Routes travel packed
-(`moe.route_rows`), a token as its id and its log-prob, 8 bytes.
+(`moe.route_rows`), a token as its id and its log-prob, 8 bytes; one that was drawn from a truncated
+distribution with the number of the kept tokens and their ids as well, 4 bytes each.
 
 R rows of a sample (its tokens but the last), T tokens of a sample, L MoE layers.
 """
@@ -22,6 +23,7 @@ from moe.route_rows import from_rows, row_bytes, to_rows
 from moe.trace import unpack_trace
 from mrl.exchange.transfers import TOKENS, Selection
 from mrl.exchange.transport import Transport
+from mrl.sampling_mask import SamplingMask
 from mrl.types import PackedRoutes, RoutingTrace, Sample, SampleGroup
 from parallel.mesh import Mesh
 
@@ -32,20 +34,30 @@ BYTES_PER_TOKEN = 8
 
 
 class TokenCargo:
-    """Packs tokens and the engine's log-probs: all ids of a sample, then all its log-probs."""
+    """Packs tokens and the engine's log-probs: all ids of a sample, then all its log-probs, then its
+    sampling mask where it has one."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
 
     def num_bytes(self, sample: int, layers: tuple[int, ...]) -> int:
-        return BYTES_PER_TOKEN * len(self._samples[sample].token_ids)
+        return 4 * sum(self._sizes(sample))
+
+    def _sizes(self, sample: int) -> list[int]:
+        """Return how many numbers of 4 bytes there are: ids, log-probs, kept tokens, their counts."""
+        mask, num_tokens = self._samples[sample].sampling_mask, len(self._samples[sample].token_ids)
+        sizes = [num_tokens, num_tokens]
+        return sizes if mask is None else [*sizes, len(mask.token_ids), num_tokens]
 
     def pack(self, selection: Selection) -> Tensor:
         parts = []
         for i in selection.samples:
             sample = self._samples[i]
             ids = sample.token_ids.to(torch.int32)
-            parts += [ids.view(torch.uint8), sample.rollout_logprobs.contiguous().view(torch.uint8)]
+            tensors = [ids, sample.rollout_logprobs]
+            if (mask := sample.sampling_mask) is not None:
+                tensors += [mask.token_ids, mask.counts]
+            parts += [tensor.contiguous().view(torch.uint8) for tensor in tensors]
         return torch.cat(parts)
 
     def unpack(self, selection: Selection, rows: Tensor) -> dict[int, Sample]:
@@ -53,11 +65,15 @@ class TokenCargo:
         parts = rows.split([self.num_bytes(i, selection.layers) for i in selection.samples])
         samples = {}
         for i, part in zip(selection.samples, parts, strict=True):
-            ids, logprobs = part.chunk(2)
+            sizes = self._sizes(i)
+            ids, logprobs, *kept = part.split([4 * size for size in sizes])
             samples[i] = dataclasses.replace(
                 self._samples[i],
                 token_ids=ids.view(torch.int32).long(),
                 rollout_logprobs=logprobs.view(torch.float32).clone(),
+                sampling_mask=SamplingMask(*(each.view(torch.int32).clone() for each in kept))
+                if kept
+                else None,
             )
         return samples
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mrl.kernels.truncated_logprob import KeptLogits
 from mrl.kernels.vp_logprob import check_temperature, gather_tiles, tile_size, united
 
 
@@ -95,7 +96,12 @@ class Chunked:
 
 
 def linear_logprob(
-    hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor, how: Chunked
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    rows: Tensor,
+    how: Chunked,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `vp_logprob` of the logits hidden[rows] weight^T; both results are differentiable.
 
@@ -110,6 +116,9 @@ def linear_logprob(
         rows: i64[R], each of 0 to n-1 at most once: the wanted rows. The others are not read, and their
             gradient is 0.
         how: size of a chunk, temperature, tensor-parallel group.
+        kept: i64[R, K]: the tokens that each label was drawn from, each once, -1 behind them. Log-probs
+            are then those of the truncated distribution (`mrl.kernels.truncated_logprob`), NaN for a
+            label that is not among them; the entropy stays that of the whole distribution.
 
     Returns:
         (logprobs f32[R], entropy f32[R] in nats).
@@ -130,20 +139,32 @@ def linear_logprob(
             raise ValueError(
                 f"{name}: got {tensor.dtype} {list(tensor.shape)}, expected i64[R], R = {rows.numel()}"
             )
-    return _LinearLogprob.apply(hidden, weight, labels, rows, how)  # pyright: ignore
+    if kept is not None and (kept.dtype != torch.int64 or kept.shape[:1] != rows.shape):
+        raise ValueError(
+            f"kept: got {kept.dtype} {list(kept.shape)}, expected i64[R, K], R = {rows.numel()}"
+        )
+    return _LinearLogprob.apply(hidden, weight, labels, rows, how, kept)  # pyright: ignore
 
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor, how: Chunked
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        rows: Tensor,
+        how: Chunked,
+        kept: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         columns = weight.shape[0]
         tile = tile_size(columns, how.size)
         tiles = hidden.new_empty((len(rows), columns // tile, 4), dtype=torch.float32)
+        truncated, kept_lse = (hidden.new_empty(len(rows), dtype=torch.float32) for _ in range(2))
         for part in how.parts(len(rows)):
+            logits = how.project(hidden[rows[part]], weight)
             tiles[part] = torch.ops.mrl.vp_logprob_stats(
-                how.project(hidden[rows[part]], weight),
+                logits,
                 labels[part],
                 None,
                 how.rank * columns,
@@ -151,39 +172,53 @@ class _LinearLogprob(torch.autograd.Function):
                 tile,
                 how.temperature,
             )
+            if kept is not None:
+                here = KeptLogits.of(logits, kept[part], how.rank * columns, how.temperature)
+                found = here.logprobs(kept[part], labels[part], how.group)
+                truncated[part], kept_lse[part] = found
+            del logits  # before the next chunk's
         logprobs, lse, entropy = united(gather_tiles(tiles, how.group), labels, None, tile)
         ctx.how = how
-        ctx.save_for_backward(hidden, weight, labels, rows, lse, entropy)
+        ctx.save_for_backward(hidden, weight, labels, rows, lse, entropy, kept, kept_lse)
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return logprobs if kept is None else truncated, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, rows, lse, entropy = ctx.saved_tensors
+        hidden, weight, labels, rows, lse, entropy, kept, kept_lse = ctx.saved_tensors
         how: Chunked = ctx.how
         grad_logprobs, grad_entropy = grads
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
+        # Those of the truncated distribution have no part in the gradient of the whole one.
+        of_whole = grad_logprobs if kept is None else torch.zeros_like(lse)
+        first = how.rank * weight.shape[0]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = how.weight_gradient(weight) if needs_weight else None
         for part in how.parts(len(rows)):
             chosen = hidden[rows[part]]
             logits = how.project(chosen, weight)
+            here = None
+            if kept is not None:
+                here = KeptLogits.of(logits, kept[part], first, how.temperature)
             torch.ops.mrl.vp_logprob_bwd_(
                 logits,
                 labels[part],
                 None,
                 lse[part],
                 entropy[part],
-                grad_logprobs[part],
+                of_whole[part],
                 None if grad_entropy is None else grad_entropy[part],
-                how.rank * weight.shape[0],
+                first,
                 how.temperature,
             )
+            if here is not None:
+                given = (kept[part], labels[part], kept_lse[part], grad_logprobs[part])
+                here.add_gradient(logits, *given, how.temperature)
             if grad_hidden is not None:
                 grad_hidden.index_copy_(0, rows[part], logits @ weight)
             if grad_weight is not None:
                 grad_weight.add(logits, chosen)
             del logits  # before the next chunk's
-        return grad_hidden, grad_weight.result() if grad_weight else None, None, None, None
+        return grad_hidden, grad_weight.result() if grad_weight else None, *[None] * 4

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from mrl.config import RolloutConfig
+from mrl.config import Recipe, RolloutConfig
 from mrl.errors import InputError
 from mrl.rollout.base import SamplingParams
+
+MASK_TOKENS = 4096
+"""The most kept tokens that SGLang returns for a token, where sampling_mask_max_tokens is not set."""
 
 
 def check_sampling(rollout: RolloutConfig, vocab_size: int, where: str = "rollout") -> None:
@@ -38,4 +41,28 @@ def check_sampling(rollout: RolloutConfig, vocab_size: int, where: str = "rollou
             f"{where}.stop is given with rollout.partial_rollouts=resume: the engine looks for the "
             "text in the tokens of one request, and would miss one that begins before the sample is "
             "continued; use stop_token_ids, or partial_rollouts=drop or defer"
+        )
+
+
+def check_sampling_mask(recipe: Recipe) -> None:
+    """Raise InputError where `rollout.sampling_mask` is on with what it does not work with."""
+    rollout = recipe.rollout
+    if not rollout.sampling_mask:
+        return
+    most = rollout.server_args.get("sampling_mask_max_tokens", MASK_TOKENS)
+    if not 2 <= rollout.top_k <= most:
+        raise InputError(
+            f"rollout.top_k is {rollout.top_k}, but rollout.sampling_mask needs 2 to {most}, which "
+            "bounds how many kept tokens the engine returns; set it, beside a top_p of your choice "
+            "(512 cuts hardly more), or turn the mask off"
+        )
+    if rollout.true_on_policy:
+        raise InputError(
+            "rollout.true_on_policy is on, but with rollout.sampling_mask the engine computes "
+            "log-probs in another way than the trainer, and their last bits differ; turn one off"
+        )
+    if not recipe.train.logprob_chunk_tokens:
+        raise InputError(
+            "train.logprob_chunk_tokens is 0, but rollout.sampling_mask computes log-probs in chunks; "
+            "give it a number of tokens, such as 1024"
         )

@@ -25,6 +25,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from mrl.sampling_mask import SamplingMask
 from mrl.types import RoutingTrace, VersionSpan, WeightBucket
 
 WEIGHTS = "weights"
@@ -67,6 +68,8 @@ class SamplingParams:
     """Ids that stop a completion beside the model's own end-of-sequence ids."""
     stop: tuple[str, ...] = ()
     """Texts that stop a completion. The token that completes one is the completion's last."""
+    sampling_mask: bool = False
+    """Return the tokens that `top_p` and `top_k` kept, and log-probs over them."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -110,7 +113,8 @@ class Completion:
     """i64[C]; an aborted completion holds what there was but for its last token (of which nobody
     knows whether it was the end), maybe nothing."""
     logprobs: Tensor
-    """f32[C]: the engine's, at the sampling temperature."""
+    """f32[C]: the engine's, at the sampling temperature; of the truncated distribution where there is
+    a sampling mask, else of the whole one."""
     finish_reason: Literal["stop", "length", "abort"]
     weight_versions: tuple[VersionSpan, ...]
     """Cover [P, P + C) in order."""
@@ -119,6 +123,8 @@ class Completion:
     generated."""
     num_retractions: int = 0
     """Times that the engine took the request back for want of memory and computed it anew."""
+    sampling_mask: SamplingMask | None = None
+    """Of the C tokens, where `SamplingParams.sampling_mask` asks for it."""
 
 
 @dataclass(frozen=True)

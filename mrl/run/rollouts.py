@@ -21,6 +21,7 @@ from torch import Tensor
 from moe.trace import empty_trace_ids
 from mrl.errors import InputError
 from mrl.run.json_lines import finite_or_null
+from mrl.sampling_mask import SamplingMask
 from mrl.system.files import write_whole
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 
@@ -59,6 +60,7 @@ def outline(group: SampleGroup) -> SampleGroup:
             token_ids=sample.token_ids.to("meta"),
             rollout_logprobs=sample.rollout_logprobs.to("meta"),
             routing=None if sample.routing is None else of_trace(sample.routing),
+            sampling_mask=sample.sampling_mask and sample.sampling_mask.outline(),
         )
 
     def of_trace(trace: RoutingTrace) -> RoutingTrace:
@@ -98,6 +100,10 @@ def encode_groups(
     if with_tokens:
         tensors["token_ids"] = _join((s.token_ids for s in samples), torch.int64)
         tensors["rollout_logprobs"] = _join((s.rollout_logprobs for s in samples), torch.float32)
+        masks = [s.sampling_mask for s in samples if s.sampling_mask is not None]
+        if masks:
+            tensors["kept_ids"] = torch.cat([mask.token_ids for mask in masks])
+            tensors["kept_counts"] = torch.cat([mask.counts for mask in masks])
     if traces and with_routes:
         if any(trace.expert_ids.is_meta for trace in traces):
             raise ValueError("rollouts: expected routes with ids, another rank holds some of them")
@@ -224,6 +230,7 @@ def _sample_record(sample: Sample) -> dict[str, Any]:
             "num_recomputed_rows": trace.num_recomputed_rows,
         },
         **({"turn_rewards": sample.turn_rewards} if sample.turn_rewards else {}),
+        **({"num_kept": len(mask.token_ids)} if (mask := sample.sampling_mask) else {}),
     }
 
 
@@ -280,7 +287,21 @@ def _read_sample(
         finish_reason=record["finish_reason"],
         routing=routing and _read_trace(routing, take, layer_numbers),
         turn_rewards=tuple((end, reward) for end, reward in record.get("turn_rewards", ())),
+        sampling_mask=_read_mask(record, take),
     )
+
+
+def _read_mask(
+    record: dict[str, Any], take: dict[str, Callable[[int], Tensor]]
+) -> SamplingMask | None:
+    """Read what the sample was drawn from; None where it has no mask."""
+    if "num_kept" not in record:
+        return None
+    sizes = {"kept_ids": record["num_kept"], "kept_counts": record["num_tokens"]}
+    if "kept_ids" in take:
+        return SamplingMask(*(take[name](size) for name, size in sizes.items()))
+    empty = [torch.empty(size, dtype=torch.int32, device="meta") for size in sizes.values()]
+    return SamplingMask(*empty)
 
 
 def _read_trace(

@@ -1,4 +1,4 @@
-"""This module turns requests into a body for SGLang's /generate, and its answers into completions.
+"""This module turns the answers of SGLang's /generate into completions.
 
 P tokens of a request, C tokens of its completion, T = P + C.
 """
@@ -15,11 +15,10 @@ import torch
 
 from moe.trace import decode_base64, decode_routes
 from mrl.errors import InputError
-from mrl.rollout.base import Completion, Request, SamplingParams
+from mrl.rollout.base import Completion, Request
 from mrl.rollout.sglang.route_memory import RouteReader, find_reference
+from mrl.sampling_mask import SamplingMask
 from mrl.types import UNKNOWN_VERSION, RoutingTrace, VersionSpan
-
-NEVER = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -99,40 +98,6 @@ def _first(config: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
-def build_request(
-    requests: Sequence[Request], rids: Sequence[str], *, return_routes: bool
-) -> dict[str, Any]:
-    """Build one batched body: its requests reach the scheduler together and in this order."""
-    return {
-        "rid": list(rids),
-        "input_ids": [request.token_ids.tolist() for request in requests],
-        "sampling_params": [
-            {**_sampling(request.sampling), "sampling_seed": request.seed} for request in requests
-        ],
-        "return_logprob": True,
-        "return_routed_experts": return_routes,
-        "stream": True,
-    }
-
-
-def _sampling(sampling: SamplingParams) -> dict[str, Any]:
-    params: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "skip_special_tokens": False,
-        "stream_interval": NEVER,  # one event at the first token, and the whole answer at the end
-    }
-    ends = {"stop_token_ids": sampling.stop_token_ids, "stop": sampling.stop}
-    params |= {name: list(values) for name, values in ends.items() if values}
-    if sampling.min_new_tokens == sampling.max_new_tokens:
-        params["ignore_eos"] = True
-    elif sampling.min_new_tokens:
-        params["min_new_tokens"] = sampling.min_new_tokens
-    return params
-
-
 def finish_reason(answer: dict[str, Any]) -> str | None:
     """`stop`, `length` or `abort`; None while it is not finished."""
     return (answer["meta_info"].get("finish_reason") or {}).get("type")
@@ -196,16 +161,37 @@ def decode_completion(answer: dict[str, Any], request: Request, expected: Expect
             where=where,
             reader=expected.routes,
         )
+    logprobs, mask = [entry[0] for entry in entries], None
+    if request.sampling.sampling_mask:
+        logprobs, mask = _sampling_mask(meta, output, where)
     completion = Completion(
         request_id=where,
         output_ids=torch.tensor(output, dtype=torch.int64),
-        logprobs=torch.tensor([entry[0] for entry in entries], dtype=torch.float32),
+        logprobs=torch.tensor(logprobs, dtype=torch.float32),
         finish_reason=reason,
         weight_versions=spans,
         routing=routing,
         num_retractions=num_retractions,
+        sampling_mask=mask,
     )
     return without_last_token(completion) if reason == "abort" and output else completion
+
+
+def _sampling_mask(
+    meta: dict[str, Any], output: Sequence[int], where: str
+) -> tuple[list[float], SamplingMask]:
+    """Return the log-probs of the truncated distribution, and what it was truncated to."""
+    sets, logprobs = (meta.get(f"output_token_sampling_{name}") for name in ("mask", "logprobs"))
+    if sets is None or logprobs is None:
+        raise RuntimeError(
+            f"{where}: the server returned no output_token_sampling_mask; rollout.sampling_mask needs "
+            "SGLang 0.5.20 or later"
+        )
+    _expect(where, "output_token_sampling_mask", len(sets), len(output))
+    _expect(where, "output_token_sampling_logprobs", len(logprobs), len(output))
+    if any(token not in (kept or ()) for token, kept in zip(output, sets, strict=True)):
+        raise RuntimeError(f"{where}: a token was drawn that its sampling mask does not have")
+    return logprobs, SamplingMask.of(sets)
 
 
 def without_last_token(completion: Completion) -> Completion:
@@ -217,6 +203,7 @@ def without_last_token(completion: Completion) -> Completion:
             completion,
             output_ids=completion.output_ids[:0],
             logprobs=completion.logprobs[:0],
+            sampling_mask=completion.sampling_mask and completion.sampling_mask.cut(0),
             weight_versions=(),
             routing=None,
         )
@@ -236,6 +223,7 @@ def without_last_token(completion: Completion) -> Completion:
         completion,
         output_ids=completion.output_ids[:-1],
         logprobs=completion.logprobs[:-1],
+        sampling_mask=completion.sampling_mask and completion.sampling_mask.cut(num_output),
         weight_versions=_cut(completion.weight_versions, start + num_output),
         routing=trace,
     )

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mrl.rollout.base import Request
-from mrl.rollout.sglang.decode import build_request, finish_reason
+from mrl.rollout.sglang.body import build_request
+from mrl.rollout.sglang.decode import finish_reason
 from mrl.rollout.sglang.http import EventStream, ServerError
 from mrl.rollout.sglang.server import REAP_S, Server
 
