@@ -141,7 +141,7 @@ class Sample:
     """(end, reward) of each turn in an environment: the tokens before `end` earned it. Empty elsewhere,
     and where the sample has no reward."""
     sampling_mask: SamplingMask | None = None
-    """Of all tokens, where `rollout_logprobs` are of the truncated distribution
+    """The sets of all tokens, where `rollout_logprobs` are of the truncated distribution
     (`rollout.sampling_mask`); on the `meta` device where they are."""
 
     @property
@@ -254,7 +254,7 @@ class MicroBatch:
     bootstrap: Tensor | None = None
     """f32[B]: the critic's value of the state after the last loss token of what was cut off; else 0."""
     sampling_mask: SamplingMask | None = None
-    """Of the N tokens, always on the CPU: all log-probs are then of the truncated distribution."""
+    """The sets of the N tokens, always on the CPU: all log-probs are of the truncated distribution."""
 
     @property
     def num_tokens(self) -> int:

@@ -95,8 +95,7 @@ def pack(
     """Lay samples end to end, each padded to a multiple of `sequence_multiple` tokens.
 
     What is missing to a multiple of `token_multiple`, and to `min_tokens`, is one more sequence.
-    Padding has no loss and native routes. No samples give an empty micro-batch of padding. `version`:
-    the trainer's weights at the rollout.
+    Padding has no loss and native routes. No samples give padding alone. `version`: of the weights.
     """
     lengths = [len(s.sample.token_ids) for s in samples]
     rooms = [round_up(n, sequence_multiple) for n in lengths]

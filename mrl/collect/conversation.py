@@ -43,7 +43,7 @@ class Conversation:
     turn_ends: tuple[int, ...] = ()
     """The number of tokens up to the end of each completion that brought tokens."""
     sampling_mask: SamplingMask | None = None
-    """Of all tokens, where the completions have theirs."""
+    """The sets of all tokens, where the completions have theirs."""
     finish_reason: FinishReason | None = None
     """None while it is live."""
 

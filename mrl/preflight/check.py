@@ -34,7 +34,7 @@ from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.plan import Plan
 from mrl.preflight.profile import check_profile
 from mrl.preflight.reward_columns import check_reward_columns
-from mrl.preflight.sampling import check_sampling, check_sampling_mask
+from mrl.preflight.sampling import check_recipe_sampling, check_sampling
 from mrl.preflight.schedule import with_schedule
 from mrl.preflight.task import check_task
 from mrl.rewards.runner import check_columns
@@ -73,8 +73,7 @@ def check(
     reference = read_reference(recipe.algorithm, model)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)
-    check_sampling(recipe.rollout, model.sizes.vocab_size)
-    check_sampling_mask(recipe)
+    check_recipe_sampling(recipe, model.sizes.vocab_size)
     _check_engine(recipe, on_gpu=elsewhere or torch.cuda.is_available())
     check_on_policy(recipe, dims, model)
     check_partial_rollouts(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))

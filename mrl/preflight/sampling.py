@@ -44,6 +44,12 @@ def check_sampling(rollout: RolloutConfig, vocab_size: int, where: str = "rollou
         )
 
 
+def check_recipe_sampling(recipe: Recipe, vocab_size: int) -> None:
+    """Check the sampling of the training; that of the evaluation sets is for `check_sampling`."""
+    check_sampling(recipe.rollout, vocab_size)
+    check_sampling_mask(recipe)
+
+
 def check_sampling_mask(recipe: Recipe) -> None:
     """Raise InputError where `rollout.sampling_mask` is on with what it does not work with."""
     rollout = recipe.rollout

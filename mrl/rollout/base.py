@@ -124,7 +124,7 @@ class Completion:
     num_retractions: int = 0
     """Times that the engine took the request back for want of memory and computed it anew."""
     sampling_mask: SamplingMask | None = None
-    """Of the C tokens, where `SamplingParams.sampling_mask` asks for it."""
+    """The sets of the C tokens, where `SamplingParams.sampling_mask` asks for it."""
 
 
 @dataclass(frozen=True)

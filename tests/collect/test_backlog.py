@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections import Counter
@@ -25,6 +26,7 @@ from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.data import PromptCursor
 from mrl.errors import InputError
 from mrl.preflight.long_tails import check_partial_rollouts
+from mrl.sampling_mask import SamplingMask
 from mrl.types import RoutingTrace, Sample, SampleGroup, VersionSpan
 
 NUM_PROMPTS = 23
@@ -243,3 +245,29 @@ def test_a_prompt_drawn_twice_is_not_the_same_samples_twice() -> None:
     first, second = make_prompts(2)
     started = choose_prompts([], lambda n: [first, second, first][:n], config, 7).started
     assert len({(one.group.prompt.prompt_id, one.seed) for one in started}) == 3
+
+
+@pytest.mark.parametrize(("had", "wants"), [(True, True), (True, False), (False, True)])
+def test_a_resumed_run_continues_only_log_probs_of_its_own_distribution(
+    had: bool, wants: bool
+) -> None:
+    """Prompts start anew where `rollout.sampling_mask` is another than they began with."""
+    config = RolloutConfig(
+        max_response_len=8, prompts_per_step=1, samples_per_prompt=1, over_sampling=2,
+        partial_rollouts="resume", top_k=4, sampling_mask=had,
+    )  # fmt: skip
+    backlog = Backlog(config)
+    plan = backlog.begin_step(make_prompts, seed=0)
+    sets = [[]] * plan.started[1].group.samples[0].prompt_len + [[0, 5]] * 3
+    left = grown(plan.started[1].group.samples[0], 0, 3, "abort")
+    if had:
+        left = dataclasses.replace(left, sampling_mask=SamplingMask.of(sets))
+    partial = [SampleGroup(plan.started[1].group.prompt, [left])]
+    backlog.end_step(plan, [plan.started[0].group], partial, 0)
+    state = json.loads(json.dumps(backlog.state_dict()))
+    other = Backlog(config.model_copy(update={"sampling_mask": wants}))
+    other.load_state_dict(state)
+    (waiting,) = other.waiting
+    (sample,) = waiting.group.samples
+    assert sample.num_generated == (3 if had == wants else 0)
+    assert (sample.sampling_mask is not None) == (had and wants)

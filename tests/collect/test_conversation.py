@@ -1,11 +1,14 @@
 """Sessions of several turns: what is trained, and whose routes a row has."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from moe.trace import join_traces
 from mrl.collect.conversation import Conversation
 from mrl.rollout.base import Completion
+from mrl.sampling_mask import SamplingMask
 from mrl.types import RoutingTrace, VersionSpan
 
 P = 4
@@ -55,6 +58,21 @@ def test_three_turns_become_one_sample():
     assert sample.weight_versions == (
         VersionSpan(0, 4, 6), VersionSpan(1, 9, 10), VersionSpan(1, 11, 13),
     )  # fmt: skip
+
+
+def test_sampling_masks_follow_the_tokens_of_the_policy():
+    def drawn(talk, *sets):
+        completion = turn(talk, [tokens[0] for tokens in sets])
+        return dataclasses.replace(completion, sampling_mask=SamplingMask.of(sets))
+
+    talk = Conversation.start(5, torch.arange(P))
+    talk = talk.with_completion(drawn(talk, [10, 1], [11]))
+    talk = talk.with_tokens(torch.tensor([20, 21]))
+    talk = talk.with_completion(drawn(talk, [12, 2, 3]))
+    talk = talk.with_tokens(torch.tensor([22]))
+    mask = talk.finished("stop").sample(0).sampling_mask
+    assert mask.counts.tolist() == [0, 0, 0, 0, 2, 1, 0, 0, 3]
+    assert mask.token_ids.tolist() == [10, 1, 11, 12, 2, 3]
 
 
 def test_routes_are_those_of_the_turn_that_first_read_the_token():

@@ -16,6 +16,7 @@ from mrl.exchange.rollouts import RolloutExchange
 from mrl.exchange.transfers import Selection, Transfer, Transfers, compute_transfers
 from mrl.exchange.transport import nodes_of
 from mrl.run.rollouts import is_held, outline
+from mrl.sampling_mask import SamplingMask
 from mrl.types import PackedRoutes, Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 from parallel.dims import ParallelDims
 from parallel.mesh import init_mesh, world_size
@@ -49,6 +50,9 @@ def make_group(number: int, lengths: list[int], with_weights: bool) -> SampleGro
                 expert_weights=weights.gather(2, ids.long()) if with_weights else None,
             )
             if length
+            else None,
+            sampling_mask=SamplingMask.of([[], [], *[[7, t, 9] for t in range(2, len(ids) + 1)]])
+            if number == 0
             else None,
         )
         samples.append(sample)
@@ -245,6 +249,12 @@ def moved(nodes: list[int]) -> dict[str, Any]:
 
 def _same_tokens(a: Sample, b: Sample) -> bool:
     pairs = ((a.token_ids, b.token_ids), (a.rollout_logprobs, b.rollout_logprobs))
+    masks = [s.sampling_mask for s in (a, b)]
+    if masks[1] is not None:
+        assert masks[0] is not None
+        pairs += tuple(
+            (getattr(masks[0], n), getattr(masks[1], n)) for n in ("token_ids", "counts")
+        )
     return all(not x.is_meta and x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
 
@@ -255,11 +265,15 @@ def test_tokens_and_groups_arrive_within_nodes_and_between(
     ranks = run_ranks(4, moved, nodes, folder=tmp_path)
     assert all(rank[what] for rank in ranks for what in ("tokens", "routes", "moved", "held"))
     # Samples 0 and 1, 2 and 3, 4, 5 are of ranks 0 to 3; ranks 0 and 1 train 0, 2 and 5.
-    num_tokens = [9, 4, 30, 4, 2000, 5]
+    num_bytes = [8 * n for n in [9, 4, 30, 4, 2000, 5]]
+    for i, n in ((0, 9), (1, 4)):
+        num_bytes[i] += 4 * (n + 3 * (n - 2))  # their sampling masks
+    of = num_bytes
     within = [0, 0, 0, 0]
-    between = [num_tokens[1], num_tokens[3], 0, num_tokens[5]]
-    alone = [9 + 4 * 2, 30 + 4 * 2, 2000, 5 * 2]  # a copy for each rank that has none
+    between = [of[1], of[3], 0, of[5]]
+    # A copy for each rank that has none.
+    alone = [of[0] + of[1] * 2, of[2] + of[3] * 2, of[4], of[5] * 2]
     expected = {0: within, 2: between}.get(nodes[2], within)
     if nodes == [0, 1, 2, 3]:
         expected = alone
-    assert [rank["sent"] for rank in ranks] == [8 * n for n in expected]
+    assert [rank["sent"] for rank in ranks] == expected

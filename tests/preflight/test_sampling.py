@@ -6,7 +6,7 @@ import pytest
 
 from mrl.config import EvalSetConfig, load_recipe
 from mrl.errors import InputError
-from mrl.preflight.sampling import check_sampling
+from mrl.preflight.sampling import check_sampling, check_sampling_mask
 from tests.loop.conftest import TOY_RECIPE
 
 VOCAB_SIZE = 99
@@ -29,6 +29,35 @@ def test_what_cannot_be_meant_is_refused(keys: list[str], parts: list[str]) -> N
     with pytest.raises(InputError) as caught:
         check_sampling(recipe.rollout, VOCAB_SIZE)
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ([], ["rollout.top_k is -1", "needs 2 to 4096"]),
+        (["rollout.top_k=1"], ["rollout.top_k is 1,"]),
+        (["rollout.top_k=5000"], ["rollout.top_k is 5000", "2 to 4096"]),
+        (
+            ["rollout.top_k=20", "rollout.server_args={sampling_mask_max_tokens: 10}"],
+            ["rollout.top_k is 20", "2 to 10"],
+        ),
+        (["rollout.top_k=20", "rollout.true_on_policy=true"], ["true_on_policy", "last bits"]),
+        (["rollout.top_k=20", "train.logprob_chunk_tokens=0"], ["logprob_chunk_tokens is 0"]),
+    ],
+)
+def test_what_does_not_go_with_a_sampling_mask_is_refused(
+    keys: list[str], parts: list[str]
+) -> None:
+    recipe = load_recipe(TOY_RECIPE, ["rollout.sampling_mask=true", *keys])
+    with pytest.raises(InputError) as caught:
+        check_sampling_mask(recipe)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_a_sampling_mask_goes_with_top_k_and_top_p() -> None:
+    check_sampling_mask(load_recipe(TOY_RECIPE, []))
+    keys = ["rollout.sampling_mask=true", "rollout.top_k=20", "rollout.top_p=0.9"]
+    check_sampling_mask(load_recipe(TOY_RECIPE, keys))
 
 
 def test_one_text_is_a_list_of_one() -> None:

@@ -17,6 +17,7 @@ from mrl.run.rollouts import (
     outline,
     save_groups,
 )
+from mrl.sampling_mask import SamplingMask
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 
 
@@ -41,6 +42,9 @@ def make_sample(group_id: int, num_tokens: int, *, wide: bool = False, routed: b
         finish_reason="stop",
         routing=trace if routed else None,
         turn_rewards=((5, 1 / 3), (num_tokens, -2.0)) if wide else (),
+        sampling_mask=SamplingMask.of([[], [], [], *[range(i, 9) for i in range(num_tokens - 3)]])
+        if wide and routed
+        else None,
     )
 
 
@@ -150,8 +154,9 @@ def described(group: SampleGroup) -> SampleGroup:
         return record
 
     for sample in group.samples:
-        if sample.routing is not None:
-            of(sample.routing)
+        for record in (sample.routing, sample.sampling_mask):
+            if record is not None:
+                of(record)
         of(sample)
     return group
 

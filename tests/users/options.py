@@ -37,6 +37,21 @@ def stop_at_a_text(user: User) -> str:
     return f"{len(ended)} of {len(texts)} completions end with one of the texts"
 
 
+@thing("I truncate with top_p and top_k, and both sides compute log-probs over what was kept.")
+def train_on_truncated_samples(user: User) -> str:
+    cut = ("rollout.top_p=0.1", "rollout.sampling_mask=true", "train.num_steps=2")
+    printed = user.mrl("check", *user.recipe("run"), *cut, code=2)
+    assert "rollout.top_k is -1, but rollout.sampling_mask needs 2 to 4096" in printed
+    gaps = {}
+    for name, mask in (("truncated", "true"), ("whole", "false")):
+        user.train(name, *cut, "rollout.top_k=8", f"rollout.sampling_mask={mask}")
+        first = json.loads((user.folder / name / "metrics.jsonl").read_text().splitlines()[0])
+        gaps[name] = first["mismatch/logprob_abs_max"]
+        assert first["ratio/mean"] == pytest.approx(1, abs=1e-5)
+    assert max(gaps.values()) < 1e-5, gaps
+    return f"largest difference of engine and trainer: {gaps}"
+
+
 @thing("I write bf16, and then fp16, as the dtype.", is_long=False)
 def name_a_dtype(user: User) -> str:
     user.mrl("check", *user.recipe("run"), "model.dtype=bf16")
