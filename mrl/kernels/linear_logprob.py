@@ -213,7 +213,7 @@ class _LinearLogprob(torch.autograd.Function):
                 first,
                 how.temperature,
             )
-            if here is not None:
+            if here is not None and kept is not None:
                 given = (kept[part], labels[part], kept_lse[part], grad_logprobs[part])
                 here.add_gradient(logits, *given, how.temperature)
             if grad_hidden is not None:
