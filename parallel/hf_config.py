@@ -19,9 +19,19 @@ from parallel.dims import ModelSizes
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """What the id of a model on the Hugging Face hub looks like: ORGANISATION/NAME."""
 
+COUNTS = frozenset(
+    {
+        *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+        *("max_position_embeddings", "num_experts_per_tok"),
+    }
+)
+"""Keys of config.json that every model has as a positive whole number, where it has them."""
+
 
 def read_config(folder: Path) -> HfConfig:
     """Read config.json of a model folder, with or without weights. Raises InputError."""
+    if folder.is_file():
+        raise InputError(f"model.path: {folder} is a file; give the folder of a checkpoint")
     if not folder.is_dir():
         if HUB_ID.fullmatch(str(folder)) and folder.parts[0] != "toy":
             raise InputError(
@@ -42,6 +52,10 @@ def read_config(folder: Path) -> HfConfig:
         raise InputError(f"model.path: {file} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise InputError(f"model.path: {file}: expected an object, got {type(config).__name__}")
+    for key in COUNTS & config.keys():
+        count = config[key]
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InputError(f"model.path: {file}: {key} is {count!r}, expected a positive number")
     return config
 
 
@@ -68,9 +82,14 @@ class HfModel:
         model = cls(folder, config, load_architecture(str(config.get("model_type") or "")))
         try:
             _ = model.sizes, model.context_len, model.rotary_base
-            model.architecture.transformer_config(config)
+            settings = model.architecture.transformer_config(config)
         except KeyError as error:
             raise InputError(f"model.path: {folder}/config.json lacks the key {error}") from None
+        topk, experts = settings.get("moe_router_topk", 0), model.sizes.num_experts
+        if model.moe_layer_numbers and topk > experts:
+            raise InputError(
+                f"model.path: {folder}/config.json routes a token to {topk} experts, but has {experts}"
+            )
         return model
 
     @property

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mrl.errors import InputError
 from parallel.hf_config import HfModel
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+EMBEDDINGS = "model.embed_tokens.weight"
 
 
 class HfTensors:
@@ -17,7 +22,7 @@ class HfTensors:
 
     def __init__(self, model: HfModel) -> None:
         self.path = model.path
-        self._files = [safe_open(str(file), framework="pt") for file in _weight_files(model.path)]
+        self._files = [_open(file) for file in _weight_files(model.path)]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
 
     def __enter__(self) -> HfTensors:
@@ -34,6 +39,10 @@ class HfTensors:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, without reading it."""
+        return tuple(self._where[name].get_slice(name).get_shape())
+
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._where:
             raise InputError(
@@ -41,6 +50,15 @@ class HfTensors:
                 "folder does not match its config.json"
             )
         return self._where[name].get_tensor(name)
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"model.path: {file} is no whole safetensors file ({error}); download it again"
+        ) from None
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -56,6 +74,25 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder}: {index.name} lists {missing[0]}, which is not there; download it again"
         )
     return files
+
+
+def check_sizes(model: HfModel, tensors: HfTensors) -> None:
+    """Raise InputError where config.json has more layers than the weights, or other embeddings."""
+    config, sizes = model.config, model.sizes
+    layers = {int(found[1]) for name in tensors.names if (found := LAYER.match(name))}
+    missing = sorted(set(range(sizes.num_layers)) - layers)
+    if layers and missing:  # an architecture from outside may name its layers otherwise
+        raise InputError(
+            f"model.path: {model.path}/config.json has {sizes.num_layers} layers, but there are no "
+            f"weights of layer {missing[0]}; correct config.json or download the weights again"
+        )
+    expected = (sizes.vocab_size, config.get("hidden_size"))
+    if EMBEDDINGS in tensors and expected[1] and tensors.shape(EMBEDDINGS) != expected:
+        found = " x ".join(map(str, tensors.shape(EMBEDDINGS)))
+        raise InputError(
+            f"model.path: {model.path}/config.json has vocab_size x hidden_size {expected[0]} x "
+            f"{expected[1]}, but the weights {EMBEDDINGS!r} are {found}; correct config.json"
+        )
 
 
 def check_names(model: HfModel, names: set[str]) -> None:

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
+from mrl.config.explain import explain
 from mrl.config.paths import hold_paths
 from mrl.config.recipe import Recipe
-from mrl.config.reward import TAGS
-from mrl.config.suggest import suggest
 from mrl.errors import InputError
 from mrl.system.files import write_whole
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 RENAMED = {
     "warm_start": "sft",
     "rollout.unfinished": "rollout.partial_rollouts",
 }
 """Keys of earlier recipes and their names now. A recipe that has an old one is refused."""
-MEMBER = re.compile(r"int|float|constrained-(int|float)|literal\[.*\]")
-"""The last part of the location of a problem where pydantic tried one type of a union."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML as `safe_load`, and refuses a key that stands twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+                first = seen.setdefault(key_node.value, key_node.start_mark.line)
+                if first != key_node.start_mark.line:
+                    raise yaml.YAMLError(
+                        f"the key {key_node.value!r} stands twice, in lines {first + 1} and "
+                        f"{key_node.start_mark.line + 1}; give it once"
+                    )
+        return super().construct_mapping(node, deep)
 
 
 def load_recipe(
@@ -62,7 +71,7 @@ def recipe_of(tree: dict[str, Any], overrides: list[str] | None, source: str) ->
     try:
         return Recipe.model_validate(hold_paths(tree, None))
     except ValidationError as error:
-        raise InputError(f"{source}: {_explain(error)}") from None
+        raise InputError(f"{source}: {explain(error)}") from None
 
 
 def dump_recipe(recipe: Recipe, path: Path) -> None:
@@ -96,7 +105,7 @@ def _keys_of(tree: dict[Any, Any], prefix: str = "") -> Iterator[str]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(), _Loader)
     except OSError as error:
         raise InputError(f"recipe {path}: {error.strerror}; give the path of a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -132,33 +141,3 @@ def _apply_override(tree: dict[str, Any], item: str) -> None:
         tree[leaf] = yaml.safe_load(value)
     except yaml.YAMLError:
         raise InputError(f"override {item!r}: {value!r} is not a YAML value") from None
-
-
-def _explain(error: ValidationError) -> str:
-    lines = []
-    problems = error.errors()
-    for key, members in _of_unions(problems).items():
-        messages = ", or: ".join(member["msg"] for member in members)
-        lines.append(f"{key}: {messages}, got {members[0]['input']!r}")
-        problems = [problem for problem in problems if problem not in members]
-    for problem in problems:
-        place = [part for part in problem["loc"] if part not in TAGS]
-        key = ".".join(map(str, place))
-        if problem["type"] == "extra_forbidden":
-            named = ".".join(part for part in place if isinstance(part, str))
-            lines.append(f"unknown key {key!r}{suggest(named, problem['input'])}")
-        elif problem["type"] == "missing":
-            lines.append(f"{key}: required, and not given")
-        else:
-            lines.append(f"{key}: {problem['msg']}, got {problem['input']!r}")
-    return "; ".join(lines)
-
-
-def _of_unions(problems: list[ErrorDetails]) -> dict[str, list[ErrorDetails]]:
-    """Return the problems of fields of a union type by key: pydantic reports one for each type."""
-    found: dict[str, list[ErrorDetails]] = {}
-    for problem in problems:
-        *path, member = problem["loc"]
-        if path and MEMBER.fullmatch(str(member)):
-            found.setdefault(".".join(str(part) for part in path), []).append(problem)
-    return found

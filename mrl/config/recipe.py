@@ -67,7 +67,7 @@ class Recipe(Branch):
     logging: LoggingConfig = LoggingConfig()
     profile: ProfileConfig = ProfileConfig()
     debug: DebugConfig = DebugConfig()
-    output_dir: str
+    output_dir: str = Field(min_length=1)
     """The run folder; a run that is there already is resumed."""
     seed: int = 0
     """Decides the order of the prompts, the sampling, and all other random numbers."""

@@ -48,7 +48,7 @@ from mrl.types import Prompt
 from parallel.checkpoint.manifest import candidates, damage, newest_good, step_of
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
-from parallel.hf_tensors import HfTensors, check_names
+from parallel.hf_tensors import HfTensors, check_names, check_sizes
 from parallel.implementation import choose_implementation
 
 
@@ -120,6 +120,7 @@ def _read_model(recipe: Recipe, dims: ParallelDims, elsewhere: bool) -> HfModel:
     dims.check_model(model.sizes)
     with HfTensors(model) as tensors:
         check_names(model, tensors.names)
+        check_sizes(model, tensors)
     if not elsewhere:
         choose_implementation(recipe.model.transformer_impl)
     check_moe(recipe, model)
@@ -199,9 +200,16 @@ def load_tokenizer(model: HfModel) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise InputError(f"model.path {model.path}: no usable tokenizer ({first})") from None
+    except Exception as error:  # other people's code reads other people's files
+        message = " ".join(str(error).split()) or "no message"
+        raise InputError(
+            f"model.path {model.path}: no usable tokenizer ({type(error).__name__}: {message})"
+        ) from None
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files
+        raise InputError(
+            f"model.path {model.path}: no usable tokenizer (its vocabulary is empty); copy the model's "
+            "tokenizer.json there"
+        )
     if len(tokenizer) > model.sizes.vocab_size:
         raise InputError(
             f"model.path {model.path}: the tokenizer has {len(tokenizer)} tokens, the model only "

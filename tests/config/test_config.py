@@ -51,8 +51,17 @@ def test_the_toy_recipe_is_the_documented_run():
         ("optimizer.lr=.inf", "optimizer.lr: Input should be a finite number, got inf"),
         ("moe.routing_replay=r4", "'off', 'r2' or 'r3', got 'r4'"),
         ("train.num_steps=2.5", "train.num_steps: Input should be a valid integer"),
-        ("algorithm.name=3", "algorithm.name: Input should be a valid string, got 3"),
-        ("optimizer=3", "optimizer: Input should be a valid dictionary"),
+        ("algorithm.name=3", "algorithm.name: expected a text, got 3"),
+        ("optimizer=3", "optimizer: expected a mapping of keys, such as optimizer.lr, got 3"),
+        (
+            "algorithm=grpo",
+            "algorithm: expected a mapping of keys; did you mean algorithm.name, got",
+        ),
+        ("data=a.jsonl", "data: expected a mapping of keys; did you mean data.path, got 'a.jsonl'"),
+        ("reward=5", "reward: expected the name of a reward, or a list of rewards, got 5"),
+        ("profile.steps=ten", "profile.steps: expected a list, got 'ten'"),
+        ("output_dir=", "output_dir: expected a text, got None"),
+        ("output_dir=''", "output_dir: String should have at least 1 character"),
         ("reward.x=3", "reward is a value, not a branch"),
         ("noequals", "expected key=value"),
         ("=3", "expected key=value"),
@@ -122,6 +131,7 @@ def test_unreadable_recipes(tmp_path):
         (b"- 1\n", "expected a mapping of keys, got list"),
         (b"", "expected a mapping of keys, got NoneType"),
         (b"seed: 1\n", "model: required, and not given"),
+        (b"a: 1\nseed: 1\nb:\n  c: 1\nseed: 2\n", "the key 'seed' stands twice, in lines 2 and 5"),
     ):
         file.write_bytes(content)
         with pytest.raises(InputError, match=reason):

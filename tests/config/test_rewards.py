@@ -52,7 +52,7 @@ def test_files_in_a_list_are_found_from_the_recipe(tmp_path):
 @pytest.mark.parametrize(
     ("reward", "reason"),
     [
-        ("3", "reward: Input should be a valid string, got 3"),
+        ("3", "reward: expected the name of a reward, or a list of rewards, got 3"),
         ("[]", "reward: Value error, the list is empty"),
         ("[{wieght: 1, name: a}]", "unknown key 'reward.0.wieght'"),
         ("[{name: a, weight: x}]", "reward.0.weight: Input should be a valid number"),

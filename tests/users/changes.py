@@ -19,7 +19,10 @@ def rows(user: User, run: str, name: str = "metrics.jsonl") -> list[dict[str, An
     return [json.loads(line) for line in lines]
 
 
-@thing("A run that ran out of memory continues with half the micro-batch and less for the engine.")
+@thing(
+    "A run that ran out of memory continues with half the micro-batch and less for the engine.",
+    wall="A run cannot go on with less memory after running out of it.",
+)
 def out_of_memory(user: User) -> str:
     whole, steps = Policy.train_step, []
 
@@ -45,7 +48,10 @@ def out_of_memory(user: User) -> str:
     return last
 
 
-@thing("I change the learning rate of a run, am told how, copy the run and branch off it.")
+@thing(
+    "I change the learning rate of a run, am told how, copy the run and branch off it.",
+    wall="A copied run folder trains the original, silently.",
+)
 def change_copy_and_branch(user: User) -> str:
     user.train("run", *STEPS)
     told = user.mrl("train", user.folder / "run", "optimizer.lr=1e-3", code=2).strip()

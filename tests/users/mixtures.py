@@ -17,7 +17,10 @@ from tests.users.things import User, thing
 NUM_STEPS, NUM_KILLED = 6, 3
 
 
-@thing("A mixture of parquet, gz and CSV, with weights and a reward of its own, is killed.")
+@thing(
+    "A mixture of parquet, gz and CSV, with weights and a reward of its own, is killed.",
+    wall="Only one form of data is read.",
+)
 def killed_mixture(user: User) -> str:
     data = f"data={json.dumps({'sources': _sources(user)})}"
     more = (data, f"train.num_steps={NUM_STEPS}", "checkpoint.save_every=1")

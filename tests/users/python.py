@@ -80,7 +80,10 @@ def mistyped(user: User) -> str:
     return printed.strip()
 
 
-@thing("I train with the README's own algorithm, copied into a file.")
+@thing(
+    "I train with the README's own algorithm, copied into a file.",
+    wall="The README's own algorithm example is refused.",
+)
 def algorithm_file(user: User) -> str:
     (readme,) = [page for page in pages() if page.name == "README.md"]
     (code,) = [block.text for block in readme.blocks if "sequence_weights =" in block.text]

@@ -67,19 +67,21 @@ class Thing:
     text: str
     do: Do
     is_long: bool
+    wall: str | None
+    """What stood in the way of new users, and is gone where this ends as it should."""
 
 
 THINGS: list[Thing] = []
 
 
-def thing(text: str, *, is_long: bool = True) -> Callable[[Do], Do]:
+def thing(text: str, *, is_long: bool = True, wall: str | None = None) -> Callable[[Do], Do]:
     """Add a function to the list. `text` is a sentence from the user's side.
 
     `is_long` keeps it out of `make test`, which has room for what takes a second or two.
     """
 
     def add(do: Do) -> Do:
-        THINGS.append(Thing(text, do, is_long))
+        THINGS.append(Thing(text, do, is_long, wall))
         return do
 
     return add

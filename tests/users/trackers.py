@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
+from tests.trackers.test_real_trackers import FOLDER, python
 from tests.users.things import User, thing
 
 TRACKER = """
@@ -57,6 +60,30 @@ def log_to_my_own(user: User) -> str:
     assert rows(user, "run/mine.jsonl") == metrics
     assert len(json.loads((user.folder / "run/samples_1.json").read_text())) == 3
     return f"{len(metrics)} steps, the same numbers as metrics.jsonl"
+
+
+@thing(
+    "I log to TensorBoard, wandb and MLflow without a network, and read the numbers back.",
+    wall="Nothing can be logged where teams look.",
+)
+def log_to_three(user: User) -> str:
+    if not FOLDER.is_dir():
+        pytest.skip("make .venv/.trackers installs the trackers")
+    keys = user.recipe("run", "train.num_steps=2")
+    trackers = "logging=[jsonl, tensorboard, wandb, mlflow]"
+    done = python("-m", "mrl", "train", *keys, trackers, folder=user.folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    read = python("-m", "tests.trackers.read_back", user.folder / "run", folder=user.folder)
+    assert read.returncode == 0, read.stderr
+    found = json.loads(read.stdout.splitlines()[-1])
+    expected = {
+        str(row["step"]): {key: value for key, value in numbers(row).items() if key != "step"}
+        for row in rows(user, "run/metrics.jsonl")
+    }
+    assert found["wandb"] == found["mlflow"] == expected
+    for step, row in expected.items():  # TensorBoard has 32 bits
+        assert found["tensorboard"][step] == pytest.approx(row, rel=1e-6)
+    return f"{len(expected)} steps with {len(expected['0'])} numbers in each"
 
 
 @thing("I add a tracker to a run that has begun; it gets the steps before it too.")
