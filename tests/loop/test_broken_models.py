@@ -1,4 +1,4 @@
-"""A model folder that is not whole, or whose config.json is of another model, is refused in one line."""
+"""A model folder that is not whole, or that has the config.json of another model, is refused."""
 
 from __future__ import annotations
 
