@@ -29,8 +29,8 @@ from parallel.mesh import Mesh
 
 Traces = Mapping[int, RoutingTrace]
 """Traces by the index of their sample in the step's list; without ids where another rank holds them."""
-BYTES_PER_TOKEN = 8
-"""i32 id and f32 log-prob."""
+BYTES_PER_NUMBER = 4
+"""Ids and counts are i32, log-probs are f32."""
 
 
 class TokenCargo:
@@ -41,10 +41,10 @@ class TokenCargo:
         self._samples = samples
 
     def num_bytes(self, sample: int, layers: tuple[int, ...]) -> int:
-        return 4 * sum(self._sizes(sample))
+        return BYTES_PER_NUMBER * sum(self._sizes(sample))
 
     def _sizes(self, sample: int) -> list[int]:
-        """Return how many numbers of 4 bytes there are: ids, log-probs, kept tokens, their counts."""
+        """Return how many numbers there are: ids, log-probs, kept tokens, their counts."""
         mask, num_tokens = self._samples[sample].sampling_mask, len(self._samples[sample].token_ids)
         sizes = [num_tokens, num_tokens]
         return sizes if mask is None else [*sizes, len(mask.token_ids), num_tokens]
@@ -66,7 +66,7 @@ class TokenCargo:
         samples = {}
         for i, part in zip(selection.samples, parts, strict=True):
             sizes = self._sizes(i)
-            ids, logprobs, *kept = part.split([4 * size for size in sizes])
+            ids, logprobs, *kept = part.split([BYTES_PER_NUMBER * size for size in sizes])
             samples[i] = dataclasses.replace(
                 self._samples[i],
                 token_ids=ids.view(torch.int32).long(),

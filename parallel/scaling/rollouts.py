@@ -19,7 +19,7 @@ from parallel.scaling.workload import Workload
 
 NODE = 8
 TOKEN_BYTES = 8
-"""i32 id and f32 log-prob (`mrl.exchange.rollouts.BYTES_PER_TOKEN`)."""
+"""i32 id and f32 log-prob (`mrl.exchange.rollouts.TokenCargo`)."""
 OUTLINE_BYTES = 350
 """Bytes of a sample in JSON: lengths, versions, the finish reason, the shape of its routes."""
 PROMPT_BYTES = 12
