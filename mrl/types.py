@@ -23,8 +23,7 @@ NATIVE_ROUTE = -1
 """The expert id of a row without a captured route: the router decides for itself."""
 
 UNKNOWN_VERSION = -1
-"""The weight version of rows of routes where nobody can tell, and of tokens that the policy did not
-choose."""
+"""The weight version of rows of routes where nobody can tell, and of tokens not of the policy."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +140,7 @@ class Sample:
     """(end, reward) of each turn in an environment: the tokens before `end` earned it. Empty elsewhere,
     and where the sample has no reward."""
     sampling_mask: SamplingMask | None = None
-    """The sets of all tokens, where `rollout_logprobs` are of the truncated distribution
-    (`rollout.sampling_mask`); on the `meta` device where they are."""
+    """All tokens' sets, where `rollout_logprobs` are truncated; on the `meta` device where they are."""
 
     @property
     def is_held(self) -> bool:
@@ -181,8 +179,8 @@ class SampleGroup:
     texts: list[str] | None = None
     """The completions in words, where this rank has decoded them already (`mrl.data.completions`)."""
     reward_parts: dict[str, Tensor] | None = None
-    """f32[G] by name: each of several rewards, and the parts that a reward returned; NaN where a sample
-    lacks one. None where there is a single reward without parts."""
+    """f32[G] by name: each of several rewards, and parts that a reward returned; NaN where a sample has
+    none. None where there is a single reward without parts."""
 
 
 @dataclass(frozen=True)
