@@ -69,9 +69,9 @@ def log_to_my_own(user: User) -> str:
 def log_to_three(user: User) -> str:
     if not FOLDER.is_dir():
         pytest.skip("make .venv/.trackers installs the trackers")
-    keys = user.recipe("run", "train.num_steps=2")
-    trackers = "logging=[jsonl, tensorboard, wandb, mlflow]"
-    done = python("-m", "mrl", "train", *keys, trackers, folder=user.folder)
+    trackers = "logging.trackers=[jsonl, tensorboard, wandb, mlflow]"
+    keys = user.recipe("run", "train.num_steps=8", trackers, "logging.project=mine")
+    done = python("-m", "mrl", "train", *keys, folder=user.folder)
     assert done.returncode == 0, done.stdout + done.stderr
     read = python("-m", "tests.trackers.read_back", user.folder / "run", folder=user.folder)
     assert read.returncode == 0, read.stderr
