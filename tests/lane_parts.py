@@ -1,7 +1,8 @@
 """Stand-ins for the parts that need a GPU, for test_gpu_lane.py: `python -m tests.lane_parts`.
 
 `drive ARGUMENTS` is the driver over these parts. Otherwise it is one of them, as the driver starts it.
-LANE_PARTS_SEEN names a file to which each part adds its name when it starts.
+LANE_PARTS_SEEN names a file to which each part adds its name when it starts, and LANE_PARTS_LIMIT_S
+is the time limit of the part that hangs.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import time
 from benchmarks.gpu_lane.catalog import Part
 from benchmarks.gpu_lane.run import FIGURES, main
 
+LIMIT_S = int(os.environ.get("LANE_PARTS_LIMIT_S", "10"))
+"""The time limit of the part that hangs, in which it must have begun."""
 PARTS = {
     part.name: part
     for part in (
         Part("first", "", "passes", 20, 20),
-        Part("hangs", "", "never ends, nor does what it started", 3, 3),
+        Part("hangs", "", "never ends, nor does what it started", LIMIT_S, LIMIT_S),
         Part("fails", "", "raises after some figures", 20, 20),
         Part("needs_gpu", "", "is not for a CPU", 20),
         Part("last", "", "passes", 20, 20),

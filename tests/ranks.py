@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.context import ForkProcess
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from parallel import prepare
 
@@ -28,10 +28,11 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, folder: Path
     Values travel through torch.save files in `folder`. Fails with the first rank's traceback.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [start_fork(_rank, rank, world, port, function, args, folder) for rank in range(world)]
+    # The port is ours from here on: one that was free a moment ago may be another worker's now.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        start_fork(_rank, rank, world, store.port, function, args, folder) for rank in range(world)
+    ]
     try:
         while any(rank.is_alive() for rank in ranks):
             for rank in ranks:
@@ -68,6 +69,8 @@ def _rank(
         LOCAL_RANK=str(rank),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # no rank opens another store at this address
+        TORCHELASTIC_RESTART_COUNT="0",
     )
     try:
         torch.save(function(*args), folder / f"{rank}.pt")

@@ -14,7 +14,11 @@ from mrl.environments import StepResult, environment_names, resolve_environment
 from mrl.environments.openai_chat import tool_calls
 from mrl.environments.runner import EnvironmentRunner, EpisodeFailed, Start, check_columns
 from mrl.errors import InputError, RunFailed
+from mrl.system.processes import JsonWorker
 from mrl.types import Prompt
+from tests.waiting import only_bad_hurries, wait_until
+
+__all__ = ["only_bad_hurries"]
 
 ZOO = Path(__file__).parent / "zoo.py"
 
@@ -29,7 +33,7 @@ def start(number=0, **columns):
 
 def runner(name, **settings):
     return EnvironmentRunner(
-        EnvironmentConfig.model_validate({"name": name, "time_limit_s": 5, **settings})
+        EnvironmentConfig.model_validate({"name": name, "time_limit_s": 60, **settings})
     )
 
 
@@ -44,7 +48,7 @@ def _no_process_is_left():
 
     before = set(children())
     yield
-    assert set(children()) <= before
+    wait_until(lambda: set(children()) <= before, "the end of all processes")
 
 
 def test_episodes_keep_their_own_state_and_end():
@@ -73,10 +77,11 @@ FAULTS = {
 }
 
 
+@pytest.mark.usefixtures("only_bad_hurries")
 @pytest.mark.parametrize("name", FAULTS)
 def test_only_the_culprit_fails(name):
     """A lost process takes other episodes with it; they are played again to where they were."""
-    with runner(f"{ZOO}:{name}", time_limit_s=0.3 if name == "Hangs" else 5) as environments:
+    with runner(f"{ZOO}:{name}", time_limit_s=0.3 if name == "Hangs" else 60) as environments:
         begin(environments, {n: start(n) for n in range(3)})
         environments.step(dict.fromkeys(range(3), "a"))
         results = environments.step({0: "b", 1: "bad", 2: "c"})
@@ -100,6 +105,7 @@ def test_above_five_percent_the_run_stops():
             environments.step({2: "bad"})
 
 
+@pytest.mark.usefixtures("only_bad_hurries")
 def test_an_episode_that_cannot_be_played_again_fails():
     with runner(f"{ZOO}:Forgetful", time_limit_s=0.3) as environments:
         begin(environments, {0: start(), 1: start()})
@@ -143,16 +149,25 @@ def test_close_is_called_when_an_episode_is_over(name, tmp_path, capfd):
     assert told == (4 if name == "ClosesBadly" else 0)
 
 
-def test_many_close_within_their_time(tmp_path):
-    """0.2 s each, of 0.3 s."""
-    environments, closed = closing("ClosesSlowly", tmp_path / "closed", time_limit_s=0.3)
+def test_many_close_within_their_time(tmp_path, monkeypatch):
+    """Each has the time of an answer."""
+    real, limits = JsonWorker.call, []
+
+    def call(self, request, timeout_s):
+        limits.append((len(request.get("end", ())), timeout_s))
+        return real(self, request, timeout_s)
+
+    monkeypatch.setattr(JsonWorker, "call", call)
+    environments, closed = closing("ClosesSlowly", tmp_path / "closed", time_limit_s=30)
     with environments:
         begin(environments, {n: start(n) for n in range(4)})
         environments.end(range(3))
         assert closed() == {0, 1, 2}
+        assert limits[-1] == (3, 90)
     assert closed() == {0, 1, 2, 3}
 
 
+@pytest.mark.usefixtures("only_bad_hurries")
 def test_runner_and_worker_agree_on_what_lives(tmp_path):
     environments, closed = closing("Unsendable", tmp_path / "unsendable")
     with environments:

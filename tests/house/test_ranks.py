@@ -6,7 +6,6 @@ import gc
 import threading
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
@@ -23,7 +22,6 @@ def collect_beside_threads() -> int:
     return gc.collect()
 
 
-@pytest.mark.timeout(60)
 def test_garbage_with_threads_of_the_parent_is_left_alone(tmp_path: Path) -> None:
     """A store's destructor joins its thread. In a fork that is any thread with the same stack."""
     gc.disable()

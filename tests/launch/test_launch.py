@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S, wait_until
+
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "launch/slurm/train.sbatch"
 TORCHRUN = ROOT / "launch/torchrun.sh"
@@ -174,14 +176,11 @@ def test_sbatch_fails_as_the_job_does_without_requeue(cluster, tmp_path):
 def test_usr1_reaches_the_ranks_and_the_job_requeues(cluster, tmp_path):
     environ, seen = cluster
     command = ["bash", str(SBATCH), "r.yaml", str(tmp_path / "out")]
-    with subprocess.Popen(command, env=environ | {"RANK_SECONDS": "60"}) as job:
-        deadline = time.monotonic() + 30
-        while not (seen / "rank_started").exists():
-            assert job.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    with subprocess.Popen(command, env=environ | {"RANK_SECONDS": str(LIMIT_S)}) as job:
+        wait_until(lambda: (seen / "rank_started").exists() or job.poll() is not None)
+        assert job.poll() is None
         job.send_signal(signal.SIGUSR1)
-        assert job.wait(timeout=30) == 3
+        assert job.wait(timeout=LIMIT_S) == 3
     assert (seen / "rank_saved").exists()
     assert (seen / "scontrol").read_text().splitlines()[-1] == "requeue 42"
 
@@ -245,7 +244,7 @@ def test_a_rank_does_not_outlive_torchrun(variable, tmp_path):
     os.mkfifo(recipe)
     start = (
         "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True);"
-        "time.sleep(60)"
+        f"time.sleep({LIMIT_S})"
     )
     command = [sys.executable, "-c", start, sys.executable, "-m", "mrl", "train", str(recipe)]
     env = {**os.environ, variable: "1", "PYTHONPATH": str(ROOT)}
@@ -254,7 +253,7 @@ def test_a_rank_does_not_outlive_torchrun(variable, tmp_path):
         pipe = os.open(recipe, os.O_WRONLY)  # waits for the rank, and then the rank for us
         launcher.kill()
     dies = variable == "TORCHELASTIC_RUN_ID"
-    deadline = time.monotonic() + (30 if dies else 0.5)
+    deadline = time.monotonic() + (LIMIT_S if dies else 0.5)
     while is_alive(rank) and time.monotonic() < deadline:
         time.sleep(0.05)
     survived = is_alive(rank)

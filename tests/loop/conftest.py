@@ -65,7 +65,7 @@ class Toy:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         command.send_signal(signal.SIGUSR1)
-        done = command.finish(60)
+        done = command.finish(COMMAND_TIMEOUT_S)
         return done.returncode, done.stderr
 
 

@@ -21,6 +21,7 @@ from parallel.checkpoint.saved_tensors import SavedTensors
 from tests.docs.metric_keys import undocumented
 from tests.loop.conftest import RECORDED, TOY_RECIPE, Toy, environment
 from tests.loop.test_refusals import refused
+from tests.waiting import wait_until
 
 KEYS = """
     step reward/mean reward/std reward/zero_signal_groups response_len/mean loss/policy loss/total
@@ -154,10 +155,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(toy: Toy, recorded: Path, tmp_pat
     assert shared_memory
     process.send_signal(signal.SIGKILL)
     process.wait(60)
-    deadline = time.monotonic() + 15
-    while processes_of(output) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert processes_of(output) == []  # the engine went with it
+    wait_until(lambda: not processes_of(output), "the end of the engine, which goes with it")
     assert not [file for file in shared_memory if file.exists()]
 
     done = toy.run(output, *RECORDED)

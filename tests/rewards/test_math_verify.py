@@ -59,11 +59,11 @@ def test_no_reward_where_the_row_has_no_mathematics():
 
 def test_a_long_completion_is_read_from_its_end():
     babble = "so 1 2 (3 $4$ " * 5000
-    start = time.perf_counter()
+    start = time.process_time()
     assert score(f"{babble}\n\\boxed{{7}}", "7") == 1
     assert score(f"\\boxed{{7}} {babble}", "7") == 1  # the box is looked for in all of it
     assert score(babble, "7") == 0
-    assert time.perf_counter() - start < 5  # the first alone took minutes without the limit
+    assert time.process_time() - start < 5  # the first alone took minutes without the limit
     assert last_part("x = 12345 \n" * 500).startswith("x = 12345")
     assert len(last_part("7" * 5000)) == MAX_ANSWER_CHARS
 

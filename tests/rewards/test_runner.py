@@ -1,3 +1,4 @@
+import itertools
 import os
 import signal
 import subprocess
@@ -11,7 +12,11 @@ import torch
 
 from mrl.errors import InputError
 from mrl.rewards.runner import RewardRunner
+from mrl.system.processes import JsonWorker
 from mrl.types import Prompt, Sample, SampleGroup, VersionSpan
+from tests.waiting import LIMIT_S, only_bad_hurries, wait_until
+
+__all__ = ["only_bad_hurries"]
 
 ZOO = Path(__file__).parent / "zoo.py"
 
@@ -30,7 +35,7 @@ def children():
 def _no_process_is_left():
     before = set(children())
     yield
-    assert set(children()) <= before
+    wait_until(lambda: set(children()) <= before, "the end of all processes")
 
 
 @pytest.mark.parametrize("name", ["lengths", "slow_lengths"])
@@ -81,6 +86,7 @@ def test_prints_do_not_corrupt_the_protocol(capfd):
         ("text", "reward 5 is '1.0', expected a number or None"),
     ],
 )
+@pytest.mark.usefixtures("only_bad_hurries")
 def test_only_the_culprit_is_masked(name, reason, tmp_path, monkeypatch):
     mark = str(tmp_path)  # other runs of the suite on this machine have orphans of their own
     monkeypatch.setenv("MRL_TEST_REWARD_CHILD", mark)
@@ -96,9 +102,11 @@ def test_only_the_culprit_is_masked(name, reason, tmp_path, monkeypatch):
         assert reason in runner.report.first_error
         runner.score([group(1)], [["abc"]])
         assert runner.report.num_failed == 0
-    orphans = [p for p in psutil.process_iter(["cmdline"])
-               if mark in (p.info["cmdline"] or [])]  # fmt: skip
-    assert not orphans
+
+    def orphans():
+        return [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
+
+    wait_until(lambda: not orphans(), "the end of what the function started")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +159,11 @@ def test_a_large_request_does_not_block_on_the_pipe():
     assert rewards.tolist() == [3_000_000] * 4
 
 
-def test_a_stopped_worker_cannot_hold_the_trainer():
+def test_a_stopped_worker_cannot_hold_the_trainer(monkeypatch):
+    call, limits = JsonWorker.call, itertools.chain([0.5], itertools.repeat(LIMIT_S))
+    monkeypatch.setattr(
+        JsonWorker, "call", lambda self, request, timeout_s: call(self, request, next(limits))
+    )
     before = set(children())
     with RewardRunner(f"{ZOO}:lengths", 0.5) as runner:
         (worker,) = set(children()) - before
@@ -173,12 +185,16 @@ def test_load_errors_come_from_the_start(tmp_path):
 def test_fast_enough_for_every_step():
     groups, texts = [group() for _ in range(16)], [["abc" * 100] * 8] * 16
     with RewardRunner("first_char", 10) as runner:
-        seconds = []
-        for _ in range(7):
-            start = time.perf_counter()
+        worker = psutil.Process(runner._workers[0].pid)
+
+        def cpu_seconds():  # a busy machine takes more time, but not for us
+            times = worker.cpu_times()
+            return time.process_time() + times.user + times.system
+
+        start = cpu_seconds()
+        for _ in range(20):
             runner.score(groups, texts)
-            seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.05
+        assert (cpu_seconds() - start) / 20 < 0.05
 
 
 @pytest.mark.parametrize("name", ["lengths", "hangs"])
@@ -199,6 +215,6 @@ def test_worker_dies_with_a_trainer_that_is_killed(name):
         time.sleep(0.3)
         assert worker.is_running()
         trainer.kill()
-    gone, alive = psutil.wait_procs([worker], timeout=10)
+    gone, alive = psutil.wait_procs([worker], timeout=LIMIT_S)
     assert gone
     assert not alive

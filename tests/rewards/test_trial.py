@@ -11,6 +11,9 @@ from mrl.errors import InputError
 from mrl.rewards.trial_cases import make_cases
 from mrl.toy_model import build_tokenizer
 from tests.rewards.test_remote import scripted
+from tests.waiting import only_bad_hurries
+
+__all__ = ["only_bad_hurries"]
 
 ZOO = Path(__file__).parent / "zoo.py"
 QUESTIONS = [{"prompt": f"{n}+{n}?", "answer": str(2 * n)} for n in range(11, 15)]
@@ -65,6 +68,7 @@ def test_nothing_wrong(reward_test):
         ("too_few", TEXTS, "wrong type or length", ":3: BrokenReward: returned 1 rewards for 2"),
     ],
 )
+@pytest.mark.usefixtures("only_bad_hurries")
 def test_one_fault(reward_test, name, rows, kinds, detail):
     code, shown = reward_test(f"{ZOO}:{name}", rows, "--timeout", "0.5")
     assert code == 1

@@ -42,9 +42,9 @@ def exchanges(num_ranks: int) -> list[Callable[[Any], list[Any]]]:
     def make(rank: int) -> Callable[[Any], list[Any]]:
         def exchange(own: Any) -> list[Any]:
             said[rank] = own
-            barrier.wait(timeout=5)
+            barrier.wait(timeout=60)
             answer = list(said)
-            barrier.wait(timeout=5)
+            barrier.wait(timeout=60)
             return answer
 
         return exchange

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import socketserver
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -30,6 +30,7 @@ from mrl.rollout.sglang.http import HttpClient
 from mrl.rollout.sglang.leftovers import shared_memory_files
 from mrl.run.rollouts import decode_groups, encode_groups
 from tests.engine_starts import REAL
+from tests.waiting import wait_until
 
 NUM_PROMPTS, NUM_SAMPLES = 4, 4
 
@@ -48,7 +49,14 @@ def bits(groups):
 
 def running(tree):
     """Leave out zombies: a container's first process may not reap them."""
-    return [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def runs(process):
+        try:
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    return [process for process in tree if runs(process)]
 
 
 def rollout(engine):
@@ -146,21 +154,26 @@ class Relay(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), RelayHandler)
 
 
+def whole(request):
+    """Whether all of the request is here, the body too."""
+    head, end, body = request.partition(b"\r\n\r\n")
+    length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
+    return bool(end) and len(body) >= (int(length[1]) if length else 0)
+
+
 class RelayHandler(socketserver.BaseRequestHandler):
     server: Relay
 
     def handle(self) -> None:
-        head = self.request.recv(65536)
+        head = b""
+        while not whole(head):
+            head += self.request.recv(65536)
         if b"POST /generate" in head and self.server.refuse:
             self.server.refuse -= 1
             self.request.sendall(b"HTTP/1.1 500 Oh\r\nContent-Length: 4\r\n\r\noops")
             return
         with socket.create_connection(("127.0.0.1", self.server.port)) as upstream:
             upstream.sendall(head)
-            self.request.settimeout(0.2)
-            with contextlib.suppress(TimeoutError):
-                while more := self.request.recv(65536):
-                    upstream.sendall(more)
             if b"POST /generate" in head and self.server.hang_up:
                 self.server.hang_up -= 1
                 self.request.sendall(
@@ -203,17 +216,16 @@ def test_requests_that_fail_again_and_again(fresh):
 
 
 def test_hung_and_maimed_server(toy_folder, tmp_path):
-    """SGLang needs 15 seconds to see that its detokenizer is gone."""
+    """SGLang needs 15 seconds to see that its detokenizer is gone: longer than the time limit here."""
     engine = make_engine(toy_folder, tmp_path / "engine.log", stall_timeout_s=4.0)
     engine.start()
     tree = engine._server.process.tree()
     detokenizer = next(p for p in tree if p.name().startswith("sglang::detok"))
     completions = engine.generate(make_requests(8, SamplingParams(480, 480)))
+    detokenizer.suspend()  # no answer comes before it is killed
     threading.Timer(0.3, detokenizer.kill).start()
-    start = time.monotonic()
     with pytest.raises(EngineLost, match=f"process {detokenizer.pid} died"):
         list(completions)
-    assert time.monotonic() - start < 10
     engine.start()
     tree = engine._server.process.tree()
     requests = make_requests(8, SamplingParams(480, 480))
@@ -320,8 +332,5 @@ def test_kill_of_the_trainer_leaves_nothing(toy_folder, tmp_path):
     assert shared_memory
     trainer.kill()
     trainer.wait()
-    deadline = time.monotonic() + 10
-    while running(tree):
-        assert time.monotonic() < deadline, f"still there: {tree}"
-        time.sleep(0.1)
+    wait_until(lambda: not running(tree), f"the end of {tree}")
     assert not [file for file in shared_memory if file.exists()]

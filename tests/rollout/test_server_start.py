@@ -45,5 +45,5 @@ def test_a_start_ends_when_the_detokenizer_dies(toy_folder, tmp_path):
 
     with pytest.raises(RuntimeError, match="died"):
         engine.start(meanwhile=kill_detokenizer)
-    assert time.monotonic() - killed[0] < 30
+    assert time.monotonic() - killed[0] < 60  # SGLang's own limit is 70 s
     assert not engine._server.process.tree()

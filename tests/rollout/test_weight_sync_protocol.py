@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,11 +27,14 @@ from safetensors.torch import load_file, save_file
 
 from mrl.kernels.digest import weight_digest
 from mrl.rollout.base import EngineLost
+from mrl.rollout.sglang import weights_distributed
 from mrl.rollout.sglang.held import check_held
 from mrl.rollout.sglang.manifest import Manifest
 from mrl.rollout.sglang.settings import server_environment
 from mrl.rollout.sglang.weight_sync import WeightSync
+from mrl.rollout.sglang.weights_distributed import in_thread
 from mrl.types import WeightBucket
+from tests.waiting import wait_until
 
 SESSION = ("/begin_weight_update", "/end_weight_update")
 
@@ -146,6 +149,11 @@ class Rank(Client):
     last_answer: Exception | None = None
     group: Any = None
 
+    def __init__(self, port: int, parts: list[Future[Any]]) -> None:
+        super().__init__(port)
+        self.parts = parts
+        """What was begun beside each other: a request, our part, the next request, ..."""
+
     def post(self, path, body):
         if path == "/init_weights_update_group":
             store = dist.TCPStore(body["master_address"], body["master_port"], is_master=False)
@@ -153,15 +161,15 @@ class Rank(Client):
                 store = dist.PrefixStore(prefix, store)
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            options._timeout = timedelta(seconds=20)
+            options._timeout = timedelta(seconds=120)
             self.group = dist.ProcessGroupGloo(store, 1, 2, options)
         elif path == "/update_weights_from_distributed" and "weight_version" not in body:
             num_bytes = sum(4 * math.prod(shape) for shape in body["shapes"])
             self.group.broadcast(torch.empty(num_bytes, dtype=torch.uint8), 0).wait()
             self.group = None
-            time.sleep(0.05)
         elif path == "/update_weights_from_distributed":
-            time.sleep(0.05)
+            wait_until(lambda: len(self.parts) == 6)  # of the init, of a bucket and of this one
+            assert self.parts[-1].exception(timeout=60)
             if self.last_answer is not None:
                 raise self.last_answer
         return super().post(path, body)
@@ -175,9 +183,18 @@ class Rank(Client):
         (None, RuntimeError, "the group with the engine failed"),
     ],
 )
-def test_a_lost_engine_is_told_from_a_lost_connection(recorder, manifest, answer, error, message):
-    """Our broadcast fails first, 50 ms before the request knows of the engine's death."""
-    client = Rank(recorder.server_port)
+def test_a_lost_engine_is_told_from_a_lost_connection(
+    recorder, manifest, monkeypatch, answer, error, message
+):
+    """Our broadcast fails first, before the request knows of the engine's death."""
+    parts: list[Future[Any]] = []
+
+    def noted(function):
+        parts.append(in_thread(function))
+        return parts[-1]
+
+    monkeypatch.setattr(weights_distributed, "in_thread", noted)
+    client = Rank(recorder.server_port, parts)
     client.last_answer = answer
     sync = WeightSync(client, manifest, num_ranks=1, method="distributed")
     with pytest.raises(RuntimeError, match=message) as caught:

@@ -10,7 +10,6 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from parallel.checkpoint.saved_tensors import SavedTensors
 from parallel.checkpoint.shard_writer import ShardWriter, check_coverage
 from parallel.checkpoint.sharded_state import state_shards
 from parallel.optimizer_state import optimizer_shards
+from tests.parallel.checkpoint.test_checkpoint_failures import before_shares
 from tests.parallel.checkpoint.test_checkpoint_layouts import build
 from tests.parallel.conftest import make_samples, write_model
 from tests.parallel.layouts import join_mesh, loss, ready_batch
@@ -253,15 +253,13 @@ def cannot_write(model_path: Path, root: Path) -> dict[str, str]:
 
 def fails(store: Checkpoints, policy: Any, blocked: Path) -> str:
     def block() -> None:
-        while not blocked.parent.exists():
-            time.sleep(0.001)
-        blocked.mkdir()
+        if store.mesh.rank == 1:
+            blocked.mkdir()
 
-    if store.mesh.rank == 1:
-        Thread(target=block, daemon=True).start()
     try:
-        store.save(2, policy, {})
-        store.finish()
+        with before_shares(block):
+            store.save(2, policy, {})
+            store.finish()
     except RunFailed as error:
         return str(error)
     return ""

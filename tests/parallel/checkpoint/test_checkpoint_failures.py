@@ -7,12 +7,12 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -23,7 +23,7 @@ from tests.parallel.checkpoint.test_checkpoint_layouts import build
 from tests.parallel.layouts import join_mesh
 from tests.ranks import run_ranks
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def wait_for(file: Path) -> None:
@@ -34,12 +34,12 @@ def wait_for(file: Path) -> None:
 
 
 @contextlib.contextmanager
-def slow_disk(seconds: float = 1.0) -> Iterator[None]:
-    """Every write of a share takes that much longer."""
+def before_shares(action: Callable[[], object]) -> Iterator[None]:
+    """Each write of a share, in whichever process, begins with `action()`."""
     real = FileSystemWriter.write_data
 
     def write_data(self: Any, *args: Any) -> Any:
-        time.sleep(seconds)
+        action()
         return real(self, *args)
 
     FileSystemWriter.write_data = write_data
@@ -47,6 +47,11 @@ def slow_disk(seconds: float = 1.0) -> Iterator[None]:
         yield
     finally:
         FileSystemWriter.write_data = real
+
+
+def slow_disk(seconds: float = 1.0) -> contextlib.AbstractContextManager[None]:
+    """Every write of a share takes that much longer."""
+    return before_shares(lambda: time.sleep(seconds))
 
 
 @contextlib.contextmanager
@@ -105,12 +110,12 @@ def fails_at_the_end(model_path: Path, root: Path) -> list[str]:
     policy, said = build(model_path, mesh), []
     for end in ("finish", "rescue"):
         store = Checkpoints(root / end, mesh, keep=2, async_save=True, warn=said.append)
-        with slow_disk():
+        folder = root / end / f".{folder_name(1)}.partial"
+        with before_shares(partial(wait_for, folder / "metadata.json")):
             store.save(1, policy, {})
-        partial = root / end / f".{folder_name(1)}.partial"
         if mesh.rank == 0:
-            (partial / "metadata.json").mkdir()
-        wait_for(partial / ".metadata")
+            (folder / "metadata.json").mkdir()
+        wait_for(folder / ".metadata")
         time.sleep(0.3)
         try:
             store.finish() if end == "finish" else store.rescue(0.3)
@@ -209,7 +214,6 @@ def fills_up(model_path: Path, root: Path) -> dict[str, str]:
     return messages
 
 
-@pytest.mark.timeout(60)
 def test_a_full_disk_stops_every_rank_and_leaves_none_waiting(
     model_path: Path, tmp_path: Path
 ) -> None:
