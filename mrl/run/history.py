@@ -132,13 +132,20 @@ class History:
         return config
 
     def has_other_data(self, step: int) -> bool:
-        """Whether the data changed at `step` or later: a checkpoint of `step` then has the position in
-        data that the run no longer reads."""
+        """Whether the run reads other data than at `step`: a checkpoint of `step` then has the position
+        in data that is no longer read. Data that changed since then and changed back is no other."""
+        before: dict[str, tuple[Any, str | None]] = {}
+        now: dict[str, Any] = {}
+        known: dict[str, str] = {}
+        for entry in self.read():
+            for key, (old, new) in entry["changes"].items():
+                now[key] = new
+                if entry["step"] >= step and is_in(key, "data") and key not in entry["moved"]:
+                    before.setdefault(key, (old, known.get(key)))
+            known |= entry["contents"]
         return any(
-            is_in(key, "data") and key not in entry["moved"]
-            for entry in self.read()
-            if entry["step"] >= step
-            for key in entry["changes"]
+            digest != known.get(key) if digest and key in known else value != now[key]
+            for key, (value, digest) in before.items()
         )
 
 

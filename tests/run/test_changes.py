@@ -100,6 +100,7 @@ def test_what_is_allowed_is_written_down_with_the_config_before_it(run: Path, al
 
 def test_paths_with_equal_contents_are_free_and_other_contents_are_not(run: Path) -> None:
     folder, data = RunFolder(run), run / "data.jsonl"
+    first_rows = data.read_text()
     moved = shutil.copy(data, run.parent / "moved.jsonl")
     shutil.copytree(run.parent / "model", run.parent / "elsewhere")
     places = (f"data.path={moved}", f"model.path={run.parent / 'elsewhere'}")
@@ -117,6 +118,20 @@ def test_paths_with_equal_contents_are_free_and_other_contents_are_not(run: Path
     assert folder.history.has_other_data(4)  # the checkpoint of step 4 is of the old rows
     assert not folder.history.has_other_data(5)
     assert not folder.check(recipe_of(run)).changes
+    data.write_text(first_rows)
+    folder.open(recipe, folder.check(recipe, ("data.path",)), 4)
+    assert len(folder.history.read()[-1]["changes"]) == 1
+    assert not folder.history.has_other_data(4)  # it changed back: the position still holds
+    assert not folder.history.has_other_data(0)
+
+
+def test_options_of_the_data_that_change_back_do_not_move_it(run: Path) -> None:
+    folder = RunFolder(run)
+    for value, is_other in (("false", True), ("true", False), ("false", True)):
+        recipe = recipe_of(run, f"data.shuffle={value}")
+        folder.open(recipe, folder.check(recipe, ("data",)), 4)
+        assert folder.history.has_other_data(4) == is_other
+        assert not folder.history.has_other_data(5)
 
 
 def test_before_the_first_step_anything_may_change(run: Path) -> None:
