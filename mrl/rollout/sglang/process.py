@@ -96,11 +96,13 @@ class ServerProcess:
 
     def exit_code(self) -> int | None:
         """None while the server lives; minus the signal where one killed it."""
-        return self._popen.poll() if self._popen else None
+        popen = self._popen  # read once: a stop() in another thread forgets it
+        return popen.poll() if popen else None
 
     @property
     def pid(self) -> int | None:
-        return self._popen.pid if self._popen else None
+        popen = self._popen
+        return popen.pid if popen else None
 
     def note_parts(self) -> None:
         """Remember the processes that SGLang gave names to: it cannot do without any of them.
@@ -109,9 +111,9 @@ class ServerProcess:
         forks to run another program has the name of the part until it runs it, and is left out.
         """
         found: list[psutil.Process] = []
-        if self._popen is not None:
+        if (popen := self._popen) is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
-                found = psutil.Process(self._popen.pid).children(recursive=True)
+                found = psutil.Process(popen.pid).children(recursive=True)
         parts: dict[int, psutil.Process] = {}
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -134,7 +136,8 @@ class ServerProcess:
 
     def tree(self) -> list[psutil.Process]:
         """List the server and its descendants that still run: all processes of its session."""
-        return session_processes(self._popen.pid) if self._popen else []
+        popen = self._popen
+        return session_processes(popen.pid) if popen else []
 
     def note_shared_memory(self) -> None:
         """Remember what to unlink at stop(): of a process that has died, nobody can tell."""
@@ -169,8 +172,9 @@ class ServerProcess:
 
     def kill(self) -> None:
         """End the server and its descendants at once; stop() clears away what they leave."""
-        if self._popen is not None:
-            kill_session(self._popen.pid)
+        popen = self._popen
+        if popen is not None:
+            kill_session(popen.pid)
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to whatever of the session is left. Harmless when repeated."""
