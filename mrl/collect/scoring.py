@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -27,15 +28,17 @@ class Scoring:
         # One thread for the whole run: a worker process exits when the thread that started it ends.
         self._thread = ThreadPoolExecutor(1)
         self._begun: list[tuple[SampleGroup, Future[Tensor] | None]] = []
-        if recipe.environment is not None:
-            self.environments = EnvironmentRunner(recipe.environment)
-        elif recipe.reward is not None:
-            self._rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s)
-        self._of_sources = {
-            key: RewardRunner(rewards, recipe.reward_timeout_s)
-            for key, rewards in recipe.data.rewards.items()
-        }
+        self._of_sources: dict[str, RewardRunner] = {}
         """The rewards that sources of the data have of their own, by `Prompt.reward`."""
+        with ExitStack() as undo:  # where one cannot be loaded, the others' processes end
+            undo.callback(self.close)
+            if recipe.environment is not None:
+                self.environments = EnvironmentRunner(recipe.environment)
+            elif recipe.reward is not None:
+                self._rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s)
+            for key, rewards in recipe.data.rewards.items():
+                self._of_sources[key] = RewardRunner(rewards, recipe.reward_timeout_s)
+            undo.pop_all()
 
     def begin_step(self) -> None:
         """Forget the step before."""

@@ -18,7 +18,7 @@ def test_a_reward_that_cannot_be_loaded_leaves_no_worker_of_the_others() -> None
         environment=None,
         reward="first_char",
         reward_timeout_s=10.0,
-        data=SimpleNamespace(rewards=("nobody",)),
+        data=SimpleNamespace(rewards={"a": "nobody"}),
     )
     before = set(psutil.Process().children())
     with pytest.raises(InputError, match="nobody"):
