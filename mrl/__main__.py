@@ -1,5 +1,12 @@
 """`python -m mrl` is the command `mrl`."""
 
+import sys
+
+from mrl.system.stop import remember_signals
+
+if sys.argv[1:2] == ["train"]:
+    remember_signals()  # before torch is imported: SLURM's signal may come at any time
+
 from mrl.cli import main
 
 if __name__ == "__main__":

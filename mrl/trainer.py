@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,7 @@ from mrl.run.folder import RunFolder, rollout_lines, saved_step
 from mrl.run.rollouts import is_held, save_groups
 from mrl.system.clock import Clock
 from mrl.system.profiler import profiled
-from mrl.system.stop import WHO, StopRequest
+from mrl.system.stop import StopRequest, left, left_early
 from mrl.trackers import Trackers
 from mrl.types import Max, SampleGroup, Statistics
 from parallel.checkpoint.checkpoints import Checkpoints, Loaded
@@ -65,34 +65,39 @@ class Trainer:
         self.stopped = ""
         """Why the run stopped before its last step; empty where it did not."""
         self._stop = StopRequest()
-        with self._progress("loading the model"):
-            self.policy = make_policy(self.plan, self.mesh, trains=True)
-        self.collector = make_collector(self.plan, self.mesh, self.folder)
-        self.exchange = RolloutExchange(self.mesh, self.policy.moe_layers)
-        diagnosis = Diagnosis(
-            recipe, self.plan.model, self.plan.tokenizer, self.mesh, self.policy, self.folder
-        )
-        self.critic = make_critic(self.plan.critic, recipe, self.policy, self.mesh)
-        self.learner = Learner(
-            recipe,
-            self.plan.algorithm,
-            len(self.plan.model.moe_layer_numbers),
-            self.mesh,
-            self.policy,
-            self.exchange,
-            diagnosis,
-            self.critic,
-        )
-        self.checkpoints = make_checkpoints(recipe, self.mesh, self.folder)
-        self.trackers = Trackers(recipe, self.folder, is_main=self.is_main)
-        models = [model for model in (self.plan.model, self.plan.critic) if model is not None]
-        self.throughput = Throughput.of_device(self.mesh.device, dist.get_world_size(), models)
+        with ExitStack() as undo:  # what was made is let go of where the rest cannot be made
+            with self._progress("loading the model"):
+                self.policy = make_policy(self.plan, self.mesh, trains=True)
+            undo.callback(self.policy.close)
+            self.collector = make_collector(self.plan, self.mesh, self.folder)
+            undo.callback(self.collector.close)
+            self.exchange = RolloutExchange(self.mesh, self.policy.moe_layers)
+            diagnosis = Diagnosis(
+                recipe, self.plan.model, self.plan.tokenizer, self.mesh, self.policy, self.folder
+            )
+            self.critic = make_critic(self.plan.critic, recipe, self.policy, self.mesh)
+            self.learner = Learner(
+                recipe,
+                self.plan.algorithm,
+                len(self.plan.model.moe_layer_numbers),
+                self.mesh,
+                self.policy,
+                self.exchange,
+                diagnosis,
+                self.critic,
+            )
+            self.checkpoints = make_checkpoints(recipe, self.mesh, self.folder)
+            self.trackers = Trackers(recipe, self.folder, is_main=self.is_main)
+            models = [model for model in (self.plan.model, self.plan.critic) if model is not None]
+            self.throughput = Throughput.of_device(self.mesh.device, dist.get_world_size(), models)
+            undo.pop_all()
 
     def train(self) -> None:
         """Run all steps that are left. Whatever happens, no engine is left running.
 
         SIGUSR1 (SLURM's warning before the time limit) and a callback that asks for it save at the end
-        of the step and stop: `stopped` says why.
+        of the step and stop: `stopped` says why. SIGUSR1 before the first step of this start stops
+        without a save, as nothing was trained.
         """
         with self._stop.heeding_signals():
             self._train()
@@ -100,9 +105,11 @@ class Trainer:
     def _train(self) -> None:
         recipe = self.plan.recipe
         try:
-            with self._progress(self.collector.start_text):
-                self.collector.start(self.policy)
-            self._restore_or_run_sft()
+            if not self._leaves_early(self.plan.resume_step or 0):
+                with self._progress(self.collector.start_text):
+                    self.collector.start(self.policy)
+                self._restore_or_run_sft()
+                self._leaves_early(self.step)
             while self.step < recipe.train.num_steps and not self.stopped:
                 with profiled(recipe.profile, self.folder.root, self.step, self.mesh.rank):
                     metrics = self.run_step()
@@ -253,16 +260,14 @@ class Trainer:
         due = last or told or (every and self.step % every == 0)
         if due and not recipe.debug.rollout_only:
             self._save()
-        if told and recipe.debug.rollout_only:
-            self.stopped = (
-                f"{WHO[told]}: stopped with {self.step} steps done; debug.rollout_only saves no "
-                "checkpoint, another start begins anew"
-            )
-        elif told:
-            self.stopped = (
-                f"{WHO[told]}: saved a checkpoint with {self.step} steps done; start again to continue "
-                f"with step {self.step}"
-            )
+        if told:
+            self.stopped = left(told, self.step, is_saved=not recipe.debug.rollout_only)
+
+    def _leaves_early(self, step: int) -> bool:
+        """Whether SIGUSR1 came while the run started, with `step` steps done."""
+        if step < self.plan.recipe.train.num_steps and (told := self._told_on_any_rank()):
+            self.stopped = left_early(told, step)
+        return bool(self.stopped)
 
     def _told_on_any_rank(self) -> int:
         """Ranks stop together, also when only one of them was told."""

@@ -18,6 +18,7 @@ from mrl.errors import RunFailed
 from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder
 from mrl.system.processes import die_with_torchrun
+from mrl.system.stop import remember_signals, remembering_signals
 
 if TYPE_CHECKING:
     from mrl.preflight import Plan
@@ -40,6 +41,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     die_with_torchrun()
+    remember_signals()
     recipe = read_recipe(args)
     from parallel.mesh import destroy_mesh, world_size
 
@@ -49,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(f"mrl: {stopped}")
 
 
+@remembering_signals()  # SIGUSR1 while the model loads and the engine starts
 def train(
     recipe: Recipe,
     world: int,
