@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.loop.conftest import REPOSITORY
+from tests.loop.conftest import REPOSITORY, TOY_RECIPE
 from tests.users.things import User, thing
 
 DATA = REPOSITORY / "launch/recipes/data/first_char.jsonl"
@@ -49,6 +49,16 @@ def one_step_number(user: User) -> str:
     resumed = user.mrl("train", run, "train.num_steps=3")
     assert re.findall(r"^ +(\d+)/(\d+) ", resumed, re.M) == [("2", "2")], resumed
     return "steps 0 and 1 everywhere; the resumed run continues with 2 of 0 to 2"
+
+
+@thing("I make the toy model and check the shipped recipe as it is, without overrides.")
+def check_without_overrides(user: User) -> str:
+    user.mrl("toy-model", "toy/model")
+    printed = user.mrl("check", TOY_RECIPE)
+    assert printed.endswith("ok\n")
+    assert "first_char.jsonl: 512 prompts" in " ".join(printed.split())
+    assert not (user.folder / "runs").exists()
+    return printed.strip().splitlines()[-1]
 
 
 @thing("I paste the command that a run prints at its end, and it trains on.")

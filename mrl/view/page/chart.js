@@ -1,7 +1,7 @@
 // Curves as SVG: a line for each key, a readout of the step under the cursor, linear or log.
 
-const HEIGHT = 166;
-const EDGE = { left: 52, right: 10, top: 14, bottom: 30 };
+const HEIGHT = 171;
+const EDGE = { left: 52, right: 10, top: 19, bottom: 30 };
 const MAX_DOTS = 40;
 let chartNumber = 0;
 
