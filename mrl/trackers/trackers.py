@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from mrl.config import Recipe
@@ -16,6 +17,8 @@ from mrl.system.files import write_whole
 from mrl.trackers.base import JSONL, Run, load_tracker
 from mrl.trackers.follower import Follower, Progress
 
+FOLDER = "run_folder"
+"""The key of trackers.json that says which folder the runs belong to."""
 CLOSE_TIMEOUT_S = 60.0
 """Seconds that the end of a run waits for its trackers, all together."""
 
@@ -52,6 +55,15 @@ class Trackers:
             self._state = json.loads(self._file.read_text()) if self._file.exists() else {}
         except (OSError, ValueError) as error:
             self._warn(f"logging: {self._file} cannot be read ({error}); trackers begin new runs")
+        here = _identity(self._folder.root)
+        there = self._state.get(FOLDER, here)
+        if not here.items() & there.items():  # neither the place, nor moved there
+            self._warn(
+                f"logging: {self._folder.root} is a copy of {there['path']}; its trackers begin runs "
+                "of their own, with all steps"
+            )
+            self._state = {}
+        self._state[FOLDER] = here
         for follower in self.followers:
             saved = Progress(**self._state.get(follower.name, {}))
             follower.start(Progress(saved.run_id, min(saved.next_step, step)))
@@ -84,3 +96,10 @@ class Trackers:
         with self._lock:
             self._state[name] = asdict(progress)
             write_whole(self._file, json.dumps(self._state, indent=1) + "\n")
+
+
+def _identity(folder: Path) -> dict[str, str]:
+    """Return what tells a run folder from its copy: a folder that was moved keeps its inode, and one
+    that another machine mounts keeps its path."""
+    found = folder.stat()
+    return {"path": str(folder.resolve()), "inode": f"{found.st_dev}:{found.st_ino}"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_every_step_arrives_with_some_samples(tmp_path, memory):
     assert memory.closed == [False]
     assert not warned
     state = json.loads((folder.root / "trackers.json").read_text())
-    assert state == {"memory": {"run_id": "the id", "next_step": 5}}
+    assert state["memory"] == {"run_id": "the id", "next_step": 5}
 
 
 def test_a_resume_keeps_the_id_and_replaces_the_steps_that_it_repeats(tmp_path, memory):
@@ -176,6 +177,33 @@ def test_a_tracker_that_hangs_holds_up_neither_the_steps_nor_the_end(tmp_path, m
     trackers.close(failed=False, timeout_s=0.05)
     assert "lacks the last 2 of the steps (it hangs" in warned[0]
     hangs.set()
+
+
+def test_a_copy_has_tracker_runs_of_its_own_and_a_moved_folder_keeps_them(tmp_path, memory):
+    def start(root: Path) -> list[str]:
+        folder, warned = RunFolder(root), []
+        trackers = Trackers(recipe(tmp_path), folder, warn=warned.append)
+        trackers.start(2)
+        trackers.close(failed=False)
+        return warned
+
+    add(RunFolder(tmp_path / "run"), 0, 1)
+    assert start(tmp_path / "run") == []
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert start(tmp_path / "moved") == []
+    (told,) = start(tmp_path / "copy")
+    assert told == (
+        f"logging: {tmp_path / 'copy'} is a copy of {tmp_path / 'run'}; its trackers begin runs of "
+        "their own, with all steps"
+    )
+    assert start(tmp_path / "copy") == []  # it has its own now
+    assert memory.starts == [(None, 0), ("the id", 2), (None, 0), ("the id", 2)]
+    state = json.loads((tmp_path / "moved/trackers.json").read_text())
+    del state["run_folder"]  # as earlier versions wrote it
+    (tmp_path / "moved/trackers.json").write_text(json.dumps(state))
+    assert start(tmp_path / "moved") == []
+    assert memory.starts[-1] == ("the id", 2)
 
 
 def test_other_ranks_have_no_trackers(tmp_path, memory):
