@@ -1,12 +1,15 @@
 """Runs `mrl COMMAND`.
 
-Exit codes: 0 done, 2 bad input (one clear line), 130 Ctrl-C, 1 anything else.
+Exit codes: 0 done, 2 bad input (one clear line), 130 Ctrl-C, 141 nobody reads what is printed, 1
+anything else.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import select
+import signal
 import sys
 from typing import NoReturn
 
@@ -19,7 +22,33 @@ from mrl.run.console import escape
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line: the entry point of `mrl` and `python -m mrl`."""
+    """Run the command line: the entry point of `mrl` and `python -m mrl`.
+
+    A command whose reader has left (`mrl recipe | head`) ends without a message, as those that
+    SIGPIPE kills do.
+    """
+    try:
+        try:
+            _run(argv)
+        except SystemExit:  # also after --help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_closed(sys.stdout.fileno()):  # that of an engine or a worker
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _is_closed(fd: int) -> bool:
+    """Whether `fd` is the end of a pipe that nobody reads."""
+    poll = select.poll()
+    poll.register(fd, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(argv: list[str] | None) -> None:
     _use_one_thread()
     args = _parse(argv)
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError
-from parallel.architectures import load_architecture
+from parallel.architectures import find_architecture
 from parallel.architectures.base import Architecture, HfConfig
 from parallel.architectures.common import rope_settings
 from parallel.dims import ModelSizes
@@ -71,15 +71,20 @@ class HfModel:
     path: Path
     config: HfConfig
     architecture: Architecture
+    named: str | None = None
+    """What the recipe names as `model.architecture`; None where the model_type decides."""
 
     @classmethod
-    def read(cls, path: str | Path) -> HfModel:
-        """Raises InputError for a missing folder, file or key, or an unsupported architecture."""
+    def read(cls, path: str | Path, named: str | None = None) -> HfModel:
+        """Read a folder, with the architecture that is `named` in the recipe or that of its model_type.
+
+        Raises InputError for a missing folder, file or key, or an unsupported architecture.
+        """
         folder = Path(path)
         config = read_config(folder)
         if not has_weights(folder):
             raise InputError(f"model.path: {folder} has no *.safetensors weights")
-        model = cls(folder, config, load_architecture(str(config.get("model_type") or "")))
+        model = cls(folder, config, find_architecture(config, named), named)
         try:
             _ = model.sizes, model.context_len, model.rotary_base
             settings = model.architecture.transformer_config(config)
@@ -91,6 +96,14 @@ class HfModel:
                 f"model.path: {folder}/config.json routes a token to {topk} experts, but has {experts}"
             )
         return model
+
+    def read_like(self, path: str | Path) -> HfModel:
+        """Read another folder, which has this one's architecture where it has its `model_type`.
+
+        Raises InputError as `read` does.
+        """
+        is_alike = read_config(Path(path)).get("model_type") == self.config.get("model_type")
+        return HfModel.read(path, self.named if is_alike else None)
 
     @property
     def sizes(self) -> ModelSizes:

@@ -28,6 +28,11 @@ def add_to(commands: Any) -> None:
         help="folder of the base model, for its tokenizer; by default where the run had it",
     )
     command.add_argument(
+        "--architecture",
+        metavar="FILE",
+        help="where the run's model.architecture is now; by default where the run had it",
+    )
+    command.add_argument(
         "--max-shard-size-mb",
         type=int,
         default=2048,
@@ -40,4 +45,4 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     from mrl.commands.export_checkpoint import export
 
-    export(args.source, args.folder, args.model, args.max_shard_size_mb)
+    export(args.source, args.folder, args.model, args.max_shard_size_mb, args.architecture)

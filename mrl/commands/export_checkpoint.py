@@ -14,7 +14,13 @@ from parallel.checkpoint.hf_export import Exported, export_checkpoint
 from parallel.checkpoint.manifest import candidates, damage, newest_good
 
 
-def export(source: Path, target: Path, base: Path | None, max_shard_size_mb: int) -> None:
+def export(
+    source: Path,
+    target: Path,
+    base: Path | None,
+    max_shard_size_mb: int,
+    architecture: str | None = None,
+) -> None:
     """Raises InputError where `source` holds no whole checkpoint or `target` cannot be written."""
     if max_shard_size_mb < 1:
         raise InputError(f"--max-shard-size-mb {max_shard_size_mb}: expected at least 1")
@@ -26,6 +32,7 @@ def export(source: Path, target: Path, base: Path | None, max_shard_size_mb: int
             base=base,
             max_bytes=max_shard_size_mb << 20,
             notes=_notes(folder.parent.parent),
+            architecture=architecture,
         )
     print(
         f"wrote the weights after {done.step} steps to {target}: {done.num_tensors} tensors in "

@@ -18,6 +18,7 @@ from mrl.errors import InputError
 from mrl.preflight.engine_layout import check_engine_sizes
 from mrl.rollout.sglang.arguments import check_server_args
 from mrl.run import console
+from parallel.architectures import find_architecture
 from parallel.dims import ParallelDims
 from parallel.hf_config import has_weights, read_config
 from parallel.mesh import world_size
@@ -118,7 +119,7 @@ def read_plan(
     if recipe.rollout.engine == "sglang":
         check_server_args(recipe.rollout.server_args)
     config = read_config(Path(recipe.model.path))
-    shape = read_shape(config)
+    shape = read_shape(config, find_architecture(config, recipe.model.architecture))
     dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
     dims.check_model(shape.sizes)
     context_len = recipe.rollout.context_len or config.get("max_position_embeddings")

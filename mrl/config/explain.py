@@ -21,6 +21,16 @@ EXPECTED = {
     "string_type": "expected a text",
 }
 """What is said of types that a recipe knows by other names than Python."""
+EXAMPLES = {
+    "model": "{path: models/Qwen3-30B-A3B}",
+    "model.path": "models/Qwen3-30B-A3B",
+    "train": "{num_steps: 100, micro_batch_tokens: 8192}",
+    "rollout": "{prompts_per_step: 32, samples_per_prompt: 8, max_response_len: 1024}",
+    "rollout.max_response_len": "1024",
+    "data": "{path: data/train.jsonl}",
+    "output_dir": "first_run",
+}
+"""What a required key may hold, for the message about an empty one."""
 USUAL_KEYS = ("path", "name")
 """The key that a text in the place of a whole branch most likely belongs to."""
 
@@ -31,7 +41,8 @@ def explain(error: ValidationError) -> str:
     problems = error.errors()
     for key, members in _of_unions(problems).items():
         messages = ", or: ".join(member["msg"] for member in members)
-        lines.append(f"{key}: {messages}, got {members[0]['input']!r}")
+        given = members[0]["input"]
+        lines.append(_empty(key) if given is None else f"{key}: {messages}, got {given!r}")
         problems = [problem for problem in problems if problem not in members]
     return "; ".join([*lines, *map(_line, problems)])
 
@@ -44,11 +55,23 @@ def _line(problem: ErrorDetails) -> str:
         return f"unknown key {key!r}{suggest(named, given)}"
     if problem["type"] == "missing":
         return f"{key}: required, and not given"
+    if given is None:
+        return _empty(key)
+    if problem["type"] == "value_error" and isinstance(given, dict):
+        # It names the keys itself, and the whole branch would hide them.
+        return f"{key}: {problem['msg'].removeprefix('Value error, ')}"
     if problem["type"] == "model_type":
         return f"{key}: {_keys_below(key, given)}, got {given!r}"
     if problem["loc"][-1] == TAGS[0]:
         return f"{key}: expected the name of a reward, or a list of rewards, got {given!r}"
     return f"{key}: {EXPECTED.get(problem['type'], problem['msg'])}, got {given!r}"
+
+
+def _empty(key: str) -> str:
+    """Say that a key has no value, and what one looks like."""
+    if key in EXAMPLES:
+        return f"{key}: empty, and required; give a value, for example {key}: {EXAMPLES[key]}"
+    return f"{key}: empty; give it a value, or leave the key out for its default"
 
 
 def _keys_below(key: str, given: Any) -> str:

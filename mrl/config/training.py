@@ -14,6 +14,9 @@ from mrl.config.dtypes import Dtype
 class ModelConfig(Branch):
     path: str
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer)."""
+    architecture: str | None = None
+    """The architecture of a model that mrl does not know: `file.py`, `file.py:NAME` or
+    `package.module`; or a file of parallel/architectures/. Null finds it by the model_type."""
     dtype: Dtype = "auto"
     """`auto`: bfloat16 on GPUs, float32 on CPUs. `bf16` and `fp32` are names of the same. The rollout
     engine's too, unless `rollout.dtype` says otherwise."""

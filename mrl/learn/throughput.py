@@ -33,7 +33,7 @@ class Throughput:
         if device.type != "cuda":
             return cls(0)
         peak = peak_flops(torch.cuda.get_device_name(device))
-        shapes = tuple(read_shape(model.config) for model in models) if peak else ()
+        shapes = tuple(read_shape(m.config, m.architecture) for m in models) if peak else ()
         return cls(world, peak, shapes)
 
     def metrics(self, row: Mapping[str, float], groups: Sequence[SampleGroup]) -> dict[str, float]:

@@ -31,7 +31,7 @@ def read_reference(algorithm: AlgorithmConfig, model: HfModel) -> HfModel | None
     if path is None:
         return model
     try:
-        reference = HfModel.read(path)
+        reference = model.read_like(path)
     except InputError as error:
         raise InputError(str(error).replace("model.path", "algorithm.reference_path")) from None
     if differences := model.differences(reference):
@@ -55,7 +55,7 @@ def read_critic(recipe: Recipe, needed: bool, model: HfModel, dims: ParallelDims
     if config.path is None:
         return model
     try:
-        critic = HfModel.read(config.path)
+        critic = model.read_like(config.path)
         dims.check_model(critic.sizes)
     except InputError as error:
         text = str(error).replace("model.path", "critic.path")

@@ -116,7 +116,7 @@ def check(
 
 def _read_model(recipe: Recipe, dims: ParallelDims, elsewhere: bool) -> HfModel:
     """Read the model's folder, and check it against the layout and Megatron's options."""
-    model = HfModel.read(recipe.model.path)
+    model = HfModel.read(recipe.model.path, recipe.model.architecture)
     dims.check_model(model.sizes)
     with HfTensors(model) as tensors:
         check_names(model, tensors.names)

@@ -121,6 +121,7 @@ RULES = (
     Rule(Kind.ALLOW, "replay, load balancing and router", ("moe",)),
     Rule(Kind.ALLOW, "other options of Megatron", ("megatron",)),
     Rule(Kind.ALLOW, "how the trainer computes", ("model.transformer_impl",)),
+    Rule(Kind.ALLOW, "how the model is mapped", ("model.architecture",), by_contents=True),
     Rule(Kind.ALLOW, "debugging", ("debug",)),
     Rule(Kind.NEVER, "the model", ("model.path", "critic.path"), by_contents=True),
     Rule(Kind.NEVER, "the dtype of weights and optimizer state", ("model.dtype",)),

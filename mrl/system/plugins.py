@@ -85,13 +85,13 @@ def resolve(kind: Kind, spec: str) -> Any:
     return _pick(kind, spec, module, (name,))
 
 
-def resolve_builtin(kind: Kind, name: str) -> Any:
+def resolve_builtin(kind: Kind, name: str, otherwise: str) -> Any:
     """Import a plug-in that comes with mrl, where `name` is from data and must not name other code.
 
-    Raises InputError where there is none of this name.
+    Raises InputError where there is none of this name; `otherwise` says there what else to do.
     """
     if name not in kind.names():
-        raise InputError(_unknown(kind, name, f"write {_folder(kind)}{name or 'NAME'}.py"))
+        raise InputError(_unknown(kind, name, otherwise))
     module = _guarded(kind, name, lambda: importlib.import_module(kind.module(name)))
     return _pick(kind, name, module, kind.attributes)
 

@@ -301,7 +301,11 @@ class Checkpoints:
             },
             "dtype": str(dtype).removeprefix("torch."),
             **{
-                f"{prefix}model": {"path": str(hf.path), "config": hf.config}
+                f"{prefix}model": {
+                    "path": str(hf.path),
+                    "config": hf.config,
+                    "architecture": hf.named,
+                }
                 for prefix, hf in ((p, model.weights.model) for p, model in models.items())
             },
             "trainer": trainer,
@@ -313,8 +317,9 @@ def _other_model(saved: dict[str, Any] | None, model: MegatronModel) -> str | No
     if saved is None:
         return "it has no critic"
     ours, config = model.weights.model, saved["config"]
-    if config["model_type"] != ours.architecture.model_type:  # its settings cannot be compared
-        return f"model_type {config['model_type']} there, {ours.architecture.model_type} here"
+    here, there = ours.config.get("model_type"), config.get("model_type")
+    if here != there:  # its settings cannot be compared
+        return f"model_type {there} there, {here} here"
     return ", ".join(ours.differences(dataclasses.replace(ours, config=config))) or None
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mrl import __version__
 from mrl.errors import InputError, RunFailed
-from parallel.architectures import load_architecture
+from parallel.architectures import find_architecture
 from parallel.architectures.base import Rule, rule_pattern
 from parallel.checkpoint.hf_writer import write_safetensors
 from parallel.checkpoint.manifest import read_manifest, step_of
@@ -45,12 +45,19 @@ class Exported:
 
 
 def export_checkpoint(
-    folder: Path, target: Path, *, base: Path | None, max_bytes: int, notes: dict[str, str]
+    folder: Path,
+    target: Path,
+    *,
+    base: Path | None,
+    max_bytes: int,
+    notes: dict[str, str],
+    architecture: str | None = None,
 ) -> Exported:
     """Write a whole, undamaged checkpoint `folder` as a model folder `target`.
 
     `base`: the model folder that has the tokenizer; by default the one that was trained. `notes`: rows
-    of the model card. `target` appears under its name only when it is whole.
+    of the model card. `architecture`: where a `model.architecture` of the recipe is now; by default
+    where it was. `target` appears under its name only when it is whole.
 
     Raises InputError where `target` is not a new or an empty folder or cannot be made, where `base` is
     not there, or where the checkpoint is a critic's; RunFailed where a file cannot be written.
@@ -63,7 +70,8 @@ def export_checkpoint(
             "folder with --model PATH"
         )
     config = dict(content["model"]["config"])
-    model = HfModel(source, config, load_architecture(config["model_type"]))
+    named = architecture or content["model"].get("architecture")
+    model = HfModel(source, config, find_architecture(config, named), named)
     saved = SavedTensors(folder)
     refuse_critic(folder, saved, model)
     with _new_folder(target) as partial:

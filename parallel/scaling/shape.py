@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mrl.errors import InputError
-from parallel.architectures import load_architecture
-from parallel.architectures.base import HfConfig
+from parallel.architectures import find_architecture
+from parallel.architectures.base import Architecture, HfConfig
 from parallel.dims import ModelSizes
 
 POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
@@ -198,12 +198,14 @@ def _all(name: str, sharing: Sharing, *numels: int) -> Part:
     return Part(name, sharing, tuple((1, numel) for numel in numels), sum(numels))
 
 
-def read_shape(hf: HfConfig) -> ModelShape:
+def read_shape(hf: HfConfig, architecture: Architecture | None = None) -> ModelShape:
     """A Hugging Face config.json -> its shape, through the settings that the trainer would use.
+
+    `architecture`: that of its model_type by default.
 
     Raises InputError for whatever the trainer refuses, and for a lost key or a size that is none.
     """
-    architecture = load_architecture(hf.get("model_type", ""))
+    architecture = architecture or find_architecture(hf)
     try:
         _check_numbers(hf)
         return _shape(hf, architecture.transformer_config(hf), architecture.sizes(hf))

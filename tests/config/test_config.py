@@ -11,6 +11,8 @@ from mrl.config import (
     dump_recipe,
     load_recipe,
 )
+from mrl.config.describe import keys_of_branch, recipe_text
+from mrl.config.explain import EXAMPLES
 from mrl.errors import InputError
 from mrl.run.folder import RunFolder
 
@@ -60,7 +62,7 @@ def test_the_toy_recipe_is_the_documented_run():
         ("data=a.jsonl", "data: expected a mapping of keys; did you mean data.path, got 'a.jsonl'"),
         ("reward=5", "reward: expected the name of a reward, or a list of rewards, got 5"),
         ("profile.steps=ten", "profile.steps: expected a list, got 'ten'"),
-        ("output_dir=", "output_dir: expected a text, got None"),
+        ("output_dir=", "output_dir: empty, and required; give a value"),
         ("output_dir=''", "output_dir: String should have at least 1 character"),
         ("reward.x=3", "reward is a value, not a branch"),
         ("noequals", "expected key=value"),
@@ -136,6 +138,33 @@ def test_unreadable_recipes(tmp_path):
         file.write_bytes(content)
         with pytest.raises(InputError, match=reason):
             load_recipe(file)
+
+
+def test_an_empty_key_is_said_to_be_empty(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipe_text())  # `mrl recipe`, nothing filled in
+    with pytest.raises(InputError) as caught:
+        load_recipe(file)
+    sections = [key for key in keys_of_branch(Recipe) if key.is_required]
+    inner = {
+        f"{key.name}.{each.name}"
+        for key in sections
+        for branch in key.branches
+        for each in keys_of_branch(branch)
+        if each.is_required
+    }
+    assert {key.name for key in sections} | inner == set(EXAMPLES)
+    for key in ("model.path", "rollout.max_response_len", "output_dir"):
+        assert f"{key}: empty, and required; give a value, for example {key}: " in str(caught.value)
+    assert "data: give data.path or data.sources; neither is given;" in str(caught.value)
+    assert "None" not in str(caught.value)
+    tree = (
+        "{" + ", ".join(f"{k}: {v}" for k, v in EXAMPLES.items() if "." not in k) + ", reward: a}"
+    )
+    file.write_text(tree)
+    load_recipe(file)
+    with pytest.raises(InputError, match="reward_timeout_s: empty; give it a value, or leave the"):
+        load_recipe(file, ["reward_timeout_s="])
 
 
 def test_the_tree_is_frozen_and_every_key_explains_itself_or_is_a_branch():

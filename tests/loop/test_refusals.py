@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -281,3 +284,13 @@ def test_a_recipe_that_is_not_there_or_not_yaml(
     broken = tmp_path / "broken.yaml"
     broken.write_text("model: [")
     assert "not valid YAML" in refused(capsys, ["check", str(broken)])
+
+
+def test_a_reader_that_leaves_ends_a_command_quietly() -> None:
+    """`mrl recipe | head` has no traceback."""
+    entry = [sys.executable, "-m", "mrl", "recipe"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(entry, check=False, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -161,5 +161,5 @@ def test_architectures_come_from_their_folder_alone(package: Path) -> None:
         with pytest.raises(InputError, match="expected one of deepseek_v3"):
             load_architecture(spec)
     assert "outside_plugins.evil" not in sys.modules
-    with pytest.raises(InputError, match=r"write parallel/architectures/llama\.py"):
+    with pytest.raises(InputError, match=r"model\.architecture=path/file\.py"):
         load_architecture("llama")

@@ -21,6 +21,7 @@ from mrl.rollout.sglang.decode import (
     refuse_weights,
     route_shape,
 )
+from mrl.rollout.sglang.external_models import import_external_models
 from mrl.rollout.sglang.settings import server_environment, server_settings
 
 
@@ -77,6 +78,7 @@ def read_launch(
         )
     if not (Path(model.path) / "config.json").is_file():
         raise InputError(f"model.path {model.path}: no config.json there; give a folder of one")
+    import_external_models()
     hf_config = AutoConfig.from_pretrained(model.path)
     refuse_unfaithful(hf_config, on_gpu=bool(gpu_ids), return_routes=return_routes)
     weights = config.return_routing_weights

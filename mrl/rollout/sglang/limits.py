@@ -10,6 +10,7 @@ from mrl.config import RolloutConfig
 from mrl.errors import InputError
 from mrl.rollout.sglang.arguments import check_server_args
 from mrl.rollout.sglang.decode import refuse_unfaithful, refuse_weights
+from mrl.rollout.sglang.external_models import refuse_unknown
 
 
 def check_limits(
@@ -26,6 +27,7 @@ def check_limits(
         hf_config = SimpleNamespace(**json.loads(file.read_text()))
     except (OSError, ValueError) as error:
         raise InputError(f"model.path: {file} cannot be read: {error}") from None
+    refuse_unknown(str(getattr(hf_config, "model_type", "")))
     refuse_unfaithful(hf_config, on_gpu=on_gpu, return_routes=return_routes)
     if config.return_routing_weights:
         refuse_weights(on_gpu=on_gpu, return_routes=return_routes)
