@@ -50,6 +50,7 @@ def _read(config: EvalSetConfig, recipe: Recipe, tokenizer: Any, context_len: in
         tokenizer,
         max_prompt_len=context_len - response_len,
         max_response_len=response_len,
+        is_evaluation=True,
     )
     if config.num_prompts is not None:
         if config.num_prompts > len(prompts):

@@ -72,11 +72,12 @@ def read_sources(
     max_prompt_len: int,
     max_response_len: int = 0,
     min_rows: int = 1,
+    is_evaluation: bool = False,
 ) -> list[Source]:
     """Read and tokenize every row of the training data, source by source.
 
     `max_prompt_len` is the context less `max_response_len`, in tokens; the latter only explains
-    the limit in the error. `min_rows` is the number of prompts of one step.
+    the limit in the error, as `is_evaluation` does. `min_rows` is the number of prompts of one step.
     Raises InputError, as `file:line: reason` where one row is to blame.
     """
     encoder = PromptEncoder(tokenizer, config.chat_template_kwargs)
@@ -89,7 +90,9 @@ def read_sources(
         while each.name is None and name in taken:
             name = next(numbered)
         taken.add(name)
-        reading = _Reading(encoder, config.overlong, max_prompt_len, max_response_len, num_rows)
+        reading = _Reading(
+            encoder, config.overlong, max_prompt_len, max_response_len, num_rows, is_evaluation
+        )
         prompts = reading.prompts(each, name if len(config.sources) > 1 else None)
         num_rows = reading.num_rows
         if not prompts:
@@ -127,6 +130,7 @@ def read_prompts(
     max_prompt_len: int,
     max_response_len: int = 0,
     min_rows: int = 1,
+    is_evaluation: bool = False,
 ) -> list[Prompt]:
     """Read and tokenize every row of a file, or of a DataConfig, as one list; see read_sources()."""
     config = path if isinstance(path, DataConfig) else DataConfig(path=str(path))
@@ -136,6 +140,7 @@ def read_prompts(
         max_prompt_len=max_prompt_len,
         max_response_len=max_response_len,
         min_rows=min_rows,
+        is_evaluation=is_evaluation,
     )
     return [prompt for source in sources for prompt in source.prompts]
 
@@ -150,8 +155,10 @@ class _Reading:
         max_prompt_len: int,
         max_response_len: int,
         num_rows: int,
+        is_evaluation: bool,
     ) -> None:
         """`num_rows` were read before, from other sources."""
+        self._is_evaluation = is_evaluation
         self._encoder, self._overlong = encoder, overlong
         self._max_len, self._response_len = max_prompt_len, max_response_len
         self.num_rows = num_rows
@@ -187,10 +194,12 @@ class _Reading:
 
     def _too_long(self, source: str, num_tokens: int) -> str:
         limit, response = self._max_len, self._response_len
+        todo = "set data.overlong to filter or truncate_left, or set a smaller rollout.max_response_len"
+        if self._is_evaluation:  # all of its rows count, so that its numbers can be compared
+            todo = "leave out the row, or set a smaller max_response_len of the evaluation set"
         return (
             f"{source}: prompt has {num_tokens} tokens, at most {limit} fit (context "
-            f"{limit + response} - response {response}); shorten the prompt, set data.overlong to "
-            "filter or truncate_left, or set a smaller rollout.max_response_len or a larger "
+            f"{limit + response} - response {response}); shorten the prompt, {todo} or a larger "
             "rollout.context_len"
         )
 

@@ -1,9 +1,14 @@
 import json
+from pathlib import Path
 
 import pytest
 
+from mrl.config import load_recipe
 from mrl.data import read_prompts, read_sft_examples
+from mrl.data.eval_sets import read_eval_sets
 from mrl.errors import InputError
+
+TOY_RECIPE = Path(__file__).parents[2] / "launch/recipes/toy_moe.yaml"
 
 
 @pytest.fixture
@@ -81,6 +86,20 @@ def test_prompt_length_is_checked_to_the_token(write, tokenizer):
     assert f"{path}:2: prompt has 11 tokens, at most 10 fit (context 16 - response 6)" in str(
         caught.value
     )
+
+
+def test_an_evaluation_set_with_a_prompt_too_long_is_not_told_of_an_option_that_leaves_it_alone(
+    write, tokenizer
+):
+    path = write({"prompt": "a" * 11})
+    given = f"eval.sets=[{{name: long, path: {path}, max_response_len: 6}}]"
+    recipe = load_recipe(TOY_RECIPE, [given, "data.overlong=filter"])
+    assert len(read_eval_sets(recipe, tokenizer, 17)[0].prompts) == 1
+    with pytest.raises(InputError, match="smaller max_response_len of the evaluation") as caught:
+        read_eval_sets(recipe, tokenizer, 16)
+    assert "overlong" not in str(caught.value)
+    with pytest.raises(InputError, match=r"set data\.overlong to filter"):
+        read_prompts(path, tokenizer, max_prompt_len=10)
 
 
 def test_missing_empty_and_short_files(write, tmp_path, tokenizer):
