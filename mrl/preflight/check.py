@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,18 @@ from parallel.hf_tensors import HfTensors, check_names, check_sizes
 from parallel.implementation import choose_implementation
 
 
+@contextmanager
+def _names_what_is_closed() -> Iterator[None]:
+    """Raises InputError that names the path, where the user may not read it."""
+    try:
+        yield
+    except PermissionError as error:
+        raise InputError(
+            f"{error.filename}: {error.strerror}; ask its owner for access, or give another path"
+        ) from None
+
+
+@_names_what_is_closed()
 def check(
     recipe: Recipe,
     world: int,

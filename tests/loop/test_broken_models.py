@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from mrl.config import load_recipe
 from mrl.errors import InputError
+from mrl.preflight import check
 from mrl.preflight.check import load_tokenizer
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, check_names, check_sizes
+from tests.loop.conftest import TOY_RECIPE, Toy
 
 
 def read(folder: Path) -> None:
@@ -73,6 +77,21 @@ def test_a_file_that_is_not_whole(folder: Path, name: str, text: str | None, rea
         read(folder)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_path_that_is_closed(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read everything, so the system's answer is made up."""
+    closed, is_dir = tmp_path / "closed", Path.is_dir
+
+    def refused(path: Path) -> bool:
+        if path == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+    recipe = load_recipe(TOY_RECIPE, toy.overrides(tmp_path / "run", f"model.path={closed}"))
+    with pytest.raises(InputError, match=r"closed: Permission denied; ask its owner"):
+        check(recipe, 1)
 
 
 def test_a_file_in_the_place_of_a_folder(folder: Path):
