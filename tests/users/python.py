@@ -48,6 +48,15 @@ class Stop(mrl.Callback):
 print("stopped", mrl.train(base, callbacks=[Stop()]).stopped)
 print("continued", len(mrl.train(base).metrics))
 """
+ALLOWED = """
+mrl.train(mrl.load_recipe(base, {"train.num_steps": 1}))
+more = mrl.load_recipe(base.output_dir, {"optimizer.lr": 1e-4, "train.num_steps": 2})
+try:
+    mrl.train(more)
+except mrl.InputError as error:
+    print("refused", error)
+print("lr", mrl.train(more, allow=["optimizer.lr"]).metrics[-1]["lr"])
+"""
 REFUSED = """
 try:
     mrl.load_recipe(base, {"optimizer.learning_rte": 1})
@@ -68,9 +77,17 @@ def sweep(user: User) -> str:
 def callback(user: User) -> str:
     printed = python(user, STOPPED)
     assert "step 0 4 True" in printed
-    assert "stopped a callback stopped the run: saved step 1" in printed
+    assert "stopped a callback stopped the run: saved a checkpoint with 1 step" in printed, printed
     assert "continued 2" in printed
     return "stopped after step 1, continued to 2"
+
+
+@thing("I load the folder of a run in Python, and continue it with a learning rate that I allow.")
+def allowed(user: User) -> str:
+    printed = python(user, ALLOWED)
+    assert "--allow optimizer.lr" in printed
+    assert "lr 0.0001" in printed
+    return "refused without allow, continued with it"
 
 
 @thing("I mistype a key in Python.", is_long=False)
