@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mrl.system.processes import die_with_parent
 from parallel import prepare
 
 prepare()
@@ -28,22 +33,45 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, folder: Path
     Values travel through torch.save files in `folder`. Fails with the first rank's traceback.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # The port is ours from here on: one that was free a moment ago may be another worker's now.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        start_fork(_rank, rank, world, store.port, function, args, folder) for rank in range(world)
-    ]
-    try:
-        while any(rank.is_alive() for rank in ranks):
+    ranks: list[ForkProcess] = []
+    with _store() as port:
+        try:
+            for rank in range(world):
+                ranks.append(start_fork(_rank, rank, world, port, function, args, folder))
+            while any(rank.is_alive() for rank in ranks):
+                for rank in ranks:
+                    rank.join(0.05)
+                    if rank.exitcode:  # the others wait for it in a collective
+                        raise AssertionError(_tracebacks(folder))
+        finally:
             for rank in ranks:
-                rank.join(0.05)
-                if rank.exitcode:  # the others wait for it in a collective
-                    raise AssertionError(_tracebacks(folder))
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+                rank.kill()
+                rank.join()
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+@contextmanager
+def _store() -> Iterator[int]:
+    """Yield the port of a store where ranks meet; nobody else can take it meanwhile.
+
+    A process of its own holds it: a fork beside the store's threads would inherit their locks, for
+    example that of the resolver, and then wait for ever.
+    """
+    here, there = Pipe(duplex=False)
+    host = start_fork(_host_store, os.getpid(), there)
+    there.close()  # a host that fails ends recv
+    try:
+        yield here.recv()
+    finally:
+        host.kill()
+        host.join()
+
+
+def _host_store(parent: int, port: Connection) -> None:
+    die_with_parent(parent)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    signal.pause()
 
 
 def start_fork(function: Callable[..., Any], *args: Any) -> ForkProcess:
