@@ -118,6 +118,7 @@ def test_both_nodes_start_and_a_loss_of_one_replaces_both(ranks, tmp_path) -> No
     assert starts[0]["args"]["random_seed"] != starts[2]["args"]["random_seed"]
 
 
+@pytest.mark.release  # test_another_port_where_one_was_just_taken sees the retry of a server
 def test_a_port_that_was_just_taken_starts_both_nodes_again(ranks, tmp_path, monkeypatch) -> None:
     free_port = process._free_port
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -304,7 +304,7 @@ def bias_steps(
     return {"before": before, "after": biases(policy)}
 
 
-@pytest.mark.parametrize("layout", ["one", "TP2xCP2", "DP2"])
+@pytest.mark.parametrize("layout", ["one", "TP2xCP2", release("DP2")])
 def test_expert_bias_moves_by_the_load_of_the_step(
     layout: str, model_path: Path, tmp_path: Path
 ) -> None:
