@@ -1,0 +1,186 @@
+"""One report a failure: the record in `RUN/failure.json` and the block that rank 0's terminal shows.
+
+Several processes may see the same fault: the rank that fails, the ranks that lose it, the monitor, the
+launcher. `write_failure` keeps the record that says most. No torch is
+imported here, as the monitor and the launcher have none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from mrl.errors import MEANINGS, ExitCode
+from mrl.system.files import write_whole
+
+FILE = "failure.json"
+EARLIER = "failures.jsonl"
+"""The records of earlier starts of a run, one a line."""
+TAIL_LINES = 15
+TAIL_BYTES = 16384
+_SAYS_LITTLE = (ExitCode.UNFORESEEN, ExitCode.FAILED, ExitCode.LOST_RANK)
+"""Codes from the one that says least upwards; every other one says more than these."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A `Failure` is what is known of the end of a run; what is not known is None or empty."""
+
+    what: str
+    """What happened, in one line."""
+    exit_code: int
+    rank: int | None = None
+    host: str = field(default_factory=socket.gethostname)
+    phase: str | None = None
+    step: int | None = None
+    since_s: float | None = None
+    """How long it had lasted when it was found."""
+    cause: str = ""
+    log: str = ""
+    """The one log that matters."""
+    log_tail: list[str] = field(default_factory=list)
+    saved_step: int | None = None
+    """The steps done in the newest checkpoint; None where there is none."""
+    command: str = ""
+    """What continues the run."""
+    time: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+
+
+def write_failure(folder: str | Path, failure: Failure) -> Failure:
+    """Write RUN/failure.json, unless one is there that says more; return the one that is there then.
+
+    Raises OSError where the file cannot be written.
+    """
+    folder = Path(folder)
+    with _locked(folder):
+        there = read_failure(folder)
+        if there is not None and _weight(there.exit_code) >= _weight(failure.exit_code):
+            return there
+        text = json.dumps(dataclasses.asdict(failure), indent=2, ensure_ascii=False)
+        write_whole(folder / FILE, text.encode(errors="backslashreplace") + b"\n")
+    return failure
+
+
+def read_failure(folder: str | Path) -> Failure | None:
+    """Return the record of a run folder; None where there is none that can be read."""
+    with suppress(OSError, ValueError, TypeError):
+        row = json.loads((Path(folder) / FILE).read_text())
+        names = {each.name for each in dataclasses.fields(Failure)}
+        return Failure(**{key: value for key, value in row.items() if key in names})
+    return None
+
+
+def clear_failure(folder: str | Path) -> None:
+    """Move the record of an earlier start to `failures.jsonl`: the run has started again."""
+    file = Path(folder) / FILE
+    with suppress(FileNotFoundError), _locked(Path(folder)):
+        text = file.read_bytes()
+        with suppress(ValueError):
+            line = json.dumps(json.loads(text), ensure_ascii=False)
+            with (file.parent / EARLIER).open("a") as stream:
+                stream.write(line + "\n")
+        file.unlink()
+
+
+def print_failure(failure: Failure, stream: IO[str] | None = None) -> None:
+    """Print the block: what, where, since when, the end of the log, what is saved, what to do."""
+    stream = stream or sys.stderr
+    text = "\n".join(lines_of(failure)) + "\n"
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
+
+
+def lines_of(failure: Failure) -> Iterator[str]:
+    """Return the lines of the block, with the control codes of untrusted text made visible."""
+    yield f"mrl: {_safe(failure.what)}"
+    yield _row("where", _where(failure))
+    if failure.since_s is not None:
+        yield _row("since", f"{failure.since_s:.1f} s before this report")
+    if failure.cause:
+        yield _row("cause", failure.cause)
+    if failure.log:
+        yield _row("log", f"{failure.log}{', which ends with' if failure.log_tail else ''}")
+    yield from (f"            | {_safe(line)}" for line in failure.log_tail)
+    yield _row("saved", _saved(failure.saved_step))
+    yield _row("exit code", f"{failure.exit_code}: {_meaning(failure.exit_code)}")
+    if failure.command:
+        yield _row("next", failure.command)
+
+
+def newest_step(folder: str | Path) -> int | None:
+    """Return the steps done in the newest checkpoint of a run folder; None where there is none."""
+    with suppress(OSError, ValueError):
+        file = Path(folder) / "checkpoints/latest_checkpointed_iteration.txt"
+        return int(file.read_text())
+    return None
+
+
+def tail_of(log: str | Path, lines: int = TAIL_LINES) -> list[str]:
+    """Return the last lines of a log; none where it cannot be read."""
+    with suppress(OSError), open(log, "rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(start)
+        found = file.read().decode(errors="replace").splitlines()
+        return [line for line in found[1 if start else 0 :] if line.strip()][-lines:]
+    return []
+
+
+def _row(name: str, text: str) -> str:
+    return f"  {name:<10}{_safe(text)}"
+
+
+def _where(failure: Failure) -> str:
+    parts = [
+        "" if failure.rank is None else f"rank {failure.rank}",
+        f"host {failure.host}" if failure.host else "",
+        f"phase {failure.phase}" if failure.phase else "",
+        "" if failure.step is None else f"step {failure.step}",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _saved(step: int | None) -> str:
+    if step is None:
+        return "no checkpoint; the next start begins anew"
+    return f"a checkpoint with {step} steps done"
+
+
+def _meaning(code: int) -> str:
+    try:
+        return MEANINGS[ExitCode(code)]
+    except ValueError:
+        return "see the log"
+
+
+def _safe(text: str) -> str:
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def _weight(code: int) -> int:
+    """Return how much a code says."""
+    return _SAYS_LITTLE.index(ExitCode(code)) if code in _SAYS_LITTLE else len(_SAYS_LITTLE)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time look at the record and replace it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

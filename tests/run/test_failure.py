@@ -1,0 +1,78 @@
+"""The record of a failure and the block that shows it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from mrl.errors import MEANINGS, ExitCode
+from mrl.run.failure import (
+    Failure,
+    clear_failure,
+    newest_step,
+    print_failure,
+    read_failure,
+    tail_of,
+    write_failure,
+)
+
+LOST = Failure("rank 1 was killed by SIGKILL", ExitCode.LOST_RANK, rank=1, host="node2", time=1.0)
+
+
+def test_the_record_that_says_most_stays(tmp_path: Path) -> None:
+    echo = Failure("Connection closed by peer", ExitCode.UNFORESEEN, rank=0)
+    disk = Failure("the disk is full", ExitCode.DISK, rank=1)
+    assert write_failure(tmp_path, echo) == echo
+    assert write_failure(tmp_path, LOST) == LOST
+    assert write_failure(tmp_path, disk) == disk
+    assert write_failure(tmp_path, LOST) == disk
+    assert write_failure(tmp_path, echo) == disk
+    assert read_failure(tmp_path) == disk
+    assert [file.name for file in tmp_path.iterdir()] == ["failure.json"]
+
+
+def test_a_later_start_moves_the_record_to_the_earlier_ones(tmp_path: Path) -> None:
+    clear_failure(tmp_path)  # none is there
+    clear_failure(tmp_path / "new")
+    for _ in range(2):
+        write_failure(tmp_path, LOST)
+        clear_failure(tmp_path)
+    assert read_failure(tmp_path) is None
+    rows = (tmp_path / "failures.jsonl").read_text().splitlines()
+    assert [json.loads(row)["what"] for row in rows] == [LOST.what] * 2
+
+
+def test_a_damaged_record_is_none_and_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "failure.json").write_text('{"what": ')
+    assert read_failure(tmp_path) is None
+    assert write_failure(tmp_path, LOST) == LOST
+
+
+def test_the_block_says_where_and_what_to_do_and_hides_control_codes(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text("".join(f"line {n}\n" for n in range(9000)) + "\x1b[31mred\n")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("4")
+    stream = io.StringIO()
+    failure = Failure(
+        "an engine was lost", ExitCode.LOST_ENGINE, rank=3, host="node2", phase="rollout", step=5,
+        since_s=61.0, log=str(log), log_tail=tail_of(log, 2), saved_step=newest_step(tmp_path),
+        command="mrl train runs/a/config.yaml",
+    )  # fmt: skip
+    print_failure(failure, stream)
+    assert stream.getvalue().splitlines() == [
+        "mrl: an engine was lost",
+        "  where     rank 3, host node2, phase rollout, step 5",
+        "  since     61.0 s before this report",
+        f"  log       {log}, which ends with",
+        "            | line 8999",
+        "            | \\x1b[31mred",
+        "  saved     a checkpoint with 4 steps done",
+        f"  exit code 73: {MEANINGS[ExitCode.LOST_ENGINE]}",
+        "  next      mrl train runs/a/config.yaml",
+    ]
+
+
+def test_every_exit_code_has_a_meaning() -> None:
+    assert set(MEANINGS) == set(ExitCode)
