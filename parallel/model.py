@@ -112,7 +112,7 @@ def build_chunks(
         chunk: torch.nn.Module = GPTModel(
             config,
             _block_spec(config, implementation, vp_stage, true_on_policy, experts_in_order),
-            vocab_size=model.config["vocab_size"],
+            vocab_size=model.sizes.vocab_size,
             max_sequence_length=model.context_len,
             position_embedding_type="rope",
             rotary_base=model.rotary_base,  # pyright: ignore[reportArgumentType]

@@ -16,6 +16,14 @@ SETTINGS = (
     "moe_layer_freq",
 )
 """What `transformer_config` must have: the plan of the memory reads these."""
+ALIKE = {
+    "num_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_moe_experts": "num_experts",
+}
+"""Keys of `transformer_config`, and the fields of `sizes` that are the same numbers."""
+PARTS = {"gated": 2, "qkv": 3}
+"""How many tensors of the checkpoint a parameter of this split is made of; 1 where it is not here."""
 
 
 def check_object(spec: str, found: Any) -> Architecture:
@@ -44,6 +52,7 @@ def check_contract(spec: str, architecture: Architecture, config: HfConfig) -> N
     settings = _call(spec, "transformer_config", architecture.transformer_config, config)
     lost = [key for key in SETTINGS if not isinstance(settings, dict) or key not in settings]
     _expect(spec, "transformer_config", settings, not lost, f"a dict with {', '.join(lost)}")
+    _check_settings(spec, settings, sizes)
     layers = _call(spec, "moe_layer_numbers", architecture.moe_layer_numbers, config)
     numbers = tuple(n + 1 for n, is_moe in enumerate(settings["moe_layer_freq"]) if is_moe)
     wanted = f"{numbers}, the 1-based layers that are 1 in its moe_layer_freq"
@@ -56,13 +65,44 @@ def check_contract(spec: str, architecture: Architecture, config: HfConfig) -> N
     _check_rules(spec, rules)
 
 
+def _check_settings(spec: str, settings: dict[str, Any], sizes: ModelSizes) -> None:
+    """Raise InputError where `moe_layer_freq` is no list of one 0 or 1 for each layer, or where a
+    number is another one in `sizes`."""
+    pattern, num_layers = settings["moe_layer_freq"], settings["num_layers"]
+    is_pattern = isinstance(pattern, list | tuple) and all(each in (0, 1) for each in pattern)
+    if not is_pattern or len(pattern) != num_layers:
+        raise InputError(
+            f"model.architecture {spec!r}: transformer_config has moe_layer_freq {pattern!r}, expected "
+            f"a list with a 0 or a 1 for each of its {num_layers} layers"
+        )
+    for key, field in ALIKE.items():
+        here, there = settings.get(key) or 0, getattr(sizes, field)
+        if here != there:
+            raise InputError(
+                f"model.architecture {spec!r}: transformer_config has {key} {here}, but sizes has "
+                f"{field} {there}; expected the same"
+            )
+
+
 def _check_rules(spec: str, rules: list[Rule]) -> None:
-    """Raise InputError for an unknown split, or a name that two rules have."""
+    """Raise InputError for an unknown split, another number of tensors than the split has, or a name
+    that two rules have."""
     for rule in rules:
+        if not isinstance(rule.hf, tuple):
+            raise InputError(
+                f"model.architecture {spec!r}: the rule of {rule.megatron} has hf {rule.hf!r}, "
+                'expected a tuple of names, such as ("model.norm.weight",) with its comma'
+            )
         if rule.split not in get_args(Split):
             raise InputError(
                 f"model.architecture {spec!r}: the rule of {rule.megatron} has split {rule.split!r}, "
                 f"expected one of {', '.join(get_args(Split))}"
+            )
+        got, wanted = len(rule.hf), PARTS.get(rule.split, 1)
+        if got != wanted:
+            raise InputError(
+                f"model.architecture {spec!r}: the rule of {rule.megatron} has {got} name(s) of "
+                f"tensors, expected {wanted} for split {rule.split!r}"
             )
     names = Counter(name for rule in rules for name in (rule.megatron, *rule.hf))
     if twice := [name for name, count in names.items() if count > 1]:

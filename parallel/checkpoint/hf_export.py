@@ -60,7 +60,8 @@ def export_checkpoint(
     where it was. `target` appears under its name only when it is whole.
 
     Raises InputError where `target` is not a new or an empty folder or cannot be made, where `base` is
-    not there, or where the checkpoint is a critic's; RunFailed where a file cannot be written.
+    not there, where the architecture is not, or where the checkpoint is a critic's; RunFailed where a
+    file cannot be written.
     """
     content = read_manifest(folder)
     source = base or Path(content["model"]["path"])
@@ -71,7 +72,13 @@ def export_checkpoint(
         )
     config = dict(content["model"]["config"])
     named = architecture or content["model"].get("architecture")
-    model = HfModel(source, config, find_architecture(config, named), named)
+    try:
+        model = HfModel(source, config, find_architecture(config, named), named)
+    except InputError as error:
+        if named is None or architecture is not None:
+            raise
+        hint = "if it is elsewhere, say where it is now with --architecture FILE"
+        raise InputError(f"{error}; {hint}") from None
     saved = SavedTensors(folder)
     refuse_critic(folder, saved, model)
     with _new_folder(target) as partial:

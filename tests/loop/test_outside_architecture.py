@@ -32,6 +32,8 @@ def test_it_trains_resumes_and_exports_as_the_known_one(
 ) -> None:
     saved = f"debug.load_rollouts={recorded / 'rollouts'}"
     more = (f"model.architecture={FILE}", saved, "checkpoint.save_every=1")
+    for file in (mine.model / "config.json", tmp_path / FILE):  # a key of its own: sizes has it
+        file.write_text(file.read_text().replace('"vocab_size"', '"num_words"'))
     done = mine.run(tmp_path / "run", *more, "train.num_steps=1")
     assert done.returncode == 0, done.stderr
     arguments = ["train", str(tmp_path / "run"), "train.num_steps=2"]
@@ -54,7 +56,9 @@ def test_it_trains_resumes_and_exports_as_the_known_one(
     (tmp_path / FILE).rename(tmp_path / "moved.py")
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path / "run"), "again"])
-    assert f"no file {tmp_path / FILE}" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert f"no file {tmp_path / FILE}" in message
+    assert "say where it is now with --architecture FILE" in message
     main(["export", str(tmp_path / "run"), "again", "--architecture", str(tmp_path / "moved.py")])
 
 
@@ -130,6 +134,11 @@ def test_unknown_model_type_tells_of_the_key(mine: Toy) -> None:
         ("(f\"{mlp}.gate.weight\",)", "(f\"{mlp}.gate.weight\",), 'row'", "has split 'row', expected"),
         ("*common.decoder_rules(hf),", "*2 * common.decoder_rules(hf),", "is in 2 rules, expected one"),
         ("mlp = f", "mlp = 1 / 0; f", "rules raised ZeroDivisionError: division by zero"),
+        ('"qk_layernorm": True,', '"moe_layer_freq": 1,', "has moe_layer_freq 1, expected a list"),
+        ('"qk_layernorm": True,', '"moe_layer_freq": [1] * 3,', "each of its 4 layers"),
+        ('"num_moe_experts": num_experts(hf)', '"num_moe_experts": 3', "but sizes has num_experts 8"),
+        ('gate.weight",)', 'gate.weight")', "has hf 'model.layers.*expected a tuple of names"),
+        ('gate.weight",)', 'gate.weight",), "gated"', r"has 1 name\(s\) of .*expected 2 for split"),
     ],
 )  # fmt: skip
 def test_a_broken_contract_is_one_line(
