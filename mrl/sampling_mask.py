@@ -51,7 +51,7 @@ class SamplingMask:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """The number of tokens, T."""
         return len(self.counts)
 
     def outline(self) -> SamplingMask:

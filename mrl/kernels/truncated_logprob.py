@@ -1,4 +1,4 @@
-"""Log-probs of a truncated distribution: softmax over the kept tokens of each row, and no others.
+"""This module computes log-probs of a truncated distribution: a softmax over the kept tokens of a row.
 
 log p(y) - log sum_{s in S} p(s) = x_y - log sum_{s in S} exp x_s, with x = logit / temperature and S
 the tokens that the engine kept (`mrl.sampling_mask`). The gradient for x_s is g (1[s = y] - p_S(s))
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class KeptLogits:
-    """The x of a chunk's kept tokens, as far as this rank has them."""
+    """`KeptLogits` holds the x of a chunk's kept tokens, as far as this rank has them."""
 
     x: Tensor
     """f32[c, K]: 0 where another rank has the column, or where there is no token."""

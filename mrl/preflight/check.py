@@ -40,7 +40,7 @@ from mrl.preflight.schedule import with_schedule
 from mrl.preflight.task import check_task
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine, node_class
-from mrl.rollout.sglang.limits import check_limits
+from mrl.rollout.sglang.limits import check_limits, check_route_layers
 from mrl.run import console
 from mrl.run.folder import RunFolder, check_saved_steps
 from mrl.run.history import Update
@@ -86,8 +86,8 @@ def check(
     reference = read_reference(recipe.algorithm, model)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)
+    _check_engine(recipe, model, on_gpu=elsewhere or torch.cuda.is_available())
     check_recipe_sampling(recipe, model.sizes.vocab_size)
-    _check_engine(recipe, on_gpu=elsewhere or torch.cuda.is_available())
     check_on_policy(recipe, dims, model)
     check_partial_rollouts(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
     context_len = _context_len(recipe.rollout, model)
@@ -259,7 +259,7 @@ def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
         )
 
 
-def _check_engine(recipe: Recipe, *, on_gpu: bool) -> None:
+def _check_engine(recipe: Recipe, model: HfModel, *, on_gpu: bool) -> None:
     """Check what the engine would refuse at its start."""
     if recipe.debug.load_rollouts is not None:
         return
@@ -267,6 +267,8 @@ def _check_engine(recipe: Recipe, *, on_gpu: bool) -> None:
     if recipe.rollout.engine == "sglang":  # of other engines only they know their limits
         routes = recipe.captures_routes
         check_limits(recipe.model.path, recipe.rollout, on_gpu=on_gpu, return_routes=routes)
+        if routes and model.named is not None:
+            check_route_layers(model.path, model.moe_layer_numbers, model.sizes.num_experts)
 
 
 def _context_len(config: RolloutConfig, model: HfModel) -> int:

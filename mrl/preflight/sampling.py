@@ -55,7 +55,8 @@ def check_sampling_mask(recipe: Recipe) -> None:
     rollout = recipe.rollout
     if not rollout.sampling_mask:
         return
-    most = rollout.server_args.get("sampling_mask_max_tokens", MASK_TOKENS)
+    given = rollout.server_args.get("sampling_mask_max_tokens")
+    most = given if isinstance(given, int) else MASK_TOKENS  # `check_limits` refuses other types
     if not 2 <= rollout.top_k <= most:
         raise InputError(
             f"rollout.top_k is {rollout.top_k}, but rollout.sampling_mask needs 2 to {most}, which "

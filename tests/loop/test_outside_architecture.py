@@ -98,6 +98,18 @@ def test_the_engine_needs_a_package_for_it(mine: Toy, tmp_path: Path, capsys, mo
     assert "not_there_at_all does not import: ModuleNotFoundError" in capsys.readouterr().err
 
 
+def test_the_engine_must_see_the_same_moe_layers(mine: Toy, tmp_path: Path, capsys) -> None:
+    file = mine.model / "config.json"
+    known = {"model_type": "qwen3_moe", "first_k_dense_replace": 1}
+    file.write_text(json.dumps(json.loads(file.read_text()) | known))
+    overrides = mine.overrides(tmp_path / "run", f"model.architecture={FILE}")
+    with pytest.raises(SystemExit):
+        main(["check", str(TOY_RECIPE), *overrides])
+    message = "has the MoE layers (1, 2, 3, 4), but the engine's routes would have (2, 3, 4)"
+    assert message in capsys.readouterr().err
+    main(["check", str(TOY_RECIPE), *overrides, "moe.routing_replay=r2"])
+
+
 @pytest.mark.release
 def test_it_is_rolled_out_and_synced(mine: Toy, recorded: Path, tmp_path: Path, monkeypatch):
     """The engine serves the user's class, with the weights that the trainer sends under its rules."""

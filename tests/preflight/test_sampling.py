@@ -58,6 +58,8 @@ def test_a_sampling_mask_goes_with_top_k_and_top_p() -> None:
     check_sampling_mask(load_recipe(TOY_RECIPE, []))
     keys = ["rollout.sampling_mask=true", "rollout.top_k=20", "rollout.top_p=0.9"]
     check_sampling_mask(load_recipe(TOY_RECIPE, keys))
+    no_number = "rollout.server_args={sampling_mask_max_tokens: many}"  # for the engine to refuse
+    check_sampling_mask(load_recipe(TOY_RECIPE, [*keys, no_number]))
 
 
 def test_one_text_is_a_list_of_one() -> None:

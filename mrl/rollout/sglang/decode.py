@@ -195,8 +195,11 @@ def _sampling_mask(
 
 
 def without_last_token(completion: Completion) -> Completion:
-    """SGLang looks for an abort before it looks for the end: an end token would go unnoticed, and the
-    next piece of the sample would go on behind it. Whoever goes on draws it again."""
+    """Return the completion without the last token and what belongs to it.
+
+    SGLang looks for an abort before it looks for the end, so an end token would go unnoticed and the
+    next piece of the sample would continue behind it. The next request draws that token again.
+    """
     num_output = len(completion.output_ids) - 1
     if not num_output:
         return dataclasses.replace(

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from mrl.config import RolloutConfig
 from mrl.errors import InputError
 from mrl.rollout.sglang.arguments import check_server_args
-from mrl.rollout.sglang.decode import refuse_unfaithful, refuse_weights
-from mrl.rollout.sglang.external_models import refuse_unknown
+from mrl.rollout.sglang.decode import refuse_unfaithful, refuse_weights, route_shape
+from mrl.rollout.sglang.external_models import import_external_models, refuse_unknown
 
 
 def check_limits(
@@ -31,3 +31,25 @@ def check_limits(
     refuse_unfaithful(hf_config, on_gpu=on_gpu, return_routes=return_routes)
     if config.return_routing_weights:
         refuse_weights(on_gpu=on_gpu, return_routes=return_routes)
+
+
+def check_route_layers(
+    model_path: str | Path, moe_layer_numbers: tuple[int, ...], num_experts: int
+) -> None:
+    """Raise InputError where the engine would read other MoE layers (1-based), or another number of
+    experts, from config.json than the recipe's `model.architecture` does: routes would not fit."""
+    # Slow to import, and only an architecture from outside needs it here.
+    from transformers import AutoConfig
+
+    import_external_models()
+    shape = route_shape(AutoConfig.from_pretrained(model_path))
+    for name, ours, theirs in (
+        ("MoE layers", moe_layer_numbers, shape.moe_layer_numbers),
+        ("experts", num_experts, shape.num_experts),
+    ):
+        if ours != theirs:
+            raise InputError(
+                f"model.architecture has the {name} {ours}, but the engine's routes would have "
+                f"{theirs}, which follow from num_experts, mlp_only_layers, first_k_dense_replace and "
+                "decoder_sparse_step of config.json; correct these keys, or set moe.routing_replay=r2"
+            )
