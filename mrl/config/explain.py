@@ -57,14 +57,15 @@ def _line(problem: ErrorDetails) -> str:
         return f"{key}: required, and not given"
     if given is None:
         return _empty(key)
+    message = problem["msg"].removeprefix("Value error, ")  # pydantic's, before a validator's own
     if problem["type"] == "value_error" and isinstance(given, dict):
         # It names the keys itself, and the whole branch would hide them.
-        return f"{key}: {problem['msg'].removeprefix('Value error, ')}"
+        return f"{key}: {message}"
     if problem["type"] == "model_type":
         return f"{key}: {_keys_below(key, given)}, got {given!r}"
     if problem["loc"][-1] == TAGS[0]:
         return f"{key}: expected the name of a reward, or a list of rewards, got {given!r}"
-    return f"{key}: {EXPECTED.get(problem['type'], problem['msg'])}, got {given!r}"
+    return f"{key}: {EXPECTED.get(problem['type'], message)}, got {given!r}"
 
 
 def _empty(key: str) -> str:

@@ -27,14 +27,15 @@ class _Loader(yaml.SafeLoader):
     """Reads YAML as `safe_load`, and refuses a key that stands twice, of which YAML takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
+        seen: dict[Any, yaml.ScalarNode] = {}
         for key_node, _ in node.value:
             if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
-                first = seen.setdefault(key_node.value, key_node.start_mark.line)
-                if first != key_node.start_mark.line:
+                first = seen.setdefault(key_node.value, key_node)
+                if first is not key_node:
+                    lines = [each.start_mark.line + 1 for each in (first, key_node)]
                     raise yaml.YAMLError(
-                        f"the key {key_node.value!r} stands twice, in lines {first + 1} and "
-                        f"{key_node.start_mark.line + 1}; give it once"
+                        f"the key {key_node.value!r} stands twice, in lines {lines[0]} and "
+                        f"{lines[1]}; give it once"
                     )
         return super().construct_mapping(node, deep)
 

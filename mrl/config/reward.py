@@ -79,6 +79,6 @@ def describe_rewards(rewards: str | tuple[RewardConfig, ...]) -> str:
     if isinstance(rewards, str):
         return rewards
     return " + ".join(
-        f"{each.weight:g} {each.path}" + f" ({each.name})" * (each.name != each.path)
+        f"{each.weight:.15g} {each.path}" + f" ({each.name})" * (each.name != each.path)
         for each in rewards
     )

@@ -134,6 +134,7 @@ def test_unreadable_recipes(tmp_path):
         (b"", "expected a mapping of keys, got NoneType"),
         (b"seed: 1\n", "model: required, and not given"),
         (b"a: 1\nseed: 1\nb:\n  c: 1\nseed: 2\n", "the key 'seed' stands twice, in lines 2 and 5"),
+        (b"rollout: {top_k: 2, top_k: 3}\n", "the key 'top_k' stands twice, in lines 1 and 1"),
     ):
         file.write_bytes(content)
         with pytest.raises(InputError, match=reason):

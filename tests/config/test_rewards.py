@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mrl.config import RewardConfig, dump_recipe, load_recipe
+from mrl.config.reward import describe_rewards
 from mrl.errors import InputError
 from tests.loop.conftest import TOY_RECIPE
 
@@ -53,7 +54,7 @@ def test_files_in_a_list_are_found_from_the_recipe(tmp_path):
     ("reward", "reason"),
     [
         ("3", "reward: expected the name of a reward, or a list of rewards, got 3"),
-        ("[]", "reward: Value error, the list is empty"),
+        ("[]", ": reward: the list is empty"),
         ("[{wieght: 1, name: a}]", "unknown key 'reward.0.wieght'"),
         ("[{name: a, weight: x}]", "reward.0.weight: Input should be a valid number"),
         ("[{weight: 1}]", "reward.0"),
@@ -71,3 +72,10 @@ def test_bad_rewards_are_one_line(reward, reason):
 def test_a_reward_without_anything_is_refused():
     with pytest.raises(ValueError, match=r"give a name of mrl/rewards/, or a path"):
         RewardConfig(path="")
+
+
+def test_rewards_whose_weights_nearly_agree_are_told_apart():
+    near, other = (loaded(f"[{{name: a, weight: {weight}}}]") for weight in (0.1234567, 0.1234568))
+    assert near is not None
+    assert other is not None
+    assert (describe_rewards(near), describe_rewards(other)) == ("0.1234567 a", "0.1234568 a")
