@@ -3,6 +3,7 @@
 # NPROC sets the number of processes; by default one per GPU, or one where there is none.
 # OMP_NUM_THREADS sets the threads of each; by default the cores over the processes where there are GPUs
 # (torchrun alone gives every process one, and packing and loading would crawl), one on CPUs.
+# MAX_RESTARTS (default 0) starts the ranks again after one was lost or hung, at most so often.
 # IGNORE_MEMORY=1 starts a recipe that by mrl's formulas does not fit into the GPUs' memory.
 set -euo pipefail
 
@@ -39,4 +40,5 @@ fi
 # Bad input ends here, with one line and code 2; under torchrun every rank would report it.
 WORLD_SIZE=$nproc python -m mrl check ${IGNORE_MEMORY:+--ignore-memory} "$@" > /dev/null
 
-exec torchrun --standalone --nproc-per-node "$nproc" -m mrl train "$@"
+exec python -m mrl.launch --standalone --nproc-per-node "$nproc" \
+  --max-restarts "${MAX_RESTARTS:-0}" -m mrl train "$@"

@@ -1,7 +1,6 @@
 """Runs `mrl COMMAND`.
 
-Exit codes: 0 done, 2 bad input (one clear line), 130 Ctrl-C, 141 nobody reads what is printed, 1
-anything else.
+The exit codes are those of mrl/errors.py.
 """
 
 from __future__ import annotations
@@ -9,15 +8,16 @@ from __future__ import annotations
 import argparse
 import os
 import select
-import signal
 import sys
+import traceback
 from typing import NoReturn
 
 import torch
 
 from mrl import __version__
 from mrl.commands import ALL
-from mrl.errors import InputError, RunFailed
+from mrl.commands.report import show
+from mrl.errors import ExitCode, InputError, RunFailed
 from mrl.run.console import escape
 
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         if not _is_closed(sys.stdout.fileno()):  # that of an engine or a worker
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again
-        sys.exit(128 + signal.SIGPIPE)
+        sys.exit(ExitCode.NOBODY_READS)
 
 
 def _is_closed(fd: int) -> bool:
@@ -58,14 +58,21 @@ def _run(argv: list[str] | None) -> None:
         print(
             f"mrl: {'' if rank == '0' else f'[rank {rank}] '}{escape(str(error))}", file=sys.stderr
         )
-        sys.exit(2)
+        sys.exit(ExitCode.BAD_INPUT)
     except RunFailed as error:
-        print(f"mrl: {escape(str(error))}", file=sys.stderr)
-        sys.exit(1)
+        if not show(error):
+            print(f"mrl: {escape(str(error))}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        traceback.print_exception(error)
+        show(error)
+        sys.exit(ExitCode.UNFORESEEN)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print(f"mrl: interrupted; {args.after_interrupt}", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(ExitCode.INTERRUPTED)
 
 
 def _use_one_thread() -> None:

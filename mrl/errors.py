@@ -25,6 +25,7 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 77
     HANGUP = 129
     INTERRUPTED = 130
+    NOBODY_READS = 141
     TERMINATED = 143
 
 
@@ -42,6 +43,7 @@ MEANINGS = {
     ExitCode.OUT_OF_MEMORY: "the memory of a GPU or of the host was too small",
     ExitCode.HANGUP: "SIGHUP came, and the time did not suffice to save",
     ExitCode.INTERRUPTED: "Ctrl-C",
+    ExitCode.NOBODY_READS: "nobody reads what the command prints any more, as under head",
     ExitCode.TERMINATED: "SIGTERM came, and the time did not suffice to save",
 }
 """What each exit code means, in words for users."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mrl.errors import RunFailed
+from mrl.errors import EngineGone
 from mrl.preflight import Plan
 from mrl.rollout import load_engine, node_class
 from mrl.rollout.base import (
@@ -71,7 +71,7 @@ class EngineNodes:
                 break
             self.stop()
             if PORT_CLASH not in failure or attempt == START_ATTEMPTS:
-                raise RunFailed(failure)
+                raise EngineGone(failure)
         if self._node is not None:
             self._node.note_ready()
 

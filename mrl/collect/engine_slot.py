@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mrl.collect.engine_nodes import EngineNodes
-from mrl.errors import RunFailed
+from mrl.errors import EngineGone
 from mrl.exchange.sharing import sum_over_ranks
 from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, EngineLost
 from mrl.run import console
@@ -84,7 +84,7 @@ class EngineSlot:
     def replace_lost(self, clock: Clock) -> bool:
         """Start another engine wherever one was lost; return whether any was. A collective.
 
-        Raises RunFailed, on every rank, where more than `max_restarts` engines were lost in a step.
+        Raises EngineGone, on every rank, where more than `max_restarts` engines were lost in a step.
         """
         with clock.part("rollout"):  # the wait for the slowest engine is part of it
             num_lost = self._count_lost()
@@ -105,7 +105,7 @@ class EngineSlot:
 
     def _start_another(self) -> None:
         if self._restarts > self._max_restarts:
-            raise RunFailed(
+            raise EngineGone(
                 f"{self._restarts} rollout engines were lost in one step, more than "
                 f"rollout.max_restarts={self._max_restarts}; "
                 f"{self._lost or 'see the messages of other ranks'}"

@@ -1,4 +1,4 @@
-"""Writes the command that continues a run as it was started: alone, with torchrun, or with sbatch."""
+"""Writes the command that continues a run as it was started: alone, with mrl.launch, or with sbatch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _program(env: Mapping[str, str]) -> str:
     ranks = env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])
     nodes = max(1, int(env["WORLD_SIZE"]) // int(ranks))
     where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-endpoint HOST:PORT"
-    return f"torchrun {where} --nproc-per-node {ranks} -m mrl"
+    return f"python -m mrl.launch {where} --nproc-per-node {ranks} -m mrl"
 
 
 def _alone() -> str:

@@ -45,7 +45,7 @@ def _hint(ranks: int, command: str) -> str:
             f"This is one process: `mrl check RECIPE --gpus {ranks}` checks the recipe for {ranks} "
             "ranks, also on a login node without a GPU"
         )
-    start = f"torchrun --nproc-per-node {ranks} -m mrl train RECIPE"
+    start = f"python -m mrl.launch --nproc-per-node {ranks} -m mrl train RECIPE"
     if ranks > GPUS_PER_NODE:
         start = "sbatch launch/slurm/train.sbatch RECIPE OUTPUT_DIR"
     return f"This is one process; the recipe needs a multiple of {ranks} ranks: {start}"

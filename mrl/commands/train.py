@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands.launcher import train_command
-from mrl.commands.out_of_memory import memory_advice
 from mrl.commands.recipe_arguments import add_allow, add_recipe, read_recipe
+from mrl.commands.report import reporting
 from mrl.config import Recipe
-from mrl.errors import RunFailed
+from mrl.errors import ExitCode
 from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder
 from mrl.system.processes import die_with_torchrun
@@ -30,7 +29,7 @@ def add_to(commands: Any) -> None:
         help="train a recipe; continues an interrupted run",
         description="Train a recipe. A run that was interrupted continues from its newest checkpoint "
         "in output_dir, also where RECIPE is its folder; docs/checkpoints.md says what may change. "
-        "On several GPUs: torchrun --nproc-per-node N -m mrl train RECIPE.",
+        "On several GPUs: python -m mrl.launch --nproc-per-node N -m mrl train RECIPE.",
     )
     add_recipe(command)
     add_allow(command)
@@ -48,7 +47,9 @@ def run(args: argparse.Namespace) -> None:
     stopped = train(recipe, world_size(), allowed=args.allow)
     destroy_mesh()
     if stopped:
-        sys.exit(f"mrl: {stopped}")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"mrl: {stopped}", file=sys.stderr)
+        sys.exit(ExitCode.SAVED)
 
 
 @remembering_signals()  # SIGUSR1 while the model loads and the engine starts
@@ -95,16 +96,13 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
     from mrl.trainer import Trainer
     from parallel.mesh import init_mesh
 
-    mesh = init_mesh(plan.dims, plan.recipe.seed, timeout_s=plan.recipe.longest_wait_s)
-    try:
+    made: list[Trainer] = []
+    with reporting(folder.root, plan.recipe, lambda: made[0].step if made else None):
+        mesh = init_mesh(plan.dims, plan.recipe.seed, timeout_s=plan.recipe.longest_wait_s)
         with closing(Trainer(plan, mesh, folder, callbacks)) as trainer:
+            made.append(trainer)
             trainer.train()
             return trainer.stopped
-    except Exception as error:
-        if advice := memory_advice(error, plan.recipe, folder):
-            traceback.print_exception(error)  # where it happened
-            raise RunFailed(advice) from error
-        raise
 
 
 def _is_done(plan: Plan, folder: RunFolder) -> bool:

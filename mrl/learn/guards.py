@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mrl.algorithms.base import Algorithm, either, traits
 from mrl.config import AlgorithmConfig, GuardConfig
-from mrl.errors import RunFailed
+from mrl.errors import NotFinite, RunFailed
 from mrl.kernels import seq_logratio
 from mrl.system.histogram import log_histogram
 from mrl.types import LossOutput, Max, Mean, MicroBatch, Quantiles, Statistics
@@ -100,7 +100,7 @@ def raise_not_finite(step: int, found: Sequence[tuple[str, int]]) -> None:
     named = ", ".join(map(str, ids[:MAX_NAMED])) + (
         f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
     )
-    raise RunFailed(
+    raise NotFinite(
         f"step {step}: {kinds} are not finite in samples {named} (counted from 0 in "
         f"rollouts/step_{step:06d}.jsonl); the weights are as before this step's next update"
     )

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import TextIO
 
 from mrl.errors import MEANINGS, ExitCode
 from mrl.system.files import write_whole
@@ -26,6 +26,10 @@ from mrl.system.files import write_whole
 FILE = "failure.json"
 EARLIER = "failures.jsonl"
 """The records of earlier starts of a run, one a line."""
+LAUNCH_FOLDER = "MRL_LAUNCH_FOLDER"
+"""The variable by which `mrl.launch` gives its ranks a folder; then it prints the block itself."""
+RUN_FILE, COMMAND_FILE = "run_folder", "command"
+"""The files in that folder, by which a rank names its run and what continues it."""
 TAIL_LINES = 15
 TAIL_BYTES = 16384
 _SAYS_LITTLE = (ExitCode.UNFORESEEN, ExitCode.FAILED, ExitCode.LOST_RANK)
@@ -93,13 +97,13 @@ def clear_failure(folder: str | Path) -> None:
         file.unlink()
 
 
-def print_failure(failure: Failure, stream: IO[str] | None = None) -> None:
+def print_failure(failure: Failure, stream: TextIO | None = None) -> None:
     """Print the block: what, where, since when, the end of the log, what is saved, what to do."""
-    stream = stream or sys.stderr
     text = "\n".join(lines_of(failure)) + "\n"
-    encoding = stream.encoding or "utf-8"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    stream.flush()
+    out: TextIO = stream or sys.stderr
+    encoding = out.encoding or "utf-8"
+    out.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    out.flush()
 
 
 def lines_of(failure: Failure) -> Iterator[str]:

@@ -30,6 +30,7 @@ from mrl.config import Recipe, dump_recipe
 from mrl.errors import InputError
 from mrl.run.changes import check_allowed, check_keys
 from mrl.run.contents import contents_of
+from mrl.run.failure import clear_failure
 from mrl.run.history import History, Update, changes_to
 from mrl.run.json_lines import finite_or_null
 from mrl.system.files import write_whole
@@ -98,6 +99,7 @@ class RunFolder:
             raise InputError(
                 f"output_dir {self.root} is in use by a running job; choose another output_dir"
             ) from None
+        clear_failure(self.root)
         update = update or Update()
         self.history.add("start", step, update.changes, update.contents, allowed=update.allowed)
         dump_recipe(recipe, self.config)

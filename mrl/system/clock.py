@@ -18,9 +18,14 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        """Time a block. An error that leaves it gets the attribute `phase`, for the report."""
         start = time.perf_counter()
         try:
             with record_function(f"mrl: {name}"):  # in the trace of a profiled step
                 yield
+        except Exception as error:
+            if not hasattr(error, "phase"):  # of the innermost part
+                setattr(error, "phase", name)  # noqa: B010
+            raise
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -50,3 +50,11 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def bytes_in_words(num_bytes: int) -> str:
+    """Return a number of bytes as in `12.3 MB`, with decimal prefixes."""
+    size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"

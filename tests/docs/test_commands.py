@@ -66,6 +66,8 @@ def python_problem(command: Command) -> str | None:
     if not words:
         return None
     if words[0] == "-m" and len(words) > 1:
+        if words[1] == "mrl.launch":
+            return torchrun_problem(Command(command.place, tuple(words[1:]), command.is_mention))
         if words[1] == "pytest":
             return paths_problem(words[2:])
         if words[1] == "mrl":

@@ -48,6 +48,7 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.diagnosis", "mrl.exchange"),
         *("mrl.learn", "mrl.preflight", "mrl.run", "mrl.trackers", "parallel"),
     },
+    "mrl.launch": {"mrl.run"},
     "mrl.toy_model": set(),
     "mrl.commands": {
         *("mrl.algorithms", "mrl.data", "mrl.diagnosis", "mrl.learn", "mrl.preflight"),

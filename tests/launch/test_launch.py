@@ -42,6 +42,7 @@ while [[ $1 == --* ]]; do shift; done
 exec "$@"
 """
 PYTHON_SHIM = """#!/bin/sh
+if [ "$2" = mrl.launch ]; then shift 2; exec torchrun "$@"; fi
 echo "$WORLD_SIZE $*" > "$SEEN/check"
 exit "${CHECK_CODE:-0}"
 """
@@ -89,7 +90,7 @@ def test_torchrun_forwards_recipe_and_overrides(cluster):
     subprocess.run(command, env=environ, check=True)
     words, threads = torchrun_saw(seen)
     tail = ["-m", "mrl", "train", "r.yaml", "reward=my file.py:f", "seed=3"]
-    assert words == ["--standalone", "--nproc-per-node", "1", *tail]
+    assert words == ["--standalone", "--nproc-per-node", "1", "--max-restarts", "0", *tail]
     assert threads == "1"
 
 

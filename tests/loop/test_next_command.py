@@ -23,9 +23,11 @@ def test_the_launcher_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
     folder = RunFolder(tmp_path)
     config = str(folder.config)
     assert train_command(folder, "a=1", env={}).endswith(f" -m mrl train {config} a=1")
-    one = "torchrun --standalone --nproc-per-node 4 -m mrl train "
+    one = "python -m mrl.launch --standalone --nproc-per-node 4 -m mrl train "
     assert train_command(folder, "a=1", env=ONE_NODE) == f"{one}{config} a=1"
-    two = "torchrun --nnodes 2 --rdzv-endpoint HOST:PORT --nproc-per-node 8 -m mrl train "
+    two = (
+        "python -m mrl.launch --nnodes 2 --rdzv-endpoint HOST:PORT --nproc-per-node 8 -m mrl train "
+    )
     assert train_command(folder, "a=1", env=JOB) == f"{two}{config} a=1"
     (tmp_path / "train.sbatch").touch()
     batch = f"sbatch --nodes=2 {tmp_path}/train.sbatch {config} {tmp_path} a=1"

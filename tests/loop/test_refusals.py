@@ -188,7 +188,9 @@ def test_several_ranks_in_one_process_say_how_to_start(
     recipe = [str(TOY_RECIPE), *toy.overrides(tmp_path / "run"), "optimizer.lr=1e-5"]
     recipe += ["parallel.expert_model_parallel_size=4", "rollout.tensor_parallel_size=2"]
     assert "`mrl check RECIPE --gpus 4`" in refused(capsys, ["check", *recipe])
-    assert "torchrun --nproc-per-node 4 -m mrl train RECIPE" in refused(capsys, ["train", *recipe])
+    assert "python -m mrl.launch --nproc-per-node 4 -m mrl train RECIPE" in refused(
+        capsys, ["train", *recipe]
+    )
     main(["check", *recipe, "--gpus", "4"])
     printed = capsys.readouterr().out
     assert "4 rank(s) = tensor 1 x pipeline 1 x data 4; expert 4" in printed

@@ -192,7 +192,7 @@ def test_sigusr1_saves_the_step_and_leaves(toy: Toy, tmp_path: Path) -> None:
     env = environment(MRL_TEST_RUN=str(output))
     code, errors = toy.told_to_leave(output, "train.num_steps=500", env=env)
     done = len(metrics(output))
-    assert code == 1
+    assert code == 75
     assert (
         f"saved a checkpoint with {done} steps done; start again to continue with step {done}"
         in errors
@@ -209,6 +209,12 @@ def test_failures_leave_nothing_running(toy: Toy, tmp_path: Path) -> None:
     output = tmp_path / "run"
     more = ("train.num_steps=1", f"reward={reward}:f")
     done = toy.run(output, *more, MRL_TEST_RUN=str(output))
-    assert done.returncode == 1
-    assert "gold" in done.stderr
+    assert done.returncode == 70
+    block = done.stderr[done.stderr.index("mrl: reward") :].splitlines()
+    assert "gold" in block[0]
+    assert "rank 0" in block[1]
+    assert "step 0" in block[1]
+    assert block[-1].endswith(f" train {output}/config.yaml")
+    record = json.loads((output / "failure.json").read_text())
+    assert (record["exit_code"], record["step"], record["saved_step"]) == (70, 0, None)
     assert processes_of(output) == []

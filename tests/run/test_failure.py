@@ -76,3 +76,12 @@ def test_the_block_says_where_and_what_to_do_and_hides_control_codes(tmp_path: P
 
 def test_every_exit_code_has_a_meaning() -> None:
     assert set(MEANINGS) == set(ExitCode)
+
+
+def test_the_page_prints_the_table_of_exit_codes() -> None:
+    page = (Path(__file__).parents[2] / "docs/faults.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    assert rows == [
+        f"| {int(code)} | {code.name.lower().replace('_', ' ')} | {MEANINGS[code]} |"
+        for code in sorted(MEANINGS)
+    ]

@@ -61,7 +61,7 @@ def several_rewards(user: User) -> str:
 @thing("My reward raises on every row.")
 def failing_reward(user: User) -> str:
     file = user.write("mine.py", FUNCTIONS)
-    printed = user.train("run", f"reward={file}:raises", code=1)
+    printed = user.train("run", f"reward={file}:raises", code=70)
     (line,) = [line for line in printed.splitlines() if line.startswith("mrl: reward")]
     assert "KeyError: 'solution'" in line
     assert "first_char.jsonl:" in line

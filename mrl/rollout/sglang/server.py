@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mrl.errors import RunFailed
+from mrl.errors import EngineGone
 from mrl.rollout.base import START_ATTEMPTS, EngineLost
 from mrl.rollout.sglang.http import EventStream, HttpClient, ServerError
 from mrl.rollout.sglang.process import ServerProcess
@@ -201,7 +201,7 @@ class Server:
                     f"engine: the SGLang server is not ready after rollout.start_timeout_s="
                     f"{timeout_s:g} s; {self.process.why()}"
                 )
-                raise self._with_log(RunFailed(text))
+                raise self._with_log(EngineGone(text))
             if meanwhile is not None:
                 meanwhile()
             time.sleep(READY_POLL_S)
@@ -214,20 +214,20 @@ class Server:
         return client
 
     def _check_start(self) -> None:
-        """Raise RunFailed where the server has ended."""
+        """Raise EngineGone where the server has ended."""
         code = self.process.exit_code()
         if code is not None:
             text = f"engine: the SGLang server died while starting, {self.process.ending(code)}"
-            raise self._with_log(RunFailed(text))
+            raise self._with_log(EngineGone(text))
 
     def _end_start(self) -> None:
-        """Raise RunFailed: one of its processes has ended. SGLang has a moment to say why."""
+        """Raise EngineGone: one of its processes has ended. SGLang has a moment to say why."""
         deadline = time.monotonic() + REAP_S
         while time.monotonic() < deadline:
             self._check_start()
             time.sleep(READY_POLL_S)
         text = f"engine: the SGLang server's {self.process.dead_part()} died while starting"
-        raise self._with_log(RunFailed(f"{text}; {self.process.why()}"))
+        raise self._with_log(EngineGone(f"{text}; {self.process.why()}"))
 
 
 def _answers(client: HttpClient, path: str) -> bool:

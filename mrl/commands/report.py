@@ -1,0 +1,184 @@
+"""Reports the error that ends a run: its class, RUN/failure.json, and what the terminal shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mrl.commands.launcher import train_command
+from mrl.commands.out_of_memory import memory_advice
+from mrl.config import Recipe
+from mrl.errors import (
+    DISK_ERRORS,
+    DiskFailed,
+    EngineGone,
+    ExitCode,
+    InputError,
+    OutOfMemory,
+    RankLost,
+    RunFailed,
+)
+from mrl.rollout.base import EngineLost
+from mrl.run.console import escape
+from mrl.run.failure import (
+    COMMAND_FILE,
+    LAUNCH_FOLDER,
+    RUN_FILE,
+    Failure,
+    newest_step,
+    print_failure,
+    read_failure,
+    tail_of,
+    write_failure,
+)
+from mrl.system.files import bytes_in_words, write_whole
+
+_DISK_WORDS = {os.strerror(number): number for number in DISK_ERRORS}
+"""Libraries keep the system's words and drop its number."""
+_NO_PEER = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|"
+    r"NCCL communicator was aborted|Connection refused"
+)
+_OF_COLLECTIVE = re.compile(r"gloo|nccl|TCPStore|c10d|ProcessGroup", re.IGNORECASE)
+_LOG = re.compile(r"(?:its log is|see) (\S.*?\.log)\b")
+
+
+@contextmanager
+def reporting(folder: Path, recipe: Recipe, step: Callable[[], int | None]) -> Iterator[None]:
+    """Write RUN/failure.json where the block raises, and raise what was foreseen as a RunFailed of its
+    class.
+
+    `step` returns the number of steps done, None before the first could begin. Bad input and Ctrl-C are
+    no failures of a run.
+    """
+    note_run_folder(folder)
+    try:
+        yield
+    except (InputError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        found = classified(error, recipe, folder)
+        failure = failure_of(found, folder, step())
+        with suppress(OSError):  # the disk may be what failed
+            write_failure(folder, failure)
+        setattr(found, _ATTRIBUTE, (folder, failure))
+        if found is error:
+            raise
+        if isinstance(found, OutOfMemory):
+            traceback.print_exception(error)  # where it happened
+        raise found from error
+
+
+_ATTRIBUTE = "__mrl_failure__"
+
+
+def note_run_folder(folder: Path) -> None:
+    """Tell `mrl.launch`, where it started this rank, where the run is."""
+    from mrl.run.folder import RunFolder
+
+    if place := os.environ.get(LAUNCH_FOLDER):
+        with suppress(OSError):
+            write_whole(Path(place) / COMMAND_FILE, train_command(RunFolder(folder)))
+            write_whole(Path(place) / RUN_FILE, str(folder.absolute()))
+
+
+def show(error: BaseException) -> bool:
+    """Print the block of an error that `reporting` has seen, or leave it to `mrl.launch`; return False
+    for another error.
+
+    Ranks other than 0 print one line.
+    """
+    folder, failure = getattr(error, _ATTRIBUTE, (None, None))
+    if folder is None or failure is None:
+        return False
+    if LAUNCH_FOLDER in os.environ:
+        return True
+    if failure.rank:
+        print(f"mrl: [rank {failure.rank}] {escape(failure.what)}", file=sys.stderr)
+    else:
+        print_failure(read_failure(folder) or failure)
+    return True
+
+
+def classified(error: Exception, recipe: Recipe, folder: Path) -> Exception:
+    """Return `error`, or the RunFailed that says what it means for the run."""
+    from mrl.run.folder import RunFolder
+
+    if isinstance(error, RunFailed) and error.exit_code != ExitCode.FAILED:
+        return error
+    if advice := memory_advice(error, recipe, RunFolder(folder)):
+        return OutOfMemory(advice)
+    for each in chain(error):
+        if text := _disk_text(each, folder):
+            return DiskFailed(text)
+        if isinstance(each, EngineLost):
+            return _with_notes(EngineGone(str(error)), each)
+        text = str(each)
+        if _NO_PEER.search(text) and _OF_COLLECTIVE.search(f"{type(each).__name__} {text}"):
+            first = text.splitlines()[0]
+            return RankLost(f"this rank lost the connection to another one, which is gone: {first}")
+    return error
+
+
+def failure_of(error: Exception, folder: Path, step: int | None) -> Failure:
+    """Return the record of `error` on this rank."""
+    from mrl.run.folder import RunFolder
+
+    is_foreseen = isinstance(error, RunFailed)
+    text = str(error) if is_foreseen else f"{type(error).__name__}: {error}"
+    log = next((m[1] for m in _LOG.finditer(text) if Path(m[1]).is_file()), "")
+    phases = (getattr(each, "phase", None) for each in chain(error))
+    phase = next((phase for phase in phases if phase), None)
+    command = re.search(r"Continue with: (.*)$", text)
+    return Failure(
+        what=text,
+        exit_code=int(error.exit_code) if isinstance(error, RunFailed) else ExitCode.UNFORESEEN,
+        rank=int(os.environ.get("RANK", "0")),
+        phase=phase or ("start" if step is None else None),
+        step=step,
+        log=log,
+        log_tail=tail_of(log) if log else [],
+        saved_step=newest_step(folder),
+        command=command[1] if command else train_command(RunFolder(folder)),
+    )
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _disk_text(error: BaseException, folder: Path) -> str:
+    """Return what the disk refused, with path and bytes; empty where it refused nothing."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number not in DISK_ERRORS:
+        found = (each for words, each in _DISK_WORDS.items() if words in str(error))
+        number = next(found, None)
+    if number is None:
+        return ""
+    named = error.filename if isinstance(error, OSError) else None
+    place = Path(os.fsdecode(named)) if named is not None else folder
+    there = next(p for p in (place.absolute(), *place.absolute().parents) if p.exists())
+    try:
+        free = f"{bytes_in_words(shutil.disk_usage(there).free)} are free in {there}"
+    except OSError:
+        free = f"in {there}"
+    what = f"{place}" if named is not None else f"a file of {place} ({error})"
+    return (
+        f"{what} could not be written: {DISK_ERRORS[number]}, {free}; make room there, or choose "
+        "another output_dir"
+    )
+
+
+def _with_notes(new: RunFailed, old: BaseException) -> RunFailed:
+    for note in getattr(old, "__notes__", ()):
+        new.add_note(note)
+    return new

@@ -1,0 +1,157 @@
+"""`python -m mrl.launch` starts the ranks of a run as torchrun does, and reports how they ended.
+
+It takes torchrun's arguments. Where torchrun ends with a traceback of its own and code 1, this prints
+one block (mrl/run/failure.py) and exits with the code of the rank that failed. Signals go to the ranks.
+With `--max-restarts N` on one node the ranks are started again, at most N times, after a fault that
+another start may survive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import ExitCode
+from mrl.run.failure import (
+    COMMAND_FILE,
+    LAUNCH_FOLDER,
+    RUN_FILE,
+    Failure,
+    newest_step,
+    print_failure,
+    read_failure,
+    write_failure,
+)
+
+FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that the ranks heed: they save, where they can, and end."""
+TRIED_AGAIN = {
+    *(ExitCode.UNFORESEEN, ExitCode.LOST_RANK, ExitCode.HUNG_RANK, ExitCode.LOST_ENGINE),
+}
+"""What another start may survive."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Start the ranks; the entry point of `python -m mrl.launch`."""
+    for number in FORWARDED:  # while torch is imported, too
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, _forward)
+    # torch's handlers would end the ranks at once
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGINT,SIGQUIT")
+    from torch.distributed.run import parse_args
+
+    args = parse_args(None if argv is None else list(argv))
+    _silence()
+    restarts = 0
+    if str(args.nnodes) in ("1", "1:1"):
+        restarts, args.max_restarts = args.max_restarts, 0
+    for start in range(restarts + 1):
+        code = _run(args)
+        if code not in TRIED_AGAIN or start == restarts or _come:
+            sys.exit(code)
+        print(f"mrl: starts again, {start + 1} of {restarts} restarts", file=sys.stderr, flush=True)
+
+
+_come: list[int] = []
+"""Signals that came: what was told to end is not started again."""
+
+
+def _run(args: Any) -> int:
+    """Start the ranks once; return the exit code."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import run
+
+    folder = Path(tempfile.mkdtemp(prefix="mrl-launch-"))
+    os.environ[LAUNCH_FOLDER] = str(folder)
+    try:
+        run(args)
+    except ChildFailedError as error:
+        return _report(error, folder)
+    except SignalException as error:
+        return 128 + error.sigval
+    finally:
+        del os.environ[LAUNCH_FOLDER]
+        shutil.rmtree(folder, ignore_errors=True)
+    return ExitCode.DONE
+
+
+def _report(error: Any, folder: Path) -> int:
+    """Print the block of what ended the ranks, where that was a failure; return its code."""
+    number, first = error.get_first_failure()
+    run = _text(folder / RUN_FILE)
+    if first.exitcode in (
+        ExitCode.BAD_INPUT, ExitCode.SAVED, ExitCode.INTERRUPTED,
+        ExitCode.TERMINATED, ExitCode.HANGUP,
+    ):  # fmt: skip
+        return first.exitcode
+    if -first.exitcode in FORWARDED:
+        return 128 - first.exitcode
+    found = read_failure(run) if run else None
+    if first.exitcode < 0:
+        name = signal.Signals(-first.exitcode).name
+        lost = Failure(
+            what=f"rank {number} was killed by {name}",
+            exit_code=ExitCode.LOST_RANK,
+            rank=number,
+            host=socket.gethostname(),
+            cause="the kernel, for want of memory, or a user" if name == "SIGKILL" else "",
+            log="" if found is None else found.log,
+            step=None if found is None else found.step,
+            saved_step=newest_step(run) if run else None,
+            command=_text(folder / COMMAND_FILE),
+        )
+        found = lost
+        if run:
+            with suppress(OSError):
+                found = write_failure(run, lost)
+    if found is None:  # not a run, or it had not begun: it has printed why
+        return first.exitcode
+    print_failure(dataclasses.replace(found, command=found.command or _text(folder / COMMAND_FILE)))
+    return found.exit_code
+
+
+def _forward(number: int, frame: Any) -> None:
+    """Give a signal to the ranks."""
+    _come.append(number)
+    for pid in _children():
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _children() -> list[int]:
+    """Return the processes that this one started: its ranks."""
+    found = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            found += [int(pid) for pid in file.read_text().split()]
+    return found
+
+
+def _text(file: Path) -> str:
+    with suppress(OSError):
+        return file.read_text()
+    return ""
+
+
+def _silence() -> None:
+    """Leave out torchrun's own lines on ranks that failed, unless LOGLEVEL asks for them."""
+    if "LOGLEVEL" in os.environ:
+        return
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+if __name__ == "__main__":
+    main()
