@@ -26,18 +26,22 @@ RENAMED = {
 class _Loader(yaml.SafeLoader):
     """Reads YAML as `safe_load`, and refuses a key that stands twice, of which YAML takes the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, yaml.ScalarNode] = {}
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: dict[Any, int] = {}
         for key_node, _ in node.value:
             if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
-                first = seen.setdefault(key_node.value, key_node)
-                if first is not key_node:
-                    lines = [each.start_mark.line + 1 for each in (first, key_node)]
-                    raise yaml.YAMLError(
-                        f"the key {key_node.value!r} stands twice, in lines {lines[0]} and "
-                        f"{lines[1]}; give it once"
+                line = key_node.start_mark.line + 1
+                if key_node.value in seen:
+                    first = seen[key_node.value]
+                    where = (
+                        f", in lines {first} and {line}" if first != line else f" in line {line}"
                     )
-        return super().construct_mapping(node, deep)
+                    raise yaml.YAMLError(
+                        f"the key {key_node.value!r} stands twice{where}; give it once"
+                    )
+                seen[key_node.value] = line
+        return node
 
 
 def load_recipe(

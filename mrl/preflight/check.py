@@ -59,6 +59,8 @@ def _names_what_is_closed() -> Iterator[None]:
     try:
         yield
     except PermissionError as error:
+        if error.filename is None:  # of a process or a socket, not of a path
+            raise
         raise InputError(
             f"{error.filename}: {error.strerror}; ask its owner for access, or give another path"
         ) from None

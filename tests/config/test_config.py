@@ -13,6 +13,7 @@ from mrl.config import (
 )
 from mrl.config.describe import keys_of_branch, recipe_text
 from mrl.config.explain import EXAMPLES
+from mrl.config.load import _Loader
 from mrl.errors import InputError
 from mrl.run.folder import RunFolder
 
@@ -134,11 +135,16 @@ def test_unreadable_recipes(tmp_path):
         (b"", "expected a mapping of keys, got NoneType"),
         (b"seed: 1\n", "model: required, and not given"),
         (b"a: 1\nseed: 1\nb:\n  c: 1\nseed: 2\n", "the key 'seed' stands twice, in lines 2 and 5"),
-        (b"rollout: {top_k: 2, top_k: 3}\n", "the key 'top_k' stands twice, in lines 1 and 1"),
+        (b"rollout: {top_k: 2, top_k: 3}\n", "the key 'top_k' stands twice in line 1"),
     ):
         file.write_bytes(content)
         with pytest.raises(InputError, match=reason):
             load_recipe(file)
+
+
+def test_a_merged_anchor_that_overrides_a_key_has_it_once():
+    text = "x:\n  y:\n    a: &a {k: 1}\n    b: &b\n      <<: *a\n      k: 2\nz:\n  <<: *b\n"
+    assert yaml.load(text, _Loader)["z"] == {"k": 2}
 
 
 def test_an_empty_key_is_said_to_be_empty(tmp_path):
