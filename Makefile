@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults stability rollout-bench gpu-check wheel site clean
+.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults slurm stability rollout-bench gpu-check wheel site clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -43,6 +43,7 @@ test: setup $(VENV)/browser/chromium $(VENV)/.te  ## Run the tests, less those m
 	$(PYTEST) -m "not release" $(PYTEST_ARGS)
 
 test-all: setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.te $(VENV)/.trackers $(VENV)/.site  ## All tests, each engine started anew: before a release
+	bash requirements/slurm.sh
 	MRL_TEST_REAL_STARTS=1 $(PYTEST) $(PYTEST_ARGS)
 
 test-times: setup $(VENV)/browser/chromium $(VENV)/.te  ## make test, and write the seconds of each file to tests/durations.json
@@ -75,6 +76,10 @@ conformance: setup  ## What an engine owes, against a real SGLang: 1 and 2 ranks
 
 faults: setup  ## Kill the engine 20 times in a real run, and hang it; 6 minutes
 	$(BIN)/python -m benchmarks.faults $(BENCH_ARGS)
+
+slurm: setup  ## What befalls a job, on a real SLURM on this machine, as root; 6 minutes
+	bash requirements/slurm.sh
+	$(BIN)/python -m tests.slurm --long
 
 stability: setup  ## MoE stability: 6 corrections x 5 seeds, bf16 engine, fp32 trainer; 30 minutes
 	$(BIN)/python -W ignore -m benchmarks.stability $(BENCH_ARGS)

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -39,6 +40,20 @@ def die_with_torchrun() -> None:
     running."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
+
+
+@contextmanager
+def children_without_usr1() -> Iterator[None]:
+    """Let the processes that this thread starts meanwhile, and all below them, never get SIGUSR1.
+
+    SLURM's proctrack/linuxproc signals the whole tree of a task: the ranks save and leave, for which
+    they need their engines and workers, which would die of the signal.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class WorkerLost(Exception):
@@ -129,12 +144,13 @@ class JsonWorker:
             self._clear()
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches the trainer alone; killpg reaches all of it
-        )
+        with children_without_usr1():
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C reaches the trainer alone; killpg reaches all of it
+            )
         if self._closed:
             self._kill()
         assert self._process.stdin

@@ -1,10 +1,8 @@
 """The launch scripts and the build files, run for real with stand-ins for the cluster's programs."""
 
-import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -13,75 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import LIMIT_S, wait_until
+from tests.launch.conftest import torchrun_saw
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
-SBATCH = ROOT / "launch/slurm/train.sbatch"
 TORCHRUN = ROOT / "launch/torchrun.sh"
-
-TORCHRUN_SHIM = f"""#!{sys.executable}
-# As torchrun does: the ranks are children in sessions of their own.
-import json, os, subprocess, sys
-with open(os.environ["SEEN"] + "/torchrun.json", "w") as file:
-    json.dump([sys.argv[1:], os.environ.get("OMP_NUM_THREADS")], file)
-rank = '''
-import os, signal, sys, time
-def stop(*_):
-    open(os.environ["SEEN"] + "/rank_saved", "w")
-    sys.exit(3)
-signal.signal(signal.SIGUSR1, stop)
-open(os.environ["SEEN"] + "/rank_started", "w")
-time.sleep(float(os.environ.get("RANK_SECONDS", "0")))
-sys.exit(int(os.environ.get("RANK_CODE", "0")))
-'''
-sys.exit(subprocess.call([sys.executable, "-c", rank], start_new_session=True))
-"""
-SRUN_SHIM = """#!/usr/bin/env bash
-printf '%s\\n' "$@" > "$SEEN/srun"
-while [[ $1 == --* ]]; do shift; done
-exec "$@"
-"""
-PYTHON_SHIM = """#!/bin/sh
-if [ "$2" = mrl.launch ]; then shift 2; exec torchrun "$@"; fi
-echo "$WORLD_SIZE $*" > "$SEEN/check"
-exit "${CHECK_CODE:-0}"
-"""
-SCONTROL_SHIM = """#!/usr/bin/env bash
-printf '%s\\n' "$*" >> "$SEEN/scontrol"
-if [[ $2 == hostnames ]]; then echo node7; sleep 0.1; echo node8; fi
-"""
-
-
-@pytest.fixture
-def cluster(tmp_path):
-    """(environment with the stand-ins first in PATH, folder of what they saw)."""
-    shims, seen = tmp_path / "shims", tmp_path / "seen"
-    shims.mkdir()
-    seen.mkdir()
-    for name, text in (
-        ("torchrun", TORCHRUN_SHIM),
-        ("srun", SRUN_SHIM),
-        ("scontrol", SCONTROL_SHIM),
-        ("python", PYTHON_SHIM),
-        ("nvidia-smi", "#!/bin/sh\ncat $SEEN/gpus 2> /dev/null\n"),
-        ("nproc", "#!/bin/sh\necho 26\n"),
-    ):
-        (shims / name).write_text(text)
-        (shims / name).chmod(0o755)
-    environ = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "NPROC")}
-    environ |= {
-        "PATH": f"{shims}:{os.environ['PATH']}",
-        "SEEN": str(seen),
-        "SLURM_JOB_ID": "42",
-        "SLURM_JOB_NODELIST": "node[7-8]",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_RESTART_COUNT": "1",
-    }
-    return environ, seen
-
-
-def torchrun_saw(seen):
-    return json.loads((seen / "torchrun.json").read_text())
 
 
 def test_torchrun_forwards_recipe_and_overrides(cluster):
@@ -121,75 +55,12 @@ def test_torchrun_checks_once_before_it_starts_ranks(cluster):
     assert (seen / "check").read_text() == "2 -m mrl check --ignore-memory r.yaml\n"
 
 
-@pytest.mark.parametrize("script", [TORCHRUN, SBATCH])
-def test_usage(script, cluster):
+def test_usage(cluster):
     run = subprocess.run(
-        ["bash", script], env=cluster[0], capture_output=True, text=True, check=False
+        ["bash", TORCHRUN], env=cluster[0], capture_output=True, text=True, check=False
     )
     assert run.returncode == 2
     assert run.stderr.startswith("usage: ")
-
-
-def test_sbatch_forms_the_multi_node_command(cluster, tmp_path):
-    environ, seen = cluster
-    out = tmp_path / "run folder"
-    environ |= {"NPROC_PER_NODE": "4", "PORT": "1234"}
-    subprocess.run(["bash", SBATCH, "r.yaml", out, "seed=3"], env=environ, check=True)
-    assert torchrun_saw(seen)[0] == [
-        "--nnodes", "2", "--nproc-per-node", "4",
-        "--rdzv-id", "42_1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node7:1234",
-        "-m", "mrl", "train", "r.yaml", f"output_dir={out}", "seed=3",
-    ]  # fmt: skip
-    srun = (seen / "srun").read_text().splitlines()
-    assert f"--output={out}/logs/node_%t_42_1.log" in srun
-    assert "--kill-on-bad-exit=1" in srun
-    assert (out / "train.sbatch").read_bytes() == SBATCH.read_bytes()
-    assert "nodes node[7-8]" in (out / "logs/slurm_42.log").read_text()
-    assert "requeue" not in (seen / "scontrol").read_text()
-
-
-@pytest.mark.parametrize(
-    ("variables", "threads"),
-    [
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64"}, "8"),
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96", "NPROC_PER_NODE": "4"}, "24"),
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "4"}, "1"),
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64", "OMP_NUM_THREADS": "3"}, "3"),
-        ({"SLURM_CPUS_PER_TASK": "64"}, None),  # no GPUs: torchrun gives one
-    ],
-)
-def test_sbatch_shares_the_cores_out(variables, threads, cluster, tmp_path):
-    environ, seen = cluster
-    command = ["bash", SBATCH, "r.yaml", tmp_path / "out"]
-    subprocess.run(command, env=environ | variables, check=True)
-    assert torchrun_saw(seen)[1] == threads
-
-
-def test_sbatch_fails_as_the_job_does_without_requeue(cluster, tmp_path):
-    environ, seen = cluster
-    run = subprocess.run(
-        ["bash", SBATCH, "r.yaml", tmp_path / "out"], env=environ | {"RANK_CODE": "2"}, check=False
-    )
-    assert run.returncode == 2
-    assert "requeue" not in (seen / "scontrol").read_text()
-
-
-def test_usr1_reaches_the_ranks_and_the_job_requeues(cluster, tmp_path):
-    environ, seen = cluster
-    command = ["bash", str(SBATCH), "r.yaml", str(tmp_path / "out")]
-    with subprocess.Popen(command, env=environ | {"RANK_SECONDS": str(LIMIT_S)}) as job:
-        wait_until(lambda: (seen / "rank_started").exists() or job.poll() is not None)
-        assert job.poll() is None
-        job.send_signal(signal.SIGUSR1)
-        assert job.wait(timeout=LIMIT_S) == 3
-    assert (seen / "rank_saved").exists()
-    assert (seen / "scontrol").read_text().splitlines()[-1] == "requeue 42"
-
-
-def test_sbatch_asks_for_the_signal_and_requeue():
-    text = SBATCH.read_text()
-    assert re.search(r"^#SBATCH --signal=B:USR1@\d+$", text, re.M)
-    assert re.search(r"^#SBATCH --requeue$", text, re.M)
 
 
 def test_make_refuses_an_old_python_in_one_line(tmp_path):

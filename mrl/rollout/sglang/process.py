@@ -25,6 +25,7 @@ from mrl.rollout.sglang.leftovers import (
     session_processes,
     shared_memory_files,
 )
+from mrl.system.processes import children_without_usr1
 
 LOG_TAIL_LINES = 30
 TERM_GRACE_S = 1.0
@@ -72,7 +73,7 @@ class ServerProcess:
         self._parts = {}
         self._scratch = tempfile.mkdtemp(prefix="mrl-sglang-")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log_path, "ab") as log:
+        with open(self.log_path, "ab") as log, children_without_usr1():
             self._log_start = log.tell()
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "mrl.rollout.sglang.child"],

@@ -1,0 +1,209 @@
+"""launch/slurm/train.sbatch, run for real with stand-ins for SLURM and torchrun.
+
+tests/slurm runs it on a real SLURM.
+"""
+
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import torchrun_saw
+from tests.waiting import LIMIT_S, wait_until
+
+ROOT = Path(__file__).parents[2]
+SBATCH = ROOT / "launch/slurm/train.sbatch"
+LATEST = "checkpoints/latest_checkpointed_iteration.txt"
+
+
+def submit(out, environ, **variables):
+    """Run the script as SLURM does -> its exit code and what it wrote into its log."""
+    command = ["bash", SBATCH, "r.yaml", out, "seed=3"]
+    run = subprocess.run(command, env=environ | variables, check=False)
+    return run.returncode, (out / "logs/slurm_42.log").read_text()
+
+
+def test_usage(cluster):
+    run = subprocess.run(
+        ["bash", SBATCH], env=cluster[0], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2
+    assert run.stderr.startswith("usage: ")
+
+
+def test_sbatch_forms_the_multi_node_command(cluster, tmp_path):
+    environ, seen = cluster
+    out = tmp_path / "run folder"
+    environ |= {"NPROC_PER_NODE": "4", "PORT": "1234"}
+    assert submit(out, environ)[0] == 0
+    assert torchrun_saw(seen)[0] == [
+        "--nnodes", "2", "--nproc-per-node", "4",
+        "--rdzv-id", "42_1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node7:1234",
+        "-m", "mrl", "train", "r.yaml", f"output_dir={out}", "seed=3",
+    ]  # fmt: skip
+    srun = (seen / "srun").read_text().splitlines()
+    assert not [word for word in srun if "gpus" in word or "het" in word]
+    assert "--kill-on-bad-exit=1" in srun
+    assert (out / "train.sbatch").read_bytes() == SBATCH.read_bytes()
+    assert "nodes node[7-8]" in (out / "logs/slurm_42.log").read_text()
+    assert "requeue" not in (seen / "scontrol").read_text()
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64"}, "8"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96", "NPROC_PER_NODE": "4"}, "24"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "4"}, "1"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64", "OMP_NUM_THREADS": "3"}, "3"),
+        ({"SLURM_CPUS_PER_TASK": "64"}, None),  # no GPUs: torchrun gives one
+    ],
+)
+def test_sbatch_shares_the_cores_out(variables, threads, cluster, tmp_path):
+    environ, seen = cluster
+    command = ["bash", SBATCH, "r.yaml", tmp_path / "out"]
+    subprocess.run(command, env=environ | variables, check=True)
+    assert torchrun_saw(seen)[1] == threads
+
+
+def test_sbatch_fails_as_the_job_does_without_requeue(cluster, tmp_path):
+    environ, seen = cluster
+    run = subprocess.run(
+        ["bash", SBATCH, "r.yaml", tmp_path / "out"], env=environ | {"RANK_CODE": "2"}, check=False
+    )
+    assert run.returncode == 2
+    assert "requeue" not in (seen / "scontrol").read_text()
+
+
+def test_usr1_reaches_the_ranks_and_the_job_requeues(cluster, tmp_path):
+    environ, seen = cluster
+    command = ["bash", str(SBATCH), "r.yaml", str(tmp_path / "out")]
+    with subprocess.Popen(command, env=environ | {"RANK_SECONDS": str(LIMIT_S)}) as job:
+        wait_until(lambda: (seen / "rank_started").exists() or job.poll() is not None)
+        assert job.poll() is None
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=LIMIT_S) == 3
+    assert (seen / "rank_saved").exists()
+    assert (seen / "scontrol").read_text().splitlines()[-1] == "requeue 42"
+
+
+def test_sbatch_asks_for_the_signal_and_requeue():
+    text = SBATCH.read_text()
+    assert re.search(r"^#SBATCH --signal=B:USR1@\d+$", text, re.M)
+    assert re.search(r"^#SBATCH --requeue$", text, re.M)
+
+
+def test_one_process_per_gpu_and_the_step_gets_all_gpus_and_cores(cluster, tmp_path):
+    environ, seen = cluster
+    given = {"SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_PER_TASK": "32", "SLURM_CPUS_ON_NODE": "32"}
+    assert submit(tmp_path / "out", environ, **given)[0] == 0
+    words, threads = torchrun_saw(seen)
+    assert words[words.index("--nproc-per-node") + 1] == "4"
+    assert threads == "8"
+    srun = (seen / "srun").read_text().splitlines()
+    assert {"--gpus-per-node=4", "--cpus-per-task=32"} <= set(srun)
+
+
+def test_a_heterogeneous_job_is_one_run_over_all_its_components(cluster, tmp_path):
+    environ, seen = cluster
+    lists = {f"SLURM_JOB_NODELIST_HET_GROUP_{i}": name for i, name in enumerate(["n[7-8]", "m1"])}
+    code, _ = submit(tmp_path / "out", environ, SLURM_HET_SIZE="2", **lists)
+    assert code == 0
+    words = torchrun_saw(seen)[0]
+    assert words[:2] == ["--nnodes", "3"]
+    assert "node7:29500" in words
+    assert "--het-group=0-1" in (seen / "srun").read_text().splitlines()
+
+
+def test_bad_input_ends_the_first_start_before_any_rank(cluster, tmp_path):
+    environ, seen = cluster
+    first = {"SLURM_RESTART_COUNT": "0", "NPROC_PER_NODE": "4"}
+    assert submit(tmp_path / "out", environ, CHECK_CODE="2", **first)[0] == 2
+    out = f"output_dir={tmp_path / 'out'}"
+    assert (seen / "check").read_text() == f"8 -m mrl check r.yaml {out} seed=3\n"
+    assert not (seen / "torchrun.json").exists()
+    assert "requeue" not in (seen / "scontrol").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("NPROC_PER_NODE", "0"), ("NPROC_PER_NODE", "x"), ("MAX_RESTARTS_WITHOUT_STEP", "-1")],
+)
+def test_a_bad_variable_is_named(name, value, cluster, tmp_path):
+    environ, seen = cluster
+    code, log = submit(tmp_path / "out", environ, **{name: value})
+    assert code == 2
+    assert f"mrl: {name}: got '{value}', expected a number" in log
+    assert not (seen / "torchrun.json").exists()
+
+
+def test_the_file_of_setup_is_run_first(cluster, tmp_path):
+    environ, seen = cluster
+    setup = tmp_path / "setup.sh"
+    setup.write_text('echo "$NOT_SET"; export OMP_NUM_THREADS=7\n')
+    assert submit(tmp_path / "out", environ, SETUP=str(setup))[0] == 0
+    assert torchrun_saw(seen)[1] == "7"
+
+
+@pytest.mark.parametrize("code", [1, 71, 72, 73, 75, 137])
+def test_a_start_that_may_help_is_requeued(code, cluster, tmp_path):
+    environ, seen = cluster
+    assert submit(tmp_path / "out", environ, RANK_CODE=str(code))[0] == code
+    assert (seen / "scontrol").read_text().splitlines()[-1] == "requeue 42"
+
+
+@pytest.mark.parametrize("code", [2, 70, 74, 76, 77, 130])
+def test_a_start_that_would_end_in_the_same_way_is_not_requeued(code, cluster, tmp_path):
+    environ, seen = cluster
+    found, log = submit(tmp_path / "out", environ, RANK_CODE=str(code))
+    assert found == code
+    assert f"mrl: exit code {code}: not requeued, as another start would" in log
+    assert "requeue" not in (seen / "scontrol").read_text()
+
+
+def test_restarts_are_bounded_unless_a_checkpoint_is_newer(cluster, tmp_path):
+    environ, seen = cluster
+    out, starts = tmp_path / "out", 0
+    (out / LATEST).parent.mkdir(parents=True)
+
+    def requeued():
+        nonlocal starts
+        number = (seen / "scontrol").read_text().count("requeue") if starts else 0
+        given = {"SLURM_RESTART_COUNT": str(starts), "RANK_CODE": "71"}
+        code, log = submit(out, environ, MAX_RESTARTS_WITHOUT_STEP="2", **given)
+        assert code == 71
+        starts += 1
+        return (seen / "scontrol").read_text().count("requeue") > number, log
+
+    assert [requeued()[0] for _ in range(2)] == [True, True]
+    (out / LATEST).write_text("5\n")
+    assert [requeued()[0] for _ in range(2)] == [True, True]
+    again, log = requeued()
+    assert not again
+    assert "2 restarts in a row kept no step after step 5; to continue with step 5" in log
+    assert requeued()[0]  # whoever requeues it by hand begins to count anew
+
+
+def test_restarts_by_slurm_itself_are_bounded_too(cluster, tmp_path):
+    """Where the first node dies with the script, SLURM requeues and the script is not asked."""
+    environ, seen = cluster
+    out = tmp_path / "out"
+    (out / "logs").mkdir(parents=True)
+    (out / "logs/restarts_42").write_text("0 3\n")
+    code, log = submit(out, environ, SLURM_RESTART_COUNT="4")
+    assert code == 70
+    assert "mrl: not started, as 4 restarts in a row kept no step after step 0" in log
+    assert not (seen / "torchrun.json").exists()
+
+
+def test_a_slurm_that_does_not_requeue_is_asked_again(cluster, tmp_path):
+    environ, seen = cluster
+    sleep = tmp_path / "shims/sleep"
+    sleep.write_text("#!/bin/sh\nexit 0\n")
+    sleep.chmod(0o755)
+    code, log = submit(tmp_path / "out", environ, RANK_CODE="71", REQUEUE_CODE="1")
+    assert code == 71
+    assert (seen / "scontrol").read_text().count("requeue 42") == 6
+    assert "mrl: SLURM did not requeue the job; to continue with step 0" in log
