@@ -187,7 +187,7 @@ def test_restarts_are_bounded_unless_a_checkpoint_is_newer(cluster, tmp_path):
 
 
 def test_restarts_by_slurm_itself_are_bounded_too(cluster, tmp_path):
-    """Where the first node dies with the script, SLURM requeues and the script is not asked."""
+    """SLURM requeues without asking the script where the first node dies with it."""
     environ, seen = cluster
     out = tmp_path / "out"
     (out / "logs").mkdir(parents=True)

@@ -35,7 +35,7 @@ def run(folder: Path, tracker: Tracker, toy: Toy) -> Iterator[Bench]:
     """Submit a run of NUM_STEPS steps on two nodes with a rank each, which share the experts."""
     folder.mkdir()
     with Cluster(folder / "slurm", 2, tracker) as cluster:
-        bench = Bench(cluster, cluster.names, folder, *free_ports(1), LIMIT_S)
+        bench = Bench(cluster, cluster.names, folder, free_ports(1)[0], LIMIT_S)
         try:
             overrides = [word for word in toy.overrides(bench.out) if "output_dir" not in word]
             bench.start(
