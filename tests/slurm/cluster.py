@@ -13,6 +13,7 @@ import signal
 import socket
 import stat
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -105,21 +106,22 @@ class Job:
 
 
 class Cluster:
-    """A SLURM as a context manager. `folder` holds all its files.
+    """A SLURM as a context manager. `folder` holds its files until the end.
+
+    It is not a folder of pytest's: SLURM's sockets lie in it, whose paths may have 108 characters.
 
     The names of the nodes are of this cluster alone, as all clusters share the machine's cgroups.
     """
 
     def __init__(
         self,
-        folder: Path,
         num_nodes: int,
         tracker: Tracker,
         *,
         slurmd_timeout: int = 30,
         gpus_per_node: int = 0,
     ) -> None:
-        self.folder = folder
+        self.folder = folder = Path(tempfile.mkdtemp(prefix="mrl-slurm-"))
         self._ports = free_ports(num_nodes + 1)
         self.names = [f"c{self._ports[0]}n{index + 1}" for index in range(num_nodes)]
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
@@ -131,6 +133,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         with ExitStack() as exits:
+            exits.callback(shutil.rmtree, self.folder)
             exits.callback(self._remove_cgroups)
             self._write_files()
             self._munge(exits)

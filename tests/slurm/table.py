@@ -24,10 +24,7 @@ def tried(
     """
     names = list(names)
     gpus = 2 if tracker == "cgroup" else 0
-    folder.mkdir(parents=True, exist_ok=True)
-    cluster = Cluster(
-        folder / "slurm", 2 * len(names), tracker, slurmd_timeout=slurmd_timeout, gpus_per_node=gpus
-    )
+    cluster = Cluster(2 * len(names), tracker, slurmd_timeout=slurmd_timeout, gpus_per_node=gpus)
     with cluster, ThreadPoolExecutor(max_workers=len(names)) as pool:
         yield {
             name: pool.submit(

@@ -34,7 +34,7 @@ LIMIT_S = 400.0
 def run(folder: Path, tracker: Tracker, toy: Toy) -> Iterator[Bench]:
     """Submit a run of NUM_STEPS steps on two nodes with a rank each, which share the experts."""
     folder.mkdir()
-    with Cluster(folder / "slurm", 2, tracker) as cluster:
+    with Cluster(2, tracker) as cluster:
         bench = Bench(cluster, cluster.names, folder, free_ports(1)[0], LIMIT_S)
         try:
             overrides = [word for word in toy.overrides(bench.out) if "output_dir" not in word]
@@ -97,7 +97,9 @@ def test_a_run_through_signals_ends_with_the_same_bits(
         bench.wait_for(lambda: bench.job().restarts == 2 and bench.step() >= 4, "step 4")
         bench.scancel("--batch", "--signal=USR1")
         bench.check_end("COMPLETED", restarts=3)
-        assert (tmp_path / "run/run/logs/slurm_1.log").read_text().count("saved and left") == 3
+        printed = "".join(log.read_text() for log in (bench.out / "logs").glob("node_*"))
+        assert printed.count("SIGUSR1: stopped before the first step") == 1
+        assert printed.count("SIGUSR1: saved a checkpoint") == 2
         assert_same(bench, uninterrupted)
 
 
