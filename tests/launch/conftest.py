@@ -33,6 +33,7 @@ while [[ $1 == --* ]]; do shift; done
 exec "$@"
 """
 PYTHON_SHIM = """#!/bin/sh
+if [ "$1 $2" = "-m mrl.launch" ]; then shift 2; exec torchrun "$@"; fi
 echo "$WORLD_SIZE $*" > "$SEEN/check"
 exit "${CHECK_CODE:-0}"
 """
@@ -67,6 +68,7 @@ def cluster(tmp_path: Path) -> tuple[dict[str, str], Path]:
         "PATH": f"{shims}:{os.environ['PATH']}",
         "SEEN": str(seen),
         "SLURM_JOB_ID": "42",
+        "SLURM_PROCID": "0",
         "SLURM_JOB_NODELIST": "node[7-8]",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_RESTART_COUNT": "1",

@@ -147,7 +147,16 @@ def test_the_file_of_setup_is_run_first(cluster, tmp_path):
     assert torchrun_saw(seen)[1] == "7"
 
 
-@pytest.mark.parametrize("code", [1, 71, 72, 73, 75, 137])
+def test_a_run_that_a_callback_stopped_is_not_requeued(cluster, tmp_path):
+    """It would stop again, one step later."""
+    environ, seen = cluster
+    code, log = submit(tmp_path / "out", environ, RANK_CODE="75")
+    assert code == 75
+    assert "mrl: a callback stopped the run: not requeued" in log
+    assert "requeue" not in (seen / "scontrol").read_text()
+
+
+@pytest.mark.parametrize("code", [1, 71, 72, 73, 137])
 def test_a_start_that_may_help_is_requeued(code, cluster, tmp_path):
     environ, seen = cluster
     assert submit(tmp_path / "out", environ, RANK_CODE=str(code))[0] == code

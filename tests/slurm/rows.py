@@ -47,8 +47,10 @@ class Bench:
         shims.mkdir(parents=True)
         self.out.mkdir()
         (self.out / "plan.json").write_text(json.dumps(plans))
-        for name, command in (("torchrun", f"{sys.executable} {STANDIN}"), ("python", "true")):
-            (shims / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        launch = f'exec {sys.executable} {STANDIN} "$@"\n'
+        is_launch = f'[ "$1 $2" = "-m mrl.launch" ] || exit 0\nshift 2\n{launch}'
+        for name, text in (("torchrun", launch), ("python", is_launch)):
+            (shims / name).write_text(f"#!/bin/sh\n{text}")
             (shims / name).chmod(0o755)
         self.start("recipe.yaml", options=options, PATH=f"{shims}:{os.environ['PATH']}")
 
@@ -218,7 +220,8 @@ def hang(bench: Bench) -> str:
 def bound(bench: Bench) -> str:
     bench.submit({"steps": 2, "code": 71}, {"steps": 0, "code": 71})
     bench.check("FAILED", restarts=4, code=71)
-    assert "3 restarts in a row kept no step after step 2; to continue" in bench.log()
+    line = f"3 restarts in a row kept no step after step {bench.step()}; to continue"
+    assert line in bench.log(), bench.told()
     return "5 starts, of which the last 3 kept no step; ended with the code of the last"
 
 
@@ -228,6 +231,14 @@ def final_code(bench: Bench) -> str:
     bench.check("FAILED", restarts=0, code=76)
     assert "exit code 76: not requeued" in bench.log()
     return "ended with that code, not requeued"
+
+
+@row("a callback stops the run (exit code 75 that nobody asked for)")
+def callback(bench: Bench) -> str:
+    bench.submit({"steps": 2, "code": 75})
+    bench.check("FAILED", restarts=0, code=75)
+    assert "a callback stopped the run: not requeued" in bench.log()
+    return "saved, ended with that code, not requeued"
 
 
 @row("scontrol requeue")
