@@ -7,6 +7,7 @@ processes with it, as that of a machine does. All nodes share the network and th
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import signal
@@ -14,6 +15,7 @@ import socket
 import stat
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -69,7 +71,7 @@ mount --bind "$2/hosts" /etc/hosts
 mount -t tmpfs tmpfs /dev/shm
 if [ -d "$2/cgroup" ]; then mount -t cgroup -o freezer none "$2/cgroup/freezer"; fi
 slurmd -D -f "$2/slurm.conf" -N "$1" &
-wait
+wait $!
 """
 
 
@@ -197,8 +199,13 @@ class Cluster:
         return bool(re.search(r" State=DOWN", state))
 
     def _num_idle(self) -> int:
+        dead = [name for name, node in self._nodes.items() if node.poll() is not None]
+        assert not dead, f"{dead} ended: {self._printed(dead[0])}"
         out = self.command("sinfo", "--noheader", "--Node", "--format=%T", check=False)
         return out.split().count("idle")
+
+    def _printed(self, name: str) -> str:
+        return (self.folder / "log" / f"node_{name}.printed").read_text()
 
     def _write_files(self) -> None:
         for name in ("state", "log"):
@@ -264,8 +271,20 @@ class Cluster:
 
 
 def free_ports(number: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Return ports that nobody listens on, each only once in this process.
+
+    They lie below the range from which Linux takes the ports of outgoing connections.
+    """
+    found: list[int] = []
+    while len(found) < number:
+        port = random.randrange(10_000, 30_000)
+        with _taking, socket.socket() as one:
+            if port in _taken or not one.connect_ex(("127.0.0.1", port)):
+                continue
+            _taken.add(port)
+        found.append(port)
+    return found
+
+
+_taken: set[int] = set()
+_taking = threading.Lock()

@@ -116,7 +116,8 @@ def test_a_run_through_losses_ends_with_the_same_bits(
         bench.cluster.kill_node(name)
         bench.wait_for(lambda: bench.cluster.is_down(name), "SLURM takes the node for dead")
         bench.cluster.start_node(name)
-        bench.check_end("COMPLETED", restarts=2)
+        # SLURM may send the end of the first start once more to the node that came back.
+        bench.check_end("COMPLETED", restarts=(2, 3))
         assert_same(bench, uninterrupted)
 
 
