@@ -21,7 +21,7 @@ from tests.slurm.standin import NUM_STEPS
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "launch/slurm/train.sbatch"
 STANDIN = Path(__file__).with_name("standin.py")
-RUNNING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 LIMIT_S = 150.0
 """The end of any wait of a row, on top of the cluster's SlurmdTimeout."""
 
@@ -93,7 +93,7 @@ class Bench:
 
     def ended(self) -> Job:
         """Wait for the end of the job, however often it is requeued."""
-        self.wait_for(lambda: self.job().state not in RUNNING, "the job ends")
+        self.wait_for(lambda: self.job().state in ENDED, "the job ends")
         return self.job()
 
     def told(self) -> str:
