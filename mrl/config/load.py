@@ -26,7 +26,7 @@ RENAMED = {
 class _Loader(yaml.SafeLoader):
     """Reads YAML as `safe_load`, and refuses a key that stands twice, of which YAML takes the last."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
