@@ -64,7 +64,7 @@ class Trainer:
         """Steps done."""
         self.stopped = ""
         """Why the run stopped before its last step; empty where it did not."""
-        self._stop = StopRequest()
+        self._stop = StopRequest(recipe.checkpoint.stop_limit_s, self.folder.saved_step)
         with ExitStack() as undo:  # what was made is let go of where the rest cannot be made
             with self._progress("loading the model"):
                 self.policy = make_policy(self.plan, self.mesh, trains=True)
@@ -95,9 +95,9 @@ class Trainer:
     def train(self) -> None:
         """Run all steps that are left. Whatever happens, no engine is left running.
 
-        SIGUSR1 (SLURM's warning before the time limit) and a callback that asks for it save at the end
-        of the step and stop: `stopped` says why. SIGUSR1 before the first step of this start stops
-        without a save, as nothing was trained.
+        A signal (SIGUSR1, SIGTERM, SIGHUP) and a callback that asks for it save at the end of the step
+        and stop: `stopped` says why. A signal before the first step of this start stops without a save,
+        as nothing was trained.
         """
         with self._stop.heeding_signals():
             self._train()

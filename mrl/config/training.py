@@ -152,6 +152,10 @@ class CheckpointConfig(Branch):
     """Steps between checkpoints, beside the last step; 0 saves only that."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints to keep."""
+    stop_limit_s: float = Field(default=25.0, gt=0)
+    """Seconds that SIGTERM and SIGHUP leave to end the step and save it. After them the process ends,
+    and what was trained since the last checkpoint is lost. SLURM and Kubernetes kill after 30 s.
+    SIGUSR1 has no limit."""
     async_save: bool = True
     """Write in the background while training continues; the step only waits for the copy to the
     host."""

@@ -30,7 +30,7 @@ from mrl.config import Recipe, dump_recipe
 from mrl.errors import InputError
 from mrl.run.changes import check_allowed, check_keys
 from mrl.run.contents import contents_of
-from mrl.run.failure import clear_failure
+from mrl.run.failure import clear_failure, newest_step
 from mrl.run.history import History, Update, changes_to
 from mrl.run.json_lines import finite_or_null
 from mrl.system.files import write_whole
@@ -109,6 +109,10 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def saved_step(self) -> int | None:
+        """Return the steps done in the newest checkpoint; None where there is none."""
+        return newest_step(self.root)
 
     def rewind(self, step: int) -> None:
         """Make room for steps that a resumed run will do again, from `step` on.

@@ -240,6 +240,9 @@ def worker_pipes(parent: int) -> tuple[BinaryIO, BinaryIO]:
     first, and not the trainer, which holds more.
     """
     die_with_parent(parent)
+    signal.signal(
+        signal.SIGUSR1, signal.SIG_IGN
+    )  # SLURM may tell every process of a job; ranks save
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

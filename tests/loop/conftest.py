@@ -56,15 +56,17 @@ class Toy:
         command = self.start(output, *more, env=environment(**env), recipe=recipe)
         return command.finish(COMMAND_TIMEOUT_S)
 
-    def told_to_leave(self, output: Path, *more: str, env: dict[str, str]) -> tuple[int, str]:
-        """Start, send SIGUSR1 after the first step -> exit code and stderr."""
+    def told_to_leave(
+        self, output: Path, *more: str, env: dict[str, str], number: int = signal.SIGUSR1
+    ) -> tuple[int, str]:
+        """Start, send the signal after the first step -> exit code and stderr."""
         command = self.start(output, *more, env=env)
         deadline = time.monotonic() + 180
         while not (output / "metrics.jsonl").exists():
             assert command.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        command.send_signal(signal.SIGUSR1)
+        command.send_signal(number)
         done = command.finish(COMMAND_TIMEOUT_S)
         return done.returncode, done.stderr
 

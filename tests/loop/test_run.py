@@ -21,6 +21,7 @@ from parallel.checkpoint.saved_tensors import SavedTensors
 from tests.docs.metric_keys import undocumented
 from tests.loop.conftest import RECORDED, TOY_RECIPE, Toy, environment
 from tests.loop.test_refusals import refused
+from tests.release import release
 from tests.waiting import wait_until
 
 KEYS = """
@@ -185,12 +186,19 @@ def test_a_finished_run_says_so_and_a_changed_recipe_is_refused(
     assert f"mrl train {recorded} optimizer.lr=0.01 --allow optimizer.lr" in line
 
 
+PATIENT = "checkpoint.stop_limit_s=600"
+
+
 @pytest.mark.timeout(400)
-def test_sigusr1_saves_the_step_and_leaves(toy: Toy, tmp_path: Path) -> None:
-    """SLURM's warning before the time limit: no step is lost."""
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGUSR1, *(release(each) for each in (signal.SIGTERM, signal.SIGHUP))],
+)
+def test_a_signal_saves_the_step_and_leaves(number: int, toy: Toy, tmp_path: Path) -> None:
+    """SLURM's warning before the time limit, or its end: no step is lost."""
     output = tmp_path / "run"
     env = environment(MRL_TEST_RUN=str(output))
-    code, errors = toy.told_to_leave(output, "train.num_steps=500", env=env)
+    code, errors = toy.told_to_leave(output, "train.num_steps=500", PATIENT, env=env, number=number)
     done = len(metrics(output))
     assert code == 75
     assert (

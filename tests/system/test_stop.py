@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mrl.system.stop import NOBODY, SIGNAL, StopRequest, remembering_signals
+from mrl.system.stop import HANGUP, NOBODY, SIGNAL, TERMINATION, StopRequest, remembering_signals
 
 ROOT = Path(__file__).parents[2]
 STUB = """
@@ -45,3 +45,64 @@ def test_the_command_survives_the_signal_from_its_first_import_on() -> None:
 
     assert run("train").stdout == "alive\n"
     assert run("check").returncode == -signal.SIGUSR1
+
+
+def test_sigterm_and_sighup_ask_the_run_to_stop_and_handlers_return() -> None:
+    for number, who in ((signal.SIGHUP, HANGUP), (signal.SIGTERM, TERMINATION)):
+        before = signal.getsignal(number)
+        request = StopRequest(limit_s=3600.0)
+        with request.heeding_signals():
+            os.kill(os.getpid(), number)
+            assert request.asked == who
+        assert signal.getsignal(number) == before
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        request = StopRequest()
+        with request.heeding_signals():  # under nohup
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.asked == NOBODY
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+HEEDS = """
+import os, signal, threading
+from mrl.system.stop import StopRequest
+request = StopRequest(LIMIT, lambda: 4)
+with request.heeding_signals():
+    CODE
+    while True:
+        signal.pause()
+"""
+
+
+def heeding(code: str, limit_s: float, **env: str) -> subprocess.CompletedProcess[str]:
+    text = HEEDS.replace("CODE", code).replace("LIMIT", str(limit_s))
+    return subprocess.run(
+        [sys.executable, "-c", text], env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+
+
+def test_a_step_that_does_not_end_in_time_says_what_is_lost() -> None:
+    done = heeding("os.kill(os.getpid(), signal.SIGTERM)", 0.1)
+    assert done.returncode == 143
+    assert done.stderr == (
+        "mrl: SIGTERM: the step was not over and saved after checkpoint.stop_limit_s=0.1 s; 4 steps "
+        "are saved, what was trained since is lost; start again to continue\n"
+    )
+
+
+def test_a_rank_whose_sibling_is_gone_ends_at_once() -> None:
+    env = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "500"}
+    done = heeding("os.kill(os.getpid(), signal.SIGTERM)", 3600.0, **env)
+    assert (done.returncode, done.stderr) == (143, "")
+
+
+def test_a_fork_of_the_run_dies_of_sigterm_and_tells_nobody() -> None:
+    code = (
+        "pid = os.fork()\n    pid or os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\n"
+        "    os._exit(9 if status == -15 and not request.asked else 1)"
+    )
+    assert heeding(code, 0.0).returncode == 9

@@ -22,6 +22,8 @@ PARENT_POLL_S = 0.5
 
 
 def main() -> None:
+    # SLURM may tell every process of a job; the ranks save, and need their engine until then.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     settings = json.loads(sys.stdin.buffer.read())
     _die_with_parent(settings["parent_pid"], settings["scratch"])
 

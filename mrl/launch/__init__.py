@@ -151,7 +151,3 @@ def _silence() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-if __name__ == "__main__":
-    main()
