@@ -88,7 +88,7 @@ def _run(args: Any) -> int:
 
 def _report(error: Any, folder: Path) -> int:
     """Print the block of what ended the ranks, where that was a failure; return its code."""
-    number, first = error.get_first_failure()
+    number, first = _first(error)
     run = _text(folder / RUN_FILE)
     if first.exitcode in (
         ExitCode.BAD_INPUT, ExitCode.SAVED, ExitCode.INTERRUPTED,
@@ -119,6 +119,19 @@ def _report(error: Any, folder: Path) -> int:
         return first.exitcode
     print_failure(dataclasses.replace(found, command=found.command or _text(folder / COMMAND_FILE)))
     return found.exit_code
+
+
+def _first(error: Any) -> tuple[int, Any]:
+    """Return (rank, failure) of what ended the ranks.
+
+    torch ends the others with SIGTERM and may count them as first. A rank that saved and left
+    stands for all of them.
+    """
+    saved = [(n, f) for n, f in error.failures.items() if f.exitcode == ExitCode.SAVED]
+    own = [(n, f) for n, f in error.failures.items() if f.exitcode != -signal.SIGTERM]
+    if saved or own:
+        return min(saved or own, key=lambda pair: pair[1].timestamp)
+    return error.get_first_failure()
 
 
 def _forward(number: int, frame: Any) -> None:
