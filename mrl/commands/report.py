@@ -30,6 +30,7 @@ from mrl.run.failure import (
     COMMAND_FILE,
     LAUNCH_FOLDER,
     RUN_FILE,
+    SAVED_FILE,
     Failure,
     newest_step,
     print_failure,
@@ -86,6 +87,13 @@ def note_run_folder(folder: Path) -> None:
         with suppress(OSError):
             write_whole(Path(place) / COMMAND_FILE, train_command(RunFolder(folder)))
             write_whole(Path(place) / RUN_FILE, str(folder.absolute()))
+
+
+def note_saved() -> None:
+    """Tell `mrl.launch` that the run saved and left."""
+    if place := os.environ.get(LAUNCH_FOLDER):
+        with suppress(OSError):
+            (Path(place) / SAVED_FILE).touch()
 
 
 def show(error: BaseException) -> bool:

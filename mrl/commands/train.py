@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrl.commands.launcher import train_command
 from mrl.commands.recipe_arguments import add_allow, add_recipe, read_recipe
-from mrl.commands.report import reporting
+from mrl.commands.report import note_saved, reporting
 from mrl.config import Recipe
 from mrl.errors import ExitCode
 from mrl.run.callbacks import Callback
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> None:
     if stopped:
         if os.environ.get("RANK", "0") == "0":
             print(f"mrl: {stopped}", file=sys.stderr)
+            note_saved()
         sys.exit(ExitCode.SAVED)
 
 

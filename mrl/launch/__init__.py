@@ -26,6 +26,7 @@ from mrl.run.failure import (
     COMMAND_FILE,
     LAUNCH_FOLDER,
     RUN_FILE,
+    SAVED_FILE,
     Failure,
     newest_step,
     print_failure,
@@ -88,6 +89,8 @@ def _run(args: Any) -> int:
 
 def _report(error: Any, folder: Path) -> int:
     """Print the block of what ended the ranks, where that was a failure; return its code."""
+    if (folder / SAVED_FILE).exists():  # whichever rank torch then counts as first
+        return ExitCode.SAVED
     number, first = _first(error)
     run = _text(folder / RUN_FILE)
     if first.exitcode in (

@@ -30,6 +30,8 @@ LAUNCH_FOLDER = "MRL_LAUNCH_FOLDER"
 """The variable by which `mrl.launch` gives its ranks a folder; then it prints the block itself."""
 RUN_FILE, COMMAND_FILE = "run_folder", "command"
 """The files in that folder, by which a rank names its run and what continues it."""
+SAVED_FILE = "saved"
+"""The file in that folder by which rank 0 says that the run saved and left."""
 TAIL_LINES = 15
 TAIL_BYTES = 16384
 _SAYS_LITTLE = (ExitCode.UNFORESEEN, ExitCode.FAILED, ExitCode.LOST_RANK)

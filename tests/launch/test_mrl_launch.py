@@ -46,11 +46,6 @@ def test_what_another_start_cannot_mend_keeps_its_code(code: int, tmp_path: Path
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("name", ["TERM", "USR1", "HUP"])
-def test_signals_reach_the_ranks_which_end_in_their_own_time(name: str, tmp_path: Path) -> None:
-    """A rank gives the signal to the launcher, its parent, and waits until it comes back."""
-    script = (
-        f"trap 'exit 75' {name}; if [ $RANK = 0 ]; then kill -{name} $PPID; fi; "
-        "while :; do sleep 0.1; done"
-    )
-    assert launched(script, tmp_path)[0] == 75
+def test_a_run_that_saved_and_left_has_code_75_whoever_dies_then(tmp_path: Path) -> None:
+    script = 'touch "$MRL_LAUNCH_FOLDER/saved"; kill -TERM $$'
+    assert launched(script, tmp_path) == (75, [])
