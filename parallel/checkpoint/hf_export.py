@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from mrl import __version__
-from mrl.errors import InputError, RunFailed
+from mrl.errors import DiskFailed, InputError
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Rule, rule_pattern
 from parallel.checkpoint.hf_writer import write_safetensors
@@ -60,7 +60,7 @@ def export_checkpoint(
     where it was. `target` appears under its name only when it is whole.
 
     Raises InputError where `target` is not a new or an empty folder or cannot be made, where `base` is
-    not there, where the architecture is not, or where the checkpoint is a critic's; RunFailed where a
+    not there, where the architecture is not, or where the checkpoint is a critic's; DiskFailed where a
     file cannot be written.
     """
     content = read_manifest(folder)
@@ -98,7 +98,7 @@ def export_checkpoint(
 def _new_folder(target: Path) -> Iterator[Path]:
     """A hidden folder beside `target` to write into; it gets that name at the end of the block.
 
-    Raises InputError where that could not be; RunFailed where writing fails, and then nothing is left.
+    Raises InputError where that could not be; DiskFailed where writing fails, and then nothing is left.
     """
     target = Path(os.path.abspath(target))  # `.` and `..` are no names to give
     partial = target.parent / f".{target.name}.partial"
@@ -119,7 +119,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
         yield partial
         partial.rename(target)
     except (OSError, SafetensorError) as error:
-        raise RunFailed(
+        raise DiskFailed(
             f"the export to {target} failed: {error}; no partial output remains"
         ) from None
     finally:

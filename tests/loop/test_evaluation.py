@@ -20,7 +20,7 @@ from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.collect.task import Task
 from mrl.config import EvalSetConfig, dump_recipe, load_recipe
 from mrl.data.eval_sets import EvalSet
-from mrl.errors import InputError, RunFailed
+from mrl.errors import ExitCode, InputError, RunFailed
 from mrl.rollout.base import Completion, Request, SamplingParams
 from mrl.run.folder import RunFolder
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
@@ -173,7 +173,7 @@ def test_ranks_wait_for_each_other_as_long_as_engines_may_take(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     base = [str(TOY_RECIPE), *toy.overrides(tmp_path / "run", SETS)]
     for command in ("eval", "train"):
-        with pytest.raises(SystemExit, match="1"):
+        with pytest.raises(SystemExit, match=str(int(ExitCode.FAILED))):
             main([command, *base, "rollout.request_timeout_s=5000"])
     assert waits == [25_600.0, 25_600.0]
     assert parents == [os.getppid()] * 2

@@ -12,6 +12,7 @@ import pytest
 
 from mrl import trainer
 from mrl.cli import main
+from mrl.config import load_recipe
 from tests.loop.conftest import COMMAND_TIMEOUT_S, TOY_RECIPE, Toy, environment
 from tests.loop.forked import Command
 
@@ -58,7 +59,9 @@ def test_a_trainer_that_cannot_be_made_leaves_no_worker(monkeypatch: pytest.Monk
     monkeypatch.setattr(trainer, "make_policy", part("policy"))
     monkeypatch.setattr(trainer, "make_collector", part("collector"))
     monkeypatch.setattr(trainer, "RolloutExchange", refuse)
-    nothing: Any = SimpleNamespace(recipe=None, rank=1)
+    plan: Any = SimpleNamespace(recipe=load_recipe(TOY_RECIPE))
+    mesh: Any = SimpleNamespace(rank=1)
+    folder: Any = SimpleNamespace(saved_step=lambda: None)
     with pytest.raises(RuntimeError, match="no"):
-        trainer.Trainer(nothing, nothing, nothing)
+        trainer.Trainer(plan, mesh, folder)
     assert closed == ["collector", "policy"]

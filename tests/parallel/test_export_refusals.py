@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mrl.cli import main
+from mrl.errors import ExitCode
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.ledger import Ledger
 from tests.parallel.checkpoint.test_checkpoint_layouts import build
@@ -102,7 +103,7 @@ def test_a_disk_that_runs_full_leaves_nothing(checkpoint: Path, tmp_path: Path) 
         preexec_fn=limit,
         check=False,
     )
-    assert done.returncode == 1
+    assert done.returncode == ExitCode.DISK
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"mrl: the export to {target} failed: ")
     assert "File too large" in last
