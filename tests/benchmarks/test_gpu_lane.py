@@ -157,6 +157,7 @@ def test_parts_that_hang_or_fail_hide_no_other_and_a_second_call_goes_on(tmp_pat
     assert lane.ran() == ["first"]
 
 
+@pytest.mark.release
 def test_a_call_that_is_killed_leaves_its_results_and_the_next_goes_on(tmp_path) -> None:
     lane = Lane(tmp_path)
     patient = lane.environment | {"LANE_PARTS_LIMIT_S": "600"}
@@ -184,6 +185,7 @@ def tail_of_hang(out: Path, call: subprocess.Popen) -> str | None:
     return None
 
 
+@pytest.mark.release
 def test_a_call_ends_in_time_and_keeps_what_it_cut(tmp_path) -> None:
     lane = Lane(tmp_path)
     done = lane.call("--total-s", "8", "hangs", "last")  # `last` may take 20 s: no time for it

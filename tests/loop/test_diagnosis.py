@@ -168,6 +168,7 @@ def trained_with_a_loss(overrides: list[str]) -> None:
     trained(overrides)
 
 
+@pytest.mark.release
 def test_the_engines_gate_weights_are_replayed(toy: Toy, tmp_path: Path) -> None:
     """Two real engines give them to two ranks that share their samples.
 
