@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,8 +16,9 @@ from megatron.core.distributed import finalize_model_grads
 from moe.align import router_rows
 from moe.routes import Replay
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
-from mrl.errors import RunFailed
+from mrl.errors import NotFinite
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
+from parallel.backward_watch import BackwardWatch, gather_samples, named
 from parallel.forward import Head, LossFunction, Observe, PassOutput, PipelineRunner
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype, choose_implementation
@@ -107,6 +108,7 @@ class MegatronModel:
             gates="weights" in moe.replay,
             overlaps_reduction=ddp is not None and ddp.overlap_grad_reduce,
         )
+        self._backward_watch = BackwardWatch(map(unwrap, self.chunks) if ddp is not None else ())
         self.optimizer: Any = None
         self.scheduler: Any = None
         ledger.own(prefix + "parameters", lambda: parameter_tensors(self.chunks))
@@ -216,8 +218,10 @@ class MegatronModel:
         """Compute the gradients of the global batch, then take one optimizer step; `before_update` runs
         between them and may raise, on all ranks or on none.
 
-        Raises RunFailed, with the weights untouched, when a gradient is not finite, and RuntimeError
-        for a model that was made without an optimizer.
+        Raises NotFinite, on all ranks, when a gradient of any rank is not finite, and RuntimeError for a
+        model that was made without an optimizer. Whatever it or `before_update` raises between the two,
+        weights, buffers, optimizer state and learning-rate schedule are then those before the call, bit
+        for bit.
         """
         self._require_trainable()
         self.ledger.require_on_device(*self._kinds)
@@ -229,17 +233,31 @@ class MegatronModel:
         counted = sum(int(router_rows(b, slice(None)).counted.sum()) for b in micro_batches)
         num_tokens = torch.tensor(counted, device=self.mesh.device)
         self.router_losses.begin_step(num_tokens, self.mesh.dp)
+        self._backward_watch.begin_step()
+        biases = [(bias, bias.clone()) for bias in self._expert_biases()]
         output = self.runner.run(micro_batches, loss, replay)
-        if before_update is not None:
-            before_update()
-        self._require_finite_gradients()
+        try:
+            if before_update is not None:
+                before_update()
+            self._require_finite_gradients(micro_batches)
+        except BaseException:
+            for bias, before in biases:  # Megatron moves them where it finishes the gradients
+                bias.copy_(before)
+            raise
         lr = float(self.optimizer.param_groups[0]["lr"])
         ok, grad_norm, _ = self.optimizer.step()
         if not ok:
-            raise RunFailed("the optimizer refused the step: a gradient is not finite")
+            raise NotFinite("the optimizer refused the step: a gradient is not finite")
         self.scheduler.step(1)
         free_gradient_copies(self.optimizer)
         return StepOutput(float(grad_norm), lr, self._statistics(output), output)
+
+    def _expert_biases(self) -> Iterator[torch.Tensor]:
+        """Yield the buffers by which routers balance their experts without a loss."""
+        for chunk in self.chunks:
+            for name, buffer in chunk.named_buffers():
+                if name.endswith("expert_bias"):
+                    yield buffer
 
     def _statistics(self, output: PassOutput) -> Statistics:
         """Return this rank's share of what the losses of a step report."""
@@ -247,8 +265,8 @@ class MegatronModel:
             return {}
         return merge([{**loss.stats, self.loss_key: Sum(loss.loss_sum)} for loss in output.losses])
 
-    def _require_finite_gradients(self) -> None:
-        """Raise RunFailed, on all ranks, where a gradient of any rank is not finite. A collective.
+    def _require_finite_gradients(self, batches: Sequence[MicroBatch]) -> None:
+        """Raise NotFinite, on all ranks, where a gradient of any rank is not finite. A collective.
 
         Megatron's own check raises on the rank that has it while the others wait in a collective.
         """
@@ -256,11 +274,14 @@ class MegatronModel:
         bad = (~torch.stack(norms).isfinite()).any().float()
         if self.mesh.dims.world > 1:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        if bool(bad):
-            raise RunFailed(
-                "a gradient of the weights is not finite, though those of its outputs are: the "
-                "backward pass of the model overflowed; the weights are as before this update"
-            )
+        if not bool(bad):
+            return
+        ids = gather_samples(self._backward_watch.samples(batches))
+        where = f", in the micro-batches of the samples {named(ids)}" if ids else ""
+        raise NotFinite(
+            "a gradient of the weights is not finite, though those of its outputs are: the "
+            f"backward pass of the model overflowed{where}"
+        )
 
     def offload_optimizer(self) -> None:
         """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""

@@ -16,8 +16,13 @@ class GuardConfig(Branch):
     """Share of the loss tokens of all ranks that must be within `ratio_tolerance`. It is below 1
     because single tokens may differ on a GPU, where kernels add in no fixed order and a router's choice
     is nearly a tie. With fewer than 1,000 tokens 0.999 means all of them; 1 judges the token that
-    is furthest off. A log-prob that is not finite always stops the run."""
+    is furthest off."""
     clip_budget: float = Field(default=0.1, gt=0)
     """Share of the clip range of a sequence ratio (GSPO: 3e-4) that the trainer's own noise may take
     before the first update; above it a warning says that sequences clip before the policy has learned
     anything."""
+    max_nonfinite_steps: int = Field(default=3, ge=1)
+    """Optimizer steps in a row, of the policy, the critic or SFT, whose log-probs, loss or gradients may be
+    NaN or infinite. Such a step is skipped: weights, optimizer state and learning-rate schedule stay as
+    they are, a warning names the samples, and `train/nonfinite_steps` counts it. The run ends with exit
+    code 76 at this many; 1 ends it at the first."""

@@ -24,11 +24,10 @@ from mrl.errors import NotFinite, RunFailed
 from mrl.kernels import seq_logratio
 from mrl.system.histogram import log_histogram
 from mrl.types import LossOutput, Max, Mean, MicroBatch, Quantiles, Statistics
+from parallel.backward_watch import named
 from parallel.forward import LossFunction
 from parallel.reduce import merge, reduce_statistics
 
-MAX_NAMED = 8
-"""Samples that a message names."""
 QUANTILE = "guard/ratio_error_quantile"
 
 
@@ -47,6 +46,8 @@ class UpdateGuard:
     """Gets `guard/*` over all ranks before the first update of a start, and may raise."""
     what: str = "log-probs"
     """What the loss is given."""
+    rows: Sequence[str] | None = None
+    """What names the samples where they are not of a rollout."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`guard/*` over all ranks, after `check`."""
     _bad: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
@@ -70,13 +71,13 @@ class UpdateGuard:
         return watched
 
     def check(self) -> None:
-        """Raises RunFailed, on every rank, where a sample of any rank is not finite."""
+        """Raises NotFinite, on every rank, where a sample of any rank is not finite."""
         found = [
             (what, number)
             for what, ids, bad in self._bad
             for number in ids[bad.to(ids.device)].tolist()
         ]
-        raise_not_finite(self.step, found)
+        raise_not_finite(self.step, found, self.rows)
         self.metrics = reduce_statistics(merge(self._drift)) if self.same_weights else {}
         if self.judge is not None:
             self.judge(self.metrics)
@@ -86,8 +87,13 @@ class UpdateGuard:
         self._bad.append((what, batch.sample_ids, not_finite(values, batch)))
 
 
-def raise_not_finite(step: int, found: Sequence[tuple[str, int]]) -> None:
-    """Raise RunFailed on every rank where any rank has `found` (what, sample id). A collective."""
+def raise_not_finite(
+    step: int, found: Sequence[tuple[str, int]], rows: Sequence[str] | None = None
+) -> None:
+    """Raise NotFinite on every rank where any rank has `found` (what, sample id). A collective.
+
+    `rows`: what names the samples, in place of their place in the rollouts of `step`.
+    """
     everyone: list[Sequence[tuple[str, int]]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyone, sorted(set(found)))
     bad = sorted({pair for part in everyone for pair in part})
@@ -97,12 +103,11 @@ def raise_not_finite(step: int, found: Sequence[tuple[str, int]]) -> None:
     finer = [pair for pair in bad if pair[0] != "losses"] or bad
     kinds = ", ".join(dict.fromkeys(what for what, _ in finer))
     ids = sorted({number for _, number in finer})
-    named = ", ".join(map(str, ids[:MAX_NAMED])) + (
-        f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
-    )
+    if rows is not None:
+        raise NotFinite(f"{kinds} are not finite in the rows {named([rows[i] for i in ids])}")
     raise NotFinite(
-        f"step {step}: {kinds} are not finite in samples {named} (counted from 0 in "
-        f"rollouts/step_{step:06d}.jsonl); the weights are as before this step's next update"
+        f"step {step}: {kinds} are not finite in samples {named(ids)} (counted from 0 in "
+        f"rollouts/step_{step:06d}.jsonl)"
     )
 
 
@@ -186,7 +191,7 @@ def check_first_update(
 def check_finite(
     step: int, what: str, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]
 ) -> None:
-    """Raise RunFailed where f32[N] outputs of a pass are not finite in a loss token; `what` names them.
+    """Raise NotFinite where f32[N] outputs of a pass are not finite in a loss token; `what` names them.
 
     A collective; ranks that have no outputs give none.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +12,6 @@ import torch
 from moe.provenance import provenance_metrics
 from moe.routes import Replay
 from mrl.algorithms.base import Algorithm, traits
-from mrl.algorithms.entropy import with_entropy_bonus
-from mrl.algorithms.value_loss import critic_loss
 from mrl.config import Recipe
 from mrl.diagnosis.collect import Diagnosis
 from mrl.errors import RunFailed
@@ -30,17 +27,15 @@ from mrl.learn.advantages import (
     shaped_rewards,
 )
 from mrl.learn.batching import make_train_batches, split_evenly
-from mrl.learn.guards import UpdateGuard, check_finite, check_first_update, sequence_clip
+from mrl.learn.guards import check_finite
 from mrl.learn.kl_control import KlControl
 from mrl.learn.turn_rewards import with_turn_rewards
 from mrl.learn.update_metrics import policy_metrics, value_metrics
-from mrl.run import console
+from mrl.learn.updates import Updates
 from mrl.system.clock import Clock
-from mrl.types import LossOutput, MicroBatch, Sample, SampleGroup, TrainBatch
+from mrl.types import MicroBatch, Sample, SampleGroup, TrainBatch
 from parallel.critic import Critic
 from parallel.forward import PassOutput
-from parallel.implementation import choose_dtype
-from parallel.megatron_model import StepOutput
 from parallel.mesh import Mesh
 from parallel.policy import (
     Policy,
@@ -78,17 +73,19 @@ class Learner:
     diagnosis: Diagnosis
     critic: Critic | None = None
     """None if the algorithm has no critic."""
-    _has_updated: bool = False
-    """Whether this process has taken an optimizer step."""
 
     def __post_init__(self) -> None:
         self.kl = KlControl(self.recipe.algorithm)
+        self.updates = Updates(
+            self.recipe, self.algorithm, self.mesh, self.policy, self.critic, self.kl
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        return self.kl.state_dict()
+        return self.kl.state_dict() | self.updates.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.kl.load_state_dict(state)
+        self.updates.load_state_dict(state)
 
     def learn(
         self, step: int, groups: list[SampleGroup], clock: Clock, record: Record
@@ -104,7 +101,8 @@ class Learner:
         first of all where rewards alone give them, otherwise after the passes that they need and before
         the first optimizer step (with None where such a pass was not finite).
 
-        Raises RunFailed, with the weights as they were, where something is not finite, and in the first
+        Raises RunFailed, with the weights as they were, where a pass before the updates is not finite,
+        where too many optimizer steps in a row are not (`guards.max_nonfinite_steps`), and in the first
         update of a start where the trainer disagrees with itself.
         """
         for group in groups:
@@ -125,17 +123,16 @@ class Learner:
                 record(groups)
             raise
         with clock.part("train"):
-            steps, value_steps, guards = self._update(step, batches, ready.batches, ready.replay)
+            done = self.updates.take(step, batches, ready.batches, ready.replay)
+        steps = done.steps
         measured, before = ready.batches, ready.before
         if before is None and steps:  # the first update's own pass: the weights are the same
-            empty = takewhile(lambda batch: not batch.num_loss_tokens, batches)
-            measured = measured[sum(len(batch.micro_batches) for batch in empty) :]
-            before = steps[0].output
+            measured, before = measured[done.first_micro_batch :], steps[0].output
         moe = self.recipe.moe
         metrics = ready.metrics | policy_metrics(
             step, measured, before, steps, self.mesh, moe, self.num_moe_layers
         )
-        metrics |= guards | value_metrics(value_steps)
+        metrics |= done.metrics | value_metrics(done.value_steps)
         return metrics | self._step_end_metrics(samples, batches, metrics, trained=bool(steps))
 
     def _make_batches(self, step: int, groups: list[SampleGroup]) -> list[TrainBatch]:
@@ -279,67 +276,3 @@ class Learner:
             or self.critic is not None  # its warm-up has no pass of the policy
             or self.diagnosis.is_due(step)
         )
-
-    def _update(
-        self,
-        step: int,
-        batches: list[TrainBatch],
-        flat: list[MicroBatch],
-        replay: Replay,
-    ) -> tuple[list[StepOutput], list[StepOutput], dict[str, float]]:
-        """Take the optimizer steps of the policy and of the critic; return them with `guard/*`.
-
-        A mini-batch without a loss token on any rank updates nothing: Adam's momentum would move the
-        weights.
-        """
-        algorithm, config = self.algorithm, self.kl.config
-
-        def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
-            found = algorithm.loss(logprobs, batch, config)
-            return with_entropy_bonus(found, batch, algorithm, config)
-
-        def value_loss(values: torch.Tensor, batch: MicroBatch) -> LossOutput:
-            return critic_loss(values, batch, config)
-
-        trains_policy = self.critic is None or step >= self.recipe.critic.warmup_steps
-        starts = accumulate((len(batch.micro_batches) for batch in batches), initial=0)
-        shares = [slice(start, end) for start, end in pairwise(starts)]
-        num_empty = sum(not batch.num_loss_tokens for batch in batches)
-        steps, value_steps = [], []
-        metrics: dict[str, float] = {}
-        passes = self.recipe.train.num_epochs_per_rollout
-        for batch, share in [*zip(batches, shares, strict=True)] * passes:
-            if not batch.num_loss_tokens:
-                continue
-            ready = TrainBatch(flat[share], batch.num_loss_tokens, batch.num_samples)
-            if trains_policy:
-                part = replay.of_batches(share)
-                guard = self._guard(step, is_first=not steps)
-                steps.append(self.policy.train_step(ready, guard.watch(loss), part, guard.check))
-                metrics |= guard.metrics
-            if self.critic is not None:
-                guard = UpdateGuard(step, same_weights=False, clip=None, what="values")
-                watched = guard.watch(value_loss)
-                value_steps.append(self.critic.train_step(ready, watched, Replay.off, guard.check))
-        if num_empty and self.mesh.rank == 0:
-            console.warning(
-                f"step {step}: {num_empty} of {len(batches)} mini-batches have no loss token and "
-                "update nothing"
-            )
-        return steps, value_steps, {**metrics, "train/empty_mini_batches": float(num_empty)}
-
-    def _guard(self, step: int, *, is_first: bool) -> UpdateGuard:
-        """Make the guard of one optimizer step; `is_first`: the first of the rollout."""
-        algorithm = self.algorithm
-        clip = sequence_clip(algorithm, self.recipe.algorithm)
-        judge = None
-        if not self._has_updated:
-            judge, self._has_updated = self._judge_first, True
-        quantile = self.recipe.guards.ratio_quantile
-        same = is_first and self._trainer_is_old
-        return UpdateGuard(step, same_weights=same, clip=clip, quantile=quantile, judge=judge)
-
-    def _judge_first(self, metrics: dict[str, float]) -> None:
-        recipe = self.recipe
-        warn = console.warning if self.mesh.rank == 0 else lambda text: None
-        check_first_update(metrics, recipe.guards, choose_dtype(recipe.model.dtype), warn)

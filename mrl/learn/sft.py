@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -12,6 +13,9 @@ from mrl.algorithms import nll
 from mrl.config import OptimizerConfig, Recipe, SftConfig
 from mrl.data import SftExample
 from mrl.learn.batching import make_train_batch
+from mrl.learn.guards import UpdateGuard
+from mrl.learn.nonfinite import NonFiniteSteps
+from mrl.run import console
 from mrl.types import LossOutput, MicroBatch, Sample
 from parallel.mesh import Mesh
 from parallel.policy import Policy
@@ -20,7 +24,10 @@ from parallel.policy import Policy
 def run_sft(
     examples: Sequence[SftExample], config: SftConfig, recipe: Recipe, policy: Policy, mesh: Mesh
 ) -> None:
-    """Take `num_steps` steps of next-token loss on the completions, then make a fresh optimizer."""
+    """Take `num_steps` steps of next-token loss on the completions, then make a fresh optimizer.
+
+    Raises NotFinite after too many steps in a row that were not finite (`guards.max_nonfinite_steps`).
+    """
     samples = [_sample(example) for example in examples]
     # The seed keeps its former name: another one would draw other batches.
     order = random.Random(f"warm start/{recipe.seed}")
@@ -29,12 +36,23 @@ def run_sft(
     def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
         return nll.loss(logprobs, batch, recipe.algorithm)
 
-    for _ in range(config.num_steps):
-        chosen = order.sample(samples, config.batch_size)
+    warn = console.warning if mesh.rank == 0 else lambda text: None
+    steps = NonFiniteSteps("SFT", recipe.guards.max_nonfinite_steps, warn)
+    for step in range(config.num_steps):
+        chosen = order.sample(range(len(samples)), config.batch_size)
         batch = make_train_batch(
-            chosen, [0.0] * len(chosen), nll, mesh, recipe.train.micro_batch_tokens
+            [samples[i] for i in chosen],
+            [0.0] * len(chosen),
+            nll,
+            mesh,
+            recipe.train.micro_batch_tokens,
         )
-        policy.train_step(batch, loss, Replay.off)
+        rows = [examples[i].source for i in chosen]
+        guard = UpdateGuard(step, same_weights=False, clip=None, rows=rows)
+        steps.take(
+            step,
+            partial(policy.train_step, batch, guard.watch(loss), Replay.off, guard.check),
+        )
     policy.make_optimizer(recipe.optimizer)
 
 

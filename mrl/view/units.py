@@ -43,6 +43,7 @@ UNITS = (
     ("rollout/engine_restarts", "engines"),
     ("rollout/is_long_round", "0 or 1"),
     ("train/empty_mini_batches", "mini-batches"),
+    ("(train|value)/nonfinite_steps", "steps"),
 )
 """(pattern of whole keys, unit); the first that fits counts."""
 _UNITS = tuple((re.compile(pattern, re.DOTALL), unit) for pattern, unit in UNITS)

@@ -16,7 +16,7 @@ from torch import Tensor
 from mrl.algorithms import gspo
 from mrl.config import AlgorithmConfig, load_recipe
 from mrl.errors import RunFailed
-from mrl.learn import learner
+from mrl.learn import updates
 from mrl.learn.advantages import without_loss
 from mrl.preflight import check
 from mrl.run.folder import RunFolder, saved_step
@@ -31,6 +31,7 @@ from tests.ranks import run_ranks
 NAN = float("nan")
 
 
+AT_ONCE = "guards.max_nonfinite_steps=1"
 POISONED = (4, 6)
 """Samples of the step whose numbers are spoiled."""
 
@@ -70,7 +71,7 @@ def one_step_of_spoilt_outputs(overrides: list[str], what: str) -> str:
     log-probs, are not finite in two samples -> the error."""
     trainer = made_trainer(overrides)
     if what == "value loss":
-        learner.critic_loss = spoilt_loss(learner.critic_loss)
+        updates.critic_loss = spoilt_loss(updates.critic_loss)
     elif what == "values":
         assert trainer.critic is not None
         trainer.critic.values = spoilt(trainer.critic.values, lambda result: result[0])
@@ -133,7 +134,7 @@ def test_a_critic_or_a_reference_that_is_not_finite_names_its_samples(
     name, more = OUTPUTS[what]
     saved = f"debug.load_rollouts={recorded / 'rollouts'}"
     overrides = toy.overrides(tmp_path / "run", saved, "train.num_steps=4", *more)
-    args = (overrides, what)
+    args = ([*overrides, AT_ONCE], what)
     for error in run_ranks(2, one_step_of_spoilt_outputs, *args, folder=tmp_path / "out"):
         assert f"{name} not finite in samples 4, 6 (counted from 0" in error
 
@@ -224,7 +225,10 @@ def test_what_is_not_finite_stops_before_the_optimizer_and_names_its_samples(
     toy: Toy, recorded: Path, tmp_path: Path, what: str, world: int
 ) -> None:
     overrides = toy.overrides(
-        tmp_path / "run", f"debug.load_rollouts={recorded / 'rollouts'}", "train.num_steps=4"
+        tmp_path / "run",
+        f"debug.load_rollouts={recorded / 'rollouts'}",
+        "train.num_steps=4",
+        AT_ONCE,
     )
     for rank in run_ranks(world, one_poisoned_step, overrides, what, folder=tmp_path / "out"):
         assert rank["on_file"]
@@ -233,6 +237,7 @@ def test_what_is_not_finite_stops_before_the_optimizer_and_names_its_samples(
             assert not rank["same"]
         elif what == "model":
             assert "a gradient of the weights is not finite" in rank["error"]
+            assert "look at these samples" in rank["error"]
             assert rank["same"]
         else:
             assert "gradients are not finite in samples 4, 6 (counted from 0" in rank["error"]
