@@ -218,10 +218,10 @@ class MegatronModel:
         """Compute the gradients of the global batch, then take one optimizer step; `before_update` runs
         between them and may raise, on all ranks or on none.
 
-        Raises NotFinite, on all ranks, when a gradient of any rank is not finite, and RuntimeError for a
-        model that was made without an optimizer. Whatever it or `before_update` raises between the two,
-        weights, buffers, optimizer state and learning-rate schedule are then those before the call, bit
-        for bit.
+        Raises NotFinite, on all ranks, when a gradient of any rank is not finite, and RuntimeError for
+        a model that was made without an optimizer. Where it or `before_update` raises between the two,
+        weights, buffers, optimizer state and learning-rate schedule are those before the call, bit for
+        bit.
         """
         self._require_trainable()
         self.ledger.require_on_device(*self._kinds)

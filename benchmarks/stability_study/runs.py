@@ -150,7 +150,8 @@ def make_run(job: Job, mesh: Mesh | None) -> Run:
         RECIPE,
         [
             f"model.path={job.start}", f"output_dir={job.folder}", f"seed={job.seed}",
-            f"train.num_steps={job.num_steps}", "sft=null", *ARMS[job.arm], *job.more,
+            f"train.num_steps={job.num_steps}", "sft=null", "guards.max_nonfinite_steps=1",
+            *ARMS[job.arm], *job.more,
         ],
     )  # fmt: skip
     plan = check(recipe, 1)

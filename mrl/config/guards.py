@@ -22,7 +22,7 @@ class GuardConfig(Branch):
     before the first update; above it a warning says that sequences clip before the policy has learned
     anything."""
     max_nonfinite_steps: int = Field(default=3, ge=1)
-    """Optimizer steps in a row, of the policy, the critic or SFT, whose log-probs, loss or gradients may be
-    NaN or infinite. Such a step is skipped: weights, optimizer state and learning-rate schedule stay as
-    they are, a warning names the samples, and `train/nonfinite_steps` counts it. The run ends with exit
-    code 76 at this many; 1 ends it at the first."""
+    """The run ends with exit code 76 when the log-probs, loss or gradients of this many optimizer steps
+    in a row, of the policy, the critic or SFT, are NaN or infinite. Each such step is skipped: weights,
+    optimizer state and learning-rate schedule stay as they are, a warning names the samples, and
+    `train/nonfinite_steps` counts it. 1 ends the run at the first."""

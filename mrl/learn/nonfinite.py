@@ -52,8 +52,8 @@ class NonFiniteSteps:
         key = f"guards.max_nonfinite_steps={self.limit}"
         if self.in_a_row >= self.limit:
             raise NotFinite(
-                f"{text}; {self.in_a_row} optimizer step(s) of {self.model} in a row were not finite and "
-                f"changed nothing ({key}): look at these samples, lower the learning rate, or try "
+                f"{text}; {self.in_a_row} optimizer step(s) of {self.model} in a row were not finite "
+                f"and changed nothing ({key}): look at these samples, lower the learning rate, or try "
                 "model.dtype=float32"
             )
         self.warn(

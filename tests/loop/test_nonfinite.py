@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,7 @@ def sft_with_bad_rows(overrides: list[str]) -> dict[str, Any]:
 
     nll.loss, policy.train_step = loss, train_step
     run_sft(plan.sft_examples, sft, plan.recipe, policy, trainer.mesh)
-    return {
-        "moved": [not all(map(torch.equal, a, b)) for a, b in zip(steps, steps[1:], strict=False)]
-    }
+    return {"moved": [not all(map(torch.equal, a, b)) for a, b in pairwise(steps)]}
 
 
 def test_sft_skips_a_step_and_names_its_rows(
