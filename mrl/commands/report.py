@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from mrl.commands.launcher import train_command
 from mrl.commands.out_of_memory import memory_advice
 from mrl.config import Recipe
 from mrl.errors import (
-    DISK_ERRORS,
     DiskFailed,
     EngineGone,
     ExitCode,
@@ -38,10 +36,9 @@ from mrl.run.failure import (
     tail_of,
     write_failure,
 )
-from mrl.system.files import bytes_in_words, write_whole
+from mrl.system.disk import chain, refusal
+from mrl.system.files import write_whole
 
-_DISK_WORDS = {os.strerror(number): number for number in DISK_ERRORS}
-"""Libraries keep the system's words and drop its number."""
 _NO_PEER = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|"
     r"NCCL communicator was aborted|Connection refused"
@@ -122,9 +119,9 @@ def classified(error: Exception, recipe: Recipe, folder: Path) -> Exception:
         return error
     if advice := memory_advice(error, recipe, RunFolder(folder)):
         return OutOfMemory(advice)
+    if text := refusal(error, folder):
+        return DiskFailed(text)
     for each in chain(error):
-        if text := _disk_text(each, folder):
-            return DiskFailed(text)
         if isinstance(each, EngineLost):
             return _with_notes(EngineGone(str(error)), each)
         text = str(each)
@@ -154,35 +151,6 @@ def failure_of(error: Exception, folder: Path, step: int | None) -> Failure:
         log_tail=tail_of(log) if log else [],
         saved_step=newest_step(folder),
         command=command[1] if command else train_command(RunFolder(folder)),
-    )
-
-
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what it came from."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _disk_text(error: BaseException, folder: Path) -> str:
-    """Return what the disk refused, with path and bytes; empty where it refused nothing."""
-    number = error.errno if isinstance(error, OSError) else None
-    if number not in DISK_ERRORS:
-        found = (each for words, each in _DISK_WORDS.items() if words in str(error))
-        number = next(found, None)
-    if number is None:
-        return ""
-    named = error.filename if isinstance(error, OSError) else None
-    place = Path(os.fsdecode(named)) if named is not None else folder
-    there = next(p for p in (place.absolute(), *place.absolute().parents) if p.exists())
-    try:
-        free = f"{bytes_in_words(shutil.disk_usage(there).free)} are free in {there}"
-    except OSError:
-        free = f"in {there}"
-    what = f"{place}" if named is not None else f"a file of {place} ({error})"
-    return (
-        f"{what} could not be written: {DISK_ERRORS[number]}, {free}; make room there, or choose "
-        "another output_dir"
     )
 
 

@@ -33,7 +33,8 @@ from mrl.run.contents import contents_of
 from mrl.run.failure import clear_failure, newest_step
 from mrl.run.history import History, Update, changes_to
 from mrl.run.json_lines import finite_or_null
-from mrl.system.files import write_whole
+from mrl.system.disk import refusing
+from mrl.system.files import naming, write_whole
 from mrl.types import SampleGroup
 
 
@@ -87,22 +88,22 @@ class RunFolder:
         `update` is what `check` returned, `step` the steps done. Raises InputError while another run is
         writing to the folder.
         """
-        try:
+        with refusing(self.root):
             for folder in (self.rollouts, self.checkpoints, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"output_dir {self.root}: {error.strerror}; choose another") from None
-        self._lock = (self.root / ".lock").open("w")
+        with refusing(self.root):
+            self._lock = (self.root / ".lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
                 f"output_dir {self.root} is in use by a running job; choose another output_dir"
             ) from None
-        clear_failure(self.root)
         update = update or Update()
-        self.history.add("start", step, update.changes, update.contents, allowed=update.allowed)
-        dump_recipe(recipe, self.config)
+        with refusing(self.root):
+            clear_failure(self.root)
+            self.history.add("start", step, update.changes, update.contents, allowed=update.allowed)
+            dump_recipe(recipe, self.config)
 
     def close(self) -> None:
         """Let another run claim the folder. Harmless where this one never did."""
@@ -136,8 +137,16 @@ class RunFolder:
         return [json.loads(line) for line in lines]
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
-        with self.metrics.open("a") as file:
-            file.write(_line(metrics))
+        """Add a line. Where the disk takes only a part of it, that part is removed again."""
+        with naming(self.metrics), self.metrics.open("ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            line = _line(metrics).encode()
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:
+                file.truncate(end)
+                raise
 
     def write_rollouts(self, step: int, lines: Iterable[bytes]) -> None:
         """Write the readable record of a step: the `rollout_lines` of its groups, in order."""
@@ -150,7 +159,7 @@ class RunFolder:
         are written, its numbers."""
         self.evals.mkdir(parents=True, exist_ok=True)
         file = self.evaluation_file(version)
-        file.with_suffix(".jsonl").write_bytes(b"".join(lines))
+        write_whole(file.with_suffix(".jsonl"), lines)
         write_whole(file, as_lines([{"step": version, **metrics}]))
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:

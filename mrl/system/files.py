@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from mrl.errors import DISK_ERRORS
+
+_BY_WORDS = {os.strerror(number): number for number in DISK_ERRORS}
 
 
 @contextmanager
@@ -18,16 +22,18 @@ def replaced(file: Path, *, durable: bool = False) -> Iterator[Path]:
 
     If the block raises, `file` stays as it was and no partial output remains. With `durable`, the
     content and then the new name are on the disk before this returns, so that they survive a crash of
-    the machine. Raises OSError where the file cannot be written.
+    the machine. Raises OSError where the file cannot be written; what the disk refuses names `file`.
     """
     partial = file.with_name(f".{file.name}.partial")
     try:
-        yield partial
-        if durable:
-            sync(partial)
-        partial.replace(file)
+        with naming(file):
+            yield partial
+            if durable:
+                sync(partial)
+            partial.replace(file)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # on a read-only file system, whose name counts
+            partial.unlink(missing_ok=True)
         raise
     if durable:
         sync(file.parent)
@@ -41,6 +47,29 @@ def write_whole(
         content = content.encode()
     with replaced(file, durable=durable) as partial, partial.open("wb") as stream:
         stream.writelines([content] if isinstance(content, bytes) else content)
+
+
+def disk_errno(error: BaseException) -> int | None:
+    """Return the number of the disk's error that `error` is, or quotes; None for every other error.
+
+    Libraries in other languages keep the system's words and drop its number.
+    """
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return error.errno
+    text = str(error)
+    return next((number for words, number in _BY_WORDS.items() if words in text), None)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Raise what the disk refuses in the block as an OSError that names `path`."""
+    try:
+        yield
+    except Exception as error:
+        number = disk_errno(error)
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def sync(path: Path) -> None:

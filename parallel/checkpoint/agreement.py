@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mrl.errors import InputError, RunFailed
+from mrl.errors import DiskFailed, InputError, RunFailed
+from mrl.system.disk import describe, is_refusal
 from parallel.checkpoint import manifest
-from parallel.checkpoint.pending_save import describe
 from parallel.mesh import Mesh
 
 
@@ -39,17 +39,19 @@ def find_damage(mesh: Mesh, folder: Path) -> str | None:
 
 
 def on_first_rank(mesh: Mesh, folder: Path, work: Callable[[], None]) -> None:
-    """Do the file work of rank 0. Raises RunFailed on every rank when it fails, in whatever way."""
+    """Do the file work of rank 0. Raises RunFailed, or DiskFailed, on every rank when it fails, in
+    whatever way."""
     reason = None
     if mesh.rank == 0:
         try:
             work()
-        except Exception as error:  # torch.save on a full disk: RuntimeError
-            reason = describe(error)
+        except Exception as error:
+            reason = describe(error, folder)
     if reason := first_reason(mesh, reason):
         raise failed(folder, reason)
 
 
 def failed(folder: Path, reason: str) -> RunFailed:
-    """Return the error of a checkpoint that could not be written."""
-    return RunFailed(f"checkpoint {folder}: {reason}; the one before it is untouched")
+    """Return the error of a checkpoint that could not be written; `reason` is what `describe` says."""
+    kind = DiskFailed if is_refusal(reason) else RunFailed
+    return kind(f"checkpoint {folder}: {reason}; the one before it is untouched")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import importlib.metadata
+import io
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from mrl import __version__
 from mrl.errors import InputError, RunFailed
+from mrl.system.files import write_whole
 from parallel.checkpoint import manifest
 from parallel.checkpoint.agreement import failed, find_damage, first_reason, on_first_rank
 from parallel.checkpoint.pending_save import COMMON_FILE, PendingSave
@@ -173,6 +175,7 @@ class Checkpoints:
             self.warn(f"checkpoint {name} was in flight when the run stopped; it is whole")
         except Exception as error:
             self.warn(f"checkpoint {name} was in flight when the run stopped, and is lost: {error}")
+            self._remove(save)  # it may hold the room that the report of the failure needs
 
     def _name_in_flight(self) -> None:
         save, self._in_flight = self._in_flight, None
@@ -181,11 +184,19 @@ class Checkpoints:
         outcome = [save.is_published, save.failure]
         dist.broadcast_object_list(outcome)  # of rank 0, which has the thread
         is_published, failure = outcome
-        if failure:
-            raise failed(save.writer.folder, failure)
-        if not is_published:
-            save.writer.collect()
-            on_first_rank(self.mesh, save.writer.folder, save.publish)
+        try:
+            if failure:
+                raise failed(save.writer.folder, failure)
+            if not is_published:
+                save.writer.collect()
+                on_first_rank(self.mesh, save.writer.folder, save.publish)
+        except RunFailed:  # on all ranks, when all have ended to write
+            self._remove(save)
+            raise
+
+    def _remove(self, save: PendingSave) -> None:
+        if self.mesh.rank == 0:
+            shutil.rmtree(save.writer.folder, ignore_errors=True)
 
     def load_newest(self, policy: MegatronModel, critic: MegatronModel | None = None) -> Loaded:
         """Load the newest checkpoint that is whole; every damaged one on the way is reported and
@@ -324,6 +335,8 @@ def _other_model(saved: dict[str, Any] | None, model: MegatronModel) -> str | No
 
 
 def _start_folder(partial: Path, common: dict[str, Any]) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
+    manifest.sweep(partial.parent)
     partial.mkdir(parents=True)
-    torch.save(common, partial / COMMON_FILE)
+    stream = io.BytesIO()  # torch.save to a full disk does not say so
+    torch.save(common, stream)
+    write_whole(partial / COMMON_FILE, stream.getvalue())

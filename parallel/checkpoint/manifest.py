@@ -200,10 +200,15 @@ def publish(root: Path, step: int, keep: int) -> Path:
     upto = [number for number in _steps(root) if number <= step]
     for old in (folder_name(number) for number in upto[:-keep]):
         (root / old).rename(root / f".{old}.removed")  # never half a checkpoint under a good name
+    sweep(root)
+    return final
+
+
+def sweep(root: Path) -> None:
+    """Remove what saves that were cut short have left. No save may be under way."""
     for hidden in root.glob(".iter_*"):
         if hidden.suffix in (".partial", ".replaced", ".removed"):
             shutil.rmtree(hidden, ignore_errors=True)
-    return final
 
 
 def point_to(root: Path, step: int) -> None:

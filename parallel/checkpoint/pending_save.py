@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
+from mrl.system.disk import describe
 from mrl.system.files import sync
 from parallel.checkpoint import manifest
 from parallel.checkpoint.shard_writer import POLL_S, ShardWriter
@@ -66,9 +67,4 @@ class PendingSave:
             self.writer.wait(0.0)
             self.publish()
         except Exception as error:  # nobody would see it here
-            self.failure = describe(error)
-
-
-def describe(error: Exception) -> str:
-    """Describe the failure in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+            self.failure = describe(error, self.writer.folder)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import signal
 import time
@@ -48,13 +49,17 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mrl.errors import RunFailed
-from mrl.system.files import write_whole
+from mrl.system.disk import describe
+from mrl.system.files import naming, write_whole
 from mrl.system.processes import die_with_parent
+from parallel.checkpoint.agreement import failed
 from parallel.checkpoint.manifest import FileRecord, record
 
 POLL_S = 0.05
+REFUSAL_BYTES = 16384
 Report = dict[str, Any]
-"""What a rank has written: `items` and `files`, or `error`."""
+"""What a rank has written: `items` and `files`, or `error`. It is a file, by which rank 0 knows without
+a collective; where even that cannot be written, a few bytes that the rank shares with its writer."""
 
 
 class ShardWriter:
@@ -70,6 +75,7 @@ class ShardWriter:
         # No copying ahead: that would use a CUDA stream, which a forked process cannot.
         self._writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
         self._reports: list[Report] | None = None
+        self._refusal = mmap.mmap(-1, REFUSAL_BYTES)
 
     def request(self, shards: list[ShardedTensor], *, copy: bool) -> AsyncRequest:
         """Decide what this rank writes, and return the writing as a request to run or to start.
@@ -88,7 +94,8 @@ class ShardWriter:
         self._writer.set_up_storage_writer(self.rank == 0)
         local = planner.create_local_plan()
         share = planner.finish_plan(replace(local, storage_data=_StoragePrefix(f"__{self.rank}_")))
-        arguments = (self._writer, planner, share, self._report_file(self.rank), os.getpid())
+        report = self._report_file(self.rank)
+        arguments = (self._writer, planner, share, report, os.getpid(), self._refusal)
         return AsyncRequest(_write, arguments, [])
 
     def collect(self) -> None:
@@ -144,13 +151,16 @@ class ShardWriter:
     def _accept(self, reports: list[Report]) -> None:
         for rank, report in enumerate(reports):
             if "error" in report:
-                raise RunFailed(f"checkpoint {self.folder}: rank {rank}: {report['error']}")
+                raise failed(self.folder, f"rank {rank}: {report['error']}")
         self._reports = reports
 
     def _report_file(self, rank: int) -> Path:
         return self.folder / f"written_{rank:05d}.json"
 
     def _read_report(self, rank: int) -> Report | None:
+        told = self._refusal[:].rstrip(b"\0") if rank == self.rank else b""
+        if told:
+            return {"error": told.decode(errors="replace")}
         try:
             return json.loads(self._report_file(rank).read_text())
         except (OSError, ValueError):
@@ -175,21 +185,31 @@ def _write(
     share: SavePlan,
     report: Path,
     parent: int,
+    refusal: mmap.mmap,
 ) -> None:
-    """Write this rank's file and digest it. What happened goes into `report`, never up the stack."""
+    """Write this rank's file and digest it. What happened goes into `report`, never up the stack.
+
+    What cannot be written leaves its bytes to others: the share is removed, and why goes into `refusal`
+    as well, which takes no room on the disk.
+    """
     try:
         if os.getpid() != parent:
             _settle_in_child(parent)
-        results = writer.write_data(share, planner).wait()
+        with naming(report.parent / f"{share.storage_data.prefix}0.distcp"):
+            results = writer.write_data(share, planner).wait()
         names = sorted({result.storage_data.relative_path for result in results})
         files = {name: tuple(record(report.parent / name)) for name in names}
         by_index = {result.index: result for result in results}
         items = [_item(by_index[item.index], item) for item in share.items]
-        content: Report = {"items": items, "files": files}
+        # Whole: another process may be waiting for it.
+        write_whole(report, json.dumps({"items": items, "files": files}))
     except Exception as error:
-        content = {"error": f"{type(error).__name__}: {error}"}
-    with suppress(OSError):  # a missing report says as much
-        write_whole(report, json.dumps(content))  # whole: another process may be waiting for it
+        text = describe(error, report.parent)
+        refusal[:] = text.encode()[:REFUSAL_BYTES].ljust(REFUSAL_BYTES, b"\0")
+        with suppress(OSError):  # on a read-only file system too
+            for file in report.parent.glob(f"{share.storage_data.prefix}*"):
+                file.unlink()
+            write_whole(report, json.dumps({"error": text}))
 
 
 def _settle_in_child(parent: int) -> None:

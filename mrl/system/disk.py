@@ -1,0 +1,82 @@
+"""Says what a disk refused: which path, why, and how many bytes are free there.
+
+`mrl.system.files.naming` gives an error its path where it happens; here it is put into words.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mrl.errors import DISK_ERRORS, DiskFailed, InputError
+from mrl.system.files import bytes_in_words, disk_errno
+
+
+def refusal(error: BaseException, place: Path) -> str:
+    """Return in one line what the disk refused, with path and bytes; empty where it refused nothing.
+
+    `place` is the folder to name where no error of the chain names a file.
+    """
+    for each in chain(error):
+        if (number := disk_errno(each)) is not None:
+            named = each.filename if isinstance(each, OSError) else None
+            what = f"a file in {place}" if named is None else os.fsdecode(named)
+            return _in_words(number, what, place if named is None else Path(os.fsdecode(named)))
+    return ""
+
+
+def describe(error: Exception, place: Path) -> str:
+    """Describe in one line why a file in `place` could not be written."""
+    return refusal(error, place) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def is_refusal(text: str) -> bool:
+    """Whether `text` has what `refusal` says of a disk, as another rank has sent it."""
+    return any(words in text for words in DISK_ERRORS.values())
+
+
+@contextmanager
+def refusing(place: Path) -> Iterator[None]:
+    """Raise DiskFailed for what the disk refuses in the block, InputError for every other OSError."""
+    try:
+        yield
+    except OSError as error:
+        if text := refusal(error, place):
+            raise DiskFailed(text) from None
+        raise InputError(f"output_dir {place}: {error.strerror}; choose another") from None
+
+
+def free_bytes(path: Path) -> int | None:
+    """Return the bytes that are free where `path` is or would be; None where the file system does not
+    say."""
+    try:
+        usage = shutil.disk_usage(existing(path))
+    except OSError:
+        return None
+    return usage.free if usage.total else None
+
+
+def existing(path: Path) -> Path:
+    """Return `path`, or the nearest folder above it that exists."""
+    return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _in_words(number: int, what: str, path: Path) -> str:
+    there, free = existing(path), free_bytes(path)
+    left = "" if free is None else f", {bytes_in_words(free)} are free in {there}"
+    do = "have it mounted for writing" if number == errno.EROFS else "make room there"
+    return (
+        f"{what} could not be written: {DISK_ERRORS[number]}{left}; {do} or move the run folder, then "
+        "continue the run"
+    )

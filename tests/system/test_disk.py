@@ -1,0 +1,61 @@
+"""What a disk refuses, in words with the path."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from mrl.errors import DiskFailed, InputError
+from mrl.system.disk import describe, free_bytes, is_refusal, refusal, refusing
+from mrl.system.files import bytes_in_words, naming, replaced
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "do"),
+    [
+        (errno.ENOSPC, "the disk is full", "make room there"),
+        (errno.EDQUOT, "the disk quota is used up", "make room there"),
+        (errno.EROFS, "the file system is read-only", "have it mounted for writing"),
+    ],
+)
+def test_path_reason_and_free_bytes(number: int, words: str, do: str, tmp_path: Path) -> None:
+    file = tmp_path / "new/file"
+    for error in (OSError(number, "x"), RuntimeError(f"I/O error: {os.strerror(number)} (28)")):
+        with pytest.raises(OSError) as caught, naming(file):  # noqa: PT011
+            raise error
+        text = refusal(RuntimeError("a library"), tmp_path) or refusal(caught.value, tmp_path)
+        assert text.startswith(f"{file} could not be written: {words}, ")
+        assert f"B are free in {tmp_path}; {do} or move the run folder" in text
+        assert is_refusal(describe(caught.value, tmp_path))
+    unnamed = refusal(OSError(number, "x"), tmp_path)
+    assert unnamed.startswith(f"a file in {tmp_path} could not be written")
+    with pytest.raises(DiskFailed, match=words), refusing(tmp_path):
+        raise OSError(number, "x", str(file))
+
+
+def test_other_errors_are_left_as_they_are(tmp_path: Path) -> None:
+    other = ValueError("no\nroom")
+    with pytest.raises(ValueError, match="room"), naming(tmp_path):
+        raise other
+    assert refusal(other, tmp_path) == ""
+    assert describe(other, tmp_path) == "ValueError: no room"
+    with pytest.raises(InputError, match="Not a directory; choose another"), refusing(tmp_path):
+        raise NotADirectoryError(errno.ENOTDIR, "Not a directory")
+
+
+def test_a_library_that_has_no_room_names_the_file_and_leaves_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "step.safetensors"
+
+    def write() -> None:
+        with replaced(file) as partial:
+            partial.write_bytes(b"half")
+            raise RuntimeError("Error while serializing: No space left on device (os error 28)")
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        write()
+    assert caught.value.filename == str(file)
+    assert list(tmp_path.iterdir()) == []
+    assert bytes_in_words(free_bytes(file) or 0)
