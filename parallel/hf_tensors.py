@@ -43,6 +43,14 @@ class HfTensors:
         """Return the shape of a tensor, without reading it."""
         return tuple(self._where[name].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Return the type of a tensor in the words of safetensors (`BF16`), without reading it."""
+        return self._where[name].get_slice(name).get_dtype()
+
+    def rows(self, name: str, start: int, end: int) -> Tensor:
+        """Read the rows from `start` to before `end` of a tensor with at least one dimension."""
+        return self._where[name].get_slice(name)[start:end]
+
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._where:
             raise InputError(
@@ -53,11 +61,17 @@ class HfTensors:
 
 
 def _open(file: Path) -> Any:
+    if file.is_symlink() and not file.exists():
+        raise InputError(
+            f"model.path: {file} is a link to {file.readlink()}, which is not there; copy the model "
+            "with its files (cp -L), or download it again"
+        )
     try:
         return safe_open(str(file), framework="pt")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise InputError(
-            f"model.path: {file} is no whole safetensors file ({error}); download it again"
+            f"model.path: {file} is no whole safetensors file ({error}); download it again, or remove "
+            "it where it is no part of the model"
         ) from None
 
 
@@ -66,10 +80,20 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
-    files = [
-        folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    ]
-    if missing := [file.name for file in files if not file.is_file()]:
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = [folder / name for name in sorted(names)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(
+            f"model.path: {index} is no index of safetensors files, a JSON object with `weight_map` "
+            f"({type(error).__name__}: {error}); download it again"
+        ) from None
+    if outside := [name for name in sorted(names) if Path(name).name != name]:
+        raise InputError(
+            f"model.path: {index} lists {outside[0]!r}, expected names of files beside it; download it "
+            "again"
+        )
+    if missing := [file.name for file in files if not (file.is_file() or file.is_symlink())]:
         raise InputError(
             f"{folder}: {index.name} lists {missing[0]}, which is not there; download it again"
         )

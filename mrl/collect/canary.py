@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mrl.errors import RunFailed
+from mrl.errors import NotFinite, RunFailed
 from mrl.rollout.base import RolloutEngine
 from mrl.types import Prompt
 
@@ -38,8 +38,16 @@ def check_canaries(
 ) -> float:
     """Return the mean |engine - trainer| of the log-probs over all canary tokens.
 
-    Raises RunFailed where it is above `tolerance` or not a number, before anything is generated.
+    Raises RunFailed where it is above `tolerance` or not a number, before anything is generated, and
+    NotFinite where the trainer's own are not finite: then the weights are at fault, not the engine.
     """
+    bad = [i for i, own in enumerate(expected) if not bool(own[1:].isfinite().all())]
+    if bad:
+        raise NotFinite(
+            f"weight sync to version {engine.weight_version}: the trainer's own log-probs of canary "
+            f"prompt {bad[0]} are not finite: its weights hold NaN or infinity, or overflow; look at "
+            "the model with mrl check --deep, or continue from an earlier checkpoint"
+        )
     got = engine.sequence_logprobs(sequences)
     differences = [(a - b)[1:].abs() for a, b in zip(got, expected, strict=True)]
     mean = float(torch.cat(differences).mean())

@@ -48,6 +48,11 @@ def add_to(commands: Any) -> None:
         help="on a machine with GPUs: accept a recipe that should not fit into their memory",
     )
     command.add_argument(
+        "--deep",
+        action="store_true",
+        help="look for NaN and infinity in every number of the weights, not in a sample",
+    )
+    command.add_argument(
         "--versions",
         action="store_true",
         help="first print the versions of the packages, and what each implies",
@@ -80,9 +85,8 @@ def run(args: argparse.Namespace) -> None:
         raise InputError(f"--gpus: got {world}, expected at least 1")
     check_ranks(recipe, world, "check")
     elsewhere = args.gpus is not None and not torch.cuda.is_available()
-    console.pairs(
-        check(recipe, world, elsewhere=elsewhere, allowed=args.allow).rows(elsewhere=elsewhere)
-    )
+    plan = check(recipe, world, elsewhere=elsewhere, allowed=args.allow, deep=args.deep)
+    console.pairs(plan.rows(elsewhere=elsewhere))
     if elsewhere:
         print(
             f"checked for {world} GPU(s), which this machine does not have: what depends on them is "

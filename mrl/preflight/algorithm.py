@@ -13,13 +13,19 @@ from mrl.algorithms import load_algorithm
 from mrl.algorithms.base import Algorithm, traits
 from mrl.config import AlgorithmConfig, CriticConfig, Recipe
 from mrl.errors import InputError
+from mrl.preflight.weights import check_weights
 from mrl.run.changes import Change
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 
 
-def read_reference(algorithm: AlgorithmConfig, model: HfModel) -> HfModel | None:
-    """Return the frozen model of the KL penalty; None without one."""
+def read_reference(
+    algorithm: AlgorithmConfig, model: HfModel, *, deep: bool = False
+) -> HfModel | None:
+    """Return the frozen model of the KL penalty; None without one.
+
+    `deep`: as `check_weights` has it.
+    """
     path = algorithm.reference_path
     if not algorithm.kl_coef:
         if path is not None:
@@ -32,6 +38,7 @@ def read_reference(algorithm: AlgorithmConfig, model: HfModel) -> HfModel | None
         return model
     try:
         reference = model.read_like(path)
+        check_weights(reference, deep=deep)
     except InputError as error:
         raise InputError(str(error).replace("model.path", "algorithm.reference_path")) from None
     if differences := model.differences(reference):
@@ -42,8 +49,11 @@ def read_reference(algorithm: AlgorithmConfig, model: HfModel) -> HfModel | None
     return reference
 
 
-def read_critic(recipe: Recipe, needed: bool, model: HfModel, dims: ParallelDims) -> HfModel | None:
-    """Return the model that the critic starts from; None where the algorithm needs none."""
+def read_critic(
+    recipe: Recipe, needed: bool, model: HfModel, dims: ParallelDims, *, deep: bool = False
+) -> HfModel | None:
+    """Return the model that the critic starts from; None where the algorithm needs none. `deep`: as
+    `check_weights` has it."""
     config, name = recipe.critic, recipe.algorithm.name
     if not needed:
         if config != CriticConfig():
@@ -57,6 +67,7 @@ def read_critic(recipe: Recipe, needed: bool, model: HfModel, dims: ParallelDims
     try:
         critic = model.read_like(config.path)
         dims.check_model(critic.sizes)
+        check_weights(critic, deep=deep, may_lack=("lm_head.weight",))
     except InputError as error:
         text = str(error).replace("model.path", "critic.path")
         raise InputError(text if "critic.path" in text else f"critic.path: {text}") from None

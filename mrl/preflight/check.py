@@ -14,7 +14,7 @@ from mrl.algorithms import Algorithm, check_algorithm, load_algorithm, traits
 from mrl.config import AlgorithmConfig, Recipe, RolloutConfig
 from mrl.data import SftExample, read_sft_examples, read_sources
 from mrl.data.chat import ChatTurns
-from mrl.data.eval_sets import read_eval_sets
+from mrl.data.eval_sets import EvalSet, read_eval_sets
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
 from mrl.preflight.algorithm import (
@@ -38,6 +38,7 @@ from mrl.preflight.reward_columns import check_reward_columns
 from mrl.preflight.sampling import check_recipe_sampling, check_sampling
 from mrl.preflight.schedule import with_schedule
 from mrl.preflight.task import check_task
+from mrl.preflight.weights import check_weights
 from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine, node_class
 from mrl.rollout.sglang.limits import check_limits, check_route_layers
@@ -49,7 +50,6 @@ from mrl.types import Prompt
 from parallel.checkpoint.manifest import candidates, damage, newest_good, step_of
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
-from parallel.hf_tensors import HfTensors, check_names, check_sizes
 from parallel.implementation import choose_implementation
 
 
@@ -74,18 +74,20 @@ def check(
     saved_steps: range | None = None,
     allowed: Sequence[str] | None = (),
     elsewhere: bool = False,
+    deep: bool = False,
 ) -> Plan:
     """Validate a recipe for `world` ranks; the plan's recipe has the numbers that follow from others.
 
     `saved_steps`: those that `debug.load_rollouts` must have, by default all that are left.
     `elsewhere`: the ranks have GPUs that this machine does not have; what depends on them is left out.
+    `deep`: read every number of the weights.
     `allowed`: the keys that may change in a run that is continued, see `RunFolder.check`.
     Raises InputError with the first thing that is wrong.
     """
     dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
     folder = RunFolder(recipe.output_dir)
-    model = _read_model(recipe, dims, elsewhere)
-    reference = read_reference(recipe.algorithm, model)
+    model = _read_model(recipe, dims, elsewhere=elsewhere, deep=deep)
+    reference = read_reference(recipe.algorithm, model, deep=deep)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, dims, model)
     _check_engine(recipe, model, on_gpu=elsewhere or torch.cuda.is_available())
@@ -94,7 +96,7 @@ def check(
     check_partial_rollouts(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
     context_len = _context_len(recipe.rollout, model)
     algorithm = _read_algorithm(recipe.algorithm)
-    critic = read_critic(recipe, traits(algorithm).needs_critic, model, dims)
+    critic = read_critic(recipe, traits(algorithm).needs_critic, model, dims, deep=deep)
     check_shaping(recipe)
     check_dynamic_sampling(recipe)
     check_group_size(recipe, algorithm)
@@ -112,12 +114,7 @@ def check(
     recipe = with_schedule(recipe, len(prompts))
     _check_prompts(prompts, tokenizer, recipe)
     sft_examples = _sft_examples(recipe, tokenizer, context_len)
-    eval_sets = read_eval_sets(recipe, tokenizer, context_len)
-    for each in eval_sets:
-        check_task(each.recipe, each.config.name)
-        where = f"eval set {each.config.name}: rollout"
-        check_sampling(each.recipe.rollout, model.sizes.vocab_size, where)
-        _check_prompts(each.prompts, tokenizer, each.recipe)
+    eval_sets = _eval_sets(recipe, model, tokenizer, context_len)
     update = _check_folder(folder, recipe, allowed, algorithm)
     resume_step = _resume_step(folder)
     if recipe.debug.load_rollouts is not None:
@@ -129,13 +126,11 @@ def check(
     )  # fmt: skip
 
 
-def _read_model(recipe: Recipe, dims: ParallelDims, elsewhere: bool) -> HfModel:
+def _read_model(recipe: Recipe, dims: ParallelDims, *, elsewhere: bool, deep: bool) -> HfModel:
     """Read the model's folder, and check it against the layout and Megatron's options."""
     model = HfModel.read(recipe.model.path, recipe.model.architecture)
     dims.check_model(model.sizes)
-    with HfTensors(model) as tensors:
-        check_names(model, tensors.names)
-        check_sizes(model, tensors)
+    check_weights(model, deep=deep)
     if not elsewhere:
         choose_implementation(recipe.model.transformer_impl)
     check_moe(recipe, model)
@@ -170,6 +165,16 @@ def _check_prompts(prompts: list[Prompt], tokenizer: Any, recipe: Recipe) -> Non
             ChatTurns(tokenizer, recipe.data.chat_template_kwargs).check()
     elif recipe.debug.load_rollouts is None:
         check_reward_columns(prompts, recipe.reward, recipe.data.rewards)
+
+
+def _eval_sets(recipe: Recipe, model: HfModel, tokenizer: Any, context_len: int) -> list[EvalSet]:
+    found = read_eval_sets(recipe, tokenizer, context_len)
+    for each in found:
+        check_task(each.recipe, each.config.name)
+        where = f"eval set {each.config.name}: rollout"
+        check_sampling(each.recipe.rollout, model.sizes.vocab_size, where)
+        _check_prompts(each.prompts, tokenizer, each.recipe)
+    return found
 
 
 def _check_folder(

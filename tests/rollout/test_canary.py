@@ -7,7 +7,7 @@ import torch
 from rollout_helpers import make_buckets, make_prompts, score
 
 from mrl.collect.canary import MAX_TOKENS, canary_sequences, check_canaries, default_tolerance
-from mrl.errors import RunFailed
+from mrl.errors import NotFinite, RunFailed
 
 
 def test_canaries(engine, oracle, toy_weights):
@@ -25,7 +25,9 @@ def test_canaries(engine, oracle, toy_weights):
         ):
             check_canaries(engine, sequences, expected, 1e-3)
     nan = [expected[0] * torch.nan, *expected[1:]]
-    with pytest.raises(RunFailed, match="log-probs nan"):
+    with pytest.raises(
+        NotFinite, match="trainer's own log-probs of canary prompt 0 are not finite"
+    ):
         check_canaries(engine, sequences, nan, 1e9)
 
 

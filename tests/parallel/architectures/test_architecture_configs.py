@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 
 from mrl.errors import InputError
 from parallel.architectures import architectures, load_architecture
+from parallel.expected_tensors import check_tensors, expected_shapes
+from parallel.finite_tensors import check_finite_tensors
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, check_names
 from parallel.weights import canonical_name
@@ -141,6 +143,17 @@ def test_weights_that_the_model_would_not_have_are_refused(folders: dict[str, Pa
     ):
         with pytest.raises(InputError, match="1 weight"):
             check_names(model, names | {extra})
+
+
+def test_config_json_says_which_tensors_there_are_and_how_large(folders: dict[str, Path]) -> None:
+    """Exactly those that transformers wrote, of every architecture."""
+    for folder in folders.values():
+        model = HfModel.read(folder)
+        expected = list(expected_shapes(model))
+        with HfTensors(model) as tensors:
+            assert sorted(expected) == sorted((n, tensors.shape(n)) for n in tensors.names)
+            check_tensors(model, tensors)
+            check_finite_tensors(model, tensors, whole=True)
 
 
 def test_only_the_files_of_the_index_are_read(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -1,0 +1,165 @@
+"""Checks a model folder's tensors against its config.json, by their headers: names, shapes and types.
+
+The architecture's table says which tensor each Megatron parameter is made of, and its settings how
+large that parameter is. What the table below does not know, as a layer of an outside architecture, is
+left to the loading. h hidden size, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from mrl.errors import InputError
+from parallel.architectures.base import Rule
+from parallel.hf_config import HfModel
+from parallel.hf_tensors import HfTensors
+
+Shape = tuple[int, ...]
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types, in the words of safetensors, of weights that can be trained."""
+
+
+class _Sizes:
+    """These are the sizes that shapes are made of, from Megatron's settings."""
+
+    def __init__(self, model: HfModel) -> None:
+        settings = model.architecture.transformer_config(model.config)
+        self.get: Callable[..., Any] = settings.get
+        self.hidden: int = settings["hidden_size"]
+        self.heads: int = settings["num_attention_heads"]
+        self.groups: int = settings.get("num_query_groups") or self.heads
+        self.head_dim: int = settings.get("kv_channels") or self.hidden // self.heads
+        self.vocab: int = model.sizes.vocab_size
+
+    def qkv(self) -> tuple[int, int, int]:
+        return self.heads * self.head_dim, self.groups * self.head_dim, self.groups * self.head_dim
+
+    def latent_query(self) -> int:
+        """Width of all query heads under multi-head latent attention."""
+        return self.heads * (self.get("qk_head_dim") + self.get("qk_pos_emb_head_dim"))
+
+
+Shapes = Callable[[_Sizes], tuple[Shape, ...]]
+"""The shapes of the HF tensors of one Megatron parameter, in the table's order."""
+
+
+def _mlp(width: Callable[[_Sizes], int]) -> dict[str, Shapes]:
+    return {
+        "linear_fc1.weight": lambda s: ((width(s), s.hidden),) * 2,
+        "linear_fc2.weight": lambda s: ((s.hidden, width(s)),),
+    }
+
+
+def _named(prefix: str, shapes: Mapping[str, Shapes]) -> dict[str, Shapes]:
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+_LAYER, _ATTENTION = "decoder.layers.{layer}.", "decoder.layers.{layer}.self_attention."
+_MLP = _LAYER + "mlp."
+SHAPES: dict[str, Shapes] = {
+    "embedding.word_embeddings.weight": lambda s: ((s.vocab, s.hidden),),
+    "output_layer.weight": lambda s: ((s.vocab, s.hidden),),
+    "decoder.final_layernorm.weight": lambda s: ((s.hidden,),),
+    _LAYER + "input_layernorm.weight": lambda s: ((s.hidden,),),
+    _LAYER + "pre_mlp_layernorm.weight": lambda s: ((s.hidden,),),
+    _ATTENTION + "linear_qkv.weight": lambda s: tuple((rows, s.hidden) for rows in s.qkv()),
+    _ATTENTION + "linear_qkv.bias": lambda s: tuple((rows,) for rows in s.qkv()),
+    _ATTENTION + "linear_proj.weight": lambda s: ((s.hidden, s.heads * s.head_dim),),
+    _MLP + "router.weight": lambda s: ((s.get("num_moe_experts"), s.hidden),),
+    _MLP + "router.expert_bias": lambda s: ((s.get("num_moe_experts"),),),
+    _MLP + "shared_experts.gate_weight": lambda s: ((1, s.hidden),),
+    **_named(_MLP, _mlp(lambda s: s.get("ffn_hidden_size"))),
+    **_named(
+        _MLP + "experts.local_experts.{expert}.", _mlp(lambda s: s.get("moe_ffn_hidden_size"))
+    ),
+    **_named(
+        _MLP + "shared_experts.",
+        _mlp(lambda s: s.get("moe_shared_expert_intermediate_size")),
+    ),
+}
+"""Megatron parameter of the rule table -> the shapes of its HF tensors."""
+GROUPED: dict[str, Shapes] = {
+    _ATTENTION + "q_layernorm.weight": lambda s: ((s.head_dim,),),
+    _ATTENTION + "k_layernorm.weight": lambda s: ((s.head_dim,),),
+}
+"""Those of grouped-query attention alone."""
+_QUERY_LATENT: dict[str, Shapes] = {
+    _ATTENTION + "linear_q_down_proj.weight": lambda s: ((s.get("q_lora_rank"), s.hidden),),
+    _ATTENTION + "q_layernorm.weight": lambda s: ((s.get("q_lora_rank"),),),
+    _ATTENTION + "linear_q_up_proj.weight": lambda s: ((s.latent_query(), s.get("q_lora_rank")),),
+}
+_QUERY_WHOLE: dict[str, Shapes] = {
+    _ATTENTION + "linear_q_proj.weight": lambda s: ((s.latent_query(), s.hidden),),
+}
+_KEY_VALUE: dict[str, Shapes] = {
+    _ATTENTION + "linear_kv_down_proj.weight": lambda s: (
+        (s.get("kv_lora_rank") + s.get("qk_pos_emb_head_dim"), s.hidden),
+    ),
+    _ATTENTION + "kv_layernorm.weight": lambda s: ((s.get("kv_lora_rank"),),),
+    _ATTENTION + "linear_kv_up_proj.weight": lambda s: (
+        (s.heads * (s.get("qk_head_dim") + s.get("v_head_dim")), s.get("kv_lora_rank")),
+    ),
+}
+
+
+def expected_shapes(model: HfModel) -> Iterator[tuple[str, Shape]]:
+    """Yield the name and shape of every HF tensor that config.json means."""
+    sizes = _Sizes(model)
+    table = dict(SHAPES)
+    if not sizes.get("multi_latent_attention"):
+        table |= GROUPED
+    else:
+        table |= _KEY_VALUE | (_QUERY_LATENT if sizes.get("q_lora_rank") else _QUERY_WHOLE)
+    for rule in model.architecture.rules(model.config):
+        if (shapes := table.get(rule.megatron)) is None:
+            continue
+        for layer in _layers(rule, model):
+            for expert in range(model.sizes.num_experts if "{expert}" in rule.megatron else 1):
+                for name, shape in zip(rule.hf, shapes(sizes), strict=True):
+                    yield name.format(layer=layer, expert=expert), shape
+
+
+def check_tensors(model: HfModel, tensors: HfTensors, may_lack: Collection[str] = ()) -> None:
+    """Raise InputError for a tensor that is missing, has another shape than config.json means, or is
+    no floating-point one."""
+    missing, other = [], []
+    for name, shape in expected_shapes(model):
+        if name not in tensors:
+            missing += [] if name in may_lack else [name]
+        elif tensors.shape(name) != shape:
+            other.append((name, shape))
+        elif tensors.dtype(name) not in FLOATS:
+            raise InputError(
+                f"model.path: {model.path}: {name} is stored as {tensors.dtype(name)}, expected one of "
+                f"{', '.join(FLOATS)}; convert the checkpoint to bf16 first"
+            )
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(
+            f"model.path: {model.path} has no tensor {missing[0]}{more}, which config.json means; "
+            "download the weights again, or correct config.json"
+        )
+    if other:
+        name, shape = other[0]
+        more = f" ({len(other)} tensors are of another shape)" if len(other) > 1 else ""
+        raise InputError(
+            f"model.path: {model.path}: {name} is {_words(tensors.shape(name))}, but config.json means "
+            f"{_words(shape)}{more}; correct config.json, or download the weights again"
+        )
+
+
+def _layers(rule: Rule, model: HfModel) -> list[int]:
+    """Return the 0-based layers that have the parameter of a rule; [0] for one outside the layers."""
+    if "{layer}" not in rule.megatron:
+        return [0]
+    moe = {number - 1 for number in model.moe_layer_numbers}
+    layers = range(model.sizes.num_layers)
+    if not rule.megatron.startswith(_MLP):
+        return list(layers)
+    is_dense = rule.megatron.removeprefix(_MLP).startswith("linear_")
+    return [layer for layer in layers if (layer in moe) != is_dense]
+
+
+def _words(shape: Shape) -> str:
+    return " x ".join(map(str, shape)) or "a single number"
