@@ -94,12 +94,16 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
     from parallel import prepare
 
     prepare()
+    from mrl.run import console
     from mrl.trainer import Trainer
+    from parallel.clocks import compare_clocks
     from parallel.mesh import init_mesh
 
     made: list[Trainer] = []
     with reporting(folder.root, plan.recipe, lambda: made[0].step if made else None):
         mesh = init_mesh(plan.dims, plan.recipe.seed, timeout_s=plan.recipe.longest_wait_s)
+        if (apart := compare_clocks()) and mesh.rank == 0:
+            console.warning(apart)
         with closing(Trainer(plan, mesh, folder, callbacks)) as trainer:
             made.append(trainer)
             trainer.train()

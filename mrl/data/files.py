@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -105,9 +106,13 @@ def _read_json(path: Path, *, may_be_array: bool) -> Rows:
 
 
 def _read_array(file: BinaryIO, path: Path) -> Rows:
-    rows = _parse(file.read(), str(path))
+    text = file.read()
+    rows, is_odd = _parse(text, str(path)), _HALF_PAIR.search(text)
     for number, row in enumerate(rows, start=1):
-        yield f"{path} row {number}", _object(row, f"{path} row {number}")
+        source = f"{path} row {number}"
+        if is_odd:
+            _check_text(row, source)
+        yield source, _object(row, source)
 
 
 def _read_csv(path: Path, delimiter: str) -> Rows:
@@ -139,7 +144,26 @@ def _read_csv(path: Path, delimiter: str) -> Rows:
 
 
 def _parse_row(line: bytes, source: str) -> dict[str, Any]:
-    return _object(_parse(line, source), source)
+    row = _parse(line, source)
+    if _HALF_PAIR.search(line):
+        _check_text(row, source)
+    return _object(row, source)
+
+
+_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+"""What a surrogate looks like in JSON: half of a pair, or one of the two."""
+
+
+def _check_text(row: Any, source: str) -> None:
+    """Raise InputError where a string holds a surrogate alone, which is no character."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = ord(str(error.object)[error.start])
+        raise InputError(
+            f"{source}: a string holds \\u{code:04x}, half of a surrogate pair and no character; write "
+            "the character itself, or remove it"
+        ) from None
 
 
 def _object(row: Any, source: str) -> dict[str, Any]:
@@ -150,11 +174,24 @@ def _object(row: Any, source: str) -> dict[str, Any]:
 
 def _parse(text: bytes, source: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_each_key_once)
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from None
     except UnicodeDecodeError:
         raise InputError(f"{source}: not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{source}: not valid JSON: {error}") from None
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a dict. Raises InputError where a key is there twice: Python keeps the last
+    one, other readers the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"the key `{twice}` is there twice in one object; give it once")
+    return found
 
 
 def kind(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from mrl.algorithms import Algorithm, check_algorithm, load_algorithm, traits
 from mrl.config import AlgorithmConfig, Recipe, RolloutConfig
-from mrl.data import SftExample, read_sft_examples, read_sources
+from mrl.data import SftExample, Source, read_sft_examples, read_sources
 from mrl.data.chat import ChatTurns
 from mrl.data.eval_sets import EvalSet, read_eval_sets
 from mrl.environments.runner import check_columns as check_environment_columns
@@ -28,6 +28,7 @@ from mrl.preflight.algorithm import (
 from mrl.preflight.allocator import check_allocator
 from mrl.preflight.engine_layout import check_engine_sizes, engine_layout
 from mrl.preflight.long_tails import check_importance, check_partial_rollouts, check_started
+from mrl.preflight.machine import check_machine, local_ranks
 from mrl.preflight.megatron import check_megatron
 from mrl.preflight.moe import check_moe
 from mrl.preflight.old_logprobs import check_old_logprobs
@@ -35,6 +36,7 @@ from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.plan import Plan
 from mrl.preflight.profile import check_profile
 from mrl.preflight.reward_columns import check_reward_columns
+from mrl.preflight.rows import check_rows
 from mrl.preflight.sampling import check_recipe_sampling, check_sampling
 from mrl.preflight.schedule import with_schedule
 from mrl.preflight.task import check_task
@@ -84,6 +86,10 @@ def check(
     `allowed`: the keys that may change in a run that is continued, see `RunFolder.check`.
     Raises InputError with the first thing that is wrong.
     """
+    is_main = os.environ.get("RANK", "0") == "0"
+    warn = console.warning if is_main else lambda text: None
+    if not elsewhere:
+        check_machine(local_ranks(world), warn)
     dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
     folder = RunFolder(recipe.output_dir)
     model = _read_model(recipe, dims, elsewhere=elsewhere, deep=deep)
@@ -102,21 +108,16 @@ def check(
     check_group_size(recipe, algorithm)
     check_task(recipe)
     tokenizer = load_tokenizer(model)
-    sources = read_sources(
-        recipe.data,
-        tokenizer,
-        max_prompt_len=context_len - recipe.rollout.max_response_len,
-        max_response_len=recipe.rollout.max_response_len,
-        min_rows=recipe.rollout.prompts_per_step,
-    )
+    sources = _sources(recipe, tokenizer, context_len)
     prompts = [prompt for source in sources for prompt in source.prompts]
+    check_rows(prompts, warn)
     check_started(recipe.rollout, len(prompts))
     recipe = with_schedule(recipe, len(prompts))
     _check_prompts(prompts, tokenizer, recipe)
     sft_examples = _sft_examples(recipe, tokenizer, context_len)
     eval_sets = _eval_sets(recipe, model, tokenizer, context_len)
     update = _check_folder(folder, recipe, allowed, algorithm)
-    resume_step = _resume_step(folder)
+    resume_step = _resume_step(folder, warn)
     if recipe.debug.load_rollouts is not None:
         left = range(resume_step or 0, recipe.train.num_steps)
         check_saved_steps(recipe.debug.load_rollouts, saved_steps or left)
@@ -155,6 +156,17 @@ def _read_algorithm(config: AlgorithmConfig) -> Algorithm:
     return algorithm
 
 
+def _sources(recipe: Recipe, tokenizer: Any, context_len: int) -> list[Source]:
+    rollout = recipe.rollout
+    return read_sources(
+        recipe.data,
+        tokenizer,
+        max_prompt_len=context_len - rollout.max_response_len,
+        max_response_len=rollout.max_response_len,
+        min_rows=rollout.prompts_per_step,
+    )
+
+
 def _check_prompts(prompts: list[Prompt], tokenizer: Any, recipe: Recipe) -> None:
     """Check that the prompts fit the reward, or the environment where it is a conversation."""
     is_conversation = recipe.environment is not None
@@ -188,14 +200,9 @@ def _check_folder(
     return update
 
 
-def _resume_step(folder: RunFolder) -> int | None:
+def _resume_step(folder: RunFolder, warn: Callable[[str], None]) -> int | None:
     """Return the newest checkpoint that is all there. The ranks share the hashing when they load it."""
-    is_main = os.environ.get("RANK", "0") == "0"
-    found = newest_good(
-        candidates(folder.checkpoints),
-        partial(damage, digests=False),
-        console.warning if is_main else lambda text: None,
-    )
+    found = newest_good(candidates(folder.checkpoints), partial(damage, digests=False), warn)
     return None if found is None else step_of(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from mrl.config import RewardConfig
@@ -39,6 +40,11 @@ def check_reward_columns(
             for name in needed[spec]:
                 if name not in prompt.columns:
                     missing.setdefault((spec, name), []).append(prompt)
+                elif is_not_finite(value := prompt.columns[name]):
+                    raise InputError(
+                        f"{prompt.source}: the column `{name}`, which the reward {spec!r} needs, is "
+                        f"{value}; give the row a value, or leave it out"
+                    )
     for (spec, name), rows in missing.items():
         first = rows[0]
         raise InputError(
@@ -46,6 +52,15 @@ def check_reward_columns(
             f"{', '.join(first.columns) or 'no column but the prompt'} ({len(rows)} of {num_prompts} "
             f"rows are without `{name}`); name the column that holds it: data.columns: {{{name}: NAME}}"
         )
+
+
+def is_not_finite(value: object) -> bool:
+    """Return whether a column holds NaN or an infinity, in itself or in what it holds."""
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, dict):
+        return any(is_not_finite(inner) for inner in value.values())
+    return isinstance(value, list) and any(is_not_finite(inner) for inner in value)
 
 
 def needed_columns(spec: str) -> list[str]:
