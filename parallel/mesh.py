@@ -116,7 +116,8 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
     """Join the other ranks (by torchrun's rendezvous, or alone), make Megatron's process groups, and
     seed the random generators.
 
-    `timeout_s`: a rank that waits longer than this for the others in a collective gives up.
+    `timeout_s`: a rank that waits longer than this for the others in a collective gives up; it holds for
+    all groups, Megatron's too.
     """
     prepare()
     from megatron.core import parallel_state
@@ -137,7 +138,10 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
         context_parallel_size=dims.cp,
         expert_model_parallel_size=dims.ep,
         expert_tensor_parallel_size=dims.etp,
+        # Megatron makes a timedelta of it, and says `int`.
+        distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
     )
+    _limit_all_groups(datetime.timedelta(seconds=timeout_s))
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -154,6 +158,13 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
         ep=state.get_expert_model_parallel_group(),
         etp=state.get_expert_tensor_parallel_group(),
     )
+
+
+def _limit_all_groups(timeout: datetime.timedelta) -> None:
+    """Give the limit to the groups that Megatron makes without one: the experts' gloo group."""
+    c10d: Any = dist.distributed_c10d
+    for group in list(c10d._world.pg_map):
+        c10d._set_pg_timeout(timeout, group)
 
 
 def destroy_mesh() -> None:
