@@ -116,8 +116,8 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
     """Join the other ranks (by torchrun's rendezvous, or alone), make Megatron's process groups, and
     seed the random generators.
 
-    `timeout_s`: a rank that waits longer than this for the others in a collective gives up; it holds for
-    all groups, Megatron's too.
+    `timeout_s`: a rank that waits longer than this for the others in a collective gives up; this
+    holds for all groups, Megatron's too.
     """
     prepare()
     from megatron.core import parallel_state
