@@ -11,6 +11,7 @@ from mrl.commands import (
     branch,
     check,
     diff,
+    drill,
     evaluate,
     export,
     recipe,
@@ -35,5 +36,6 @@ ALL: tuple[ModuleType, ...] = (
     replay,
     diff,
     reward,
+    drill,
 )
 """The commands, in the order of `mrl --help`."""

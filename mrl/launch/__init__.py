@@ -8,9 +8,11 @@ another start may survive.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -75,8 +77,10 @@ def _run(args: Any) -> int:
 
     folder = Path(tempfile.mkdtemp(prefix="mrl-launch-"))
     os.environ[LAUNCH_FOLDER] = str(folder)
+    # torch would leave an empty folder of its own in the temporary directory at every start
+    logs = args.log_dir or str(folder)
     try:
-        run(args)
+        run(argparse.Namespace(**{**vars(args), "log_dir": logs}))
     except ChildFailedError as error:
         return _report(error, folder)
     except SignalException as error:
@@ -112,7 +116,7 @@ def _report(error: Any, folder: Path) -> int:
             log="" if found is None else found.log,
             step=None if found is None else found.step,
             saved_step=newest_step(run) if run else None,
-            command=_text(folder / COMMAND_FILE),
+            command=_text(folder / COMMAND_FILE) or shlex.join(_own_command()),
         )
         found = lost
         if run:
@@ -135,6 +139,11 @@ def _first(error: Any) -> tuple[int, Any]:
     if saved or own:
         return min(saved or own, key=lambda pair: pair[1].timestamp)
     return error.get_first_failure()
+
+
+def _own_command() -> list[str]:
+    """Return how this process was started, for ranks that die before they know their run."""
+    return ["python", *sys.orig_argv[1:]]
 
 
 def _forward(number: int, frame: Any) -> None:

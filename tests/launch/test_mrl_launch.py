@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# torchrun takes $$ in its arguments for $
 RANK = 'echo "start $RANK" >> "$SEEN/starts"; printf %s "$SEEN" > "$MRL_LAUNCH_FOLDER/run_folder"; '
 
 
@@ -26,7 +27,7 @@ def launched(script: str, seen: Path, *more: str) -> tuple[int, list[str]]:
 
 @pytest.mark.release
 def test_a_killed_rank_is_one_block_and_starts_again(tmp_path: Path) -> None:
-    script = 'if [ "$RANK" = 1 ]; then kill -9 $$; fi; exec sleep 300'
+    script = 'if [ "$RANK" = 1 ]; then kill -9 $$$$; fi; exec sleep 300'
     code, lines = launched(script, tmp_path, "--max-restarts", "1")
     assert code == 71
     assert len((tmp_path / "starts").read_text().splitlines()) == 4
@@ -47,5 +48,5 @@ def test_what_another_start_cannot_mend_keeps_its_code(code: int, tmp_path: Path
 
 @pytest.mark.release
 def test_a_run_that_saved_and_left_has_code_75_whoever_dies_then(tmp_path: Path) -> None:
-    script = 'touch "$MRL_LAUNCH_FOLDER/saved"; kill -TERM $$'
+    script = 'touch "$MRL_LAUNCH_FOLDER/saved"; kill -TERM $$$$'
     assert launched(script, tmp_path) == (75, [])

@@ -1,0 +1,133 @@
+"""Provokes faults in a recipe on this machine, and prints what came of each: `mrl drill RECIPE`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mrl.commands.recipe_arguments import add_recipe, read_recipe
+from mrl.errors import ExitCode, InputError
+
+if TYPE_CHECKING:
+    from mrl.config import Recipe
+    from mrl.drill import Row
+
+
+def add_to(commands: Any) -> None:
+    command = commands.add_parser(
+        "drill",
+        help="provoke faults in a recipe on this machine, and see that it recovers from each",
+        description="Run a recipe for a few steps in a scratch folder, provoke one fault after the "
+        "other, and check how each ends: exit code, report, what is left behind, and that the "
+        "continued run has the bits of one without a fault. docs/faults.md describes the faults.",
+    )
+    add_recipe(command)
+    command.add_argument(
+        "--only", nargs="+", action="extend", metavar="FAULT", help="provoke these faults only"
+    )
+    command.add_argument(
+        "--steps", type=int, metavar="N", help="steps of the run without a fault (default 16)"
+    )
+    command.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="ranks to start (default: all GPUs that the layout can use; without GPUs the fewest)",
+    )
+    command.add_argument(
+        "--folder", type=Path, help="scratch folder (default: OUTPUT_DIR_drill, beside output_dir)"
+    )
+    command.add_argument("--list", action="store_true", help="print the faults and end")
+    command.add_argument("--json", action="store_true", help="print one JSON object a fault")
+    command.set_defaults(
+        run=run, after_interrupt="no process remains; the scratch folder holds the logs"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    from mrl.drill import FEWEST_LEFT, NUM_STEPS, drill, not_provoked
+    from mrl.preflight import check
+
+    recipe = read_recipe(args)
+    names = _names(args)
+    if args.list:
+        _list(recipe)
+        return
+    num_steps = args.steps or NUM_STEPS
+    if num_steps <= FEWEST_LEFT:
+        raise InputError(f"--steps: got {num_steps}, expected more than {FEWEST_LEFT}")
+    ranks = args.ranks or _ranks(recipe)
+    folder = args.folder or Path(f"{os.path.abspath(recipe.output_dir)}_drill")
+    check(recipe.model_copy(update={"output_dir": str(folder / "run")}), ranks)
+    rows = []
+    for row in chain(not_provoked(), drill(recipe, ranks, folder, names, num_steps)):
+        rows.append(row)
+        _say(row, as_json=args.json)
+    text = json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
+    (folder / "drill.json").write_text(text + "\n")
+    failed = sum(not row.passed for row in rows)
+    if not args.json:
+        _show(rows, folder, failed)
+    if failed:
+        sys.exit(ExitCode.UNFORESEEN)
+
+
+def _names(args: argparse.Namespace) -> list[str]:
+    """Return the faults to provoke, in the order of the list. Raises InputError."""
+    from mrl.drill import FAULTS
+
+    wanted = args.only or list(FAULTS)
+    if unknown := [name for name in wanted if name not in FAULTS]:
+        raise InputError(f"--only: got {', '.join(unknown)}, expected some of {', '.join(FAULTS)}")
+    return [name for name in FAULTS if name in wanted]
+
+
+def _ranks(recipe: Recipe) -> int:
+    """Return the ranks of this machine that the layout can use. Raises InputError."""
+    import torch
+
+    from mrl.commands.ranks import fewest_ranks
+
+    fewest, gpus = fewest_ranks(recipe), torch.cuda.device_count()
+    if not gpus:
+        return fewest
+    if fewest > gpus:
+        raise InputError(
+            f"the recipe needs {fewest} ranks and this machine has {gpus} GPUs; a drill runs on one "
+            "node: give a smaller layout, e.g. parallel.pipeline_model_parallel_size=1"
+        )
+    return gpus // fewest * fewest
+
+
+def _list(recipe: Recipe) -> None:
+    from mrl.drill import FAULTS, NOT_PROVOKED
+    from mrl.run import console
+
+    rows = [(f.name, f.did, f.why_not(recipe) or "yes") for f in FAULTS.values()]
+    rows += [(name, "", why) for name, why in NOT_PROVOKED.items()]
+    console.table("Faults", ("fault", "what is done", "provoked"), rows)
+
+
+def _say(row: Row, *, as_json: bool) -> None:
+    """Print a row as soon as it is there."""
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(row), "passed": row.passed}), flush=True)
+    elif row.verdict != "not provoked":
+        state = row.verdict if row.passed else "FAILED"
+        print(f"{row.fault}: {state} after {row.seconds:.1f} s", flush=True)
+
+
+def _show(rows: list[Row], folder: Path, failed: int) -> None:
+    from mrl.drill import HEADER, table_rows
+    from mrl.run import console
+
+    console.table("Faults", HEADER, table_rows(rows))
+    print(f"logs and runs: {folder}")
+    passed = sum(row.passed and row.verdict != "not provoked" for row in rows)
+    print(f"{passed} passed, {failed} failed")

@@ -1,0 +1,19 @@
+"""A drill provokes faults in a recipe on the machine that will run it: `mrl drill RECIPE`."""
+
+from mrl.drill.chain import FEWEST_LEFT, NUM_STEPS, Drill
+from mrl.drill.faults import FAULTS, NOT_PROVOKED, Fault, Row
+from mrl.drill.table import HEADER, drill, not_provoked, table_rows
+
+__all__ = [
+    "FAULTS",
+    "FEWEST_LEFT",
+    "HEADER",
+    "NOT_PROVOKED",
+    "NUM_STEPS",
+    "Drill",
+    "Fault",
+    "Row",
+    "drill",
+    "not_provoked",
+    "table_rows",
+]

@@ -1,0 +1,241 @@
+"""A job is `mrl.launch` with its ranks and engines as child processes, watched from the outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mrl.run.failure import Failure, newest_step, read_failure
+from mrl.run.folder import RunFolder
+from parallel.checkpoint.manifest import partial_folder
+
+POLL_S = 0.02
+GONE_WITHIN_S = 30.0
+"""Seconds after the end of the launcher within which all that it started must be gone."""
+KILLED_WITHIN_S = 30.0
+"""Seconds that a process may take to end after SIGKILL."""
+SHARED_MEMORY = Path("/dev/shm")
+ENGINE = "sglang"
+"""What the command line of every process of an engine contains."""
+
+
+class Unexpected(Exception):
+    """Something did not come as the drill expects it; the message says what, and where the log is."""
+
+
+class Job:
+    """Runs one start of a run, and remembers every process, port and file of shared memory of it."""
+
+    def __init__(
+        self, command: Sequence[str], run: Path, log: Path, scratch: Path, limit_s: float
+    ) -> None:
+        """Start `command`, which trains into `run`; what it prints goes to `log`.
+
+        `scratch` is its temporary directory.
+
+        `limit_s`: seconds after which something that should come is taken to come never.
+        """
+        self.run, self.log, self.limit_s = run, log, limit_s
+        self.command = list(command)
+        self.scratch, self._there = scratch, set(scratch.iterdir())
+        self.before_s = time.time()
+        """The time of the start, in seconds since 1970."""
+        self.seen: set[psutil.Process] = set()
+        self.ports: set[int] = set()
+        self.shared: set[Path] = set()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as sink:
+            self.process = psutil.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": str(self.scratch)},
+            )
+
+    def look(self, *, closely: bool = False) -> list[psutil.Process]:
+        """Return all processes of the job that live now, and remember them.
+
+        `closely`: remember also what they hold, which takes a second where there are many.
+        """
+        with suppress(psutil.Error):
+            tree = [self.process, *self.process.children(recursive=True)]
+            self.seen |= {psutil.Process(each.pid) for each in tree if is_alive(each)}
+        for each in self.known() if closely else ():
+            with suppress(psutil.Error, OSError):
+                self.ports |= _listening(each)
+                if ENGINE in _words(each):
+                    self.shared |= _shared_memory(each)
+        return self.known()
+
+    def known(self) -> list[psutil.Process]:
+        """Return the processes that `look` has seen and that live, at no cost."""
+        return [each for each in self.seen if is_alive(each)]
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the ranks of this node, in their order."""
+        found: dict[int, psutil.Process] = {}
+        with suppress(psutil.Error):
+            for child in self.process.children():
+                with suppress(psutil.Error, KeyError):
+                    found[int(child.environ()["LOCAL_RANK"])] = child
+        return [found[number] for number in sorted(found)]
+
+    def engines(self) -> list[psutil.Process]:
+        """Return the processes of all engines that `look` has seen and that live."""
+        return [each for each in self.known() if ENGINE in _words(each)]
+
+    def wait(self, condition: Callable[[], Any], what: str) -> None:
+        """Return as soon as `condition()` is true. Raises Unexpected where the job ends before, or
+        where that takes longer than the limit."""
+        deadline = time.monotonic() + self.limit_s
+        while not condition():
+            code = self.process.poll()
+            if code is not None:
+                raise Unexpected(f"ended with code {code} before {what}; see {self.log}")
+            if time.monotonic() > deadline:
+                raise Unexpected(f"{self.limit_s:.0f} s passed without {what}; see {self.log}")
+            time.sleep(POLL_S)
+
+    def wait_for_rows(self, number: int) -> None:
+        """Wait until so many steps are in metrics.jsonl, which starts are cut back to."""
+        self.wait(
+            lambda: self.has_begun() and num_rows(self.run) >= number, f"step {number - 1} was done"
+        )
+
+    def has_begun(self) -> bool:
+        """Whether the run has recorded a step since this start."""
+        with suppress(OSError, ValueError, KeyError, IndexError):
+            last = (self.run / "metrics.jsonl").read_bytes().splitlines()[-1]
+            return json.loads(last)["time/timestamp"] >= self.before_s
+        return False
+
+    def wait_for_phase(self, phase: str) -> None:
+        """Wait until the run is in a phase of a step, as its files show it.
+
+        `rollout`: two thirds through the rollout; `train`: the rollouts are on file; `save`: a
+        checkpoint is being written.
+        """
+        done = num_rows(self.run)
+        if phase == "rollout":
+            self.wait_for_rows(done + 1)
+            last = RunFolder(self.run).read_metrics()[-1]
+            time.sleep(last["time/sync_s"] + 0.67 * last["time/rollout_s"])
+        elif phase == "train":
+            folder = RunFolder(self.run)
+            file = folder.rollout_file(done)
+            self.wait(lambda: is_younger(file, self.before_s), f"the rollouts of step {done}")
+        else:
+            checkpoints = self.run / "checkpoints"
+            steps = range(done, done + 3)
+            self.wait(
+                lambda: any(partial_folder(checkpoints, step).exists() for step in steps),
+                f"the checkpoint with {done + 1} steps was being written",
+            )
+
+    def end(self, limit_s: float | None = None) -> int:
+        """Wait until the launcher is gone; return its exit code. Raises Unexpected."""
+        try:
+            return self.process.wait(limit_s or self.limit_s)
+        except psutil.TimeoutExpired:
+            raise Unexpected(
+                f"{limit_s or self.limit_s:.0f} s passed without an end; see {self.log}"
+            ) from None
+
+    def left(self) -> list[str]:
+        """Return what is still there after the end: processes, ports, files, one phrase each."""
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while self.known() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        found = [f"process {each.pid} is left" for each in self.known()]
+        for port in self.ports:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    found.append(f"port {port} is left")
+        return found + [f"{file} is left" for file in self.files()]
+
+    def files(self) -> list[Path]:
+        """Return the files that are left: shared memory, and what came to the temporary directory."""
+        new = set(self.scratch.iterdir()) - self._there
+        return [file for file in sorted(self.shared | new) if file.exists()]
+
+    def failure(self) -> Failure | None:
+        """Return what RUN/failure.json says of this start."""
+        found = read_failure(self.run)
+        return found if found is not None and found.time >= self.before_s else None
+
+    def printed(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def send(self, number: int) -> None:
+        """Send a signal to the launcher."""
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill everything, and remove its shared memory. Harmless when repeated."""
+        for each in self.look():
+            with suppress(psutil.Error):
+                each.kill()
+        psutil.wait_procs(self.known(), timeout=KILLED_WITHIN_S)
+        for file in self.shared:
+            file.unlink(missing_ok=True)
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """Send SIGKILL to processes that may be gone."""
+    for each in processes:
+        with suppress(psutil.Error):
+            each.send_signal(signal.SIGKILL)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs, and its number has not gone to another."""
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def num_rows(run: Path) -> int:
+    """Return the whole lines of a run's metrics.jsonl."""
+    with suppress(OSError):
+        return (run / "metrics.jsonl").read_bytes().count(b"\n")
+    return 0
+
+
+def saved(run: Path) -> int:
+    """Return the steps in the newest checkpoint; 0 without one."""
+    return newest_step(run) or 0
+
+
+def is_younger(file: Path, than_s: float) -> bool:
+    """Whether a file was written after a time, in seconds since 1970."""
+    with suppress(OSError):
+        return file.stat().st_mtime > than_s
+    return False
+
+
+def _words(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def _listening(process: psutil.Process) -> set[int]:
+    found = process.net_connections(kind="inet")
+    return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def _shared_memory(process: psutil.Process) -> set[Path]:
+    mapped = {Path(each.path) for each in process.memory_maps()}
+    return {file for file in mapped if file.parent == SHARED_MEMORY and file.exists()}

@@ -1,0 +1,199 @@
+"""Faults that strike a run while it works: kills, signals, a second start."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from mrl.config import Recipe
+from mrl.drill.chain import Drill, done_of, problems_of_end
+from mrl.drill.faults import FAULTS, Row, fault
+from mrl.drill.job import Job, Unexpected, is_alive, is_younger, kill, num_rows, saved
+from mrl.errors import ExitCode
+from mrl.run.folder import RunFolder
+
+SECOND_START_S = 120.0
+"""Seconds within which a second start must be refused; imports alone may take 20 on a cluster."""
+
+
+def ended(
+    drill: Drill,
+    name: str,
+    job: Job,
+    strike: Callable[[], object],
+    codes: Sequence[int],
+    *,
+    is_tidy: bool = True,
+) -> Row:
+    """Strike a job, wait for its end, continue the run, and return the row.
+
+    `is_tidy` is False where nobody was left to remove files; then the next start must have removed
+    them.
+    """
+    began = time.monotonic()
+    strike()
+    code = job.end()
+    alive = job.known()
+    problems = problems_of_end(job, code, codes)
+    files = [] if is_tidy else job.files()
+    problems = [text for text in problems if text not in {f"{file} is left" for file in files}]
+    seconds = time.monotonic() - began
+    failure = job.failure()
+    what = f": {failure.what.splitlines()[0]}" if failure else ""
+    done, kept = done_of(job), saved(job.run)
+    problems += drill.continued(done, failure.command if failure else "")
+    problems += [f"the next start left {file}" for file in files if file.exists()]
+    assert drill.job is not None
+    bits = "the same bits as without the fault" if drill.judges_bits else "went on"
+    text = f"exit code {code}{what}; continued from step {kept} of {done}, {bits}"
+    if alive:
+        text = f"{len(alive)} processes outlived the launcher shortly; {text}"
+    return Row(name, FAULTS[name].did, text, seconds, "recovered", code, tuple(problems))
+
+
+@fault("kill-rank-start", "kill -9 of the last rank while it starts")
+def kill_rank_start(drill: Drill) -> Row:
+    """A rank dies before the first step, as a bad GPU lets it."""
+    drill.close()
+    drill.job = job = drill.start()
+    job.wait(lambda: len(job.ranks()) == drill.ranks, "all ranks had started")
+    has_engine = drill.recipe.debug.load_rollouts is None
+    begun = drill.run / ("logs/engine_00.log" if has_engine else "config.yaml")
+    job.wait(lambda: is_younger(begun, job.before_s), "an engine had started")
+    job.look()
+    return ended(
+        drill, "kill-rank-start", job, lambda: kill(job.ranks()[-1:]), (ExitCode.LOST_RANK,)
+    )
+
+
+def _kill_rank(drill: Drill, name: str, phase: str) -> Row:
+    job = drill.running()
+    job.wait_for_phase(phase)
+    return ended(drill, name, job, lambda: kill(job.ranks()[-1:]), (ExitCode.LOST_RANK,))
+
+
+@fault("kill-rank-rollout", "kill -9 of the last rank in the rollout")
+def kill_rank_rollout(drill: Drill) -> Row:
+    """A rank dies while engines generate."""
+    return _kill_rank(drill, "kill-rank-rollout", "rollout")
+
+
+@fault("kill-rank-train", "kill -9 of the last rank in the log-probs or the training pass")
+def kill_rank_train(drill: Drill) -> Row:
+    """A rank dies while the others wait for it in a collective."""
+    return _kill_rank(drill, "kill-rank-train", "train")
+
+
+@fault("kill-rank-save", "kill -9 of the last rank while a checkpoint is written")
+def kill_rank_save(drill: Drill) -> Row:
+    """A rank dies in a save: the checkpoint before it counts."""
+    return _kill_rank(drill, "kill-rank-save", "save")
+
+
+@fault("kill-launcher", "kill -9 of mrl.launch, as of torchrun")
+def kill_launcher(drill: Drill) -> Row:
+    """The parent of all ranks dies: everything else must be gone within 30 s."""
+    job = drill.running()
+    job.wait_for_phase("train")
+    return ended(drill, "kill-launcher", job, lambda: kill([job.process]), (-signal.SIGKILL,))
+
+
+@fault("kill-tree", "kill -9 of everything at once: mrl.launch, ranks, engines, workers")
+def kill_tree(drill: Drill) -> Row:
+    """Nobody is left to tidy up, as after the memory of a node ran out; the next start does it."""
+    job = drill.running()
+    job.wait_for_phase("rollout")
+    return ended(
+        drill, "kill-tree", job, lambda: kill(job.known()), (-signal.SIGKILL,), is_tidy=False
+    )
+
+
+def _no_engine(recipe: Recipe) -> str:
+    return "" if recipe.debug.load_rollouts is None else "the recipe has no engine"
+
+
+@fault("kill-engine", "kill -9 of an engine's processes in the rollout", _no_engine)
+def kill_engine(drill: Drill) -> Row:
+    """An engine dies while it generates: another one takes its place in the same step."""
+    job = drill.running()
+    job.wait_for_phase("rollout")
+    return engine_replaced(drill, "kill-engine", lambda: kill(job.engines()), job)
+
+
+def engine_replaced(drill: Drill, name: str, strike: Callable[[], object], job: Job) -> Row:
+    """Strike the engines of a job, wait until the step is done all the same, and return the row."""
+    engines, done = job.engines(), num_rows(job.run)
+    began = time.monotonic()
+    strike()
+    there = num_rows(job.run)
+    while num_rows(job.run) < there + 2 and job.process.poll() is None:  # in this step or the next
+        if time.monotonic() > began + drill.limit_s:
+            raise Unexpected(f"{drill.limit_s:.0f} s passed without another engine; see {job.log}")
+        time.sleep(0.1)
+    if job.process.poll() is not None:  # it hung outside of a rollout
+        codes = (ExitCode.HUNG_RANK, ExitCode.LOST_ENGINE)
+        return ended(drill, name, job, lambda: None, codes)
+    problems = drill.goes_on(there + 1)
+    seconds = time.monotonic() - began
+    rows = RunFolder(job.run).read_metrics()[done:]
+    restarts = sum(row.get("rollout/engine_restarts", 0) for row in rows)
+    if not restarts:
+        problems.append("no engine was replaced")
+    problems += [f"engine process {e.pid} is left" for e in engines if is_alive(e)]
+    bits = ", with the same bits as without the fault" if drill.judges_bits else ""
+    text = f"{restarts:g} engine replaced; the step was done{bits}"
+    return Row(name, FAULTS[name].did, text, seconds, "recovered", None, tuple(problems))
+
+
+def _signalled(drill: Drill, name: str, numbers: Sequence[int], codes: Sequence[int]) -> Row:
+    job = drill.running()
+    job.wait_for_phase("train")
+
+    def strike() -> None:
+        for number in numbers:
+            job.send(number)
+            time.sleep(0.1)
+
+    return ended(drill, name, job, strike, codes)
+
+
+@fault("sigusr1", "SIGUSR1 twice, as SLURM gives it before the time limit")
+def sigusr1(drill: Drill) -> Row:
+    """The step is finished and saved; the second signal changes nothing."""
+    return _signalled(drill, "sigusr1", (signal.SIGUSR1,) * 2, (ExitCode.SAVED,))
+
+
+@fault("sigterm", "SIGTERM, as a scheduler gives it before SIGKILL")
+def sigterm(drill: Drill) -> Row:
+    """The step is finished and saved where checkpoint.stop_limit_s allows."""
+    return _signalled(drill, "sigterm", (signal.SIGTERM,), (ExitCode.SAVED, ExitCode.TERMINATED))
+
+
+@fault("sighup", "SIGHUP, as the end of a terminal gives it")
+def sighup(drill: Drill) -> Row:
+    """The step is finished and saved where checkpoint.stop_limit_s allows."""
+    return _signalled(drill, "sighup", (signal.SIGHUP,), (ExitCode.SAVED, ExitCode.HANGUP))
+
+
+@fault("second-start", "the same command again while the run works")
+def second_start(drill: Drill) -> Row:
+    """Two jobs would write to one folder: the second is refused, and the first takes no harm."""
+    job = drill.running()
+    done = num_rows(job.run)
+    began = time.monotonic()
+    second = drill.start()
+    try:
+        code = second.end(max(SECOND_START_S, drill.recipe.rollout.start_timeout_s))
+        seconds = time.monotonic() - began
+        second.look()
+        problems = problems_of_end(second, code, (ExitCode.BAD_INPUT,))
+    finally:
+        second.kill()
+    lines = [line for line in second.printed().splitlines() if line.startswith("mrl: ")]
+    problems += [] if lines else ["no line of mrl on the terminal"]
+    problems += drill.goes_on(max(done, num_rows(job.run)))
+    text = f"exit code {code}: {lines[0] if lines else ''}; the first start went on"
+    return Row(
+        "second-start", FAULTS["second-start"].did, text, seconds, "refused", code, tuple(problems)
+    )

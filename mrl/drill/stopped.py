@@ -1,0 +1,155 @@
+"""Faults in the files of a run that is stopped, and starts that must be refused."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mrl.config import Recipe
+from mrl.drill.chain import Drill, problems_of_end
+from mrl.drill.faults import FAULTS, Row, fault
+from mrl.drill.job import Unexpected, num_rows, saved
+from mrl.errors import ExitCode
+from parallel.checkpoint.manifest import candidates
+
+BAD_REWARD = Path(__file__).with_name("bad_reward.py")
+
+
+def stop(drill: Drill) -> None:
+    """Let the run save and leave. Raises Unexpected."""
+    job = drill.running()
+    job.send(signal.SIGUSR1)
+    if (code := job.end()) != ExitCode.SAVED:
+        raise Unexpected(f"SIGUSR1 ended the run with code {code}; see {job.log}")
+
+
+@fault("damaged-checkpoint", "one byte of the newest checkpoint flipped while the run is stopped")
+def damaged_checkpoint(drill: Drill) -> Row:
+    """Every file has a SHA-256: the run continues from the checkpoint before."""
+    stop(drill)
+    checkpoint = candidates(drill.run / "checkpoints")[0]
+    file = max((f for f in checkpoint.iterdir() if f.is_file()), key=lambda f: f.stat().st_size)
+    flip(file)
+    return _continued(drill, "damaged-checkpoint", saved(drill.run))
+
+
+@fault("cut-metrics", "all but the first line of metrics.jsonl removed while the run is stopped")
+def cut_metrics(drill: Drill) -> Row:
+    """The lines come back from the checkpoint's own copy."""
+    stop(drill)
+    done = num_rows(drill.run)
+    file = drill.run / "metrics.jsonl"
+    file.write_bytes(file.read_bytes().split(b"\n")[0] + b"\n")
+    return _continued(drill, "cut-metrics", done)
+
+
+@fault("damaged-metrics", "a line of metrics.jsonl cut in half while the run is stopped")
+def damaged_metrics(drill: Drill) -> Row:
+    """The line comes back from the checkpoint's own copy."""
+    stop(drill)
+    done = num_rows(drill.run)
+    file = drill.run / "metrics.jsonl"
+    lines = file.read_bytes().split(b"\n")
+    lines[len(lines) // 2 - 1] = lines[len(lines) // 2 - 1][: len(lines[0]) // 2]
+    file.write_bytes(b"\n".join(lines))
+    return _continued(drill, "damaged-metrics", done)
+
+
+@fault("other-recipe", "a start with another learning rate into the folder of the run")
+def other_recipe(drill: Drill) -> Row:
+    """A key that a run keeps has changed: the start is refused and names it."""
+    if not num_rows(drill.run):
+        drill.running()
+    if drill.job is not None and drill.job.process.poll() is None:
+        stop(drill)
+    lr = 2 * drill.recipe.optimizer.lr or 1e-6
+    return _refused(drill, "other-recipe", [f"optimizer.lr={lr}"], "optimizer.lr")
+
+
+@fault("typo", "a key of the recipe misspelt")
+def typo(drill: Drill) -> Row:
+    """A key that there is not is refused before anything starts."""
+    return _refused(drill, "typo", ["train.num_stepz=3"], "num_steps")
+
+
+def _no_function(recipe: Recipe) -> str:
+    if recipe.environment is not None:
+        return "the recipe has an environment and no reward function"
+    if recipe.debug.load_rollouts is not None:
+        return "the recipe has no engine, so nothing is scored"
+    return ""
+
+
+@fault("reward-raises", "a reward function that raises", _no_function)
+def reward_raises(drill: Drill) -> Row:
+    """No sample has a reward: the run ends, instead of training on zeros."""
+    return _bad_reward(drill, "reward-raises", "raises")
+
+
+@fault("reward-hangs", "a reward function that hangs, with reward_timeout_s=5", _no_function)
+def reward_hangs(drill: Drill) -> Row:
+    """The worker is killed at its time limit, and the run ends."""
+    return _bad_reward(drill, "reward-hangs", "hangs", "reward_timeout_s=5")
+
+
+def flip(file: Path, place: float = 0.5) -> None:
+    """Change one bit of the byte at a share of a file's length."""
+    with file.open("r+b") as stream:
+        at = int(place * (file.stat().st_size - 1))
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ 16]))
+
+
+def _continued(drill: Drill, name: str, done: int) -> Row:
+    """Start the run after its files were touched, and return the row."""
+    began = time.monotonic()
+    problems = drill.continued(done)
+    assert drill.job is not None
+    said = [line for line in drill.job.printed().splitlines() if "warning" in line.lower()]
+    text = f"continued; {said[0].strip()}" if said else "continued"
+    bits = ", the same bits as without the fault" if drill.judges_bits else ""
+    seconds = time.monotonic() - began
+    return Row(name, FAULTS[name].did, text + bits, seconds, "recovered", None, tuple(problems))
+
+
+def _refused(drill: Drill, name: str, overrides: Sequence[str], named: str) -> Row:
+    """Start with overrides that must be refused with a line that contains `named`."""
+    began = time.monotonic()
+    job = drill.start(*drill.words(*overrides))
+    try:
+        code = job.end()
+        seconds = time.monotonic() - began
+        problems = problems_of_end(job, code, (ExitCode.BAD_INPUT,))
+    finally:
+        job.kill()
+    lines = [line for line in job.printed().splitlines() if line.startswith("mrl: ")]
+    if not any(named in line for line in lines):
+        problems.append(f"no line names {named}; see {job.log}")
+    text = f"exit code {code}: {lines[0] if lines else 'no line'}"
+    return Row(name, FAULTS[name].did, text, seconds, "refused", code, tuple(problems))
+
+
+def _bad_reward(drill: Drill, name: str, function: str, *overrides: str) -> Row:
+    """Start a run of its own whose reward misbehaves on every sample."""
+    if drill.job is not None and drill.job.process.poll() is None:
+        stop(drill)  # one start at a time has the devices
+    run = drill.folder / name
+    began = time.monotonic()
+    words = drill.words(f"reward={BAD_REWARD}:{function}", f"output_dir={run}", *overrides)
+    job = drill.start(*words, run=run)
+    try:
+        while job.process.poll() is None and time.monotonic() < began + drill.limit_s:
+            job.look()
+            time.sleep(0.1)
+        code = job.end(1.0)
+        seconds = time.monotonic() - began
+        problems = problems_of_end(job, code, (ExitCode.FAILED,))
+    finally:
+        job.kill()
+    failure = job.failure()
+    text = f"exit code {code}: {failure.what.splitlines()[0] if failure else 'no report'}"
+    return Row(name, FAULTS[name].did, text, seconds, "refused", code, tuple(problems))

@@ -1,0 +1,94 @@
+"""Provokes faults one after the other and makes the table of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from mrl.config import Recipe
+from mrl.drill import hung, running, stopped
+from mrl.drill.chain import NUM_STEPS, Drill, one_step_again, problems_of_end
+from mrl.drill.faults import FAULTS, NOT_PROVOKED, Fault, Row
+from mrl.drill.job import Unexpected
+from mrl.errors import ExitCode
+
+ROOMS = (running, hung, stopped)
+"""The modules that add the faults to the list."""
+HEADER = ("fault", "seconds", "verdict", "exit", "what happened")
+
+
+def drill(
+    recipe: Recipe, ranks: int, folder: Path, names: Sequence[str], num_steps: int = NUM_STEPS
+) -> Iterator[Row]:
+    """Train the reference, then provoke each fault of `names`; yield a row for each as it is done.
+
+    The reference has `num_steps`. Nothing outside of `folder` is written. Raises InputError where the
+    folder holds anything.
+    """
+    faults = [FAULTS[name] for name in names]
+    whole = Drill(recipe, ranks, folder, num_steps)
+    try:
+        first = _without_fault(whole)
+        yield first
+        if not first.passed:
+            return
+        for each in faults:
+            if why := each.why_not(recipe):
+                yield Row(each.name, each.did, why, 0.0, "not provoked")
+            else:
+                yield _tried(each, whole)
+    finally:
+        whole.end()
+
+
+def not_provoked() -> Iterator[Row]:
+    """Yield a row for each fault that a drill leaves alone."""
+    for name, why in NOT_PROVOKED.items():
+        yield Row(name, "", why, 0.0, "not provoked")
+
+
+def table_rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return the cells of a table with the columns of HEADER."""
+    return [
+        (
+            row.fault,
+            f"{row.seconds:.1f}" if row.verdict != "not provoked" else "",
+            row.verdict if row.passed else "FAILED",
+            "" if row.exit_code is None else str(row.exit_code),
+            row.happened if row.passed else "; ".join((*row.problems, row.happened)),
+        )
+        for row in rows
+    ]
+
+
+def _without_fault(whole: Drill) -> Row:
+    did = f"{whole.num_steps} steps without a fault, and the first of them again"
+    began = time.monotonic()
+    try:
+        job = whole.train_without_fault()
+        seconds = time.monotonic() - began
+        problems = problems_of_end(job, job.end(), (ExitCode.DONE,))
+        job.kill()
+        text = one_step_again(whole) or "done; the same bits in both"
+    except Unexpected as error:
+        return Row("none", did, "", time.monotonic() - began, "recovered", None, (str(error),))
+    return Row("none", did, text, seconds, "recovered", ExitCode.DONE, tuple(problems))
+
+
+def _tried(each: Fault, whole: Drill) -> Row:
+    """Provoke a fault; where the run does not continue as it should, let the next one begin anew."""
+    began = time.monotonic()
+    try:
+        row = each.provoke(whole)
+    except Unexpected as error:
+        code = None
+        if whole.job is not None:
+            with suppress(Unexpected):
+                code = whole.job.process.poll()
+        seconds = time.monotonic() - began
+        row = Row(each.name, each.did, "", seconds, "recovered", code, (str(error),))
+    if not row.passed:
+        whole.broken(each.name)
+    return row

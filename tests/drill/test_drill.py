@@ -1,0 +1,164 @@
+"""`mrl drill`: what it watches, what it finds wrong, and the table of a real drill."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.cli import main
+from mrl.config import load_recipe
+from mrl.drill import FAULTS, Drill
+from mrl.drill.chain import problems_of_end
+from mrl.drill.job import Job, Unexpected
+from mrl.drill.stopped import flip
+from mrl.errors import InputError
+from mrl.run.failure import Failure, write_failure
+from tests.loop.conftest import COMMAND_TIMEOUT_S, TOY_RECIPE, Toy, environment
+from tests.loop.forked import Command
+from tests.loop.test_refusals import refused
+from tests.waiting import wait_until
+
+
+def job(folder: Path, script: str) -> Job:
+    """A shell script in the place of the launcher."""
+    for name in ("run", "tmp"):
+        (folder / name).mkdir()
+    return Job(["sh", "-c", script], folder / "run", folder / "log", folder / "tmp", limit_s=60)
+
+
+def test_an_end_as_it_should_be_has_no_problems(tmp_path: Path) -> None:
+    one = job(tmp_path, "echo 'mrl: rank 1 was killed'; exit 71")
+    write_failure(one.run, Failure(what="rank 1", exit_code=71, command="mrl train run"))
+    assert problems_of_end(one, one.end(), (71,)) == []
+    assert one.left() == []
+
+
+def test_what_is_left_behind_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrl.drill.job.GONE_WITHIN_S", 0.0)
+    one = job(tmp_path, "sleep 1000 & touch $TMPDIR/litter; read line < /dev/null; echo Traceback")
+    wait_until(lambda: len(one.look()) > 1 or one.process.poll() is not None)
+    one.look()
+    code = one.end()
+    found = problems_of_end(one, code, (71, 75))
+    assert any("litter is left" in text for text in found)
+    assert any("exit code 0, expected 71 or 75" in text for text in found)
+    one.kill()
+    assert one.left() == [f"{one.scratch / 'litter'} is left"]
+
+
+def test_a_failure_without_a_report_is_a_problem(tmp_path: Path) -> None:
+    one = job(tmp_path, "exit 71")
+    write_failure(one.run, Failure(what="of an earlier start", exit_code=71, command="x", time=1.0))
+    found = problems_of_end(one, one.end(), (71,))
+    one.kill()
+    assert found == ["no RUN/failure.json of this start", "no block of text on the terminal"]
+
+
+def test_an_early_end_is_unexpected(tmp_path: Path) -> None:
+    one = job(tmp_path, "exit 3")
+    with pytest.raises(Unexpected, match="ended with code 3 before step 0 was done"):
+        one.wait_for_rows(1)
+    one.kill()
+
+
+def row(step: int, **more: Any) -> str:
+    values = {"step": step, "grad_norm": 1.0, "time/step_s": time.time()}
+    return json.dumps({**values, **more}) + "\n"
+
+
+def drilled(folder: Path, toy: Toy) -> Drill:
+    """A drill whose run and reference have two equal steps."""
+    overrides = toy.overrides(folder / "mine", "logging=[jsonl,tensorboard]", "eval.every=0")
+    drill = Drill(load_recipe(TOY_RECIPE, overrides), 1, folder / "drill", 8)
+    for run in (drill.run, drill.reference):
+        (run / "rollouts").mkdir(parents=True)
+        (run / "metrics.jsonl").write_text(row(0) + row(1))
+        for step in range(2):
+            (run / f"rollouts/step_{step:06d}.jsonl").write_text('{"completion": "a"}\n')
+    return drill
+
+
+def test_the_recipe_of_a_drill_writes_into_its_folder_only(toy: Toy, tmp_path: Path) -> None:
+    drill = drilled(tmp_path, toy)
+    recipe = load_recipe(drill.file)
+    assert recipe.output_dir == str(drill.run)
+    assert recipe.logging.trackers == ("jsonl",)
+    assert (recipe.train.num_steps, recipe.checkpoint.save_every) == (8, 1)
+    assert drill.differences() == []
+    with pytest.raises(InputError, match="is there already"):
+        Drill(drill.recipe, 1, drill.folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("metrics.jsonl", row(0) + row(1, grad_norm=1.0 + 1e-16 * 3), "step 1 has other values of"),
+        ("metrics.jsonl", row(0) + row(2), "metrics.jsonl has the steps [0, 2]"),
+        ("rollouts/step_000001.jsonl", '{"completion": "b"}\n', "step 1 has other samples"),
+    ],
+)
+def test_one_bit_is_found(file: str, text: str, expected: str, toy: Toy, tmp_path: Path) -> None:
+    drill = drilled(tmp_path, toy)
+    (drill.run / file).write_text(text)
+    assert any(expected in found for found in drill.differences())
+
+
+def test_other_weights_are_found(toy: Toy, tmp_path: Path, recorded: Path) -> None:
+    drill = drilled(tmp_path, toy)
+    for run in (drill.reference, drill.run):
+        shutil.copytree(recorded / "checkpoints", run / "checkpoints")
+    drill._note_digests(drill.reference)
+    assert drill.differences() == []
+    digests = drill._digests[4]
+    drill._digests[4] = dict.fromkeys(digests, "0" * 64)
+    assert digests
+    assert drill.differences() == ["the checkpoint with 4 steps has other bits"]
+
+
+def test_flip_changes_one_bit(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(9))
+    flip(file)
+    assert file.read_bytes() == bytes([0, 0, 0, 0, 16, 0, 0, 0, 0])
+
+
+def test_what_cannot_be_provoked_says_why(toy: Toy, tmp_path: Path) -> None:
+    saved = load_recipe(TOY_RECIPE, toy.overrides(tmp_path, "debug.load_rollouts=/x"))
+    assert "no engine" in FAULTS["kill-engine"].why_not(saved)
+    assert FAULTS["kill-rank-train"].why_not(saved) == ""
+    slow = load_recipe(TOY_RECIPE, toy.overrides(tmp_path, "rollout.stall_timeout_s=4000"))
+    assert "stall_timeout_s" in FAULTS["stop-engine"].why_not(slow)
+
+
+def test_the_command_lists_its_faults_and_refuses_others(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["drill", str(TOY_RECIPE), *toy.overrides(tmp_path / "mine")]
+    main([*command, "--list"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in (*FAULTS, "network partition"))
+    assert "expected some of kill-rank-start" in refused(capsys, [*command, "--only", "kil-rank"])
+    (tmp_path / "mine_drill").mkdir()
+    (tmp_path / "mine_drill/mine").touch()
+    assert "is there already" in refused(capsys, command)
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine_drill"]
+
+
+@pytest.mark.release
+@pytest.mark.timeout(500)
+def test_a_drill_of_the_toy_recipe(toy: Toy, tmp_path: Path) -> None:
+    words = ["drill", str(TOY_RECIPE), *toy.overrides(tmp_path / "mine")]
+    words += ["--only", "kill-rank-train", "damaged-checkpoint"]
+    done = Command(words, environment(), tmp_path / "out").finish(2 * COMMAND_TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "3 passed, 0 failed"
+    rows = json.loads((tmp_path / "mine_drill/drill.json").read_text())
+    by_name = {each["fault"]: each for each in rows}
+    assert by_name["kill-rank-train"]["exit_code"] == 71
+    assert "the same bits" in by_name["damaged-checkpoint"]["happened"]
+    assert not (tmp_path / "mine").exists()
