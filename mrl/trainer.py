@@ -271,8 +271,7 @@ class Trainer:
 
     def _told_on_any_rank(self) -> int:
         """Ranks stop together, also when only one of them was told."""
-        told = Max(torch.tensor(float(self._stop.asked)))
-        return int(reduce_statistics({"told": told})["told"])
+        return int(reduce_statistics({"told": Max(torch.tensor(float(self._stop.asked)))})["told"])
 
     def _save(self) -> None:
         own = {"collector": self.collector.state_dict(), "learner": self.learner.state_dict()}
@@ -312,6 +311,7 @@ def make_checkpoints(recipe: Recipe, mesh: Mesh, folder: RunFolder) -> Checkpoin
         async_save=recipe.checkpoint.async_save,
         seed=recipe.seed,
         warn=console.warning if mesh.rank == 0 else lambda text: None,
+        record=folder,
     )
 
 

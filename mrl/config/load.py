@@ -87,7 +87,7 @@ def dump_recipe(recipe: Recipe, path: Path) -> None:
     tree = hold_paths(recipe.model_dump(mode="json"), None)
     tree["output_dir"] = os.path.abspath(recipe.output_dir)
     # Whole, as other ranks may be reading the file.
-    write_whole(path, yaml.safe_dump(tree, sort_keys=False))
+    write_whole(path, yaml.safe_dump(tree, sort_keys=False), durable=True)
 
 
 def _refuse_renamed(keys: Iterable[str], source: str) -> None:

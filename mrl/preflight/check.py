@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from mrl.preflight.old_logprobs import check_old_logprobs
 from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.plan import Plan
 from mrl.preflight.profile import check_profile
+from mrl.preflight.resume import resume_step
 from mrl.preflight.reward_columns import check_reward_columns
 from mrl.preflight.rows import check_rows
 from mrl.preflight.sampling import check_recipe_sampling, check_sampling
@@ -49,7 +49,6 @@ from mrl.run.folder import RunFolder, check_saved_steps
 from mrl.run.history import Update
 from mrl.trackers import check_trackers
 from mrl.types import Prompt
-from parallel.checkpoint.manifest import candidates, damage, newest_good, step_of
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_implementation
@@ -117,13 +116,13 @@ def check(
     sft_examples = _sft_examples(recipe, tokenizer, context_len)
     eval_sets = _eval_sets(recipe, model, tokenizer, context_len)
     update = _check_folder(folder, recipe, allowed, algorithm)
-    resume_step = _resume_step(folder, warn)
+    step = resume_step(folder, warn)
     if recipe.debug.load_rollouts is not None:
-        left = range(resume_step or 0, recipe.train.num_steps)
+        left = range(step or 0, recipe.train.num_steps)
         check_saved_steps(recipe.debug.load_rollouts, saved_steps or left)
     return Plan(
         recipe, dims, model, reference, critic, algorithm, tokenizer, sources, sft_examples,
-        eval_sets, context_len, resume_step, update,
+        eval_sets, context_len, step, update,
     )  # fmt: skip
 
 
@@ -198,12 +197,6 @@ def _check_folder(
     if folder.has_begun:
         check_critic_stays(update.changes, traits(algorithm).needs_critic)
     return update
-
-
-def _resume_step(folder: RunFolder, warn: Callable[[str], None]) -> int | None:
-    """Return the newest checkpoint that is all there. The ranks share the hashing when they load it."""
-    found = newest_good(candidates(folder.checkpoints), partial(damage, digests=False), warn)
-    return None if found is None else step_of(found)
 
 
 def _sft_examples(recipe: Recipe, tokenizer: Any, context_len: int) -> list[SftExample]:

@@ -23,19 +23,22 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from mrl.config import Recipe, dump_recipe
 from mrl.errors import InputError
+from mrl.run import metric_rows
 from mrl.run.changes import check_allowed, check_keys
 from mrl.run.contents import contents_of
 from mrl.run.failure import clear_failure, newest_step
 from mrl.run.history import History, Update, changes_to
 from mrl.run.json_lines import finite_or_null
 from mrl.system.disk import refusing
-from mrl.system.files import naming, write_whole
+from mrl.system.files import naming, sync, write_whole
 from mrl.types import SampleGroup
+from parallel.checkpoint.manifest import folder_name
 
 
 class RunFolder:
@@ -53,6 +56,8 @@ class RunFolder:
         self.evals = self.root / "evals"
         self.history = History(self.root)
         self._lock: IO[str] | None = None
+        self._settled = 0
+        """The steps whose files are on the disk."""
 
     def check(self, recipe: Recipe, allowed: Sequence[str] | None = ()) -> Update:
         """Return what continuing the run of this folder with `recipe` changes.
@@ -80,7 +85,8 @@ class RunFolder:
     @property
     def has_begun(self) -> bool:
         """Whether there is anything that a start with another recipe would continue or replace."""
-        return bool(self.read_metrics()) or any(self.checkpoints.glob("iter_*"))
+        has_rows = self.metrics.exists() and b"\n" in self.metrics.read_bytes()
+        return has_rows or any(self.checkpoints.glob("iter_*"))
 
     def open(self, recipe: Recipe, update: Update | None = None, step: int = 0) -> None:
         """Make the folder, claim it, and note the start in its history.
@@ -89,8 +95,12 @@ class RunFolder:
         writing to the folder.
         """
         with refusing(self.root):
+            new = [p for p in (self.root, *self.root.absolute().parents) if not p.exists()]
             for folder in (self.rollouts, self.checkpoints, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
+            for parent in (self.root, *(each.parent for each in new)):
+                with suppress(PermissionError):  # a parent may be closed to this user
+                    sync(parent)  # after a power cut the folder is there
         with refusing(self.root):
             self._lock = (self.root / ".lock").open("w")
         try:
@@ -102,6 +112,8 @@ class RunFolder:
         update = update or Update()
         with refusing(self.root):
             clear_failure(self.root)
+            if (saved := self.checkpoints / folder_name(step)).exists():
+                metric_rows.mend(self.metrics, saved, step)
             self.history.add("start", step, update.changes, update.contents, allowed=update.allowed)
             dump_recipe(recipe, self.config)
 
@@ -124,17 +136,31 @@ class RunFolder:
         for folder in (self.rollouts, self.tokens, self.diagnosis):
             _set_aside(folder, step)
         _set_aside(self.evals, step + 1)  # that of `step` is of the weights that it continues from
-        if not self.metrics.exists():
-            return
-        kept = [r for r in self.read_metrics() if r["step"] < step]
-        write_whole(self.metrics, as_lines(kept))
+        self._settled = step
+        if self.metrics.exists():
+            write_whole(self.metrics, metric_rows.rows_before(self.metrics, step))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All whole lines of metrics.jsonl; a line cut short by a crash is left out."""
-        if not self.metrics.exists():
-            return []
-        lines = self.metrics.read_text().split("\n")[:-1]
-        return [json.loads(line) for line in lines]
+        """All whole lines of metrics.jsonl; a line cut short by a crash is left out. Raises InputError
+        where one is damaged."""
+        return metric_rows.read(self.metrics)
+
+    def kept(self, step: int) -> dict[str, bytes]:
+        """Return what the checkpoint of `step` keeps of this folder, by the names of the files."""
+        return {metric_rows.COPY: metric_rows.rows_before(self.metrics, step)}
+
+    def settle(self, step: int) -> None:
+        """Wait until what the steps before `step` have left here is on the disk, so that a power cut
+        leaves no checkpoint without it."""
+        for folder in (self.rollouts, self.tokens, self.diagnosis, self.evals):
+            steps = range(self._settled, step + 1)
+            found = [f for f in folder.glob("step_*") if _step_of_file(f) in steps]
+            for path in (*found, folder) if found else ():
+                sync(path)
+        if self.metrics.exists():
+            sync(self.metrics)
+            sync(self.root)
+        self._settled = step
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
         """Add a line. Where the disk takes only a part of it, that part is removed again."""

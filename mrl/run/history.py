@@ -21,6 +21,7 @@ from typing import Any
 
 from mrl import __version__
 from mrl.config import Recipe
+from mrl.errors import InputError
 from mrl.run.changes import Change, find_changes, flatten, is_in, rule_of
 from mrl.run.contents import contents_of
 from mrl.run.source import load_run
@@ -68,11 +69,26 @@ class History:
         self._config = root / "config.yaml"
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all whole lines; none for the run of an earlier version."""
+        """Return all whole lines; none for the run of an earlier version.
+
+        Raises InputError where one is damaged.
+        """
         with suppress(FileNotFoundError):
-            lines = self.file.read_text().split("\n")[:-1]
-            return [json.loads(line) for line in lines]
+            lines = self.file.read_bytes().split(b"\n")[:-1]
+            return [self._entry(line, number) for number, line in enumerate(lines, 1)]
         return []
+
+    def _entry(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            entry = json.loads(line)
+            if isinstance(entry["step"], int):
+                return entry
+        except (ValueError, TypeError, KeyError):
+            pass
+        raise InputError(
+            f"{self.file}:{number}: the line is damaged; bring the file back, or delete the line: the "
+            "run then no longer knows what that start changed"
+        )
 
     def contents(self, step: int | None = None) -> dict[str, str]:
         """Return the digests of what the run's recipe names, as they were noted last, or until `step`
@@ -113,7 +129,9 @@ class History:
         if changes and self._config.exists():
             entry["config_before"] = self._keep_config()
         lines = [json.dumps(each) + "\n" for each in (*self.read(), entry)]
-        write_whole(self.file, "".join(lines))  # a line cut short by a crash is not continued
+        write_whole(
+            self.file, "".join(lines), durable=True
+        )  # a line cut short by a crash is not continued
 
     def _keep_config(self) -> str:
         self.configs.mkdir(exist_ok=True)

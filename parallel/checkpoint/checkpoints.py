@@ -34,7 +34,7 @@ from mrl.errors import InputError, RunFailed
 from mrl.system.files import write_whole
 from parallel.checkpoint import manifest
 from parallel.checkpoint.agreement import failed, find_damage, first_reason, on_first_rank
-from parallel.checkpoint.pending_save import COMMON_FILE, PendingSave
+from parallel.checkpoint.pending_save import COMMON_FILE, PendingSave, Record
 from parallel.checkpoint.pickle_scan import check_pickles
 from parallel.checkpoint.random_state import pack_random_state, reseed, restore_random_state
 from parallel.checkpoint.shard_writer import ShardWriter
@@ -92,15 +92,17 @@ class Checkpoints:
         async_save: bool = False,
         seed: int = 0,
         warn: Callable[[str], None] = lambda text: None,
+        record: Record | None = None,
     ) -> None:
         """`seed`: the recipe's, from which other layouts draw their random states; a checkpoint that is
-        loaded brings its own."""
+        loaded brings its own. `record`: what keeps the run's files."""
         self.root = root
         self.mesh = mesh
         self.keep = keep
         self.async_save = async_save
         self.seed = seed
         self.warn = warn
+        self.record = record
         self._queue = AsyncCallsQueue()
         self._in_flight: PendingSave | None = None
 
@@ -134,7 +136,8 @@ class Checkpoints:
         writer = ShardWriter(unnamed, mesh.rank, mesh.dims.world)
         request = writer.request(shards, copy=self.async_save)
         content = self._content(step, models, trainer)
-        self._in_flight = PendingSave(self.root, step, self.keep, content, writer)
+        record = self.record if mesh.rank == 0 else None
+        self._in_flight = PendingSave(self.root, step, self.keep, content, writer, record)
         request.add_finalize_fn(self._name_in_flight)
         if self.async_save:
             self._queue.schedule_async_request(request)

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
 from mrl.system.disk import describe
-from mrl.system.files import sync
+from mrl.system.files import sync, write_whole
 from parallel.checkpoint import manifest
 from parallel.checkpoint.shard_writer import POLL_S, ShardWriter
 
 CONFIG_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
+
+
+class Record(Protocol):
+    """A `Record` is the run's folder, of which a checkpoint keeps what it cannot do without."""
+
+    def kept(self, step: int) -> Mapping[str, bytes]:
+        """Return the files that the checkpoint of `step` gets a copy of, by name."""
+        ...
+
+    def settle(self, step: int) -> None:
+        """Wait until the files of the steps before `step` are on the disk; in a thread of its own."""
+        ...
 
 
 @dataclass
@@ -28,11 +41,16 @@ class PendingSave:
     content: dict[str, Any]
     """Fields of the manifest."""
     writer: ShardWriter
+    record: Record | None = None
+    """The run's folder, on rank 0; a checkpoint of no run has none."""
     is_published: bool = False
     failure: str | None = None
     """Why the thread could not give it its name."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _watcher: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self._kept = {} if self.record is None else self.record.kept(self.step)
 
     def watch(self) -> None:
         """Publish on rank 0 in the background, so that what was written survives a trainer that is
@@ -52,9 +70,13 @@ class PendingSave:
         """Publish on rank 0, when the writer has the reports of all ranks."""
         partial, files = self.writer.folder, self.writer.finish()
         save_config(CheckpointingConfig("torch_dist"), str(partial))
-        for name in (COMMON_FILE, CONFIG_FILE, ".metadata"):
+        for name, data in self._kept.items():
+            write_whole(partial / name, data)
+        for name in (COMMON_FILE, CONFIG_FILE, ".metadata", *self._kept):
             sync(partial / name)
             files[name] = manifest.record(partial / name)
+        if self.record is not None:
+            self.record.settle(self.step)
         manifest.write_manifest(partial, self.content, files)
         manifest.publish(self.root, self.step, self.keep)
         self.is_published = True

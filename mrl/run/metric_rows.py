@@ -1,0 +1,133 @@
+"""Checks the rows of metrics.jsonl that a resumed run continues, and brings back what they lack.
+
+Every checkpoint has a copy of the rows of the steps before it, so a file that was cut, edited or
+damaged since then is rebuilt from it. Checkpoints of earlier versions have none: there the rows are
+only counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import InputError
+from mrl.system.files import write_whole
+from parallel.checkpoint.manifest import Damaged, read_manifest, record
+
+COPY = "metrics.jsonl"
+"""The name of the copy in a checkpoint's folder."""
+
+
+def rows_before(metrics: Path, step: int) -> bytes:
+    """Return the lines of the first `step` steps: what a checkpoint of `step` keeps."""
+    with suppress(FileNotFoundError):
+        return b"".join(metrics.read_bytes().splitlines(keepends=True)[:step])
+    return b""
+
+
+def read(metrics: Path) -> list[dict[str, Any]]:
+    """Return the whole lines; one that a crash cut short is left out. Raises InputError where a line is
+    damaged."""
+    if not metrics.exists():
+        return []
+    rows = []
+    for number, line in enumerate(metrics.read_bytes().split(b"\n")[:-1], 1):
+        if _step(line) is None:
+            raise InputError(
+                f"{metrics}:{number}: the line is damaged; `mrl train {metrics.parent}` brings rows "
+                "back from the newest checkpoint, which has a copy"
+            )
+        rows.append(json.loads(line))
+    return rows
+
+
+def find_damage(metrics: Path, checkpoint: Path, step: int) -> str:
+    """Return in one line what is wrong with the rows of the first `step` steps and can be rebuilt from
+    `checkpoint`; empty where nothing is.
+
+    Raises InputError where it cannot be rebuilt.
+    """
+    data = metrics.read_bytes() if metrics.exists() else b""
+    copy = _copy_of(checkpoint)
+    if copy is not None and data.startswith(copy):
+        return ""
+    wrong = _wrong(data, range(step) if copy is None else _steps(copy), copy)
+    if copy is None and wrong:
+        raise InputError(
+            f"{metrics}: {wrong}, and checkpoint {checkpoint.name} has no copy of the rows, as an "
+            "earlier version of mrl wrote it; bring the file back, set the run back to a step before "
+            "them (docs/checkpoints.md), or start another run in a new output_dir"
+        )
+    if not wrong:
+        return "" if copy is None else f"{metrics}: the rows are in another order"
+    return f"{metrics}: {wrong}"
+
+
+def mend(metrics: Path, checkpoint: Path, step: int) -> None:
+    """Rebuild what `find_damage` finds; the file as it was is kept beside it as `.damaged`."""
+    if not find_damage(metrics, checkpoint, step):
+        return
+    copy, data = _copy_of(checkpoint) or b"", b""
+    if metrics.exists():
+        data = metrics.read_bytes()
+        write_whole(metrics.with_name(f"{metrics.name}.damaged"), data)
+    later = [line + b"\n" for line in data.split(b"\n")[:-1] if (_step(line) or 0) >= step]
+    write_whole(metrics, [copy, *later], durable=True)
+
+
+def _copy_of(checkpoint: Path) -> bytes | None:
+    """Return the checkpoint's copy; None where it has none, or it is damaged itself."""
+    try:
+        listed = read_manifest(checkpoint)["files"].get(COPY)
+        if listed is None or record(checkpoint / COPY).sha256 != listed["sha256"]:
+            return None
+        return (checkpoint / COPY).read_bytes()
+    except (Damaged, OSError):
+        return None
+
+
+def _wrong(data: bytes, steps: Iterable[int], copy: bytes | None) -> str:
+    """Say which of `steps` have no row in `data`, or another one than in `copy`."""
+    lines = data.split(b"\n")[:-1]
+    there = {step: line for line in lines if (step := _step(line)) is not None}
+    kept = {} if copy is None else {_step(line): line for line in copy.split(b"\n")[:-1]}
+    missing = [step for step in steps if step not in there]
+    changed = [
+        step for step in steps if step in there and kept.get(step, there[step]) != there[step]
+    ]
+    num_damaged = sum(_step(line) is None for line in lines)
+    parts = [
+        f"the row{_of_steps(missing)} missing" if missing else "",
+        f"the row{_of_steps(changed)} changed since the checkpoint was saved" if changed else "",
+        f"{num_damaged} line(s) cannot be read" if num_damaged and missing else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _steps(copy: bytes) -> list[int]:
+    return [step for line in copy.split(b"\n")[:-1] if (step := _step(line)) is not None]
+
+
+def _step(line: bytes) -> int | None:
+    """Return the step of a row; None where the line is damaged."""
+    with suppress(ValueError, TypeError, KeyError):
+        row: dict[str, Any] = json.loads(line)
+        return int(row["step"])
+    return None
+
+
+def _of_steps(steps: list[int]) -> str:
+    """Return ` of step 3 is`, or `s of steps 2 to 5, 9 are`."""
+    if len(steps) == 1:
+        return f" of step {steps[0]} is"
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and runs[-1][-1] == step - 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return f"s of steps {', '.join(words[:5])}{' and others' if len(words) > 5 else ''} are"
