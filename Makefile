@@ -74,7 +74,7 @@ layouts: setup  ## Every parallel layout against one process; writes docs/layout
 conformance: setup  ## What an engine owes, against a real SGLang: 1 and 2 ranks, engines, nodes; 10 minutes
 	$(BIN)/python -m benchmarks.conformance $(BENCH_ARGS)
 
-faults: setup  ## Kill the engine 20 times in a real run, and hang it; 6 minutes
+faults: setup  ## Every fault of docs/faults.md: what happened, seconds, verdict; 15 minutes
 	$(BIN)/python -m benchmarks.faults $(BENCH_ARGS)
 
 slurm: setup  ## What befalls a job, on a real SLURM on this machine, as root; 6 minutes

@@ -1,260 +1,147 @@
-"""This module causes engine faults in the middle of rollouts: `make faults`.
+"""This module provokes every fault of the table, and prints what came of each: `make faults`.
 
-It starts one real training run of the toy model. In each step, at a random moment of the rollout, the
-engine is killed (`kill -9` of its server, its scheduler or its detokenizer, by turns), and in the last
-one hung (SIGSTOP of all of it). Checked: every step completes with exactly the prompts that the cursor
-gives it, each with all its samples once; every loss is seen, in its step or, where the rollout was over
-before it showed, in the next; afterwards no process and no listening port of any engine is left.
-Reports how long each recovery took. Writes benchmarks/results/faults.json.
+The rows of `mrl drill` are tried on the toy recipe: with its engine where the fault is about it, and
+with the rollouts of that run where it is not. To these come bad inputs, kills of the engine at random
+moments of the rollout, and the faults that only a test can provoke. Writes the table of docs/faults.md
+and benchmarks/results/faults.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
+import dataclasses
 import os
-import random
-import signal
-import socket
-import statistics
-import subprocess
-import sys
+import re
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from benchmarks.evidence.result import finish, summary, write_result
+from benchmarks.fault_table import engine, inputs, tested
+from benchmarks.fault_table.base import KINDS, RECIPE, ROOT, Toy
 from mrl.config import load_recipe
-from mrl.data import PromptCursor, read_prompts
-from mrl.preflight import load_tokenizer
+from mrl.drill import HEADER, Row, drill, table_rows
+from mrl.run import console
 from mrl.toy_model import write_toy_model
-from parallel.hf_config import HfModel
 
-ROOT = Path(__file__).resolve().parents[1]
-RECIPE = ROOT / "launch" / "recipes" / "toy_moe.yaml"
-PROMPTS, SAMPLES, RESPONSE_LEN = 8, 8, 160
-NUM_KILLS = 20
-"""Kills of a whole run; one with fewer is not written to the results."""
-STALL_TIMEOUT_S = 10
-STEP_TIMEOUT_S = 600
-KILLED = ("child", "scheduler", "detokenizer")
-"""Parts of the names of the processes of an SGLang server."""
-
-
-class Run:
-    """A run is `mrl train` as a child process, watched through its run folder."""
-
-    def __init__(self, folder: Path, num_steps: int) -> None:
-        self.output = folder / "run"
-        model = folder / "model"
-        write_toy_model(model)
-        self.overrides = [
-            f"model.path={model}", f"output_dir={self.output}", f"train.num_steps={num_steps}",
-            f"rollout.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
-            f"rollout.max_response_len={RESPONSE_LEN}", f"rollout.min_response_len={RESPONSE_LEN}",
-            f"rollout.stall_timeout_s={STALL_TIMEOUT_S}", "checkpoint.save_every=0",
-        ]  # fmt: skip
-        self.log = open(folder / "train.log", "w+")  # noqa: SIM115 - as long as the process
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mrl", "train", str(RECIPE), *self.overrides],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-        )
-        self.seen: set[psutil.Process] = set()
-        self.ports: set[int] = set()
-
-    def metrics(self) -> list[dict[str, Any]]:
-        path = self.output / "metrics.jsonl"
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-
-    def wait_for_step(self, step: int) -> dict[str, Any]:
-        """Wait until a step is done and return its metrics."""
-        deadline = time.monotonic() + STEP_TIMEOUT_S
-        while len(rows := self.metrics()) <= step:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.log.seek(0)
-                raise SystemExit(f"faults: step {step} did not come:\n{self.log.read()[-4000:]}")
-            time.sleep(0.01)
-        return rows[step]
-
-    def engine(self) -> list[psutil.Process]:
-        """Return the processes of the engine that runs now, and remember them with their ports."""
-        tree = [
-            p for p in psutil.Process(self.process.pid).children(recursive=True) if _is_engine(p)
-        ]
-        self.seen |= set(tree)
-        for process in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self.ports |= {
-                    connection.laddr.port
-                    for connection in process.net_connections(kind="inet")
-                    if connection.status == psutil.CONN_LISTEN
-                }
-        return tree
+PAGE = ROOT / "docs" / "faults.md"
+START, END = "<!-- table of faults -->", "<!-- /table of faults -->"
+RANKS = 2
+NUM_STEPS = 24
+NUM_KILLS = 6
+WITH_ENGINE = {
+    "kill-rank-start": 1, "kill-rank-rollout": 1, "kill-launcher": 18, "kill-tree": 18,
+    "kill-engine": 9, "stop-engine": 9, "second-start": 16, "stop-rank-rollout": 2,
+    "reward-raises": 8, "reward-hangs": 8,
+}  # fmt: skip
+"""Rows of `mrl drill` that need an engine, with the number of their fault."""
+SAVED = {
+    "none": 11, "kill-rank-train": 1, "kill-rank-save": 4, "sigusr1": 3, "sigterm": 3, "sighup": 3,
+    "damaged-checkpoint": 6, "cut-metrics": 6, "damaged-metrics": 6, "other-recipe": 16, "typo": 15,
+    "stop-rank-train": 2, "stop-rank-save": 2,
+}  # fmt: skip
+"""Rows of `mrl drill` on saved rollouts, with the number of their fault."""
+TOPICS = ("inputs", "tested", "drill", "engine")
 
 
-def _is_engine(process: psutil.Process) -> bool:
-    try:
-        return "sglang" in " ".join(process.cmdline()) and not _is_zombie(process)
-    except psutil.Error:
-        return False
+def rows(topics: list[str], toy: Toy, kills: int, seed: int) -> Iterator[tuple[int, Row]]:
+    """Yield (number of the fault, row) for all faults of some topics."""
+    if "inputs" in topics:
+        yield from inputs.rows(toy)
+    if "tested" in topics:
+        yield from tested.rows()
+    if "drill" in topics:
+        yield from drilled(toy)
+    if "engine" in topics:
+        yield from engine.rows(kills, seed)
 
 
-def _is_zombie(process: psutil.Process) -> bool:
-    return process.status() == psutil.STATUS_ZOMBIE
+def drilled(toy: Toy) -> Iterator[tuple[int, Row]]:
+    """Yield (number of the fault, row) for the faults of `mrl drill`, on two ranks."""
+    from mrl.drill import FAULTS
+
+    layout = "parallel.expert_model_parallel_size=2"
+    live = load_recipe(RECIPE, toy.overrides(layout, "debug.save_rollouts=true", output="live"))
+    names = [name for name in FAULTS if name in WITH_ENGINE]
+    for row in drill(live, RANKS, toy.folder / "live", names, NUM_STEPS):
+        yield WITH_ENGINE.get(row.fault, 11), row
+    rollouts = f"debug.load_rollouts={toy.folder / 'live/reference/rollouts'}"
+    saved = load_recipe(RECIPE, toy.overrides(layout, rollouts, output="saved"))
+    names = [name for name in FAULTS if name in SAVED]
+    for row in drill(saved, RANKS, toy.folder / "saved", names, NUM_STEPS):
+        yield SAVED[row.fault], row
 
 
-def strike(fault: str, run: Run) -> None:
-    """Cause the fault as soon as the engine has the process that is meant: it may still be starting."""
-    if fault == "hung":
-        for process in run.engine():
-            process.suspend()
-        return
-    while run.process.poll() is None:
-        for victim in run.engine():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if fault in " ".join(victim.cmdline()):
-                    victim.send_signal(signal.SIGKILL)
-                    return
-
-
-def expected_prompts(overrides: Sequence[str], num_steps: int) -> list[Counter[str]]:
-    """Return what the cursor gives to each step: prompt ids, each with its number of samples."""
-    recipe = load_recipe(RECIPE, list(overrides))
-    tokenizer = load_tokenizer(HfModel.read(recipe.model.path))
-    prompts = read_prompts(
-        recipe.data,
-        tokenizer,
-        max_prompt_len=512 - RESPONSE_LEN,
-        max_response_len=RESPONSE_LEN,
-        min_rows=PROMPTS,
-    )
-    cursor = PromptCursor(prompts, seed=recipe.seed, shuffle=recipe.data.shuffle)
-    return [
-        Counter({prompt.prompt_id: SAMPLES for prompt in cursor.next(PROMPTS)})
-        for _ in range(num_steps)
+def markdown(found: list[tuple[int, Row]]) -> str:
+    """Return the table of docs/faults.md."""
+    lines = [
+        "| | fault | what was done | what happened | seconds | verdict |",
+        "|---|---|---|---|---|---|",
     ]
+    for number, row in sorted(found, key=lambda pair: pair[0]):
+        cells = (str(number), f"`{row.fault}`", row.did, row.happened)
+        verdict = row.verdict if row.passed else "**failed**"
+        lines.append(f"| {' | '.join(_cell(c) for c in cells)} | {row.seconds:.1f} | {verdict} |")
+    return "\n".join([START, *lines, END])
 
 
-def left_behind(run: Run) -> list[str]:
-    """Return the processes and ports of any engine of the run that are still there."""
-    found = [f"process {p.pid}" for p in run.seen if p.is_running() and not _is_zombie(p)]
-    for port in run.ports:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                found.append(f"port {port}")
-    return found
+def without_paths(row: Row) -> Row:
+    """Return the row without the folders of this machine: files keep their names."""
+    roots = "|".join(re.escape(each) for each in (tempfile.gettempdir(), str(ROOT)))
+    folders = re.compile(rf"({roots})(/[^\s/:;,]+)*/")
+    texts = [folders.sub("", text) for text in (row.did, row.happened, *row.problems)]
+    return dataclasses.replace(row, did=texts[0], happened=texts[1], problems=tuple(texts[2:]))
 
 
-@dataclass
-class Struck:
-    """A record of a run with faults: what each step measured and what does not hold."""
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """One a fault, in the order of the steps from step 1 on."""
-    failures: list[str] = field(default_factory=list)
-    """What does not hold, one sentence each."""
-    calm_rollout_s: float = 0.0
-    """Seconds of the rollout of step 0, which has no fault."""
-    last_restarts: float = 0.0
-    """Engines that were replaced in the last step, which has no fault of its own."""
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def strike_every_step(run: Run, faults: Sequence[str], seed: int) -> Struck:
-    """Let the run go through all its steps, with one fault in each but the first and the last."""
-    struck, chance = Struck(), random.Random(seed)
-    try:
-        calm = run.wait_for_step(0)
-        struck.calm_rollout_s = calm["time/rollout_s"]
-        for step, fault in enumerate(faults, start=1):
-            share = 0.9 * chance.random()  # the first step is slower than the others
-            time.sleep(calm["time/sync_s"] + share * calm["time/rollout_s"])
-            strike(fault, run)
-            struck.rows.append(_row(fault, share, run.wait_for_step(step)))
-            print(f"step {step}: {struck.rows[-1]}", flush=True)
-        run.engine()  # the last engine, in a last step without a fault
-        last = run.wait_for_step(len(faults) + 1)
-        struck.last_restarts = last["rollout/engine_restarts"]
-        if run.process.wait(120) != 0:
-            struck.failures.append(f"the run ended with exit code {run.process.returncode}")
-    finally:
-        run.process.kill()
-        run.process.wait()
-    return struck
-
-
-def _row(fault: str, share: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "fault": fault if fault == "hung" else f"kill -9 {fault}",
-        "at_share_of_rollout": round(share, 3),
-        "restarts": metrics["rollout/engine_restarts"],
-        "recovery_s": round(metrics["time/recovery_s"], 2),
-        "rollout_s": round(metrics["time/rollout_s"], 2),
-    }
-
-
-def wrong_samples(run: Run, num_steps: int) -> list[str]:
-    """Return the steps whose prompts or samples are not those that the cursor gave."""
-    found = []
-    for step, expected in enumerate(expected_prompts(run.overrides, num_steps)):
-        lines = (run.output / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
-        samples = [(row["prompt_id"], row["completion"]) for row in map(json.loads, lines)]
-        if Counter(prompt for prompt, _ in samples) != expected:
-            found.append(f"step {step}: other prompts or numbers of samples than expected")
-        if len(set(samples)) != len(samples):  # random ones, of 160 tokens
-            found.append(f"step {step}: a sample is there twice")
-    return found
-
-
-def not_replaced(struck: Struck) -> list[str]:
-    """Return the faults after which no other engine was started, in their step or in the next."""
-    restarts = [*(row["restarts"] for row in struck.rows), struck.last_restarts]
-    return [
-        f"step {step}: {row['fault']}: the engine was not replaced"
-        for step, row in enumerate(struck.rows, start=1)
-        if not restarts[step - 1] + restarts[step]
-    ]
+def write_page(table: str) -> None:
+    """Put the table into docs/faults.md, between its marks."""
+    page = PAGE.read_text()
+    before, start, rest = page.partition(START)
+    _, end, after = rest.partition(END)
+    if start and end:
+        PAGE.write_text(f"{before}{table}{after}")
 
 
 def main() -> None:
-    """Run with faults, check what is left, write the result, and exit with 1 where a check failed."""
+    """Provoke the faults, print and write the table, and exit with 1 where one ended otherwise."""
     parser = argparse.ArgumentParser(description=summary(__doc__))
-    parser.add_argument("--kills", type=int, default=NUM_KILLS)
+    parser.add_argument("--topics", default=",".join(TOPICS), help=f"some of {','.join(TOPICS)}")
+    parser.add_argument("--kills", type=int, default=NUM_KILLS, help="kills of the engine")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    faults = [KILLED[i % len(KILLED)] for i in range(options.kills)] + ["hung"]
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder), 2 + len(faults))
-        struck = strike_every_step(run, faults, options.seed)
-        struck.failures += wrong_samples(run, 2 + len(faults)) + left_behind(run)
-    struck.failures += not_replaced(struck)
-    recoveries = [row["recovery_s"] for row in struck.rows if row["restarts"]]
-    median, longest = statistics.median(recoveries), max(recoveries)
-    for failure in struck.failures:
-        print(failure)
-    print(f"recovery: median {median:.1f} s, at most {longest:.1f} s")
-    passed, failed = len(struck.rows) if not struck.failures else 0, len(struck.failures)
-    if options.kills == NUM_KILLS:  # only a whole run is written
+    topics = options.topics.split(",")
+    if unknown := set(topics) - set(TOPICS):
+        parser.error(f"--topics: got {sorted(unknown)}, expected some of {', '.join(TOPICS)}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    began, found = time.monotonic(), []
+    with tempfile.TemporaryDirectory(prefix="mrl-faults-") as folder:
+        toy = Toy(Path(folder), Path(folder) / "model")
+        write_toy_model(toy.model)
+        for number, each in rows(topics, toy, options.kills, options.seed):
+            row = without_paths(each)
+            found.append((number, row))
+            state = row.verdict if row.passed else f"FAILED: {'; '.join(row.problems)}"
+            print(f"{number:2} {row.fault}: {state} ({row.seconds:.1f} s)", flush=True)
+    console.table("Faults", HEADER, table_rows([row for _, row in found]))
+    minutes = (time.monotonic() - began) / 60
+    missing = [f"{n} {what}" for n, what in KINDS.items() if n not in {n for n, _ in found}]
+    print(f"{minutes:.1f} minutes; kinds without a row: {', '.join(missing) or 'none'}")
+    passed = sum(row.passed and row.verdict != "not provoked" for _, row in found)
+    failed = sum(not row.passed for _, row in found)
+    if set(topics) == set(TOPICS) and options.kills == NUM_KILLS:  # only a whole run is written
         content = {
-            "calm_rollout_s": round(struck.calm_rollout_s, 2),
-            "faults": struck.rows,
-            "median_recovery_s": median,
-            "longest_recovery_s": longest,
-            "failures": struck.failures,
+            "minutes": round(minutes, 1),
+            "missing": missing,
+            "rows": [{"kind": number, **dataclasses.asdict(row)} for number, row in found],
         }
         packages = ("torch", "sglang", "megatron-core")
         write_result("faults", content, passed=passed, failed=failed, packages=packages)
+        write_page(markdown(found))
     finish(passed, failed)
 
 
