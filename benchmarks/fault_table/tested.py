@@ -52,8 +52,8 @@ def rows() -> Iterator[tuple[int, Row]]:
             return
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     for number, name, verdict, did, test, asserts in TESTS:
-        file, _, function = test.partition("::")
-        module = file.removesuffix(".py").replace("/", ".")
+        file, _, function = test.partition(".py")
+        module, function = file.replace("/", "."), function.lstrip(":")
         mine = [
             case
             for case in cases
