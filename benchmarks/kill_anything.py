@@ -2,7 +2,7 @@
 
 The toy recipe trains on two ranks. Each kill (`kill -9`) strikes at a random moment of a step or of a
 start. The run is started again. It must have the metrics, samples and weights of the run without a
-fault, bit for bit, and have left no process, port, temporary file or shared memory. Kills are appended to
+fault, bit for bit, and have left no process, port, temporary file or shared memory. Kills are added to
 FOLDER/kills.jsonl, and a call with the same `--folder` goes on with the number that is missing. Writes
 benchmarks/results/kills.json.
 """
