@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> None:
             raise InputError(f"--{name.replace('_', '-')} needs --plan; add it")
     from mrl.commands.ranks import check_ranks
     from mrl.preflight import check
+    from mrl.preflight.room import check_room
     from parallel.mesh import world_size
 
     world = world_size() if args.gpus is None else args.gpus
@@ -86,7 +87,8 @@ def run(args: argparse.Namespace) -> None:
     check_ranks(recipe, world, "check")
     elsewhere = args.gpus is not None and not torch.cuda.is_available()
     plan = check(recipe, world, elsewhere=elsewhere, allowed=args.allow, deep=args.deep)
-    console.pairs(plan.rows(elsewhere=elsewhere))
+    room = "" if elsewhere else check_room(plan, console.warning)
+    console.pairs([*plan.rows(elsewhere=elsewhere), *([("disk", room)] if room else [])])
     if elsewhere:
         print(
             f"checked for {world} GPU(s), which this machine does not have: what depends on them is "

@@ -67,6 +67,7 @@ def train(
     """
     from mrl.commands.ranks import check_ranks
     from mrl.preflight import check
+    from mrl.preflight.room import check_room
     from mrl.run import console
 
     check_ranks(recipe, world, "train")
@@ -75,8 +76,9 @@ def train(
     is_main = os.environ.get("RANK", "0") == "0"
     with closing(RunFolder(recipe.output_dir)) as folder:
         if is_main:
+            room = "" if _is_done(plan, folder) else check_room(plan, console.warning)
             folder.open(recipe, plan.update, plan.resume_step or 0)
-            console.pairs(plan.rows())
+            console.pairs([*plan.rows(), *([("disk", room)] if room else [])])
         if not _is_done(plan, folder):
             stopped = _train(plan, folder, callbacks)
             if is_main and not stopped:

@@ -31,6 +31,8 @@ def refusal(error: BaseException, place: Path) -> str:
 
 def describe(error: Exception, place: Path) -> str:
     """Describe in one line why a file in `place` could not be written."""
+    if isinstance(error, DiskFailed):
+        return str(error)
     return refusal(error, place) or f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -48,6 +50,18 @@ def refusing(place: Path) -> Iterator[None]:
         if text := refusal(error, place):
             raise DiskFailed(text) from None
         raise InputError(f"output_dir {place}: {error.strerror}; choose another") from None
+
+
+def require_room(path: Path, num_bytes: int) -> None:
+    """Raise DiskFailed where fewer than `num_bytes` are free for `path`, as far as the file system
+    says."""
+    free = free_bytes(path)
+    if free is not None and free < num_bytes:
+        raise DiskFailed(
+            f"{DISK_ERRORS[errno.ENOSPC]}: it needs {bytes_in_words(num_bytes)}, and "
+            f"{bytes_in_words(free)} are free in {existing(path)}; make room there or move the run "
+            "folder, then continue the run"
+        )
 
 
 def free_bytes(path: Path) -> int | None:

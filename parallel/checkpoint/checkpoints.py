@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from mrl import __version__
 from mrl.errors import InputError, RunFailed
+from mrl.system.disk import require_room
 from mrl.system.files import write_whole
 from parallel.checkpoint import manifest
 from parallel.checkpoint.agreement import failed, find_damage, first_reason, on_first_rank
@@ -132,8 +133,9 @@ class Checkpoints:
                 model.weights, optimizer_shards(model.optimizer), own_key(prefix)
             )
         shards.append(self._random_shard())
-        on_first_rank(mesh, unnamed, lambda: _start_folder(unnamed, common))
         writer = ShardWriter(unnamed, mesh.rank, mesh.dims.world)
+        num_bytes = writer.count_bytes(shards)
+        on_first_rank(mesh, unnamed, lambda: _start_folder(unnamed, common, num_bytes))
         request = writer.request(shards, copy=self.async_save)
         content = self._content(step, models, trainer)
         record = self.record if mesh.rank == 0 else None
@@ -337,8 +339,9 @@ def _other_model(saved: dict[str, Any] | None, model: MegatronModel) -> str | No
     return ", ".join(ours.differences(dataclasses.replace(ours, config=config))) or None
 
 
-def _start_folder(partial: Path, common: dict[str, Any]) -> None:
+def _start_folder(partial: Path, common: dict[str, Any], num_bytes: int) -> None:
     manifest.sweep(partial.parent)
+    require_room(partial, num_bytes)
     partial.mkdir(parents=True)
     stream = io.BytesIO()  # torch.save to a full disk does not say so
     torch.save(common, stream)

@@ -65,7 +65,7 @@ a collective; where even that cannot be written, a few bytes that the rank share
 class ShardWriter:
     """A `ShardWriter` makes one save: assign and copy, write (maybe elsewhere), collect, finish.
 
-    `request` and `collect` are collectives.
+    `count_bytes`, `request` and `collect` are collectives.
     """
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
@@ -77,12 +77,19 @@ class ShardWriter:
         self._reports: list[Report] | None = None
         self._refusal = mmap.mmap(-1, REFUSAL_BYTES)
 
+    def count_bytes(self, shards: list[ShardedTensor]) -> int:
+        """Return the bytes of the tensors that all ranks write together."""
+        own = sum(shard.data.nbytes for shard in _written(shards) if shard.data is not None)
+        counts: list[int] = [0] * self.world
+        dist.all_gather_object(counts, own)
+        return sum(counts)
+
     def request(self, shards: list[ShardedTensor], *, copy: bool) -> AsyncRequest:
         """Decide what this rank writes, and return the writing as a request to run or to start.
 
         `copy`: to memory that later training steps do not touch.
         """
-        written = [shard for shard in shards if is_main_replica(shard.replica_id)]
+        written = _written(shards)
         if copy:
             written = [replace(s, data=s.data.to("cpu", copy=True)) for s in written]  # pyright: ignore[reportOptionalMemberAccess]
         by_key: dict[str, list[Any]] = defaultdict(list)
@@ -177,6 +184,11 @@ def check_coverage(metadata: Metadata) -> None:
         volume = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
         if volume != math.prod(tensor.size):
             raise ValueError(f"{volume} of {math.prod(tensor.size)} elements of {key} are written")
+
+
+def _written(shards: list[ShardedTensor]) -> list[ShardedTensor]:
+    """Return the shards that this rank writes, of which others may hold copies."""
+    return [shard for shard in shards if is_main_replica(shard.replica_id)]
 
 
 def _write(

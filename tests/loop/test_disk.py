@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mrl.system.disk as disk_module
 from mrl.commands.train import train
 from mrl.config import load_recipe
-from mrl.errors import RunFailed
+from mrl.errors import InputError, RunFailed
+from mrl.preflight import check, room
 from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder
 from parallel.checkpoint.manifest import latest_step
@@ -60,12 +63,15 @@ def locked(overrides: list[str], disk: Path) -> str:
     return json.dumps(ends(overrides, Locks(disk)))
 
 
-def full(overrides: list[str], disk: Path, num_bytes: int) -> str:
+def full(overrides: list[str], disk: Path, num_bytes: int, is_asked: bool) -> str:
     mount_disk(disk, num_bytes)
+    room.free_bytes = lambda path: None  # another program takes what was free at the start
+    if not is_asked:
+        disk_module.free_bytes = lambda path: None
     return json.dumps(ends(overrides))
 
 
-@pytest.mark.parametrize("way", ["sync", "async"])
+@pytest.mark.parametrize("way", ["sync", "async", "asked"])
 def test_a_full_disk_is_named_at_once_and_the_checkpoint_before_stays(
     way: str, toy: Toy, recorded: Path, tmp_path: Path
 ) -> None:
@@ -74,12 +80,15 @@ def test_a_full_disk_is_named_at_once_and_the_checkpoint_before_stays(
         disk / "run", f"debug.load_rollouts={recorded / 'rollouts'}", "train.num_steps=4",
         "checkpoint.save_every=1", f"checkpoint.async_save={way == 'async'}",
     )  # fmt: skip
-    (said,) = run_ranks(1, full, given, disk, 6_000_000, folder=tmp_path / "out")
+    (said,) = run_ranks(1, full, given, disk, 6_000_000, way == "asked", folder=tmp_path / "out")
     out = json.loads(said)
     assert out["kind"] == "DiskFailed", out["text"]
     assert f"{disk}/run" in out["text"]
-    assert "the disk is full, " in out["text"]
-    assert "B are free in " in out["text"]
+    if way == "asked":
+        assert re.search(
+            r"is full: it needs 3\.\d MB, and \d\.\d MB are free in .*; make room", out["text"]
+        )
+    assert "the disk is full" in out["text"]
     assert out["seconds"] < 10, out["text"]
     assert out["saved"] == 1
     assert not [name for name in out["files"] if ".partial" in name or "iter_0000002" in name]
@@ -100,3 +109,29 @@ def test_a_file_system_that_becomes_read_only_is_named(
     start = f"{disk}/run/rollouts/step_000002.jsonl could not be written: the file system is"
     assert out["text"].startswith(f"{start} read-only, ")
     assert (out["saved"], out["steps"]) == (2, [0, 1])
+
+
+def small(overrides: list[str], disk: Path) -> list[str]:
+    """Check the recipe on ever larger disks."""
+    said: list[str] = []
+    for num_bytes in (1, 5, 8, 30):
+        mount_disk(disk, num_bytes * 1_000_000)
+        plan = check(load_recipe(TOY_RECIPE, overrides), 1)
+        try:
+            said.append(room.check_room(plan, said.append))
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_run_needs_room_for_two_checkpoints(toy: Toy, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    given = toy.overrides(disk / "run", "checkpoint.keep=2")
+    ((one, five, warned, eight, thirty),) = run_ranks(1, small, given, disk, folder=tmp_path / "o")
+    for text in (one, five):
+        assert text.startswith(f"output_dir {disk}/run: a checkpoint takes about 3.2 MB, and a run")
+        assert "being written), 6.4 MB more; " in text
+        assert f"B are free in {disk}; make room there, or put the run folder elsewhere" in text
+    assert "checkpoint.keep=2: a checkpoint takes about 3.2 MB, 8.0 MB are free" in warned
+    assert eight == f"a checkpoint takes about 3.2 MB; 8.0 MB are free in {disk}"
+    assert thirty == f"a checkpoint takes about 3.2 MB; 30.0 MB are free in {disk}"

@@ -1,0 +1,77 @@
+"""Checks that the disk of a run has room for two checkpoints: the newest, and the one being written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mrl.errors import InputError
+from mrl.preflight.plan import Plan
+from mrl.system.disk import existing, free_bytes
+from mrl.system.files import bytes_in_words
+from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
+from parallel.hf_config import HfModel
+from parallel.hf_tensors import HfTensors
+from parallel.implementation import choose_dtype
+
+STATE_BYTES = 8
+"""Adam's two moments of a parameter, in float32."""
+
+
+def check_room(plan: Plan, warn: Callable[[str], None]) -> str:
+    """Return in words how large a checkpoint is and how much is free, for the plan.
+
+    A file system's quotas are not known here. Warns where `checkpoint.keep` checkpoints will not fit.
+    Raises InputError where two do not.
+    """
+    recipe = plan.recipe
+    root = Path(recipe.output_dir) / "checkpoints"
+    free = free_bytes(root)
+    if free is None or recipe.debug.rollout_only:
+        return ""
+    there = candidates(root)
+    size = _size_of(there) or checkpoint_bytes(plan)
+    about = "" if there else "about "
+    needed = size * (1 if there else 2)
+    what = f"a checkpoint takes {about}{bytes_in_words(size)}"
+    left = f"{bytes_in_words(free)} are free in {existing(root)}"
+    if free < needed:
+        also = ", one of which is there" if there else ""
+        raise InputError(
+            f"output_dir {recipe.output_dir}: {what}, and a run needs room for two (the newest, and "
+            f"the one that is being written{also}), {bytes_in_words(needed)} more; {left}; make room "
+            "there, or put the run folder elsewhere"
+        )
+    keep = recipe.checkpoint.keep
+    if free < size * (keep + 1 - min(len(there), keep)):
+        warn(
+            f"checkpoint.keep={keep}: {what}, {left}, which is too little for {keep} and another one"
+        )
+    return f"{what}; {left}"
+
+
+def checkpoint_bytes(plan: Plan) -> int:
+    """Estimate the bytes of a checkpoint: weights, float32 main parameters where the weights are none,
+    and Adam's moments, of the policy and the critic."""
+    dtype = choose_dtype(plan.recipe.model.dtype)
+    each = STATE_BYTES + (4 if dtype == torch.float32 else 2 + 4)
+    models = [model for model in (plan.model, plan.critic) if model is not None]
+    return sum(_num_parameters(model) for model in models) * each
+
+
+def _num_parameters(model: HfModel) -> int:
+    with HfTensors(model) as tensors:
+        return sum(math.prod(tensors.shape(name)) for name in tensors.names)
+
+
+def _size_of(folders: list[Path]) -> int:
+    """Return the bytes of the newest checkpoint whose manifest can be read; 0 where there is none."""
+    for folder in folders:
+        try:
+            return sum(file["bytes"] for file in read_manifest(folder)["files"].values())
+        except (Damaged, InputError, OSError):
+            continue
+    return 0
