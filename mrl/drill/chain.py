@@ -35,7 +35,7 @@ OF_THE_FAULT = (*MACHINE, "rollout/engine_restarts", "rollout/canary", "checkpoi
 """Prefixes of metrics that a fault may change."""
 NUM_STEPS = 16
 """Steps of the run without a fault."""
-FEWEST_LEFT = 5
+FEWEST_LEFT = 6
 """Steps that a run must have left when a fault strikes it."""
 SIGNS = ("Traceback (most recent call last)", "Segmentation fault")
 """What no start may print that a fault ends."""
@@ -109,8 +109,7 @@ class Drill:
         if self.job is None or self.job.process.poll() is not None:
             self.job = self.start()
             self.job.wait_for_rows(1)
-        if not self.job.ports:
-            self.job.look(closely=True)
+        self.job.look(closely=True)
         return self.job
 
     def continued(self, done: int, command: str = "") -> list[str]:

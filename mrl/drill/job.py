@@ -51,6 +51,7 @@ class Job:
         self.before_s = time.time()
         """The time of the start, in seconds since 1970."""
         self.seen: set[psutil.Process] = set()
+        self._read: set[psutil.Process] = set()
         self.ports: set[int] = set()
         self.shared: set[Path] = set()
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -67,12 +68,15 @@ class Job:
     def look(self, *, closely: bool = False) -> list[psutil.Process]:
         """Return all processes of the job that live now, and remember them.
 
-        `closely`: remember also what they hold, which takes a second where there are many.
+        `closely`: remember also what those hold that have not been looked at so before, which takes a
+        second where there are many.
         """
         with suppress(psutil.Error):
             tree = [self.process, *self.process.children(recursive=True)]
             self.seen |= {psutil.Process(each.pid) for each in tree if is_alive(each)}
-        for each in self.known() if closely else ():
+        new = set(self.known()) - self._read if closely else set()
+        self._read |= new
+        for each in new:
             with suppress(psutil.Error, OSError):
                 self.ports |= _listening(each)
                 if ENGINE in _words(each):
@@ -156,19 +160,24 @@ class Job:
     def left(self) -> list[str]:
         """Return what is still there after the end: processes, ports, files, one phrase each."""
         deadline = time.monotonic() + GONE_WITHIN_S
-        while self.known() and time.monotonic() < deadline:
+        while (self.known() or self._open_ports()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         found = [f"process {each.pid} is left" for each in self.known()]
-        for port in self.ports:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    found.append(f"port {port} is left")
+        found += [f"port {port} is left" for port in self._open_ports()]
         return found + [f"{file} is left" for file in self.files()]
 
     def files(self) -> list[Path]:
         """Return the files that are left: shared memory, and what came to the temporary directory."""
         new = set(self.scratch.iterdir()) - self._there
         return [file for file in sorted(self.shared | new) if file.exists()]
+
+    def _open_ports(self) -> list[int]:
+        found = []
+        for port in self.ports:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    found.append(port)
+        return found
 
     def failure(self) -> Failure | None:
         """Return what RUN/failure.json says of this start."""

@@ -105,7 +105,7 @@ def kill_tree(drill: Drill) -> Row:
     job = drill.running()
     job.wait_for_phase("rollout")
     return ended(
-        drill, "kill-tree", job, lambda: kill(job.known()), (-signal.SIGKILL,), is_tidy=False
+        drill, "kill-tree", job, lambda: kill(job.look()), (-signal.SIGKILL,), is_tidy=False
     )
 
 
@@ -123,6 +123,7 @@ def kill_engine(drill: Drill) -> Row:
 
 def engine_replaced(drill: Drill, name: str, strike: Callable[[], object], job: Job) -> Row:
     """Strike the engines of a job, wait until the step is done all the same, and return the row."""
+    job.look()
     engines, done = job.engines(), num_rows(job.run)
     began = time.monotonic()
     strike()
