@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 from mrl.config import Recipe
 from mrl.drill.chain import Drill
 from mrl.drill.faults import Row, fault
-from mrl.drill.running import engine_replaced
+from mrl.drill.job import num_rows
+from mrl.drill.running import ended, engine_replaced
+from mrl.drill.stopped import stop
+from mrl.errors import ExitCode
+from mrl.run.failure import Failure
+from mrl.run.folder import RunFolder
 
 LONGEST_STALL_S = 300.0
 """The longest `rollout.stall_timeout_s` that a drill waits for."""
+SHORTEST_LIMIT_S = 30.0
+"""The limit of the watchdog in a drill, or five times the longest step where that is longer."""
+WATCHED = ("sync", "rollout", "score", "logprobs", "train", "save")
+GRACE_S = 15.0
+"""Seconds beyond twice the limit in which stacks are written and processes end."""
 
 
 def _no_short_stall(recipe: Recipe) -> str:
@@ -20,7 +33,12 @@ def _no_short_stall(recipe: Recipe) -> str:
     return ""
 
 
-@fault("stop-engine", "SIGSTOP of all processes of an engine in the rollout", _no_short_stall)
+def _unwatched(recipe: Recipe) -> str:
+    watch = getattr(recipe, "watch", None)
+    return "" if getattr(watch, "enabled", False) else "no watchdog watches the ranks"
+
+
+@fault("stop-engine", "SIGSTOP of all processes of the engines in the rollout", _no_short_stall)
 def stop_engine(drill: Drill) -> Row:
     """An engine hangs: after rollout.stall_timeout_s another one takes its place."""
     job = drill.running()
@@ -28,3 +46,47 @@ def stop_engine(drill: Drill) -> Row:
     return engine_replaced(
         drill, "stop-engine", lambda: [each.suspend() for each in job.engines()], job
     )
+
+
+def _stop_rank(drill: Drill, name: str, phase: str) -> Row:
+    """Stop the last rank in a phase, under limits that fit the steps of the reference."""
+    if drill.job is not None and drill.job.process.poll() is None:
+        stop(drill)
+    longest = max(row["time/step_s"] for row in RunFolder(drill.reference).read_metrics())
+    limit_s = max(SHORTEST_LIMIT_S, 5 * longest)
+    limits = json.dumps(dict.fromkeys(WATCHED, limit_s))
+    done = num_rows(drill.run)
+    drill.job = job = drill.start(*drill.words(f"watch.limits={limits}"))
+    job.wait_for_rows(done + 1)
+    job.wait_for_phase(phase)
+    last = drill.ranks - 1
+    found: list[Failure] = []
+
+    def strike() -> None:
+        job.ranks()[last].suspend()
+
+    row = ended(drill, name, job, strike, (ExitCode.HUNG_RANK,), found=found.append)
+    problems = list(row.problems)
+    if row.seconds > 2 * limit_s + GRACE_S:
+        problems.append(f"found after {row.seconds:.0f} s, expected {2 * limit_s:.0f} s")
+    if not found or found[0].rank != last:
+        problems.append(f"the report does not name rank {last}")
+    return dataclasses.replace(row, problems=tuple(problems))
+
+
+@fault("stop-rank-rollout", "SIGSTOP of the last rank in the rollout", _unwatched)
+def stop_rank_rollout(drill: Drill) -> Row:
+    """A rank hangs while engines generate."""
+    return _stop_rank(drill, "stop-rank-rollout", "rollout")
+
+
+@fault("stop-rank-train", "SIGSTOP of the last rank in the training pass", _unwatched)
+def stop_rank_train(drill: Drill) -> Row:
+    """A rank hangs while the others wait for it in a collective."""
+    return _stop_rank(drill, "stop-rank-train", "train")
+
+
+@fault("stop-rank-save", "SIGSTOP of the last rank while a checkpoint is written", _unwatched)
+def stop_rank_save(drill: Drill) -> Row:
+    """A rank stops while it writes its share of a checkpoint."""
+    return _stop_rank(drill, "stop-rank-save", "save")

@@ -11,6 +11,7 @@ from mrl.drill.chain import Drill, done_of, problems_of_end
 from mrl.drill.faults import FAULTS, Row, fault
 from mrl.drill.job import Job, Unexpected, is_alive, is_younger, kill, num_rows, saved
 from mrl.errors import ExitCode
+from mrl.run.failure import Failure
 from mrl.run.folder import RunFolder
 
 SECOND_START_S = 120.0
@@ -25,8 +26,11 @@ def ended(
     codes: Sequence[int],
     *,
     is_tidy: bool = True,
+    found: Callable[[Failure], object] = lambda failure: None,
 ) -> Row:
     """Strike a job, wait for its end, continue the run, and return the row.
+
+    `found` gets what RUN/failure.json says.
 
     `is_tidy` is False where nobody was left to remove files; then the next start must have removed
     them.
@@ -40,6 +44,8 @@ def ended(
     problems = [text for text in problems if text not in {f"{file} is left" for file in files}]
     seconds = time.monotonic() - began
     failure = job.failure()
+    if failure is not None:
+        found(failure)
     what = f": {failure.what.splitlines()[0]}" if failure else ""
     done, kept = done_of(job), saved(job.run)
     problems += drill.continued(done, failure.command if failure else "")
