@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.evidence.result import finish, summary, write_result
-from benchmarks.fault_table import engine, inputs, tested
+from benchmarks.fault_table import engine, files, inputs, tested
 from benchmarks.fault_table.base import KINDS, RECIPE, ROOT, Toy
 from mrl.config import load_recipe
 from mrl.drill import HEADER, Row, drill, table_rows
@@ -49,6 +49,7 @@ def rows(topics: list[str], toy: Toy, kills: int, seed: int) -> Iterator[tuple[i
     """Yield (number of the fault, row) for all faults of some topics."""
     if "inputs" in topics:
         yield from inputs.rows(toy)
+        yield from files.machines(toy)
     if "tested" in topics:
         yield from tested.rows()
     if "drill" in topics:
@@ -66,6 +67,7 @@ def drilled(toy: Toy) -> Iterator[tuple[int, Row]]:
     names = [name for name in FAULTS if name in WITH_ENGINE]
     for row in drill(live, RANKS, toy.folder / "live", names, NUM_STEPS):
         yield WITH_ENGINE.get(row.fault, 11), row
+    yield from files.changed(toy.folder / "live/reference", toy, RANKS)
     rollouts = f"debug.load_rollouts={toy.folder / 'live/reference/rollouts'}"
     saved = load_recipe(RECIPE, toy.overrides(layout, rollouts, output="saved"))
     names = [name for name in FAULTS if name in SAVED]

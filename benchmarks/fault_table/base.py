@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,9 +66,18 @@ class Toy:
     folder: Path
     model: Path
 
+    @property
+    def data(self) -> Path:
+        """A copy of the prompts of the demo."""
+        file = self.folder / "prompts" / DATA.name
+        if not file.exists():
+            file.parent.mkdir(parents=True)
+            shutil.copy(DATA, file)
+        return file
+
     def overrides(self, *more: str, output: str = "refused") -> list[str]:
         return [
-            f"model.path={self.model}", f"output_dir={self.folder / output}", f"data.path={DATA}",
+            f"model.path={self.model}", f"output_dir={self.folder / output}", f"data.path={self.data}",
             "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
             "rollout.max_response_len=96", "rollout.min_response_len=96",
             "train.micro_batch_tokens=1024", "rollout.stall_timeout_s=10", *more,

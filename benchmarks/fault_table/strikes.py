@@ -44,8 +44,8 @@ def outcome(drill: Drill, victim: str, job: Job) -> int | None:
 def left_of(victim: str, job: Job) -> tuple[list[str], list[Path]]:
     """Return (what is left of a start that has ended, files that the next start must remove).
 
-    Where everything was killed at once, nobody was there to remove files.
+    Where the launcher or everything was killed, nobody was there to remove its files.
     """
     found = job.left()
-    files = job.files() if victim == "tree" else []
+    files = job.files() if victim in ("launcher", "tree") else []
     return [text for text in found if text not in {f"{file} is left" for file in files}], files

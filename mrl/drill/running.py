@@ -99,10 +99,17 @@ def kill_rank_save(drill: Drill) -> Row:
 
 @fault("kill-launcher", "kill -9 of mrl.launch, as of torchrun")
 def kill_launcher(drill: Drill) -> Row:
-    """The parent of all ranks dies: everything else must be gone within 30 s."""
+    """The parent of all ranks dies: they must be gone within 30 s, its folder at the next start."""
     job = drill.running()
     job.wait_for_phase("train")
-    return ended(drill, "kill-launcher", job, lambda: kill([job.process]), (-signal.SIGKILL,))
+    return ended(
+        drill,
+        "kill-launcher",
+        job,
+        lambda: kill([job.process]),
+        (-signal.SIGKILL,),
+        is_tidy=False,
+    )
 
 
 @fault("kill-tree", "kill -9 of everything at once: mrl.launch, ranks, engines, workers")

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from mrl.config import Recipe
 from mrl.drill import hung, running, stopped
 from mrl.drill.chain import NUM_STEPS, Drill, one_step_again, problems_of_end
 from mrl.drill.faults import FAULTS, NOT_PROVOKED, Fault, Row
 from mrl.drill.job import Unexpected
-from mrl.errors import ExitCode
+from mrl.errors import ExitCode, InputError
 
 ROOMS = (running, hung, stopped)
 """The modules that add the faults to the list."""
@@ -70,6 +72,8 @@ def _without_fault(whole: Drill) -> Row:
         job = whole.train_without_fault()
         seconds = time.monotonic() - began
         problems = problems_of_end(job, job.end(), (ExitCode.DONE,))
+        if "memory leak" in job.printed():
+            problems.append(f"a warning of a memory leak in {job.log}")
         job.kill()
         text = one_step_again(whole) or "done; the same bits in both"
     except Unexpected as error:
@@ -82,7 +86,7 @@ def _tried(each: Fault, whole: Drill) -> Row:
     began = time.monotonic()
     try:
         row = each.provoke(whole)
-    except Unexpected as error:
+    except (Unexpected, InputError, OSError, psutil.Error) as error:
         code = None
         if whole.job is not None:
             with suppress(Unexpected):
