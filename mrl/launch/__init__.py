@@ -13,11 +13,9 @@ import dataclasses
 import logging
 import os
 import shlex
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +33,7 @@ from mrl.run.failure import (
     read_failure,
     write_failure,
 )
+from mrl.system.scratch import Scratch, sweep
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that the ranks heed: they save, where they can, and end."""
@@ -75,7 +74,9 @@ def _run(args: Any) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run
 
-    folder = Path(tempfile.mkdtemp(prefix="mrl-launch-"))
+    sweep()  # of launchers and engines that were killed
+    scratch = Scratch("launch")
+    folder = scratch.path
     os.environ[LAUNCH_FOLDER] = str(folder)
     # torch would leave an empty folder of its own in the temporary directory at every start
     logs = args.log_dir or str(folder)
@@ -87,7 +88,7 @@ def _run(args: Any) -> int:
         return 128 + error.sigval
     finally:
         del os.environ[LAUNCH_FOLDER]
-        shutil.rmtree(folder, ignore_errors=True)
+        scratch.remove()
     return ExitCode.DONE
 
 

@@ -6,11 +6,9 @@ import atexit
 import contextlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from mrl.rollout.sglang.leftovers import (
     shared_memory_files,
 )
 from mrl.system.processes import children_without_usr1
+from mrl.system.scratch import Scratch, sweep
 
 LOG_TAIL_LINES = 30
 TERM_GRACE_S = 1.0
@@ -62,7 +61,7 @@ class ServerProcess:
         self.log_path = log_path
         self.port = 0
         self._popen: subprocess.Popen[bytes] | None = None
-        self._scratch: str | None = None
+        self._scratch: Scratch | None = None
         self._log_start = 0
         self._shared_memory: set[Path] = set()
         self._parts: dict[int, psutil.Process] = {}
@@ -71,7 +70,8 @@ class ServerProcess:
         """Spawn the server on a free loopback port; it is not ready yet."""
         self.port = _free_port()
         self._parts = {}
-        self._scratch = tempfile.mkdtemp(prefix="mrl-sglang-")
+        sweep()  # of engines that were killed with their trainers
+        self._scratch = scratch = Scratch("sglang")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log, children_without_usr1():
             self._log_start = log.tell()
@@ -82,12 +82,13 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 env=self._child_environment(),
                 start_new_session=True,
+                pass_fds=(scratch.descriptor,),
             )
         atexit.register(self.stop)
         settings = {
             "server_args": {**self.server_args, "host": "127.0.0.1", "port": self.port},
             "parent_pid": os.getpid(),
-            "scratch": self._scratch,
+            "scratch": str(scratch.path),
         }
         assert self._popen.stdin is not None
         # Broken where it died at once; whoever waits for it reads the reason in the log.
@@ -143,6 +144,8 @@ class ServerProcess:
     def note_shared_memory(self) -> None:
         """Remember what to unlink at stop(): of a process that has died, nobody can tell."""
         self._shared_memory |= shared_memory_files(self.tree())
+        if self._scratch is not None:
+            self._scratch.note(self._shared_memory)
 
     def log_text(self) -> str:
         """What this start of the server has logged."""
@@ -195,8 +198,8 @@ class ServerProcess:
         for file in self._shared_memory:
             file.unlink(missing_ok=True)
         self._shared_memory = set()
-        if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.remove()
 
     def _child_environment(self) -> dict[str, str]:
         environment = {
@@ -209,14 +212,16 @@ class ServerProcess:
         paths.append(environment.get("PYTHONPATH", ""))
         environment.update(self.environment)
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        assert self._scratch is not None
+        folder = self._scratch.path
         address = self.server_args.get("dist_init_addr")
         if address is None:
             # A file instead of SGLang's TCP store, which would listen on every interface.
-            store = f"file://{self._scratch}/store"
+            store = f"file://{folder}/store"
             environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = store
         if address is None or is_loopback(address.rpartition(":")[0]):
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        environment["TMPDIR"] = self._scratch or ""  # Its sockets go with the folder.
+        environment["TMPDIR"] = str(folder)  # Its sockets go with the folder.
         return environment
 
 

@@ -195,6 +195,7 @@ class Server:
                 if self.process.dead_part():
                     self._end_start()
                 self.process.note_parts()
+                self.process.note_shared_memory()
                 next_look = time.monotonic() + WATCH_S
             if time.monotonic() > deadline:
                 text = (

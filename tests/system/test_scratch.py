@@ -1,0 +1,83 @@
+"""Scratch folders: swept where their owner is gone, and never a live neighbour's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mrl.system.scratch import FILES_FILE, LOCK_FILE, Scratch, sweep
+from tests.waiting import wait_until
+
+OWNER = """
+import os, subprocess, sys
+from mrl.system.scratch import Scratch
+scratch = Scratch("sglang")
+child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, pass_fds=(scratch.descriptor,))
+print(scratch.path, child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def test_a_killed_owner_is_swept_once_its_child_is_gone_too(tmp_path: Path) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert owner.stdout
+    path, pid = owner.stdout.readline().split()
+    assert sweep(tmp_path) == []
+    owner.kill()
+    owner.wait()
+    assert sweep(tmp_path) == []  # the engine lives a moment longer than its trainer
+    os.kill(int(pid), 9)
+    wait_until(lambda: sweep(tmp_path) == [Path(path)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_shared_memory_goes_with_the_folder(tmp_path: Path) -> None:
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    for name in ("sglang_loads_dead", "sglang_loads_alive", "another"):
+        (memory / name).touch()
+    (tmp_path / "victim").touch()
+    (memory / "link").symlink_to(tmp_path / "victim")
+    alive, dead = Scratch("sglang"), Scratch("sglang")
+    alive.note([memory / "sglang_loads_alive"])
+    dead.note([memory / "sglang_loads_dead", memory / "link", tmp_path / "victim", memory / "no"])
+    os.close(dead.descriptor)
+    assert sweep(tmp_path, memory) == [dead.path]
+    assert {each.name for each in memory.iterdir()} == {"sglang_loads_alive", "another", "link"}
+    assert (tmp_path / "victim").exists()
+    alive.remove()
+    assert not alive.path.exists()
+
+
+def test_what_is_not_a_scratch_folder_stays(tmp_path: Path) -> None:
+    (tmp_path / "mrl-notes").mkdir()  # without a lock: it may be anybody's
+    (tmp_path / "mrl-file").touch()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / LOCK_FILE).touch()
+    (elsewhere / FILES_FILE).touch()
+    (tmp_path / "mrl-link").symlink_to(elsewhere)
+    assert sweep(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+def test_another_users_folder_stays(tmp_path: Path) -> None:
+    scratch = Scratch("sglang")
+    os.close(scratch.descriptor)
+    os.chown(scratch.path, 65534, 65534)
+    assert sweep(tmp_path) == []
+    os.chown(scratch.path, 0, 0)
+    assert sweep(tmp_path) == [scratch.path]
