@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -11,43 +13,80 @@ from mrl.commands.launcher import train_command
 from mrl.config import Recipe
 from mrl.rollout.base import EngineLost
 from mrl.run.folder import RunFolder
+from mrl.system.memory_error import Where, noted_bytes, out_of_memory
 
 TOO_LITTLE_CACHE = "increase --mem-fraction-static"
 """SGLang's words where weights leave no room for the KV cache in its share."""
 OF_ENGINE = re.compile(r"out of memory|OutOfMemoryError|" + TOO_LITTLE_CACHE)
-OF_HOST = ("can't allocate memory", "Cannot allocate memory")
-"""What torch and Linux call it on a CPU."""
 
 
 def memory_advice(error: BaseException, recipe: Recipe, folder: RunFolder) -> str | None:
     """Return one line for a run that ended for want of memory; None where `error` is another one."""
+    phase = next((p for each in _chain(error) if (p := getattr(each, "phase", ""))), "")
+    held = next((h for each in _chain(error) if (h := noted_bytes(each))), "")
     for each in _chain(error):
         text = str(each)
-        if isinstance(each, (torch.OutOfMemoryError, MemoryError)) or any(
-            words in text for words in OF_HOST
-        ):
-            return _of_trainer(text, recipe, folder)
-        is_engine = isinstance(each, EngineLost) or "engine" in text
+        is_own = isinstance(each, (torch.OutOfMemoryError, MemoryError))
+        is_engine = isinstance(each, EngineLost) or ("engine" in text and not is_own)
         if is_engine and (found := OF_ENGINE.search(text)):
             return _of_engine(found[0], recipe, folder)
+        if where := out_of_memory(each):
+            return _of_trainer(text, where, phase, held, recipe, folder)
     return None
 
 
-def _of_trainer(text: str, recipe: Recipe, folder: RunFolder) -> str:
-    train = recipe.train
+def _of_trainer(
+    text: str, where: Where, phase: str, held: str, recipe: Recipe, folder: RunFolder
+) -> str:
     first = f" ({text.splitlines()[0]})" if text else ""
-    keys = [f"train.micro_batch_tokens ({train.micro_batch_tokens} now)"]
-    if not train.recompute:
-        keys.append("train.recompute=true")
-    keys.append(f"train.logprob_chunk_tokens ({train.logprob_chunk_tokens} now)")
-    if not recipe.optimizer.use_distributed_optimizer:
-        keys.append("optimizer.use_distributed_optimizer=true (with data parallelism)")
-    half = max(1, train.micro_batch_tokens // 2)
-    command = train_command(folder, f"train.micro_batch_tokens={half}")
-    return (
-        f"the trainer ran out of memory{first}. These keys reduce it and may change freely: "
-        f"{', '.join(keys)}, and more ranks under parallel. Continue with: {command}"
+    when = f" in phase {phase}" if phase else ""
+    rank = os.environ.get("RANK", "0")
+    owners = f" Rank {rank} holds: {held}." if held else ""
+    first_key, second_key = two_keys(phase, where, recipe)
+    command = train_command(folder, first_key.override, second_key.override)
+    more = (
+        ""
+        if recipe.optimizer.use_distributed_optimizer
+        else (", with optimizer.use_distributed_optimizer=true where there is data parallelism")
     )
+    return (
+        f"the trainer ran out of memory{when}{first}.{owners} Change {first_key.text} and "
+        f"{second_key.text}; more ranks under parallel help, too{more}. Continue with: {command}"
+    )
+
+
+class Key(NamedTuple):
+    """A key of the recipe that reduces memory, and that may change in a run that is continued."""
+
+    override: str
+    """The key and its new value."""
+    old: object
+
+    @property
+    def text(self) -> str:
+        return f"{self.override} ({_shown(self.old)} now)"
+
+
+def two_keys(phase: str, where: Where, recipe: Recipe) -> tuple[Key, Key]:
+    """Return the two keys that reduce what a phase takes: of the trainer's device, or of the host."""
+    train, rollout = recipe.train, recipe.rollout
+    tokens = train.micro_batch_tokens
+    micro_batch = Key(f"train.micro_batch_tokens={max(1, tokens // 2)}", tokens)
+    share = rollout.mem_fraction_static
+    engine = Key(f"rollout.mem_fraction_static={round(max(0.1, share - 0.1), 2)}", share)
+    if phase in ("sync", "digest", "push"):
+        bucket = Key("rollout.weight_bucket_mb=256", rollout.weight_bucket_mb)
+        return engine, bucket
+    if phase in ("rollout", "score", "eval") and where == "host":
+        waiting = max(1, (rollout.max_running_requests or 64) // 2)
+        requests = Key(f"rollout.max_running_requests={waiting}", rollout.max_running_requests)
+        return requests, micro_batch
+    if not train.recompute:
+        return micro_batch, Key("train.recompute=true", "false")
+    chunk = train.logprob_chunk_tokens
+    if chunk == 0 or chunk > 256:
+        return micro_batch, Key("train.logprob_chunk_tokens=256", chunk)
+    return micro_batch, engine
 
 
 def _of_engine(words: str, recipe: Recipe, folder: RunFolder) -> str:
@@ -65,7 +104,7 @@ def _of_engine(words: str, recipe: Recipe, folder: RunFolder) -> str:
     )
 
 
-def _shown(value: int | None) -> str:
+def _shown(value: object) -> str:
     return "the engine's choice" if value is None else str(value)
 
 

@@ -16,6 +16,7 @@ from mrl.config import Recipe
 from mrl.errors import ExitCode
 from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder
+from mrl.system.memory_error import noting_bytes
 from mrl.system.processes import die_with_torchrun
 from mrl.system.stop import remember_signals, remembering_signals
 
@@ -96,6 +97,7 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
     from parallel import prepare
 
     prepare()
+    from mrl.commands.bytes_held import bytes_held
     from mrl.run import console
     from mrl.trainer import Trainer
     from parallel.clocks import compare_clocks
@@ -108,7 +110,8 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
             console.warning(apart)
         with closing(Trainer(plan, mesh, folder, callbacks)) as trainer:
             made.append(trainer)
-            trainer.train()
+            with noting_bytes(lambda: bytes_held(trainer)):
+                trainer.train()
             return trainer.stopped
 
 

@@ -33,6 +33,7 @@ from mrl.run.failure import (
     read_failure,
     write_failure,
 )
+from mrl.system.oom_killer import OomKills, read_oom_kills
 from mrl.system.scratch import Scratch, sweep
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -80,10 +81,11 @@ def _run(args: Any) -> int:
     os.environ[LAUNCH_FOLDER] = str(folder)
     # torch would leave an empty folder of its own in the temporary directory at every start
     logs = args.log_dir or str(folder)
+    killed = read_oom_kills()
     try:
         run(argparse.Namespace(**{**vars(args), "log_dir": logs}))
     except ChildFailedError as error:
-        return _report(error, folder)
+        return _report(error, folder, killed)
     except SignalException as error:
         return 128 + error.sigval
     finally:
@@ -92,8 +94,11 @@ def _run(args: Any) -> int:
     return ExitCode.DONE
 
 
-def _report(error: Any, folder: Path) -> int:
-    """Print the block of what ended the ranks, where that was a failure; return its code."""
+def _report(error: Any, folder: Path, killed: OomKills) -> int:
+    """Print the block of what ended the ranks, where that was a failure; return its code.
+
+    `killed`: the kernel's counters when the ranks were started.
+    """
     if (folder / SAVED_FILE).exists():  # whichever rank torch then counts as first
         return ExitCode.SAVED
     number, first = _first(error)
@@ -108,12 +113,16 @@ def _report(error: Any, folder: Path) -> int:
     found = read_failure(run) if run else None
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
+        cause, is_memory = "", False
+        if name == "SIGKILL":
+            cause, is_memory = read_oom_kills().since(killed)
+            cause = cause or "the kernel, for want of memory, or a user"
         lost = Failure(
             what=f"rank {number} was killed by {name}",
-            exit_code=ExitCode.LOST_RANK,
+            exit_code=ExitCode.OUT_OF_MEMORY if is_memory else ExitCode.LOST_RANK,
             rank=number,
             host=socket.gethostname(),
-            cause="the kernel, for want of memory, or a user" if name == "SIGKILL" else "",
+            cause=cause,
             log="" if found is None else found.log,
             step=None if found is None else found.step,
             saved_step=newest_step(run) if run else None,

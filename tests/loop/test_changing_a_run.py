@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -99,9 +100,15 @@ def test_out_of_memory_half_the_micro_batch_and_on(
 
     run, copy, apart = (tmp_path / name for name in ("run", "copy", "apart"))
     (message,) = run_ranks(1, out_of_memory, given("run"), folder=tmp_path / "o1")
-    assert "the trainer ran out of memory (CUDA out of memory. Tried to allocate 2.00" in message
-    assert "train.micro_batch_tokens (160 now), train.recompute=true" in message
-    assert message.endswith(f"train {run}/config.yaml train.micro_batch_tokens=80")
+    assert "out of memory in phase train (CUDA out of memory. Tried to allocate 2.00" in message
+    owners = (
+        r"Rank 0 holds: weights [\d.]+ MB, gradients [\d.]+ MB, optimizer [\d.]+ MB, activations"
+    )
+    assert re.search(owners + r" and all else in the process [\d.]+ MB", message)
+    assert re.search(r"routes of the step [\d.]+ k?B, the engine unknown\. Change", message)
+    keys = "train.micro_batch_tokens=80", "train.recompute=true"
+    assert f"Change {keys[0]} (160 now) and {keys[1]} (false now)" in message
+    assert message.endswith(f"train {run}/config.yaml {keys[0]} {keys[1]}")
     shutil.copytree(run, copy)
     branch(f"{run}@2", apart, ["optimizer.lr=1e-2"])
     before = digests(run)
