@@ -21,6 +21,7 @@ from parallel.checkpoint.manifest import latest_step
 from tests.disks import can_mount, make_read_only, mount_disk
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.ranks import run_ranks
+from tests.release import release
 
 pytestmark = pytest.mark.skipif(not can_mount(), reason="this user may not mount a disk")
 
@@ -71,7 +72,7 @@ def full(overrides: list[str], disk: Path, num_bytes: int, is_asked: bool) -> st
     return json.dumps(ends(overrides))
 
 
-@pytest.mark.parametrize("way", ["sync", "async", "asked"])
+@pytest.mark.parametrize("way", [release("sync"), "async", release("asked")])
 def test_a_full_disk_is_named_at_once_and_the_checkpoint_before_stays(
     way: str, toy: Toy, recorded: Path, tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_full_disk_is_named_at_once_and_the_checkpoint_before_stays(
     assert out["failure"]
 
 
+@pytest.mark.release
 def test_a_file_system_that_becomes_read_only_is_named(
     toy: Toy, recorded: Path, tmp_path: Path
 ) -> None:

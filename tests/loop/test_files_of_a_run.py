@@ -24,6 +24,7 @@ def losses(folder: RunFolder) -> list[list[float]]:
     return [[row[key] for key in LOSS] for row in folder.read_metrics()]
 
 
+@pytest.mark.release
 @pytest.mark.timeout(300)
 def test_lost_and_damaged_rows_come_back_from_the_checkpoint(
     toy: Toy, recorded: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
