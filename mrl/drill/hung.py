@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import psutil
+
 from mrl.config import Recipe
 from mrl.drill.chain import Drill
 from mrl.drill.faults import Row, fault
@@ -38,14 +40,12 @@ def _unwatched(recipe: Recipe) -> str:
     return "" if getattr(watch, "enabled", False) else "no watchdog watches the ranks"
 
 
-@fault("stop-engine", "SIGSTOP of all processes of the engines in the rollout", _no_short_stall)
+@fault("stop-engine", "SIGSTOP of all processes of an engine in the rollout", _no_short_stall)
 def stop_engine(drill: Drill) -> Row:
     """An engine hangs: after rollout.stall_timeout_s another one takes its place."""
     job = drill.running()
     job.wait_for_phase("rollout")
-    return engine_replaced(
-        drill, "stop-engine", lambda: [each.suspend() for each in job.engines()], job
-    )
+    return engine_replaced(drill, "stop-engine", job, psutil.Process.suspend)
 
 
 def _stop_rank(drill: Drill, name: str, phase: str) -> Row:

@@ -100,6 +100,12 @@ class Job:
         """Return the processes of all engines that `look` has seen and that live."""
         return [each for each in self.known() if ENGINE in _words(each)]
 
+    def engine_of(self, rank: psutil.Process) -> list[psutil.Process]:
+        """Return the processes of the engine that a rank leads."""
+        with suppress(psutil.Error):
+            return [each for each in rank.children(recursive=True) if ENGINE in _words(each)]
+        return []
+
     def wait(self, condition: Callable[[], Any], what: str) -> None:
         """Return as soon as `condition()` is true. Raises Unexpected where the job ends before, or
         where that takes longer than the limit."""
@@ -128,14 +134,14 @@ class Job:
     def wait_for_phase(self, phase: str) -> None:
         """Wait until the run is in a phase of a step, as its files show it.
 
-        `rollout`: two thirds through the rollout; `train`: the rollouts are on file; `save`: a
+        `rollout`: a third through the rollout; `train`: the rollouts are on file; `save`: a
         checkpoint is being written.
         """
         done = num_rows(self.run)
         if phase == "rollout":
             self.wait_for_rows(done + 1)
             last = RunFolder(self.run).read_metrics()[-1]
-            time.sleep(last["time/sync_s"] + 0.67 * last["time/rollout_s"])
+            time.sleep(last["time/sync_s"] + 0.33 * last["time/rollout_s"])
         elif phase == "train":
             folder = RunFolder(self.run)
             file = folder.rollout_file(done)

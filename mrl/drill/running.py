@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import psutil
 
 from mrl.config import Recipe
 from mrl.drill.chain import Drill, done_of, problems_of_end
@@ -131,15 +134,20 @@ def kill_engine(drill: Drill) -> Row:
     """An engine dies while it generates: another one takes its place in the same step."""
     job = drill.running()
     job.wait_for_phase("rollout")
-    return engine_replaced(drill, "kill-engine", lambda: kill(job.engines()), job)
+    return engine_replaced(drill, "kill-engine", job, psutil.Process.kill)
 
 
-def engine_replaced(drill: Drill, name: str, strike: Callable[[], object], job: Job) -> Row:
-    """Strike the engines of a job, wait until the step is done all the same, and return the row."""
+def engine_replaced(
+    drill: Drill, name: str, job: Job, strike: Callable[[psutil.Process], object]
+) -> Row:
+    """Strike every process of the first engine, wait until the step is done all the same, and return
+    the row."""
     job.look()
-    engines, done = job.engines(), num_rows(job.run)
+    engine, done = job.engine_of(job.ranks()[0]), num_rows(job.run)
     began = time.monotonic()
-    strike()
+    for each in engine:
+        with suppress(psutil.Error):
+            strike(each)
     there = num_rows(job.run)
     while num_rows(job.run) < there + 2 and job.process.poll() is None:  # in this step or the next
         if time.monotonic() > began + drill.limit_s:
@@ -154,7 +162,7 @@ def engine_replaced(drill: Drill, name: str, strike: Callable[[], object], job: 
     restarts = sum(row.get("rollout/engine_restarts", 0) for row in rows)
     if not restarts:
         problems.append("no engine was replaced")
-    problems += [f"engine process {e.pid} is left" for e in engines if is_alive(e)]
+    problems += [f"engine process {e.pid} is left" for e in engine if is_alive(e)]
     bits = ", with the same bits as without the fault" if drill.judges_bits else ""
     text = f"{restarts:g} engine replaced; the step was done{bits}"
     return Row(name, FAULTS[name].did, text, seconds, "recovered", None, tuple(problems))
