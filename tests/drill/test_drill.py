@@ -66,6 +66,17 @@ def test_an_early_end_is_unexpected(tmp_path: Path) -> None:
     one.kill()
 
 
+def test_the_engine_of_a_rank_is_found(tmp_path: Path) -> None:
+    one = job(tmp_path, "bash -c 'exec -a sglang::scheduler sleep 1000' & sleep 1000 & wait")
+    wait_until(lambda: one.engine_of(one.process))
+    (engine,) = one.engine_of(one.process)
+    assert engine.cmdline()[0] == "sglang::scheduler"
+    one.look()
+    assert one.engines() == [engine]
+    one.kill()
+    assert not engine.is_running()
+
+
 def row(step: int, **more: Any) -> str:
     values = {"step": step, "grad_norm": 1.0, "time/step_s": time.time()}
     return json.dumps({**values, **more}) + "\n"
