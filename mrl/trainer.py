@@ -36,6 +36,7 @@ from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder, rollout_lines, saved_step
 from mrl.run.rollouts import is_held, save_groups
 from mrl.system.clock import Clock
+from mrl.system.heartbeat import phase
 from mrl.system.profiler import profiled
 from mrl.system.stop import StopRequest, left, left_early
 from mrl.trackers import Trackers
@@ -223,9 +224,8 @@ class Trainer:
     def _write_untrained(self, groups: list[SampleGroup]) -> None:
         """Write the rollouts of a step that is not trained, with the advantages of their rewards."""
         recipe = self.plan.recipe
-        max_len = recipe.rollout.max_response_len
-        drops_stale = recipe.moe.routing_replay == "r3"
-        tokens = count_loss_tokens(groups, recipe.algorithm, drops_stale=drops_stale)
+        max_len, is_r3 = recipe.rollout.max_response_len, recipe.moe.routing_replay == "r3"
+        tokens = count_loss_tokens(groups, recipe.algorithm, drops_stale=is_r3)
         set_reward_advantages(groups, tokens, self.plan.algorithm, recipe.algorithm, max_len)
         self._write_rollouts(groups)
 
@@ -238,7 +238,6 @@ class Trainer:
         return console.progress(text) if self.is_main else nullcontext()
 
     def _write_rollouts(self, groups: list[SampleGroup]) -> None:
-        saves = self.plan.recipe.debug.save_rollouts
         held = [i for i, group in enumerate(groups) if is_held(group)]
         own = [groups[i] for i in held]
         texts = completions(own, self.plan.tokenizer)  # each rank decodes what it rolled out
@@ -246,15 +245,14 @@ class Trainer:
         lines = gather_lines(dict(zip(held, parts, strict=True)), len(groups))
         if lines is not None:
             self.folder.write_rollouts(self.step, lines)
-        if saves:
+        if self.plan.recipe.debug.save_rollouts:
             groups = self.exchange.collect(groups)
             if self.is_main:
                 save_groups(saved_step(self.folder.rollouts, self.step), groups)
 
     def _save_if_due(self) -> None:
         """Save at the recipe's interval, at the last step, and when the run is to stop here."""
-        recipe = self.plan.recipe
-        every = recipe.checkpoint.save_every
+        recipe, every = self.plan.recipe, self.plan.recipe.checkpoint.save_every
         last = self.step == recipe.train.num_steps
         told = 0 if last else self._told_on_any_rank()
         due = last or told or (every and self.step % every == 0)
@@ -315,6 +313,7 @@ def make_checkpoints(recipe: Recipe, mesh: Mesh, folder: RunFolder) -> Checkpoin
     )
 
 
+@phase("evaluate")
 def evaluate(policy: Policy, collector: Collector, version: int) -> dict[str, float]:
     """Return `eval/*` of the policy's weights on the recipe's evaluation sets. A collective."""
     clock = Clock()
@@ -331,6 +330,7 @@ def _weight_sync(collector: Collector) -> WeightSync:
     return collector.weight_sync
 
 
+@phase("sync")
 def sync_weights(policy: Policy, sync: WeightSync, version: int) -> None:
     """Give the device to the engine, which then holds the policy's weights as `version`.
 

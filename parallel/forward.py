@@ -22,6 +22,7 @@ from moe.align import local_routes, router_rows, row_slice
 from moe.replay import ReplayedChunk
 from moe.routes import Replay, Route, Routes, ids_of
 from moe.statistics import RoutingCounter
+from mrl.system.heartbeat import beat
 from mrl.types import LossOutput, MicroBatch, Statistics
 from parallel.context import ContextSlice, context_slice
 from parallel.layers.attention import packed_sequences
@@ -204,6 +205,7 @@ class PipelineRunner:
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """Megatron calls this for each micro-batch and chunk; the second result is the loss function
         that it calls on the last stage, in batch order."""
+        beat()
         number, on_cpu = next(numbered)
         batch = to_device(on_cpu, self.mesh.device)
         replayed = self.replays[id(unwrap(chunk))]

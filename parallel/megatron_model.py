@@ -17,6 +17,7 @@ from moe.align import router_rows
 from moe.routes import Replay
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.errors import NotFinite
+from mrl.system.heartbeat import phase
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
 from parallel.backward_watch import BackwardWatch, gather_samples, named
 from parallel.forward import Head, LossFunction, Observe, PassOutput, PipelineRunner
@@ -135,6 +136,7 @@ class MegatronModel:
         training = () if self._optimizer_config is None else ("gradients", "optimizer")
         return tuple(self._prefix + kind for kind in ("parameters", *training))
 
+    @phase("load")
     def load(self, may_lack: Collection[str] = ()) -> None:
         """Load the weights from the model's folder (`WeightMap.load`), then make the optimizer: it may
         copy them."""

@@ -34,6 +34,7 @@ from mrl.rollout.engine_group import EngineGroup
 from mrl.run import console
 from mrl.run.folder import RunFolder
 from mrl.system.clock import Clock
+from mrl.system.heartbeat import begin_step, phase
 from mrl.system.memory_watch import MemoryWatch
 from mrl.types import Max, SampleGroup, Statistics
 from parallel.mesh import Mesh
@@ -94,6 +95,7 @@ class LiveCollector:
         self._dynamic_sampling: DynamicSampling | None = None
         self._numbers: dict[str, float] = {}
 
+    @phase("start")
     def start(self, policy: Policy) -> None:
         # The engine sizes its KV cache by the memory that it finds free now.
         policy.offload_optimizer()
@@ -105,6 +107,7 @@ class LiveCollector:
 
     def begin(self, step: int, clock: Clock) -> None:
         recipe = self.plan.recipe
+        begin_step(step)
         self._begin()
         self._step, self._seed = step, recipe.seed * 1_000_003 + step
         if recipe.algorithm.dynamic_sampling:
@@ -132,6 +135,7 @@ class LiveCollector:
     def is_over(self) -> bool:
         return self._round is None
 
+    @phase("rollout")
     def rollout(self, clock: Clock) -> None:
         assert self._round is not None
         engine = self.slot.engine
@@ -152,6 +156,7 @@ class LiveCollector:
         root, step = self._folder.root, self._step
         return engine_profiled(self.plan.recipe.profile, root, step, engine, self.engine_number)
 
+    @phase("score")
     def score(self, clock: Clock) -> None:
         ended = self._round
         assert ended is not None

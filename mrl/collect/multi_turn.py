@@ -22,6 +22,7 @@ from mrl.data.chat import ChatTurns
 from mrl.environments.base import Observation, StepResult
 from mrl.environments.runner import EnvironmentRunner, EpisodeFailed, Start
 from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, sample_seed
+from mrl.system.heartbeat import beat
 from mrl.types import Prompt, Sample, SampleGroup
 
 
@@ -119,6 +120,7 @@ class MultiTurnRollout:
             numbers = {request.request_id: number for number, request in requests.items()}
             # The prefix cache holds the turns before and nothing else: the same bits each time.
             for completion in engine.generate(missing, reuse_cache=self._num_turns > 0):
+                beat()
                 self._answers[numbers[completion.request_id]] = completion
             answers, self._answers = self._answers, {}
             self._num_turns += 1

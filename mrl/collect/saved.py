@@ -8,6 +8,7 @@ from mrl.errors import InputError
 from mrl.run.folder import saved_step
 from mrl.run.rollouts import load_groups, outline
 from mrl.system.clock import Clock
+from mrl.system.heartbeat import begin_step, phase
 from mrl.types import SampleGroup, Statistics
 from parallel.mesh import Mesh
 from parallel.policy import Policy
@@ -33,8 +34,9 @@ class SavedCollector:
         """Do nothing: there is no engine to start."""
 
     def begin(self, step: int, clock: Clock) -> None:
+        begin_step(step)
         self.groups = []  # those of the step before leave the host's memory
-        with clock.part("sync"), clock.part("score"), clock.part("rollout"):
+        with phase("rollout"), clock.part("sync"), clock.part("score"), clock.part("rollout"):
             everything = load_groups(saved_step(self.folder, step))
             rank, world = self.mesh.rank, self.mesh.dims.world
             self.groups = [

@@ -13,6 +13,7 @@ from mrl.data.completions import completions
 from mrl.environments.runner import EnvironmentRunner
 from mrl.rewards.runner import RewardRunner, shown_rows
 from mrl.run import console
+from mrl.system.heartbeat import beat
 from mrl.types import SampleGroup
 
 
@@ -66,6 +67,7 @@ class Scoring:
         for group, rewards in self._begun:
             if rewards is not None:
                 group.rewards = rewards.result()
+                beat()
         groups = sorted((g for g, _ in self._begun), key=lambda group: group.samples[0].group_id)
         return groups, self._report_failures()
 

@@ -16,6 +16,7 @@ import torch
 from moe.trace import join_traces, joined_spans
 from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, sample_seed
 from mrl.sampling_mask import join_masks
+from mrl.system.heartbeat import beat
 from mrl.types import Prompt, Sample, SampleGroup
 
 PARTIAL = "abort"
@@ -77,6 +78,7 @@ class SingleTurnRollout:
         requests = {} if self.is_over else self._requests()
         indices = {request.request_id: index for index, request in requests.items()}
         for completion in engine.generate(list(requests.values())) if requests else ():
+            beat()
             group_id, k = indices[completion.request_id]
             group = self._groups[group_id]
             group.samples[k] = _continued(group.samples[k], completion)

@@ -100,6 +100,7 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
     from mrl.commands.bytes_held import bytes_held
     from mrl.run import console
     from mrl.trainer import Trainer
+    from mrl.watch.start import watching
     from parallel.clocks import compare_clocks
     from parallel.mesh import init_mesh
 
@@ -108,7 +109,10 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
         mesh = init_mesh(plan.dims, plan.recipe.seed, timeout_s=plan.recipe.longest_wait_s)
         if (apart := compare_clocks()) and mesh.rank == 0:
             console.warning(apart)
-        with closing(Trainer(plan, mesh, folder, callbacks)) as trainer:
+        with (
+            watching(plan.recipe, folder.root, train_command(folder)),
+            closing(Trainer(plan, mesh, folder, callbacks)) as trainer,
+        ):
             made.append(trainer)
             with noting_bytes(lambda: bytes_held(trainer)):
                 trainer.train()

@@ -26,6 +26,7 @@ from mrl.config.training import (
     SftConfig,
     TrainConfig,
 )
+from mrl.config.watch import WatchConfig
 
 
 class DebugConfig(Branch):
@@ -51,6 +52,7 @@ class Recipe(Branch):
     moe: MoeConfig = MoeConfig()
     eval: EvalConfig = EvalConfig()
     guards: GuardConfig = GuardConfig()
+    watch: WatchConfig = WatchConfig()
     reward: Rewards | None = None
     """A file of mrl/rewards/, `file.py:func`, `package.module:func`, the address of a reward server
     (`http://host:port`) or a reward model (`reward_model:folder`); or a list of these with weights,

@@ -33,6 +33,7 @@ from mrl.learn.turn_rewards import with_turn_rewards
 from mrl.learn.update_metrics import policy_metrics, value_metrics
 from mrl.learn.updates import Updates
 from mrl.system.clock import Clock
+from mrl.system.heartbeat import phase
 from mrl.types import MicroBatch, Sample, SampleGroup, TrainBatch
 from parallel.critic import Critic
 from parallel.forward import PassOutput
@@ -122,7 +123,7 @@ class Learner:
             if any(group.advantages is None for group in groups):
                 record(groups)
             raise
-        with clock.part("train"):
+        with phase("train"), clock.part("train"):
             done = self.updates.take(step, batches, ready.batches, ready.replay)
         steps = done.steps
         measured, before = ready.batches, ready.before
@@ -178,7 +179,7 @@ class Learner:
         replay = Replay.rollout if recipe.moe.routing_replay == "r3" else Replay.off
         before: PassOutput | None = None
         if self._needs_old_logprobs(step):
-            with clock.part("logprob"):
+            with phase("logprobs"), clock.part("logprob"):
                 before = self.policy.forward_only(
                     flat, replay, observe=self.diagnosis.observe(step)
                 )
@@ -188,7 +189,7 @@ class Learner:
         if not self._trainer_is_old:
             flat = with_rollout_as_old(flat)
         if recipe.algorithm.kl_coef:
-            with clock.part("ref_logprob"), self.policy.reference():
+            with phase("logprobs"), clock.part("ref_logprob"), self.policy.reference():
                 reference = self.policy.forward_only(flat, replay)
             check_finite(step, "the reference's log-probs", flat, reference.logprobs)
             flat = with_ref_logprobs(flat, reference)
@@ -221,7 +222,7 @@ class Learner:
             penalties = self.kl.penalties(flat, num_samples, self.mesh)
             metrics["kl/ref"] = penalties.mean
         if self.critic is not None:
-            with clock.part("value"):
+            with phase("logprobs"), clock.part("value"):
                 values, after = self.critic.values(flat)
             for each in (values, after):
                 check_finite(step, "the critic's values", flat, each)

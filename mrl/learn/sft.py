@@ -16,11 +16,13 @@ from mrl.learn.batching import make_train_batch
 from mrl.learn.guards import UpdateGuard
 from mrl.learn.nonfinite import NonFiniteSteps
 from mrl.run import console
+from mrl.system.heartbeat import phase
 from mrl.types import LossOutput, MicroBatch, Sample
 from parallel.mesh import Mesh
 from parallel.policy import Policy
 
 
+@phase("train")
 def run_sft(
     examples: Sequence[SftExample], config: SftConfig, recipe: Recipe, policy: Policy, mesh: Mesh
 ) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from mrl.system.heartbeat import beat
 from mrl.types import Handle, WeightBucket
 
 DEVICE_FIELD = 6
@@ -125,6 +126,7 @@ class GatheredBuckets:
             raise StopIteration
         if self._has_handles:
             self._has_handles = self._meet()
+        beat()
         bucket, failure = None, None
         try:
             bucket = next(self._buckets)

@@ -83,6 +83,7 @@ RULES = (
                 "eval",
                 "diagnosis",
                 "guards",
+                "watch",
                 "checkpoint",
                 "logging",
                 "profile",

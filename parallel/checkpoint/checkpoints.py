@@ -33,6 +33,7 @@ from mrl import __version__
 from mrl.errors import InputError, RunFailed
 from mrl.system.disk import require_room
 from mrl.system.files import write_whole
+from mrl.system.heartbeat import phase
 from parallel.checkpoint import manifest
 from parallel.checkpoint.agreement import failed, find_damage, first_reason, on_first_rank
 from parallel.checkpoint.pending_save import COMMON_FILE, PendingSave, Record
@@ -97,9 +98,7 @@ class Checkpoints:
     ) -> None:
         """`seed`: the recipe's, from which other layouts draw their random states; a checkpoint that is
         loaded brings its own. `record`: what keeps the run's files."""
-        self.root = root
-        self.mesh = mesh
-        self.keep = keep
+        self.root, self.mesh, self.keep = root, mesh, keep
         self.async_save = async_save
         self.seed = seed
         self.warn = warn
@@ -107,6 +106,7 @@ class Checkpoints:
         self._queue = AsyncCallsQueue()
         self._in_flight: PendingSave | None = None
 
+    @phase("save")
     def save(
         self,
         step: int,
@@ -153,6 +153,7 @@ class Checkpoints:
         """See to a save that is done on every rank; does not wait."""
         self._queue.maybe_finalize_async_calls(blocking=False)
 
+    @phase("save")
     def finish(self) -> None:
         """Wait for the save in flight, if any."""
         self._queue.maybe_finalize_async_calls(blocking=True)
@@ -203,6 +204,7 @@ class Checkpoints:
         if self.mesh.rank == 0:
             shutil.rmtree(save.writer.folder, ignore_errors=True)
 
+    @phase("load")
     def load_newest(self, policy: MegatronModel, critic: MegatronModel | None = None) -> Loaded:
         """Load the newest checkpoint that is whole; every damaged one on the way is reported and
         renamed, so that it neither counts in `keep` nor is found again.

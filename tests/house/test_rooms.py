@@ -49,6 +49,7 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.learn", "mrl.preflight", "mrl.run", "mrl.trackers", "parallel"),
     },
     "mrl.launch": {"mrl.run"},
+    "mrl.watch": {"mrl.run"},
     "mrl.drill": {"mrl.run", "parallel.checkpoint"},
     "mrl.toy_model": set(),
     "mrl.commands": {
@@ -61,6 +62,7 @@ ROOMS: dict[str, set[str]] = {
             "mrl.toy_model",
             "mrl.trainer",
             "mrl.view",
+            "mrl.watch",
         ),
         "parallel",
     },

@@ -1,0 +1,115 @@
+"""This module holds the heartbeat of a rank: what it does now, in a page of memory that others read.
+
+A rank marks its phases with `phase(name)` and its progress within one with `beat()`. Both write some
+numbers into a memfd and do nothing where no page is open, so that any room may call them. Nothing here
+waits, and no thread is needed: the monitor (mrl/watch/) reads the page from outside, also while
+the rank hangs or is stopped.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+PHASES = (
+    *("start", "load", "sync", "rollout", "score", "logprobs", "train", "save", "evaluate", "log"),
+)
+"""What a rank may be doing. `start` is everything before the first step without a name of its own,
+`log` everything between the phases of a step: metrics, trackers, callbacks."""
+_FORM = struct.Struct("=16sqqq")
+SIZE = mmap.PAGESIZE
+
+
+class Pulse(NamedTuple):
+    """A `Pulse` is what a page says."""
+
+    phase: str
+    step: int
+    """The number of the step, from 0; -1 before the first."""
+    position: int
+    """How many phases the rank has begun and left. All ranks pass the same ones, so that the lowest
+    number is the rank that is furthest behind."""
+    beats: int
+    """How often it has shown progress."""
+
+
+class _Page:
+    """The page of this process."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("mrl-heartbeat")
+        os.ftruncate(self.fd, SIZE)
+        self.memory = mmap.mmap(self.fd, SIZE)
+        self.phase, self.outside, self.step, self.position, self.beats = "start", "start", -1, 0, 0
+        self.write()
+
+    def write(self) -> None:
+        name = self.phase.encode()
+        _FORM.pack_into(self.memory, 0, name, self.step, self.position, self.beats)
+
+    def go_to(self, phase: str) -> None:
+        self.phase = phase
+        self.position += 1
+        self.beats += 1
+        self.write()
+
+
+_pages: list[_Page] = []
+"""The page of this process, where one is open."""
+
+
+def open_page() -> str:
+    """Make this process's page and return the path by which processes of this user can read it."""
+    close_page()
+    _pages.append(_Page())
+    return f"/proc/{os.getpid()}/fd/{_pages[0].fd}"
+
+
+def close_page() -> None:
+    """Let go of the page; does nothing where there is none."""
+    for page in _pages:
+        page.memory.close()
+        os.close(page.fd)
+    _pages.clear()
+
+
+def read_page(memory: mmap.mmap) -> Pulse:
+    """Return what a page says that was mapped with `SIZE` bytes."""
+    name, step, position, beats = _FORM.unpack_from(memory, 0)
+    return Pulse(name.rstrip(b"\0").decode(errors="replace"), step, position, beats)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Mark what this rank does in the block; as a decorator, in each call of the function.
+
+    Every rank must come through the same phases in the same order, also where it has nothing to do. In
+    a phase within a phase the inner one counts.
+    """
+    before = ""
+    for page in _pages:
+        before = page.phase
+        page.go_to(name)
+    try:
+        yield
+    finally:
+        for page in _pages:
+            page.go_to(page.outside if before in ("", "start", "log") else before)
+
+
+def begin_step(step: int) -> None:
+    """Say which step this rank is in."""
+    for page in _pages:
+        page.step, page.outside = step, "log"
+        page.go_to("log")
+
+
+def beat() -> None:
+    """Say that this rank makes progress: a micro-batch, a finished sample, a bucket of weights."""
+    for page in _pages:
+        page.beats += 1
+        page.write()

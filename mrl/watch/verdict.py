@@ -1,0 +1,156 @@
+"""Decides, from what is read of the ranks, whether one of them hangs: without torch.
+
+The rank at fault is one that is stopped, else the one furthest behind: all ranks pass the same phases
+in the same order, and those that are ahead wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mrl.system.heartbeat import Pulse
+
+LEAST_LIMIT_S = 60.0
+TIMES_LONGEST = 5.0
+MAX_TICK_S = 1.0
+"""A tick counts as no more: where the monitor itself did not run, as when the whole job was suspended,
+the ranks did not run either."""
+STOPPED = ("T", "t")
+GONE = ("Z", "X", "")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`Limits` are the seconds that a phase may take without progress."""
+
+    given: Mapping[str, float]
+    """The recipe's `watch.limits`, by phase; they decide alone."""
+    least: Mapping[str, float]
+    """What the own waits of a phase may take, by its name; 0 where they have no limits."""
+    first_s: float
+    """The limit of a phase until every rank has been through it."""
+
+    def of(self, phase: str, longest_s: float | None, *, is_stopped: bool = False) -> float:
+        """Return the limit of a phase; `longest_s` is its longest time without progress so far, None
+        before it was over once. A stopped rank waits for nothing that could have a limit of its own."""
+        if phase in self.given:
+            return self.given[phase]
+        learned = max(LEAST_LIMIT_S, TIMES_LONGEST * (longest_s or 0.0))
+        if is_stopped:
+            return learned
+        if longest_s is None:
+            learned = max(learned, self.first_s)
+        return max(learned, self.least.get(phase, 0.0))
+
+
+class Seen(NamedTuple):
+    """What is read of a rank in one tick."""
+
+    pulse: Pulse
+    state: str
+    """The letter of /proc/PID/stat; empty where the process is gone."""
+
+
+class Verdict(NamedTuple):
+    """A rank that hangs, or that is about to."""
+
+    rank: int
+    how: str
+    """stopped, gone, or stuck."""
+    pulse: Pulse
+    since_s: float
+    limit_s: float
+
+    def text(self) -> str:
+        """Say it in one line."""
+        how = {"stopped": "is stopped (SIGSTOP)", "gone": "is gone"}.get(
+            self.how, "makes no progress"
+        )
+        return (
+            f"rank {self.rank} {how}: {self.since_s:.1f} s in phase {self.pulse.phase} of step "
+            f"{self.pulse.step}, whose limit is {self.limit_s:g} s"
+        )
+
+
+@dataclass
+class _Rank:
+    seen: Seen
+    age_s: float = 0.0
+    """How long it shows no progress."""
+    halted_s: float = 0.0
+    """How long it is stopped or gone."""
+
+
+@dataclass
+class Watch:
+    """Follows the ranks tick by tick."""
+
+    limits: Limits
+    _ranks: list[_Rank] = field(default_factory=list)
+    _longest_s: dict[str, float] = field(default_factory=dict)
+    _through: dict[str, set[int]] = field(default_factory=dict)
+    """The ranks that have been through a phase, by its name."""
+    _warned: set[tuple[int, int]] = field(default_factory=set)
+
+    def tick(self, seconds: float, ranks: Sequence[Seen]) -> Verdict | None:
+        """Take in what the ranks show `seconds` after the tick before; return who hangs, or None."""
+        seconds = min(seconds, MAX_TICK_S)
+        if not self._ranks:
+            self._ranks = [_Rank(seen) for seen in ranks]
+        for number, (rank, seen) in enumerate(zip(self._ranks, ranks, strict=True)):
+            self._follow(number, rank, seen, seconds)
+        return self._worst(1.0)
+
+    def late(self) -> Verdict | None:
+        """Return a rank that keeps the others waiting for more than half of its limit; each once."""
+        found = self._worst(0.5)
+        if found is None or (found.rank, found.pulse.position) in self._warned:
+            return None
+        is_ahead = [r.seen.pulse.position > found.pulse.position for r in self._ranks]
+        if found.how == "stuck" and not any(is_ahead):
+            return None
+        self._warned.add((found.rank, found.pulse.position))
+        return found
+
+    def _follow(self, number: int, rank: _Rank, seen: Seen, seconds: float) -> None:
+        before, rank.seen = rank.seen, seen
+        halted = seen.state in (*STOPPED, *GONE)
+        rank.halted_s = rank.halted_s + seconds if halted else 0.0
+        if seen.pulse == before.pulse:
+            rank.age_s += seconds
+            return
+        phase = before.pulse.phase
+        if before.state not in STOPPED:  # what a user stopped and continued teaches nothing
+            self._longest_s[phase] = max(self._longest_s.get(phase, 0.0), rank.age_s)
+        if seen.pulse.position != before.pulse.position:
+            self._through.setdefault(phase, set()).add(number)
+        rank.age_s = 0.0
+
+    def _worst(self, share: float) -> Verdict | None:
+        """Return the rank at fault where it is over `share` of its limit."""
+        halted = [v for n in range(len(self._ranks)) if (v := self._halted(n, share))]
+        if halted:
+            return max(halted, key=lambda verdict: verdict.since_s)
+        last = min(rank.seen.pulse.position for rank in self._ranks)
+        behind = [n for n, r in enumerate(self._ranks) if r.seen.pulse.position == last]
+        if not all(self._ranks[n].age_s > share * self._limit(n) for n in behind):
+            return None  # those that are as far may wait for the one that still moves
+        number = min(behind, key=lambda n: (self._ranks[n].seen.pulse.beats, -self._ranks[n].age_s))
+        rank = self._ranks[number]
+        return Verdict(number, "stuck", rank.seen.pulse, rank.age_s, self._limit(number))
+
+    def _halted(self, number: int, share: float) -> Verdict | None:
+        rank = self._ranks[number]
+        limit = self._limit(number, is_stopped=True)
+        if not rank.halted_s or rank.halted_s <= share * limit:
+            return None
+        how = "stopped" if rank.seen.state in STOPPED else "gone"
+        return Verdict(number, how, rank.seen.pulse, rank.halted_s, limit)
+
+    def _limit(self, number: int, *, is_stopped: bool = False) -> float:
+        phase = self._ranks[number].seen.pulse.phase
+        is_through = len(self._through.get(phase, ())) == len(self._ranks)
+        longest = self._longest_s.get(phase, 0.0) if is_through else None
+        return self.limits.of(phase, longest, is_stopped=is_stopped)

@@ -1,0 +1,73 @@
+"""A rank that is stopped for good ends the run: the right rank and phase are named, and the next start
+continues from the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy, environment
+from tests.loop.test_run import metrics, processes_of
+from tests.watch.ranks import Rank, ranks_of, stop_in
+
+
+def watched(process: subprocess.Popen[str], beside: set[int]) -> list[Rank]:
+    """Both ranks once they are there, of another start than `beside`."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        ranks = [rank for rank in ranks_of(process.pid) if rank.pid not in beside]
+        if len(ranks) == 2:
+            return ranks
+        time.sleep(0.05)
+    raise AssertionError(process.communicate())
+
+
+@pytest.mark.release
+@pytest.mark.timeout(400)
+def test_a_stopped_rank_is_named_and_a_second_start_continues(
+    toy: Toy, recorded: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    overrides = toy.overrides(
+        output,
+        f"debug.load_rollouts={recorded / 'rollouts'}",
+        "parallel.tensor_model_parallel_size=2",
+        "train.num_steps=4",
+        "checkpoint.save_every=1",
+        "watch.limits.train=4",
+    )
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mrl.launch", *words, "-m", "mrl", "train", str(TOY_RECIPE), *overrides],
+        cwd=REPOSITORY,
+        env=environment(MRL_TEST_RUN=str(output), PYTHONPATH=str(REPOSITORY)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    seen: set[int] = set()
+    for _ in range(2):  # the second start is stopped, too: it has no restart left
+        ranks = watched(process, seen)
+        seen |= {rank.pid for rank in ranks}
+        stopped = stop_in(ranks[0], "train", 1, 0.0, 100)
+        start = time.monotonic()
+        assert stopped is not None
+        while any(Path(f"/proc/{rank.pid}").exists() for rank in ranks):
+            assert time.monotonic() < start + 60
+            time.sleep(0.1)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 72, printed
+    assert "mrl: starts again, 1 of 1 restarts" in printed
+    assert printed.count("is stopped (SIGSTOP)") == 2 * 2  # half of the limit, then the block
+    found = json.loads((output / "failure.json").read_text())
+    assert (found["exit_code"], found["phase"], found["step"]) == (72, "train", stopped.step)
+    assert 4 < found["since_s"] < 8
+    for rank in range(2):
+        assert "most recent call first" in (output / f"logs/stacks_rank_{rank}.txt").read_text()
+    assert len(metrics(output)) == stopped.step
+    assert processes_of(output) == []

@@ -1,0 +1,137 @@
+"""Who hangs, from what the ranks show: limits and verdicts as functions."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import pytest
+
+from mrl.config.watch import Phase
+from mrl.system import heartbeat
+from mrl.system.heartbeat import Pulse
+from mrl.watch.monitor import innermost
+from mrl.watch.verdict import Limits, Seen, Verdict, Watch
+
+
+def seen(phase: str, position: int, beats: int, state: str = "R", step: int = 3) -> Seen:
+    return Seen(Pulse(phase, step, position, beats), state)
+
+
+def watch(given: dict[str, float] | None = None, **least: float) -> Watch:
+    return Watch(Limits(given or {}, least, 1800.0))
+
+
+def run(watch: Watch, seconds: float, *ranks: Seen) -> Verdict | None:
+    for _ in range(round(2 * seconds)):
+        if found := watch.tick(0.5, ranks):
+            return found
+    return None
+
+
+def test_limits_are_given_or_learned() -> None:
+    limits = Limits({"train": 7.0}, {"rollout": 900.0}, 1800.0)
+    assert limits.of("train", 100.0) == 7.0
+    assert limits.of("save", None) == 1800.0  # nobody was through it yet
+    assert limits.of("save", 2.0) == 60.0
+    assert limits.of("save", 50.0) == 250.0
+    assert limits.of("rollout", 50.0) == 900.0  # an engine may take as long
+    assert limits.of("rollout", 50.0, is_stopped=True) == 250.0
+    assert limits.of("save", None, is_stopped=True) == 60.0
+
+
+def test_a_stopped_rank_is_at_fault_and_not_the_one_that_waits() -> None:
+    at_once = watch({"train": 4.0, "score": 4.0})
+    assert run(at_once, 60, seen("train", 9, 5), seen("train", 9, 5)) is not None
+    found = run(watch({"train": 4.0}), 60, seen("train", 9, 5), seen("train", 9, 9, "T"))
+    assert found is not None
+    assert (found.rank, found.how, found.pulse.phase) == (1, "stopped", "train")
+    assert 4.0 < found.since_s <= 5.0
+    assert found.text() == (
+        "rank 1 is stopped (SIGSTOP): 4.5 s in phase train of step 3, whose limit is 4 s"
+    )
+
+
+def test_the_rank_that_is_furthest_behind_is_at_fault() -> None:
+    follower = watch({"rollout": 10.0, "score": 2.0})
+    ahead = seen("score", 12, 1000)
+    assert run(follower, 9, ahead, seen("rollout", 11, 7)) is None  # its wait is within its limit
+    found = run(follower, 2, ahead, seen("rollout", 11, 7))
+    assert found is not None
+    assert (found.rank, found.how) == (1, "stuck")
+
+
+def test_a_rank_that_waits_for_one_that_moves_does_not_hang() -> None:
+    """Rank 1 has no engine: it shows no progress while rank 0 generates."""
+    follower = watch({"rollout": 5.0})
+    for beats in range(50):
+        assert run(follower, 4, seen("rollout", 11, beats), seen("rollout", 11, 3)) is None
+
+
+def test_a_rank_that_is_late_is_named_once() -> None:
+    follower = watch({"rollout": 10.0})
+    ranks = seen("score", 12, 1000), seen("rollout", 11, 7)
+    run(follower, 4, *ranks)
+    assert follower.late() is None
+    run(follower, 2, *ranks)
+    late = follower.late()
+    assert late is not None
+    assert late.rank == 1
+    assert follower.late() is None
+    together = watch({"train": 10.0})  # nobody is behind: one of them computes
+    run(together, 6, seen("train", 9, 5), seen("train", 9, 5))
+    assert together.late() is None
+
+
+def test_a_limit_is_learned_once_all_ranks_were_through_the_phase() -> None:
+    follower = watch()
+    start = [seen("train", 1, 0)] * 2
+    assert run(follower, 30, *start) is None
+    follower.tick(0.5, [seen("log", 2, 1), start[1]])
+    assert run(follower, 500, seen("log", 2, 1), start[1]) is None  # the first limit
+    follower.tick(0.5, [seen("log", 2, 1)] * 2)
+    again = [seen("train", 3, 2)] * 2
+    assert run(follower, 2600, *again) is None  # 5 x 530 s
+    found = run(follower, 200, *again)
+    assert found is not None
+    assert found.limit_s == pytest.approx(5 * 530, abs=5)
+
+
+def test_a_monitor_that_did_not_run_blames_nobody() -> None:
+    follower = watch({"train": 60.0})
+    assert follower.tick(0.5, [seen("train", 1, 1)]) is None
+    assert follower.tick(10_000.0, [seen("train", 1, 1)]) is None  # the node was suspended
+
+
+def test_a_page_says_what_the_rank_does() -> None:
+    path = heartbeat.open_page()
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        memory = mmap.mmap(descriptor, heartbeat.SIZE, access=mmap.ACCESS_READ)
+        os.close(descriptor)
+        assert heartbeat.read_page(memory) == Pulse("start", -1, 0, 0)
+        heartbeat.begin_step(4)
+        with heartbeat.phase("sync"):
+            with heartbeat.phase("load"):
+                heartbeat.beat()
+                assert heartbeat.read_page(memory) == Pulse("load", 4, 3, 4)
+            assert heartbeat.read_page(memory).phase == "sync"
+        assert heartbeat.read_page(memory).phase == "log"
+    finally:
+        heartbeat.close_page()
+    heartbeat.beat()
+    with heartbeat.phase("train"):  # nothing is open
+        pass
+
+
+def test_the_recipe_names_every_phase() -> None:
+    assert Phase.__args__ == heartbeat.PHASES  # type: ignore[attr-defined]
+
+
+def test_the_report_has_the_innermost_calls_of_the_main_thread() -> None:
+    stacks = (
+        'Thread 0x01 (most recent call first):\n  File "a.py", line 1 in wait\n\n'
+        'Current thread 0x02 (most recent call first):\n  File "b.py", line 2 in train\n'
+        '  File "c.py", line 3 in main\n'
+    )
+    assert innermost(stacks)[1] == '  File "b.py", line 2 in train'
