@@ -14,7 +14,7 @@ from mrl.cli import main
 from mrl.config import load_recipe
 from mrl.drill import FAULTS, Drill
 from mrl.drill.chain import problems_of_end
-from mrl.drill.job import Job, Unexpected
+from mrl.drill.job import Job, Unexpected, is_alive
 from mrl.drill.stopped import flip
 from mrl.errors import InputError
 from mrl.run.failure import Failure, write_failure
@@ -72,9 +72,9 @@ def test_the_engine_of_a_rank_is_found(tmp_path: Path) -> None:
     (engine,) = one.engine_of(one.process)
     assert engine.cmdline()[0] == "sglang::scheduler"
     one.look()
-    assert one.engines() == [engine]
+    assert engine in one.engines()
     one.kill()
-    assert not engine.is_running()
+    assert not is_alive(engine)
 
 
 def row(step: int, **more: Any) -> str:
