@@ -24,9 +24,10 @@ NOT_METRICS = frozenset(
         "difference/<>", "size/<>",
         "first/<>", "without/<>", "without/<>/logprob_abs_mean", "mismatch/percentiles",
         "reward/zero_signal", "routing/margin", "dynamic_sampling/zero_signal",
+        "rollout/canary", "self/cgroup",
     }
 )  # fmt: skip
-"""Forms that look like metric keys: media types, names within one file, prefixes of keys."""
+"""Forms that look like metric keys: media types, files of /proc, names within one file, prefixes of keys."""
 
 
 @cache
