@@ -27,7 +27,7 @@ NOT_METRICS = frozenset(
         "rollout/canary", "self/cgroup",
     }
 )  # fmt: skip
-"""Forms that look like metric keys: media types, files of /proc, names within one file, prefixes of keys."""
+"""Forms that look like metric keys: media types, files of /proc, names in a file, prefixes of keys."""
 
 
 @cache
