@@ -1,15 +1,18 @@
-"""What mrl check finds before a run."""
+"""What mrl check finds before a run, and what is not finite within one."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from mrl.algorithms import gspo
 from mrl.data.first_char import first_char_rows
+from mrl.types import LossOutput
 from tests.users.things import User, thing
 
 FILE = "model.safetensors"
@@ -105,3 +108,41 @@ def odd_rows(user: User) -> str:
     told = " ".join(user.mrl("check", *user.recipe("run"), f"data.path={file}").split())
     assert f"{file}:17 is the same row as {file}:3, and 1 of 17 rows are such copies" in told
     return said
+
+
+def not_finite(*args: Any, **more: Any) -> LossOutput:
+    """Return a loss whose gradient is NaN."""
+    return LossOutput(args[0].sum() * torch.nan)
+
+
+@thing("Every gradient of my run is NaN: it skips three steps and ends with exit code 76.")
+def nan_gradients(user: User) -> str:
+    whole, gspo.loss = gspo.loss, not_finite  # the command is a fork of this process
+    try:
+        printed = user.train("run", "train.num_steps=5", code=76)
+    finally:
+        gspo.loss = whole
+    said = " ".join(printed.split())
+    assert "step 1: " in said
+    assert "is skipped and changes nothing, 2 in a row (guards.max_nonfinite_steps=3 ends" in said
+    (last,) = [line for line in printed.splitlines() if line.startswith("mrl: ")]
+    assert "3 optimizer step(s) of the policy in a row were not finite and changed nothing" in last
+    assert "exit code 76: losses, log-probs or gradients were not finite" in printed
+    lines = (user.folder / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["train/nonfinite_steps"] for line in lines] == [1, 1]
+    return last
+
+
+@thing("A tensor does not fit into the host's memory in training.")
+def host_out_of_memory(user: User) -> str:
+    whole = gspo.loss
+    gspo.loss = lambda *args, **more: LossOutput(torch.empty(1 << 50).sum())
+    try:
+        printed = user.train("run", "train.num_steps=2", code=77)
+    finally:
+        gspo.loss = whole
+    (last,) = [line for line in printed.splitlines() if line.startswith("mrl: ")]
+    assert "ran out of memory in phase train" in last
+    assert "Rank 0 holds: weights " in last
+    assert "Change train.micro_batch_tokens=80 (160 now) and train.recompute=true" in last
+    return last
