@@ -90,6 +90,13 @@ class HfModel:
             settings = model.architecture.transformer_config(config)
         except KeyError as error:
             raise InputError(f"model.path: {folder}/config.json lacks the key {error}") from None
+        except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                f"model.path: {folder}/config.json has a value of a wrong type or size "
+                f"({type(error).__name__}: {error}); download it again"
+            ) from None
         topk, experts = settings.get("moe_router_topk", 0), model.sizes.num_experts
         if model.moe_layer_numbers and topk > experts:
             raise InputError(

@@ -93,7 +93,13 @@ def _weight_files(folder: Path) -> list[Path]:
             f"model.path: {index} lists {outside[0]!r}, expected names of files beside it; download it "
             "again"
         )
-    if missing := [file.name for file in files if not (file.is_file() or file.is_symlink())]:
+    try:
+        missing = [file.name for file in files if not (file.is_file() or file.is_symlink())]
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"model.path: {index} lists what cannot be a file's name ({error}); download it again"
+        ) from None
+    if missing:
         raise InputError(
             f"{folder}: {index.name} lists {missing[0]}, which is not there; download it again"
         )

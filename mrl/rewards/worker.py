@@ -76,7 +76,10 @@ def _number(reward: Any, what: str) -> float | None:
         return None
     if isinstance(reward, (str, bytes)) or not hasattr(reward, "__float__"):
         raise NotANumber(f"{what} is {reward!r}, expected a number or None")
-    number = float(reward)
+    try:
+        number = float(reward)
+    except OverflowError:  # a whole number of hundreds of digits
+        raise NotFinite(f"{what} is too large, expected a finite number") from None
     if not math.isfinite(number) or abs(number) > 3.4e38:
         raise NotFinite(f"{what} is {number}, expected a finite number")
     return number

@@ -80,7 +80,7 @@ def write_failure(folder: str | Path, failure: Failure) -> Failure:
 
 def read_failure(folder: str | Path) -> Failure | None:
     """Return the record of a run folder; None where there is none that can be read."""
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         row = json.loads((Path(folder) / FILE).read_text())
         names = {each.name for each in dataclasses.fields(Failure)}
         return Failure(**{key: value for key, value in row.items() if key in names})

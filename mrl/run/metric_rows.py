@@ -113,7 +113,7 @@ def _steps(copy: bytes) -> list[int]:
 
 def _step(line: bytes) -> int | None:
     """Return the step of a row; None where the line is damaged."""
-    with suppress(ValueError, TypeError, KeyError):
+    with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
         row: dict[str, Any] = json.loads(line)
         return int(row["step"])
     return None

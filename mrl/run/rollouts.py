@@ -43,6 +43,10 @@ def load_groups(path: Path) -> list[SampleGroup]:
         return decode_groups(data)
     except ValueError as error:
         raise InputError(f"rollouts {path}: {error}") from None
+    except (LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise InputError(
+            f"rollouts {path}: not what save_groups writes ({type(error).__name__}: {error})"
+        ) from None
 
 
 def is_held(group: SampleGroup) -> bool:

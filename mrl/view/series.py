@@ -116,9 +116,9 @@ def short(value: Any, digits: int) -> float | int | None:
 def _row(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     step = row.get("step") if isinstance(row, dict) else None
-    if isinstance(step, bool) or not isinstance(step, (int, float)) or not math.isfinite(step):
+    if isinstance(step, bool) or not isinstance(step, (int, float)) or not abs(step) < 2**63:
         return None
     return {**row, "step": int(step)} if step == int(step) else None

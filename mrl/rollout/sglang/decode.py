@@ -125,6 +125,15 @@ def decode_completion(answer: dict[str, Any], request: Request, expected: Expect
     Raises RuntimeError where it came from other weights than those expected, or holds a field of the
     wrong length.
     """
+    try:
+        return _decode(answer, request, expected)
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise RuntimeError(f"{request.request_id}: a damaged answer: {error!r}") from error
+
+
+def _decode(answer: dict[str, Any], request: Request, expected: Expected) -> Completion:
     meta, output = answer["meta_info"], answer["output_ids"]
     where, prompt_len = request.request_id, len(request.token_ids)
     reason = finish_reason(answer)
@@ -140,9 +149,9 @@ def decode_completion(answer: dict[str, Any], request: Request, expected: Expect
     _expect(where, "output_token_logprobs", len(entries), len(output))
     if [entry[1] for entry in entries] != output:
         raise RuntimeError(f"{where}: the log-probs belong to other tokens than output_ids")
-    if any(entry[0] is None for entry in entries):
+    if not all(entry[0] is not None and abs(entry[0]) < float("inf") for entry in entries):
         raise RuntimeError(
-            f"{where}: the engine's log-probs hold NaN: its weights or its cache do too"
+            f"{where}: the engine's log-probs are not finite: its weights or its cache do too"
         )
     spans = _version_spans(meta, prompt_len, len(output), expected.versions, where)
     num_retractions = meta.get("num_retractions") or 0
