@@ -287,7 +287,7 @@ def test_two_ranks_then_stop_leaves_nothing(toy_folder, toy_weights, tmp_path):
     tree = engine._server.process.tree()
     shared_memory = shared_memory_files(tree)
     assert shared_memory
-    scratch = Path(engine._server.process._scratch)
+    scratch = engine._server.process._scratch.path
     engine.sleep(2)
     engine.wake()
     engine.update_weights(make_buckets(toy_weights, 1), 1)
