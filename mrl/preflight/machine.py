@@ -54,11 +54,11 @@ def check_loopback() -> None:
     """Raise InputError where this machine cannot connect to itself, or has no free ports left."""
     try:
         with ExitStack() as opened:
-            for _ in range(NUM_PORTS):
-                listener = opened.enter_context(socket.socket())
+            listeners = [opened.enter_context(socket.socket()) for _ in range(NUM_PORTS)]
+            for listener in listeners:
                 listener.bind(("127.0.0.1", 0))
                 listener.listen()
-            address = listener.getsockname()
+            address = listeners[-1].getsockname()
             opened.enter_context(socket.create_connection(address, CONNECT_TIMEOUT_S))
     except OSError as error:
         raise InputError(
