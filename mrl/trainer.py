@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from mrl.collect.base import Collector
 from mrl.collect.live import LiveCollector
 from mrl.collect.saved import SavedCollector
 from mrl.collect.sync import WeightSync
-from mrl.config import Recipe
 from mrl.data.completions import completions
 from mrl.diagnosis.collect import Diagnosis
 from mrl.exchange.rollouts import RolloutExchange
@@ -28,6 +28,7 @@ from mrl.learn.advantages import count_loss_tokens, set_reward_advantages, shapi
 from mrl.learn.critic import make_critic
 from mrl.learn.learner import Learner
 from mrl.learn.rollout_metrics import episode_metrics, rollout_metrics, source_metrics
+from mrl.learn.saves import has_lost_a_save, make_checkpoints, make_snapshots
 from mrl.learn.sft import run_sft
 from mrl.learn.throughput import Throughput
 from mrl.preflight import Plan
@@ -41,7 +42,7 @@ from mrl.system.profiler import profiled
 from mrl.system.stop import StopRequest, left, left_early
 from mrl.trackers import Trackers
 from mrl.types import Max, SampleGroup, Statistics
-from parallel.checkpoint.checkpoints import Checkpoints, Loaded
+from parallel.checkpoint.checkpoints import Loaded
 from parallel.ledger import device_memory, memory_statistics
 from parallel.mesh import Mesh
 from parallel.policy import Policy
@@ -88,6 +89,7 @@ class Trainer:
                 self.critic,
             )
             self.checkpoints = make_checkpoints(recipe, self.mesh, self.folder)
+            self.snapshots = make_snapshots(recipe, self.mesh, self.folder)
             self.trackers = Trackers(recipe, self.folder, is_main=self.is_main)
             models = [model for model in (self.plan.model, self.plan.critic) if model is not None]
             self.throughput = Throughput.of_device(self.mesh.device, dist.get_world_size(), models)
@@ -107,6 +109,7 @@ class Trainer:
         recipe = self.plan.recipe
         try:
             if not self._leaves_early(self.plan.resume_step or 0):
+                self.snapshots.open(self.policy, self.critic)
                 with self._progress(self.collector.start_text):
                     self.collector.start(self.policy)
                 self._restore_or_run_sft()
@@ -124,6 +127,7 @@ class Trainer:
             if recipe.eval.every and not self.stopped:
                 self._evaluate_last()
             self.checkpoints.finish()
+            self.snapshots.close()
         except BaseException:
             self.checkpoints.rescue()
             raise
@@ -139,11 +143,14 @@ class Trainer:
 
     def _restore_or_run_sft(self) -> None:
         recipe = self.plan.recipe
-        if self.plan.resume_step is not None:
+        if (loaded := self.snapshots.load_newer(self.policy, self.critic)) is not None:
+            self.resume(loaded)
+            if has_lost_a_save(recipe, self.step, self.plan.checkpoint_step):
+                self._save()
+        elif self.plan.checkpoint_step is not None:
             self.resume(self.checkpoints.load_newest(self.policy, self.critic))
         elif recipe.sft is not None:
-            text = f"SFT, {recipe.sft.num_steps} supervised steps"
-            with self._progress(text):
+            with self._progress(f"SFT, {recipe.sft.num_steps} supervised steps"):
                 run_sft(self.plan.sft_examples, recipe.sft, recipe, self.policy, self.mesh)
             self._save()
         if self.is_main:
@@ -199,6 +206,7 @@ class Trainer:
         metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         metrics["time/step_s"] = time.perf_counter() - start
         metrics |= self.throughput.metrics(metrics, groups)
+        metrics |= self.snapshots.metrics()
         metrics["time/timestamp"] = time.time()
         self.step += 1
         return metrics
@@ -258,6 +266,8 @@ class Trainer:
         due = last or told or (every and self.step % every == 0)
         if due and not recipe.debug.rollout_only:
             self._save()
+        if self.snapshots.is_due(self.step) and not (last or told):
+            self.snapshots.take(self.step, self.policy, self._own_state(), self.critic)
         if told:
             self.stopped = left(told, self.step, is_saved=not recipe.debug.rollout_only)
 
@@ -272,8 +282,10 @@ class Trainer:
         return int(reduce_statistics({"told": Max(torch.tensor(float(self._stop.asked)))})["told"])
 
     def _save(self) -> None:
-        own = {"collector": self.collector.state_dict(), "learner": self.learner.state_dict()}
-        self.checkpoints.save(self.step, self.policy, own, self.critic)
+        self.checkpoints.save(self.step, self.policy, self._own_state(), self.critic)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"collector": self.collector.state_dict(), "learner": self.learner.state_dict()}
 
 
 def make_policy(plan: Plan, mesh: Mesh, *, trains: bool) -> Policy:
@@ -298,19 +310,6 @@ def make_collector(plan: Plan, mesh: Mesh, folder: RunFolder) -> Collector:
     """Return what gives the steps of a recipe their groups: saved rollouts, or an engine."""
     saved = plan.recipe.debug.load_rollouts
     return LiveCollector(plan, mesh, folder) if saved is None else SavedCollector(saved, mesh)
-
-
-def make_checkpoints(recipe: Recipe, mesh: Mesh, folder: RunFolder) -> Checkpoints:
-    """Return the checkpoints of a run folder. Only rank 0 warns of damaged ones."""
-    return Checkpoints(
-        folder.checkpoints,
-        mesh,
-        keep=recipe.checkpoint.keep,
-        async_save=recipe.checkpoint.async_save,
-        seed=recipe.seed,
-        warn=console.warning if mesh.rank == 0 else lambda text: None,
-        record=folder,
-    )
 
 
 @phase("evaluate")

@@ -83,7 +83,8 @@ def evaluate_checkpoint(
     from parallel import prepare
 
     prepare()
-    from mrl.trainer import evaluate, make_checkpoints, make_collector, make_policy
+    from mrl.learn.saves import make_checkpoints
+    from mrl.trainer import evaluate, make_collector, make_policy
     from parallel.mesh import init_mesh
 
     recipe = plan.recipe
@@ -100,7 +101,7 @@ def evaluate_checkpoint(
         done, checkpoints = 0, make_checkpoints(recipe, mesh, folder)
         if step is not None:
             done = checkpoints.load(step, policy).step
-        elif plan.resume_step is not None:
+        elif plan.checkpoint_step is not None:
             done = checkpoints.load_newest(policy).step
         return done, evaluate(policy, collector, done)
     finally:

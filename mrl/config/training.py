@@ -159,3 +159,9 @@ class CheckpointConfig(Branch):
     async_save: bool = True
     """Write in the background while training continues; the step only waits for the copy to the
     host."""
+    snapshot_every: int = Field(default=0, ge=0)
+    """Steps between snapshots: checkpoints in the memory of the nodes, which a restart after a lost
+    rank continues from; 0 takes none. The newest one is kept, and removed when the run is done."""
+    snapshot_folder: str | None = None
+    """Folder of each node for its snapshots; null takes /dev/shm. It has to hold four times what a
+    node's ranks save on several nodes (two snapshots, and a neighbour's copies), twice on one node."""

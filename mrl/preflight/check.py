@@ -34,7 +34,7 @@ from mrl.preflight.old_logprobs import check_old_logprobs
 from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.plan import Plan
 from mrl.preflight.profile import check_profile
-from mrl.preflight.resume import resume_step
+from mrl.preflight.resume import resume_step, snapshot_step
 from mrl.preflight.reward_columns import check_reward_columns
 from mrl.preflight.rows import check_rows
 from mrl.preflight.sampling import check_recipe_sampling, check_sampling
@@ -116,13 +116,14 @@ def check(
     sft_examples = _sft_examples(recipe, tokenizer, context_len)
     eval_sets = _eval_sets(recipe, model, tokenizer, context_len)
     update = _check_folder(folder, recipe, allowed, algorithm)
-    step = resume_step(folder, warn)
+    checkpoint_step = resume_step(folder, warn)
+    step = snapshot_step(folder, recipe, warn) or checkpoint_step
     if recipe.debug.load_rollouts is not None:
         left = range(step or 0, recipe.train.num_steps)
         check_saved_steps(recipe.debug.load_rollouts, saved_steps or left)
     return Plan(
         recipe, dims, model, reference, critic, algorithm, tokenizer, sources, sft_examples,
-        eval_sets, context_len, step, update,
+        eval_sets, context_len, step, checkpoint_step, update,
     )  # fmt: skip
 
 

@@ -43,7 +43,10 @@ class Plan:
     eval_sets: list[EvalSet]
     context_len: int
     resume_step: int | None
-    """The checkpoint that the run continues from, unless a file of it turns out to be damaged."""
+    """The steps done in what the run continues from, a checkpoint or a newer snapshot, unless a file of
+    it turns out to be damaged."""
+    checkpoint_step: int | None
+    """The steps done in the newest checkpoint."""
     update: Update
     """What this start changes of the run that it continues."""
 

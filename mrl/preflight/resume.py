@@ -1,4 +1,4 @@
-"""Checks what a run continues from: its newest checkpoint, and the rows of the steps before it."""
+"""Checks what a run continues from: its checkpoint or snapshot, and the rows of the steps before it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+from mrl.config import Recipe
 from mrl.run import metric_rows
 from mrl.run.folder import RunFolder
-from parallel.checkpoint.manifest import candidates, damage, newest_good, step_of
+from parallel.checkpoint.manifest import candidates, damage, folder_name, newest_good, step_of
+from parallel.checkpoint.node_folder import node_folder
+from parallel.checkpoint.snapshot_note import step_to_resume
 
 
 def resume_step(folder: RunFolder, warn: Callable[[str], None]) -> int | None:
@@ -24,4 +27,17 @@ def resume_step(folder: RunFolder, warn: Callable[[str], None]) -> int | None:
         wrong := metric_rows.find_damage(folder.metrics, found, step)
     ):
         warn(f"{wrong}; training continues with the copy in checkpoint {found.name}")
+    return step
+
+
+def snapshot_step(folder: RunFolder, recipe: Recipe, warn: Callable[[str], None]) -> int | None:
+    """Return the step of the snapshot that is newer than every checkpoint, as far as this node can
+    tell; None where there is none. Its rows are checked as those of a checkpoint are."""
+    root = node_folder(folder.root, recipe.checkpoint.snapshot_folder)
+    step = step_to_resume(folder.checkpoints, root, recipe.train.num_steps)
+    if step is None or os.environ.get("RANK", "0") != "0":
+        return step
+    found = root / folder_name(step)
+    if found.exists() and (wrong := metric_rows.find_damage(folder.metrics, found, step)):
+        warn(f"{wrong}; training continues with the copy in snapshot {found}")
     return step

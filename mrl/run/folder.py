@@ -39,6 +39,7 @@ from mrl.system.disk import refusing
 from mrl.system.files import naming, sync, write_whole
 from mrl.types import SampleGroup
 from parallel.checkpoint.manifest import folder_name
+from parallel.checkpoint.node_folder import node_folder
 
 
 class RunFolder:
@@ -112,8 +113,10 @@ class RunFolder:
         update = update or Update()
         with refusing(self.root):
             clear_failure(self.root)
-            if (saved := self.checkpoints / folder_name(step)).exists():
-                metric_rows.mend(self.metrics, saved, step)
+            snapshots = node_folder(self.root, recipe.checkpoint.snapshot_folder)
+            saved = [root / folder_name(step) for root in (self.checkpoints, snapshots)]
+            if found := next((each for each in saved if each.exists()), None):
+                metric_rows.mend(self.metrics, found, step)
             self.history.add("start", step, update.changes, update.contents, allowed=update.allowed)
             dump_recipe(recipe, self.config)
 

@@ -5,7 +5,7 @@ Every function is a collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch.distributed as dist
@@ -39,10 +39,15 @@ def find_damage(mesh: Mesh, folder: Path) -> str | None:
 
 
 def on_first_rank(mesh: Mesh, folder: Path, work: Callable[[], None]) -> None:
-    """Do the file work of rank 0. Raises RunFailed, or DiskFailed, on every rank when it fails, in
-    whatever way."""
+    """Do the file work of rank 0; see `on_ranks`."""
+    on_ranks(mesh, (0,), folder, work)
+
+
+def on_ranks(mesh: Mesh, ranks: Collection[int], folder: Path, work: Callable[[], None]) -> None:
+    """Do the file work of `ranks`. Raises RunFailed, or DiskFailed, on every rank when it fails on one,
+    in whatever way."""
     reason = None
-    if mesh.rank == 0:
+    if mesh.rank in ranks:
         try:
             work()
         except Exception as error:

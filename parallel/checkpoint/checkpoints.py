@@ -12,9 +12,8 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import importlib.metadata
-import io
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,12 +30,10 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from mrl import __version__
 from mrl.errors import InputError, RunFailed
-from mrl.system.disk import require_room
-from mrl.system.files import write_whole
 from mrl.system.heartbeat import phase
 from parallel.checkpoint import manifest
-from parallel.checkpoint.agreement import failed, find_damage, first_reason, on_first_rank
-from parallel.checkpoint.pending_save import COMMON_FILE, PendingSave, Record
+from parallel.checkpoint.agreement import failed, find_damage, first_reason, on_first_rank, on_ranks
+from parallel.checkpoint.pending_save import PendingSave, Record, start_folder
 from parallel.checkpoint.pickle_scan import check_pickles
 from parallel.checkpoint.random_state import pack_random_state, reseed, restore_random_state
 from parallel.checkpoint.shard_writer import ShardWriter
@@ -62,7 +59,7 @@ Models = Mapping[str, MegatronModel]
 """The models by the prefix of their keys: none, and `critic_`."""
 
 
-def _models(policy: MegatronModel, critic: MegatronModel | None) -> Models:
+def by_prefix(policy: MegatronModel, critic: MegatronModel | None) -> Models:
     return {"": policy} | ({} if critic is None else {"critic_": critic})
 
 
@@ -103,6 +100,8 @@ class Checkpoints:
         self.seed = seed
         self.warn = warn
         self.record = record
+        self.folder_ranks: Sequence[int] = (0,)
+        """The ranks that make a folder for a save: one of each file system."""
         self._queue = AsyncCallsQueue()
         self._in_flight: PendingSave | None = None
 
@@ -121,7 +120,7 @@ class Checkpoints:
         save that is still in flight. Raises RunFailed when a rank cannot write.
         """
         self.finish()
-        models = _models(policy, critic)
+        models = by_prefix(policy, critic)
         mesh, unnamed = self.mesh, manifest.partial_folder(self.root, step)
         common: dict[str, Any] = {"seed": self.seed}
         shards: list[ShardedTensor] = []
@@ -134,8 +133,8 @@ class Checkpoints:
             )
         shards.append(self._random_shard())
         writer = ShardWriter(unnamed, mesh.rank, mesh.dims.world)
-        num_bytes = writer.count_bytes(shards)
-        on_first_rank(mesh, unnamed, lambda: _start_folder(unnamed, common, num_bytes))
+        num_bytes = self._room(writer, shards)
+        on_ranks(mesh, self.folder_ranks, unnamed, lambda: start_folder(unnamed, common, num_bytes))
         request = writer.request(shards, copy=self.async_save)
         content = self._content(step, models, trainer)
         record = self.record if mesh.rank == 0 else None
@@ -201,7 +200,7 @@ class Checkpoints:
             raise
 
     def _remove(self, save: PendingSave) -> None:
-        if self.mesh.rank == 0:
+        if self.mesh.rank in self.folder_ranks:
             shutil.rmtree(save.writer.folder, ignore_errors=True)
 
     @phase("load")
@@ -217,7 +216,7 @@ class Checkpoints:
         folder = manifest.newest_good(folders, partial(find_damage, self.mesh), self.warn)
         if folder is None:
             raise InputError(f"{self.root}: there is no checkpoint; start without one")
-        loaded = self._load(folder, _models(policy, critic))
+        loaded = self._load(folder, by_prefix(policy, critic))
         if damaged := folders[: folders.index(folder)]:
             on_first_rank(self.mesh, folder, lambda: self._set_aside(damaged, loaded.step))
         return loaded
@@ -237,7 +236,7 @@ class Checkpoints:
                 f"checkpoint {folder.name} is damaged: {reason}; put an older step into "
                 f"{self.root / manifest.LATEST}"
             )
-        return self._load(folder, _models(policy, critic))
+        return self._load(folder, by_prefix(policy, critic))
 
     def _load(self, folder: Path, models: Models) -> Loaded:
         content = manifest.read_manifest(folder)
@@ -266,6 +265,7 @@ class Checkpoints:
             size = tuple(saved.state_dict_metadata[self._random_key].size)  # pyright: ignore[reportAttributeAccessIssue]
             random = self._random_shard(torch.empty(size, dtype=torch.uint8))
             shards.append(random)
+        self._bring(folder, shards, saved)
         wanted: dict[str, Any] = {str(number): shard for number, shard in enumerate(shards)}
         common: Any = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
         for prefix, model in models.items():
@@ -282,6 +282,13 @@ class Checkpoints:
         else:
             reseed(self.seed, content["step"])
         return Loaded(content["step"], content["trainer"], same_layout)
+
+    def _room(self, writer: ShardWriter, shards: list[ShardedTensor]) -> int:
+        """Return the bytes that have to be free where the folder is made."""
+        return writer.count_bytes(shards)
+
+    def _bring(self, folder: Path, shards: list[ShardedTensor], saved: Metadata) -> None:
+        """Fetch what `shards` are read from, where it is not in the folder."""
 
     def _unused(self, shards: list[ShardedTensor], saved: Metadata, prefix: str) -> str | None:
         """A parameter of the checkpoint that no rank has, in words."""
@@ -339,12 +346,3 @@ def _other_model(saved: dict[str, Any] | None, model: MegatronModel) -> str | No
     if here != there:  # its settings cannot be compared
         return f"model_type {there} there, {here} here"
     return ", ".join(ours.differences(dataclasses.replace(ours, config=config))) or None
-
-
-def _start_folder(partial: Path, common: dict[str, Any], num_bytes: int) -> None:
-    manifest.sweep(partial.parent)
-    require_room(partial, num_bytes)
-    partial.mkdir(parents=True)
-    stream = io.BytesIO()  # torch.save to a full disk does not say so
-    torch.save(common, stream)
-    write_whole(partial / COMMON_FILE, stream.getvalue())

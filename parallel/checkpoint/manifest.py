@@ -130,19 +130,19 @@ def damage(folder: Path, *, digests: bool = True, rank: int = 0, world: int = 1)
 
 def candidates(root: Path) -> list[Path]:
     """List the checkpoint that LATEST names and all older ones, newest first; all, if it names none."""
-    found = set(_steps(root))
+    found = set(steps(root))
     latest = latest_step(root)
     if latest is not None:
         found = {step for step in found if step <= latest} | {latest}
     return [root / folder_name(step) for step in sorted(found, reverse=True)]
 
 
-def _steps(root: Path) -> list[int]:
+def steps(root: Path) -> list[int]:
     """List the steps of the checkpoints in `root`; a folder of another name is the user's own."""
     names = [f.name for f in root.glob("iter_*") if f.is_dir()]
     numbers = [name.removeprefix("iter_") for name in names]
-    steps = [int(number) for number in numbers if number.isascii() and number.isdigit()]
-    return sorted(step for step in steps if folder_name(step) in names)
+    found = [int(number) for number in numbers if number.isascii() and number.isdigit()]
+    return sorted(step for step in found if folder_name(step) in names)
 
 
 def latest_step(root: Path) -> int | None:
@@ -197,7 +197,7 @@ def publish(root: Path, step: int, keep: int) -> Path:
     partial.rename(final)
     point_to(root, step)
     # Later ones belong to a run that was set back; hidden ones to saves that were cut short.
-    upto = [number for number in _steps(root) if number <= step]
+    upto = [number for number in steps(root) if number <= step]
     for old in (folder_name(number) for number in upto[:-keep]):
         (root / old).rename(root / f".{old}.removed")  # never half a checkpoint under a good name
     sweep(root)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-from mrl.system.disk import describe
+from mrl.system.disk import describe, require_room
 from mrl.system.files import sync, write_whole
 from parallel.checkpoint import manifest
 from parallel.checkpoint.shard_writer import POLL_S, ShardWriter
@@ -90,3 +92,13 @@ class PendingSave:
             self.publish()
         except Exception as error:  # nobody would see it here
             self.failure = describe(error, self.writer.folder)
+
+
+def start_folder(partial: Path, common: dict[str, Any], num_bytes: int) -> None:
+    """Make the folder of a save of `num_bytes`, with what is no rank's own."""
+    manifest.sweep(partial.parent)
+    require_room(partial, num_bytes)
+    partial.mkdir(parents=True)
+    stream = io.BytesIO()  # torch.save to a full disk does not say so
+    torch.save(common, stream)
+    write_whole(partial / COMMON_FILE, stream.getvalue())

@@ -1,0 +1,312 @@
+"""Snapshots are checkpoints on the nodes themselves, so that a lost rank costs few steps.
+
+Each rank writes its share into its own node's folder (`node_folder.py`), and sends it to a rank of the
+next node, so that it is still there when the node is lost. The small files are on every node.
+RUN/checkpoints/snapshot.json names the newest one that is whole (`snapshot_note.py`).
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+from torch.distributed.checkpoint.metadata import Metadata
+
+from mrl.errors import InputError, RunFailed
+from mrl.system.disk import free_bytes
+from mrl.system.files import bytes_in_words
+from mrl.system.heartbeat import phase
+from parallel.checkpoint import manifest
+from parallel.checkpoint.agreement import first_reason, on_ranks
+from parallel.checkpoint.checkpoints import Checkpoints, Loaded, by_prefix
+from parallel.checkpoint.file_moves import Move, move_files
+from parallel.checkpoint.node_folder import KEY, NodeFolder
+from parallel.checkpoint.pending_save import Record
+from parallel.checkpoint.shard_writer import ShardWriter
+from parallel.checkpoint.sharded_state import state_shards
+from parallel.checkpoint.snapshot_files import (
+    is_share,
+    listed_files,
+    share,
+    shares_read,
+    small_files,
+    whole_files,
+    write_small,
+)
+from parallel.checkpoint.snapshot_note import (
+    Note,
+    newest_checkpoint,
+    note_to_resume,
+    read_note,
+    remove_note,
+    write_note,
+)
+from parallel.megatron_model import MegatronModel
+from parallel.mesh import Mesh
+from parallel.optimizer_state import optimizer_shards
+
+
+class Snapshots(Checkpoints):
+    """This store holds the newest snapshot of a run. Every method is a collective, but `metrics`.
+
+    Nothing happens before `open`, nor where `every` is 0 and no earlier start left a snapshot.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        root: Path,
+        mesh: Mesh,
+        *,
+        every: int,
+        num_steps: int,
+        seed: int = 0,
+        warn: Callable[[str], None] = lambda text: None,
+        record: Record | None = None,
+    ) -> None:
+        """`run`: the checkpoints of the run; `root`: this node's folder; `every`: steps between two."""
+        super().__init__(root, mesh, keep=2, seed=seed, warn=warn, record=record)
+        self.run = run
+        self.every = every
+        self.num_steps = num_steps
+        self.nodes: list[list[int]] = []
+        """The ranks of each node, by their lowest rank."""
+        self._node = NodeFolder(root)
+        self._held: list[set[str]] = []
+        """The whole files of the snapshot that is being loaded, on each node."""
+        self._seconds = 0.0
+        self._num_bytes = 0
+
+    def open(self, policy: MegatronModel, critic: MegatronModel | None = None) -> None:
+        """Make and lock this node's folder, and find out which ranks share it.
+
+        Raises InputError, on all ranks, where one is refused its folder, or has too little room there.
+        """
+        wanted = [bool(self.every) or read_note(self.run) is not None]
+        dist.broadcast_object_list(wanted)
+        if not wanted[0]:
+            return
+        token, refusal = "", None
+        try:
+            token = self._node.claim()
+            swept = self._node.sweep()
+        except InputError as error:
+            refusal, swept = str(error), []
+        if refusal := first_reason(self.mesh, refusal):
+            raise InputError(refusal)
+        for folder in swept:
+            self.warn(f"{folder} was left by a run that has ended, and is removed")
+        by_token: dict[str, list[int]] = {}
+        for rank, each in enumerate(self._gather(token)):
+            by_token.setdefault(each, []).append(rank)
+        self.nodes = list(by_token.values())
+        self.folder_ranks = [ranks[0] for ranks in self.nodes]
+        if self.every:
+            self._check_room(policy, critic)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a snapshot is to be taken after `step` steps."""
+        return bool(self.nodes and self.every and step % self.every == 0)
+
+    @phase("save")
+    def take(
+        self,
+        step: int,
+        policy: MegatronModel,
+        trainer: dict[str, Any],
+        critic: MegatronModel | None = None,
+    ) -> None:
+        """Take a snapshot and wait until it is whole; the one before is removed then.
+
+        One that cannot be written is reported, and the run continues.
+        """
+        start = time.perf_counter()
+        try:
+            folder = self.save(step, policy, trainer, critic)
+            self._spread(folder, step)
+        except RunFailed as error:  # on all ranks
+            self.warn(
+                f"snapshot of step {step} is not whole, the run continues without it: {error}"
+            )
+        self._seconds += time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the snapshots since the last call cost; nothing where there are none."""
+        if not self.every:
+            return {}
+        seconds, self._seconds = self._seconds, 0.0
+        return {"time/snapshot_s": seconds, "memory/snapshot_bytes": float(self._num_bytes)}
+
+    @phase("load")
+    def load_newer(
+        self, policy: MegatronModel, critic: MegatronModel | None = None
+    ) -> Loaded | None:
+        """Load the snapshot where it is newer than the newest checkpoint and whole; else None.
+
+        A snapshot that is not loaded is removed: the run continues from somewhere else.
+        """
+        if not self.nodes:
+            return None
+        found = [note_to_resume(self.run, self.num_steps) if self.mesh.rank == 0 else None]
+        dist.broadcast_object_list(found)
+        note = found[0]
+        if note is not None:
+            reason = self._find(note)
+            if reason is None:
+                folder = self.root / manifest.folder_name(note.step)
+                return self._load(folder, by_prefix(policy, critic))
+            self.warn(f"the snapshot of step {note.step} is left out: {reason}")
+        self._forget()
+        on_ranks(self.mesh, self.folder_ranks, self.root, self._node.clear)
+        return None
+
+    def close(self) -> None:
+        """Remove the snapshot where a checkpoint is as new, and the nodes' folders with it."""
+        if not self.nodes:
+            return
+        note, newest = read_note(self.run), newest_checkpoint(self.run)
+        is_old = [note is None or (newest is not None and newest >= note.step)]
+        dist.broadcast_object_list(is_old)
+        if is_old[0]:
+            self._forget()
+            on_ranks(self.mesh, self.folder_ranks, self.root, self._node.remove)
+        self._node.close()
+        self.nodes = []
+
+    def _forget(self) -> None:
+        on_ranks(self.mesh, (0,), self.run, lambda: remove_note(self.run))
+
+    def _gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.mesh.dims.world
+        dist.all_gather_object(values, value)
+        return values
+
+    @property
+    def _own(self) -> list[int]:
+        """The ranks of this node."""
+        return next(ranks for ranks in self.nodes if self.mesh.rank in ranks)
+
+    def _check_room(self, policy: MegatronModel, critic: MegatronModel | None) -> None:
+        """Refuse to start where a node has no room for its ranks' shares of two snapshots, with the
+        copies."""
+        own = 0
+        for model in by_prefix(policy, critic).values():
+            for shard in state_shards(model.weights, optimizer_shards(model.optimizer)):
+                if is_main_replica(shard.replica_id) and shard.data is not None:
+                    own += shard.data.numel() * shard.data.element_size()
+        shares = self._gather(own)
+        kept = [
+            *self._own,
+            *(m.source for m in self._copies(range(len(shares))) if m.target in self._own),
+        ]
+        needed = 2 * sum(shares[rank] for rank in kept)
+        free, refusal = free_bytes(self.root), None
+        there = 0 if self.mesh.rank not in self.folder_ranks else self._node.num_bytes()
+        if free is not None and self.mesh.rank in self.folder_ranks and free + there < needed:
+            refusal = (
+                f"{KEY}: two snapshots need {bytes_in_words(needed)} in {self.root} on host "
+                f"{socket.gethostname()}, where {bytes_in_words(free + there)} are free; give {KEY} a "
+                "folder on a local disk, enlarge /dev/shm (docker run --shm-size), or set "
+                "checkpoint.snapshot_every=0"
+            )
+        if refusal := first_reason(self.mesh, refusal):
+            raise InputError(refusal)
+
+    def _copies(self, ranks: Collection[int]) -> list[Move]:
+        """Return who sends the share of each of `ranks` to which rank of the next node."""
+        moves = []
+        for node, following in zip(self.nodes, [*self.nodes[1:], self.nodes[0]], strict=True):
+            if node is following:
+                continue  # there is but one
+            for number, rank in enumerate(node):
+                if rank in ranks:
+                    moves.append(Move(rank, following[number % len(following)], share(rank)))
+        return moves
+
+    def _spread(self, folder: Path, step: int) -> None:
+        """Give every node what the first one has, and its neighbour's shares; name the snapshot."""
+        first = [(small_files(folder), listed_files(folder)) if self.mesh.rank == 0 else None]
+        dist.broadcast_object_list(first)
+        assert first[0] is not None
+        small, listed = first[0]
+        if len(self.nodes) > 1:
+            unnamed = manifest.partial_folder(self.root, step)
+
+            def name() -> None:
+                write_small(unnamed, small)
+                for report in unnamed.glob("written_*.json"):
+                    report.unlink()
+                manifest.publish(self.root, step, self.keep)
+
+            on_ranks(self.mesh, self.folder_ranks[1:], folder, name)
+            writers = {rank for rank in range(self.mesh.dims.world) if share(rank) in listed}
+            move_files(self.mesh, self._copies(writers), folder, listed)
+        places = self._gather((socket.gethostname(), str(self.root)))
+        nodes = [{"host": places[r][0], "folder": places[r][1]} for r in self.folder_ranks]
+        digest = manifest.record(folder / manifest.MANIFEST).sha256
+        note = Note(step, digest, newest_checkpoint(self.run), nodes)
+        on_ranks(self.mesh, (0,), self.run, lambda: write_note(self.run, note))
+        on_ranks(self.mesh, self.folder_ranks, folder, lambda: self._node.clear(folder.name))
+        self._num_bytes = sum(record.num_bytes for record in listed.values())
+
+    def _find(self, note: Note) -> str | None:
+        """Find out which node has which whole files, and give every node the small ones.
+
+        Return what is missing, in words.
+        """
+        folder = self.root / manifest.folder_name(note.step)
+        number = self._own.index(self.mesh.rank)
+        all_found = self._gather(whole_files(folder, note.sha256, number, len(self._own)))
+        names = next((set(listed) for listed, _ in all_found if listed), None)
+        where = ", ".join(f"{node['folder']} of host {node['host']}" for node in note.nodes)
+        if names is None:
+            return f"it is on no node of this start, or its manifest is damaged; it was in {where}"
+        self._held = [set().union(*(all_found[rank][1] for rank in ranks)) for ranks in self.nodes]
+        if missing := sorted(names - set().union(*self._held)):
+            return f"{missing[0]} is damaged, or on no node of this start; it was in {where}"
+        small = {name for name in names if not is_share(name)}
+        has_all = [
+            small <= held and any(all_found[rank][0] for rank in ranks)
+            for held, ranks in zip(self._held, self.nodes, strict=True)
+        ]
+        if not any(has_all):
+            return f"no node has all of {', '.join(sorted(small))} whole"
+        source = self.folder_ranks[has_all.index(True)]
+        sent = [small_files(folder) if self.mesh.rank == source else None]
+        dist.broadcast_object_list(sent, src=source)
+        contents = sent[0]
+        assert contents is not None
+        lacking = [
+            rank for rank, is_there in zip(self.folder_ranks, has_all, strict=True) if not is_there
+        ]
+
+        def write() -> None:
+            folder.mkdir(exist_ok=True)
+            write_small(folder, contents)
+
+        on_ranks(self.mesh, lacking, folder, write)
+        return None
+
+    def _room(self, writer: ShardWriter, shards: list[ShardedTensor]) -> int:
+        """Return nothing: `open` has seen to the room, and a node holds but a part."""
+        return 0
+
+    def _bring(self, folder: Path, shards: list[ShardedTensor], saved: Metadata) -> None:
+        """Send each node the shares that its ranks read and that it does not have."""
+        needed = self._gather(shares_read(shards, saved))
+        moves = []
+        for ranks, held in zip(self.nodes, self._held, strict=True):
+            for number, name in enumerate(sorted(set().union(*(needed[r] for r in ranks)) - held)):
+                owners = [
+                    node for node, has in zip(self.nodes, self._held, strict=True) if name in has
+                ]
+                source = owners[number % len(owners)]
+                moves.append(Move(source[number % len(source)], ranks[number % len(ranks)], name))
+        if moves:
+            move_files(self.mesh, moves, folder, listed_files(folder))
