@@ -87,7 +87,7 @@ def whole(toy: Toy, recorded: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_a_lost_rank_costs_one_step(
     num_nodes: int, toy: Toy, recorded: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """Where there are two nodes, the folder of the second one is lost, too."""
+    """The folder of the second node is lost, too, where there are two nodes."""
     run = tmp_path / "run"
     keys = ("checkpoint.save_every=0", "checkpoint.snapshot_every=1")
     overrides = overrides_of(toy, recorded, run, *keys)

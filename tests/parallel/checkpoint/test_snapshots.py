@@ -116,7 +116,9 @@ def test_every_node_has_its_shares_and_a_neighbours(
     assert result["bytes"] == pytest.approx(size, rel=0.1)
 
 
-@pytest.mark.parametrize("lost", ["node0", *release("none", "node1", "a share", "a small file")])
+@pytest.mark.parametrize(
+    "lost", ["node0", *map(release, ("none", "node1", "a share", "a small file"))]
+)
 def test_a_lost_node_is_made_good_by_its_neighbour_bitwise(
     lost: str, on_two_nodes: tuple[Path, dict[str, Any]], model_path: Path,
     samples: list[Sample], tmp_path: Path,
@@ -152,7 +154,7 @@ def test_another_layout_loads_it(
 
 
 @pytest.mark.parametrize(
-    "case", ["lost on both", *release("other manifest", "older", "set back", "no note")]
+    "case", ["lost on both", *map(release, ("other manifest", "older", "set back", "no note"))]
 )
 def test_what_is_not_whole_or_not_newest_is_left_out_and_removed(
     case: str, on_two_nodes: tuple[Path, dict[str, Any]], model_path: Path,
