@@ -83,7 +83,8 @@ def whole(toy: Toy, recorded: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_nodes", [2, pytest.param(1, marks=pytest.mark.release)])
+@pytest.mark.release
+@pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_lost_rank_costs_one_step(
     num_nodes: int, toy: Toy, recorded: Path, whole: Path, tmp_path: Path
 ) -> None:
