@@ -119,6 +119,7 @@ def test_one_bit_is_found(file: str, text: str, expected: str, toy: Toy, tmp_pat
     assert any(expected in found for found in drill.differences())
 
 
+@pytest.mark.release
 def test_other_weights_are_found(toy: Toy, tmp_path: Path, recorded: Path) -> None:
     drill = drilled(tmp_path, toy)
     for run in (drill.reference, drill.run):

@@ -62,6 +62,7 @@ def died_and_resumed(overrides: list[str]) -> dict[str, Any]:
         engine.stop()
 
 
+@pytest.mark.release
 @pytest.mark.timeout(400)
 def test_a_run_with_a_backlog_dies_and_goes_on(toy: Toy, tmp_path: Path) -> None:
     overrides = toy.overrides(

@@ -95,6 +95,7 @@ def sft_with_bad_rows(overrides: list[str]) -> dict[str, Any]:
     return {"moved": [not all(map(torch.equal, a, b)) for a, b in pairwise(steps)]}
 
 
+@pytest.mark.release
 def test_sft_skips_a_step_and_names_its_rows(
     toy: Toy, recorded: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,11 +41,13 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.release
 def test_logprobs_are_the_engines_bit_for_bit(steps: list[dict]) -> None:
     assert [step["tokens/rollout"] > 100 for step in steps] == [True, True]
     assert [step["mismatch/logprob_abs_max"] for step in steps] == [0.0, 0.0]
 
 
+@pytest.mark.release
 def test_routers_agree_and_the_ratio_is_one(steps: list[dict]) -> None:
     assert [step["routing/disagreement"] for step in steps] == [0.0, 0.0]
     assert [step["ratio/max"] for step in steps] == [1.0, 1.0]

@@ -62,6 +62,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(1, two_runs, folder, folder=folder / "out")[0]
 
 
+@pytest.mark.release
 @pytest.mark.timeout(300)
 def test_replay_narrows_the_gap_to_a_bfloat16_engine(results: list[dict[str, Any]]) -> None:
     off, r3 = results
@@ -81,6 +82,7 @@ def test_replay_narrows_the_gap_to_a_bfloat16_engine(results: list[dict[str, Any
     assert not checks(results[:1], 2)["all 2 runs were made"]
 
 
+@pytest.mark.release
 def test_the_report_of_it(results: list[dict[str, Any]]) -> None:
     rows = [row_of(result["arm"], [result]) for result in results]
     text = table(rows)

@@ -96,7 +96,7 @@ print(json.dumps({
 def test_each_rank_opens_its_own_handle_on_its_own_gpu(tmp_path):
     log = tmp_path / "log"
     server = ServerProcess({}, server_environment((), 1), log)
-    code = run_program(READER, server._child_environment(), log)
+    code = run_program(READER, server._child_environment(log.parent), log)
     assert code == 0, log.read_text()
     said = json.loads(log.read_text().splitlines()[-1])
     assert said["opened"] == [[1, "handle of rank 0"], [0, "handle of rank 1"]]

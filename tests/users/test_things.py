@@ -26,5 +26,5 @@ def test_every_wall_of_new_users_has_a_thing_that_shows_it_gone() -> None:
     """The walls are those that a user of TRL, verl and slime met after a first run."""
     walls = [one.wall for one in THINGS if one.wall is not None]
     words = ("less memory", "form of data", "logged", "Step numbers", "copied run folder", "README")
-    assert len(walls) == len(words)
+    assert len(walls) >= len(words)
     assert [word for word in words if not any(word in wall for wall in walls)] == []

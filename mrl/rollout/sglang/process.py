@@ -80,7 +80,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._child_environment(),
+                env=self._child_environment(scratch.path),
                 start_new_session=True,
                 pass_fds=(scratch.descriptor,),
             )
@@ -201,7 +201,7 @@ class ServerProcess:
         if self._scratch is not None:
             self._scratch.remove()
 
-    def _child_environment(self) -> dict[str, str]:
+    def _child_environment(self, folder: Path) -> dict[str, str]:
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -212,8 +212,6 @@ class ServerProcess:
         paths.append(environment.get("PYTHONPATH", ""))
         environment.update(self.environment)
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        assert self._scratch is not None
-        folder = self._scratch.path
         address = self.server_args.get("dist_init_addr")
         if address is None:
             # A file instead of SGLang's TCP store, which would listen on every interface.
