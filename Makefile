@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults kills soak fuzz slurm stability rollout-bench gpu-check wheel site clean
+.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults kills soak watchdog fuzz slurm stability rollout-bench gpu-check wheel site clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -85,6 +85,9 @@ soak: setup  ## 500 steps of the demo with a fault every 20, beside the demo wit
 
 fuzz: setup  ## Damaged inputs for every parser of bytes from outside; 60 minutes
 	$(BIN)/python -m benchmarks.fuzz $(BENCH_ARGS)
+
+watchdog: setup  ## Hang a rank at 60 random moments, and 200 steps on a loaded machine; 45 minutes
+	$(BIN)/python -m benchmarks.watchdog $(BENCH_ARGS)
 
 slurm: setup  ## What befalls a job, on a real SLURM on this machine, as root; 6 minutes
 	bash requirements/slurm.sh

@@ -1,186 +1,324 @@
-"""This module stops ranks at random moments and checks what the watchdog says.
+"""This module hangs ranks of real runs and looks at what the watchdog says: `make watchdog`.
 
-Two ranks train the toy model on saved rollouts. In each trial one of them, drawn at random, is stopped
-(SIGSTOP) a random moment after it came into a random phase. Checked: the report names this rank and
-this phase, within twice the limit. Then a run of many steps, with a busy process for each core, must
-end without a report. Also measured: what a sign of progress costs. No engine runs, so the phases sync,
-score and evaluate are not among them. Prints one line a trial and the sums.
+Each trial is a run of the toy model on two ranks. A random rank hangs in a random phase at a random
+moment (benchmarks/watched_rank.py), which it notes before. Checked: the watchdog finds it within twice
+the limit of the phase, names the rank and the phase, and writes the stacks of both ranks; the launcher
+exits with 72, and no process is left. Then comes a run without a fault beside busy loops on all cores:
+nothing may be reported, and heartbeat and monitor may take 0.5% of a step. Trials that are on file in
+`--folder` are not repeated. Writes benchmarks/results/watchdog.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
+import shutil
+import statistics
+import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from multiprocessing.context import ForkProcess
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.result import finish, summary
-from mrl.commands.train import train
-from mrl.config import load_recipe
-from mrl.run.failure import read_failure
-from mrl.system import heartbeat
-from mrl.toy_model import write_toy_model
-from parallel.mesh import world_size
-from tests.ranks import _store, run_ranks, start_fork
-from tests.watch.ranks import ranks_of, stop_in
+import psutil
 
-RECIPE = Path(__file__).resolve().parents[1] / "launch/recipes/toy_moe.yaml"
-PHASES = ("load", "rollout", "logprobs", "train", "save", "log")
-TRIALS, STEPS, LIMIT_S = 50, 200, 3.0
-RECORDED_STEPS = 4
-SMALL = (
-    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.max_response_len=12"),
-    *("rollout.min_response_len=0", "train.micro_batch_tokens=160"),
-)
+from benchmarks.evidence.result import finish, summary, write_result
+from benchmarks.watched_rank import KINDS, PLACES, VARIABLE, Trial, encoded
+from mrl.errors import ExitCode
+from mrl.toy_model import write_toy_model
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "launch" / "recipes" / "toy_moe.yaml"
+WORLD = 2
+NUM_TRIALS = 50
+NUM_HELD = 10
+"""Trials of another kind: a thread of the rank keeps Python's lock."""
+CALM_STEPS = 200
+LIMITS = {
+    **{"start": 90, "load": 30, "sync": 10, "rollout": 10, "score": 10},
+    **{"logprobs": 8, "train": 8, "save": 8, "log": 8},
+}
+"""Seconds, for the trials; the run without a fault has the limits that it learns."""
+START_LIMIT_S = 15
+"""The limit of the start where no engine is started."""
+SAVED_STEPS = 8
+TRIAL_TIMEOUT_S = 600
+GOES_AS = {"start": ("start", "load")}
+"""Phases of the watchdog that a place of a trial may belong to, where they are not of one name."""
+NO_ENGINE = ("start", "logprobs", "train", "save")
+"""Phases that are hung in runs of saved rollouts, which start faster."""
+MOST_OF_A_STEP = 0.005
+
+
+def chosen(number: int, seed: int, folder: Path) -> Trial:
+    """Return the trial of a number, always the same one."""
+    chance = random.Random(f"{seed} {number}")
+    phase = chance.choice(list(PLACES))
+    return Trial(
+        rank=chance.randrange(WORLD),
+        phase=phase,
+        kind=KINDS[0] if number < NUM_TRIALS else KINDS[1],
+        occurrence=0 if phase == "start" else chance.randrange(1, 4),
+        share=round(chance.uniform(0.05, 0.9), 3),
+        note=str(folder / f"hung_{number}"),
+    )
 
 
 def overrides(folder: Path, output: Path, *more: str) -> list[str]:
-    """Return the overrides of a run on the saved rollouts of `folder`."""
+    """Return the toy recipe with small steps, as arguments of `mrl train`."""
     return [
-        *SMALL, f"model.path={folder / 'model'}", f"output_dir={output}",
-        f"debug.load_rollouts={folder / 'rollouts'}", "parallel.tensor_model_parallel_size=2", *more,
+        str(RECIPE), f"model.path={folder / 'model'}", f"output_dir={output}",
+        "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.max_response_len=12",
+        "rollout.min_response_len=0", "train.micro_batch_tokens=160", *more,
     ]  # fmt: skip
 
 
-def train_with(words: Sequence[str]) -> None:
-    """Train on this rank, without a word."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    train(load_recipe(RECIPE, list(words)), world_size())
+def launched(arguments: Sequence[str], module: str = "mrl", world: int = WORLD) -> list[str]:
+    """Return the command that starts the ranks."""
+    launcher = [sys.executable, "-m", "mrl.launch", "--standalone"]
+    return [*launcher, f"--nproc-per-node={world}", "-m", module, "train", *arguments]
 
 
-def record(folder: Path) -> None:
-    """Record some steps with an engine, and give them out as those of a long run."""
+def prepare(folder: Path) -> None:
+    """Make the model, and a run whose rollouts the trials read."""
+    if (folder / "saved" / "metrics.jsonl").exists():
+        return
+    shutil.rmtree(folder / "saved", ignore_errors=True)
     write_toy_model(folder / "model")
-    words = [
-        *SMALL, f"model.path={folder / 'model'}", f"output_dir={folder / 'recorded'}",
-        f"train.num_steps={RECORDED_STEPS}", "debug.save_rollouts=true", "checkpoint.save_every=0",
-    ]  # fmt: skip
-    run_ranks(1, train_with, words, folder=folder / "out")
-    (folder / "rollouts").mkdir()
-    for step in range(STEPS):
-        source = folder / f"recorded/rollouts/step_{step % RECORDED_STEPS:06d}.safetensors"
-        (folder / f"rollouts/step_{step:06d}.safetensors").symlink_to(source)
+    more = ("debug.save_rollouts=true", f"train.num_steps={SAVED_STEPS}", "checkpoint.save_every=0")
+    arguments = overrides(folder, folder / "making", *more)
+    subprocess.run([sys.executable, "-m", "mrl", "train", *arguments], cwd=ROOT, check=True)
+    (folder / "making").rename(folder / "saved")
 
 
-@contextlib.contextmanager
-def two_ranks(words: Sequence[str], folder: Path) -> Iterator[list[ForkProcess]]:
-    """Run two ranks, forks of this process, during the block."""
-    with _store() as port:
-        ranks = [start_fork(_rank, rank, port, words) for rank in range(2)]
-        try:
-            yield ranks
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
+def limits_of(trial: Trial) -> dict[str, int]:
+    """Return the limits of a trial's run in seconds, by phase."""
+    return LIMITS | ({"start": START_LIMIT_S} if trial.phase in NO_ENGINE else {})
 
 
-def _rank(rank: int, port: int, words: Sequence[str]) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
-    )  # fmt: skip
-    train_with(words)
-
-
-def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    """Stop a rank in one run; return what was done and what the report says."""
-    phase, rank = draw.choice(PHASES), draw.randrange(2)
+def try_trial(number: int, trial: Trial, folder: Path) -> dict[str, Any]:
+    """Run a trial and return what came of it."""
     output = folder / f"trial_{number}"
-    words = overrides(
-        folder, output, "checkpoint.save_every=1", "algorithm.kl_coef=0.1",
-        f"train.num_steps={STEPS}", *(f"watch.limits.{each}={LIMIT_S}" for each in PHASES),
-    )  # fmt: skip
-    step = -1 if phase == "load" else draw.randrange(3)
-    row: dict[str, Any] = {"rank": rank, "phase": phase, "named": "", "found_s": None}
-    with two_ranks(words, folder) as ranks:
-        deadline = time.monotonic() + 120
-        found = []
-        while not found and time.monotonic() < deadline and ranks[rank].is_alive():
-            found = [each for each in ranks_of(os.getpid()) if each.pid == ranks[rank].pid]
-        if not found or stop_in(found[0], phase, step, draw.random() * 0.05, 100) is None:
-            return row | {"named": "the rank was not in this phase"}
-        start = time.monotonic()
-        while (report := read_failure(output)) is None and time.monotonic() < start + 10 * LIMIT_S:
-            time.sleep(0.05)
-        if report is not None:
-            row["found_s"] = round(time.monotonic() - start, 2)
-            row["named"] = f"rank {report.rank}, {report.phase}"
+    shutil.rmtree(output, ignore_errors=True)
+    Path(trial.note).unlink(missing_ok=True)
+    more = [
+        f"train.num_steps={SAVED_STEPS}", "checkpoint.save_every=1", "checkpoint.keep=2",
+        "diagnosis.decompose_every=0",  # its passes are no part of a phase that is tried
+        *(f"watch.limits.{phase}={limit}" for phase, limit in limits_of(trial).items()),
+    ]  # fmt: skip
+    if trial.phase in NO_ENGINE:
+        more.append(f"debug.load_rollouts={folder / 'saved' / 'rollouts'}")
+    arguments = overrides(folder, output, *more)
+    with open(folder / f"trial_{number}.log", "w") as log:
+        process = subprocess.Popen(
+            launched(arguments, "benchmarks.watched_rank"),
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", VARIABLE: encoded(trial)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(TRIAL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        ended = time.time()
+    row = _row(number, trial, output, code, ended)
+    row["left"] = _end_all(trial.note)
     return row
 
 
-def busy() -> None:
-    """Take what a core gives."""
-    while True:
-        sum(range(1000))
+def _row(number: int, trial: Trial, output: Path, code: int | None, ended: float) -> dict[str, Any]:
+    note, record = Path(trial.note), output / "failure.json"
+    failure = json.loads(record.read_text()) if record.exists() else {}
+    begin = float(note.read_text()) if note.exists() else None
+    stacks = [output / "logs" / f"stacks_rank_{rank}.txt" for rank in range(WORLD)]
+    return {
+        "trial": number, "kind": trial.kind, "rank": trial.rank, "phase": trial.phase,
+        "limit_s": limits_of(trial)[trial.phase], "exit_code": code,
+        "has_hung": begin is not None,
+        "named_rank": failure.get("rank"), "named_phase": failure.get("phase"),
+        "found_s": None if begin is None or not failure else round(failure["time"] - begin, 2),
+        "ended_s": None if begin is None else round(ended - begin, 2),
+        "num_stacks": sum(file.exists() and file.stat().st_size > 0 for file in stacks),
+        "what": failure.get("what", ""),
+    }  # fmt: skip
 
 
-def calm(folder: Path, steps: int) -> tuple[int, float]:
-    """Run `steps` steps beside busy processes; return the steps done and the seconds."""
-    output, start = folder / "calm", time.monotonic()
-    words = overrides(
-        folder, output, f"train.num_steps={steps}", "checkpoint.save_every=50",
-        *(f"watch.limits.{each}=20" for each in PHASES),
-    )  # fmt: skip
-    load = [start_fork(busy) for _ in range(os.cpu_count() or 1)]
-    try:
-        with two_ranks(words, folder) as ranks:
-            for rank in ranks:
-                rank.join(3600)
-    finally:
-        for process in load:
+def _end_all(mark: str) -> int:
+    """Kill what a trial left, found by its environment; return how many processes that were."""
+    deadline = time.monotonic() + 5  # those of an engine end after their trainer
+    while (left := list(_marked(mark))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
             process.kill()
-            process.join()
-    rows = (output / "metrics.jsonl").read_text().splitlines()
-    return len(rows) if read_failure(output) is None else -1, time.monotonic() - start
+    return len(left)
 
 
-def cost_of_a_beat() -> float:
-    """Return the microseconds of a processor that one sign of progress takes."""
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_left = process.status() != psutil.STATUS_ZOMBIE
+            if is_left and mark in process.environ().get(VARIABLE, ""):
+                yield process
+
+
+def faults_of(row: Mapping[str, Any]) -> list[str]:
+    """Return what does not hold in a trial, one sentence each."""
+    if not row["has_hung"]:
+        return [f"the rank did not hang, and the run ended with {row['exit_code']}: {row['what']}"]
+    found: list[str] = []
+    if row["exit_code"] != ExitCode.HUNG_RANK:
+        found.append(f"the exit code is {row['exit_code']}, expected {ExitCode.HUNG_RANK.value}")
+    if row["found_s"] is None:
+        return [*found, "no failure.json"]
+    if not 0 <= row["found_s"] <= 2 * row["limit_s"]:
+        found.append(f"found after {row['found_s']} s, expected at most {2 * row['limit_s']} s")
+    if row["named_rank"] != row["rank"]:
+        found.append(f"names rank {row['named_rank']}, expected {row['rank']}")
+    if row["named_phase"] not in GOES_AS.get(row["phase"], (row["phase"],)):
+        found.append(f"names phase {row['named_phase']}, expected {row['phase']}")
+    if row["num_stacks"] != WORLD:
+        found.append(f"stacks of {row['num_stacks']} ranks, expected {WORLD}")
+    if row["left"]:
+        found.append(f"{row['left']} processes were left")
+    return found
+
+
+def run_trials(numbers: Sequence[int], seed: int, folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of all trials; those that are on file are read from there."""
+    file = folder / "trials.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    rows = {row["trial"]: row for row in map(json.loads, lines)}
+    for number in numbers:
+        if number not in rows:
+            rows[number] = try_trial(number, chosen(number, seed, folder), folder)
+            with file.open("a") as stream:
+                stream.write(json.dumps(rows[number]) + "\n")
+            print(json.dumps(rows[number]), *faults_of(rows[number]), flush=True)
+    return [rows[number] for number in numbers]
+
+
+@contextlib.contextmanager
+def busy_cores() -> Iterator[None]:
+    """Keep every core busy meanwhile."""
+    loops = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(os.cpu_count() or 1)
+    ]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def calm_run(folder: Path, num_steps: int) -> dict[str, Any]:
+    """Train with engines beside busy loops; return how it ended and what the watchdog took."""
+    output = folder / "calm"
+    shutil.rmtree(output, ignore_errors=True)
+    more = (f"train.num_steps={num_steps}", "checkpoint.save_every=20")
+    command = launched(overrides(folder, output, *more))
+    seconds: dict[int, float] = {}
+    with busy_cores(), open(folder / "calm.log", "w") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        begin = time.monotonic()
+        while process.poll() is None:
+            seconds |= _seconds_of_watchers(process.pid)
+            time.sleep(1)
+        wall_s = time.monotonic() - begin
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "steps": len(rows),
+        "exit_code": process.returncode,
+        "alarm": (output / "failure.json").exists(),
+        "median_step_s": round(statistics.median(row["time/step_s"] for row in rows), 3),
+        "watch_cpu_share": round(sum(seconds.values()) / wall_s / (os.cpu_count() or 1), 6),
+    }
+
+
+def _seconds_of_watchers(launcher: int) -> dict[int, float]:
+    """Return the CPU seconds so far of each process of the watchdog, by its number."""
+    found = {}
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(launcher).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                words = " ".join(process.cmdline())
+                if "mrl.watch" in words or "mrl/watch" in words:
+                    times = process.cpu_times()
+                    found[process.pid] = times.user + times.system
+    return found
+
+
+def seconds_of_marks(num_marks: int = 100_000) -> float:
+    """Return the seconds that one mark of the heartbeat takes, a phase counted as two."""
+    from mrl.system import heartbeat
+
     heartbeat.open_page()
-    start = time.process_time()
-    for _ in range(100_000):
-        heartbeat.beat()
-    seconds = time.process_time() - start
-    heartbeat.close_page()
-    return seconds * 10
+    try:
+        begin = time.perf_counter()
+        for _ in range(num_marks // 3):
+            with heartbeat.phase("train"):
+                heartbeat.beat()
+        return (time.perf_counter() - begin) / num_marks
+    finally:
+        heartbeat.close_page()
+
+
+def faults_of_calm(calm: Mapping[str, Any], num_steps: int) -> list[str]:
+    """Return what does not hold in the run without a fault."""
+    found = []
+    if calm["alarm"] or calm["exit_code"] or calm["steps"] != num_steps:
+        found.append(f"the run without a fault ended with {calm['exit_code']}: {calm}")
+    if calm["watch_cpu_share"] > MOST_OF_A_STEP:
+        found.append(f"the watchdog takes {calm['watch_cpu_share']:.2%} of the CPU time")
+    return found
 
 
 def main() -> None:
-    """Run the trials and the long run, write the result, and exit with 1 where a check failed."""
+    """Run what is asked for, write the result of a whole run, and exit with 1 where a check failed."""
     parser = argparse.ArgumentParser(description=summary(__doc__))
-    parser.add_argument("--trials", type=int, default=TRIALS)
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--trials", type=int, default=NUM_TRIALS + NUM_HELD)
+    parser.add_argument("--steps", type=int, default=CALM_STEPS, help="of the run without a fault")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--write", action="store_true", help="write the result of fewer trials or steps, too"
+    )
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "watchdog")
     options = parser.parse_args()
-    draw, rows = random.Random(options.seed), []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        record(folder)
-        for number in range(options.trials):
-            row = trial(folder, number, draw)
-            is_right = row["named"] == f"rank {row['rank']}, {row['phase']}"
-            row["passed"] = is_right and row["found_s"] <= 2 * LIMIT_S
-            rows.append(row)
-            print(row, file=sys.stderr, flush=True)
-        steps, seconds = calm(folder, options.steps) if options.steps else (0, 0.0)
-    beat_us = cost_of_a_beat()
-    print(f"by phase: {dict(Counter(row['phase'] for row in rows))}")
-    longest_s = max((row["found_s"] or 0.0 for row in rows), default=0.0)
-    print(f"found after at most {longest_s} s of {2 * LIMIT_S} s")
-    print(f"{steps} steps without a false alarm, {seconds:.0f} s; a beat costs {beat_us:.2f} us")
-    checks = [*(row["passed"] for row in rows), steps == options.steps]
-    passed, failed = sum(checks), len(checks) - sum(checks)
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    prepare(folder)
+    rows = run_trials(range(options.trials), options.seed, folder)
+    faults = [f"trial {row['trial']}: {text}" for row in rows for text in faults_of(row)]
+    failed = sum(bool(faults_of(row)) for row in rows)
+    content: dict[str, Any] = {"trials": rows, "mark_s": round(seconds_of_marks(), 9)}
+    if options.steps:
+        content["calm"] = calm_run(folder, options.steps)
+        wrong = faults_of_calm(content["calm"], options.steps)
+        faults, failed = faults + wrong, failed + bool(wrong)
+        print(content["calm"])
+    passed = len(rows) + bool(options.steps) - failed
+    for fault in faults:
+        print(fault)
+    found = [row["found_s"] / row["limit_s"] for row in rows if row["found_s"] is not None]
+    if found:
+        print(
+            f"found after {statistics.median(found):.2f} limits (median), {max(found):.2f} at most"
+        )
+    is_whole = (options.trials, options.steps) == (NUM_TRIALS + NUM_HELD, CALM_STEPS)
+    if is_whole or options.write:
+        packages = ("torch", "sglang", "megatron-core")
+        write_result("watchdog", content, passed=passed, failed=failed, packages=packages)
     finish(passed, failed)
 
 
