@@ -4,8 +4,8 @@ Each trial is a run of the toy model on two ranks. A random rank hangs in a rand
 moment (benchmarks/watched_rank.py), which it notes before. Checked: the watchdog finds it within twice
 the limit of the phase, names the rank and the phase, and writes the stacks of both ranks; the launcher
 exits with 72, and no process is left. Then comes a run without a fault beside busy loops on all cores:
-nothing may be reported, and heartbeat and monitor may take 0.5% of a step. Trials that are on file in
-`--folder` are not repeated. Writes benchmarks/results/watchdog.json.
+nothing may be reported, and heartbeat and monitor may take 0.5% of a step. Trials that
+are on file in `--folder`, by the same code, are not repeated. Writes benchmarks/results/watchdog.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.evidence.result import finish, summary, write_result
+from benchmarks.evidence.catalog import target_of
+from benchmarks.evidence.result import finish, provenance, summary, write_result
 from benchmarks.watched_rank import KINDS, PLACES, VARIABLE, Trial, encoded
 from mrl.errors import ExitCode
 from mrl.toy_model import write_toy_model
@@ -97,7 +98,8 @@ def prepare(folder: Path) -> None:
 
 def limits_of(trial: Trial) -> dict[str, int]:
     """Return the limits of a trial's run in seconds, by phase."""
-    return LIMITS | ({"start": START_LIMIT_S} if trial.phase in NO_ENGINE else {})
+    without_engine = dict.fromkeys(GOES_AS["start"], START_LIMIT_S)
+    return LIMITS | (without_engine if trial.phase in NO_ENGINE else {})
 
 
 def try_trial(number: int, trial: Trial, folder: Path) -> dict[str, Any]:
@@ -191,13 +193,15 @@ def faults_of(row: Mapping[str, Any]) -> list[str]:
 
 
 def run_trials(numbers: Sequence[int], seed: int, folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of all trials; those that are on file are read from there."""
+    """Return the rows of all trials; those that this code has on file are read there."""
     file = folder / "trials.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
-    rows = {row["trial"]: row for row in map(json.loads, lines)}
+    code = provenance(target_of("watchdog").measures)["digest"]
+    rows = {row["trial"]: row for row in map(json.loads, lines) if row["digest"] == code}
     for number in numbers:
         if number not in rows:
-            rows[number] = try_trial(number, chosen(number, seed, folder), folder)
+            row = try_trial(number, chosen(number, seed, folder), folder)
+            rows[number] = {**row, "digest": code}
             with file.open("a") as stream:
                 stream.write(json.dumps(rows[number]) + "\n")
             print(json.dumps(rows[number]), *faults_of(rows[number]), flush=True)

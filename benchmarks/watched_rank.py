@@ -47,7 +47,7 @@ class Trial:
     occurrence: int
     """How many times the rank has been through the phase before."""
     share: float
-    """The moment in the phase, as a share of the seconds that it took the last time (at first `FIRST_S`)."""
+    """The moment in the phase, as a share of the seconds that it took the last time, or `FIRST_S`."""
     note: str
     """The file to which the rank writes the time, in seconds since 1970."""
 
