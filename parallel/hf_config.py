@@ -27,6 +27,13 @@ COUNTS = frozenset(
 )
 """Keys of config.json that every model has as a positive whole number, where it has them."""
 
+LARGEST_COUNT = 2**31 - 1
+LARGEST_COUNTS = {
+    "num_hidden_layers": 10_000,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
+}
+"""The largest value of a key, where it is less than LARGEST_COUNT: lists are made as long as these."""
+
 
 def read_config(folder: Path) -> HfConfig:
     """Read config.json of a model folder, with or without weights. Raises InputError."""
@@ -56,6 +63,12 @@ def read_config(folder: Path) -> HfConfig:
         count = config[key]
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InputError(f"model.path: {file}: {key} is {count!r}, expected a positive number")
+    for key in (COUNTS | LARGEST_COUNTS.keys()) & config.keys():
+        count, most = config[key], LARGEST_COUNTS.get(key, LARGEST_COUNT)
+        if isinstance(count, int | float) and not count <= most:
+            raise InputError(
+                f"model.path: {file}: {key} is {count!r:.30}, expected at most {most}; download it again"
+            )
     return config
 
 

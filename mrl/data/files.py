@@ -174,7 +174,8 @@ def _object(row: Any, source: str) -> dict[str, Any]:
 
 def _parse(text: bytes, source: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_each_key_once)
+        # json.loads would let the bytes of a surrogate pass
+        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_each_key_once)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     except UnicodeDecodeError:

@@ -130,7 +130,7 @@ def _message(message: Any, index: int, source: str, key: str) -> dict[str, Any]:
     # Parquet gives all messages of a file the same keys, and null to those that had none.
     plain = {name: value for name, value in message.items() if value is not None}
     if "from" in plain and "role" not in plain:
-        role = SHAREGPT_ROLES.get(plain["from"])
+        role = SHAREGPT_ROLES.get(plain["from"]) if isinstance(plain["from"], str) else None
         if role is None:
             raise InputError(
                 f"{source}: message {index} of `{key}` is from {plain['from']!r}, expected one of "

@@ -158,6 +158,7 @@ CUT_GZIP = gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:-12]
             ":1: got the columns prompt, prompt, expected each once",
         ),
         ("a.csv", b"prompt\n\xff\n", "not UTF-8"),
+        ("a.jsonl", b'{"prompt": "\xed\xbb\xbf"}\n', "not UTF-8"),  # half of a surrogate pair
         ("a.csv", b"prompt\n", "no rows"),
         ("a.parquet", b"PAR1 no", "not readable as parquet"),
     ],

@@ -57,6 +57,8 @@ def test_sharegpt():
         InputError, match="message 0 of `conversations` is from 'cat', expected one of"
     ):
         form({"conversations": [{"from": "cat", "value": "m"}]})
+    with pytest.raises(InputError, match=r"message 0 of `conversations` is from \{\}, expected"):
+        form({"conversations": [{"from": {}, "value": "m"}]})
 
 
 def test_verl_rows():

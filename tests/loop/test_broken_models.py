@@ -39,6 +39,7 @@ def folder(toy, tmp_path):
     ("config", "reason"),
     [
         ({"hidden_size": "big"}, "hidden_size is 'big', expected a positive number"),
+        ({"num_hidden_layers": 10**100}, "num_hidden_layers is 1000"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a positive number"),
         ({"num_experts_per_tok": 99}, "routes a token to 99 experts, but has 8"),
         ({"num_hidden_layers": 9}, "has 9 layers, but there are no weights of layer 4"),

@@ -56,7 +56,9 @@ def train(arguments: list[str]) -> None:
     while step < NUM_STEPS:
         if num_done == plan.get("steps", 1000):
             note(out, rank, start, "ends")
-            end(engine, plan.get("codes", [plan.get("code", 1)] * world)[rank])
+            code = plan.get("codes", [plan.get("code", 1)] * world)[rank]
+            report(out, code, waits=max(plan.get("codes", [1])) > 1)
+            end(engine, code)
         if asked:
             note(out, rank, start, "leaves")
             end(engine, 75)
@@ -82,6 +84,16 @@ def check_others(out: Path, start: int, rank: int, world: int, engine: subproces
         if file.exists() and time.time() - file.stat().st_mtime > LOST_AFTER_S:
             note(out, rank, start, f"lost rank {other}")
             end(engine, 71)
+
+
+def report(out: Path, code: int, *, waits: bool) -> None:
+    """Write RUN/failure.json as mrl does; a rank that ends with 1 ends because of the other's fault."""
+    file = out / "failure.json"
+    if code in (70, 72, 74, 76, 77):
+        file.write_text(json.dumps({"what": "a fault", "exit_code": code}, indent=2) + "\n")
+    deadline = time.monotonic() + 30
+    while code == 1 and waits and not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def end(engine: subprocess.Popen, code: int) -> None:

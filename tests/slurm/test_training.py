@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,7 @@ def run(folder: Path, tracker: Tracker, toy: Toy) -> Iterator[Bench]:
                 f"train.num_steps={NUM_STEPS}",
                 "checkpoint.save_every=1",
                 "parallel.expert_model_parallel_size=2",
+                PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                 PYTHONPATH=str(REPOSITORY),
                 TORCHDYNAMO_DISABLE="1",
             )
