@@ -67,7 +67,8 @@ def read_config(folder: Path) -> HfConfig:
         count, most = config[key], LARGEST_COUNTS.get(key, LARGEST_COUNT)
         if isinstance(count, int | float) and not count <= most:
             raise InputError(
-                f"model.path: {file}: {key} is {count!r:.30}, expected at most {most}; download it again"
+                f"model.path: {file}: {key} is {count!r:.30}, expected at most {most}; download it "
+                "again"
             )
     return config
 
