@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from mrl.system.rendezvous import check_rendezvous
 from parallel import prepare
 from parallel.dims import ParallelDims
 
@@ -106,6 +107,10 @@ def _meeting() -> tuple[dist.Store, int, int]:
     if "RANK" not in os.environ:
         return dist.HashStore(), 0, 1
     if not _meetings:
+        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        has_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it holds the port
+        if host and port.isdecimal() and not has_launcher:
+            check_rendezvous(host, int(port))
         _meetings.append(next(iter(dist.rendezvous("env://"))))
     store, rank, world = _meetings[0]
     _meetings.append(None)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mrl.errors import ExitCode
+from mrl.errors import ExitCode, InputError
 from mrl.run.failure import (
     COMMAND_FILE,
     LAUNCH_FOLDER,
@@ -34,10 +34,13 @@ from mrl.run.failure import (
     write_failure,
 )
 from mrl.system.oom_killer import OomKills, read_oom_kills
+from mrl.system.rendezvous import check_rendezvous
 from mrl.system.scratch import Scratch, sweep
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that the ranks heed: they save, where they can, and end."""
+C10D_PORT = 29400
+"""The port that torch's c10d rendezvous takes where none is given."""
 TRIED_AGAIN = {
     *(ExitCode.UNFORESEEN, ExitCode.LOST_RANK, ExitCode.HUNG_RANK, ExitCode.LOST_ENGINE),
 }
@@ -55,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     args = parse_args(None if argv is None else list(argv))
     _silence()
+    try:
+        _check_endpoint(args)
+    except InputError as error:
+        print(f"mrl: {error}", file=sys.stderr)
+        sys.exit(ExitCode.BAD_INPUT)
     restarts = 0
     if str(args.nnodes) in ("1", "1:1"):
         restarts, args.max_restarts = args.max_restarts, 0
@@ -71,8 +79,10 @@ _come: list[int] = []
 
 def _run(args: Any) -> int:
     """Start the ranks once; return the exit code."""
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run
 
     sweep()  # of launchers and engines that were killed
@@ -88,10 +98,28 @@ def _run(args: Any) -> int:
         return _report(error, folder, killed)
     except SignalException as error:
         return 128 + error.sigval
+    except (RendezvousError, DistError) as error:  # a node did not come, or the port is taken
+        reason = str(error.__cause__ or error).splitlines()[0]
+        print(f"mrl: the ranks could not meet: {reason}", file=sys.stderr, flush=True)
+        return ExitCode.LOST_RANK
     finally:
         del os.environ[LAUNCH_FOLDER]
         scratch.remove()
     return ExitCode.DONE
+
+
+def _check_endpoint(args: Any) -> None:
+    """Raise InputError where another program holds the port at which the nodes are to meet."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+    from torch.distributed.run import get_rdzv_endpoint
+
+    is_static = args.rdzv_backend == "static"
+    if args.standalone or (is_static and not args.rdzv_endpoint and args.master_port is None):
+        return  # torch takes a free port
+    if is_static or args.rdzv_backend == "c10d":
+        host, port = parse_rendezvous_endpoint(get_rdzv_endpoint(args), C10D_PORT)
+        if port > 0:
+            check_rendezvous(host, port)
 
 
 def _report(error: Any, folder: Path, killed: OomKills) -> int:

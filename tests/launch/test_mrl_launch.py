@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +51,37 @@ def test_what_another_start_cannot_mend_keeps_its_code(code: int, tmp_path: Path
 def test_a_run_that_saved_and_left_has_code_75_whoever_dies_then(tmp_path: Path) -> None:
     script = 'touch "$MRL_LAUNCH_FOLDER/saved"; kill -TERM $$$$'
     assert launched(script, tmp_path) == (75, [])
+
+
+@pytest.mark.release
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "flags", ["--rdzv-backend=c10d --rdzv-endpoint={}", "--master-port={port}"]
+)
+def test_a_rendezvous_whose_port_is_mute_is_one_line(flags: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        words = flags.format(f"127.0.0.1:{port}", port=port).split()
+        done = subprocess.run(
+            [sys.executable, "-m", "mrl.launch", "--nnodes=2", *words, "--no-python", "true"],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if "mrl:" in line] == lines
+    assert f"127.0.0.1:{port}: another program listens there (it is mute for 30 s)" in lines[0]
+
+
+@pytest.mark.release
+@pytest.mark.timeout(120)
+def test_a_rank_without_a_launcher_does_not_wait_for_a_mute_port(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        code = "from parallel.mesh import _meeting; _meeting()"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "RANK": "1", "WORLD_SIZE": "2"} | where,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert "InputError: the ranks cannot meet at 127.0.0.1" in done.stderr
