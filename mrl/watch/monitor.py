@@ -1,121 +1,122 @@
 """The monitor: the process that reads the ranks' pages, and ends a run that hangs.
 
-It is a child of rank 0, without torch, and exits with it or when its standard input ends. It reads one
-line, a JSON object (`mrl.watch.start`). A rank that hangs cannot hinder it: it only reads memory and
-/proc, and sends signals.
+There is one on each node, a child of the node's first rank, without torch. It exits with that rank or
+when its standard input ends. It reads one line, a JSON object (`mrl.watch.start`). The one of rank 0
+decides; the others tell it what their ranks show (`mrl.watch.line`). A rank that hangs cannot hinder
+them: they only read memory and /proc, and send signals.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import select
-import signal
+import socket
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mrl.errors import ExitCode
-from mrl.run.failure import (
-    LAUNCH_FOLDER,
-    TAIL_LINES,
-    Failure,
-    newest_step,
-    print_failure,
-    write_failure,
-)
+from mrl.run.failure import LAUNCH_FOLDER, Failure, newest_step, print_failure, write_failure
 from mrl.system.files import write_whole
-from mrl.system.heartbeat import SIZE, read_page
 from mrl.system.processes import die_with_parent
-from mrl.watch.verdict import GONE, Limits, Seen, Verdict, Watch
+from mrl.watch.line import MAX_STACKS, SILENT_S, Head, Line, Node, connect, report_of
+from mrl.watch.process import STACKS_S, TICK_S, Process, innermost, kill, stacks_of
+from mrl.watch.verdict import MAX_TICK_S, Limits, Verdict, Watch
 
-TICK_S = 0.2
-STACKS_S = 2.0
-"""How long the ranks have to write their stacks."""
-
-
-@dataclass
-class Process:
-    """A `Process` is a rank on this node."""
-
-    rank: int
-    pid: int
-    page: mmap.mmap
-    stacks: int
-    """The descriptor of the file that faulthandler writes to."""
-    started: str
-    """When it was started, by which it is told from a later process with its number."""
-
-    @classmethod
-    def open(cls, rank: int, pid: int, page: str, stacks: str) -> Process:
-        descriptor = os.open(page, os.O_RDONLY)
-        try:
-            memory = mmap.mmap(descriptor, SIZE, access=mmap.ACCESS_READ)
-        finally:
-            os.close(descriptor)
-        found = os.open(stacks, os.O_RDONLY | os.O_CLOEXEC)
-        return cls(rank, pid, memory, found, _stat(pid)[1])
-
-    def see(self) -> Seen:
-        state, started = _stat(self.pid)
-        return Seen(read_page(self.page), state if started == self.started else "")
-
-    def send(self, number: int) -> None:
-        """Send it a signal, where it is still there."""
-        with suppress(ProcessLookupError):
-            if _stat(self.pid)[1] == self.started:
-                os.kill(self.pid, number)
-
-    def read_stacks(self) -> str:
-        with suppress(OSError):
-            size = os.fstat(self.stacks).st_size
-            return os.pread(self.stacks, size, 0).decode(errors="replace")
-        return ""
+SENT_S = 5.0
+"""How long the stacks of other nodes may take to come, beside the time to write them."""
 
 
 def main() -> None:
     """Watch until the ranks are done, or one hangs."""
     line = sys.stdin.buffer.readline()
-    if not line.endswith(b"\n"):  # rank 0 is gone already
+    if not line.endswith(b"\n"):  # the rank that started this is gone already
         return
     job = json.loads(line)
     die_with_parent(job["parent"])
     ranks = [Process.open(**rank) for rank in job["ranks"]]
-    watch = Watch(Limits(**job["limits"]))
+    if "node" in job:
+        follow(job, ranks)
+    else:
+        decide(job, ranks)
+
+
+def ticks() -> Iterator[float]:
+    """Yield the seconds since the last tick until the rank that started this is through."""
     last = time.monotonic()
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
     while not poll.poll(TICK_S * 1000):
         now = time.monotonic()
-        found = watch.tick(now - last, [rank.see() for rank in ranks])
+        yield now - last
         last = now
+
+
+def decide(job: dict[str, Any], ranks: list[Process]) -> None:
+    """Watch all ranks from the node of rank 0."""
+    head = None
+    if job["nodes"]:
+        nodes = [Node(**node) for node in job["nodes"]]
+        head = Head(socket.socket(fileno=job["server"]), job["token"], nodes)
+    watch = Watch(Limits(**job["limits"]))
+    for seconds in ticks():
+        seen = {rank.rank: rank.see() for rank in ranks}
+        found = None
+        if head is not None:
+            head.poll(min(seconds, MAX_TICK_S))
+            head.tell({"goes_on": True})
+            if head.has_left:
+                continue
+            for node in head.nodes:
+                seen |= node.seen
+            found = lost_node(head)
+        found = found or watch.tick(seconds, [seen[rank] for rank in sorted(seen)])
         if found is not None:
-            end(job, ranks, found)
+            end(job, ranks, found, head)
             return
         if late := watch.late():
             print(f"mrl: {late.text()}; the others wait", file=sys.stderr, flush=True)
+    if head is not None:
+        head.tell({"bye": True})
+        head.finish()
 
 
-def end(job: dict[str, Any], ranks: list[Process], found: Verdict) -> None:
-    """Write the stacks and the report, print it, and kill all ranks; rank 0 last, as this process dies
-    with it. Engines and workers die with their rank."""
+def lost_node(head: Head) -> Verdict | None:
+    """Return the verdict on a node that is not heard from."""
+    node = head.lost()
+    if node is None:
+        return None
+    first = node.ranks[0]
+    names = f"node {node.host} ({_named(node.ranks)})"
+    return Verdict(first, "lost", node.seen[first].pulse, node.silent_s, SILENT_S, names)
+
+
+def end(job: dict[str, Any], ranks: list[Process], found: Verdict, head: Head | None) -> None:
+    """Write the stacks and the report, print it, and kill all ranks; rank 0 last."""
     folder = Path(job["folder"])
-    files = write_stacks(folder, ranks)
-    culprit = next(rank for rank in ranks if rank.rank == found.rank)
+    if head is not None:
+        head.tell({"write_stacks": True})
+    stacks = stacks_of(ranks)
+    if head is not None:
+        stacks |= head.stacks(STACKS_S + SENT_S)
+    files = write_stacks(folder, stacks)
+    hosts = {rank: node.host for node in (head.nodes if head else ()) for rank in node.ranks}
+    cause = {"stuck": "", "lost": "the node died, or the network between the nodes is cut"}
     failure = Failure(
         what=found.text(),
-        exit_code=int(ExitCode.LOST_RANK if found.how == "gone" else ExitCode.HUNG_RANK),
+        exit_code=int(ExitCode.LOST_RANK if found.how in ("gone", "lost") else ExitCode.HUNG_RANK),
         rank=found.rank,
+        host=hosts.get(found.rank, socket.gethostname()),
         phase=found.pulse.phase,
         step=max(found.pulse.step, 0),
         since_s=found.since_s,
-        cause="" if found.how == "stuck" else "a user, a debugger or the scheduler",
+        cause=cause.get(found.how, "a user, a debugger or the scheduler"),
         log=files.get(found.rank, ""),
-        log_tail=innermost(culprit.read_stacks()),
+        log_tail=innermost(stacks.get(found.rank, "")),
         saved_step=newest_step(folder),
         command=job["command"],
     )
@@ -123,45 +124,72 @@ def end(job: dict[str, Any], ranks: list[Process], found: Verdict) -> None:
         failure = write_failure(folder, failure)
     if LAUNCH_FOLDER not in os.environ:
         print_failure(failure)
-    for rank in sorted(ranks, key=lambda rank: rank.pid == job["parent"]):
-        rank.send(signal.SIGKILL)
+    if head is not None:
+        head.tell({"kill": found.text()})
+        head.finish()
+    kill(ranks, last=job["parent"])
 
 
-def write_stacks(folder: Path, ranks: list[Process]) -> dict[int, str]:
-    """Let every rank write the stacks of its threads, also a stopped one, and copy them to
-    RUN/logs/stacks_rank_N.txt; return the files by rank."""
-    waiting = {rank.rank: rank for rank in ranks if rank.see().state not in GONE}
-    for rank in waiting.values():
-        rank.send(signal.SIGUSR2)
-        rank.send(signal.SIGCONT)  # the handler runs before anything else
-    deadline = time.monotonic() + STACKS_S
-    while waiting and time.monotonic() < deadline:
-        time.sleep(TICK_S)
-        waiting = {n: r for n, r in waiting.items() if not r.read_stacks()}
+def write_stacks(folder: Path, stacks: Mapping[int, str]) -> dict[int, str]:
+    """Write RUN/logs/stacks_rank_N.txt; return the files by rank."""
     files = {}
-    for rank in ranks:
-        file = folder / "logs" / f"stacks_rank_{rank.rank}.txt"
-        if text := rank.read_stacks():
-            with suppress(OSError):
-                file.parent.mkdir(exist_ok=True)
-                write_whole(file, text.encode())
-                files[rank.rank] = str(file)
+    for rank, text in stacks.items():
+        file = folder / "logs" / f"stacks_rank_{rank}.txt"
+        with suppress(OSError):
+            file.parent.mkdir(exist_ok=True)
+            write_whole(file, text.encode())
+            files[rank] = str(file)
     return files
 
 
-def innermost(stacks: str) -> list[str]:
-    """Return the innermost calls of the main thread, which faulthandler writes last."""
-    lines = stacks.splitlines()
-    heads = [i for i, line in enumerate(lines) if "hread 0x" in line]
-    return [line for line in lines[heads[-1] :] if line.strip()][:TAIL_LINES] if heads else []
+def follow(job: dict[str, Any], ranks: list[Process]) -> None:
+    """Tell the monitor of rank 0 what the ranks of this node show, and do what it says."""
+    line: Line | None = None
+    silent_s, is_over = 0.0, False
+    for seconds in ticks():
+        silent_s += min(seconds, MAX_TICK_S)
+        if (line is None or not line.is_open) and not is_over:
+            line = connect(tuple(job["address"]), job["token"], job["node"])
+        if line is None:
+            messages = []
+        else:
+            line.send(report_of({rank.rank: rank.see() for rank in ranks}))
+            messages = line.receive()
+        for message in messages:
+            silent_s = 0.0
+            is_over = is_over or "bye" in message
+            if "write_stacks" in message and line is not None:
+                stacks = stacks_of(ranks)
+                line.send({"stacks": {str(n): text[-MAX_STACKS:] for n, text in stacks.items()}})
+            if "kill" in message:
+                kill(ranks, last=job["parent"])
+                return
+        if silent_s > SILENT_S and not is_over:
+            end_alone(job, ranks, silent_s)
+            return
+    if line is not None:
+        line.send({"bye": True})
+        line.finish()
 
 
-def _stat(pid: int) -> tuple[str, str]:
-    """Return (state, start time) of a process; empty where it is gone."""
-    with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], fields[19]
-    return "", ""
+def end_alone(job: dict[str, Any], ranks: list[Process], silent_s: float) -> None:
+    """Kill the ranks of this node, which is cut off from that of rank 0: only that one writes."""
+    own = _named([rank.rank for rank in ranks])
+    failure = Failure(
+        what=f"the node of rank 0 ({job['host']}) is not heard from where {own} run: {silent_s:.1f} s",
+        exit_code=int(ExitCode.LOST_RANK),
+        rank=ranks[0].rank,
+        since_s=silent_s,
+        cause="that node died, or the network between the nodes is cut",
+        saved_step=newest_step(job["folder"]),
+        command=job["command"],
+    )
+    print_failure(failure)
+    kill(ranks, last=job["parent"])
+
+
+def _named(ranks: list[int] | tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Starts the watchdog of a run: each rank opens its page, and rank 0 starts the monitor."""
+"""Starts the watchdog of a run: each rank opens its page, and the first of a node starts a monitor."""
 
 from __future__ import annotations
 
 import faulthandler
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mrl.config import Recipe
+from mrl.errors import RunFailed
 from mrl.system import heartbeat
 from mrl.system.processes import children_without_usr1
 
@@ -30,10 +32,7 @@ _FILES_S = 600.0
 
 @contextmanager
 def watching(recipe: Recipe, folder: Path, command: str) -> Iterator[None]:
-    """Watch the ranks during the block; `command` continues the run. A collective.
-
-    Where the ranks are on several nodes nothing is watched yet.
-    """
+    """Watch the ranks during the block; `command` continues the run. A collective."""
     if not recipe.watch.enabled:
         yield
         return
@@ -43,22 +42,64 @@ def watching(recipe: Recipe, folder: Path, command: str) -> Iterator[None]:
         stacks = _heed_stacks(undo)
         own = {"rank": dist.get_rank(), "pid": os.getpid(), "page": page, "stacks": stacks}
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (socket.gethostname(), own))
-        hosts = {host for host, _ in ranks}
-        if own["rank"] == 0 and len(hosts) == 1:
-            job = {
-                "parent": os.getpid(),
-                "ranks": [each for _, each in ranks],
-                "limits": {
-                    "given": recipe.watch.limits,
-                    "least": least_limits(recipe),
-                    "first_s": recipe.watch.first_limit_s,
-                },
-                "folder": str(folder),
-                "command": command,
+        dist.all_gather_object(ranks, (_node(), own))
+        nodes: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for node, rank in ranks:
+            nodes.setdefault(node, []).append(rank)
+        server, line = _meet(nodes, undo)
+        job = {"parent": os.getpid(), "ranks": nodes[_node()], "folder": str(folder)}
+        job |= {"command": command, **line}
+        if own["rank"] == 0:
+            job["limits"] = {
+                "given": recipe.watch.limits,
+                "least": least_limits(recipe),
+                "first_s": recipe.watch.first_limit_s,
             }
-            _start_monitor(job, undo)
+        if nodes[_node()][0]["rank"] == own["rank"]:
+            _start_monitor(job, undo, server)
         yield
+
+
+def _node() -> tuple[str, str]:
+    """Return what tells nodes apart: the host, and the launcher where a host has several."""
+    return socket.gethostname(), os.environ.get("GROUP_RANK", "0")
+
+
+def _meet(
+    nodes: dict[tuple[str, str], list[dict[str, Any]]], undo: ExitStack
+) -> tuple[socket.socket | None, dict[str, Any]]:
+    """Return what the monitors of several nodes need to find each other: (the socket at which rank 0's
+    listens, on rank 0, what its job says). A collective where there are several."""
+    if len(nodes) == 1:
+        return None, {"nodes": []}
+    server, own = None, list(nodes).index(_node())
+    said: list[Any] = [None]
+    if dist.get_rank() == 0:
+        server = undo.enter_context(_listen(os.environ.get("MASTER_ADDR", "")))
+        said = [(secrets.token_hex(32), server.getsockname()[:2])]
+    dist.broadcast_object_list(said)
+    token, (host, port) = said[0]
+    if server is not None:
+        others = [
+            {"host": name, "ranks": [rank["rank"] for rank in ranks]}
+            for (name, _), ranks in list(nodes.items())[1:]
+        ]
+        return server, {"nodes": others, "token": token, "server": server.fileno()}
+    first = next(iter(nodes))[0]
+    return None, {"node": own - 1, "token": token, "address": [host, port], "host": first}
+
+
+def _listen(address: str) -> socket.socket:
+    """Listen where the other nodes reach rank 0: at the address by which they have met it."""
+    for host in (address, socket.gethostname()):
+        with suppress(OSError):
+            family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            return socket.create_server(where[:2], family=family)
+    raise RunFailed(
+        f"the watchdog of rank 0 cannot listen at {address or 'no address'} or {socket.gethostname()}, "
+        "where the other nodes would reach it; set MASTER_ADDR to an address of this machine, or "
+        "watch.enabled=false"
+    )
 
 
 def least_limits(recipe: Recipe) -> dict[str, float]:
@@ -88,12 +129,15 @@ def _heed_stacks(undo: ExitStack) -> str:
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def _start_monitor(job: dict[str, Any], undo: ExitStack) -> None:
+def _start_monitor(
+    job: dict[str, Any], undo: ExitStack, server: socket.socket | None = None
+) -> None:
     with children_without_usr1():
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _MONITOR],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            pass_fds=() if server is None else (server.fileno(),),
             start_new_session=True,  # Ctrl-C reaches the trainer alone
         )
     undo.callback(_stop_monitor, process)

@@ -58,13 +58,20 @@ class Verdict(NamedTuple):
 
     rank: int
     how: str
-    """stopped, gone, or stuck."""
+    """stopped, gone, stuck, or lost: of a node that is not heard from."""
     pulse: Pulse
     since_s: float
     limit_s: float
+    node: str = ""
+    """The node that is lost, and its ranks."""
 
     def text(self) -> str:
         """Say it in one line."""
+        if self.node:
+            return (
+                f"{self.node} is not heard from: {self.since_s:.1f} s, at most {self.limit_s:g} s; "
+                f"before, rank {self.rank} was in phase {self.pulse.phase} of step {self.pulse.step}"
+            )
         how = {"stopped": "is stopped (SIGSTOP)", "gone": "is gone"}.get(
             self.how, "makes no progress"
         )

@@ -4,15 +4,20 @@ continues from the checkpoint."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from mrl.watch.line import SILENT_S
 from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy, environment
 from tests.loop.test_run import metrics, processes_of
+from tests.slurm.cluster import free_ports
 from tests.watch.ranks import Rank, ranks_of, stop_in
 
 
@@ -70,4 +75,92 @@ def test_a_stopped_rank_is_named_and_a_second_start_continues(
     for rank in range(2):
         assert "most recent call first" in (output / f"logs/stacks_rank_{rank}.txt").read_text()
     assert len(metrics(output)) == stopped.step
+    assert processes_of(output) == []
+
+
+def two_nodes(toy: Toy, recorded: Path, output: Path) -> list[subprocess.Popen[str]]:
+    """Two launchers with a rank each, which count as two nodes, in the training pass."""
+    overrides = toy.overrides(
+        output,
+        f"debug.load_rollouts={recorded / 'rollouts'}",
+        "parallel.expert_model_parallel_size=2",
+        "train.num_steps=4",
+        "checkpoint.save_every=1",
+        "watch.limits.train=4",
+    )
+    words = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    words += ["--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}", "--rdzv-id", "two"]
+    train = ["-m", "mrl", "train", str(TOY_RECIPE), *overrides]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "mrl.launch", *words, *train],
+            cwd=REPOSITORY,
+            env=environment(MRL_TEST_RUN=str(output), PYTHONPATH=str(REPOSITORY)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+
+
+def rank_of(launcher: subprocess.Popen[str]) -> tuple[int, Rank]:
+    """The rank that a launcher has started, with its number."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and launcher.poll() is None:
+        for rank in ranks_of(launcher.pid):
+            return int(psutil.Process(rank.pid).environ()["RANK"]), rank
+        time.sleep(0.05)
+    raise AssertionError(launcher.communicate())
+
+
+@pytest.mark.release
+@pytest.mark.timeout(400)
+def test_a_stopped_rank_of_another_node_is_named(toy: Toy, recorded: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    launchers = two_nodes(toy, recorded, output)
+    ranks = dict(map(rank_of, launchers))
+    stopped = stop_in(ranks[1], "train", 1, 0.0, 100)
+    assert stopped is not None
+    printed = [launcher.communicate(timeout=100)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [72, 72], printed
+    found = json.loads((output / "failure.json").read_text())
+    assert (found["exit_code"], found["phase"], found["step"]) == (72, "train", stopped.step)
+    assert found["rank"] == 1
+    assert 4 < found["since_s"] < 8
+    for rank in range(2):
+        assert "most recent call first" in (output / f"logs/stacks_rank_{rank}.txt").read_text()
+    assert processes_of(output) == []
+
+
+@pytest.mark.release
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("at", [0, 1], ids=["of-rank-0", "of-rank-1"])
+def test_a_node_that_is_not_heard_from_ends_both(
+    toy: Toy, recorded: Path, tmp_path: Path, at: int
+) -> None:
+    """Monitor and rank of one node are stopped together, as if the node or its network had died."""
+    output = tmp_path / "run"
+    launchers = two_nodes(toy, recorded, output)
+    ranks = dict(map(rank_of, launchers))
+    frozen = [
+        psutil.Process(ranks[at].pid),
+        *psutil.Process(ranks[at].pid).children(recursive=True),
+    ]
+    while ranks[0].pulse().step < 1:
+        time.sleep(0.05)
+    for process in frozen:
+        process.suspend()
+    start = time.monotonic()
+    other = ranks[1 - at].pid
+    while Path(f"/proc/{other}").exists():
+        assert time.monotonic() < start + 2 * SILENT_S
+        time.sleep(0.1)
+    assert time.monotonic() > start + SILENT_S - 5
+    for process in frozen:
+        os.kill(process.pid, signal.SIGKILL)
+    printed = [launcher.communicate(timeout=100)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [71, 71], printed
+    text = "is not heard from" if at == 1 else "the node of rank 0 ("
+    assert text in "".join(printed) + (output / "failure.json").read_text()
     assert processes_of(output) == []

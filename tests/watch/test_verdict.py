@@ -10,7 +10,7 @@ import pytest
 from mrl.config.watch import Phase
 from mrl.system import heartbeat
 from mrl.system.heartbeat import Pulse
-from mrl.watch.monitor import innermost
+from mrl.watch.process import innermost
 from mrl.watch.verdict import Limits, Seen, Verdict, Watch
 
 

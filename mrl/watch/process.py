@@ -1,0 +1,95 @@
+"""A rank as the monitor of its node sees it: its page, its state in /proc, its stacks."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.run.failure import TAIL_LINES
+from mrl.system.heartbeat import SIZE, read_page
+from mrl.watch.verdict import GONE, Seen
+
+TICK_S = 0.2
+STACKS_S = 2.0
+"""How long the ranks have to write their stacks."""
+
+
+@dataclass
+class Process:
+    """A `Process` is a rank on this node."""
+
+    rank: int
+    pid: int
+    page: mmap.mmap
+    stacks: int
+    """The descriptor of the file that faulthandler writes to."""
+    started: str
+    """When it was started, by which it is told from a later process with its number."""
+
+    @classmethod
+    def open(cls, rank: int, pid: int, page: str, stacks: str) -> Process:
+        descriptor = os.open(page, os.O_RDONLY)
+        try:
+            memory = mmap.mmap(descriptor, SIZE, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+        found = os.open(stacks, os.O_RDONLY | os.O_CLOEXEC)
+        return cls(rank, pid, memory, found, _stat(pid)[1])
+
+    def see(self) -> Seen:
+        state, started = _stat(self.pid)
+        return Seen(read_page(self.page), state if started == self.started else "")
+
+    def send(self, number: int) -> None:
+        """Send it a signal, where it is still there."""
+        with suppress(ProcessLookupError):
+            if _stat(self.pid)[1] == self.started:
+                os.kill(self.pid, number)
+
+    def read_stacks(self) -> str:
+        with suppress(OSError):
+            size = os.fstat(self.stacks).st_size
+            return os.pread(self.stacks, size, 0).decode(errors="replace")
+        return ""
+
+
+def stacks_of(ranks: Iterable[Process]) -> dict[int, str]:
+    """Let every rank write the stacks of its threads, also a stopped one; return them by rank."""
+    ranks = list(ranks)
+    waiting = [rank for rank in ranks if rank.see().state not in GONE]
+    for rank in waiting:
+        rank.send(signal.SIGUSR2)
+        rank.send(signal.SIGCONT)  # the handler runs before anything else
+    deadline = time.monotonic() + STACKS_S
+    while waiting and time.monotonic() < deadline:
+        time.sleep(TICK_S)
+        waiting = [rank for rank in waiting if not rank.read_stacks()]
+    return {rank.rank: text for rank in ranks if (text := rank.read_stacks())}
+
+
+def kill(ranks: Iterable[Process], last: int) -> None:
+    """Kill ranks, the one with the process number `last` at the end: this process dies with it.
+    Engines and workers die with their rank."""
+    for rank in sorted(ranks, key=lambda rank: rank.pid == last):
+        rank.send(signal.SIGKILL)
+
+
+def innermost(stacks: str) -> list[str]:
+    """Return the innermost calls of the main thread, which faulthandler writes last."""
+    lines = stacks.splitlines()
+    heads = [i for i, line in enumerate(lines) if "hread 0x" in line]
+    return [line for line in lines[heads[-1] :] if line.strip()][:TAIL_LINES] if heads else []
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """Return (state, start time) of a process; empty where it is gone."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    return "", ""
