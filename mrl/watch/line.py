@@ -1,4 +1,4 @@
-"""The lines between the monitors of a job's nodes: JSON objects over TCP, behind a token.
+"""This module holds the lines between the monitors of a job's nodes: JSON over TCP, behind a token.
 
 The monitor of rank 0 listens, and that of each other node connects. A node says five times a second
 what its ranks show, and is told to send stacks or to kill. Nothing here blocks, and what is not a known
@@ -29,7 +29,7 @@ MAX_STACKS = 1 << 18
 
 
 class Line:
-    """One end of a connection. Messages are dicts that JSON can hold."""
+    """A `Line` is one end of a connection. Messages are dicts that JSON can hold."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -132,7 +132,7 @@ def _seen(values: Any) -> Seen:
 
 
 class Head:
-    """The end of rank 0's monitor: all lines of the other nodes."""
+    """A `Head` is the end of rank 0's monitor: it holds the lines of all other nodes."""
 
     def __init__(self, server: socket.socket, token: str, nodes: Sequence[Node]) -> None:
         server.setblocking(False)
