@@ -308,8 +308,8 @@ def make_policy(plan: Plan, mesh: Mesh, *, trains: bool) -> Policy:
 
 def make_collector(plan: Plan, mesh: Mesh, folder: RunFolder) -> Collector:
     """Return what gives the steps of a recipe their groups: saved rollouts, or an engine."""
-    saved = plan.recipe.debug.load_rollouts
-    return LiveCollector(plan, mesh, folder) if saved is None else SavedCollector(saved, mesh)
+    live = plan.recipe.debug.load_rollouts is None
+    return LiveCollector(plan, mesh, folder) if live else SavedCollector(plan.recipe, mesh)
 
 
 @phase("evaluate")

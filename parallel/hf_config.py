@@ -4,13 +4,13 @@ weights."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError
+from mrl.system.json_text import parse_json
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Architecture, HfConfig
 from parallel.architectures.common import rope_settings
@@ -52,10 +52,12 @@ def read_config(folder: Path) -> HfConfig:
         )
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text())
+        config = parse_json(file.read_text(), f"model.path: {file}")
     except OSError:
         raise InputError(f"model.path: {folder} has no config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise InputError(f"model.path: {file} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise InputError(f"model.path: {file}: expected an object, got {type(config).__name__}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mrl.errors import InputError
+from mrl.system.json_text import parse_json
 from parallel.hf_config import HfModel
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -80,12 +80,15 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
+    where = f"model.path: {index}"
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        names = set(parse_json(index.read_text(), where)["weight_map"].values())
         files = [folder / name for name in sorted(names)]
+    except InputError:
+        raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
-            f"model.path: {index} is no index of safetensors files, a JSON object with `weight_map` "
+            f"{where} is no index of safetensors files, a JSON object with `weight_map` "
             f"({type(error).__name__}: {error}); download it again"
         ) from None
     if outside := [name for name in sorted(names) if Path(name).name != name]:

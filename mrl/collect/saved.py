@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mrl.collect.task import lacks_masks
+from mrl.config import Recipe
 from mrl.errors import InputError
 from mrl.run.folder import saved_step
 from mrl.run.rollouts import load_groups, outline
@@ -25,8 +27,10 @@ class SavedCollector:
     is_over = True
     """A step is over as soon as it begins."""
 
-    def __init__(self, folder: str, mesh: Mesh) -> None:
-        self.folder, self.mesh = folder, mesh
+    def __init__(self, recipe: Recipe, mesh: Mesh) -> None:
+        assert recipe.debug.load_rollouts is not None
+        self.folder, self.mesh = recipe.debug.load_rollouts, mesh
+        self.needs_masks = recipe.rollout.sampling_mask
         self.groups: list[SampleGroup] = []
         self.evaluation: dict[str, float] = {}
 
@@ -34,10 +38,17 @@ class SavedCollector:
         """Do nothing: there is no engine to start."""
 
     def begin(self, step: int, clock: Clock) -> None:
+        """Read the groups of a step. Raises InputError where a sampling mask is missing."""
         begin_step(step)
         self.groups = []  # those of the step before leave the host's memory
         with phase("rollout"), clock.part("sync"), clock.part("score"), clock.part("rollout"):
             everything = load_groups(saved_step(self.folder, step))
+            if self.needs_masks and any(map(lacks_masks, everything)):
+                raise InputError(
+                    f"debug.load_rollouts: {saved_step(self.folder, step)} has samples without "
+                    "sampling masks, but rollout.sampling_mask is on; save rollouts with it on, or turn "
+                    "it off"
+                )
             rank, world = self.mesh.rank, self.mesh.dims.world
             self.groups = [
                 group if i % world == rank else outline(group) for i, group in enumerate(everything)

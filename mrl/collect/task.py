@@ -67,7 +67,7 @@ class Task:
         Raises EngineLost, and InputError for an engine without the sampling masks that are asked for.
         """
         for group in self.rollout.finished(engine):
-            if self.needs_masks and _lacks_masks(group):
+            if self.needs_masks and lacks_masks(group):
                 raise InputError(
                     "rollout.sampling_mask is on, but the engine returned no sampling masks; turn it "
                     "off, or use rollout.engine=sglang"
@@ -124,7 +124,8 @@ def make_task(
     return Task(rollout, scoring, clock_name, keeps_routes, config.sampling_mask)
 
 
-def _lacks_masks(group: SampleGroup) -> bool:
+def lacks_masks(group: SampleGroup) -> bool:
+    """Return whether a sample that the policy generated has no sampling mask."""
     return any(s.num_generated and s.sampling_mask is None for s in group.samples)
 
 

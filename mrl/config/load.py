@@ -23,6 +23,10 @@ RENAMED = {
 """Keys of earlier recipes and their names now. A recipe that has an old one is refused."""
 
 
+class DuplicateKey(yaml.YAMLError):
+    """A `DuplicateKey` is raised for a key that stands twice in one mapping."""
+
+
 class _Loader(yaml.SafeLoader):
     """Reads YAML as `safe_load`, and refuses a key that stands twice, of which YAML takes the last."""
 
@@ -37,7 +41,7 @@ class _Loader(yaml.SafeLoader):
                     where = (
                         f", in lines {first} and {line}" if first != line else f" in line {line}"
                     )
-                    raise yaml.YAMLError(
+                    raise DuplicateKey(
                         f"the key {key_node.value!r} stands twice{where}; give it once"
                     )
                 seen[key_node.value] = line
@@ -143,6 +147,8 @@ def _apply_override(tree: dict[str, Any], item: str) -> None:
             )
         tree = child
     try:
-        tree[leaf] = yaml.safe_load(value)
+        tree[leaf] = yaml.load(value, _Loader)
+    except DuplicateKey as error:
+        raise InputError(f"override {item!r}: {error}") from None
     except yaml.YAMLError:
         raise InputError(f"override {item!r}: {value!r} is not a YAML value") from None

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from mrl.data import arrow
 from mrl.errors import InputError
+from mrl.system.json_text import each_key_once
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 
@@ -175,24 +176,13 @@ def _object(row: Any, source: str) -> dict[str, Any]:
 def _parse(text: bytes, source: str) -> Any:
     try:
         # json.loads would let the bytes of a surrogate pass
-        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_each_key_once)
+        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=each_key_once)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     except UnicodeDecodeError:
         raise InputError(f"{source}: not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{source}: not valid JSON: {error}") from None
-
-
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dict. Raises InputError where a key is there twice: Python keeps the last
-    one, other readers the first."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"the key `{twice}` is there twice in one object; give it once")
-    return found
 
 
 def kind(value: Any) -> str:

@@ -7,6 +7,7 @@ Dimensions: P prompt tokens, T all tokens of an SFT example.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from mrl.data.forms import Row, read_form, tools_of
 from mrl.data.template import PromptEncoder
 from mrl.errors import InputError
 from mrl.types import Prompt
+
+_NOT_IN_KEYS = re.compile(r"[^\w.\-]")
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def read_sources(
     encoder = PromptEncoder(tokenizer, config.chat_template_kwargs)
     found: list[Source] = []
     taken = {each.name for each in config.all_sources if each.name is not None}
+    keys: dict[str, str] = {}
     num_rows = 0
     for each in config.all_sources:
         name = first = source_name(each)
@@ -90,6 +94,7 @@ def read_sources(
         while each.name is None and name in taken:
             name = next(numbered)
         taken.add(name)
+        _refuse_same_key(name, keys)
         reading = _Reading(
             encoder, config.overlong, max_prompt_len, max_response_len, num_rows, is_evaluation
         )
@@ -116,6 +121,21 @@ def read_sources(
             "a smaller rollout.prompts_per_step"
         )
     return found
+
+
+def metric_key(name: str) -> str:
+    """Return what stands for a source in `source/NAME/...`: `_` for characters that trackers refuse."""
+    return _NOT_IN_KEYS.sub("_", name)
+
+
+def _refuse_same_key(name: str, names: dict[str, str]) -> None:
+    """Add a source to the names by their metric keys. Raises InputError where another has its key."""
+    other = names.setdefault(metric_key(name), name)
+    if other != name:
+        raise InputError(
+            f"data.sources: the sources {other!r} and {name!r} would share the metrics "
+            f"source/{metric_key(name)}/..., as _ stands for other characters; give one a `name`"
+        )
 
 
 def source_name(source: SourceConfig) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import torch
 
 from mrl.algorithms.signal import part_means, zero_variance_metrics
+from mrl.data.reader import metric_key
 from mrl.types import Sample, SampleGroup
-
-_NOT_IN_KEYS = re.compile(r"[^\w.\-]")
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
@@ -47,7 +45,7 @@ def source_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     of_source: dict[str, list[SampleGroup]] = {}
     for group in groups:
         if group.prompt.source_name is not None:
-            key = _NOT_IN_KEYS.sub("_", group.prompt.source_name)
+            key = metric_key(group.prompt.source_name)
             of_source.setdefault(key, []).append(group)
     metrics: dict[str, float] = {}
     for name, own in sorted(of_source.items()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,9 +112,9 @@ def check(
     check_rows(prompts, warn)
     check_started(recipe.rollout, len(prompts))
     recipe = with_schedule(recipe, len(prompts))
-    _check_prompts(prompts, tokenizer, recipe)
+    _check_prompts(prompts, tokenizer, recipe, warn)
     sft_examples = _sft_examples(recipe, tokenizer, context_len)
-    eval_sets = _eval_sets(recipe, model, tokenizer, context_len)
+    eval_sets = _eval_sets(recipe, model, tokenizer, context_len, warn)
     update = _check_folder(folder, recipe, allowed, algorithm)
     checkpoint_step = resume_step(folder, warn)
     step = snapshot_step(folder, recipe, warn) or checkpoint_step
@@ -167,7 +167,9 @@ def _sources(recipe: Recipe, tokenizer: Any, context_len: int) -> list[Source]:
     )
 
 
-def _check_prompts(prompts: list[Prompt], tokenizer: Any, recipe: Recipe) -> None:
+def _check_prompts(
+    prompts: list[Prompt], tokenizer: Any, recipe: Recipe, warn: Callable[[str], None]
+) -> None:
     """Check that the prompts fit the reward, or the environment where it is a conversation."""
     is_conversation = recipe.environment is not None
     for prompt in prompts:
@@ -176,16 +178,22 @@ def _check_prompts(prompts: list[Prompt], tokenizer: Any, recipe: Recipe) -> Non
         if any(isinstance(prompt.content, list) for prompt in prompts):
             ChatTurns(tokenizer, recipe.data.chat_template_kwargs).check()
     elif recipe.debug.load_rollouts is None:
-        check_reward_columns(prompts, recipe.reward, recipe.data.rewards)
+        check_reward_columns(prompts, recipe.reward, recipe.data.rewards, warn)
 
 
-def _eval_sets(recipe: Recipe, model: HfModel, tokenizer: Any, context_len: int) -> list[EvalSet]:
+def _eval_sets(
+    recipe: Recipe,
+    model: HfModel,
+    tokenizer: Any,
+    context_len: int,
+    warn: Callable[[str], None],
+) -> list[EvalSet]:
     found = read_eval_sets(recipe, tokenizer, context_len)
     for each in found:
         check_task(each.recipe, each.config.name)
         where = f"eval set {each.config.name}: rollout"
         check_sampling(each.recipe.rollout, model.sizes.vocab_size, where)
-        _check_prompts(each.prompts, tokenizer, each.recipe)
+        _check_prompts(each.prompts, tokenizer, each.recipe, warn)
     return found
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mrl.config import RewardConfig
 from mrl.errors import InputError
-from mrl.rewards import resolve_reward
+from mrl.rewards import resolve_reward, reward_names
 from mrl.rewards.terms import terms_of
 from mrl.types import Prompt
 
@@ -20,15 +20,19 @@ def check_reward_columns(
     prompts: Iterable[Prompt],
     reward: str | Sequence[RewardConfig] | None,
     of_sources: Mapping[str, str | Sequence[RewardConfig]],
+    warn: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Check every prompt against `reward`, or against the reward of its own source.
 
     `of_sources` is `DataConfig.rewards`.
 
-    Raises InputError that names the first row, its columns, and how many rows are like it.
+    Raises InputError that names the first row, its columns, and how many rows are like it. `warn(text)`
+    names the first null, for which mrl's own rewards give none; a column of nothing else is refused for
+    them.
     """
     needed: dict[str, list[str]] = {}
     missing: dict[tuple[str, str], list[Prompt]] = {}
+    empty: dict[tuple[str, str], list[Prompt]] = {}
     specs = {key: [term.path for term in terms_of(own)] for key, own in of_sources.items()}
     whole = [] if reward is None else [term.path for term in terms_of(reward)]
     num_prompts = 0
@@ -40,6 +44,8 @@ def check_reward_columns(
             for name in needed[spec]:
                 if name not in prompt.columns:
                     missing.setdefault((spec, name), []).append(prompt)
+                elif prompt.columns[name] is None:
+                    empty.setdefault((spec, name), []).append(prompt)
                 elif is_not_finite(value := prompt.columns[name]):
                     raise InputError(
                         f"{prompt.source}: the column `{name}`, which the reward {spec!r} needs, is "
@@ -52,6 +58,19 @@ def check_reward_columns(
             f"{', '.join(first.columns) or 'no column but the prompt'} ({len(rows)} of {num_prompts} "
             f"rows are without `{name}`); name the column that holds it: data.columns: {{{name}: NAME}}"
         )
+    for (spec, name), rows in empty.items():
+        text = (
+            f"{rows[0].source}: the column `{name}`, which the reward {spec!r} needs, is null "
+            f"({len(rows)} of {num_prompts} rows)"
+        )
+        is_own = spec in reward_names()
+        if is_own and len(rows) == num_prompts:
+            raise InputError(
+                f"{text}, so nothing has a reward; name the column that holds it: "
+                f"data.columns: {{{name}: NAME}}"
+            )
+        gets = "such rows have no reward and train nothing" if is_own else "the reward gets None"
+        warn(f"{text}: {gets}; leave them out unless that is meant")
 
 
 def is_not_finite(value: object) -> bool:

@@ -13,7 +13,7 @@ from mrl.config import (
 )
 from mrl.config.describe import keys_of_branch, recipe_text
 from mrl.config.explain import EXAMPLES
-from mrl.config.load import _Loader
+from mrl.config.load import _Loader, recipe_of
 from mrl.errors import InputError
 from mrl.run.folder import RunFolder
 
@@ -140,6 +140,14 @@ def test_unreadable_recipes(tmp_path):
         file.write_bytes(content)
         with pytest.raises(InputError, match=reason):
             load_recipe(file)
+
+
+def test_a_key_twice_in_an_override_is_refused() -> None:
+    for item in ("rollout={top_k: 2, top_k: 3}", "a.b={x: {y: 1, y: 2}}"):
+        with pytest.raises(
+            InputError, match=r"^override '.*': the key '.*' stands twice in line 1"
+        ):
+            recipe_of({}, [item], "recipe")
 
 
 def test_a_merged_anchor_that_overrides_a_key_has_it_once():

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config import load_recipe
-from mrl.data import read_prompts, read_sft_examples
+from mrl.config import DataConfig, load_recipe
+from mrl.data import read_prompts, read_sft_examples, read_sources
 from mrl.data.eval_sets import read_eval_sets
 from mrl.errors import InputError
 
@@ -130,3 +130,15 @@ def test_sft_examples_end_with_eos(write, tokenizer):
             read_sft_examples(write({"prompt": "a", "completion": completion}), tokenizer)
     with pytest.raises(InputError, match=r":1: prompt and completion have 6 tokens, at most 5"):
         read_sft_examples(write({"prompt": "ab=", "completion": "12"}), tokenizer, max_len=5)
+
+
+def test_sources_that_would_share_a_metric_key_are_refused(tmp_path, tokenizer):
+    files = [tmp_path / "a b.jsonl", tmp_path / "a_b.jsonl"]
+    for file in files:
+        file.write_text('{"prompt": "x"}\n')
+    sources = [{"path": str(file)} for file in files]
+    match = r"the sources 'a b.jsonl' and 'a_b.jsonl' would share the metrics source/a_b.jsonl/"
+    with pytest.raises(InputError, match=match):
+        read_sources(DataConfig(sources=sources), tokenizer, max_prompt_len=64)
+    named = DataConfig(sources=[sources[0], sources[1] | {"name": "other"}])
+    assert len(read_sources(named, tokenizer, max_prompt_len=64)) == 2

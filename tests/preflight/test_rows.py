@@ -12,6 +12,8 @@ from mrl.errors import InputError
 from mrl.preflight.reward_columns import check_reward_columns
 from mrl.preflight.rows import check_rows
 from mrl.types import Prompt
+from parallel.hf_config import read_config
+from parallel.hf_tensors import _weight_files
 
 NAN = float("nan")
 
@@ -56,6 +58,31 @@ def test_rows_that_python_would_read_otherwise_than_others_are_refused(
     with pytest.raises(InputError) as caught:
         list(read_rows(file))
     assert str(caught.value).startswith(f"{file}{reason}")
+
+
+def test_a_null_that_the_reward_needs_is_named() -> None:
+    rows = [prompt(1, 5, answer="a"), prompt(2, 6, answer=None)]
+    told: list[str] = []
+    check_reward_columns(rows, "exact_match", {}, told.append)
+    (line,) = told
+    assert line.startswith(
+        "rows.jsonl:2: the column `answer`, which the reward 'exact_match' needs"
+    )
+    assert "is null (1 of 2 rows): such rows have no reward and train nothing" in line
+    with pytest.raises(
+        InputError, match=r"rows.jsonl:2: .* is null \(1 of 1 rows\), so nothing has"
+    ):
+        check_reward_columns(rows[1:], "exact_match", {})
+
+
+def test_a_key_twice_in_a_model_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "a", "rope": {"x": 1, "x": 2}}')
+    with pytest.raises(InputError, match=r"config.json: the key `x` is there twice in one object"):
+        read_config(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}')
+    with pytest.raises(InputError, match=r"index.json: the key `a` is there twice"):
+        _weight_files(tmp_path)
 
 
 def test_a_whole_pair_is_a_character(tmp_path: Path) -> None:
