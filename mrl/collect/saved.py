@@ -46,7 +46,7 @@ class SavedCollector:
             if self.needs_masks and any(map(lacks_masks, everything)):
                 raise InputError(
                     f"debug.load_rollouts: {saved_step(self.folder, step)} has samples without "
-                    "sampling masks, but rollout.sampling_mask is on; save rollouts with it on, or turn "
+                    "sampling masks, but rollout.sampling_mask is on; save rollouts with it, or turn "
                     "it off"
                 )
             rank, world = self.mesh.rank, self.mesh.dims.world
