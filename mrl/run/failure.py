@@ -34,6 +34,8 @@ SAVED_FILE = "saved"
 """The file in that folder by which rank 0 says that the run saved and left."""
 TAIL_LINES = 15
 TAIL_BYTES = 16384
+MAX_RANKS = 16
+"""The ranks whose places the block shows."""
 _SAYS_LITTLE = (ExitCode.UNFORESEEN, ExitCode.FAILED, ExitCode.LOST_RANK)
 """Codes from the one that says least upwards; every other one says more than these."""
 
@@ -55,6 +57,8 @@ class Failure:
     log: str = ""
     """The one log that matters."""
     log_tail: list[str] = field(default_factory=list)
+    ranks: list[str] = field(default_factory=list)
+    """The phase and the last collective of each rank, one line a rank, where a rank hung."""
     saved_step: int | None = None
     """The steps done in the newest checkpoint; None where there is none."""
     command: str = ""
@@ -119,6 +123,11 @@ def lines_of(failure: Failure) -> Iterator[str]:
     if failure.log:
         yield _row("log", f"{failure.log}{', which ends with' if failure.log_tail else ''}")
     yield from (f"            | {_safe(line)}" for line in failure.log_tail)
+    if failure.ranks:
+        yield _row("ranks", "phase, state of the process, last collective")
+    yield from (f"            | {_safe(line)}" for line in failure.ranks[:MAX_RANKS])
+    if len(failure.ranks) > MAX_RANKS:
+        yield f"            | and {len(failure.ranks) - MAX_RANKS} more in {FILE}"
     yield _row("saved", _saved(failure.saved_step))
     yield _row("exit code", f"{failure.exit_code}: {_meaning(failure.exit_code)}")
     if failure.command:

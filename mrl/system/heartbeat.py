@@ -21,6 +21,10 @@ PHASES = (
 """What a rank may be doing. `start` is everything before the first step without a name of its own,
 `log` everything between the phases of a step: metrics, trackers, callbacks."""
 _FORM = struct.Struct("=16sqqq")
+_COLLECTIVE = struct.Struct("=16s64sqq")
+_COLLECTIVE_AT = 64
+_END = struct.Struct("=q")
+_END_AT = _COLLECTIVE_AT + _COLLECTIVE.size - _END.size
 SIZE = mmap.PAGESIZE
 
 
@@ -37,6 +41,25 @@ class Pulse(NamedTuple):
     """How often it has shown progress."""
 
 
+class Collective(NamedTuple):
+    """A `Collective` is the last one that a rank has begun."""
+
+    name: str = ""
+    """Empty before the first one."""
+    group: str = ""
+    """The name that torch or Megatron gave to its process group, and the number of its ranks."""
+    number: int = 0
+    """How many the rank has begun."""
+    is_over: bool = True
+
+    def text(self) -> str:
+        """Say it for a report; empty where there was none."""
+        if not self.name:
+            return ""
+        over = "over" if self.is_over else "not over"
+        return f"{self.name} over {self.group} (number {self.number}, {over})"
+
+
 class _Page:
     """The page of this process."""
 
@@ -45,6 +68,7 @@ class _Page:
         os.ftruncate(self.fd, SIZE)
         self.memory = mmap.mmap(self.fd, SIZE)
         self.phase, self.outside, self.step, self.position, self.beats = "start", "start", -1, 0, 0
+        self.collectives = 0
         self.write()
 
     def write(self) -> None:
@@ -80,7 +104,30 @@ def close_page() -> None:
 def read_page(memory: mmap.mmap) -> Pulse:
     """Return what a page says that was mapped with `SIZE` bytes."""
     name, step, position, beats = _FORM.unpack_from(memory, 0)
-    return Pulse(name.rstrip(b"\0").decode(errors="replace"), step, position, beats)
+    return Pulse(_text(name), step, position, beats)
+
+
+def read_collective(memory: mmap.mmap) -> Collective:
+    """Return the last collective that a page names."""
+    name, group, number, is_over = _COLLECTIVE.unpack_from(memory, _COLLECTIVE_AT)
+    return Collective(_text(name), _text(group), number, bool(is_over))
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="replace")
+
+
+def note_collective(name: bytes, group: bytes) -> None:
+    """Say that this rank begins a collective over a group; what is too long is cut."""
+    for page in _pages:
+        page.collectives += 1
+        _COLLECTIVE.pack_into(page.memory, _COLLECTIVE_AT, name, group, page.collectives, 0)
+
+
+def note_collective_end() -> None:
+    """Say that this rank has waited for the last collective."""
+    for page in _pages:
+        _END.pack_into(page.memory, _END_AT, 1)
 
 
 @contextmanager

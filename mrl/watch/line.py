@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mrl.system.heartbeat import Pulse
+from mrl.system.heartbeat import Collective, Pulse
 from mrl.watch.verdict import Seen
 
 SILENT_S = 60.0
@@ -118,17 +118,19 @@ class Node:
 
 def report_of(seen: Mapping[int, Seen]) -> dict[str, Any]:
     """Return the message that says what ranks show."""
-    return {"ranks": {str(rank): [each.pulse._asdict(), each.state] for rank, each in seen.items()}}
+    return {"ranks": {str(rank): [*each] for rank, each in seen.items()}}
 
 
 def _seen(values: Any) -> Seen:
-    fields, state = values
-    pulse = Pulse(**fields)
-    if not (isinstance(state, str) and isinstance(pulse.phase, str)):
-        raise TypeError("a phase or a state is no text")
-    if not all(type(number) is int for number in (pulse.step, pulse.position, pulse.beats)):
-        raise TypeError("a step, a position or the beats are no number")
-    return Seen(pulse, state)
+    fields, state, last = values
+    pulse, collective = Pulse(*fields), Collective(*last)
+    texts = (state, pulse.phase, collective.name, collective.group)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a phase, a state or a collective is no text")
+    numbers = (pulse.step, pulse.position, pulse.beats, collective.number, collective.is_over)
+    if not all(isinstance(number, int) for number in numbers):
+        raise TypeError("a step, a position, the beats or a collective is no number")
+    return Seen(pulse, state, collective)
 
 
 class Head:

@@ -76,7 +76,8 @@ def decide(job: dict[str, Any], ranks: list[Process]) -> None:
             found = lost_node(head)
         found = found or watch.tick(seconds, [seen[rank] for rank in sorted(seen)])
         if found is not None:
-            end(job, ranks, found, head)
+            places = [f"rank {rank}: {seen[rank].text()}" for rank in sorted(seen)]
+            end(job, ranks, found, head, places)
             return
         if late := watch.late():
             print(f"mrl: {late.text()}; the others wait", file=sys.stderr, flush=True)
@@ -95,8 +96,17 @@ def lost_node(head: Head) -> Verdict | None:
     return Verdict(first, "lost", node.seen[first].pulse, node.silent_s, SILENT_S, names)
 
 
-def end(job: dict[str, Any], ranks: list[Process], found: Verdict, head: Head | None) -> None:
-    """Write the stacks and the report, print it, and kill all ranks; rank 0 last."""
+def end(
+    job: dict[str, Any],
+    ranks: list[Process],
+    found: Verdict,
+    head: Head | None,
+    places: list[str],
+) -> None:
+    """Write the stacks and the report, print it, and kill all ranks; rank 0 last.
+
+    `places` says where each rank is.
+    """
     folder = Path(job["folder"])
     if head is not None:
         head.tell({"write_stacks": True})
@@ -117,6 +127,7 @@ def end(job: dict[str, Any], ranks: list[Process], found: Verdict, head: Head | 
         cause=cause.get(found.how, "a user, a debugger or the scheduler"),
         log=files.get(found.rank, ""),
         log_tail=innermost(stacks.get(found.rank, "")),
+        ranks=places,
         saved_step=newest_step(folder),
         command=job["command"],
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.run.failure import TAIL_LINES
-from mrl.system.heartbeat import SIZE, read_page
+from mrl.system.heartbeat import SIZE, read_collective, read_page
 from mrl.watch.verdict import GONE, Seen
 
 TICK_S = 0.2
@@ -44,7 +44,8 @@ class Process:
 
     def see(self) -> Seen:
         state, started = _stat(self.pid)
-        return Seen(read_page(self.page), state if started == self.started else "")
+        state = state if started == self.started else ""
+        return Seen(read_page(self.page), state, read_collective(self.page))
 
     def send(self, number: int) -> None:
         """Send it a signal, where it is still there."""

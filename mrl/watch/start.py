@@ -21,6 +21,7 @@ from mrl.config import Recipe
 from mrl.errors import RunFailed
 from mrl.system import heartbeat
 from mrl.system.processes import children_without_usr1
+from mrl.watch.collectives import noting_collectives
 
 _ROOT = Path(__file__).parents[2]
 _MONITOR = (
@@ -39,6 +40,7 @@ def watching(recipe: Recipe, folder: Path, command: str) -> Iterator[None]:
     with ExitStack() as undo:
         page = heartbeat.open_page()
         undo.callback(heartbeat.close_page)
+        undo.enter_context(noting_collectives())
         stacks = _heed_stacks(undo)
         own = {"rank": dist.get_rank(), "pid": os.getpid(), "page": page, "stacks": stacks}
         ranks: list[Any] = [None] * dist.get_world_size()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mrl.system.heartbeat import Pulse
+from mrl.system.heartbeat import Collective, Pulse
 
 LEAST_LIMIT_S = 60.0
 TIMES_LONGEST = 5.0
@@ -51,6 +51,14 @@ class Seen(NamedTuple):
     pulse: Pulse
     state: str
     """The letter of /proc/PID/stat; empty where the process is gone."""
+    collective: Collective = Collective()
+    """No sign of progress: a rank may run through collectives for ever."""
+
+    def text(self) -> str:
+        """Say where the rank is, for a report."""
+        last = self.collective.text()
+        parts = [f"{self.pulse.phase} of step {max(self.pulse.step, 0)}", self.state or "gone"]
+        return ", ".join([*parts, *([last] if last else [])])
 
 
 class Verdict(NamedTuple):

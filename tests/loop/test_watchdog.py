@@ -127,6 +127,9 @@ def test_a_stopped_rank_of_another_node_is_named(toy: Toy, recorded: Path, tmp_p
     found = json.loads((output / "failure.json").read_text())
     assert (found["exit_code"], found["phase"], found["step"]) == (72, "train", stopped.step)
     assert found["rank"] == 1
+    assert len(found["ranks"]) == 2
+    assert f"rank 0: train of step {stopped.step}, S, all_" in found["ranks"][0]
+    assert "not over)" in found["ranks"][0]
     assert 4 < found["since_s"] < 8
     for rank in range(2):
         assert "most recent call first" in (output / f"logs/stacks_rank_{rank}.txt").read_text()

@@ -11,13 +11,14 @@ from contextlib import closing
 
 import pytest
 
-from mrl.system.heartbeat import Pulse
+from mrl.system.heartbeat import Collective, Pulse
 from mrl.watch import line as lines
 from mrl.watch.line import Head, Line, Node, connect, report_of
 from mrl.watch.monitor import lost_node
 from mrl.watch.verdict import Seen
 
-SEEN = {2: Seen(Pulse("train", 3, 9, 40), "R"), 3: Seen(Pulse("rollout", 3, 8, 20), "T")}
+LAST = Collective("all_reduce", "EXPERT_MODEL_PARALLEL_GROUP of 2 ranks", 77, False)
+SEEN = {2: Seen(Pulse("train", 3, 9, 40), "R", LAST), 3: Seen(Pulse("rollout", 3, 8, 20), "T")}
 
 
 @pytest.fixture
@@ -126,9 +127,10 @@ def test_strangers_are_turned_away(head: Head, data: bytes) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        {"ranks": {"2": [SEEN[2].pulse._asdict(), "R"]}},
+        {"ranks": {"2": [*SEEN[2]]}},
+        {"ranks": {"2": [*SEEN[2]], "3": [["train", "3", 9, 40], "R", LAST]}},
+        {"ranks": {"2": [*SEEN[2]], "3": [["train", 3, 9, 40], "R", ["x", "y", 3, "z"]]}},
         {"ranks": {"2": [{"phase": 7}, "R"], "3": []}},
-        {"ranks": {"2": [SEEN[2].pulse._asdict() | {"step": "3"}, "R"], "3": [{}, "R"]}},
         {"ranks": 7},
         {"stacks": {"a": "b"}},
         {},
