@@ -197,7 +197,7 @@ class Learner:
             flat, metrics = self._with_advantages(step, flat, groups, clock)
             record(groups)
         if before is not None:
-            with clock.part("diagnosis"):
+            with phase("logprobs"), clock.part("diagnosis"):
                 metrics |= self.diagnosis.before_update(step, samples, flat, before)
             # With the tokens on file.
             check_finite(step, "log-probs before the update", flat, before.logprobs)
