@@ -20,6 +20,8 @@ PHASES = (
 )
 """What a rank may be doing. `start` is everything before the first step without a name of its own,
 `log` everything between the phases of a step: metrics, trackers, callbacks."""
+LEFT = "left"
+"""What the page of a rank says that is through with the run."""
 _FORM = struct.Struct("=16sqqq")
 _COLLECTIVE = struct.Struct("=16s64sqq")
 _COLLECTIVE_AT = 64
@@ -91,6 +93,12 @@ def open_page() -> str:
     close_page()
     _pages.append(_Page())
     return f"/proc/{os.getpid()}/fd/{_pages[0].fd}"
+
+
+def leave() -> None:
+    """Say that this rank is through with the run, so that its end is no fault."""
+    for page in _pages:
+        page.go_to(LEFT)
 
 
 def close_page() -> None:

@@ -15,11 +15,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mrl.system.heartbeat import Collective, Pulse
-from mrl.watch.verdict import Seen
+from mrl.system.heartbeat import LEFT, Collective, Pulse
+from mrl.watch.verdict import UNKNOWN, Seen
 
 SILENT_S = 60.0
 """A node that is not heard from for so long is lost; the node of rank 0 is, to the others."""
+QUIET_S = 2.0
+"""What a node said last is too old to judge by where it is not heard from for so long."""
+CONNECT_S = 1.0
+"""How long a try to connect may take."""
 MAX_BYTES = 4 << 20
 """The most that one message, or all that waits to be sent, may take."""
 MAX_STRANGERS = 16
@@ -38,7 +42,9 @@ class Line:
         self.is_open = True
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send as much as goes out now; the rest goes with a later call."""
+        """Send as much as goes out now; the rest goes with a later call, nothing where it is closed."""
+        if not self.is_open:
+            return
         self._unsent += json.dumps(message).encode() + b"\n"
         self.flush()
 
@@ -95,14 +101,17 @@ class Node:
     def __init__(self, host: str, ranks: Sequence[int]) -> None:
         self.host, self.ranks = host, tuple(ranks)
         self.line: Line | None = None
-        self.seen = {rank: Seen(Pulse("start", -1, 0, 0), "S") for rank in ranks}
+        self.seen = {rank: Seen(UNKNOWN, "S") for rank in ranks}
         self.stacks: dict[int, str] | None = None
         self.silent_s = 0.0
+        self.was_heard = False
         self.has_left = False
         """Whether its ranks are through with the run."""
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Take in a message. Raises KeyError, TypeError or ValueError for one that is none."""
+        if self.has_left:
+            return
         if "ranks" in message:
             seen = {int(rank): _seen(values) for rank, values in message["ranks"].items()}
             if seen.keys() != self.seen.keys():
@@ -113,12 +122,18 @@ class Node:
             self.stacks = {rank: text for rank, text in stacks.items() if rank in self.seen}
         elif message["bye"]:
             self.has_left = True
+            self.seen = {rank: _left(seen) for rank, seen in self.seen.items()}
         self.silent_s = 0.0
+        self.was_heard = True
 
 
 def report_of(seen: Mapping[int, Seen]) -> dict[str, Any]:
     """Return the message that says what ranks show."""
     return {"ranks": {str(rank): [*each] for rank, each in seen.items()}}
+
+
+def _left(seen: Seen) -> Seen:
+    return seen._replace(pulse=seen.pulse._replace(phase=LEFT))
 
 
 def _seen(values: Any) -> Seen:
@@ -141,6 +156,7 @@ class Head:
         self._server, self._token = server, token
         self.nodes = list(nodes)
         self._strangers: list[Line] = []
+        self._named: list[Node] = []
 
     def poll(self, seconds: float) -> None:
         """Take in what has come; `seconds` passed since the last call."""
@@ -157,14 +173,23 @@ class Head:
                     node.line.close()
 
     def lost(self) -> Node | None:
-        """Return a node that is not heard from any more."""
-        silent = [n for n in self.nodes if n.silent_s > SILENT_S and not n.has_left]
+        """Return a node that was heard from and is not any more."""
+        silent = [n for n in self._silent(SILENT_S) if n.was_heard]
         return max(silent, key=lambda node: node.silent_s, default=None)
 
+    def unreached(self) -> list[Node]:
+        """Return the nodes that have never been heard from; each once."""
+        found = [n for n in self._silent(SILENT_S) if not n.was_heard and n not in self._named]
+        self._named += found
+        return found
+
     @property
-    def has_left(self) -> bool:
-        """Whether the ranks of any node are through with the run."""
-        return any(node.has_left for node in self.nodes)
+    def is_behind(self) -> bool:
+        """Whether what a node said last is too old to judge its ranks by."""
+        return any(node.was_heard for node in self._silent(QUIET_S))
+
+    def _silent(self, seconds: float) -> list[Node]:
+        return [node for node in self.nodes if node.silent_s > seconds and not node.has_left]
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Send a message to every node."""
@@ -220,7 +245,7 @@ class Head:
 def connect(address: tuple[str, int], token: str, number: int) -> Line | None:
     """Connect to the monitor of rank 0 as node `number`; None where it cannot be reached now."""
     try:
-        line = Line(socket.create_connection(address, timeout=5.0))
+        line = Line(socket.create_connection(address, timeout=CONNECT_S))
     except OSError:
         return None
     line.send({"token": token, "node": number})

@@ -1,20 +1,23 @@
 """The monitor: the process that reads the ranks' pages, and ends a run that hangs.
 
-There is one on each node, a child of the node's first rank, without torch. It exits with that rank or
-when its standard input ends. It reads one line, a JSON object (`mrl.watch.start`). The one of rank 0
-decides; the others tell it what their ranks show (`mrl.watch.line`). A rank that hangs cannot hinder
-them: they only read memory and /proc, and send signals.
+There is one on each node, a child of the node's first rank, without torch. It exits with that rank,
+when its standard input ends, or when `DONE` comes there: the rank is through with the run. Its first
+line is a JSON object (`mrl.watch.start`). The one of rank 0 decides; the others tell it what their
+ranks show (`mrl.watch.line`). A rank that hangs cannot hinder them: they only read memory and /proc,
+and send signals. What may hang with the disk or the terminal has a limit.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import select
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,12 @@ from mrl.watch.line import MAX_STACKS, SILENT_S, Head, Line, Node, connect, repo
 from mrl.watch.process import STACKS_S, TICK_S, Process, innermost, kill, stacks_of
 from mrl.watch.verdict import MAX_TICK_S, Limits, Verdict, Watch
 
+DONE = b"done\n"
+"""The line by which a rank says that it is through with the run; without it the rank has failed."""
+REPORT_S = 20.0
+"""How long writing the report may take: the disk may be what hangs."""
+PRINT_S = 2.0
+"""How long printing may take: nobody may read, as where a terminal is halted."""
 SENT_S = 5.0
 """How long the stacks of other nodes may take to come, beside the time to write them."""
 
@@ -56,6 +65,27 @@ def ticks() -> Iterator[float]:
         last = now
 
 
+def is_done() -> bool:
+    """Return, once `ticks` are over, whether the rank that started this is through with the run."""
+    return sys.stdin.buffer.readline() == DONE
+
+
+def within(seconds: float, work: Callable[[], object]) -> None:
+    """Do what may hang, and wait for it no longer than that."""
+
+    def run() -> None:
+        with suppress(OSError):
+            work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def say(text: str) -> None:
+    within(PRINT_S, lambda: print(f"mrl: {text}", file=sys.stderr, flush=True))
+
+
 def decide(job: dict[str, Any], ranks: list[Process]) -> None:
     """Watch all ranks from the node of rank 0."""
     head = None
@@ -69,19 +99,24 @@ def decide(job: dict[str, Any], ranks: list[Process]) -> None:
         if head is not None:
             head.poll(min(seconds, MAX_TICK_S))
             head.tell({"goes_on": True})
-            if head.has_left:
-                continue
             for node in head.nodes:
                 seen |= node.seen
+            for node in head.unreached():
+                say(
+                    f"node {node.host} ({_named(node.ranks)}) has not reached the watchdog of rank 0: "
+                    "its ranks are not watched, only the timeouts of collectives hold there"
+                )
             found = lost_node(head)
+            if found is None and head.is_behind:
+                continue
         found = found or watch.tick(seconds, [seen[rank] for rank in sorted(seen)])
         if found is not None:
             places = [f"rank {rank}: {seen[rank].text()}" for rank in sorted(seen)]
             end(job, ranks, found, head, places)
             return
         if late := watch.late():
-            print(f"mrl: {late.text()}; the others wait", file=sys.stderr, flush=True)
-    if head is not None:
+            say(f"{late.text()}; the others wait")
+    if head is not None and is_done():
         head.tell({"bye": True})
         head.finish()
 
@@ -113,10 +148,9 @@ def end(
     stacks = stacks_of(ranks)
     if head is not None:
         stacks |= head.stacks(STACKS_S + SENT_S)
-    files = write_stacks(folder, stacks)
     hosts = {rank: node.host for node in (head.nodes if head else ()) for rank in node.ranks}
     cause = {"stuck": "", "lost": "the node died, or the network between the nodes is cut"}
-    failure = Failure(
+    said = Failure(
         what=found.text(),
         exit_code=int(ExitCode.LOST_RANK if found.how in ("gone", "lost") else ExitCode.HUNG_RANK),
         rank=found.rank,
@@ -125,16 +159,20 @@ def end(
         step=max(found.pulse.step, 0),
         since_s=found.since_s,
         cause=cause.get(found.how, "a user, a debugger or the scheduler"),
-        log=files.get(found.rank, ""),
         log_tail=innermost(stacks.get(found.rank, "")),
         ranks=places,
-        saved_step=newest_step(folder),
         command=job["command"],
     )
-    with suppress(OSError):  # the disk may be what hangs
-        failure = write_failure(folder, failure)
-    if LAUNCH_FOLDER not in os.environ:
-        print_failure(failure)
+    written: list[Failure] = []
+
+    def report() -> None:
+        log = write_stacks(folder, stacks).get(found.rank, "")
+        failure = dataclasses.replace(said, log=log, saved_step=newest_step(folder))
+        written.append(write_failure(folder, failure))
+
+    within(REPORT_S, report)
+    if LAUNCH_FOLDER not in os.environ or not written:  # else the launcher prints it
+        within(PRINT_S, lambda: print_failure(written[0] if written else said))
     if head is not None:
         head.tell({"kill": found.text()})
         head.finish()
@@ -156,18 +194,20 @@ def write_stacks(folder: Path, stacks: Mapping[int, str]) -> dict[int, str]:
 def follow(job: dict[str, Any], ranks: list[Process]) -> None:
     """Tell the monitor of rank 0 what the ranks of this node show, and do what it says."""
     line: Line | None = None
-    silent_s, is_over = 0.0, False
+    silent_s, is_over, was_heard, tries = 0.0, False, False, 0
     for seconds in ticks():
         silent_s += min(seconds, MAX_TICK_S)
         if (line is None or not line.is_open) and not is_over:
-            line = connect(tuple(job["address"]), job["token"], job["node"])
+            host, port = job["addresses"][tries % len(job["addresses"])]
+            line = connect((host, port), job["token"], job["node"])
+            tries += 1
         if line is None:
             messages = []
         else:
             line.send(report_of({rank.rank: rank.see() for rank in ranks}))
             messages = line.receive()
         for message in messages:
-            silent_s = 0.0
+            silent_s, was_heard = 0.0, True
             is_over = is_over or "bye" in message
             if "write_stacks" in message and line is not None:
                 stacks = stacks_of(ranks)
@@ -175,10 +215,10 @@ def follow(job: dict[str, Any], ranks: list[Process]) -> None:
             if "kill" in message:
                 kill(ranks, last=job["parent"])
                 return
-        if silent_s > SILENT_S and not is_over:
+        if silent_s > SILENT_S and was_heard and not is_over:
             end_alone(job, ranks, silent_s)
             return
-    if line is not None:
+    if line is not None and is_done():
         line.send({"bye": True})
         line.finish()
 
@@ -186,16 +226,17 @@ def follow(job: dict[str, Any], ranks: list[Process]) -> None:
 def end_alone(job: dict[str, Any], ranks: list[Process], silent_s: float) -> None:
     """Kill the ranks of this node, which is cut off from that of rank 0: only that one writes."""
     own = _named([rank.rank for rank in ranks])
-    failure = Failure(
+    said = Failure(
         what=f"the node of rank 0 ({job['host']}) is not heard from where {own} run: {silent_s:.1f} s",
         exit_code=int(ExitCode.LOST_RANK),
         rank=ranks[0].rank,
         since_s=silent_s,
         cause="that node died, or the network between the nodes is cut",
-        saved_step=newest_step(job["folder"]),
         command=job["command"],
     )
-    print_failure(failure)
+    steps: list[int | None] = []
+    within(PRINT_S, lambda: steps.append(newest_step(job["folder"])))
+    within(PRINT_S, lambda: print_failure(dataclasses.replace(said, saved_step=(*steps, None)[0])))
     kill(ranks, last=job["parent"])
 
 

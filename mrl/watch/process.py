@@ -68,9 +68,12 @@ def stacks_of(ranks: Iterable[Process]) -> dict[int, str]:
         rank.send(signal.SIGUSR2)
         rank.send(signal.SIGCONT)  # the handler runs before anything else
     deadline = time.monotonic() + STACKS_S
+    sizes: dict[int, int] = {}
     while waiting and time.monotonic() < deadline:
         time.sleep(TICK_S)
-        waiting = [rank for rank in waiting if not rank.read_stacks()]
+        before, sizes = sizes, {rank.rank: len(rank.read_stacks()) for rank in waiting}
+        # the main thread comes last: until nothing is added
+        waiting = [r for r in waiting if not sizes[r.rank] or sizes[r.rank] != before.get(r.rank)]
     return {rank.rank: text for rank in ranks if (text := rank.read_stacks())}
 
 

@@ -10,23 +10,25 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from mrl.config import Recipe
-from mrl.errors import RunFailed
 from mrl.system import heartbeat
 from mrl.system.processes import children_without_usr1
 from mrl.watch.collectives import noting_collectives
+from mrl.watch.monitor import DONE
 
 _ROOT = Path(__file__).parents[2]
 _MONITOR = (
     f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from mrl.watch.monitor import main; main()"
 )
+_Node = tuple[str, str, str]
 _FILES_S = 600.0
 """How long a file system may take over a save without being called hung."""
 
@@ -45,7 +47,7 @@ def watching(recipe: Recipe, folder: Path, command: str) -> Iterator[None]:
         own = {"rank": dist.get_rank(), "pid": os.getpid(), "page": page, "stacks": stacks}
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, (_node(), own))
-        nodes: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        nodes: dict[_Node, list[dict[str, Any]]] = {}
         for node, rank in ranks:
             nodes.setdefault(node, []).append(rank)
         server, line = _meet(nodes, undo)
@@ -57,18 +59,27 @@ def watching(recipe: Recipe, folder: Path, command: str) -> Iterator[None]:
                 "least": least_limits(recipe),
                 "first_s": recipe.watch.first_limit_s,
             }
+        monitor = None
         if nodes[_node()][0]["rank"] == own["rank"]:
-            _start_monitor(job, undo, server)
+            monitor = _start_monitor(job, undo, server)
         yield
+        heartbeat.leave()
+        if monitor is not None:
+            _write(monitor, DONE)
 
 
-def _node() -> tuple[str, str]:
-    """Return what tells nodes apart: the host, and the launcher where a host has several."""
-    return socket.gethostname(), os.environ.get("GROUP_RANK", "0")
+def _node() -> _Node:
+    """Return what tells nodes apart: the host, the launcher where a host has several, and the kernel
+    with its process numbers, as hosts may share a name."""
+    kernel = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        kernel = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname(), os.environ.get("GROUP_RANK", "0"), kernel
 
 
 def _meet(
-    nodes: dict[tuple[str, str], list[dict[str, Any]]], undo: ExitStack
+    nodes: dict[_Node, list[dict[str, Any]]], undo: ExitStack
 ) -> tuple[socket.socket | None, dict[str, Any]]:
     """Return what the monitors of several nodes need to find each other: (the socket at which rank 0's
     listens, on rank 0, what its job says). A collective where there are several."""
@@ -77,31 +88,48 @@ def _meet(
     server, own = None, list(nodes).index(_node())
     said: list[Any] = [None]
     if dist.get_rank() == 0:
-        server = undo.enter_context(_listen(os.environ.get("MASTER_ADDR", "")))
+        others = {host for host, *_ in nodes} - {socket.gethostname()}
+        server = undo.enter_context(_listen(os.environ.get("MASTER_ADDR", ""), others))
         said = [(secrets.token_hex(32), server.getsockname()[:2])]
     dist.broadcast_object_list(said)
     token, (host, port) = said[0]
-    if server is not None:
-        others = [
-            {"host": name, "ranks": [rank["rank"] for rank in ranks]}
-            for (name, _), ranks in list(nodes.items())[1:]
-        ]
-        return server, {"nodes": others, "token": token, "server": server.fileno()}
     first = next(iter(nodes))[0]
-    return None, {"node": own - 1, "token": token, "address": [host, port], "host": first}
+    if server is not None:
+        rest = [
+            {"host": name, "ranks": [rank["rank"] for rank in ranks]}
+            for (name, *_), ranks in list(nodes.items())[1:]
+        ]
+        return server, {"nodes": rest, "token": token, "server": server.fileno()}
+    # This node may know rank 0 by another address than rank 0 itself does.
+    known = dict.fromkeys((host, os.environ.get("MASTER_ADDR", ""), first))
+    addresses = [[each, port] for each in known if each]
+    return None, {"node": own - 1, "token": token, "addresses": addresses, "host": first}
 
 
-def _listen(address: str) -> socket.socket:
-    """Listen where the other nodes reach rank 0: at the address by which they have met it."""
-    for host in (address, socket.gethostname()):
-        with suppress(OSError):
-            family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            return socket.create_server(where[:2], family=family)
-    raise RunFailed(
-        f"the watchdog of rank 0 cannot listen at {address or 'no address'} or {socket.gethostname()}, "
-        "where the other nodes would reach it; set MASTER_ADDR to an address of this machine, or "
-        "watch.enabled=false"
-    )
+def _listen(address: str, others: Collection[str]) -> socket.socket:
+    """Listen where the `others`, hosts of other machines, reach rank 0: at the address by which they
+    have met it.
+
+    A host may know its own names as a loopback address only: then at the address by which it reaches
+    the others. Where there is none, they are told that they are not watched.
+    """
+    for host in (address, socket.gethostname(), *map(_address_towards, others), "127.0.0.1"):
+        with suppress(OSError, ValueError):
+            family, *_, where = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)[0]
+            if host == "127.0.0.1" or not (others and ip_address(where[0]).is_loopback):
+                return socket.create_server(where[:2], family=family)
+    raise OSError("the watchdog cannot listen at 127.0.0.1")
+
+
+def _address_towards(host: str) -> str:
+    """Return the address of this machine by which it reaches `host`, empty where it does not know that
+    name. Nothing is sent."""
+    with suppress(OSError):
+        family, *_, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)
+            return probe.getsockname()[0]
+    return ""
 
 
 def least_limits(recipe: Recipe) -> dict[str, float]:
@@ -133,7 +161,7 @@ def _heed_stacks(undo: ExitStack) -> str:
 
 def _start_monitor(
     job: dict[str, Any], undo: ExitStack, server: socket.socket | None = None
-) -> None:
+) -> subprocess.Popen[bytes]:
     with children_without_usr1():
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _MONITOR],
@@ -143,9 +171,14 @@ def _start_monitor(
             start_new_session=True,  # Ctrl-C reaches the trainer alone
         )
     undo.callback(_stop_monitor, process)
+    _write(process, json.dumps(job).encode() + b"\n")
+    return process
+
+
+def _write(process: subprocess.Popen[bytes], line: bytes) -> None:
     assert process.stdin
     with suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(job).encode() + b"\n")
+        process.stdin.write(line)
         process.stdin.flush()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mrl.system.heartbeat import Collective, Pulse
+from mrl.system.heartbeat import LEFT, Collective, Pulse
 
 LEAST_LIMIT_S = 60.0
 TIMES_LONGEST = 5.0
@@ -19,6 +19,8 @@ MAX_TICK_S = 1.0
 the ranks did not run either."""
 STOPPED = ("T", "t")
 GONE = ("Z", "X", "")
+UNKNOWN = Pulse("", -1, 0, 0)
+"""What a rank shows of which nothing is known yet."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Seen(NamedTuple):
 
     def text(self) -> str:
         """Say where the rank is, for a report."""
+        if self.pulse == UNKNOWN:
+            return "not known"
         last = self.collective.text()
         parts = [f"{self.pulse.phase} of step {max(self.pulse.step, 0)}", self.state or "gone"]
         return ", ".join([*parts, *([last] if last else [])])
@@ -148,8 +152,11 @@ class Watch:
         halted = [v for n in range(len(self._ranks)) if (v := self._halted(n, share))]
         if halted:
             return max(halted, key=lambda verdict: verdict.since_s)
-        last = min(rank.seen.pulse.position for rank in self._ranks)
-        behind = [n for n, r in enumerate(self._ranks) if r.seen.pulse.position == last]
+        watched = [n for n in range(len(self._ranks)) if self._is_watched(n)]
+        last = min((self._ranks[n].seen.pulse.position for n in watched), default=0)
+        behind = [n for n in watched if self._ranks[n].seen.pulse.position == last]
+        if not behind:
+            return None
         if not all(self._ranks[n].age_s > share * self._limit(n) for n in behind):
             return None  # those that are as far may wait for the one that still moves
         number = min(behind, key=lambda n: (self._ranks[n].seen.pulse.beats, -self._ranks[n].age_s))
@@ -159,10 +166,14 @@ class Watch:
     def _halted(self, number: int, share: float) -> Verdict | None:
         rank = self._ranks[number]
         limit = self._limit(number, is_stopped=True)
-        if not rank.halted_s or rank.halted_s <= share * limit:
+        if not self._is_watched(number) or not rank.halted_s or rank.halted_s <= share * limit:
             return None
         how = "stopped" if rank.seen.state in STOPPED else "gone"
         return Verdict(number, how, rank.seen.pulse, rank.halted_s, limit)
+
+    def _is_watched(self, number: int) -> bool:
+        """Whether a rank can be at fault: not where it has left, or nothing is known of it yet."""
+        return self._ranks[number].seen.pulse.phase not in (LEFT, UNKNOWN.phase)
 
     def _limit(self, number: int, *, is_stopped: bool = False) -> float:
         phase = self._ranks[number].seen.pulse.phase

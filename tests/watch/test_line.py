@@ -11,11 +11,11 @@ from contextlib import closing
 
 import pytest
 
-from mrl.system.heartbeat import Collective, Pulse
+from mrl.system.heartbeat import LEFT, Collective, Pulse
 from mrl.watch import line as lines
 from mrl.watch.line import Head, Line, Node, connect, report_of
 from mrl.watch.monitor import lost_node
-from mrl.watch.verdict import Seen
+from mrl.watch.verdict import Limits, Seen, Watch
 
 LAST = Collective("all_reduce", "EXPERT_MODEL_PARALLEL_GROUP of 2 ranks", 77, False)
 SEEN = {2: Seen(Pulse("train", 3, 9, 40), "R", LAST), 3: Seen(Pulse("rollout", 3, 8, 20), "T")}
@@ -56,10 +56,10 @@ def test_what_the_ranks_of_a_node_show_reaches_the_head(head: Head) -> None:
     assert got == [{"write_stacks": True}]
     there.send({"stacks": {"2": "x" * 100_000, "3": "y", "9": "of no rank here"}})
     assert head.stacks(30) == {2: "x" * 100_000, 3: "y"}
-    assert not head.has_left
+    assert not head.nodes[0].has_left
     there.send({"bye": True})
     there.finish()
-    until(lambda: head.has_left, head)
+    until(lambda: head.nodes[0].has_left, head)
 
 
 def test_a_silent_node_is_lost_and_one_that_said_bye_is_not(head: Head) -> None:
@@ -76,9 +76,37 @@ def test_a_silent_node_is_lost_and_one_that_said_bye_is_not(head: Head) -> None:
         "train of step 3"
     )
     there.send({"bye": True})
-    until(lambda: head.has_left, head)
+    until(lambda: head.nodes[0].has_left, head)
+    assert {each.pulse.phase for each in head.nodes[0].seen.values()} == {LEFT}
     head.poll(100.0)
     assert head.lost() is None
+    assert not head.is_behind
+
+
+def test_what_a_quiet_node_said_last_is_too_old(head: Head) -> None:
+    there = joined(head)
+    there.send(report_of(SEEN))
+    until(lambda: head.nodes[0].was_heard, head)
+    head.poll(lines.QUIET_S)
+    assert not head.is_behind
+    head.poll(0.5)
+    assert head.is_behind
+    there.send(report_of(SEEN))
+    until(lambda: not head.is_behind, head)
+
+
+def test_a_node_that_never_reaches_the_head_is_named_once_and_is_not_lost(head: Head) -> None:
+    head.poll(lines.SILENT_S + 1)
+    assert not head.is_behind
+    assert head.lost() is None
+    assert head.unreached() == head.nodes
+    assert head.unreached() == []
+    follower = Watch(Limits({"start": 1.0}, {}, 1.0))
+    shown = [Seen(Pulse("start", -1, 1, 1), "S"), *head.nodes[0].seen.values()]
+    assert follower.tick(1.0, shown) is None
+    found = follower.tick(1.0, shown) or follower.tick(1.0, shown)
+    assert found is not None
+    assert found.rank == 0  # and not one of which nothing is known
 
 
 @pytest.mark.parametrize(

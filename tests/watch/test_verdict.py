@@ -103,6 +103,17 @@ def test_a_monitor_that_did_not_run_blames_nobody() -> None:
     assert follower.tick(10_000.0, [seen("train", 1, 1)]) is None  # the node was suspended
 
 
+def test_a_rank_that_has_left_is_not_at_fault() -> None:
+    """Rank 0 may still close its trackers for minutes when the process of rank 1 is gone."""
+    follower = watch({"log": 10.0})
+    left = seen(heartbeat.LEFT, 13, 6, "")
+    assert run(follower, 9, seen("log", 14, 8), left) is None
+    found = run(follower, 9, seen("log", 14, 8), left)
+    assert found is not None
+    assert (found.rank, found.how) == (0, "stuck")
+    assert run(watch(), 10_000, left, left) is None
+
+
 def test_a_page_says_what_the_rank_does() -> None:
     path = heartbeat.open_page()
     try:
@@ -117,6 +128,8 @@ def test_a_page_says_what_the_rank_does() -> None:
                 assert heartbeat.read_page(memory) == Pulse("load", 4, 3, 4)
             assert heartbeat.read_page(memory).phase == "sync"
         assert heartbeat.read_page(memory).phase == "log"
+        heartbeat.leave()
+        assert heartbeat.read_page(memory).phase == heartbeat.LEFT
     finally:
         heartbeat.close_page()
     heartbeat.beat()
