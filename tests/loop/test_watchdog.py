@@ -167,3 +167,21 @@ def test_a_node_that_is_not_heard_from_ends_both(
     text = "is not heard from" if at == 1 else "the node of rank 0 ("
     assert text in "".join(printed) + (output / "failure.json").read_text()
     assert processes_of(output) == []
+
+
+@pytest.mark.release
+@pytest.mark.timeout(400)
+def test_two_nodes_that_train_to_the_end_raise_no_alarm(
+    toy: Toy, recorded: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    launchers = two_nodes(toy, recorded, output)
+    for launcher in launchers:
+        rank_of(launcher)
+    printed = [launcher.communicate(timeout=300)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], printed
+    assert "watchdog" not in "".join(printed)
+    assert "heard" not in "".join(printed)
+    assert not (output / "failure.json").exists()
+    assert len(metrics(output)) == 4
+    assert processes_of(output) == []
