@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(None if argv is None else list(argv))
     _silence()
     try:
+        _check_flags(args)
         _check_endpoint(args)
     except InputError as error:
         print(f"mrl: {error}", file=sys.stderr)
@@ -106,6 +107,25 @@ def _run(args: Any) -> int:
         del os.environ[LAUNCH_FOLDER]
         scratch.remove()
     return ExitCode.DONE
+
+
+def _check_flags(args: Any) -> None:
+    """Raise InputError where torch would end with a traceback for what a flag says."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    checks = [
+        ("--nnodes", args.nnodes, parse_min_max_nnodes, "a number of nodes, or MIN:MAX"),
+        ("--nproc-per-node", args.nproc_per_node, determine_local_world_size,
+         "a number of ranks, or gpu where there are GPUs"),
+        ("--rdzv-endpoint", args.rdzv_endpoint, lambda text: parse_rendezvous_endpoint(text, 0),
+         "HOST:PORT"),
+    ]  # fmt: skip
+    for flag, given, read, expected in checks:
+        try:
+            read(given)
+        except (ValueError, RuntimeError):
+            raise InputError(f"{flag}: got {given!r}, expected {expected}") from None
 
 
 def _check_endpoint(args: Any) -> None:

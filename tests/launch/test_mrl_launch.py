@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import parse_args
+
+from mrl.errors import InputError
+from mrl.launch import _check_flags
 
 ROOT = Path(__file__).parents[2]
 # torchrun takes $$ in its arguments for $
@@ -51,6 +55,16 @@ def test_what_another_start_cannot_mend_keeps_its_code(code: int, tmp_path: Path
 def test_a_run_that_saved_and_left_has_code_75_whoever_dies_then(tmp_path: Path) -> None:
     script = 'touch "$MRL_LAUNCH_FOLDER/saved"; kill -TERM $$$$'
     assert launched(script, tmp_path) == (75, [])
+
+
+@pytest.mark.parametrize(
+    "flag", ["--nnodes=two", "--nproc-per-node=many", "--rdzv-endpoint=node1:port"]
+)
+def test_a_flag_that_torch_cannot_read_is_one_line(flag: str) -> None:
+    name, _, given = flag.partition("=")
+    with pytest.raises(InputError, match=f"^{name}: got '{given}', expected "):
+        _check_flags(parse_args([flag, "script.py"]))
+    _check_flags(parse_args(["--nnodes=1:4", "--rdzv-endpoint=node1", "script.py"]))
 
 
 @pytest.mark.release
