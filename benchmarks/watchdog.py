@@ -4,8 +4,9 @@ Each trial is a run of the toy model on two ranks. A random rank hangs in a rand
 moment (benchmarks/watched_rank.py), which it notes before. Checked: the watchdog finds it within twice
 the limit of the phase, names the rank and the phase, and writes the stacks of both ranks; the launcher
 exits with 72, and no process is left. Then comes a run without a fault beside busy loops on all cores:
-nothing may be reported, and heartbeat and monitor may take 0.5% of a step. Trials that
-are on file in `--folder`, by the same code, are not repeated. Writes benchmarks/results/watchdog.json.
+nothing may be reported, and heartbeat and monitor may take 0.5% of a step. Two trials run at once
+(`--jobs`), as each mostly waits for its limit; only one of them starts at a time. Trials that are on
+file in `--folder`, by the same code, are not repeated. Writes benchmarks/results/watchdog.json.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,8 @@ START_LIMIT_S = 15
 """The limit of the start where no engine is started."""
 SAVED_STEPS = 8
 TRIAL_TIMEOUT_S = 600
+_starts = threading.Lock()
+"""Held by the trial whose ranks start: two starts side by side would take their limits' time."""
 GOES_AS = {"start": ("start", "load")}
 """Phases of the watchdog that a place of a trial may belong to, where they are not of one name."""
 NO_ENGINE = ("start", "logprobs", "train", "save")
@@ -116,22 +121,30 @@ def try_trial(number: int, trial: Trial, folder: Path) -> dict[str, Any]:
         more.append(f"debug.load_rollouts={folder / 'saved' / 'rollouts'}")
     arguments = overrides(folder, output, *more)
     with open(folder / f"trial_{number}.log", "w") as log:
-        process = subprocess.Popen(
-            launched(arguments, "benchmarks.watched_rank"),
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", VARIABLE: encoded(trial)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        with _starts:
+            begin = time.time()
+            process = subprocess.Popen(
+                launched(arguments, "benchmarks.watched_rank"), cwd=ROOT, start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", VARIABLE: encoded(trial)},
+                stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            _wait_for_start(process, Path(trial.note), output / "metrics.jsonl")
         try:
             code: int | None = process.wait(TRIAL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             code = None
         ended = time.time()
     row = _row(number, trial, output, code, ended)
-    row["left"] = _end_all(trial.note)
-    return row
+    return {**row, "seconds": round(ended - begin, 1), "left": _end_all(trial.note)}
+
+
+def _wait_for_start(process: subprocess.Popen[bytes], *signs: Path) -> None:
+    """Wait until the run has hung, has taken its first step, or has ended."""
+    deadline = time.monotonic() + TRIAL_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        if any(sign.exists() for sign in signs):
+            return
+        time.sleep(0.1)
 
 
 def _row(number: int, trial: Trial, output: Path, code: int | None, ended: float) -> dict[str, Any]:
@@ -166,7 +179,7 @@ def _marked(mark: str) -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             is_left = process.status() != psutil.STATUS_ZOMBIE
-            if is_left and mark in process.environ().get(VARIABLE, ""):
+            if is_left and f'"{mark}"' in process.environ().get(VARIABLE, ""):
                 yield process
 
 
@@ -192,19 +205,25 @@ def faults_of(row: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def run_trials(numbers: Sequence[int], seed: int, folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of all trials; those that this code has on file are read there."""
+def run_trials(
+    numbers: Sequence[int], seed: int, folder: Path, num_jobs: int = 1
+) -> list[dict[str, Any]]:
+    """Return the rows of all trials, of which `num_jobs` run at once; those that this code has on file
+    are read there."""
     file = folder / "trials.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     code = provenance(target_of("watchdog").measures)["digest"]
     rows = {row["trial"]: row for row in map(json.loads, lines) if row["digest"] == code}
-    for number in numbers:
-        if number not in rows:
-            row = try_trial(number, chosen(number, seed, folder), folder)
-            rows[number] = {**row, "digest": code}
+
+    def take(number: int) -> dict[str, Any]:
+        return {**try_trial(number, chosen(number, seed, folder), folder), "digest": code}
+
+    with ThreadPoolExecutor(num_jobs) as pool:
+        for row in pool.map(take, [number for number in numbers if number not in rows]):
+            rows[row["trial"]] = row
             with file.open("a") as stream:
-                stream.write(json.dumps(rows[number]) + "\n")
-            print(json.dumps(rows[number]), *faults_of(rows[number]), flush=True)
+                stream.write(json.dumps(row) + "\n")
+            print(json.dumps(row), *faults_of(row), flush=True)
     return [rows[number] for number in numbers]
 
 
@@ -293,6 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--trials", type=int, default=NUM_TRIALS + NUM_HELD)
     parser.add_argument("--steps", type=int, default=CALM_STEPS, help="of the run without a fault")
+    parser.add_argument("--jobs", type=int, default=2, help="trials that run at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--write", action="store_true", help="write the result of fewer trials or steps, too"
@@ -302,7 +322,7 @@ def main() -> None:
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     prepare(folder)
-    rows = run_trials(range(options.trials), options.seed, folder)
+    rows = run_trials(range(options.trials), options.seed, folder, options.jobs)
     faults = [f"trial {row['trial']}: {text}" for row in rows for text in faults_of(row)]
     failed = sum(bool(faults_of(row)) for row in rows)
     content: dict[str, Any] = {"trials": rows, "mark_s": round(seconds_of_marks(), 9)}
