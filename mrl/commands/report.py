@@ -30,6 +30,7 @@ from mrl.run.failure import (
     RUN_FILE,
     SAVED_FILE,
     Failure,
+    newest_snapshot,
     newest_step,
     print_failure,
     read_failure,
@@ -150,6 +151,7 @@ def failure_of(error: Exception, folder: Path, step: int | None) -> Failure:
         log=log,
         log_tail=tail_of(log) if log else [],
         saved_step=newest_step(folder),
+        snapshot_step=newest_snapshot(folder),
         command=command[1] if command else train_command(RunFolder(folder)),
     )
 

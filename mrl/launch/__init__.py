@@ -28,6 +28,7 @@ from mrl.run.failure import (
     RUN_FILE,
     SAVED_FILE,
     Failure,
+    newest_snapshot,
     newest_step,
     print_failure,
     read_failure,
@@ -174,6 +175,7 @@ def _report(error: Any, folder: Path, killed: OomKills) -> int:
             log="" if found is None else found.log,
             step=None if found is None else found.step,
             saved_step=newest_step(run) if run else None,
+            snapshot_step=newest_snapshot(run) if run else None,
             command=_text(folder / COMMAND_FILE) or shlex.join(_own_command()),
         )
         found = lost

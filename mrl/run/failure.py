@@ -22,6 +22,7 @@ from typing import TextIO
 
 from mrl.errors import MEANINGS, ExitCode
 from mrl.system.files import write_whole
+from parallel.checkpoint.snapshot_note import note_to_resume
 
 FILE = "failure.json"
 EARLIER = "failures.jsonl"
@@ -61,6 +62,8 @@ class Failure:
     """The phase and the last collective of each rank, one line a rank, where a rank hung."""
     saved_step: int | None = None
     """The steps done in the newest checkpoint; None where there is none."""
+    snapshot_step: int | None = None
+    """The steps done in the snapshot on the nodes; None where it is not newer than every checkpoint."""
     command: str = ""
     """What continues the run."""
     time: float = field(default_factory=time.time)
@@ -128,7 +131,7 @@ def lines_of(failure: Failure) -> Iterator[str]:
     yield from (f"            | {_safe(line)}" for line in failure.ranks[:MAX_RANKS])
     if len(failure.ranks) > MAX_RANKS:
         yield f"            | and {len(failure.ranks) - MAX_RANKS} more in {FILE}"
-    yield _row("saved", _saved(failure.saved_step))
+    yield _row("saved", _saved(failure.saved_step, failure.snapshot_step))
     yield _row("exit code", f"{failure.exit_code}: {_meaning(failure.exit_code)}")
     if failure.command:
         yield _row("next", failure.command)
@@ -139,6 +142,15 @@ def newest_step(folder: str | Path) -> int | None:
     with suppress(OSError, ValueError):
         file = Path(folder) / "checkpoints/latest_checkpointed_iteration.txt"
         return int(file.read_text())
+    return None
+
+
+def newest_snapshot(folder: str | Path) -> int | None:
+    """Return the steps done in the snapshot of a run, where it is newer than every checkpoint; else
+    None. Whether its files outlived the failure only the next start can tell."""
+    with suppress(OSError, ValueError):
+        note = note_to_resume(Path(folder) / "checkpoints", sys.maxsize)
+        return None if note is None else note.step
     return None
 
 
@@ -166,10 +178,11 @@ def _where(failure: Failure) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _saved(step: int | None) -> str:
-    if step is None:
-        return "no checkpoint; the next start begins anew"
-    return f"a checkpoint with {step} steps done"
+def _saved(step: int | None, snapshot: int | None) -> str:
+    kept = "no checkpoint" if step is None else f"a checkpoint with {step} steps done"
+    if snapshot is not None:
+        return f"{kept}, and a snapshot on the nodes with {snapshot} steps done"
+    return f"{kept}; the next start begins anew" if step is None else kept
 
 
 def _meaning(code: int) -> str:

@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import ExitCode
-from mrl.run.failure import LAUNCH_FOLDER, Failure, newest_step, print_failure, write_failure
+from mrl.run.failure import (
+    LAUNCH_FOLDER,
+    Failure,
+    newest_snapshot,
+    newest_step,
+    print_failure,
+    write_failure,
+)
 from mrl.system.files import write_whole
 from mrl.system.processes import die_with_parent
 from mrl.watch.line import MAX_STACKS, SILENT_S, Head, Line, Node, connect, report_of
@@ -167,7 +174,7 @@ def end(
 
     def report() -> None:
         log = write_stacks(folder, stacks).get(found.rank, "")
-        failure = dataclasses.replace(said, log=log, saved_step=newest_step(folder))
+        failure = dataclasses.replace(said, log=log, **saved_steps(folder))
         written.append(write_failure(folder, failure))
 
     within(REPORT_S, report)
@@ -177,6 +184,11 @@ def end(
         head.tell({"kill": found.text()})
         head.finish()
     kill(ranks, last=job["parent"])
+
+
+def saved_steps(folder: str | Path) -> dict[str, Any]:
+    """Return what is saved, as fields of a Failure."""
+    return {"saved_step": newest_step(folder), "snapshot_step": newest_snapshot(folder)}
 
 
 def write_stacks(folder: Path, stacks: Mapping[int, str]) -> dict[int, str]:
@@ -234,9 +246,9 @@ def end_alone(job: dict[str, Any], ranks: list[Process], silent_s: float) -> Non
         cause="that node died, or the network between the nodes is cut",
         command=job["command"],
     )
-    steps: list[int | None] = []
-    within(PRINT_S, lambda: steps.append(newest_step(job["folder"])))
-    within(PRINT_S, lambda: print_failure(dataclasses.replace(said, saved_step=(*steps, None)[0])))
+    saved: dict[str, Any] = {}
+    within(PRINT_S, lambda: saved.update(saved_steps(job["folder"])))
+    within(PRINT_S, lambda: print_failure(dataclasses.replace(said, **saved)))
     kill(ranks, last=job["parent"])
 
 

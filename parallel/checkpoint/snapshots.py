@@ -82,6 +82,8 @@ class Snapshots(Checkpoints):
         """The whole files of the snapshot that is being loaded, on each node."""
         self._seconds = 0.0
         self._num_bytes = 0
+        self._copy_seconds = 0.0
+        self._copy_bytes = 0
 
     def open(self, policy: MegatronModel, critic: MegatronModel | None = None) -> None:
         """Make and lock this node's folder, and find out which ranks share it.
@@ -141,7 +143,12 @@ class Snapshots(Checkpoints):
         if not self.every:
             return {}
         seconds, self._seconds = self._seconds, 0.0
-        return {"time/snapshot_s": seconds, "memory/snapshot_bytes": float(self._num_bytes)}
+        found = {"time/snapshot_s": seconds, "memory/snapshot_bytes": float(self._num_bytes)}
+        if len(self.nodes) > 1:
+            copying, self._copy_seconds = self._copy_seconds, 0.0
+            copied = float(self._copy_bytes)
+            found |= {"time/snapshot_copy_s": copying, "memory/snapshot_copy_bytes": copied}
+        return found
 
     @phase("load")
     def load_newer(
@@ -246,7 +253,10 @@ class Snapshots(Checkpoints):
 
             on_ranks(self.mesh, self.folder_ranks[1:], folder, name)
             writers = {rank for rank in range(self.mesh.dims.world) if share(rank) in listed}
-            move_files(self.mesh, self._copies(writers), folder, listed)
+            moves, start = self._copies(writers), time.perf_counter()
+            move_files(self.mesh, moves, folder, listed)
+            self._copy_seconds += time.perf_counter() - start
+            self._copy_bytes = sum(listed[move.name].num_bytes for move in moves)
         places = self._gather((socket.gethostname(), str(self.root)))
         nodes = [{"host": places[r][0], "folder": places[r][1]} for r in self.folder_ranks]
         digest = manifest.record(folder / manifest.MANIFEST).sha256

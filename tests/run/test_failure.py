@@ -10,12 +10,14 @@ from mrl.errors import MEANINGS, ExitCode
 from mrl.run.failure import (
     Failure,
     clear_failure,
+    newest_snapshot,
     newest_step,
     print_failure,
     read_failure,
     tail_of,
     write_failure,
 )
+from parallel.checkpoint.snapshot_note import Note, write_note
 
 LOST = Failure("rank 1 was killed by SIGKILL", ExitCode.LOST_RANK, rank=1, host="node2", time=1.0)
 
@@ -72,6 +74,29 @@ def test_the_block_says_where_and_what_to_do_and_hides_control_codes(tmp_path: P
         f"  exit code 73: {MEANINGS[ExitCode.LOST_ENGINE]}",
         "  next      mrl train runs/a/config.yaml",
     ]
+
+
+def test_a_newer_snapshot_is_named(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+
+    def saved() -> str:
+        steps = newest_step(tmp_path), newest_snapshot(tmp_path)
+        stream = io.StringIO()
+        failure = Failure("x", 70, saved_step=steps[0], snapshot_step=steps[1])
+        print_failure(failure, stream)
+        return next(line for line in stream.getvalue().splitlines() if " saved " in line)
+
+    assert saved() == "  saved     no checkpoint; the next start begins anew"
+    write_note(checkpoints, Note(5, "0" * 64, None, [{"host": "a", "folder": "b"}]))
+    assert saved() == "  saved     no checkpoint, and a snapshot on the nodes with 5 steps done"
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
+    write_note(checkpoints, Note(5, "0" * 64, 4, [{"host": "a", "folder": "b"}]))
+    assert saved().endswith(
+        "a checkpoint with 4 steps done, and a snapshot on the nodes with 5 steps done"
+    )
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("6")
+    assert saved() == "  saved     a checkpoint with 6 steps done"
 
 
 def test_every_exit_code_has_a_meaning() -> None:

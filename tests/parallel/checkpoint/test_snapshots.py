@@ -13,7 +13,8 @@ import torch
 from moe.routes import Replay
 from mrl.errors import InputError
 from mrl.types import Sample
-from parallel.checkpoint import node_folder
+from parallel.checkpoint import manifest, node_folder
+from parallel.checkpoint import snapshots as module
 from parallel.checkpoint.manifest import MANIFEST, damage, point_to, record
 from parallel.checkpoint.node_folder import SWEPT_AFTER_S, NodeFolder
 from parallel.checkpoint.snapshot_note import NOTE, Note, note_to_resume, read_note, write_note
@@ -50,9 +51,46 @@ def taken(model_path: Path, folder: Path, samples: list[Sample], num_nodes: int)
         snapshots.take(step, policy, {"step": step})
     metrics = snapshots.metrics()
     assert metrics["time/snapshot_s"] > 0
+    copying = metrics.get("time/snapshot_copy_s", 0.0)
+    assert (0 < copying < metrics["time/snapshot_s"]) == (num_nodes > 1)
     assert snapshots.metrics()["time/snapshot_s"] == 0
     assert warned == []
-    return {"after": next_step(policy, mesh, samples), "bytes": metrics["memory/snapshot_bytes"]}
+    num_bytes = [metrics.get(f"memory/snapshot_{key}", 0) for key in ("bytes", "copy_bytes")]
+    return {"after": next_step(policy, mesh, samples), "bytes": num_bytes}
+
+
+def interrupted(model_path: Path, folder: Path, samples: list[Sample]) -> dict[str, Any]:
+    """Take three snapshots, and keep what a kill would leave in the middle of the third one.
+
+    `unnamed`: before its folder has its name, `copying`: before the copies, `unnoted`: before its note.
+    """
+    mesh = join_mesh(model_path, {})
+    policy = build(model_path, mesh, True)
+    snapshots = store(mesh, folder, 2, [])
+    snapshots.open(policy)
+    batch, _ = ready_batch(policy, mesh, samples)
+    for step in (1, 2):
+        policy.train_step(batch, loss, Replay.rollout)
+        snapshots.take(step, policy, {"step": step})
+    after = next_step(policy, mesh, samples)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, owner, key in (("unnamed", manifest, "publish"), ("copying", module, "move_files"),
+                                 ("unnoted", module, "write_note")):  # fmt: skip
+            patch.setattr(owner, key, keeping(getattr(owner, key), folder, name, mesh.rank))
+        snapshots.take(3, policy, {"step": 3})
+    return {"after": after}
+
+
+def keeping(function: Any, folder: Path, name: str, rank: int) -> Any:
+    """Return a function that first copies all files to `folder/name`, as they are; rank 0 does."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if rank == 0 and not (folder / name).exists():
+            for part in ("run", "node0", "node1"):
+                shutil.copytree(folder / part, folder / name / part)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def loaded(
@@ -113,7 +151,9 @@ def test_every_node_has_its_shares_and_a_neighbours(
         assert damage(node / "iter_0000002") is None
         assert record(node / "iter_0000002" / MANIFEST).sha256 == note.sha256
     size = sum(f.stat().st_size for f in (folder / "node0/iter_0000002").iterdir())
-    assert result["bytes"] == pytest.approx(size, rel=0.1)
+    assert result["bytes"][0] == pytest.approx(size, rel=0.1)
+    shares = (folder / "node0/iter_0000002").glob("*.distcp")  # with two nodes all are on both
+    assert result["bytes"][1] == sum(file.stat().st_size for file in shares)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +177,24 @@ def test_a_lost_node_is_made_good_by_its_neighbour_bitwise(
         assert result["step"] == 2, result["warned"]
         assert same(result["after"], on_two_nodes[1]["after"])
     assert (folder / "run" / NOTE).exists()  # no checkpoint is as new
+
+
+@pytest.mark.release
+def test_of_a_snapshot_that_a_kill_cut_short_nothing_is_used_but_the_one_before_bitwise(
+    model_path: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    args = (model_path, tmp_path, samples)
+    after = run_ranks(WORLD, interrupted, *args, folder=tmp_path / "out")[0]["after"]
+    for name in ("unnamed", "copying", "unnoted"):
+        folder = copied(tmp_path / name, tmp_path / f"{name}_again")
+        cut = list(folder.glob("node0/*iter_0000003*/__0_0.distcp"))
+        assert len(cut) == 1, name
+        if name == "unnamed":
+            os.truncate(cut[0], cut[0].stat().st_size // 2)
+        again = (model_path, folder, samples, 2, {})
+        for result in run_ranks(WORLD, loaded, *again, folder=folder / "out"):
+            assert result["step"] == 2, (name, result["warned"])
+            assert same(result["after"], after), name
 
 
 @pytest.mark.release
