@@ -31,6 +31,15 @@ TESTS = (
      "the engine refuses to generate"),
     (8, "reward-of-one", "recovered", "rewards that raise, hang, die, or return nonsense once",
      "tests/rewards/test_runner.py", "only the culprit's samples are masked; above 5% the run ends"),
+    (6, "damaged-bytes", "recovered", "a bit flipped or the end cut off, in every file of a checkpoint",
+     "tests/parallel/checkpoint/test_checkpoint.py::test_every_damaged_byte_is_caught_and_named_and_"
+     "the_one_before_is_used", "each is caught with the file's name; the checkpoint before is used"),
+    (17, "silent-node", "refused", "all processes of one node of two are stopped, so that it is silent",
+     "tests/loop/test_watchdog.py::test_a_node_that_is_not_heard_from_ends_both[of-rank-1]",
+     "the other node ends after 60 s, both with code 71; no process is left"),
+    (17, "mute-rendezvous", "refused", "a program that says nothing holds the port of the rendezvous",
+     "tests/launch/test_mrl_launch.py::test_a_rendezvous_whose_port_is_mute_is_one_line",
+     "one line after 30 s"),
 )  # fmt: skip
 """(number, name, verdict, what is done, pytest's name of the test, what the test asserts)."""
 
@@ -58,9 +67,14 @@ def rows() -> Iterator[tuple[int, Row]]:
             case
             for case in cases
             if case.attrib["classname"].startswith(module)
-            and (not function or case.attrib["name"].partition("[")[0] == function)
+            and (not function or _is_of(case.attrib["name"], function))
         ]
         bad = [case.attrib["name"] for case in mine if any(c.tag != "properties" for c in case)]
         problems = tuple(f"{each} did not pass" for each in bad) or (() if mine else ("no test",))
         seconds = sum(float(case.attrib["time"]) for case in mine)
         yield number, Row(name, did, asserts, seconds, verdict, None, problems)  # pyright: ignore
+
+
+def _is_of(case: str, function: str) -> bool:
+    """Whether a case is `function`, which may name one case or all cases of a test."""
+    return function in (case, case.partition("[")[0])

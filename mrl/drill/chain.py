@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,16 @@ class Drill:
         self.file = folder / "recipe.yaml"
         dump_recipe(self.recipe, self.file)
         self.run, self.reference = folder / "run", folder / "reference"
-        self.scratch = Path(tempfile.mkdtemp(prefix="mrl-drill-"))
-        """The temporary directory of all starts: what is left there is theirs."""
         self.job: Job | None = None
         self.judges_bits = True
         """Whether the recipe gives the same bits twice without a fault."""
         self._digests: dict[int, dict[str, str]] = {}
         self._starts = itertools.count()
+
+    @cached_property
+    def scratch(self) -> Path:
+        """The temporary directory of all starts, made at the first: what is left there is theirs."""
+        return Path(tempfile.mkdtemp(prefix="mrl-drill-"))
 
     @property
     def limit_s(self) -> float:
@@ -165,7 +169,8 @@ class Drill:
     def end(self) -> None:
         """Leave no process and no temporary directory behind."""
         self.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        if "scratch" in vars(self):  # a start has made it
+            shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _other_weights(self) -> list[str]:
         for checkpoint in candidates(self.run / "checkpoints"):

@@ -105,6 +105,16 @@ def test_the_recipe_of_a_drill_writes_into_its_folder_only(toy: Toy, tmp_path: P
         Drill(drill.recipe, 1, drill.folder)
 
 
+def test_the_temporary_directory_is_made_at_the_first_start(toy: Toy, tmp_path: Path) -> None:
+    drill = drilled(tmp_path, toy)
+    drill.end()
+    assert "scratch" not in vars(drill)
+    made = drill.scratch
+    assert made.is_dir()
+    drill.end()
+    assert not made.exists()
+
+
 @pytest.mark.parametrize(
     ("file", "text", "expected"),
     [
