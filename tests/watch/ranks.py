@@ -35,7 +35,7 @@ def ranks_of(root: int) -> list[Rank]:
     """Return the watched processes below `root`, in the order in which they were started."""
     with suppress(psutil.NoSuchProcess):
         below = psutil.Process(root).children(recursive=True)
-        return [Rank(p.pid, page) for p in sorted(below, key=_age) for page in _page(p.pid)]
+        return [Rank(p.pid, page) for p in sorted(below, key=_age) for page in page_of(p.pid)]
     return []
 
 
@@ -43,7 +43,8 @@ def _age(process: psutil.Process) -> tuple[float, int]:
     return process.create_time(), process.pid
 
 
-def _page(pid: int) -> Iterator[mmap.mmap]:
+def page_of(pid: int) -> Iterator[mmap.mmap]:
+    """Give the heartbeat page of a process, where it has one."""
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             if os.readlink(entry).startswith("/memfd:mrl-heartbeat"):
