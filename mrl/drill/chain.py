@@ -131,9 +131,13 @@ class Drill:
         return found + self.goes_on(done)
 
     def goes_on(self, done: int) -> list[str]:
-        """Wait until the job has done more steps than `done`; return what differs."""
-        assert self.job is not None
-        self.job.wait_for_rows(min(done + 1, self.num_steps))
+        """Wait until the job has done more steps than `done`, or all of them; return what differs."""
+        job = self.job
+        assert job is not None
+        if saved(self.run) < self.num_steps:
+            job.wait_for_rows(min(done + 1, self.num_steps))
+        elif code := job.end():  # the last step was saved before the fault: nothing is left to do
+            return [f"the start of a run that is done ended with code {code}"]
         return self.differences() if self.judges_bits else []
 
     def differences(self) -> list[str]:

@@ -16,6 +16,8 @@ import shlex
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any
 from mrl.errors import ExitCode, InputError
 from mrl.run.failure import (
     COMMAND_FILE,
+    ENDED_FILE,
     LAUNCH_FOLDER,
     RUN_FILE,
     SAVED_FILE,
@@ -42,6 +45,8 @@ FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that the ranks heed: they save, where they can, and end."""
 C10D_PORT = 29400
 """The port that torch's c10d rendezvous takes where none is given."""
+ALONE_S = 20.0
+"""How long torch may take to come back after the watchdog has killed the ranks."""
 TRIED_AGAIN = {
     *(ExitCode.UNFORESEEN, ExitCode.LOST_RANK, ExitCode.HUNG_RANK, ExitCode.LOST_ENGINE),
 }
@@ -66,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"mrl: {error}", file=sys.stderr)
         sys.exit(ExitCode.BAD_INPUT)
     restarts = 0
-    if str(args.nnodes) in ("1", "1:1"):
+    if _is_one_node(args):
         restarts, args.max_restarts = args.max_restarts, 0
     for start in range(restarts + 1):
         code = _run(args)
@@ -94,6 +99,8 @@ def _run(args: Any) -> int:
     # torch would leave an empty folder of its own in the temporary directory at every start
     logs = args.log_dir or str(folder)
     killed = read_oom_kills()
+    if not _is_one_node(args):
+        threading.Thread(target=_leave_alone, args=(scratch,), daemon=True).start()
     try:
         run(argparse.Namespace(**{**vars(args), "log_dir": logs}))
     except ChildFailedError as error:
@@ -108,6 +115,26 @@ def _run(args: Any) -> int:
         del os.environ[LAUNCH_FOLDER]
         scratch.remove()
     return ExitCode.DONE
+
+
+def _is_one_node(args: Any) -> bool:
+    return str(args.nnodes) in ("1", "1:1")
+
+
+def _leave_alone(scratch: Scratch) -> None:
+    """End this process where the watchdog has killed the ranks and torch does not come back: it then
+    waits for the store of the first node, which may be out of reach."""
+    ended = scratch.path / ENDED_FILE
+    while not ended.exists():
+        if not scratch.path.exists():
+            return  # the start is over
+        time.sleep(1)
+    code = int(_text(ended))
+    time.sleep(ALONE_S)
+    if scratch.path.exists():
+        print("mrl: the other nodes do not answer: leaves alone", file=sys.stderr, flush=True)
+        scratch.remove()
+        os._exit(code)
 
 
 def _check_flags(args: Any) -> None:

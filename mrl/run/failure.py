@@ -33,6 +33,8 @@ RUN_FILE, COMMAND_FILE = "run_folder", "command"
 """The files in that folder, by which a rank names its run and what continues it."""
 SAVED_FILE = "saved"
 """The file in that folder by which rank 0 says that the run saved and left."""
+ENDED_FILE = "ended"
+"""The file in that folder by which the watchdog says that it has killed the ranks: the exit code."""
 TAIL_LINES = 15
 TAIL_BYTES = 16384
 MAX_RANKS = 16

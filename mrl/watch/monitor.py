@@ -24,6 +24,7 @@ from typing import Any
 
 from mrl.errors import ExitCode
 from mrl.run.failure import (
+    ENDED_FILE,
     LAUNCH_FOLDER,
     Failure,
     newest_snapshot,
@@ -181,9 +182,9 @@ def end(
     if LAUNCH_FOLDER not in os.environ or not written:  # else the launcher prints it
         within(PRINT_S, lambda: print_failure(written[0] if written else said))
     if head is not None:
-        head.tell({"kill": found.text()})
+        head.tell({"kill": said.exit_code})
         head.finish()
-    kill(ranks, last=job["parent"])
+    kill_all(job, ranks, said.exit_code)
 
 
 def saved_steps(folder: str | Path) -> dict[str, Any]:
@@ -225,7 +226,7 @@ def follow(job: dict[str, Any], ranks: list[Process]) -> None:
                 stacks = stacks_of(ranks)
                 line.send({"stacks": {str(n): text[-MAX_STACKS:] for n, text in stacks.items()}})
             if "kill" in message:
-                kill(ranks, last=job["parent"])
+                kill_all(job, ranks, message["kill"])
                 return
         if silent_s > SILENT_S and was_heard and not is_over:
             end_alone(job, ranks, silent_s)
@@ -249,6 +250,14 @@ def end_alone(job: dict[str, Any], ranks: list[Process], silent_s: float) -> Non
     saved: dict[str, Any] = {}
     within(PRINT_S, lambda: saved.update(saved_steps(job["folder"])))
     within(PRINT_S, lambda: print_failure(dataclasses.replace(said, **saved)))
+    kill_all(job, ranks, said.exit_code)
+
+
+def kill_all(job: dict[str, Any], ranks: list[Process], code: int) -> None:
+    """Kill the ranks of this node, and tell its launcher with which code to exit."""
+    if folder := os.environ.get(LAUNCH_FOLDER):
+        with suppress(OSError):
+            write_whole(Path(folder) / ENDED_FILE, str(code).encode())
     kill(ranks, last=job["parent"])
 
 

@@ -115,6 +115,17 @@ def test_the_temporary_directory_is_made_at_the_first_start(toy: Toy, tmp_path: 
     assert not made.exists()
 
 
+@pytest.mark.parametrize(("code", "found"), [(0, []), (3, ["ended with code 3"])])
+def test_a_run_whose_last_step_is_saved_has_no_further_one(
+    code: int, found: list[str], toy: Toy, tmp_path: Path
+) -> None:
+    drill = drilled(tmp_path, toy)
+    (drill.run / "checkpoints").mkdir()
+    (drill.run / "checkpoints/latest_checkpointed_iteration.txt").write_text("8")
+    drill.job = job(tmp_path, f"exit {code}")
+    assert [text.partition("is done ")[2] for text in drill.goes_on(8)] == found
+
+
 @pytest.mark.parametrize(
     ("file", "text", "expected"),
     [
