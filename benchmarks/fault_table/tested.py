@@ -31,14 +31,14 @@ TESTS = (
      "the engine refuses to generate"),
     (8, "reward-of-one", "recovered", "rewards that raise, hang, die, or return nonsense once",
      "tests/rewards/test_runner.py", "only the culprit's samples are masked; above 5% the run ends"),
-    (6, "damaged-bytes", "recovered", "a bit flipped or the end cut off, in every file of a checkpoint",
+    (6, "damaged-bytes", "recovered", "1,000 times a bit flipped or the end cut off, in all its files",
      "tests/parallel/checkpoint/test_checkpoint.py::test_every_damaged_byte_is_caught_and_named_and_"
-     "the_one_before_is_used", "each is caught with the file's name; the checkpoint before is used"),
-    (17, "silent-node", "refused", "all processes of one node of two are stopped, so that it is silent",
-     "tests/loop/test_watchdog.py::test_a_node_that_is_not_heard_from_ends_both[of-rank-1]",
-     "the other node ends after 60 s, both with code 71; no process is left"),
+     "the_one_before_is_used[1000]", "each is caught and the file named; the one before is used"),
+    (17, "network-partition", "refused", "the network between two nodes is cut (two namespaces)",
+     "tests/loop/test_partition.py::test_a_cut_network_ends_both_sides",
+     "both end after 60 s with code 71, and one report is written; no process is left"),
     (17, "mute-rendezvous", "refused", "a program that says nothing holds the port of the rendezvous",
-     "tests/launch/test_mrl_launch.py::test_a_rendezvous_whose_port_is_mute_is_one_line",
+     "tests/launch/test_mrl_launch.py::test_a_rendezvous_whose_port_is_mute_is_one_line[c10d]",
      "one line after 30 s"),
 )  # fmt: skip
 """(number, name, verdict, what is done, pytest's name of the test, what the test asserts)."""

@@ -4,6 +4,7 @@ GET answers `{"reward": SPEC}` when it is up. A POST goes to the first of the wo
 function that hangs is killed after the time limit and the answer is status 500. Where no worker becomes
 free in a quarter of the seconds that the header `X-Timeout-S` gives, or in the time limit if that is
 less, it is 503. Off loopback a token is required; where there is one, a request without it gets 401.
+Without one a request that a web page makes gets 403.
 Standard library only.
 """
 
@@ -21,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 from mrl.errors import InputError
 from mrl.rewards.remote import TIME_LEFT_HEADER, TOKEN_VARIABLE
@@ -173,12 +175,24 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(*self._rewards().answer(body, start + WAIT_SHARE * left_s))
 
     def _is_allowed(self) -> bool:
-        """Accept a request with the token, or any where none is set; refuse the others."""
+        """Accept a request with the token, or of this machine where none is set; refuse the others."""
         token = self._rewards().token
+        if token is None and not self._is_of_this_machine():
+            self._refuse(403, f"not for web pages: set {TOKEN_VARIABLE} for callers elsewhere")
+            return False
         given = self.headers.get("Authorization", "").encode()
         if token is None or hmac.compare_digest(given, f"Bearer {token}".encode()):
             return True
         self._refuse(401, f"expected the token of {TOKEN_VARIABLE}: Authorization: Bearer TOKEN")
+        return False
+
+    def _is_of_this_machine(self) -> bool:
+        """Whether no web page asks: a browser names the page's origin, or the page's own name as the
+        host, where that name was made to point here (DNS rebinding)."""
+        with suppress(ValueError):
+            name = urlsplit(f"//{self.headers.get('Host', 'localhost')}").hostname or ""
+            is_own = name == "localhost" or ipaddress.ip_address(name).is_loopback
+            return is_own and "Origin" not in self.headers
         return False
 
     def _refuse(self, status: int, why: str) -> None:

@@ -70,7 +70,9 @@ def test_a_flag_that_torch_cannot_read_is_one_line(flag: str) -> None:
 @pytest.mark.release
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "flags", ["--rdzv-backend=c10d --rdzv-endpoint={}", "--master-port={port}"]
+    "flags",
+    ["--rdzv-backend=c10d --rdzv-endpoint={}", "--master-port={port}"],
+    ids=["c10d", "static"],
 )
 def test_a_rendezvous_whose_port_is_mute_is_one_line(flags: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

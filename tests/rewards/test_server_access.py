@@ -69,6 +69,30 @@ def test_without_the_token_nothing_is_answered(given):
         assert ask(url, "POST", right, BODY)[:2] == (200, {"rewards": [3.0]})
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Host": "evil.example"},
+        {"Host": "evil.example:8000"},
+        {"Host": "192.168.0.7"},
+        {"Host": "[::1"},
+    ],
+)
+def test_web_pages_are_refused_where_no_token_is_set(headers):
+    with served(f"{ZOO}:lengths") as url:
+        for method, body in (("GET", None), ("POST", BODY)):
+            status, message, _ = ask(url, method, headers, body)
+            assert (status, list(message)) == (403, ["error"])
+        port = url.rpartition(":")[2]
+        for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", "[::1]:1"):
+            assert ask(url, "POST", {"Host": host}, BODY)[0] == 200
+    with served(f"{ZOO}:lengths", token=SECRET) as url:
+        right = {"Authorization": f"Bearer {SECRET}"}
+        assert ask(url, "POST", headers | right, BODY)[0] == 200
+
+
 def test_the_body_of_a_stranger_is_not_awaited_and_no_reset_overtakes_the_answer():
     with served(f"{ZOO}:lengths", token=SECRET) as url:
         host, port = url.removeprefix("http://").split(":")

@@ -33,8 +33,6 @@ from tests.parallel.conftest import make_samples, write_model
 from tests.parallel.layouts import join_mesh, loss, ready_batch
 from tests.ranks import run_ranks, start_fork
 
-NUM_DAMAGES = 200
-
 
 def test_metadata_names_no_getattr_whatever_python_wrote_it() -> None:
     """Python 3.11.0 to 3.11.3 pickles members of an enumeration by getattr."""
@@ -80,11 +78,14 @@ def test_what_is_on_disk(written: Path) -> None:
     assert "model.decoder.layers.3.mlp.experts.local_experts.2.linear_fc1.weight" in set(tensors)
 
 
-def test_every_damaged_byte_is_caught_and_named_and_the_one_before_is_used(root: Path) -> None:
+@pytest.mark.parametrize("number", [200, pytest.param(1000, marks=pytest.mark.release)])
+def test_every_damaged_byte_is_caught_and_named_and_the_one_before_is_used(
+    number: int, root: Path
+) -> None:
     generator, folder = random.Random(0), root / "iter_0000002"
     files = sorted(folder.iterdir())
-    for number in range(NUM_DAMAGES):
-        file = files[number % len(files)]
+    for each in range(number):
+        file = files[each % len(files)]
         data = file.read_bytes()
         place = generator.randrange(len(data))
         if generator.random() < 0.25:
