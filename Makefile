@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults kills soak watchdog fuzz slurm stability rollout-bench gpu-check wheel site clean
+.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults kills soak watchdog fuzz slurm stability rollout-bench gpu-check audit wheel site clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -131,6 +131,15 @@ $(VENV)/.bench: $(VENV)/.installed requirements/bench.txt
 
 gpu-check:  ## What only a GPU can show; each call takes 10 minutes and continues the last (docs/gpu.md)
 	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(BENCH_ARGS)
+
+# pip-audit, in an environment of its own.
+$(VENV)/.audit: | $(VENV)/.packages
+	$(BIN)/python -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python -m pip install --disable-pip-version-check --quiet pip-audit==2.10.1
+	touch $@
+
+audit: $(VENV)/.audit  ## Compare the pinned packages with known vulnerabilities; needs pypi.org
+	$(VENV)/audit/bin/python requirements/audit.py requirements/cpu.txt requirements/gpu.txt
 
 wheel: setup  ## Build dist/*.whl, install it into a new environment and try it there; 3 minutes
 	bash requirements/try_wheel.sh dist
