@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 KNOWN = "requests==2.19.0"
 """CVE-2018-18074: every service must know it."""
@@ -34,7 +34,7 @@ def audited(file: Path) -> list[dict[str, Any]]:
         leave(f"pip-audit gave no answer for {file}: {reason}")
 
 
-def leave(text: str) -> Any:
+def leave(text: str) -> NoReturn:
     print(f"mrl: {text}", file=sys.stderr)
     sys.exit(2)
 
@@ -46,8 +46,8 @@ def main(files: list[str]) -> None:
         known.write_text(f"{KNOWN}\n")
         if not any(row.get("vulns") for row in audited(known)):
             leave(
-                f"the vulnerability service says nothing of {KNOWN}, which has known ones: it cannot be "
-                "reached from here; run make audit on a machine that reaches pypi.org"
+                f"the vulnerability service says nothing of {KNOWN}, which has known ones, so it cannot "
+                "be reached from here; run make audit on a machine that reaches pypi.org"
             )
     found = unknown = packages = 0
     for file in files:
