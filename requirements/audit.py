@@ -46,7 +46,7 @@ def main(files: list[str]) -> None:
         known.write_text(f"{KNOWN}\n")
         if not any(row.get("vulns") for row in audited(known)):
             leave(
-                f"the vulnerability service says nothing of {KNOWN}, which has known ones, so it cannot "
+                f"the vulnerability service says nothing of {KNOWN}, which has known ones: it can not "
                 "be reached from here; run make audit on a machine that reaches pypi.org"
             )
     found = unknown = packages = 0
