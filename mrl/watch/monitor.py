@@ -207,7 +207,7 @@ def write_stacks(folder: Path, stacks: Mapping[int, str]) -> dict[int, str]:
 def follow(job: dict[str, Any], ranks: list[Process]) -> None:
     """Tell the monitor of rank 0 what the ranks of this node show, and do what it says."""
     line: Line | None = None
-    silent_s, is_over, was_heard, tries = 0.0, False, False, 0
+    silent_s, tries, is_over, was_heard, is_alone = 0.0, 0, False, False, False
     for seconds in ticks():
         silent_s += min(seconds, MAX_TICK_S)
         if (line is None or not line.is_open) and not is_over:
@@ -231,6 +231,10 @@ def follow(job: dict[str, Any], ranks: list[Process]) -> None:
         if silent_s > SILENT_S and was_heard and not is_over:
             end_alone(job, ranks, silent_s)
             return
+        if silent_s > SILENT_S and not was_heard and not is_alone:
+            is_alone = True
+            own = _named([rank.rank for rank in ranks])
+            say(f"the watchdog of rank 0 does not answer where {own} run: they are not watched")
     if line is not None and is_done():
         line.send({"bye": True})
         line.finish()

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import ip_address
@@ -170,9 +171,24 @@ def _start_monitor(
             pass_fds=() if server is None else (server.fileno(),),
             start_new_session=True,  # Ctrl-C reaches the trainer alone
         )
+    is_over = threading.Event()
     undo.callback(_stop_monitor, process)
+    undo.callback(is_over.set)
+    threading.Thread(target=_mind, args=(process, is_over), daemon=True).start()
     _write(process, json.dumps(job).encode() + b"\n")
     return process
+
+
+def _mind(process: subprocess.Popen[bytes], is_over: threading.Event) -> None:
+    """Say so where the monitor was killed or has failed, unless the run is over."""
+    code = process.wait()
+    if code and not is_over.is_set():
+        print(
+            f"mrl: the watchdog of this node ended with code {code}; a rank that hangs is not found "
+            "any more, only the timeouts of collectives hold",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _write(process: subprocess.Popen[bytes], line: bytes) -> None:

@@ -128,3 +128,17 @@ def test_a_host_that_knows_itself_as_loopback_listens_where_others_reach_it(
 
 def test_the_address_towards_a_host() -> None:
     assert start._address_towards("127.0.0.1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("code", "is_over", "is_said"), [(3, False, True), (3, True, False), (0, False, False)]
+)
+def test_a_monitor_that_dies_is_reported(
+    code: int, is_over: bool, is_said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    over = threading.Event()
+    if is_over:
+        over.set()
+    start._mind(subprocess.Popen(["sh", "-c", f"exit {code}"]), over)
+    text = f"mrl: the watchdog of this node ended with code {code}; a rank that hangs"
+    assert (text in capsys.readouterr().err) == is_said
