@@ -34,7 +34,7 @@ def read_parquet(path: Path) -> Rows:
             file = parquet.ParquetFile(opened)
             batches = file.iter_batches(batch_size=NUM_ROWS)
             yield from _rows(batches, str(path))
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # of a column's name
             raise InputError(f"{path}: not readable as parquet: {_line(error)}") from None
 
 
@@ -65,7 +65,7 @@ def read_folder(folder: Path, split: str) -> Rows:
                     pieces = (batch.slice(i, NUM_ROWS) for i in range(0, batch.num_rows, NUM_ROWS))
                     yield from _rows(pieces, str(folder), first)
                     first += batch.num_rows
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
             raise InputError(f"{file}: not readable as Arrow: {_line(error)}") from None
 
 

@@ -178,12 +178,27 @@ class Job:
         return [file for file in sorted(self.shared | new) if file.exists()]
 
     def _open_ports(self) -> list[int]:
-        found = []
+        """Return the ports at which a process of this job listens; another program may have taken one
+        since then."""
+        answering = set()
         for port in self.ports:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    found.append(port)
-        return found
+                    answering.add(port)
+        if not answering:
+            return []
+        own = (pid for pid in psutil.pids() if self._is_own(pid))
+        held: set[int] = set()
+        for pid in own:
+            with suppress(psutil.Error):
+                held |= _listening(psutil.Process(pid))
+        return sorted(answering & held)
+
+    def _is_own(self, pid: int) -> bool:
+        """Whether a process was started by this job, also one that `look` has not seen."""
+        with suppress(psutil.Error):
+            return psutil.Process(pid).environ().get("TMPDIR") == str(self.scratch)
+        return False
 
     def failure(self) -> Failure | None:
         """Return what RUN/failure.json says of this start."""

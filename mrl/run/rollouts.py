@@ -274,6 +274,8 @@ def _read_sample(
     record: dict[str, Any], take: dict[str, Callable[[int], Tensor]], layer_numbers: tuple[int, ...]
 ) -> Sample:
     num_tokens, routing = record["num_tokens"], record["routing"]
+    if not 0 < record["prompt_len"] <= num_tokens:
+        raise ValueError(f"a prompt of {record['prompt_len']} of {num_tokens} tokens")
     spans = _read_spans(record["weight_versions"])
     if "token_ids" in take:
         token_ids, logprobs = take["token_ids"](num_tokens), take["rollout_logprobs"](num_tokens)

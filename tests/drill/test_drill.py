@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,29 @@ def test_what_is_left_behind_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     assert any("exit code 0, expected 71 or 75" in text for text in found)
     one.kill()
     assert one.left() == [f"{one.scratch / 'litter'} is left"]
+
+
+LISTENS = """
+import socket, sys, time
+server = socket.create_server(("127.0.0.1", 0))
+open(sys.argv[1], "w").write(f"{server.getsockname()[1]}\\n")
+time.sleep(1000)
+"""
+
+
+def test_a_port_is_left_only_where_the_job_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mrl.drill.job.GONE_WITHIN_S", 0.0)
+    script, said = tmp_path / "listens.py", tmp_path / "port"
+    script.write_text(LISTENS)
+    one = job(tmp_path, f"exec {sys.executable} {script} {said}")
+    wait_until(lambda: said.exists() and said.read_text().endswith("\n"))
+    port = int(said.read_text())
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        one.ports = {port, other.getsockname()[1]}
+        assert [text for text in one.left() if "port" in text] == [f"port {port} is left"]
+    one.kill()
 
 
 def test_a_failure_without_a_report_is_a_problem(tmp_path: Path) -> None:

@@ -184,6 +184,25 @@ def test_no_groups():
     assert decode_groups(encode_groups([])) == []
 
 
+def test_a_sample_without_a_prompt_is_refused(tmp_path):
+    path = tmp_path / "x"
+    data = encode_groups(make_groups(wide=False))
+    for wrong in (b"0", b"9" * 4):
+        old = b'\\"prompt_len\\": 3'
+        new = b'\\"prompt_len\\":' + wrong.rjust(len(old) - len(b'\\"prompt_len\\":'))
+        assert data.count(old) > 0
+        path.write_bytes(data.replace(old, new) if len(new) == len(old) else longer(data, old, new))
+        with pytest.raises(InputError, match=f"a prompt of {wrong.decode()} of"):
+            load_groups(path)
+
+
+def longer(data, old, new):
+    """The file with a longer header, whose size it begins with."""
+    size = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + size].replace(old, new)
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
+
+
 def test_foreign_and_damaged_files(tmp_path):
     from safetensors.torch import save
 
