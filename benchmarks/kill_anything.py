@@ -18,7 +18,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.evidence.result import finish, summary, write_result
+from benchmarks.evidence.catalog import target_of
+from benchmarks.evidence.result import finish, provenance, summary, write_result
 from benchmarks.fault_table.base import RECIPE, Toy
 from benchmarks.fault_table.strikes import VICTIMS, left_of, outcome, strike
 from mrl.config import load_recipe
@@ -45,6 +46,8 @@ class Kill:
     """Seconds from the start, or from the last look at the run, to the kill."""
     exit_code: int | None = None
     problems: list[str] = field(default_factory=list)
+    commit: str = ""
+    """The code that ran."""
 
 
 class Killer:
@@ -98,6 +101,7 @@ def killed(toy: Toy, folder: Path, kills: int, seed: int) -> list[Kill]:
     )
     recipe = load_recipe(RECIPE, toy.overrides("parallel.expert_model_parallel_size=2"))
     number = len(list(folder.glob("part_*")))
+    commit = provenance(target_of("kills").measures)["commit"]
     while len(found) < kills:
         drill = Drill(recipe, RANKS, folder / f"part_{number}", NUM_STEPS)
         number += 1
@@ -110,6 +114,7 @@ def killed(toy: Toy, folder: Path, kills: int, seed: int) -> list[Kill]:
             killer = Killer(drill, random.Random(seed + len(found)), start_s, step_s)
             while len(found) < kills:
                 found.append(one := killer.kill())
+                one.commit = commit
                 print(f"{len(found)}: {asdict(one)}", flush=True)
                 with file.open("a") as out:
                     out.write(json.dumps(asdict(one)) + "\n")
@@ -143,7 +148,8 @@ def main() -> None:
     print(", ".join(f"{number} x {what}" for what, number in sorted(counts.items())))
     failed = sum(bool(each.problems) for each in found)
     if len(found) >= NUM_KILLS:
-        content = {"kills": dict(counts), "failures": failures}
+        commits = Counter(each.commit for each in found)
+        content = {"kills": dict(counts), "commits": dict(commits), "failures": failures}
         packages = ("torch", "sglang", "megatron-core")
         write_result("kills", content, passed=len(found) - failed, failed=failed, packages=packages)
     finish(len(found) - failed, failed)
