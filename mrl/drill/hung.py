@@ -58,6 +58,7 @@ def _stop_rank(drill: Drill, name: str, phase: str) -> Row:
     done = num_rows(drill.run)
     drill.job = job = drill.start(*drill.words(f"watch.limits={limits}"))
     job.wait_for_rows(done + 1)
+    job.look(closely=True)  # what it holds now must be gone at its end
     job.wait_for_phase(phase)
     last = drill.ranks - 1
     found: list[Failure] = []
