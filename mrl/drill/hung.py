@@ -19,9 +19,9 @@ from mrl.run.folder import RunFolder
 
 LONGEST_STALL_S = 300.0
 """The longest `rollout.stall_timeout_s` that a drill waits for."""
-SHORTEST_LIMIT_S = 30.0
+SHORTEST_LIMIT_S = 20.0
 """The limit of the watchdog in a drill, or five times the longest step where that is longer."""
-WATCHED = ("sync", "rollout", "score", "logprobs", "train", "save")
+WATCHED = ("sync", "rollout", "score", "logprobs", "train", "save", "log")
 GRACE_S = 15.0
 """Seconds beyond twice the limit in which stacks are written and processes end."""
 
