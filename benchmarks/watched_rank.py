@@ -25,7 +25,7 @@ from typing import Any
 VARIABLE = "MRL_TRIAL"
 PLACES = {
     "start": ("mrl.trainer", "Trainer.__post_init__"),
-    "sync": ("mrl.trainer", "sync_weights"),
+    "sync": ("mrl.collect.live", "sync_weights"),
     "rollout": ("mrl.collect.live", "LiveCollector.rollout"),
     "logprobs": ("parallel.megatron_model", "MegatronModel.forward_only"),
     "train": ("mrl.learn.updates", "Updates.take"),

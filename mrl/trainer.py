@@ -1,8 +1,7 @@
 """The loop: one step of every rank is sync, rollout, score, learn, log.
 
-It joins the rooms by passing values; nothing here knows Megatron or SGLang. On one device the engine
-sleeps while the trainer works, and the trainer's tensors are on the host while the engine generates:
-`sync_weights` and `Trainer.run_step` hold that order.
+It joins the rooms by passing values; nothing here knows Megatron or SGLang. `mrl.collect` decides where
+the engines are; on the trainer's own devices they and the trainer take turns (`mrl/collect/sync.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from mrl.collect.base import Collector
 from mrl.collect.live import LiveCollector
 from mrl.collect.saved import SavedCollector
-from mrl.collect.sync import WeightSync
 from mrl.data.completions import completions
 from mrl.diagnosis.collect import Diagnosis
 from mrl.exchange.rollouts import RolloutExchange
@@ -238,9 +236,9 @@ class Trainer:
         self._write_rollouts(groups)
 
     def sync(self, clock: Clock) -> None:
-        """Wake the engine with the policy's weights; times `sync`."""
+        """Bring the engines to the policy's weights; times `sync`."""
         with clock.part("sync"):
-            sync_weights(self.policy, _weight_sync(self.collector), self.step)
+            self.collector.sync(self.policy, self.step)
 
     def _progress(self, text: str) -> AbstractContextManager[None]:
         return console.progress(text) if self.is_main else nullcontext()
@@ -318,32 +316,7 @@ def evaluate(policy: Policy, collector: Collector, version: int) -> dict[str, fl
     clock = Clock()
     collector.begin_evaluation(version)
     while not collector.is_over:
-        sync_weights(policy, _weight_sync(collector), version)
+        collector.sync(policy, version)
         collector.rollout(clock)
         collector.score(clock)
     return collector.evaluation
-
-
-def _weight_sync(collector: Collector) -> WeightSync:
-    assert collector.weight_sync is not None, "saved rollouts need no sync"
-    return collector.weight_sync
-
-
-@phase("sync")
-def sync_weights(policy: Policy, sync: WeightSync, version: int) -> None:
-    """Give the device to the engine, which then holds the policy's weights as `version`.
-
-    A collective. Where the engine has nothing to generate, or is lost, it stays asleep. Afterwards the
-    policy is on the host. Raises RunFailed where the export fails or the canaries disagree.
-    """
-    policy.onload()  # a step that only rolled out left it on the host
-    policy.offload_optimizer()
-    sync.expect_canaries(policy)
-    dist.barrier()  # an engine wakes on the devices of several ranks
-    with sync.export(policy, version) as buckets:
-        sync.slot.wake_weights()
-        sync.update(buckets, version)
-    policy.offload_parameters()
-    sync.raise_failures()  # also the barrier before any engine's KV cache takes the memory
-    sync.slot.wake_cache()
-    sync.check_canaries()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import random
 from dataclasses import dataclass
@@ -94,27 +95,35 @@ def local_device() -> torch.device:
     return torch.device("cpu")
 
 
-_meetings: list[Any] = []
-"""torchrun's store, once it was joined, and the times that the ranks met there."""
+_joined: list[tuple[dist.Store, int]] = []
+"""torchrun's store and this rank, once it was joined."""
+_meetings = itertools.count(1)
+"""The times that the ranks met there."""
 
 
-def _meeting() -> tuple[dist.Store, int, int]:
-    """Return where the ranks meet, this rank and their number.
-
-    A process may train several times. The ranks meet under another prefix each time: gloo would find
-    the addresses that the groups of the last time left in torchrun's store.
-    """
+def join_store() -> tuple[dist.Store, int]:
+    """Return the store in which all ranks of the launcher meet, those that do not train too, and this
+    rank. Raises InputError where another program listens there."""
     if "RANK" not in os.environ:
-        return dist.HashStore(), 0, 1
-    if not _meetings:
+        return dist.HashStore(), 0
+    if not _joined:
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         has_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it holds the port
         if host and port.isdecimal() and not has_launcher:
             check_rendezvous(host, int(port))
-        _meetings.append(next(iter(dist.rendezvous("env://"))))
-    store, rank, world = _meetings[0]
-    _meetings.append(None)
-    return dist.PrefixStore(f"mrl_{len(_meetings) - 1}", store), rank, world
+        store, rank, _ = next(iter(dist.rendezvous("env://")))
+        _joined.append((store, rank))
+    return _joined[0]
+
+
+def _meeting() -> tuple[dist.Store, int]:
+    """Return where the ranks meet, and this rank.
+
+    A process may train several times. The ranks meet under another prefix each time: gloo would find
+    the addresses that the groups of the last time left in torchrun's store.
+    """
+    store, rank = join_store()
+    return dist.PrefixStore(f"mrl_{next(_meetings)}", store), rank
 
 
 def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
@@ -133,9 +142,12 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        store, rank, world = _meeting()
+        store, rank = _meeting()
         timeout = datetime.timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        # Ranks above these lead engines only, and are in no process group.
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=dims.world, timeout=timeout
+        )
     parallel_state.initialize_model_parallel(
         dims.tp,
         dims.pp,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from mrl.collect.sync import WeightSync
 from mrl.system.clock import Clock
 from mrl.types import SampleGroup, Statistics
 from parallel.policy import Policy
@@ -24,11 +23,6 @@ class Collector(Protocol):
 
     start_text: str
     """What `start` does, for the terminal."""
-
-    @property
-    def weight_sync(self) -> WeightSync | None:
-        """Brings the engines to the policy's weights; None where a step is over when it begins."""
-        ...
 
     def start(self, policy: Policy) -> None:
         """Get ready, which may take long. The policy is on the device afterwards."""
@@ -47,8 +41,15 @@ class Collector(Protocol):
         """Whether everything that was begun has been generated and scored."""
         ...
 
+    def sync(self, policy: Policy, version: int) -> None:
+        """Bring the engines to the policy's weights, as `version`. A collective.
+
+        Raises RunFailed where the export fails or the canaries disagree.
+        """
+        ...
+
     def rollout(self, clock: Clock) -> None:
-        """Generate with the weights of the last sync, then let the engine sleep; times `rollout`."""
+        """Generate, or wait for what is generated elsewhere; times `rollout`."""
         ...
 
     def score(self, clock: Clock) -> None:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from mrl.errors import EngineGone
 from mrl.preflight import Plan
 from mrl.rollout import load_engine, node_class
@@ -25,7 +27,6 @@ from mrl.rollout.base import (
     engine_seed,
 )
 from mrl.run.folder import RunFolder
-from parallel.mesh import Mesh
 
 MEET_S = 0.1
 """Seconds between two meetings during a start; the leader sets the pace."""
@@ -142,10 +143,18 @@ def free_address() -> str:
 
 
 def make_engine(
-    plan: Plan, mesh: Mesh, folder: RunFolder, exchange: Callable[[Any], list[Any]]
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    folder: RunFolder,
+    exchange: Callable[[Any], list[Any]],
 ) -> EngineNodes:
-    """Return this rank's part of its engine, not started. `exchange` joins the engine's ranks."""
-    recipe, layout, rank = plan.recipe, plan.engines, mesh.rank
+    """Return a rank's part of its engine, not started.
+
+    `rank` is its number among the ranks that engines span, `device` its own; `exchange` joins the ranks
+    of its engine.
+    """
+    recipe, layout = plan.recipe, plan.engines
     number = rank // layout.ranks
     engine_class = load_engine(recipe.rollout.engine)
     keywords: dict[str, Any] = {
@@ -158,7 +167,7 @@ def make_engine(
     if layout.num_nodes > 1:
         keywords["num_nodes"] = layout.num_nodes
     if layout.leads_node(rank):  # for other ranks, the GPUs from their own on are not the engine's
-        keywords["gpu_ids"] = gpu_ids(mesh, layout.ranks_per_node)
+        keywords["gpu_ids"] = gpu_ids(device, layout.ranks_per_node)
     engine, node = None, None
     if rank % layout.ranks == 0:
         engine = engine_class(log_path=folder.logs / f"engine_{number:02d}.log", **keywords)
@@ -170,12 +179,12 @@ def make_engine(
     return EngineNodes(engine, node, exchange if layout.num_nodes > 1 else None)
 
 
-def gpu_ids(mesh: Mesh, num: int) -> list[str]:
-    """Return the GPUs of this rank's engine on this node, from this rank's on; none on a CPU."""
-    if mesh.device.type != "cuda":
+def gpu_ids(device: torch.device, num: int) -> list[str]:
+    """Return the GPUs of a rank's engine on this node, from the rank's own on; none on a CPU."""
+    if device.type != "cuda":
         return []
-    assert mesh.device.index is not None
-    numbers = range(mesh.device.index, mesh.device.index + num)
+    assert device.index is not None
+    numbers = range(device.index, device.index + num)
     # Ours are relative to what this process may see, the engine's to the whole machine.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [visible.split(",")[n] for n in numbers] if visible else [str(n) for n in numbers]

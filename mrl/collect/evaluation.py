@@ -17,7 +17,7 @@ import torch
 from mrl.algorithms.signal import part_means
 from mrl.collect.scoring import Scoring
 from mrl.collect.single_turn import start_groups
-from mrl.collect.task import Task, make_task, share_scored
+from mrl.collect.task import Scored, Task, make_task, share_scored
 from mrl.data.completions import completions
 from mrl.data.eval_sets import EvalSet
 from mrl.exchange.sharing import gather_lines
@@ -28,36 +28,30 @@ from mrl.types import SampleGroup
 from parallel.mesh import Mesh
 
 
-class Evaluator:
-    """Holds a run's evaluation sets on one rank, and begins one `Evaluation` after the other."""
+class EvalTasks:
+    """Makes the tasks of one engine, one for each evaluation set, again and again."""
 
-    def __init__(
-        self, plan: Plan, mesh: Mesh, folder: RunFolder, engine_number: int | None
-    ) -> None:
-        """`engine_number` is that of the engine that this rank leads; None where it leads none."""
-        self.plan, self.mesh, self.folder = plan, mesh, folder
-        self._number = engine_number
+    def __init__(self, plan: Plan, engine_number: int) -> None:
+        self._plan, self._number = plan, engine_number
         self._scorings: dict[str, Scoring] = {}
 
-    def begin(self, version: int) -> Evaluation:
-        """Begin the evaluation of weights `version`."""
-        return Evaluation(self, version, [self._task(each) for each in self.plan.eval_sets])
+    def begin(self) -> list[Task]:
+        """Return new tasks, in the order of the sets."""
+        return [self._task(each) for each in self._plan.eval_sets]
 
-    def _task(self, eval_set: EvalSet) -> Task | None:
-        if self._number is None:
-            return None
+    def _task(self, eval_set: EvalSet) -> Task:
         name, recipe = eval_set.config.name, eval_set.recipe
         if name not in self._scorings:
-            self._scorings[name] = Scoring(recipe, self.plan.tokenizer)
+            self._scorings[name] = Scoring(recipe, self._plan.tokenizer)
         started = start_groups(eval_set.prompts, recipe.rollout.samples_per_prompt)
-        local = started[self._number :: self.plan.num_engines]
+        local = started[self._number :: self._plan.num_engines]
         return make_task(
             recipe.rollout,
             self._scorings[name],
             local,
             [recipe.seed] * len(local),
-            tokenizer=self.plan.tokenizer,
-            context_len=self.plan.context_len,
+            tokenizer=self._plan.tokenizer,
+            context_len=self._plan.context_len,
             clock_name="eval",
             keeps_routes=False,
             template_kwargs=recipe.data.chat_template_kwargs,
@@ -72,32 +66,40 @@ class Evaluator:
 class Evaluation:
     """Evaluates one version of the weights: run all `tasks` on the engine, then call `finish`."""
 
-    def __init__(self, evaluator: Evaluator, version: int, tasks: list[Task | None]) -> None:
-        self._evaluator, self._version, self._tasks = evaluator, version, tasks
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        folder: RunFolder,
+        version: int,
+        scored: Sequence[Scored | None],
+    ) -> None:
+        """`scored` has what this rank gives to each set, None where that is nothing."""
+        self._plan, self._mesh, self._folder = plan, mesh, folder
+        self._version, self._scored = version, scored
 
     @property
     def tasks(self) -> list[Task]:
         """The tasks of this rank's engine; none where it leads none."""
-        return [task for task in self._tasks if task is not None]
+        return [each for each in self._scored if isinstance(each, Task)]
 
     def finish(self) -> dict[str, float]:
         """Return `eval/NAME/...` on every rank; rank 0 writes the samples. A collective.
 
         Raises RunFailed where more than 5% of a set's rewards failed.
         """
-        plan, folder = self._evaluator.plan, self._evaluator.folder
         metrics: dict[str, float] = {}
         lines: list[bytes] = []
-        for eval_set, task in zip(plan.eval_sets, self._tasks, strict=True):
-            groups = share_scored(task, eval_set.recipe, self._evaluator.mesh)
+        for eval_set, scored in zip(self._plan.eval_sets, self._scored, strict=True):
+            groups = share_scored(scored, eval_set.recipe, self._mesh)
             metrics |= eval_metrics(eval_set, groups)
             local = {i: group for i, group in enumerate(groups) if is_held(group)}
-            texts = completions(list(local.values()), plan.tokenizer)
+            texts = completions(list(local.values()), self._plan.tokenizer)
             parts = [_lines(eval_set, g, t) for g, t in zip(local.values(), texts, strict=True)]
             of_set = gather_lines(dict(zip(local, parts, strict=True)), len(groups))
             lines += of_set or []
-        if self._evaluator.mesh.rank == 0:
-            folder.write_evaluation(self._version, metrics, lines)
+        if self._mesh.rank == 0:
+            self._folder.write_evaluation(self._version, metrics, lines)
         return metrics
 
 

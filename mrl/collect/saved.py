@@ -23,7 +23,6 @@ class SavedCollector:
     """
 
     start_text = "opening the saved rollouts"
-    weight_sync = None
     is_over = True
     """A step is over as soon as it begins."""
 
@@ -58,6 +57,9 @@ class SavedCollector:
         raise InputError(
             "evaluation: debug.load_rollouts starts no engine; leave it out to evaluate"
         )
+
+    def sync(self, policy: Policy, version: int) -> None:
+        """Do nothing: there is no engine."""
 
     def rollout(self, clock: Clock) -> None:
         """Do nothing: the step is over."""

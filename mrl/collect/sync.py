@@ -1,8 +1,9 @@
 """The weight sync: from the policy's export to an engine that is proven to hold the same model.
 
 Digests prove that the engine holds the numbers that were sent (`RolloutEngine.update_weights`), and
-canaries that it makes the same model of them (`mrl.collect.canary`). `mrl.trainer.sync_weights` puts
-the parts of a sync in order with what sleeps and wakes on the device.
+canaries that it makes the same model of them (`mrl.collect.canary`). On one device the engine sleeps
+while the trainer works, and the trainer's tensors are on the host while the engine generates:
+`sync_weights` holds that order.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch import Tensor
 
 from mrl.collect.canary import canary_sequences, check_canaries, default_tolerance
@@ -19,6 +21,7 @@ from mrl.config import ModelConfig, RolloutConfig
 from mrl.errors import RunFailed
 from mrl.exchange.sharing import sum_over_ranks
 from mrl.rollout.engine_group import EngineGroup, GatheredBuckets
+from mrl.system.heartbeat import phase
 from mrl.types import Prompt
 from parallel.implementation import choose_dtype
 from parallel.policy import Policy
@@ -122,3 +125,23 @@ class WeightSync:
         start = time.perf_counter()
         yield
         self._verify_s += time.perf_counter() - start
+
+
+@phase("sync")
+def sync_weights(policy: Policy, sync: WeightSync, version: int) -> None:
+    """Give the device to the engine, which then holds the policy's weights as `version`.
+
+    A collective. Where the engine has nothing to generate, or is lost, it stays asleep. Afterwards the
+    policy is on the host. Raises RunFailed where the export fails or the canaries disagree.
+    """
+    policy.onload()  # a step that only rolled out left it on the host
+    policy.offload_optimizer()
+    sync.expect_canaries(policy)
+    dist.barrier()  # an engine wakes on the devices of several ranks
+    with sync.export(policy, version) as buckets:
+        sync.slot.wake_weights()
+        sync.update(buckets, version)
+    policy.offload_parameters()
+    sync.raise_failures()  # also the barrier before any engine's KV cache takes the memory
+    sync.slot.wake_cache()
+    sync.check_canaries()

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mrl.collect.backlog import Started
 from mrl.collect.multi_turn import MultiTurnRollout
 from mrl.collect.scoring import Scoring
 from mrl.collect.single_turn import SingleTurnRollout
 from mrl.config import Recipe, RolloutConfig
 from mrl.errors import InputError
 from mrl.exchange.sharing import share_bytes, sum_over_ranks
+from mrl.preflight import Plan
 from mrl.rewards.runner import check_failures, reward_names
 from mrl.rewards.terms import all_terms
 from mrl.rollout.base import RolloutEngine, SamplingParams
@@ -42,9 +44,23 @@ class Rollout(Protocol):
         ...
 
 
+class Scored(Protocol):
+    """Gives what was generated and scored for a step or an evaluation."""
+
+    def finish(self) -> tuple[list[SampleGroup], int]:
+        """Return the groups that are whole, with rewards, in the order of their ids, and how many
+        samples failed. Raises RunFailed where more than 5% of a step's samples failed."""
+        ...
+
+    @property
+    def partial(self) -> list[SampleGroup]:
+        """The groups that a later step can continue."""
+        ...
+
+
 @dataclass
 class Task:
-    """Generates groups and has them scored."""
+    """Generates groups and has them scored: a `Scored`."""
 
     rollout: Rollout
     scoring: Scoring
@@ -73,6 +89,15 @@ class Task:
                     "off, or use rollout.engine=sglang"
                 )
             self.scoring.begin(group if self.keeps_routes else _without_routes(group))
+
+    def finish(self) -> tuple[list[SampleGroup], int]:
+        """Wait for the rewards. See `Scored`."""
+        return self.scoring.finish()
+
+    @property
+    def partial(self) -> list[SampleGroup]:
+        """The groups, with what they have so far, that a later step can continue."""
+        return self.rollout.partial
 
 
 def make_task(
@@ -124,6 +149,23 @@ def make_task(
     return Task(rollout, scoring, clock_name, keeps_routes, config.sampling_mask)
 
 
+def make_step_task(
+    plan: Plan, scoring: Scoring, started: Sequence[Started], num_wanted: int
+) -> Task:
+    """Return the task that generates one engine's share of a step's prompts."""
+    return make_task(
+        plan.recipe.rollout,
+        scoring,
+        [one.group for one in started],
+        [one.seed for one in started],
+        num_wanted,
+        tokenizer=plan.tokenizer,
+        context_len=plan.context_len,
+        clock_name="rollout",
+        template_kwargs=plan.recipe.data.chat_template_kwargs,
+    )
+
+
 def lacks_masks(group: SampleGroup) -> bool:
     """Return whether a sample that the policy generated has no sampling mask."""
     return any(s.num_generated and s.sampling_mask is None for s in group.samples)
@@ -134,14 +176,14 @@ def _without_routes(group: SampleGroup) -> SampleGroup:
     return dataclasses.replace(group, samples=samples)
 
 
-def share_scored(task: Task | None, recipe: Recipe, mesh: Mesh) -> list[SampleGroup]:
-    """Return all engines' groups of a task, with rewards: whole on the rank that rolled them out, and
-    outlines (`mrl.run.rollouts.outline`) on the others.
+def share_scored(scored: Scored | None, recipe: Recipe, mesh: Mesh) -> list[SampleGroup]:
+    """Return all engines' groups of a task, with rewards: whole on the rank that has them, and outlines
+    (`mrl.run.rollouts.outline`) on the others.
 
     A collective. Raises RunFailed where rewards failed for too large a share of a whole step, however
     few samples this round of it has.
     """
-    local, num_failed = task.scoring.finish() if task is not None else ([], 0)
+    local, num_failed = scored.finish() if scored is not None else ([], 0)
     if mesh.dims.world == 1:
         return local
     everything = _share_outlines(local, mesh)
@@ -155,10 +197,10 @@ def share_scored(task: Task | None, recipe: Recipe, mesh: Mesh) -> list[SampleGr
     return sorted(everything, key=lambda group: group.samples[0].group_id)
 
 
-def share_partial(task: Task | None, mesh: Mesh) -> list[SampleGroup]:
-    """Return the partial groups of all engines: whole on the rank that rolled them out, and outlines on
-    the others. A collective."""
-    partial = [] if task is None else task.rollout.partial
+def share_partial(scored: Scored | None, mesh: Mesh) -> list[SampleGroup]:
+    """Return the partial groups of all engines: whole on the rank that has them, and outlines on the
+    others. A collective."""
+    partial = [] if scored is None else scored.partial
     return partial if mesh.dims.world == 1 else _share_outlines(partial, mesh)
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from mrl.config import Recipe
 from mrl.errors import InputError
 from mrl.preflight.engine_layout import engine_layout
+from mrl.preflight.roles import roles_of
 from parallel.dims import ParallelDims
 
 GPUS_PER_NODE = 8
@@ -19,27 +20,32 @@ def check_ranks(recipe: Recipe, world: int, command: Literal["check", "train"]) 
     """Raise InputError where `world` ranks cannot run the recipe; outside torchrun it says how to
     start."""
     try:
-        ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
+        roles = roles_of(recipe, world)
+        fp8 = bool(recipe.megatron.get("fp8"))
+        ParallelDims.create(recipe.parallel, roles.num_trainers, fp8=fp8)
         if recipe.debug.load_rollouts is None:
-            engine_layout(recipe.rollout, world)
+            engine_layout(recipe.rollout, roles.num_engine_ranks)
     except InputError as error:
-        fewest = fewest_ranks(recipe)
-        if world % fewest == 0 or "WORLD_SIZE" in os.environ:
+        fewest, apart = fewest_ranks(recipe), recipe.rollout.placement == "disaggregated"
+        if (not apart and world % fewest == 0) or "WORLD_SIZE" in os.environ:
             raise
-        raise InputError(f"{error}. {_hint(fewest, command)}") from None
+        raise InputError(f"{error}. {_hint(fewest, command, is_multiple=not apart)}") from None
 
 
 def fewest_ranks(recipe: Recipe) -> int:
-    """Return the number of ranks that a recipe runs on a multiple of."""
+    """Return the number of ranks that a recipe runs on a multiple of; where some of them lead engines
+    only, the fewest that it runs on."""
     layout = recipe.parallel
     pipeline = layout.pipeline_model_parallel_size
     dense = layout.tensor_model_parallel_size * layout.context_parallel_size * pipeline
     expert = layout.expert_model_parallel_size * layout.expert_tensor_parallel_size * pipeline
+    if recipe.rollout.placement == "disaggregated":
+        return math.lcm(dense, expert) + (recipe.rollout.num_ranks or 0)
     has_engine = recipe.debug.load_rollouts is None
     return math.lcm(dense, expert, recipe.rollout.tensor_parallel_size if has_engine else 1)
 
 
-def _hint(ranks: int, command: str) -> str:
+def _hint(ranks: int, command: str, *, is_multiple: bool) -> str:
     if command == "check":
         return (
             f"This is one process: `mrl check RECIPE --gpus {ranks}` checks the recipe for {ranks} "
@@ -48,4 +54,5 @@ def _hint(ranks: int, command: str) -> str:
     start = f"python -m mrl.launch --nproc-per-node {ranks} -m mrl train RECIPE"
     if ranks > GPUS_PER_NODE:
         start = "sbatch launch/slurm/train.sbatch RECIPE OUTPUT_DIR"
-    return f"This is one process; the recipe needs a multiple of {ranks} ranks: {start}"
+    number = f"a multiple of {ranks}" if is_multiple else f"at least {ranks}"
+    return f"This is one process; the recipe needs {number} ranks: {start}"

@@ -49,7 +49,7 @@ class Key:
 
 def keys_of_branch(branch: type[Branch]) -> list[Key]:
     """Describe the keys of one branch, in the order of the class."""
-    return [_key(name, field) for name, field in branch.model_fields.items()]
+    return [_key(field.alias or name, field) for name, field in branch.model_fields.items()]
 
 
 def about_section(key: Key) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from mrl.config.algorithm import AlgorithmConfig
+from mrl.config.asynchronous import AsyncConfig
 from mrl.config.branch import Branch
 from mrl.config.critic import CriticConfig
 from mrl.config.data import DataConfig
@@ -39,6 +40,8 @@ class DebugConfig(Branch):
 
 
 class Recipe(Branch):
+    model_config = ConfigDict(serialize_by_alias=True)  # `async` is a word of Python
+
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
@@ -47,6 +50,7 @@ class Recipe(Branch):
     """Fields of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig by
     their own names, for policy and critic; see docs/megatron.md."""
     rollout: RolloutConfig
+    asynchronous: AsyncConfig = Field(default=AsyncConfig(), alias="async")
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
     moe: MoeConfig = MoeConfig()

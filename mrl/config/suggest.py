@@ -80,7 +80,8 @@ def all_keys() -> tuple[str, ...]:
 
 
 def _keys(branch: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in branch.model_fields.items():
+    for attribute, field in branch.model_fields.items():
+        name = field.alias or attribute
         yield prefix + name
         inner = field.annotation
         for option in (inner, *getattr(inner, "__args__", ())):

@@ -25,6 +25,7 @@ from mrl.preflight.algorithm import (
     read_reference,
 )
 from mrl.preflight.allocator import check_allocator
+from mrl.preflight.asynchronous import check_asynchronous
 from mrl.preflight.engine_layout import check_engine_sizes, engine_layout
 from mrl.preflight.long_tails import check_importance, check_partial_rollouts, check_started
 from mrl.preflight.machine import check_machine, local_ranks
@@ -36,6 +37,7 @@ from mrl.preflight.plan import Plan
 from mrl.preflight.profile import check_profile
 from mrl.preflight.resume import resume_step, snapshot_step
 from mrl.preflight.reward_columns import check_reward_columns
+from mrl.preflight.roles import Roles, roles_of
 from mrl.preflight.rows import check_rows
 from mrl.preflight.sampling import check_recipe_sampling, check_sampling
 from mrl.preflight.schedule import with_schedule
@@ -89,16 +91,22 @@ def check(
     warn = console.warning if is_main else lambda text: None
     if not elsewhere:
         check_machine(local_ranks(world), warn)
-    dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
+    roles = roles_of(recipe, world)
+    check_asynchronous(recipe)
+    dims = ParallelDims.create(
+        recipe.parallel, roles.num_trainers, fp8=bool(recipe.megatron.get("fp8"))
+    )
     folder = RunFolder(recipe.output_dir)
     model = _read_model(recipe, dims, elsewhere=elsewhere, deep=deep)
     reference = read_reference(recipe.algorithm, model, deep=deep)
     check_importance(recipe.algorithm)
-    _check_rollout(recipe, dims, model)
+    _check_rollout(recipe, roles, model)
     _check_engine(recipe, model, on_gpu=elsewhere or torch.cuda.is_available())
     check_recipe_sampling(recipe, model.sizes.vocab_size)
     check_on_policy(recipe, dims, model)
-    check_partial_rollouts(recipe, max(1, dims.world // recipe.rollout.tensor_parallel_size))
+    check_partial_rollouts(
+        recipe, max(1, roles.num_engine_ranks // recipe.rollout.tensor_parallel_size)
+    )
     context_len = _context_len(recipe.rollout, model)
     algorithm = _read_algorithm(recipe.algorithm)
     critic = read_critic(recipe, traits(algorithm).needs_critic, model, dims, deep=deep)
@@ -122,7 +130,7 @@ def check(
         left = range(step or 0, recipe.train.num_steps)
         check_saved_steps(recipe.debug.load_rollouts, saved_steps or left)
     return Plan(
-        recipe, dims, model, reference, critic, algorithm, tokenizer, sources, sft_examples,
+        recipe, roles, dims, model, reference, critic, algorithm, tokenizer, sources, sft_examples,
         eval_sets, context_len, step, checkpoint_step, update,
     )  # fmt: skip
 
@@ -247,12 +255,12 @@ def load_tokenizer(model: HfModel) -> Any:
     return tokenizer
 
 
-def _check_rollout(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
-    check_profile(recipe.profile, dims.world)
+def _check_rollout(recipe: Recipe, roles: Roles, model: HfModel) -> None:
+    check_profile(recipe.profile, roles.num_trainers)
     rollout = recipe.rollout
     prompts, minis = rollout.prompts_per_step, recipe.train.num_steps_per_rollout
     if not recipe.debug.load_rollouts:  # which starts no engine
-        if engine_layout(rollout, dims.world).num_nodes > 1:
+        if engine_layout(rollout, roles.num_engine_ranks).num_nodes > 1:
             node_class(load_engine(rollout.engine), rollout.engine)
         check_engine_sizes(rollout, model.sizes)
     if prompts % minis:

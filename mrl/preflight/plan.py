@@ -14,6 +14,7 @@ from mrl.config.reward import describe_rewards
 from mrl.data import SftExample, Source
 from mrl.data.eval_sets import EvalSet
 from mrl.preflight.engine_layout import EngineLayout, engine_layout
+from mrl.preflight.roles import Roles
 from mrl.rewards.terms import terms_of
 from mrl.rollout import engine_names
 from mrl.run.history import Update
@@ -28,7 +29,9 @@ class Plan:
     """A plan is a recipe that can start, with what was read to find that out."""
 
     recipe: Recipe
+    roles: Roles
     dims: ParallelDims
+    """The layout of the ranks that train."""
     model: HfModel
     reference: HfModel | None
     """The frozen model of the KL penalty; None where there is none."""
@@ -57,11 +60,11 @@ class Plan:
 
     @property
     def num_engines(self) -> int:
-        return self.dims.world // self.recipe.rollout.tensor_parallel_size
+        return self.roles.num_engine_ranks // self.recipe.rollout.tensor_parallel_size
 
     @property
     def engines(self) -> EngineLayout:
-        return engine_layout(self.recipe.rollout, self.dims.world)
+        return engine_layout(self.recipe.rollout, self.roles.num_engine_ranks)
 
     def rows(self, *, elsewhere: bool = False) -> list[tuple[str, str]]:
         """Return what is about to run as (name, value) rows for the terminal.
@@ -78,6 +81,7 @@ class Plan:
         return [
             ("model", f"{model.path}: {model.describe()}"),
             ("layout", self.dims.describe()),
+            *([("roles", self.roles.describe())] if self.roles.num_rollout else []),
             ("trainer", f"megatron-core {_version('megatron-core')}, {_trainer(recipe, elsewhere)}"),
             ("rollout", f"saved: {source}" if source else
              f"{_engine_name(rollout.engine)}, {_engines(self)}, "

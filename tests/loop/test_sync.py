@@ -25,7 +25,7 @@ def train_sync_generate(overrides: list[str]) -> dict[str, Any]:
     from mrl.preflight import check
     from mrl.rollout.base import SamplingParams
     from mrl.run.folder import RunFolder
-    from mrl.trainer import Trainer, sync_weights
+    from mrl.trainer import Trainer
     from parallel.mesh import init_mesh
 
     recipe = load_recipe(TOY_RECIPE, overrides)
@@ -42,7 +42,7 @@ def train_sync_generate(overrides: list[str]) -> dict[str, Any]:
     try:
         engine.sleep()
         collector.slot.is_needed = True
-        sync_weights(trainer.policy, collector.weight_sync, 9)
+        collector.sync(trainer.policy, 9)
         greedy = SamplingParams(NUM_TOKENS, NUM_TOKENS, temperature=0.0)
         rollout = SingleTurnRollout(start_groups(plan.prompts[:4], 1), greedy, 0)
         groups = list(rollout.finished(engine))

@@ -75,7 +75,7 @@ def test_two_steps_on_gpus_that_are_not_there(rehearsal) -> None:
     engine = rehearsal.engine
     engine.start()
     engine.sleep()  # as LiveCollector.start does
-    for version in (1, 2):  # as mrl.trainer.sync_weights and LiveCollector.rollout do
+    for version in (1, 2):  # as mrl.collect.sync and LiveCollector.rollout do
         engine.wake((WEIGHTS,))
         engine.update_weights(make_buckets(rehearsal.weights, version, size=60), version)
         engine.wake((KV_CACHE, CUDA_GRAPH))

@@ -1,0 +1,78 @@
+"""Finds which ranks of a job train, and which lead engines only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrl.config import Recipe
+from mrl.errors import InputError
+
+PLACEMENT = "rollout.placement"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Says what the ranks of a job do: the first ones train, the last ones may lead engines only."""
+
+    num_trainers: int
+    num_rollout: int
+    """0 where every rank trains, and leads engines beside it."""
+
+    @property
+    def world(self) -> int:
+        """The number of ranks that the launcher starts."""
+        return self.num_trainers + self.num_rollout
+
+    @property
+    def num_engine_ranks(self) -> int:
+        """The number of ranks that engines span."""
+        return self.num_rollout or self.num_trainers
+
+    def is_rollout(self, rank: int) -> bool:
+        """Return whether a rank leads engines only."""
+        return rank >= self.num_trainers
+
+    def describe(self) -> str:
+        if not self.num_rollout:
+            return f"colocated: {_ranks(0, self.num_trainers)} train and generate in turns"
+        return (
+            f"disaggregated: {_ranks(0, self.num_trainers)} train, "
+            f"{_ranks(self.num_trainers, self.world)} generate"
+        )
+
+
+def roles_of(recipe: Recipe, world: int) -> Roles:
+    """Return the roles of `world` ranks. Raises InputError where the recipe's do not fit."""
+    rollout = recipe.rollout
+    if rollout.placement == "colocated":
+        if rollout.num_ranks is not None:
+            raise InputError(
+                f"rollout.num_ranks is {rollout.num_ranks}, but {PLACEMENT} is colocated, where every "
+                f"rank trains; set {PLACEMENT}=disaggregated, or leave num_ranks out"
+            )
+        return Roles(world, 0)
+    if recipe.debug.load_rollouts is not None:
+        raise InputError(
+            f"{PLACEMENT} is disaggregated, but debug.load_rollouts starts no engine; set "
+            f"{PLACEMENT}=colocated"
+        )
+    if rollout.num_ranks is None:
+        raise InputError(
+            f"{PLACEMENT} is disaggregated, and rollout.num_ranks is missing; set how many of the "
+            "ranks lead engines"
+        )
+    if rollout.num_ranks % rollout.tensor_parallel_size:
+        raise InputError(
+            f"rollout.num_ranks {rollout.num_ranks} is not divisible by "
+            f"rollout.tensor_parallel_size {rollout.tensor_parallel_size}"
+        )
+    if world <= rollout.num_ranks:
+        raise InputError(
+            f"{PLACEMENT} is disaggregated: {world} rank(s) were started, and rollout.num_ranks takes "
+            f"{rollout.num_ranks} of them; start at least {rollout.num_ranks + 1}, so that one trains"
+        )
+    return Roles(world - rollout.num_ranks, rollout.num_ranks)
+
+
+def _ranks(start: int, end: int) -> str:
+    return f"rank {start}" if end - start == 1 else f"ranks {start} to {end - 1}"
