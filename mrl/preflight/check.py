@@ -92,10 +92,8 @@ def check(
     if not elsewhere:
         check_machine(local_ranks(world), warn)
     roles = roles_of(recipe, world)
-    check_asynchronous(recipe)
-    dims = ParallelDims.create(
-        recipe.parallel, roles.num_trainers, fp8=bool(recipe.megatron.get("fp8"))
-    )
+    fp8 = bool(recipe.megatron.get("fp8"))
+    dims = ParallelDims.create(recipe.parallel, roles.num_trainers, fp8=fp8)
     folder = RunFolder(recipe.output_dir)
     model = _read_model(recipe, dims, elsewhere=elsewhere, deep=deep)
     reference = read_reference(recipe.algorithm, model, deep=deep)
@@ -104,9 +102,8 @@ def check(
     _check_engine(recipe, model, on_gpu=elsewhere or torch.cuda.is_available())
     check_recipe_sampling(recipe, model.sizes.vocab_size)
     check_on_policy(recipe, dims, model)
-    check_partial_rollouts(
-        recipe, max(1, roles.num_engine_ranks // recipe.rollout.tensor_parallel_size)
-    )
+    check_asynchronous(recipe)
+    check_partial_rollouts(recipe, roles.num_engines(recipe.rollout))
     context_len = _context_len(recipe.rollout, model)
     algorithm = _read_algorithm(recipe.algorithm)
     critic = read_critic(recipe, traits(algorithm).needs_critic, model, dims, deep=deep)

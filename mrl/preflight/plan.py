@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def num_engines(self) -> int:
-        return self.roles.num_engine_ranks // self.recipe.rollout.tensor_parallel_size
+        return self.roles.num_engines(self.recipe.rollout)
 
     @property
     def engines(self) -> EngineLayout:

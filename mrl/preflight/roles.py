@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mrl.config import Recipe
+from mrl.config import Recipe, RolloutConfig
 from mrl.errors import InputError
 
 PLACEMENT = "rollout.placement"
@@ -27,6 +27,10 @@ class Roles:
     def num_engine_ranks(self) -> int:
         """The number of ranks that engines span."""
         return self.num_rollout or self.num_trainers
+
+    def num_engines(self, rollout: RolloutConfig) -> int:
+        """Return the number of engines, of which there is one at least."""
+        return max(1, self.num_engine_ranks // rollout.tensor_parallel_size)
 
     def is_rollout(self, rank: int) -> bool:
         """Return whether a rank leads engines only."""

@@ -63,7 +63,7 @@ RULES = (
         "layout",
         (
             *("parallel", "rollout.tensor_parallel_size", "rollout.expert_parallel_size"),
-            "rollout.data_parallel_attention_size",
+            *("rollout.data_parallel_attention_size", "rollout.placement", "rollout.num_ranks"),
         ),
     ),
     Rule(
@@ -72,7 +72,7 @@ RULES = (
         (
             *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.stall_timeout_s"),
             *("rollout.max_restarts", "reward_timeout_s", "environment.time_limit_s"),
-            "environment.num_workers",
+            *("environment.num_workers", "async.worker_timeout_s", "async.max_worker_restarts"),
         ),
     ),
     Rule(
@@ -119,6 +119,7 @@ RULES = (
     Rule(Kind.ALLOW, "environment", ("environment",)),
     Rule(Kind.ALLOW, "data; other rows begin at their first one", ("data",), by_contents=True),
     Rule(Kind.ALLOW, "sampling, and how many samples there are", ("rollout",)),
+    Rule(Kind.ALLOW, "how far rollout runs ahead of training", ("async",)),
     Rule(Kind.ALLOW, "replay, load balancing and router", ("moe",)),
     Rule(Kind.ALLOW, "other options of Megatron", ("megatron",)),
     Rule(Kind.ALLOW, "how the trainer computes", ("model.transformer_impl",)),
