@@ -20,6 +20,7 @@ from mrl.collect.live import LiveCollector
 from mrl.collect.saved import SavedCollector
 from mrl.data.completions import completions
 from mrl.diagnosis.collect import Diagnosis
+from mrl.disaggregated.collector import DisaggregatedCollector
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.exchange.sharing import gather_lines
 from mrl.learn.advantages import count_loss_tokens, set_reward_advantages, shaping_metrics
@@ -305,9 +306,13 @@ def make_policy(plan: Plan, mesh: Mesh, *, trains: bool) -> Policy:
 
 
 def make_collector(plan: Plan, mesh: Mesh, folder: RunFolder) -> Collector:
-    """Return what gives the steps of a recipe their groups: saved rollouts, or an engine."""
-    live = plan.recipe.debug.load_rollouts is None
-    return LiveCollector(plan, mesh, folder) if live else SavedCollector(plan.recipe, mesh)
+    """Return what gives the steps of a recipe their groups: saved rollouts, engines on the same
+    devices, or those of rollout ranks."""
+    if plan.recipe.debug.load_rollouts is not None:
+        return SavedCollector(plan.recipe, mesh)
+    if plan.roles.num_rollout:
+        return DisaggregatedCollector(plan, mesh, folder)
+    return LiveCollector(plan, mesh, folder)
 
 
 @phase("evaluate")

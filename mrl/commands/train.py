@@ -22,6 +22,7 @@ from mrl.system.stop import remember_signals, remembering_signals
 
 if TYPE_CHECKING:
     from mrl.preflight import Plan
+    from mrl.preflight.roles import Roles
 
 
 def add_to(commands: Any) -> None:
@@ -68,10 +69,14 @@ def train(
     """
     from mrl.commands.ranks import check_ranks
     from mrl.preflight import check
+    from mrl.preflight.roles import roles_of
     from mrl.preflight.room import check_room
     from mrl.run import console
 
     check_ranks(recipe, world, "train")
+    roles, rank = roles_of(recipe, world), int(os.environ.get("RANK", "0"))
+    if roles.is_rollout(rank):
+        return _roll_out(recipe, roles, rank, allowed)
     plan = check(recipe, world, allowed=allowed)
     recipe = plan.recipe
     is_main = os.environ.get("RANK", "0") == "0"
@@ -91,6 +96,16 @@ def train(
                 "sizes of the files (mrl export reads every byte)"
             )
         return ""
+
+
+def _roll_out(recipe: Recipe, roles: Roles, rank: int, allowed: Sequence[str]) -> str:
+    """Lead engines, or give them this rank's device, until the trainers are done."""
+    from mrl.disaggregated.supervisor import supervise
+    from parallel.mesh import join_store
+
+    if code := supervise(recipe, roles, rank, join_store()[0], allowed):
+        sys.exit(code)
+    return ""
 
 
 def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:

@@ -38,10 +38,10 @@ class Roles:
 
     def describe(self) -> str:
         if not self.num_rollout:
-            return f"colocated: {_ranks(0, self.num_trainers)} train and generate in turns"
+            return f"colocated: {self.world} rank(s) train and generate in turns"
         return (
-            f"disaggregated: {_ranks(0, self.num_trainers)} train, "
-            f"{_ranks(self.num_trainers, self.world)} generate"
+            f"disaggregated: {_ranks(0, self.num_trainers)} for training, "
+            f"{_ranks(self.num_trainers, self.world)} for rollout"
         )
 
 

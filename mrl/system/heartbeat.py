@@ -109,6 +109,11 @@ def close_page() -> None:
     _pages.clear()
 
 
+def num_beats() -> int:
+    """Return how often this process has shown progress."""
+    return sum(page.beats for page in _pages)
+
+
 def read_page(memory: mmap.mmap) -> Pulse:
     """Return what a page says that was mapped with `SIZE` bytes."""
     name, step, position, beats = _FORM.unpack_from(memory, 0)

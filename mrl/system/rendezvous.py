@@ -1,13 +1,18 @@
-"""This module finds a port that another program holds, before torch waits there for ever.
+"""This module finds where ranks meet: an address that others reach, a port that no program holds.
 
-The client of torch's TCPStore has a limit for the connection, and none for the first answer.
+torch would wait at such a port for ever: the client of its TCPStore has a limit for the connection, and
+none for the first answer.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+from collections.abc import Collection
+from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_address
 
 from mrl.errors import InputError
 
@@ -54,3 +59,30 @@ def check_rendezvous(host: str, port: int, answer_s: float = ANSWER_S) -> None:
         "choose another port (--rdzv-endpoint HOST:PORT or --master-port of mrl.launch and torchrun, "
         "PORT of launch/slurm/train.sbatch)"
     )
+
+
+def listen_for(hosts: Collection[str]) -> socket.socket:
+    """Listen at a free port where `hosts` reach this machine: at the address by which they have met it.
+
+    A host may know its own names as a loopback address only: then at the address by which it reaches
+    the others, and where there is none, at a loopback address.
+    """
+    others = set(hosts) - {socket.gethostname()}
+    names = (os.environ.get("MASTER_ADDR", ""), socket.gethostname(), *map(address_towards, others))
+    for host in (*names, "127.0.0.1"):
+        with suppress(OSError, ValueError):
+            family, *_, where = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)[0]
+            if host == "127.0.0.1" or not (others and ip_address(where[0]).is_loopback):
+                return socket.create_server(where[:2], family=family)
+    raise OSError("no socket can listen at 127.0.0.1")
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this machine by which it reaches `host`, empty where it does not know that
+    name. Nothing is sent."""
+    with suppress(OSError):
+        family, *_, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)
+            return probe.getsockname()[0]
+    return ""

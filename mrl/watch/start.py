@@ -11,9 +11,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from mrl.config import Recipe
 from mrl.system import heartbeat
 from mrl.system.processes import children_without_usr1
+from mrl.system.rendezvous import listen_for
 from mrl.watch.collectives import noting_collectives
 from mrl.watch.monitor import DONE
 
@@ -89,8 +89,7 @@ def _meet(
     server, own = None, list(nodes).index(_node())
     said: list[Any] = [None]
     if dist.get_rank() == 0:
-        others = {host for host, *_ in nodes} - {socket.gethostname()}
-        server = undo.enter_context(_listen(os.environ.get("MASTER_ADDR", ""), others))
+        server = undo.enter_context(listen_for({host for host, *_ in nodes}))
         said = [(secrets.token_hex(32), server.getsockname()[:2])]
     dist.broadcast_object_list(said)
     token, (host, port) = said[0]
@@ -105,32 +104,6 @@ def _meet(
     known = dict.fromkeys((host, os.environ.get("MASTER_ADDR", ""), first))
     addresses = [[each, port] for each in known if each]
     return None, {"node": own - 1, "token": token, "addresses": addresses, "host": first}
-
-
-def _listen(address: str, others: Collection[str]) -> socket.socket:
-    """Listen where the `others`, hosts of other machines, reach rank 0: at the address by which they
-    have met it.
-
-    A host may know its own names as a loopback address only: then at the address by which it reaches
-    the others. Where there is none, they are told that they are not watched.
-    """
-    for host in (address, socket.gethostname(), *map(_address_towards, others), "127.0.0.1"):
-        with suppress(OSError, ValueError):
-            family, *_, where = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)[0]
-            if host == "127.0.0.1" or not (others and ip_address(where[0]).is_loopback):
-                return socket.create_server(where[:2], family=family)
-    raise OSError("the watchdog cannot listen at 127.0.0.1")
-
-
-def _address_towards(host: str) -> str:
-    """Return the address of this machine by which it reaches `host`, empty where it does not know that
-    name. Nothing is sent."""
-    with suppress(OSError):
-        family, *_, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)
-            return probe.getsockname()[0]
-    return ""
 
 
 def least_limits(recipe: Recipe) -> dict[str, float]:

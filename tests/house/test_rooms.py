@@ -43,10 +43,13 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.algorithms", "mrl.data", "mrl.environments", "mrl.exchange", "mrl.preflight"),
         *("mrl.rewards", "mrl.rollout", "mrl.run", "moe", "parallel"),
     },
+    "mrl.disaggregated": {
+        *("mrl.collect", "mrl.exchange", "mrl.preflight", "mrl.rollout", "mrl.run", "parallel"),
+    },
     "mrl.view": {"mrl.diagnosis", "mrl.run", "parallel"},
     "mrl.trainer": {
-        *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.diagnosis", "mrl.exchange"),
-        *("mrl.learn", "mrl.preflight", "mrl.run", "mrl.trackers", "parallel"),
+        *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.diagnosis", "mrl.disaggregated"),
+        *("mrl.exchange", "mrl.learn", "mrl.preflight", "mrl.run", "mrl.trackers", "parallel"),
     },
     "mrl.launch": {"mrl.run"},
     "mrl.watch": {"mrl.run"},
@@ -55,6 +58,7 @@ ROOMS: dict[str, set[str]] = {
     "mrl.commands": {
         *("mrl.algorithms", "mrl.data", "mrl.diagnosis", "mrl.drill", "mrl.learn"),
         *(
+            "mrl.disaggregated",
             "mrl.preflight",
             "mrl.rewards",
             "mrl.rollout",

@@ -108,28 +108,6 @@ def test_a_terminal_that_nobody_reads_does_not_keep_the_ranks_alive(
     assert (found.exit_code, found.phase) == (72, "train")
 
 
-def test_a_host_that_knows_itself_as_loopback_listens_where_others_reach_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with start._listen("127.0.0.1", []) as server:
-        assert server.getsockname()[0] == "127.0.0.1"
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    asked: list[str] = []
-
-    def towards(host: str) -> str:
-        asked.append(host)
-        return ""
-
-    monkeypatch.setattr(start, "_address_towards", towards)
-    with start._listen("localhost", ["node2"]) as server:  # the last resort
-        assert server.getsockname()[0] == "127.0.0.1"
-    assert asked == ["node2"]
-
-
-def test_the_address_towards_a_host() -> None:
-    assert start._address_towards("127.0.0.1") == "127.0.0.1"
-
-
 @pytest.mark.parametrize(
     ("code", "is_over", "is_said"), [(3, False, True), (3, True, False), (0, False, False)]
 )

@@ -1,0 +1,1 @@
+"""This room holds disaggregated runs: some ranks train, and others lead engines only."""

@@ -1,0 +1,338 @@
+"""This module is the trainer's side of a disaggregated run: a server on rank 0 that workers join.
+
+Each engine has a number and at most one worker at a time. A worker that dies or falls silent is lost:
+its supervisor starts another one, which joins under the same number, gets the weights, and does what is
+left of the engine's work. Threads read what workers say; the trainer's thread waits for it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from mrl.config.asynchronous import AsyncConfig
+from mrl.disaggregated.wire import Wire, WireClosed, is_token
+from mrl.disaggregated.work import Delivered, Result, Work
+from mrl.errors import EngineGone, InputError, RunFailed
+from mrl.system.heartbeat import beat
+from mrl.system.rendezvous import listen_for
+
+POLL_S = 0.5
+GOODBYE_S = 30.0
+"""How long workers may take to stop their engines at the end of a run."""
+_ERRORS: dict[str, type[Exception]] = {
+    "InputError": InputError,
+    "RunFailed": RunFailed,
+    "EngineGone": EngineGone,
+}
+"""Errors that end the run, by the name under which a worker reports them."""
+
+
+class Pair(NamedTuple):
+    """Names the two ends between which a version of the weights travels."""
+
+    engine: int
+    name: str
+    """Another one for each worker: the prefix under which both ends meet in the store."""
+
+
+class _Worker:
+    """What the server knows of a worker that has joined."""
+
+    def __init__(self, wire: Wire, pair: Pair) -> None:
+        self.wire, self.pair = wire, pair
+        self.has_started = False
+        self.can_receive = False
+        """Whether it has room for another version of the weights."""
+        self.sent = -1
+        """The newest version that was sent to it; -1 for none."""
+        self.progress = 0
+        self.is_lost = False
+
+
+class Server:
+    """Gives work to the workers and collects what they deliver. All methods are for one thread."""
+
+    def __init__(self, num_engines: int, config: AsyncConfig, hosts: Sequence[str]) -> None:
+        """Listen where `hosts`, the machines of the rollout ranks, reach this one."""
+        self._config, self._num_engines = config, num_engines
+        self._changed = threading.Condition()
+        self._workers: dict[int, _Worker] = {}
+        self._num_joined = 0
+        self._work: dict[int, Work] = {}
+        """What is not delivered, by its id, in the order in which it was assigned."""
+        self._results: dict[int, Result] = {}
+        self._done: set[int] = set()
+        self._losses: Counter[int] = Counter()
+        """Workers of an engine that were lost since it last delivered."""
+        self.num_lost = 0
+        self._failure: Exception | None = None
+        self._is_closed = False
+        self._next_id = 0
+        is_here = set(hosts) == {socket.gethostname()}
+        self._listener = socket.create_server(("127.0.0.1", 0)) if is_here else listen_for(hosts)
+        self.token = secrets.token_hex(32)
+        host, port = self._listener.getsockname()[:2]
+        self.address: tuple[str, int] = (host, port)
+        self.store, self.store_address = _open_store(host)
+        """The store in which pairs meet, which a late worker can reach, too."""
+        threading.Thread(target=self._accept, name="mrl-join", daemon=True).start()
+
+    def new_id(self) -> int:
+        """Return the id of another work."""
+        self._next_id += 1
+        return self._next_id
+
+    def assign(self, work: Work) -> None:
+        """Give a work to its engine, now or when a worker joins."""
+        with self._changed:
+            self._work[work.work_id] = work
+            self._results[work.work_id] = Result()
+            if worker := self._workers.get(work.engine):
+                self._tell(worker, *work.frame())
+
+    def wait_until_started(self, limit_s: float) -> None:
+        """Wait until every engine has a worker that is ready. Raises RunFailed past the limit."""
+        deadline = time.monotonic() + limit_s
+
+        def ready() -> bool:
+            started = [n for n, worker in self._workers.items() if worker.has_started]
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(self._num_engines)) - set(started))
+                raise RunFailed(
+                    f"the engines {missing} of the rollout ranks did not start within {limit_s:g} s; "
+                    "see the messages of their ranks, and logs/engine_*.log in the run's folder"
+                )
+            return len(started) == self._num_engines
+
+        self._wait(ready)
+
+    def wait_until_free(self, version: int) -> None:
+        """Wait until every worker has room for the weights `version`, or has them."""
+        self._wait(lambda: bool(self._takers(version)) or self._all_have(version))
+
+    def begin_update(self, version: int) -> list[Pair]:
+        """Tell the workers that lack the weights `version` to receive them; return their pairs.
+
+        Work for weights that a new worker never had goes to `version`.
+        """
+        with self._changed:
+            takers = self._takers(version)
+            for worker in takers:
+                if worker.sent < 0:
+                    self._move_work(worker, version)
+                worker.sent, worker.can_receive = version, False
+                self._tell(worker, {"type": "receive", "version": version})
+            return [worker.pair for worker in takers]
+
+    def _move_work(self, worker: _Worker, version: int) -> None:
+        for work_id, work in list(self._work.items()):
+            if work.engine == worker.pair.engine and work.version < version:
+                self._work[work_id] = work.by(version)
+        for work in self._work.values():
+            if work.engine == worker.pair.engine:
+                self._tell(worker, *work.frame())
+
+    def _takers(self, version: int) -> list[_Worker]:
+        """Return the workers that lack a version, where all of these can receive it."""
+        lacking = [w for w in self._workers.values() if w.sent < version]
+        joined = len(self._workers) == self._num_engines
+        return lacking if joined and all(w.can_receive for w in lacking) else []
+
+    def _all_have(self, version: int) -> bool:
+        joined = len(self._workers) == self._num_engines
+        return joined and all(worker.sent >= version for worker in self._workers.values())
+
+    def wait_for(self, work_ids: Sequence[int], version: int) -> bool:
+        """Wait until all of the works are delivered; return False where a worker lacks the weights
+        `version` before that."""
+
+        def over() -> bool:
+            return self._done.issuperset(work_ids) or bool(self._takers(version))
+
+        self._wait(over)
+        return self._done.issuperset(work_ids)
+
+    def take(self, work_id: int) -> Result:
+        """Return what was delivered for a work, and forget it."""
+        with self._changed:
+            self._done.remove(work_id)
+            return self._results.pop(work_id)
+
+    def peek(self, work_id: int) -> Result:
+        """Return what was delivered for a work."""
+        return self._results[work_id]
+
+    def put(self, delivered: Delivered) -> int:
+        """Take in what was delivered before a resume; return the id of its work."""
+        work_id = self.new_id()
+        with self._changed:
+            self._results[work_id] = Result({0: delivered})
+            self._done.add(work_id)
+        return work_id
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition, which is asked again whenever a worker has said something."""
+        progress = -1
+        with self._changed:
+            while True:
+                self._find_silent()
+                if self._failure is not None:
+                    raise self._failure
+                if condition():
+                    return
+                if (now := sum(worker.progress for worker in self._workers.values())) != progress:
+                    progress = now
+                    beat()
+                self._changed.wait(POLL_S)
+
+    def _find_silent(self) -> None:
+        for worker in list(self._workers.values()):
+            silent_s = time.monotonic() - worker.wire.heard
+            if silent_s > self._config.worker_timeout_s:
+                self._lose(worker, f"it gave no sign for {silent_s:.0f} s")
+
+    def _lose(self, worker: _Worker, why: str) -> None:
+        """Forget a worker; another one may join in its place."""
+        if worker.is_lost or self._is_closed:
+            return
+        worker.is_lost = True
+        worker.wire.close()
+        number = worker.pair.engine
+        if self._workers.get(number) is worker:
+            del self._workers[number]
+        self.num_lost += 1
+        self._losses[number] += 1
+        if self._losses[number] > self._config.max_worker_restarts and self._failure is None:
+            self._failure = EngineGone(
+                f"the worker of rollout engine {number} was lost {self._losses[number]} times without "
+                f"a finished batch between, more than async.max_worker_restarts="
+                f"{self._config.max_worker_restarts}; the last time {why}"
+            )
+        self._changed.notify_all()
+
+    def _tell(self, worker: _Worker, message: dict[str, Any], body: bytes = b"") -> None:
+        try:
+            worker.wire.send(message, body)
+        except WireClosed as error:
+            self._lose(worker, str(error))
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # the server was closed
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Read what one worker says until it leaves."""
+        wire, worker = Wire(connection, is_trusted=False), None
+        try:
+            worker = self._join(wire)
+            while worker is not None:
+                message, body = wire.receive()
+                with self._changed:
+                    self._heed(worker, message, body)
+                    self._changed.notify_all()
+        except WireClosed as error:
+            why = str(error)
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"it sent a message that is none: {type(error).__name__}: {error}"
+        else:
+            why = ""
+        wire.close()
+        if worker is not None:
+            with self._changed:
+                self._lose(worker, why)
+
+    def _join(self, wire: Wire) -> _Worker | None:
+        """Return the worker behind a connection; None for a stranger."""
+        hello, _ = wire.receive()
+        number = hello.get("engine")
+        if not is_token(hello.get("token"), self.token) or self._is_closed:
+            return None
+        if not isinstance(number, int) or not 0 <= number < self._num_engines:
+            return None
+        wire.trust()
+        with self._changed:
+            if (former := self._workers.get(number)) is not None:
+                self._lose(former, "another one took its place")
+            self._num_joined += 1
+            worker = _Worker(wire, Pair(number, f"pair_{number}_{self._num_joined}"))
+            self._workers[number] = worker
+            self._tell(
+                worker, {"type": "welcome", "pair": worker.pair.name, "store": self.store_address}
+            )
+        return worker
+
+    def _heed(self, worker: _Worker, message: dict[str, Any], body: bytes) -> None:
+        kind = message["type"]
+        if kind == "pulse":
+            worker.progress = int(message["progress"])
+        elif kind == "started":
+            worker.has_started = worker.can_receive = True
+        elif kind == "free":
+            worker.can_receive = True
+        elif kind == "part":
+            if (result := self._results.get(int(message["work_id"]))) is not None:
+                result.parts[int(message["part"])] = Delivered.of_frame(message, body)
+        elif kind == "done":
+            self._finish(worker, int(message["work_id"]), message["metrics"])
+        elif kind == "failed":
+            error = _ERRORS.get(message["error"], RunFailed)
+            self._failure = error(f"rollout engine {worker.pair.engine}: {message['text']}")
+        else:
+            raise ValueError(f"of type {kind!r}")
+
+    def _finish(self, worker: _Worker, work_id: int, metrics: dict[str, float]) -> None:
+        if self._work.pop(work_id, None) is not None:
+            self._results[work_id].metrics = {str(k): float(v) for k, v in metrics.items()}
+            self._done.add(work_id)
+            self._losses[worker.pair.engine] = 0
+
+    def close(self) -> None:
+        """Send the workers home and wait until their engines have stopped. Harmless when repeated."""
+        if self._is_closed:
+            return
+        with self._changed:
+            self._is_closed = True
+            workers = list(self._workers.values())
+            for worker in workers:
+                with suppress(WireClosed):
+                    worker.wire.send({"type": "stop"})
+        self._listener.close()
+        deadline = time.monotonic() + GOODBYE_S
+        for worker in workers:
+            while not worker.wire.is_closed and time.monotonic() < deadline:
+                time.sleep(0.05)
+            worker.wire.close()
+
+
+def _open_store(host: str) -> tuple[dist.Store, tuple[str, int]]:
+    """Return a store that listens at `host`, and its address. torch's own socket would listen on every
+    interface."""
+    listener = socket.create_server((host, 0), family=_family(host))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(minutes=10),
+        master_listen_fd=listener.detach(),
+    )
+    return store, (host, port)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

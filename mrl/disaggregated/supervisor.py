@@ -1,0 +1,124 @@
+"""This module is what a rollout rank does under its launcher: it keeps a worker running.
+
+A launcher ends a job where one of its ranks dies. The engine and all that may fail with it are in a
+worker, which the supervisor starts again; the trainer knows its workers by their connections alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from mrl.config import Recipe
+from mrl.errors import ExitCode
+from mrl.preflight.roles import Roles
+from mrl.run import console
+from mrl.system.processes import children_without_usr1
+
+PREFIX = "mrl_rollout"
+ADDRESS, HOST = "address", "host"
+"""Keys of the launcher's store: where the server listens, and the machine of each rollout rank."""
+ENDED_S = 60.0
+"""How long a launcher may take to end its ranks after one of them has failed."""
+_HEEDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def supervise(
+    recipe: Recipe, roles: Roles, rank: int, store: dist.Store, allowed: Sequence[str]
+) -> int:
+    """Run the part of a rollout rank until the trainer says that the run is over; return the exit code.
+
+    Only the first rank of an engine has a worker; the others hold a place, and a GPU, for the engine.
+    Signals that ask for a save concern the trainers, who then end the run.
+    """
+    told: list[int] = []
+    for number in _HEEDED:
+        signal.signal(number, lambda number, frame: told.append(number))
+    place = rank - roles.num_trainers
+    meeting = dist.PrefixStore(PREFIX, store)
+    meeting.set(f"{HOST}_{place}", socket.gethostname())
+    engine, part = divmod(place, recipe.rollout.tensor_parallel_size)
+    meeting.set_timeout(timedelta(seconds=recipe.longest_wait_s))
+    address = json.loads(meeting.get(ADDRESS))
+    settings = {
+        **address,
+        "engine": engine,
+        "world": roles.world,
+        "allowed": list(allowed),
+        "parent": os.getpid(),
+        "recipe": recipe.model_dump(mode="json"),
+    }
+    while True:
+        if part:
+            code = _wait_for_the_trainer(address["server"])
+        else:
+            code = _run_worker(settings, recipe.asynchronous.worker_timeout_s)
+        if code in (ExitCode.DONE, ExitCode.BAD_INPUT):
+            return code
+        if not _answers(address["server"]):
+            _wait_for_the_launcher(told)
+            return ExitCode.LOST_RANK
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        console.warning(f"rollout rank {rank}: its worker {how}; starting another one")
+
+
+def _run_worker(settings: dict[str, Any], timeout_s: float) -> int:
+    """Run a worker and return its exit code; it is killed where it falls silent for `timeout_s`."""
+    reader, writer = os.pipe()
+    with children_without_usr1():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mrl.disaggregated.worker"],
+            stdin=subprocess.PIPE,
+            pass_fds=(writer,),
+        )
+    os.close(writer)
+    try:
+        with suppress(BrokenPipeError):
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({**settings, "pulse": writer}).encode())
+            process.stdin.close()
+        while select.select([reader], [], [], timeout_s)[0]:
+            if not os.read(reader, 4096):
+                break
+        else:
+            console.warning(
+                f"rollout engine {settings['engine']}: its worker gave no sign for {timeout_s:g} s"
+            )
+            process.kill()
+        return process.wait()
+    finally:
+        os.close(reader)
+
+
+def _wait_for_the_trainer(address: Sequence[Any]) -> int:
+    """Wait until the server has closed its connections."""
+    with suppress(OSError), socket.create_connection((address[0], address[1]), 60.0) as connection:
+        connection.settimeout(None)
+        connection.recv(1)
+    return ExitCode.DONE
+
+
+def _wait_for_the_launcher(told: Sequence[int]) -> None:
+    """Let the launcher end this rank: the rank that has failed is the one to report."""
+    deadline = time.monotonic() + ENDED_S
+    while signal.SIGTERM not in told and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _answers(address: Sequence[Any]) -> bool:
+    with suppress(OSError):
+        socket.create_connection((address[0], address[1]), 5.0).close()
+        return True
+    return False

@@ -1,0 +1,299 @@
+"""This module is the process behind a rollout rank: `python -m mrl.disaggregated.worker`.
+
+It leads one engine, which is always awake, and scores what the engine generates. Weights come into a
+copy in the host's memory while the engine generates, and are loaded between two works. It imports no
+Megatron. Settings come as one JSON object on stdin, as the run's token may be in no command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from mrl.collect.canary import check_canaries, default_tolerance
+from mrl.collect.engine_nodes import make_engine
+from mrl.collect.evaluation import EvalTasks
+from mrl.collect.scoring import Scoring
+from mrl.collect.task import Task, make_step_task
+from mrl.config.load import recipe_of
+from mrl.disaggregated.staging import Staging
+from mrl.disaggregated.weights import WeightReceiver
+from mrl.disaggregated.wire import Wire, WireClosed
+from mrl.disaggregated.work import Delivered, Work
+from mrl.errors import EngineGone, ExitCode, InputError, RunFailed
+from mrl.preflight import Plan, check
+from mrl.rollout.base import EngineLost, RolloutEngine
+from mrl.run import console
+from mrl.run.folder import RunFolder
+from mrl.system.heartbeat import close_page, num_beats, open_page
+from mrl.system.processes import die_with_parent
+from parallel.implementation import choose_dtype
+from parallel.mesh import local_device
+
+PULSE_S = 1.0
+JOIN_S = 60.0
+
+
+@dataclass
+class _Measured:
+    """Adds up what one work cost beside its generation."""
+
+    restarts: int = 0
+    recovery_s: float = 0.0
+    verify_s: float = 0.0
+    canary: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "rollout/engine_restarts": float(self.restarts),
+            "time/recovery_s": self.recovery_s,
+            "time/verify_s": self.verify_s,
+            "rollout/canary_abs_mean": self.canary,
+        }
+
+
+@dataclass(frozen=True)
+class _Event:
+    """Is something that the main thread heeds: a message of the trainer, or weights that have come."""
+
+    message: dict[str, Any] = field(default_factory=dict)
+    body: bytes = b""
+    staging: Staging | None = None
+    error: Exception | None = None
+
+
+class Worker:
+    """Does the work of one engine until the trainer says that the run is over."""
+
+    def __init__(self, plan: Plan, settings: dict[str, Any]) -> None:
+        recipe = plan.recipe
+        self.plan, self._number = plan, int(settings["engine"])
+        self._supervisor = int(settings["pulse"])
+        """The end of a pipe whose other end sees that this process lives."""
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._work: dict[int, Work] = {}
+        self._version: int | None = None
+        """The weights that the engine holds for work; None before the first that the trainer sent."""
+        self._staged: list[Staging] = []
+        """Versions in the host's memory that are not loaded, the oldest first."""
+        self._held: Staging | None = None
+        """The version that is loaded: another engine needs it, should this one be lost."""
+        tp, num = recipe.rollout.tensor_parallel_size, max(1, recipe.asynchronous.max_staleness)
+        self._free = [Staging(tp) for _ in range(num)]
+        self._measured = _Measured()
+        self._undo = ExitStack()
+        folder = RunFolder(recipe.output_dir)
+        rank = self._number * recipe.rollout.tensor_parallel_size
+        nodes = make_engine(plan, rank, local_device(), folder, lambda said: [said])
+        assert nodes.engine is not None
+        self._engine: RolloutEngine = nodes.engine
+        self._undo.callback(self._engine.stop)
+        self._scoring = Scoring(recipe, plan.tokenizer)
+        self._undo.callback(self._scoring.close)
+        self._evaluations = EvalTasks(plan, self._number)
+        self._undo.callback(self._evaluations.close)
+        dtypes = recipe.model.dtype, recipe.rollout.engine_dtype(recipe.model)
+        self._tolerance = recipe.rollout.canary_tolerance or default_tolerance(
+            *map(choose_dtype, dtypes)
+        )
+        address = tuple(settings["server"])
+        self._wire = Wire(socket.create_connection(address, JOIN_S))
+        self._undo.callback(self._wire.close)
+        self._wire.send({"type": "hello", "token": settings["token"], "engine": self._number})
+        welcome, _ = self._wire.receive()
+        self._receiver = WeightReceiver(
+            tuple(welcome["store"]), welcome["pair"], recipe.asynchronous.worker_timeout_s
+        )
+        self._undo.callback(self._receiver.close)
+
+    def run(self) -> None:
+        """Work until the trainer says that the run is over. Raises WireClosed where it is gone."""
+        with self._undo:
+            for name, target in (("mrl-wire", self._read), ("mrl-pulse", self._pulse)):
+                threading.Thread(target=target, name=name, daemon=True).start()
+            try:
+                self._engine.start()
+                self._wire.send({"type": "started"})
+                self._heed_events()
+            except (InputError, RunFailed) as error:
+                kind = "EngineGone" if isinstance(error, EngineGone) else type(error).__name__
+                self._wire.send({"type": "failed", "error": kind, "text": str(error)})
+                raise
+
+    def _heed_events(self) -> None:
+        while True:
+            event = self._events.get()
+            if event.error is not None:
+                raise event.error
+            if event.staging is not None:
+                self._staged.append(event.staging)
+            kind = event.message.get("type")
+            if kind == "stop":
+                return
+            if kind == "work":
+                work = Work.of_frame(event.message, event.body)
+                self._work[work.work_id] = work  # again, where it is for other weights now
+            elif kind == "receive":
+                self._receive(int(event.message["version"]))
+            while self._advance():
+                pass
+
+    def _advance(self) -> bool:
+        """Do the next work, or load the next weights; return whether there was any to do."""
+        work = next(iter(self._work.values()), None)
+        if work is not None and work.version == self._version:
+            self._do(work)
+            del self._work[work.work_id]
+            return True
+        if self._version is None or work is None or work.version > self._version:
+            self._release()
+            if self._staged:
+                self._held = self._staged.pop(0)
+                self._load(self._held)
+                self._version = self._held.version
+                return True
+        return False
+
+    def _release(self) -> None:
+        """Make room for another version where no work is left for the loaded one, which stays until
+        another one comes."""
+        if self._held is not None and self._held not in self._free:
+            self._free.append(self._held)
+            if len(self._free) == 1:
+                self._wire.send({"type": "free"})
+
+    def _load(self, staging: Staging) -> None:
+        """Bring the engine to staged weights, and prove that it runs the trainer's model."""
+        assert staging.version is not None
+        while True:
+            try:
+                report = self._engine.update_weights(staging.buckets(), staging.version)
+                begin = time.perf_counter()
+                if canaries := staging.canaries:
+                    found = check_canaries(
+                        self._engine, canaries.sequences, canaries.logprobs, self._tolerance
+                    )
+                    self._measured.canary = max(self._measured.canary, found)
+                self._measured.verify_s += report.digest_s + time.perf_counter() - begin
+                return
+            except EngineLost as error:
+                self._start_another(error)
+
+    def _do(self, work: Work) -> None:
+        """Generate and score a work, and deliver it."""
+        tasks = self._tasks(work)
+        while remaining := [task for task in tasks if not task.is_over]:
+            try:
+                for task in remaining:
+                    task.run(self._engine)
+            except EngineLost as error:
+                self._start_another(error)
+                assert self._held is not None
+                self._load(self._held)
+        for part, task in enumerate(tasks):
+            groups, num_failed = task.finish()
+            partial = task.partial if work.kind == "batch" else []
+            self._wire.send(*Delivered(groups, num_failed, partial).frame(work.work_id, part))
+        metrics = self._measured.metrics()
+        self._measured = _Measured()
+        self._wire.send({"type": "done", "work_id": work.work_id, "metrics": metrics})
+
+    def _tasks(self, work: Work) -> list[Task]:
+        if work.kind == "evaluation":
+            return self._evaluations.begin()
+        return [make_step_task(self.plan, self._scoring, work.started, work.num_wanted)]
+
+    def _start_another(self, error: EngineLost) -> None:
+        """Start an engine in the place of a lost one. Raises EngineGone after too many."""
+        most = self.plan.recipe.rollout.max_restarts
+        begin = time.perf_counter()
+        while True:
+            self._measured.restarts += 1
+            if self._measured.restarts > most:
+                raise EngineGone(
+                    f"{self._measured.restarts} engines were lost in one batch, more than "
+                    f"rollout.max_restarts={most}; {error}"
+                ) from None
+            console.warning(f"{error}")
+            console.warning(f"rollout engine {self._number}: starting another one")
+            try:
+                self._engine.start()
+                break
+            except InputError:
+                raise
+            except RuntimeError as again:
+                error = again if isinstance(again, EngineLost) else EngineLost(str(again))
+        self._measured.recovery_s += time.perf_counter() - begin
+
+    def _receive(self, version: int) -> None:
+        """Receive a version in a thread, while the engine works."""
+        staging = self._free.pop(0)
+        if self._free:
+            self._wire.send({"type": "free"})
+
+        def receive() -> None:
+            try:
+                self._receiver.receive(staging, version)
+            except Exception as error:  # the main thread raises it
+                self._events.put(_Event(error=error))
+            else:
+                self._events.put(_Event(staging=staging))
+
+        threading.Thread(target=receive, name="mrl-weights", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._events.put(_Event(*self._wire.receive()))
+        except WireClosed as error:
+            self._events.put(_Event(error=error))
+
+    def _pulse(self) -> None:
+        """Say that this process lives, and whether it makes progress."""
+        with suppress(WireClosed, OSError):
+            while True:
+                os.write(self._supervisor, b".")
+                self._wire.send({"type": "pulse", "progress": num_beats()})
+                time.sleep(PULSE_S)
+
+
+def main() -> None:
+    """Work for the trainer; exit with 0 when the run is over."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the trainer saves, and ends this run
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    settings = json.loads(sys.stdin.buffer.read())
+    die_with_parent(int(settings["parent"]))
+    open_page()
+    try:
+        recipe = recipe_of(settings["recipe"], [], "recipe")
+        plan = check(recipe, int(settings["world"]), allowed=settings["allowed"])
+        Worker(plan, settings).run()
+    except WireClosed as error:
+        print(f"mrl: rollout engine {settings['engine']}: {error}", file=sys.stderr)
+        sys.exit(ExitCode.LOST_RANK)
+    except InputError as error:
+        print(f"mrl: rollout engine {settings['engine']}: {error}", file=sys.stderr)
+        sys.exit(ExitCode.BAD_INPUT)
+    except RunFailed as error:  # the trainer reports it
+        sys.exit(error.exit_code)
+    except Exception as error:
+        traceback.print_exception(error)
+        sys.exit(ExitCode.UNFORESEEN)
+    finally:
+        close_page()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
