@@ -43,6 +43,9 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.algorithms", "mrl.data", "mrl.environments", "mrl.exchange", "mrl.preflight"),
         *("mrl.rewards", "mrl.rollout", "mrl.run", "moe", "parallel"),
     },
+    "mrl.disaggregated": {
+        *("mrl.collect", "mrl.data", "mrl.exchange", "mrl.rollout", "mrl.run"),
+    },
     "mrl.view": {"mrl.diagnosis", "mrl.run", "parallel"},
     "mrl.trainer": {
         *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.diagnosis", "mrl.exchange"),
