@@ -1,0 +1,172 @@
+"""Random jobs hold the ledger to its promises: see `World.check` and the methods of `World`."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.disaggregated.world import LIMIT_S, Recipe, World
+
+RECIPES = st.builds(
+    Recipe,
+    prompts_per_step=st.integers(1, 3),
+    max_staleness=st.integers(0, 3),
+    max_in_flight=st.integers(1, 9),
+    at_bound=st.sampled_from(["wait", "wait", "drop"]),
+)
+WORKERS = st.integers(0, 2)
+PLACES = st.integers(0, 10**6)
+
+
+class Jobs(RuleBasedStateMachine):
+    world: World
+
+    @initialize(recipe=RECIPES)
+    def begin(self, recipe):
+        self.world = World(recipe)
+        self.world.join(0)
+
+    @rule(number=WORKERS)
+    def join(self, number):
+        self.world.join(number)
+
+    @rule(number=WORKERS)
+    def lose(self, number):
+        self.world.lose(number)
+
+    @rule(seconds=st.floats(0, 2 * LIMIT_S))
+    def time_passes(self, seconds):
+        self.world.now += seconds
+
+    @rule()
+    def expire(self):
+        self.world.expire()
+
+    @precondition(lambda self: self.world.workers)
+    @rule(place=PLACES)
+    def heartbeat(self, place):
+        self.world.heartbeat(self._worker(place))
+
+    @precondition(lambda self: self.world.workers)
+    @rule(place=PLACES)
+    def push(self, place):
+        self.world.push(self._worker(place))
+
+    @rule(count=st.integers(0, 6))
+    def draw(self, count):
+        self.world.draw(count)
+
+    @precondition(lambda self: self.world.workers)
+    @rule(place=PLACES, most=st.integers(1, 8), starts_late=st.booleans(), draws=st.booleans())
+    def lease(self, place, most, starts_late, draws):
+        number = self._worker(place)
+        if draws:
+            version = self.world.workers[number].version
+            self.world.draw(self.world.ledger.num_to_draw(version, most))
+        self.world.lease(number, most, starts_late=starts_late)
+
+    @precondition(lambda self: self._busy())
+    @rule(place=PLACES)
+    def report(self, place):
+        self.world.report(*self._work(place))
+
+    @precondition(lambda self: self._busy())
+    @rule(place=PLACES)
+    def finish(self, place):
+        self.world.finish(*self._work(place))
+
+    @precondition(lambda self: self._busy())
+    @rule(place=PLACES)
+    def finish_another(self, place):
+        self.world.finish(*self._work(place))
+
+    @precondition(lambda self: self._busy())
+    @rule(place=PLACES)
+    def give_back(self, place):
+        self.world.give_back(*self._work(place))
+
+    @precondition(lambda self: self._busy())
+    @rule(place=PLACES)
+    def drop(self, place):
+        self.world.drop(*self._work(place))
+
+    @precondition(lambda self: self.world.ended)
+    @rule(place=PLACES)
+    def finish_ended(self, place):
+        self.world.finish_ended(place % len(self.world.ended))
+
+    @precondition(lambda self: not self.world.is_training)
+    @rule(updates=st.booleans())
+    def take(self, updates):
+        if self.world.take() and updates:
+            self.world.update()
+
+    @precondition(lambda self: self.world.is_training)
+    @rule()
+    def update(self):
+        self.world.update()
+
+    @precondition(lambda self: not self.world.is_training)
+    @rule()
+    def save(self):
+        self.world.save()
+
+    @precondition(lambda self: self.world.saved)
+    @rule(place=PLACES, keep_partials=st.booleans())
+    def load(self, place, keep_partials):
+        self.world.load(place % len(self.world.saved), keep_partials=keep_partials)
+
+    @invariant()
+    def holds(self):
+        if hasattr(self, "world"):
+            self.world.check()
+
+    @rule(all_die=st.booleans())
+    def goes_on(self, all_die):
+        self.world.check_goes_on(all_die=all_die)
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.check_goes_on(all_die=False)
+            self.world.check_goes_on(all_die=True)
+
+    def _worker(self, place):
+        numbers = sorted(self.world.workers)
+        return numbers[place % len(numbers)]
+
+    def _busy(self):
+        return [(n, i) for n, w in self.world.workers.items() for i in range(len(w.work))]
+
+    def _work(self, place):
+        busy = self._busy()
+        return busy[place % len(busy)]
+
+
+class JobsWithNewRecipes(Jobs):
+    """A run may be resumed with another bound, batch size or policy."""
+
+    @precondition(lambda self: self.world.saved)
+    @rule(place=PLACES, recipe=RECIPES)
+    def load_with_a_new_recipe(self, place, recipe):
+        place %= len(self.world.saved)
+        self.world.load(place, keep_partials=True, recipe=recipe)
+
+
+def run(machine, max_examples, num_steps):
+    case = machine.TestCase
+    case.settings = settings(max_examples=max_examples, stateful_step_count=num_steps)
+    case().runTest()
+
+
+def test_random_jobs():
+    run(Jobs, 60, 50)
+
+
+def test_random_jobs_that_change_their_recipe():
+    run(JobsWithNewRecipes, 30, 40)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("machine", [Jobs, JobsWithNewRecipes])
+def test_many_random_jobs(machine):
+    run(machine, 500, 80)
