@@ -59,6 +59,11 @@ def run(args: argparse.Namespace) -> None:
     if args.list:
         _list(recipe)
         return
+    if recipe.rollout.placement == "disaggregated":
+        raise InputError(
+            "rollout.placement is disaggregated, and drills strike colocated runs only; give "
+            "rollout.placement=colocated rollout.num_ranks=null to try the rest of the recipe"
+        )
     num_steps = args.steps or NUM_STEPS
     if num_steps <= FEWEST_LEFT:
         raise InputError(f"--steps: got {num_steps}, expected more than {FEWEST_LEFT}")

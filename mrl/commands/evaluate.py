@@ -62,8 +62,9 @@ def evaluate_recipe(
             "data/test.jsonl, samples_per_prompt: 8}]"
         )
     from mrl.preflight import check
+    from mrl.preflight.roles import as_colocated
 
-    plan = check(recipe, world, allowed=None)  # the run is not changed
+    plan = check(as_colocated(recipe), world, allowed=None)  # the run is not changed
     folder = RunFolder(plan.recipe.output_dir)
     if step is not None and not (folder.checkpoints / f"iter_{step:07d}").is_dir():
         raise InputError(f"step {step}: {folder.checkpoints} has no checkpoint of that step")

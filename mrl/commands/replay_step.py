@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mrl.algorithms import load_algorithm, traits
 from mrl.config import Recipe, load_recipe
 from mrl.errors import InputError
+from mrl.preflight.roles import as_colocated
 from mrl.run.compare import MACHINE, Pair, differences, open_run
 from mrl.run.folder import RunFolder, saved_step
 from mrl.run.json_lines import finite_or_null
@@ -113,7 +114,7 @@ def replay_recipe(source: Source, output: Path) -> Recipe:
     would be one that the run may not have had, and the mismatch is measured on it.
     """
     run = source.run
-    recipe = load_run(run.root, config=run.history.config_at(source.step))
+    recipe = as_colocated(load_run(run.root, config=run.history.config_at(source.step)))
     tree = recipe.model_dump()
     tree["output_dir"] = str(output)
     tree["train"]["num_steps"] = max(recipe.train.num_steps, source.step + 1)

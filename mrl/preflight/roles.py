@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.config import Recipe, RolloutConfig
+from mrl.config.asynchronous import AsyncConfig
 from mrl.errors import InputError
 
 PLACEMENT = "rollout.placement"
@@ -76,6 +77,12 @@ def roles_of(recipe: Recipe, world: int) -> Roles:
             f"{rollout.num_ranks} of them; start at least {rollout.num_ranks + 1}, so that one trains"
         )
     return Roles(world - rollout.num_ranks, rollout.num_ranks)
+
+
+def as_colocated(recipe: Recipe) -> Recipe:
+    """Return the recipe for commands that run the engines on the ranks of the trainer."""
+    rollout = recipe.rollout.model_copy(update={"placement": "colocated", "num_ranks": None})
+    return recipe.model_copy(update={"rollout": rollout, "asynchronous": AsyncConfig()})
 
 
 def _ranks(start: int, end: int) -> str:
