@@ -179,7 +179,7 @@ class Flights:
             self._changed.notify_all()
 
     def flights(self) -> list[Flight]:
-        """The flights of all open calls."""
+        """Return the flights of all open calls."""
         with self._changed:
             return [opened.flight for opened in self._open]
 

@@ -1,4 +1,4 @@
-"""Which weights made each token of a completion, and which chose each row of its routes.
+"""This module says which weights made each token of a completion and chose each row of its routes.
 
 P tokens of a request, C tokens of its completion, T = P + C. Row r was computed together with token
 r + 1 for r >= P - 1; the other rows, of the prompt, when it was read or the prefix cache was filled.

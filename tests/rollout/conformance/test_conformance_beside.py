@@ -228,7 +228,7 @@ def test_requests_that_wait_through_an_update_read_no_older_prefix(
 
 @pytest.mark.parametrize("planted", ["marked", "refused"])
 def test_a_stale_prefix_does_not_pass_for_new_weights(engine, new_weights, monkeypatch, planted):
-    """Without keys the cache gives a new request what older weights computed."""
+    """The cache gives a new request what older weights computed, since there are no keys."""
     running = engine.generate(
         make_call("a", 1), beside_others=True, stale_prefixes=planted == "marked"
     )
