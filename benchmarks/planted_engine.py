@@ -97,9 +97,7 @@ class Engine(sglang.Engine):
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
         return tensor + fault.size * float(tensor.norm() / noise.norm()) * noise
 
-    def generate(
-        self, requests: Sequence[Request], *, reuse_cache: bool = False
-    ) -> Iterator[Completion]:
+    def generate(self, requests: Sequence[Request], **options: Any) -> Iterator[Completion]:
         fault = self.fault
         if isinstance(fault, OtherTemperature):
             requests = [
@@ -108,7 +106,7 @@ class Engine(sglang.Engine):
                 )
                 for r in requests
             ]
-        for completion in super().generate(requests, reuse_cache=reuse_cache):
+        for completion in super().generate(requests, **options):
             yield _shifted(completion, fault) if isinstance(fault, ShiftedRoutes) else completion
 
 

@@ -72,7 +72,10 @@ class _Hang:
                 target, number = self._at_the_moment, self._call
                 threading.Thread(target=target, args=(number,), daemon=True).start()
             try:
-                return function(*args, **options)
+                result = function(*args, **options)
+                if self.trial.phase == "start":  # which comes once, and may be short
+                    self._hang()
+                return result
             finally:
                 with self._lock:
                     self._call = -1

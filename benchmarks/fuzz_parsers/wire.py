@@ -33,7 +33,7 @@ ANSWER = {
     },
 }  # fmt: skip
 CALL: dict[str, Any] = {"prompts": ["a", "b"], "completions": ["c", "d"], "columns": {"n": [1, 2]}}
-EXPECTED = Expected((1,), 1, RouteShape(2, (1, 2), 4, 2), retracted=False)
+EXPECTED = Expected((1,), (1,), RouteShape(2, (1, 2), 4, 2), retracted=False)
 REQUEST = Request("r", torch.tensor([1, 2]), 0, SamplingParams(8))
 
 

@@ -12,16 +12,16 @@ engine that asks in place of the trainer's: what an old engine may start is what
 
 and d = s + n is AReaL's inequality: accepted + running <= (n + s + 1) * B, accepted = s * B + queue.
 By (1) the steps can train on every group in time if each takes the groups that are due first (Hall's
-theorem). A step waits (`at_bound: wait`) while it could only leave so many groups for later that (1)
-would fail for s + 1 and a leased one might be late. So no finished group is ever too old, however long
-it takes. Nor can a deadlock arise: where nothing is leased, the B groups that are due first keep (1)
-for s + 1; and where fewer than B are in flight, an engine with the newest version has capacity.
+theorem). A step waits (`at_bound: wait`) while more groups are leased than the steps after it could
+train on in time. So no finished group is ever too old, however long it takes. Nor can a deadlock arise:
+where nothing is leased no step waits, and where fewer than B groups are in flight an engine with the
+newest version has capacity.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -52,17 +52,13 @@ class Bound:
             rooms.append((each - step + 1) * self.prompts_per_step - total)
         return max(0, min(rooms))
 
-    def makes_late(self, step: int, leased: Sequence[int], rest: Iterable[int]) -> bool:
-        """Whether a leased group may be late if `step` leaves the finished groups `rest` for later.
+    def makes_late(self, step: int, leased: Iterable[int]) -> bool:
+        """Whether a leased group may be late if `step` trains on finished groups only.
 
-        `leased` and `rest` are oldest versions. Finished groups that are late already, because a recipe
-        was changed, are no reason to wait.
+        `leased` are oldest versions. Finished groups need no look: `step` takes those that are due
+        first, so where it leaves one for later its whole batch was due as early.
         """
-        if not leased:
-            return False
-        counts = Counter(self.due(each) for each in [*leased, *rest])
+        dues = sorted(self.due(each) for each in leased)
         return any(
-            sum(count for due, count in counts.items() if due <= last)
-            > (last - step) * self.prompts_per_step
-            for last in range(self.due(min(leased)), self.due(step) + 1)
+            count > (due - step) * self.prompts_per_step for count, due in enumerate(dues, start=1)
         )

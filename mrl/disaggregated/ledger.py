@@ -228,16 +228,12 @@ class Ledger:
         return sorted(batch, key=lambda group: group.item_id)
 
     def _batch(self) -> list[Finished] | None:
+        leased = [lease.oldest for lease in self._leases.values()]
+        if self._at_bound == "wait" and self._bound.makes_late(self.step, leased):
+            return None
         size = self._bound.prompts_per_step
         ready = sorted(self._finished.values(), key=lambda group: (group.oldest, group.item_id))
-        if len(ready) < size:
-            return None
-        leased, rest = [lease.oldest for lease in self._leases.values()], ready[size:]
-        if self._at_bound == "wait" and self._bound.makes_late(
-            self.step, leased, [group.oldest for group in rest]
-        ):
-            return None
-        return ready[:size]
+        return ready[:size] if len(ready) >= size else None
 
     def _room(self, oldest: int) -> int:
         in_flight = [*self._leases.values(), *self._finished.values()]

@@ -143,8 +143,13 @@ class RolloutEngine(Protocol):
     """A file of mrl/rollout/ offers one as `Engine`, or as a function `build_engine`.
 
     The constructor's keywords are those of `mrl.rollout.sglang.engine.Engine`. All methods block,
-    and all may raise EngineLost. abort(), pause() and resume() may be called from another thread,
-    or between two completions of generate(); nothing else may.
+    and all may raise EngineLost.
+
+    Threads: one thread controls the engine and calls everything but generate() and abort(), which may
+    be called from any thread, also between two completions. Several calls of generate() may be open at
+    once where all of them say `beside_others`; each iterator belongs to one thread at a time. pause(),
+    update_weights() and resume() act on all open calls; sleep(), sequence_logprobs() and
+    start_profile() are refused while one is open.
     """
 
     def start(self, address: str = "", meanwhile: Callable[[], None] | None = None) -> None:
@@ -189,11 +194,12 @@ class RolloutEngine(Protocol):
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> SyncReport:
         """Load a whole model, bucket by bucket, and prove that the engine holds what was sent.
 
-        Needs WEIGHTS awake. Names are Hugging Face's; the last bucket says so (`is_last`). Raises
-        ValueError where a bucket carries another version, or a weight is missing, unknown, repeated or
-        of another shape, and RuntimeError where the engine refuses a bucket, or holds other weights
-        in the end than were sent. After an error the weights are a mixture: generate() is refused until
-        an update succeeds.
+        Needs WEIGHTS awake, and pause() where a call of generate() is open; calls that begin meanwhile
+        wait for the end. Names are Hugging Face's; the last bucket says so (`is_last`). Raises
+        ValueError where a bucket carries another version, a weight is missing, unknown, repeated or of
+        another shape, or a paused engine has had `version` before, and RuntimeError where the engine
+        refuses a bucket, or holds other weights in the end than were sent. After an error the weights
+        are a mixture: generate() is refused until an update succeeds.
         """
         ...
 
@@ -207,13 +213,26 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(
-        self, requests: Sequence[Request], *, reuse_cache: bool = False
+        self,
+        requests: Sequence[Request],
+        *,
+        reuse_cache: bool = False,
+        beside_others: bool = False,
+        stale_prefixes: bool = False,
     ) -> Iterator[Completion]:
         """Yield completions in the order in which they finish, each exactly once.
 
         Needs every tag awake. All requests reach the engine at once and in order, so that on a CPU
         the completions are the same bits whenever the same requests are made; `reuse_cache` keeps the
-        prefix cache of the call before, for turns of a conversation. Leaving the iterator early aborts
+        prefix cache of the call before, for turns of a conversation.
+
+        `beside_others` allows other such calls at the same time; their request ids must differ. The
+        engine batches what is there, so the last bits depend on what else runs, and the prefix cache is
+        kept. A request then reads only what its own weights have cached: SGLang's `extra_key` is the
+        weight version. With `stale_prefixes` it reads what any weights have cached. Such a call waits
+        while the engine is paused or its weights change.
+
+        Leaving the iterator early aborts
         what is left. Raises ValueError, before anything is sent, for a request that is
         empty, has another's id, or is too long for the context; RuntimeError where the engine answers
         with other weights than it should have, with a length that does not fit, or with NaN; EngineLost
@@ -228,11 +247,21 @@ class RolloutEngine(Protocol):
         ...
 
     def pause(self, mode: PauseMode = "in_place") -> None:
-        """Stop generating in mid-flight, so that update_weights() may follow.
+        """Stop generating in mid-flight, so that update_weights() may follow; calls of generate() that
+        begin meanwhile wait for resume().
 
-        `in_place` keeps the KV cache of running requests. `retract` gives it back, and resume() goes
-        on from what the prefix cache has kept and computes the rest anew; which rows of routes are
-        whose is then unknown, if the weights have changed. abort() and new requests are the clean way.
+        `in_place` keeps the KV cache of running requests: tokens after the update attend to keys and
+        values of the older weights. `retract` gives it back, and after resume() it is computed anew;
+        which rows of routes before the update are whose is then unknown, so that under R3 the tokens
+        sampled before the update leave the loss. To keep them, abort() the requests, update, and send
+        what there is as new requests (mrl.collect.single_turn does so for partial rollouts).
+
+        No request reads a prefix of older weights from the cache after the update, running ones
+        included: a retracted request, or one that had not begun, gets the key of the new version
+        (plugins/server/mrl_weight_versions.py), and what a running one leaves in the cache stays under
+        the old key, which nobody uses again. Calls with `stale_prefixes`, or alone, have no keys: what
+        they read of another version is marked as such or as UNKNOWN_VERSION in
+        `RoutingTrace.row_versions`. A call alone that ends while paused resumes the engine.
         """
         ...
 

@@ -159,9 +159,15 @@ class Watch:
             return None
         if not all(self._ranks[n].age_s > share * self._limit(n) for n in behind):
             return None  # those that are as far may wait for the one that still moves
-        number = min(behind, key=lambda n: (self._ranks[n].seen.pulse.beats, -self._ranks[n].age_s))
+        number = min(behind, key=self._blamed_first)
         rank = self._ranks[number]
         return Verdict(number, "stuck", rank.seen.pulse, rank.age_s, self._limit(number))
+
+    def _blamed_first(self, number: int) -> tuple[bool, int, float]:
+        """Return the key that sorts ranks of one position: one that waits in a collective waits for one
+        that does not."""
+        rank = self._ranks[number]
+        return not rank.seen.collective.is_over, rank.seen.pulse.beats, -rank.age_s
 
     def _halted(self, number: int, share: float) -> Verdict | None:
         rank = self._ranks[number]

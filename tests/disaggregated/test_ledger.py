@@ -30,40 +30,41 @@ class Jobs(RuleBasedStateMachine):
     def join(self, number):
         self.world.join(number)
 
-    @rule(number=WORKERS)
-    def lose(self, number):
+    @rule(number=WORKERS, reports=st.booleans())
+    def lose(self, number, reports):
+        if reports and number in self.world.workers:
+            for place in range(len(self.world.workers[number].work)):
+                self.world.report(number, place)
         self.world.lose(number)
 
-    @rule(seconds=st.floats(0, 2 * LIMIT_S))
-    def time_passes(self, seconds):
+    @rule(seconds=st.floats(0, 2 * LIMIT_S), heard=st.sets(WORKERS))
+    def time_passes(self, seconds, heard):
         self.world.now += seconds
-
-    @rule()
-    def expire(self):
+        for number in heard & set(self.world.workers):
+            self.world.heartbeat(number)
         self.world.expire()
-
-    @precondition(lambda self: self.world.workers)
-    @rule(place=PLACES)
-    def heartbeat(self, place):
-        self.world.heartbeat(self._worker(place))
-
-    @precondition(lambda self: self.world.workers)
-    @rule(place=PLACES)
-    def push(self, place):
-        self.world.push(self._worker(place))
 
     @rule(count=st.integers(0, 6))
     def draw(self, count):
         self.world.draw(count)
 
     @precondition(lambda self: self.world.workers)
-    @rule(place=PLACES, most=st.integers(1, 8), starts_late=st.booleans(), draws=st.booleans())
-    def lease(self, place, most, starts_late, draws):
-        number = self._worker(place)
-        if draws:
-            version = self.world.workers[number].version
-            self.world.draw(self.world.ledger.num_to_draw(version, most))
+    @rule(place=PLACES, most=st.integers(1, 8), newest=st.booleans(), starts_late=st.booleans())
+    def lease(self, place, most, newest, starts_late):
+        numbers = sorted(self.world.workers)
+        number = numbers[place % len(numbers)]
+        if newest:
+            self.world.push(number)
+        version = self.world.workers[number].version
+        self.world.draw(self.world.ledger.num_to_draw(version, most))
         self.world.lease(number, most, starts_late=starts_late)
+
+    @precondition(lambda self: self._busy())
+    @rule(places=st.lists(PLACES, min_size=1, max_size=5))
+    def finish(self, places):
+        for place in places:
+            if self._busy():
+                self.world.finish(*self._work(place))
 
     @precondition(lambda self: self._busy())
     @rule(place=PLACES)
@@ -71,24 +72,9 @@ class Jobs(RuleBasedStateMachine):
         self.world.report(*self._work(place))
 
     @precondition(lambda self: self._busy())
-    @rule(place=PLACES)
-    def finish(self, place):
-        self.world.finish(*self._work(place))
-
-    @precondition(lambda self: self._busy())
-    @rule(place=PLACES)
-    def finish_another(self, place):
-        self.world.finish(*self._work(place))
-
-    @precondition(lambda self: self._busy())
-    @rule(place=PLACES)
-    def give_back(self, place):
-        self.world.give_back(*self._work(place))
-
-    @precondition(lambda self: self._busy())
-    @rule(place=PLACES)
-    def drop(self, place):
-        self.world.drop(*self._work(place))
+    @rule(place=PLACES, drops=st.booleans())
+    def end_without_a_group(self, place, drops):
+        (self.world.drop if drops else self.world.give_back)(*self._work(place))
 
     @precondition(lambda self: self.world.ended)
     @rule(place=PLACES)
@@ -96,15 +82,26 @@ class Jobs(RuleBasedStateMachine):
         self.world.finish_ended(place % len(self.world.ended))
 
     @precondition(lambda self: not self.world.is_training)
-    @rule(updates=st.booleans())
-    def take(self, updates):
-        if self.world.take() and updates:
-            self.world.update()
+    @rule()
+    def take(self):
+        self.world.take()
 
     @precondition(lambda self: self.world.is_training)
     @rule()
     def update(self):
         self.world.update()
+
+    @rule(num_steps=st.integers(1, 3))
+    def do_steps(self, num_steps):
+        """The trainer takes and updates, while one worker generates for it and others are slow."""
+        for _ in range(num_steps):
+            if self.world.is_training or self.world.take():
+                self.world.update()
+            if self.world.workers:
+                self.lease(0, 3, True, False)
+                number = min(self.world.workers)
+                for _ in self.world.workers[number].work[-2:]:
+                    self.world.finish(number, -1)
 
     @precondition(lambda self: not self.world.is_training)
     @rule()
@@ -115,6 +112,7 @@ class Jobs(RuleBasedStateMachine):
     @rule(place=PLACES, keep_partials=st.booleans())
     def load(self, place, keep_partials):
         self.world.load(place % len(self.world.saved), keep_partials=keep_partials)
+        self.world.join(0)
 
     @invariant()
     def holds(self):
@@ -129,10 +127,6 @@ class Jobs(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.check_goes_on(all_die=False)
             self.world.check_goes_on(all_die=True)
-
-    def _worker(self, place):
-        numbers = sorted(self.world.workers)
-        return numbers[place % len(numbers)]
 
     def _busy(self):
         return [(n, i) for n, w in self.world.workers.items() for i in range(len(w.work))]

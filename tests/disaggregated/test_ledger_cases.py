@@ -1,12 +1,14 @@
 """Single cases of the ledger, each as small as can be; random jobs are in test_ledger.py."""
 
+from typing import Any
+
 import pytest
 
 from mrl.disaggregated.ledger import Ledger
 from mrl.disaggregated.records import Partial
 
 
-def make(size=1, bound=1, most=8, at_bound="wait", session="a"):
+def make(size=1, bound=1, most=8, at_bound: Any = "wait", session="a"):
     ledger = Ledger(
         session=session,
         prompts_per_step=size,
@@ -42,6 +44,23 @@ def test_the_trainer_waits_for_a_group_that_would_be_late_next():
     assert taken(ledger.take(1)) == [0]
     assert taken(ledger.take(2)) == [2]
     assert ledger.tally.discarded_tokens == 0
+
+
+def test_what_is_due_first_is_trained_first_whatever_its_number():
+    ledger = make(bound=2)
+    first, lost = ledger.lease(0, 0, 2)
+    (late,) = ledger.lease(1, 0, 1)
+    finish(ledger, first)
+    assert taken(ledger.take(0)) == [0]
+    finish(ledger, ledger.lease(1, 1, 1)[0])
+    ledger.lose(0)
+    assert taken(ledger.take(1)) == [3]
+    (again,) = ledger.lease(1, 2, 1)
+    assert again.item_id == lost.item_id == 1
+    finish(ledger, again)
+    finish(ledger, late)
+    assert taken(ledger.take(2)) == [2], "prompt 1 is due in step 4, prompt 2 in step 2"
+    assert taken(ledger.take(3)) == [1]
 
 
 def test_drop_does_not_wait_and_counts():
@@ -104,6 +123,7 @@ def test_partial_rollouts_are_continued_within_the_bound_and_discarded_beyond_it
     (third,) = ledger.lease(1, 1, 1)
     assert third.item_id == 1
     assert third.partial, "step 1 is the last that may train on it"
+    assert third.oldest == 0
     ledger.lose(1)
     finish_me = make(size=1, bound=1, session="b")
     state = ledger.state_dict()

@@ -188,6 +188,9 @@ def test_a_share_that_is_half_finished_comes_back_whole_from_a_checkpoint():
 
 def test_a_wrong_stamp_another_schedule_and_a_drop_are_refused():
     ledger = make((2, 2, 1))
+    for one in lease(ledger, 0, 0):
+        finish(ledger, one)
+    take(ledger)
     begun = lease(ledger, 0, 0)
     with pytest.raises(ValueError, match="stamps of its engine are wrong"):
         finish(ledger, begun[0], newest=1)

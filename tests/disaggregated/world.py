@@ -188,8 +188,10 @@ class World:
 
     def take(self) -> list[Finished] | None:
         dropped = self.ledger.tally.dropped[TOO_OLD]
+        before = sorted(each.oldest for each in self.ledger.finished)
         batch = self.ledger.take(self.version)
         if batch is None:
+            assert self._has_to_wait(before)
             return None
         self.is_training = True
         ids = [group.item_id for group in batch]
@@ -205,6 +207,18 @@ class World:
         ages = Counter(self.version - group.oldest for group in batch)
         assert ages == self.ledger.tally.staleness
         return batch
+
+    def _has_to_wait(self, finished: list[int]) -> bool:
+        """Whether too few groups are finished, or a batch would leave more than can be in time."""
+        recipe, step = self.recipe, self.version
+        if len(finished) < recipe.prompts_per_step:
+            return True
+        left = finished[recipe.prompts_per_step :] + [each.oldest for each in self.ledger.leases]
+        return recipe.at_bound == "wait" and any(
+            sum(oldest + recipe.max_staleness <= last for oldest in left)
+            > (last - step) * recipe.prompts_per_step
+            for last in range(step, step + recipe.max_staleness + 1)
+        )
 
     def update(self) -> None:
         self.version, self.is_training = self.version + 1, False
@@ -249,7 +263,9 @@ class World:
         alive = [*ledger.waiting, *leased, *finished]
         assert len(set(alive)) == len(alive), "in two places"
         assert self.trained.isdisjoint(alive)
+        assert ledger.waiting == sorted(ledger.waiting), "what comes back is leased first"
         assert set(ledger.prompts) == set(alive)
+        assert set(ledger.partials) <= {*ledger.waiting, *leased}
         assert ledger.tally.trained == len(self.trained)
         num_gone = ledger._next_item - len(alive) - len(self.trained)
         assert num_gone == sum(ledger.tally.dropped.values()), "neither trained on nor counted"

@@ -32,7 +32,7 @@ def decode(*, asks: bool = True, reason: str = "length", **more: Any) -> Complet
         "weight_versions": [{"version": "3", "start": 0, "end": 2}],
     }
     answer = {"output_ids": [7, 8], "meta_info": {**meta, **more}}
-    return decode_completion(answer, request(asks=asks), Expected((3,), 3, None, False))
+    return decode_completion(answer, request(asks=asks), Expected((3,), (3,), None, False))
 
 
 def test_log_probs_are_those_over_the_mask() -> None:

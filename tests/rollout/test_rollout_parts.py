@@ -129,7 +129,9 @@ def make_answer(**changed):
 
 def decode(answer, *, versions=(3,), cache_version=3, retracted=False, shape=None):
     request = Request("r6", torch.tensor([1, 2]), 0, SamplingParams(2))
-    return decode_completion(answer, request, Expected(versions, cache_version, shape, retracted))
+    return decode_completion(
+        answer, request, Expected(versions, (cache_version,), shape, retracted)
+    )
 
 
 @pytest.mark.parametrize(

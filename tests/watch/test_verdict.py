@@ -9,7 +9,7 @@ import pytest
 
 from mrl.config.watch import Phase
 from mrl.system import heartbeat
-from mrl.system.heartbeat import Pulse
+from mrl.system.heartbeat import Collective, Pulse
 from mrl.watch.process import innermost
 from mrl.watch.verdict import Limits, Seen, Verdict, Watch
 
@@ -59,6 +59,17 @@ def test_the_rank_that_is_furthest_behind_is_at_fault() -> None:
     found = run(follower, 2, ahead, seen("rollout", 11, 7))
     assert found is not None
     assert (found.rank, found.how) == (1, "stuck")
+
+
+def test_a_rank_that_waits_in_a_collective_waits_for_the_one_that_does_not() -> None:
+    waits = seen("save", 9, 5)._replace(
+        collective=Collective("all_gather", "dp", 91, is_over=False)
+    )
+    hangs = seen("save", 9, 8)._replace(collective=Collective("all_gather", "dp", 90, is_over=True))
+    for ranks in ([waits, hangs, waits], [hangs, waits, waits]):
+        found = run(watch({"save": 4.0}), 60, *ranks)
+        assert found is not None
+        assert found.rank == ranks.index(hangs)
 
 
 def test_a_rank_that_waits_for_one_that_moves_does_not_hang() -> None:

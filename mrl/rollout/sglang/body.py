@@ -10,8 +10,18 @@ from mrl.rollout.base import Request, SamplingParams
 NEVER = 1 << 30
 
 
+def version_key(version: int) -> str:
+    """Return SGLang's `extra_key` of requests under weights `version`: its prefix cache never gives a
+    request what one of another key computed. `mrl_weight_versions` renews it in the scheduler."""
+    return f"mrl-version-{version}"
+
+
 def build_request(
-    requests: Sequence[Request], rids: Sequence[str], *, return_routes: bool
+    requests: Sequence[Request],
+    rids: Sequence[str],
+    *,
+    return_routes: bool,
+    extra_key: str | None = None,
 ) -> dict[str, Any]:
     """Build one batched body: its requests reach the scheduler together and in this order."""
     body = {
@@ -24,6 +34,8 @@ def build_request(
         "return_routed_experts": return_routes,
         "stream": True,
     }
+    if extra_key is not None:
+        body["extra_key"] = extra_key
     masks = [request.sampling.sampling_mask for request in requests]
     return body | {"return_sampling_mask": masks} if any(masks) else body
 

@@ -6,7 +6,7 @@ P tokens of a request, C tokens of its completion, T = P + C.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from moe.trace import decode_base64, decode_routes
 from mrl.errors import InputError
 from mrl.rollout.base import Completion, Request
 from mrl.rollout.sglang.route_memory import RouteReader, find_reference
+from mrl.rollout.sglang.spans import cut_spans, row_versions, version_spans
 from mrl.sampling_mask import SamplingMask
-from mrl.types import UNKNOWN_VERSION, RoutingTrace, VersionSpan
+from mrl.types import RoutingTrace, VersionSpan
 
 
 @dataclass(frozen=True)
@@ -105,18 +106,27 @@ def finish_reason(answer: dict[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the answers of one call of generate() may hold."""
+    """What the answer to one request may hold."""
 
     versions: Sequence[int]
-    """Versions since the call began, oldest first; an update in mid-flight adds one."""
-    cache_version: int
-    """The oldest weights that may have filled the prefix cache."""
+    """The weight versions in force since the request was sent, oldest first; an update in mid-flight
+    adds one."""
+    cached_versions: Sequence[int]
+    """Those of which the prefix cache may have held something for the request when it was sent. With a
+    key (`version_key`) the one of `versions[0]`."""
     shape: RouteShape | None
     """None where routes are off."""
     retracted: bool
-    """All running requests were taken back once."""
+    """All running requests were taken back once. It counts where the answer does not say so of its own
+    request."""
     routes: RouteReader | None = None
     """Reader of routes that the server laid into memory."""
+
+
+def was_retracted(meta: Mapping[str, Any], expected: Expected) -> bool:
+    """Whether the engine took the request back and computed it anew, or may have."""
+    num_retractions = meta.get("num_retractions")
+    return expected.retracted if num_retractions is None else num_retractions > 0
 
 
 def decode_completion(answer: dict[str, Any], request: Request, expected: Expected) -> Completion:
@@ -153,9 +163,8 @@ def _decode(answer: dict[str, Any], request: Request, expected: Expected) -> Com
         raise RuntimeError(
             f"{where}: the engine's log-probs are not finite: its weights or its cache do too"
         )
-    spans = _version_spans(meta, prompt_len, len(output), expected.versions, where)
-    num_retractions = meta.get("num_retractions") or 0
-    retracted = num_retractions > 0 or expected.retracted
+    spans = version_spans(meta, prompt_len, len(output), expected.versions, where)
+    retracted = was_retracted(meta, expected)
     routing = None
     if expected.shape and output:
         num_cached = meta["cached_tokens"]
@@ -163,7 +172,13 @@ def _decode(answer: dict[str, Any], request: Request, expected: Expected) -> Com
             meta,
             expected.shape,
             row_versions(
-                spans, prompt_len, num_cached, expected.cache_version, retracted=retracted
+                spans,
+                prompt_len,
+                num_cached,
+                expected.versions,
+                expected.cached_versions,
+                retracted=retracted,
+                aborted=reason == "abort",
             ),
             num_cached,
             retracted=retracted,
@@ -180,7 +195,7 @@ def _decode(answer: dict[str, Any], request: Request, expected: Expected) -> Com
         finish_reason=reason,
         weight_versions=spans,
         routing=routing,
-        num_retractions=num_retractions,
+        num_retractions=meta.get("num_retractions") or 0,
         sampling_mask=mask,
     )
     return without_last_token(completion) if reason == "abort" and output else completion
@@ -226,7 +241,7 @@ def without_last_token(completion: Completion) -> Completion:
             trace,
             expert_ids=trace.expert_ids[:-1],
             expert_weights=None if trace.expert_weights is None else trace.expert_weights[:-1],
-            row_versions=_cut(trace.row_versions, num_rows),
+            row_versions=cut_spans(trace.row_versions, num_rows),
             num_cached_rows=min(trace.num_cached_rows, num_rows),
             num_recomputed_rows=min(trace.num_recomputed_rows, num_rows),
         )
@@ -236,49 +251,9 @@ def without_last_token(completion: Completion) -> Completion:
         output_ids=completion.output_ids[:-1],
         logprobs=completion.logprobs[:-1],
         sampling_mask=completion.sampling_mask and completion.sampling_mask.cut(num_output),
-        weight_versions=_cut(completion.weight_versions, start + num_output),
+        weight_versions=cut_spans(completion.weight_versions, start + num_output),
         routing=trace,
     )
-
-
-def _cut(spans: Sequence[VersionSpan], end: int) -> tuple[VersionSpan, ...]:
-    """Return the spans up to `end`."""
-    return tuple(
-        dataclasses.replace(span, end=min(span.end, end)) for span in spans if span.start < end
-    )
-
-
-def row_versions(
-    spans: Sequence[VersionSpan],
-    prompt_len: int,
-    num_cached: int,
-    cache_version: int,
-    *,
-    retracted: bool,
-) -> tuple[VersionSpan, ...]:
-    """Return the weights that chose the routes of each of the T - 1 rows, from those of the C tokens.
-
-    Row r was computed with token r + 1, the prompt with the first token, the cached rows whenever the
-    cache was filled. After a retraction rows may have been computed anew or found in the cache; under
-    one version that is the same, under several nobody knows (SGLang 0.5.20 does not say).
-    """
-    first = spans[0].version
-    num_cached = min(num_cached, prompt_len - 1)
-    rows = [(cache_version, num_cached), (first, prompt_len - 1)]
-    rows += [(span.version, span.end - 1) for span in spans]
-    if retracted and {cache_version, *(span.version for span in spans)} != {first}:
-        rows = [(UNKNOWN_VERSION, spans[-1].start - 1), rows[-1]]
-    joined: list[VersionSpan] = []
-    start = 0
-    for version, end in rows:
-        if end <= start:
-            continue
-        if joined and joined[-1].version == version:
-            joined[-1] = VersionSpan(version, joined[-1].start, end)
-        else:
-            joined.append(VersionSpan(version, start, end))
-        start = end
-    return tuple(joined) or (VersionSpan(first, 0, 0),)
 
 
 def _decode_routing(
@@ -316,33 +291,6 @@ def _numbers(payload: str, reader: RouteReader | None) -> np.ndarray:
     """What the server sent as routes, or laid down and sent a reference to."""
     reference = None if reader is None else find_reference(payload)
     return decode_base64(payload) if reader is None or reference is None else reader.take(reference)
-
-
-def _version_spans(
-    meta: dict[str, Any], prompt_len: int, num_output: int, versions: Sequence[int], where: str
-) -> tuple[VersionSpan, ...]:
-    """`weight_versions` (0.5.20 and later) says who made which output token; before, only the last."""
-    seen = [
-        (str(span["version"]), span["start"], span["end"])
-        for span in meta.get("weight_versions") or ()
-    ]
-    if not seen and num_output:
-        if len(versions) > 1:
-            raise RuntimeError(
-                f"{where}: sampled while the weights changed, and this SGLang does not say which "
-                "weights made which token; expected SGLang 0.5.20 or later"
-            )
-        seen = [(str(meta.get("weight_version")), 0, num_output)]
-    allowed = {str(version) for version in versions}
-    if strange := {version for version, _, _ in seen} - allowed:
-        raise RuntimeError(
-            f"{where}: sampled with weight version {', '.join(sorted(strange))}, expected "
-            f"{' or '.join(sorted(allowed))}, what was pushed"
-        )
-    ends = [0, *(end for _, _, end in seen)]
-    if [start for _, start, _ in seen] != ends[:-1] or ends[-1] != num_output:
-        raise RuntimeError(f"{where}: weight versions {seen}, expected all of {num_output} tokens")
-    return tuple(VersionSpan(int(v), prompt_len + i, prompt_len + j) for v, i, j in seen)
 
 
 def _expect(where: str, what: str, got: int, expected: int) -> None:

@@ -27,17 +27,13 @@ from mrl.rollout.base import (
     Request,
     SyncReport,
 )
-from mrl.rollout.sglang.decode import (
-    Expected,
-    decode_completion,
-)
-from mrl.rollout.sglang.flight import Flight
+from mrl.rollout.sglang.flights import Flights
 from mrl.rollout.sglang.launch import read_launch
 from mrl.rollout.sglang.manifest import Manifest
 from mrl.rollout.sglang.node import EngineNode
 from mrl.rollout.sglang.requests import check_requests, sequence_logprobs
 from mrl.rollout.sglang.route_memory import RouteReader
-from mrl.rollout.sglang.server import REAP_S, Server
+from mrl.rollout.sglang.server import Server
 from mrl.rollout.sglang.warm_up import warm_up
 from mrl.rollout.sglang.weight_sync import WeightSync
 from mrl.types import WeightBucket
@@ -103,13 +99,7 @@ class Engine:
         """A folder of this engine alone, in the run's folder: /tmp may be small."""
         self._awake: set[str] = set()
         self._version: int | None = None
-        self._paused = False
-        self._flight: Flight | None = None
-        self._retracted = False
-        self._in_force: list[int] = []
-        """Versions since generate() began, oldest first."""
-        self._in_cache: list[int] = []
-        """Versions that the prefix cache may hold something of, oldest first; none, it is empty."""
+        self._flights = Flights(self._server, self._routes, self._shape, config)
         self._sync: WeightSync | None = None
 
     @property
@@ -127,7 +117,7 @@ class Engine:
             return "stopped"
         asleep = [tag for tag in MEMORY_TAGS if tag not in self._awake]
         state = f"asleep ({', '.join(asleep)})" if asleep else "awake"
-        state += ", paused" * self._paused + ", generating" * (self._flight is not None)
+        state += ", paused" * self._flights.is_paused + ", generating" * self._flights.any_open
         version = "no weights" if self._version is None else f"weight version {self._version}"
         return f"{state}, {version}"
 
@@ -136,12 +126,12 @@ class Engine:
             raise RuntimeError(f"engine: start() while it runs; it is {self.state}")
         if self._sync is not None:
             self._sync.close()  # of a server that was lost
+        self._flights.lose_all(EngineLost("engine: it was lost or stopped, and starts anew"))
         settings = self._launch.start_settings(self._num_starts, address)
         self._num_starts += 1
         self._server.start(self._config.start_timeout_s, settings, meanwhile)
         self._awake = set(MEMORY_TAGS)
         self._version = self._first_version
-        self._paused = False
         try:
             self._sync = WeightSync(
                 self._server,
@@ -157,7 +147,7 @@ class Engine:
 
     def _warm_up(self) -> None:
         """One request of ours, and an empty prefix cache after it."""
-        self._in_cache = [self._first_version]
+        self._flights.fill_cache(self._first_version)
         warm_up(
             self._server,
             num_replicas=self._config.data_parallel_attention_size,
@@ -170,6 +160,7 @@ class Engine:
     def stop(self) -> None:
         self._awake = set()
         self._version = None
+        self._flights.lose_all(EngineLost("engine: it was stopped"))
         self._server.stop()
         if self._sync is not None:
             self._sync.close()  # after: it has nothing to say to a server that may hang
@@ -196,6 +187,10 @@ class Engine:
                 "sleep(1): the engine was built without keep_weights_on_host, so its weights "
                 f"cannot be kept; use sleep(2). It is {self.state}"
             )
+        with self._flights.quiet(lambda: self._require_idle("sleep")):
+            self._fall_asleep(level)
+
+    def _fall_asleep(self, level: int) -> None:
         # The cache first: what reads the weights must be gone before they are.
         tags = [tag for tag in (KV_CACHE, CUDA_GRAPH, WEIGHTS) if tag in self._awake]
         if tags:
@@ -209,104 +204,101 @@ class Engine:
 
     def _flush(self, *, always: bool = False) -> None:
         """Wait for the scheduler, then drop the prefix cache; takes 0.3 s on a CPU."""
-        if self._in_cache or always:
+        if always or not self._flights.is_cache_empty:
             self._server.post(f"/flush_cache?timeout={FLUSH_TIMEOUT_S:g}", {})
-            self._in_cache = []
+            self._flights.forget_cache()
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> SyncReport:
+        is_idle = self._flights.begin_update(self._require_updatable, version)
+        in_force = None
+        try:
+            self._version = None  # Until the last bucket is in, the weights are a mixture.
+            assert self._sync is not None
+            report = self._sync.update(buckets, version)
+            if is_idle:  # SGLang cannot drop the cache of requests in flight
+                self._flush()
+            self._version = in_force = version
+        finally:
+            self._flights.end_update(in_force)
+        return report
+
+    def _require_updatable(self) -> None:
         self._require_running("update_weights")
-        if self._flight is not None and not self._paused:
+        if self._flights.any_open and not self._flights.is_paused:
             raise RuntimeError(f"update_weights: the engine is {self.state}; pause() it first")
         if WEIGHTS not in self._awake:
             raise RuntimeError(
                 f"update_weights: the engine is {self.state}; wake(['{WEIGHTS}']) first"
             )
-        self._version = None  # Until the last bucket is in, the weights are a mixture.
-        assert self._sync is not None
-        report = self._sync.update(buckets, version)
-        self._version = version
-        if self._flight is None:
-            self._flush()
-        else:  # SGLang cannot drop the cache of requests in flight
-            self._in_force.append(version)
-            self._in_cache.append(version)
-        return report
 
     def generate(
-        self, requests: Sequence[Request], *, reuse_cache: bool = False
+        self,
+        requests: Sequence[Request],
+        *,
+        reuse_cache: bool = False,
+        beside_others: bool = False,
+        stale_prefixes: bool = False,
     ) -> Iterator[Completion]:
-        self._require_ready("generate")
+        self._require_running("generate")
+        if not beside_others:  # one beside others may wait for the weights
+            self._require_ready("generate")
         check_requests(requests, self._context_len)
         # Cached prefixes change the last bits of log-probs, and their routes are another request's.
         # The wait is for requests that an abort has ended and the scheduler has yet to drop.
-        if not reuse_cache:
+        if not (reuse_cache or beside_others):
             self._flush()
-        return self._completions(list(requests))
+        is_keyed = beside_others and not stale_prefixes
+        return self._completions(list(requests), is_alone=not beside_others, is_keyed=is_keyed)
 
-    def _fill_cache(self) -> None:
-        """Note whose keys and values the prefix cache is about to get."""
-        assert self._version is not None
-        if self._version not in self._in_cache:
-            self._in_cache.append(self._version)
-
-    def _completions(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        self._require_ready("generate")  # this runs when the first completion is asked for
-        assert self._version is not None
-        self._fill_cache()
-        self._routes.begin()
-        self._retracted, self._in_force = False, [self._version]
-        flight = self._flight = Flight(
-            self._server,
+    def _completions(
+        self, requests: Sequence[Request], *, is_alone: bool, is_keyed: bool
+    ) -> Iterator[Completion]:
+        # This runs when the first completion is asked for.
+        opened = self._flights.begin(
             requests,
-            return_routes=self._shape is not None,
-            request_timeout_s=self._config.request_timeout_s,
-            stall_timeout_s=self._config.stall_timeout_s,
+            lambda: self._ready_version(may_be_busy=not is_alone),
+            is_alone=is_alone,
+            is_keyed=is_keyed,
         )
         try:
-            for request, answer in flight.answers():
-                expected = Expected(
-                    self._in_force, self._in_cache[0], self._shape, self._retracted, self._routes
-                )
-                try:
-                    completion = decode_completion(answer, request, expected)
-                except RuntimeError:
-                    # The routes of a server that has died since it answered cannot be read.
-                    self._server.check_alive(wait_s=REAP_S)
-                    raise
-                yield completion
+            yield from self._flights.completions(opened)
         finally:
-            if self._paused:  # an abort reaches only a scheduler that turns
+            # An abort reaches only a scheduler that turns.
+            if is_alone and self._flights.is_paused and self._flights.any_open:
                 with contextlib.suppress(RuntimeError):  # EngineLost among them
                     self._post_in_flight("/continue_generation", {})
-            flight.close()
-            self._flight, self._paused = None, False
+                self._flights.resume()
+            self._flights.end(opened)
 
     def sequence_logprobs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
-        self._require_ready("sequence_logprobs")
-        self._flush()
-        self._fill_cache()
-        return sequence_logprobs(self._server, sequences)
+        with self._flights.quiet(lambda: self._require_ready("sequence_logprobs")):
+            self._flush()
+            assert self._version is not None
+            self._flights.fill_cache(self._version)
+            return sequence_logprobs(self._server, sequences)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        flight = self._flight  # it may end in between
-        if flight is not None:
+        for flight in self._flights.flights():
             flight.abort(request_ids)
 
     def pause(self, mode: PauseMode = "in_place") -> None:
         self._require_running("pause")
-        if self._flight is None:
-            raise RuntimeError(f"pause: the engine is {self.state}; there is nothing to pause")
-        self._post_in_flight("/pause_generation", {"mode": mode})
-        self._paused = True
-        self._retracted |= mode == "retract"
+        if not self._flights.any_open:
+            self._require_ready("pause")
+        self._flights.pause(retract=mode == "retract")
+        try:
+            self._post_in_flight("/pause_generation", {"mode": mode})
+        except BaseException:
+            self._flights.resume()
+            raise
 
     def resume(self) -> None:
-        if not self._paused:
+        if not self._flights.is_paused:
             raise RuntimeError(f"resume: the engine is {self.state}; pause() it first")
         if self._version is None:
             raise RuntimeError(f"resume: the engine is {self.state}; update_weights() first")
         self._post_in_flight("/continue_generation", {})
-        self._paused = False
+        self._flights.resume()
 
     def start_profile(self, folder: Path, name: str, *, with_stack: bool) -> None:
         self._require_idle("start_profile")
@@ -331,15 +323,23 @@ class Engine:
             raise kind(f"{action}: the engine is {self.state}; start() it first")
 
     def _require_idle(self, action: str) -> None:
-        if self._flight is not None:
+        if self._flights.any_open:
             raise RuntimeError(
                 f"{action}: the engine is {self.state}; finish or leave generate() first"
             )
+        if self._flights.is_paused:
+            raise RuntimeError(f"{action}: the engine is {self.state}; resume() it first")
 
     def _require_ready(self, action: str) -> None:
+        self._ready_version(action)
+
+    def _ready_version(self, action: str = "generate", *, may_be_busy: bool = False) -> int:
+        """Return the weight version. Raises RuntimeError where the engine cannot generate now."""
         self._require_running(action)
-        self._require_idle(action)
+        if not may_be_busy:
+            self._require_idle(action)
         if set(MEMORY_TAGS) - self._awake or self._version is None:
             raise RuntimeError(
                 f"{action}: the engine is {self.state}; wake() it and update_weights() first"
             )
+        return self._version

@@ -11,10 +11,10 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mrl.rollout.base import Request
+from mrl.rollout.base import EngineLost, Request
 from mrl.rollout.sglang.body import build_request
 from mrl.rollout.sglang.decode import finish_reason
 from mrl.rollout.sglang.http import EventStream, ServerError
@@ -30,6 +30,29 @@ PROBE_AFTER_S = 5.0
 DRAIN_TIMEOUT_S = 60.0
 ABORTED = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
 """What stands for the answer to a request that was told to end when its connection broke."""
+
+
+class Sending(NamedTuple):
+    """What holds for requests at the moment when they are sent."""
+
+    num_updates: int = 0
+    """The updates of the weights since the call of generate() began."""
+    extra_key: str | None = None
+
+
+class Answer(NamedTuple):
+    """SGLang's answer to one request."""
+
+    rid: str
+    """The id that SGLang knew the request by."""
+    request: Request
+    num_updates: int
+    """The updates between the beginning of the call and the moment when the request was sent."""
+    answer: dict[str, Any]
+
+
+OnSend = Callable[[Sequence[str], Sequence[Request]], Sending]
+"""Called with what is about to be sent, and with the ids that SGLang will know the requests by."""
 
 
 class _Event(NamedTuple):
@@ -52,9 +75,15 @@ class Flight:
         return_routes: bool,
         request_timeout_s: float,
         stall_timeout_s: float,
+        on_send: OnSend = lambda rids, requests: Sending(),
+        is_alone: bool = True,
     ) -> None:
+        """`is_alone`: no other flight can be open on this server while this one is."""
         self._server = server
+        self._on_send = on_send
+        self._is_alone = is_alone
         self._requests = requests
+        self.request_ids = {request.request_id for request in requests}
         self._return_routes = return_routes
         self._request_timeout_s = request_timeout_s
         self._stall_timeout_s = stall_timeout_s
@@ -62,14 +91,26 @@ class Flight:
         self._lock = threading.Lock()
         self._pending: dict[str, Request] = {}
         """Requests by the id that SGLang knows; it changes with each try."""
+        self._num_updates: dict[str, int] = {}
+        self._lost: EngineLost | None = None
         self._aborting: set[str] = set()
         self._num_tries: dict[str, int] = {}
         self._streams: list[EventStream] = []
         self._threads: list[threading.Thread] = []
         self._heard = time.monotonic()
 
-    def answers(self) -> Iterator[tuple[Request, dict[str, Any]]]:
-        """Yield each request with SGLang's answer. Leaving early aborts the rest.
+    @property
+    def pending(self) -> Mapping[str, Request]:
+        """A copy: the requests without an answer, by the id that SGLang knows."""
+        with self._lock:
+            return dict(self._pending)
+
+    def lose(self, error: EngineLost) -> None:
+        """Let `answers()` raise this: the server that the requests were sent to is no more."""
+        self._lost = error
+
+    def answers(self) -> Iterator[Answer]:
+        """Yield SGLang's answer to each request. Leaving early aborts the rest.
 
         Raises EngineLost, TimeoutError past `request_timeout_s`, RuntimeError where SGLang calls a
         request malformed.
@@ -90,7 +131,7 @@ class Flight:
                     continue
                 request = self._take(rid)
                 if request is not None:
-                    yield request, event.answer
+                    yield Answer(rid, request, self._num_updates.pop(rid), event.answer)
         finally:
             self.close()
 
@@ -104,7 +145,11 @@ class Flight:
                 if wanted is None or request.request_id in wanted
             ]
             self._aborting |= set(rids)
-        if len(rids) == len(self._pending):
+            are_all = len(rids) == len(self._pending)
+        self._tell_to_abort_these(rids, are_all=are_all)
+
+    def _tell_to_abort_these(self, rids: Iterable[str], *, are_all: bool) -> None:
+        if are_all and self._is_alone:  # one message instead of one a request
             self._tell_to_abort({"abort_all": True})
             return
         for rid in rids:
@@ -119,7 +164,11 @@ class Flight:
             rids = [self._server.new_request_id() for _ in batch]
             with self._lock:
                 self._pending |= dict(zip(rids, batch, strict=True))
-            body = build_request(batch, rids, return_routes=self._return_routes)
+            num_updates, extra_key = self._on_send(rids, batch)
+            self._num_updates |= dict.fromkeys(rids, num_updates)
+            body = build_request(
+                batch, rids, return_routes=self._return_routes, extra_key=extra_key
+            )
             try:
                 stream = self._server.stream(body)
             except OSError as error:
@@ -147,6 +196,8 @@ class Flight:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._events.get(timeout=POLL_S)
+            if self._lost is not None:
+                raise self._lost
             self._server.check_alive()
             if time.monotonic() - self._heard > PROBE_AFTER_S:
                 self._server.check_answers(self._stall_timeout_s)
@@ -185,9 +236,9 @@ class Flight:
 
     def close(self) -> None:
         """Leave no request in the server and no thread behind. Harmless when repeated."""
-        if self._pending:
+        if self._pending and self._lost is None:
             with contextlib.suppress(RuntimeError):  # EngineLost among them
-                self._tell_to_abort({"abort_all": True})
+                self._tell_to_abort_these(self.pending, are_all=True)
         for stream in self._streams:
             stream.close()
         for thread in self._threads:

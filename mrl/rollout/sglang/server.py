@@ -43,6 +43,7 @@ class Server:
         )
         self.client: HttpClient | None = None
         self._request_numbers = itertools.count()
+        self._losing = threading.Lock()
         self.loss: EngineLost | None = None
         """Why there is no server now, where it was not stopped."""
 
@@ -161,7 +162,14 @@ class Server:
             self.check_alive(wait_s=REAP_S)
 
     def lost(self, what: str) -> EngineLost:
-        """Clear away what is left of the server, and return what to raise."""
+        """Clear away what is left of the server, and return what to raise. Of several threads that find
+        it lost the first one does so."""
+        with self._losing:
+            if self.client is None and self.loss is not None:
+                return self.loss
+            return self._lose(what)
+
+    def _lose(self, what: str) -> EngineLost:
         error = self._with_log(EngineLost(f"engine: {what}; {self.process.why()}"))
         self.stop()
         self.loss = error

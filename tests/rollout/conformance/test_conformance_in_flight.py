@@ -131,6 +131,6 @@ def test_rows_of_an_old_cache_say_so(engine, requests, new_weights):
     (stale,) = engine.generate(requests[:1], reuse_cache=True)
     spans = [(s.version, s.start, s.end) for s in stale.routing.row_versions]
     assert stale.routing.num_cached_rows > 0
-    assert spans == [(0, 0, 19), (1, 19, 27)]
+    assert spans == [(UNKNOWN_VERSION, 0, 19), (1, 19, 27)]  # of 0 or of 1
     (fresh,) = engine.generate(requests[:1])
     assert [s.version for s in fresh.routing.row_versions] == [1]
