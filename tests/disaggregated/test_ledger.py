@@ -91,13 +91,13 @@ class Jobs(RuleBasedStateMachine):
     def update(self):
         self.world.update()
 
-    @rule(num_steps=st.integers(1, 3))
-    def do_steps(self, num_steps):
-        """The trainer takes and updates, while one worker generates for it and others are slow."""
+    @rule(num_steps=st.integers(1, 3), generates=st.booleans())
+    def do_steps(self, num_steps, generates):
+        """The trainer takes and updates; one worker may generate for it, and others are slow."""
         for _ in range(num_steps):
             if self.world.is_training or self.world.take():
                 self.world.update()
-            if self.world.workers:
+            if self.world.workers and generates:
                 self.lease(0, 3, True, False)
                 number = min(self.world.workers)
                 for _ in self.world.workers[number].work[-2:]:
@@ -153,7 +153,7 @@ def run(machine, max_examples, num_steps):
 
 
 def test_random_jobs():
-    run(Jobs, 60, 50)
+    run(Jobs, 80, 50)
 
 
 def test_random_jobs_that_change_their_recipe():

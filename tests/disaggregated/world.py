@@ -197,6 +197,8 @@ class World:
         ids = [group.item_id for group in batch]
         assert len(ids) == self.recipe.prompts_per_step
         assert ids == sorted(ids)
+        due_first = before[: self.recipe.prompts_per_step]
+        assert sorted(group.oldest for group in batch) == due_first
         assert self.trained.isdisjoint(ids), "trained on twice"
         self.trained.update(ids)
         for group in batch:
