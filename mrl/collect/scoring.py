@@ -29,6 +29,8 @@ class Scoring:
         # One thread for the whole run: a worker process exits when the thread that started it ends.
         self._thread = ThreadPoolExecutor(1)
         self._begun: list[tuple[SampleGroup, Future[Tensor] | None]] = []
+        self._num_scored = 0
+        """Samples that `score` was given since the last report."""
         self._of_sources: dict[str, RewardRunner] = {}
         """The rewards that sources of the data have of their own, by `Prompt.reward`."""
         with ExitStack() as undo:  # where one cannot be loaded, the others' processes end
@@ -43,7 +45,7 @@ class Scoring:
 
     def begin_step(self) -> None:
         """Forget the step before."""
-        self._begun = []
+        self._begun, self._num_scored = [], 0
         for runner in self._runners:
             runner.begin_step()
 
@@ -70,6 +72,27 @@ class Scoring:
                 beat()
         groups = sorted((g for g, _ in self._begun), key=lambda group: group.samples[0].group_id)
         return groups, self._report_failures()
+
+    def score(self, group: SampleGroup) -> tuple[SampleGroup, int]:
+        """Score one group that belongs to no step yet; return it, and how many samples failed.
+
+        For any thread. Failures are reported, and are too many, over as many groups as a step has.
+        """
+        return self._thread.submit(self._score, group).result()
+
+    def _score(self, group: SampleGroup) -> tuple[SampleGroup, int]:
+        if self._num_scored >= self._step_samples:
+            self._begun = [(group, None)]
+            self._report_failures()
+            self.begin_step()
+        self._num_scored += len(group.samples)
+        runner = self._of_sources.get(group.prompt.reward or "", self._rewards)
+        if runner is None:
+            return group, 0
+        before = runner.report.num_failed
+        (texts,) = completions([group], self._tokenizer)
+        group.rewards = runner.score_group(group, texts, step_samples=self._step_samples)
+        return group, runner.report.num_failed - before
 
     @property
     def _runners(self) -> list[RewardRunner]:

@@ -119,16 +119,7 @@ def make_task(
     environments asks for, end where the context of `context_len` tokens does; `template_kwargs` are
     arguments of their chat template.
     """
-    sampling = SamplingParams(
-        max_new_tokens=config.max_response_len,
-        min_new_tokens=config.min_response_len,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        stop_token_ids=config.stop_token_ids,
-        stop=config.stop,
-        sampling_mask=config.sampling_mask,
-    )
+    sampling = _sampling(config)
     scoring.begin_step()
     environments = scoring.environments
     rollout: Rollout
@@ -149,6 +140,19 @@ def make_task(
     return Task(rollout, scoring, clock_name, keeps_routes, config.sampling_mask)
 
 
+def _sampling(config: RolloutConfig) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=config.max_response_len,
+        min_new_tokens=config.min_response_len,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        stop_token_ids=config.stop_token_ids,
+        stop=config.stop,
+        sampling_mask=config.sampling_mask,
+    )
+
+
 def make_step_task(
     plan: Plan, scoring: Scoring, started: Sequence[Started], num_wanted: int
 ) -> Task:
@@ -164,6 +168,12 @@ def make_step_task(
         clock_name="rollout",
         template_kwargs=plan.recipe.data.chat_template_kwargs,
     )
+
+
+def make_rollout(plan: Plan, started: Sequence[Started]) -> SingleTurnRollout:
+    """Return the rollout of prompts that belong to no step, in one turn each."""
+    groups, seeds = [one.group for one in started], [one.seed for one in started]
+    return SingleTurnRollout(groups, _sampling(plan.recipe.rollout), seeds)
 
 
 def lacks_masks(group: SampleGroup) -> bool:

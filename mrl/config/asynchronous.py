@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from mrl.config.branch import Branch
@@ -17,6 +19,23 @@ class AsyncConfig(Branch):
     deterministic: bool = False
     """Batch s is generated whole by the weights of version max(0, s - max_staleness), so that two runs,
     and a resumed one, give the same bits on CPUs. A save waits for the batches in flight."""
+    at_bound: Literal["wait", "drop"] = "wait"
+    """What happens where groups would become older than max_staleness. `wait`: engines start no group
+    that might, and the trainer waits for one that takes long. `drop`: the trainer never waits for a
+    straggler; a group that is too old when it is done is dropped and counted."""
+    in_flight_updates: Literal["finish", "interrupt"] = "finish"
+    """When an engine takes newer weights. `finish`: after the groups that it works on. `interrupt`: at
+    once; these groups continue under the newer weights, and their tokens have several versions."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """What becomes of the KV cache of interrupted requests. `keep`: later tokens attend to keys and
+    values of older weights. `recompute`: it is computed anew; under R3 the tokens that were sampled
+    before the update then leave the loss, as nobody knows their routes."""
+    stale_prefixes: bool = False
+    """Requests may read prefixes that older weights have cached; faster, and the rows of routes that
+    come from them are not replayed."""
+    groups_in_flight: int | None = Field(default=None, ge=1)
+    """Groups that an engine works on at a time, where it runs freely; by default twice its share of a
+    step."""
     worker_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds without a sign from the process of a rollout rank after which it is lost: another one is
     started in its place."""

@@ -35,9 +35,6 @@ from parallel.implementation import choose_dtype
 from parallel.mesh import Mesh, join_store
 from parallel.policy import Policy
 
-_SUMMED = ("rollout/engine_restarts",)
-"""Metrics of works that add up; of others the largest counts."""
-
 
 @dataclass
 class _Batch:
@@ -69,6 +66,9 @@ class DisaggregatedCollector(RoundCollector):
         self._canaries = canary_sequences(plan.prompts, recipe.rollout.canary_prompts)
         self._sender: WeightSender | None = None
 
+    def _prepare(self, server: Server) -> None:
+        """Get a server ready before any worker can join."""
+
     @phase("start")
     def start(self, policy: Policy) -> None:
         recipe, roles = self.plan.recipe, self.plan.roles
@@ -77,6 +77,7 @@ class DisaggregatedCollector(RoundCollector):
             meeting = dist.PrefixStore(PREFIX, join_store()[0])
             hosts = [meeting.get(f"{HOST}_{i}").decode() for i in range(roles.num_rollout)]
             self._server = Server(self.plan.num_engines, recipe.asynchronous, hosts)
+            self._prepare(self._server)
             server = {"server": self._server.address, "token": self._server.token}
             meeting.set(ADDRESS, json.dumps(server))
             where = [self._server.store_address]
@@ -182,26 +183,26 @@ class DisaggregatedCollector(RoundCollector):
             if not self._wait_for(self._work_ids, self._step):
                 return
             if self._server is not None:
-                self._take(self._server)
-                self._measured["async/wait_s"] = time.perf_counter() - begin
-                self._measured["async/lost_workers"] = float(self._server.num_lost)
-            said = [self._measured]
-            dist.broadcast_object_list(said)
-            self._measured = said[0]
+                self._take(self._server, self.plan.num_engines if self._round.prompts else 0)
+            self._share_measured(time.perf_counter() - begin)
             self._round.is_generated = True
 
-    def _take(self, server: Server) -> None:
-        """Take in what the works of the round have brought."""
-        num_batch = self.plan.num_engines if self._round and self._round.prompts else 0
+    def _share_measured(self, wait_s: float) -> None:
+        """Give all ranks what the workers and the server have measured. A collective."""
+        said: list[Any] = [{}]
+        if (server := self._server) is not None:
+            lost = {"async/wait_s": wait_s, "async/lost_workers": float(server.num_lost)}
+            said = [{**server.measured(), **server.lease_metrics(), **lost}]
+        dist.broadcast_object_list(said)
+        self._measured = said[0]
+
+    def _take(self, server: Server, num_batch: int) -> None:
+        """Take in what the works of the round have brought, `num_batch` of which are of the batch."""
         for i, work_id in enumerate(self._work_ids):
             result = server.take(work_id)
             first = 0 if i < num_batch else int(bool(num_batch))
             for part, delivered in result.parts.items():
                 self._delivered[first + part].add(delivered)
-            for key, value in result.metrics.items():
-                former = self._measured.get(key, 0.0)
-                summed = key in _SUMMED
-                self._measured[key] = former + value if summed else max(former, value)
 
     def statistics(self) -> Statistics:
         staleness = {"async/staleness_max": float(self._step - self._oldest_version())}

@@ -14,49 +14,32 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch.distributed as dist
-
+from mrl.config import Recipe
 from mrl.config.asynchronous import AsyncConfig
+from mrl.disaggregated.leasing import Leasing
+from mrl.disaggregated.peers import Pair, Peer, open_store
 from mrl.disaggregated.wire import Wire, WireClosed, is_token
 from mrl.disaggregated.work import Delivered, Result, Work
 from mrl.errors import EngineGone, InputError, RunFailed
+from mrl.run.rollouts import decode_groups
 from mrl.system.heartbeat import beat
 from mrl.system.rendezvous import listen_for
+from mrl.types import Prompt
 
 POLL_S = 0.5
 GOODBYE_S = 30.0
 """How long workers may take to stop their engines at the end of a run."""
+_SUMMED = ("rollout/engine_restarts",)
+"""Metrics of workers that add up; of others the largest counts."""
+_MEASURED = (*_SUMMED, "time/recovery_s", "time/verify_s", "rollout/canary_abs_mean")
 _ERRORS: dict[str, type[Exception]] = {
     "InputError": InputError,
     "RunFailed": RunFailed,
     "EngineGone": EngineGone,
 }
 """Errors that end the run, by the name under which a worker reports them."""
-
-
-class Pair(NamedTuple):
-    """Names the two ends between which a version of the weights travels."""
-
-    engine: int
-    name: str
-    """Another one for each worker: the prefix under which both ends meet in the store."""
-
-
-class _Worker:
-    """What the server knows of a worker that has joined."""
-
-    def __init__(self, wire: Wire, pair: Pair) -> None:
-        self.wire, self.pair = wire, pair
-        self.has_started = False
-        self.can_receive = False
-        """Whether it has room for another version of the weights."""
-        self.sent = -1
-        """The newest version that was sent to it; -1 for none."""
-        self.progress = 0
-        self.is_lost = False
 
 
 class Server:
@@ -66,7 +49,7 @@ class Server:
         """Listen where `hosts`, the machines of the rollout ranks, reach this one."""
         self._config, self._num_engines = config, num_engines
         self._changed = threading.Condition()
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, Peer] = {}
         self._num_joined = 0
         self._work: dict[int, Work] = {}
         """What is not delivered, by its id, in the order in which it was assigned."""
@@ -78,14 +61,25 @@ class Server:
         self._failure: Exception | None = None
         self._is_closed = False
         self._next_id = 0
+        self._leasing: Leasing | None = None
+        self._measured: dict[str, float] = {}
         is_here = set(hosts) == {socket.gethostname()}
         self._listener = socket.create_server(("127.0.0.1", 0)) if is_here else listen_for(hosts)
         self.token = secrets.token_hex(32)
         host, port = self._listener.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
-        self.store, self.store_address = _open_store(host)
+        self.store, self.store_address = open_store(host)
         """The store in which pairs meet, which a late worker can reach, too."""
         threading.Thread(target=self._accept, name="mrl-join", daemon=True).start()
+
+    def run_freely(self, recipe: Recipe, draw: Callable[[int], list[Prompt]]) -> None:
+        """Give leases of single prompts to the workers, who get them from `draw(n)`; call it before any
+        can join."""
+        self._leasing = Leasing(recipe, draw, self._tell_engine)
+
+    def _tell_engine(self, engine: int, message: dict[str, Any], body: bytes) -> None:
+        if worker := self._workers.get(engine):
+            self._tell(worker, message, body)
 
     def new_id(self) -> int:
         """Return the id of another work."""
@@ -117,7 +111,10 @@ class Server:
         self._wait(ready)
 
     def wait_until_free(self, version: int) -> None:
-        """Wait until every worker has room for the weights `version`, or has them."""
+        """Wait until every worker has room for the weights `version`, or has them; by a fixed schedule
+        only."""
+        if self._leasing is not None:
+            return
         self._wait(lambda: bool(self._takers(version)) or self._all_have(version))
 
     def begin_update(self, version: int) -> list[Pair]:
@@ -134,7 +131,7 @@ class Server:
                 self._tell(worker, {"type": "receive", "version": version})
             return [worker.pair for worker in takers]
 
-    def _move_work(self, worker: _Worker, version: int) -> None:
+    def _move_work(self, worker: Peer, version: int) -> None:
         for work_id, work in list(self._work.items()):
             if work.engine == worker.pair.engine and work.version < version:
                 self._work[work_id] = work.by(version)
@@ -142,9 +139,12 @@ class Server:
             if work.engine == worker.pair.engine:
                 self._tell(worker, *work.frame())
 
-    def _takers(self, version: int) -> list[_Worker]:
-        """Return the workers that lack a version, where all of these can receive it."""
+    def _takers(self, version: int) -> list[Peer]:
+        """Return the workers that lack a version and can receive it; by a fixed schedule none of them
+        before the last one can."""
         lacking = [w for w in self._workers.values() if w.sent < version]
+        if self._leasing is not None:
+            return [worker for worker in lacking if worker.can_receive]
         joined = len(self._workers) == self._num_engines
         return lacking if joined and all(w.can_receive for w in lacking) else []
 
@@ -161,6 +161,43 @@ class Server:
 
         self._wait(over)
         return self._done.issuperset(work_ids)
+
+    def wait_for_batch(self, step: int) -> Delivered | None:
+        """Wait for the groups of a step; return None where a worker can take newer weights before that,
+        which it may need to go on."""
+        assert self._leasing is not None
+        leasing, taken = self._leasing, []
+
+        def over() -> bool:
+            if (batch := leasing.take(step)) is not None:
+                taken.append(batch)
+            return bool(taken) or bool(self._takers(step))
+
+        self._wait(over)
+        return taken[0] if taken else None
+
+    def start_leases(self, step: int) -> None:
+        """Begin with a step, where there is no state of an earlier one."""
+        with self._changed:
+            if self._leasing is not None and self._leasing.ledger.step < step:
+                self._leasing.ledger.step = step
+
+    def lease_metrics(self) -> dict[str, float]:
+        """Return `async/*` of the ledger; nothing by a fixed schedule."""
+        with self._changed:
+            return {} if self._leasing is None else self._leasing.ledger.metrics()
+
+    def lease_state(self, cursor: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of the leases and, as prompts are drawn at any time, that of the cursor."""
+        with self._changed:
+            leases = {} if self._leasing is None else self._leasing.state_dict()
+            return {"leases": leases, **cursor()}
+
+    def load_lease_state(self, state: dict[str, Any]) -> None:
+        """Continue from `lease_state`."""
+        with self._changed:
+            if self._leasing is not None and state:
+                self._leasing.load_state_dict(state)
 
     def take(self, work_id: int) -> Result:
         """Return what was delivered for a work, and forget it."""
@@ -201,7 +238,7 @@ class Server:
             if silent_s > self._config.worker_timeout_s:
                 self._lose(worker, f"it gave no sign for {silent_s:.0f} s")
 
-    def _lose(self, worker: _Worker, why: str) -> None:
+    def _lose(self, worker: Peer, why: str) -> None:
         """Forget a worker; another one may join in its place."""
         if worker.is_lost or self._is_closed:
             return
@@ -210,6 +247,8 @@ class Server:
         number = worker.pair.engine
         if self._workers.get(number) is worker:
             del self._workers[number]
+            if self._leasing is not None:
+                self._leasing.lose(number)
         self.num_lost += 1
         self._losses[number] += 1
         if self._losses[number] > self._config.max_worker_restarts and self._failure is None:
@@ -220,7 +259,7 @@ class Server:
             )
         self._changed.notify_all()
 
-    def _tell(self, worker: _Worker, message: dict[str, Any], body: bytes = b"") -> None:
+    def _tell(self, worker: Peer, message: dict[str, Any], body: bytes = b"") -> None:
         try:
             worker.wire.send(message, body)
         except WireClosed as error:
@@ -255,7 +294,7 @@ class Server:
             with self._changed:
                 self._lose(worker, why)
 
-    def _join(self, wire: Wire) -> _Worker | None:
+    def _join(self, wire: Wire) -> Peer | None:
         """Return the worker behind a connection; None for a stranger."""
         hello, _ = wire.receive()
         number = hello.get("engine")
@@ -268,14 +307,16 @@ class Server:
             if (former := self._workers.get(number)) is not None:
                 self._lose(former, "another one took its place")
             self._num_joined += 1
-            worker = _Worker(wire, Pair(number, f"pair_{number}_{self._num_joined}"))
+            worker = Peer(wire, Pair(number, f"pair_{number}_{self._num_joined}"))
             self._workers[number] = worker
+            if self._leasing is not None:
+                self._leasing.join(number, self._num_joined, time.monotonic())
             self._tell(
                 worker, {"type": "welcome", "pair": worker.pair.name, "store": self.store_address}
             )
         return worker
 
-    def _heed(self, worker: _Worker, message: dict[str, Any], body: bytes) -> None:
+    def _heed(self, worker: Peer, message: dict[str, Any], body: bytes) -> None:
         kind = message["type"]
         if kind == "pulse":
             worker.progress = int(message["progress"])
@@ -287,16 +328,35 @@ class Server:
             if (result := self._results.get(int(message["work_id"]))) is not None:
                 result.parts[int(message["part"])] = Delivered.of_frame(message, body)
         elif kind == "done":
-            self._finish(worker, int(message["work_id"]), message["metrics"])
+            self._finish(worker, int(message["work_id"]))
+        elif kind == "measured":
+            self._measure(message["metrics"])
+        elif kind == "ask" and self._leasing is not None:
+            self._leasing.ask(worker.pair.engine, int(message["version"]), int(message["most"]))
+        elif kind == "group" and self._leasing is not None:
+            (group,) = decode_groups(body)
+            self._leasing.finish(message["lease_id"], group, int(message["num_failed"]))
+            self._losses[worker.pair.engine] = 0
         elif kind == "failed":
             error = _ERRORS.get(message["error"], RunFailed)
             self._failure = error(f"rollout engine {worker.pair.engine}: {message['text']}")
         else:
             raise ValueError(f"of type {kind!r}")
 
-    def _finish(self, worker: _Worker, work_id: int, metrics: dict[str, float]) -> None:
+    def _measure(self, metrics: dict[str, float]) -> None:
+        for key, value in metrics.items():
+            former = self._measured.get(key, 0.0)
+            value = float(value)
+            self._measured[key] = former + value if key in _SUMMED else max(former, value)
+
+    def measured(self) -> dict[str, float]:
+        """Return what workers have measured since the last call, over all of them."""
+        with self._changed:
+            found, self._measured = self._measured, {}
+            return {**dict.fromkeys(_MEASURED, 0.0), **found}
+
+    def _finish(self, worker: Peer, work_id: int) -> None:
         if self._work.pop(work_id, None) is not None:
-            self._results[work_id].metrics = {str(k): float(v) for k, v in metrics.items()}
             self._done.add(work_id)
             self._losses[worker.pair.engine] = 0
 
@@ -316,23 +376,3 @@ class Server:
             while not worker.wire.is_closed and time.monotonic() < deadline:
                 time.sleep(0.05)
             worker.wire.close()
-
-
-def _open_store(host: str) -> tuple[dist.Store, tuple[str, int]]:
-    """Return a store that listens at `host`, and its address. torch's own socket would listen on every
-    interface."""
-    listener = socket.create_server((host, 0), family=_family(host))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(minutes=10),
-        master_listen_fd=listener.detach(),
-    )
-    return store, (host, port)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

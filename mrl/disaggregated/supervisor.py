@@ -79,7 +79,7 @@ def _run_worker(settings: dict[str, Any], timeout_s: float) -> int:
     reader, writer = os.pipe()
     with children_without_usr1():
         process = subprocess.Popen(
-            [sys.executable, "-m", "mrl.disaggregated.worker"],
+            [sys.executable, "-m", "mrl.disaggregated"],
             stdin=subprocess.PIPE,
             pass_fds=(writer,),
         )

@@ -20,6 +20,8 @@ from typing import Any
 MAX_MESSAGE = 1 << 20
 """The most bytes of a message."""
 MAX_BODY = 1 << 38
+SEND_S = 60
+"""Seconds without a byte that goes out after which a connection is given up."""
 _FIRST = 4096
 """The most bytes of a message before the token was shown."""
 _SIZES = struct.Struct("!IQ")
@@ -42,6 +44,9 @@ class Wire:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _SILENCE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        # A side that hangs must not keep the other one in a send.
+        limit = struct.pack("ll", int(SEND_S), 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._socket = connection
         self._lock = threading.Lock()
         self._is_trusted = is_trusted

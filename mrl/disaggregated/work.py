@@ -101,4 +101,3 @@ class Result:
 
     parts: dict[int, Delivered] = field(default_factory=dict)
     """One for a batch, one for each evaluation set."""
-    metrics: dict[str, float] = field(default_factory=dict)

@@ -1,21 +1,17 @@
-"""This module is the process behind a rollout rank: `python -m mrl.disaggregated.worker`.
+"""This module is the worker of a rollout rank, by a fixed schedule: `python -m mrl.disaggregated`.
 
 It leads one engine, which is always awake, and scores what the engine generates. Weights come into a
 copy in the host's memory while the engine generates, and are loaded between two works. It imports no
-Megatron. Settings come as one JSON object on stdin, as the run's token may be in no command line.
+Megatron.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import queue
-import signal
 import socket
-import sys
 import threading
 import time
-import traceback
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,18 +21,16 @@ from mrl.collect.engine_nodes import make_engine
 from mrl.collect.evaluation import EvalTasks
 from mrl.collect.scoring import Scoring
 from mrl.collect.task import Task, make_step_task
-from mrl.config.load import recipe_of
 from mrl.disaggregated.staging import Staging
 from mrl.disaggregated.weights import WeightReceiver
 from mrl.disaggregated.wire import Wire, WireClosed
 from mrl.disaggregated.work import Delivered, Work
-from mrl.errors import EngineGone, ExitCode, InputError, RunFailed
-from mrl.preflight import Plan, check
+from mrl.errors import EngineGone, InputError, RunFailed
+from mrl.preflight import Plan
 from mrl.rollout.base import EngineLost, RolloutEngine
 from mrl.run import console
 from mrl.run.folder import RunFolder
-from mrl.system.heartbeat import close_page, num_beats, open_page
-from mrl.system.processes import die_with_parent
+from mrl.system.heartbeat import num_beats
 from parallel.implementation import choose_dtype
 from parallel.mesh import local_device
 
@@ -63,8 +57,8 @@ class _Measured:
 
 
 @dataclass(frozen=True)
-class _Event:
-    """Is something that the main thread heeds: a message of the trainer, or weights that have come."""
+class Event:
+    """An `Event` is what the main thread heeds: a message, weights that have come, an error."""
 
     message: dict[str, Any] = field(default_factory=dict)
     body: bytes = b""
@@ -73,14 +67,15 @@ class _Event:
 
 
 class Worker:
-    """Does the work of one engine until the trainer says that the run is over."""
+    """Does the work of one engine by a fixed schedule, until the trainer says that the run is over."""
 
-    def __init__(self, plan: Plan, settings: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, settings: dict[str, Any], num_staged: int = 0) -> None:
+        """`num_staged`: versions in the host's memory, by default as many as the schedule needs."""
         recipe = plan.recipe
         self.plan, self._number = plan, int(settings["engine"])
         self._supervisor = int(settings["pulse"])
         """The end of a pipe whose other end sees that this process lives."""
-        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._work: dict[int, Work] = {}
         self._version: int | None = None
         """The weights that the engine holds for work; None before the first that the trainer sent."""
@@ -88,7 +83,8 @@ class Worker:
         """Versions in the host's memory that are not loaded, the oldest first."""
         self._held: Staging | None = None
         """The version that is loaded: another engine needs it, should this one be lost."""
-        tp, num = recipe.rollout.tensor_parallel_size, max(1, recipe.asynchronous.max_staleness)
+        tp = recipe.rollout.tensor_parallel_size
+        num = num_staged or max(1, recipe.asynchronous.max_staleness)
         self._free = [Staging(tp) for _ in range(num)]
         self._measured = _Measured()
         self._undo = ExitStack()
@@ -140,54 +136,70 @@ class Worker:
             kind = event.message.get("type")
             if kind == "stop":
                 return
-            if kind == "work":
+            if kind == "receive":
+                self._receive(int(event.message["version"]))
+            elif kind == "work":
                 work = Work.of_frame(event.message, event.body)
                 self._work[work.work_id] = work  # again, where it is for other weights now
-            elif kind == "receive":
-                self._receive(int(event.message["version"]))
+            self._heed(event)
             while self._advance():
                 pass
+
+    def _heed(self, event: Event) -> None:
+        """Take in what else an event says."""
 
     def _advance(self) -> bool:
         """Do the next work, or load the next weights; return whether there was any to do."""
         work = next(iter(self._work.values()), None)
         if work is not None and work.version == self._version:
             self._do(work)
-            del self._work[work.work_id]
             return True
         if self._version is None or work is None or work.version > self._version:
             self._release()
             if self._staged:
-                self._held = self._staged.pop(0)
-                self._load(self._held)
-                self._version = self._held.version
+                self._load_next()
                 return True
         return False
+
+    def _load_next(self) -> None:
+        """Load the oldest of the versions that wait."""
+        self._held = self._staged.pop(0)
+        self._load(self._held)
+        self._version = self._held.version
 
     def _release(self) -> None:
         """Make room for another version where no work is left for the loaded one, which stays until
         another one comes."""
         if self._held is not None and self._held not in self._free:
-            self._free.append(self._held)
-            if len(self._free) == 1:
-                self._wire.send({"type": "free"})
+            self._give_room(self._held)
+
+    def _give_room(self, staging: Staging) -> None:
+        self._free.append(staging)
+        if len(self._free) == 1:
+            self._wire.send({"type": "free"})
 
     def _load(self, staging: Staging) -> None:
         """Bring the engine to staged weights, and prove that it runs the trainer's model."""
-        assert staging.version is not None
         while True:
             try:
-                report = self._engine.update_weights(staging.buckets(), staging.version)
-                begin = time.perf_counter()
-                if canaries := staging.canaries:
-                    found = check_canaries(
-                        self._engine, canaries.sequences, canaries.logprobs, self._tolerance
-                    )
-                    self._measured.canary = max(self._measured.canary, found)
-                self._measured.verify_s += report.digest_s + time.perf_counter() - begin
+                self._update(staging)
+                self._check_canaries(staging)
                 return
             except EngineLost as error:
                 self._start_another(error)
+
+    def _update(self, staging: Staging) -> None:
+        assert staging.version is not None
+        report = self._engine.update_weights(staging.buckets(), staging.version)
+        self._measured.verify_s += report.digest_s
+
+    def _check_canaries(self, staging: Staging) -> None:
+        if (canaries := staging.canaries) is None:
+            return
+        begin = time.perf_counter()
+        found = check_canaries(self._engine, canaries.sequences, canaries.logprobs, self._tolerance)
+        self._measured.canary = max(self._measured.canary, found)
+        self._measured.verify_s += time.perf_counter() - begin
 
     def _do(self, work: Work) -> None:
         """Generate and score a work, and deliver it."""
@@ -204,9 +216,14 @@ class Worker:
             groups, num_failed = task.finish()
             partial = task.partial if work.kind == "batch" else []
             self._wire.send(*Delivered(groups, num_failed, partial).frame(work.work_id, part))
-        metrics = self._measured.metrics()
+        self._report()
+        self._wire.send({"type": "done", "work_id": work.work_id})
+        del self._work[work.work_id]
+
+    def _report(self) -> None:
+        """Say what was measured since the last report."""
+        self._wire.send({"type": "measured", "metrics": self._measured.metrics()})
         self._measured = _Measured()
-        self._wire.send({"type": "done", "work_id": work.work_id, "metrics": metrics})
 
     def _tasks(self, work: Work) -> list[Task]:
         if work.kind == "evaluation":
@@ -245,18 +262,18 @@ class Worker:
             try:
                 self._receiver.receive(staging, version)
             except Exception as error:  # the main thread raises it
-                self._events.put(_Event(error=error))
+                self._events.put(Event(error=error))
             else:
-                self._events.put(_Event(staging=staging))
+                self._events.put(Event(staging=staging))
 
         threading.Thread(target=receive, name="mrl-weights", daemon=True).start()
 
     def _read(self) -> None:
         try:
             while True:
-                self._events.put(_Event(*self._wire.receive()))
+                self._events.put(Event(*self._wire.receive()))
         except WireClosed as error:
-            self._events.put(_Event(error=error))
+            self._events.put(Event(error=error))
 
     def _pulse(self) -> None:
         """Say that this process lives, and whether it makes progress."""
@@ -265,35 +282,3 @@ class Worker:
                 os.write(self._supervisor, b".")
                 self._wire.send({"type": "pulse", "progress": num_beats()})
                 time.sleep(PULSE_S)
-
-
-def main() -> None:
-    """Work for the trainer; exit with 0 when the run is over."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the trainer saves, and ends this run
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    settings = json.loads(sys.stdin.buffer.read())
-    die_with_parent(int(settings["parent"]))
-    open_page()
-    try:
-        recipe = recipe_of(settings["recipe"], [], "recipe")
-        plan = check(recipe, int(settings["world"]), allowed=settings["allowed"])
-        Worker(plan, settings).run()
-    except WireClosed as error:
-        print(f"mrl: rollout engine {settings['engine']}: {error}", file=sys.stderr)
-        sys.exit(ExitCode.LOST_RANK)
-    except InputError as error:
-        print(f"mrl: rollout engine {settings['engine']}: {error}", file=sys.stderr)
-        sys.exit(ExitCode.BAD_INPUT)
-    except RunFailed as error:  # the trainer reports it
-        sys.exit(error.exit_code)
-    except Exception as error:
-        traceback.print_exception(error)
-        sys.exit(ExitCode.UNFORESEEN)
-    finally:
-        close_page()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

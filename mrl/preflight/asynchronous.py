@@ -7,6 +7,7 @@ from mrl.config import Recipe
 from mrl.config.asynchronous import AsyncConfig
 from mrl.errors import InputError
 
+_FREE_KEYS = ("at_bound", "in_flight_updates", "kv", "stale_prefixes", "groups_in_flight")
 _AHEAD = "the engines run ahead (async.max_staleness {0})"
 
 
@@ -24,8 +25,30 @@ def check_asynchronous(recipe: Recipe) -> None:
             )
         return
     _check_engine(recipe)
+    is_free = bool(config.max_staleness) and not config.deterministic
+    _check_keys(config, is_free=is_free)
     if config.max_staleness:
         _check_ahead(recipe)
+    if is_free and recipe.environment is not None:
+        raise InputError(
+            "an environment is set, but the episodes of a batch advance together, and engines that run "
+            "freely have no batches; set async.deterministic=true, or async.max_staleness=0"
+        )
+
+
+def _check_keys(config: AsyncConfig, *, is_free: bool) -> None:
+    """Refuse keys that have no meaning in this mode."""
+    for name in _FREE_KEYS:
+        if not is_free and getattr(config, name) != getattr(AsyncConfig(), name):
+            raise InputError(
+                f"async.{name} is set, but it is for engines that run freely only "
+                "(async.max_staleness above 0, without async.deterministic); leave it out"
+            )
+    if config.in_flight_updates == "finish" and config.kv != "keep":
+        raise InputError(
+            f"async.kv is {config.kv}, but async.in_flight_updates is finish, where no request is "
+            "interrupted; set async.in_flight_updates=interrupt, or leave kv out"
+        )
 
 
 def _check_engine(recipe: Recipe) -> None:
@@ -47,11 +70,6 @@ def _check_ahead(recipe: Recipe) -> None:
     """Check a recipe whose engines generate with older weights than those that are updated."""
     config, rollout, algorithm = recipe.asynchronous, recipe.rollout, recipe.algorithm
     ahead = _AHEAD.format(config.max_staleness)
-    if not config.deterministic:
-        raise InputError(
-            f"async.max_staleness is {config.max_staleness}, but engines that run freely are not there "
-            "yet; set async.deterministic=true for a fixed schedule, or max_staleness=0"
-        )
     if rollout.over_sampling != 1:
         raise InputError(
             f"rollout.over_sampling is {rollout.over_sampling:g}, but {ahead}: what a step leaves over "

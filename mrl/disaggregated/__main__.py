@@ -1,0 +1,55 @@
+"""`python -m mrl.disaggregated` is the process of a worker.
+
+Its settings come as one JSON object on stdin, as the run's token may be in no command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+
+from mrl.config.load import recipe_of
+from mrl.disaggregated.free_worker import FreeWorker
+from mrl.disaggregated.leasing import runs_freely
+from mrl.disaggregated.wire import WireClosed
+from mrl.disaggregated.worker import Worker
+from mrl.errors import ExitCode, InputError, RunFailed
+from mrl.preflight import check
+from mrl.system.heartbeat import close_page, open_page
+from mrl.system.processes import die_with_parent
+
+
+def main() -> None:
+    """Work for the trainer; exit with 0 when the run is over."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the trainer saves, and ends this run
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    settings = json.loads(sys.stdin.buffer.read())
+    die_with_parent(int(settings["parent"]))
+    open_page()
+    try:
+        recipe = recipe_of(settings["recipe"], [], "recipe")
+        plan = check(recipe, int(settings["world"]), allowed=settings["allowed"])
+        kind = FreeWorker if runs_freely(recipe) else Worker
+        kind(plan, settings).run()
+    except WireClosed as error:
+        print(f"mrl: rollout engine {settings['engine']}: {error}", file=sys.stderr)
+        sys.exit(ExitCode.LOST_RANK)
+    except InputError as error:
+        print(f"mrl: rollout engine {settings['engine']}: {error}", file=sys.stderr)
+        sys.exit(ExitCode.BAD_INPUT)
+    except RunFailed as error:  # the trainer reports it
+        sys.exit(error.exit_code)
+    except Exception as error:
+        traceback.print_exception(error)
+        sys.exit(ExitCode.UNFORESEEN)
+    finally:
+        close_page()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

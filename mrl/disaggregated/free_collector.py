@@ -1,0 +1,85 @@
+"""This module collects a step's groups from workers that run freely, each prompt under a lease.
+
+Workers ask for prompts whenever the bound has room for the weights of their engines, and a step trains
+on the finished groups with the oldest weights. What is in the queue stays there over a save.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from mrl.collect.backlog import StepPrompts
+from mrl.collect.rounds import Round, RoundCollector
+from mrl.disaggregated.collector import DisaggregatedCollector
+from mrl.disaggregated.server import Server
+from mrl.system.clock import Clock
+from mrl.system.heartbeat import phase
+
+
+class FreeCollector(DisaggregatedCollector):
+    """Collects the groups of a free-running run. See `mrl.collect.base.Collector`."""
+
+    def _prepare(self, server: Server) -> None:
+        server.run_freely(self.plan.recipe, self.cursor.next)
+
+    def begin(self, step: int, clock: Clock) -> None:
+        if self._server is not None:
+            self._server.start_leases(step)
+        RoundCollector.begin(self, step, clock)  # no engine is waited for
+
+    def _step_prompts(self) -> StepPrompts:
+        wanted = self.plan.recipe.rollout.prompts_per_step
+        return StepPrompts([], wanted, is_long_round=False, remaining=[])
+
+    def _new_round(self, prompts: StepPrompts | None, evaluates: int | None = None) -> Round:
+        started = super()._new_round(None, evaluates)
+        started.prompts = prompts
+        if prompts is not None:
+            started.scored = self._new_delivered()
+        return started
+
+    @phase("rollout")
+    def rollout(self, clock: Clock) -> None:
+        assert self._round is not None
+        with clock.part("rollout"):
+            begin = time.perf_counter()
+            if self._round.prompts is not None and not self._take_batch():
+                return
+            if not self._wait_for(self._work_ids, self._step):
+                return
+            if self._server is not None:
+                self._take(self._server, 0)
+            self._share_measured(time.perf_counter() - begin)
+            self._round.is_generated = True
+
+    def _take_batch(self) -> bool:
+        """Take the groups of the step from the queue, once; return False where weights are to be sent
+        first. A collective."""
+        said = [self._has_batch]
+        if self._server is not None and not self._has_batch:
+            batch = self._server.wait_for_batch(self._step)
+            said = [batch is not None]
+            if batch is not None:
+                self._delivered[-1].add(batch)
+        dist.broadcast_object_list(said)
+        self._has_batch = said[0]
+        return said[0]
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._has_batch = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._server is None:
+            return {}
+        return {**self._server.lease_state(self.cursor.state_dict), "backlog": {}}
+
+    def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
+        if other_data:
+            return
+        self.cursor.load_state_dict(state)
+        if self._server is not None:
+            self._server.load_lease_state(state.get("leases", {}))

@@ -1,0 +1,168 @@
+"""This module is a worker that runs freely: it generates single prompts beside each other.
+
+It has a lease of each. Its main thread takes messages and changes the weights; each lease has a thread that waits for the
+engine and the reward. Newer weights wait for the leases (`async.in_flight_updates: finish`), or
+interrupt them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.collect.backlog import Started
+from mrl.collect.task import Rollout, make_rollout
+from mrl.disaggregated.leasing import default_groups
+from mrl.disaggregated.worker import Event, Worker
+from mrl.preflight import Plan
+from mrl.rollout.base import Completion, EngineLost, PauseMode, Request, RolloutEngine
+from mrl.run.rollouts import decode_groups, encode_groups
+from mrl.system.heartbeat import beat
+
+STAGED = 2
+"""Versions in the host's memory: that of the engine, and the next one."""
+
+
+class _Beside:
+    """An engine of which every call of generate() may run beside others."""
+
+    def __init__(self, engine: RolloutEngine, *, stale_prefixes: bool) -> None:
+        self._engine, self._stale_prefixes = engine, stale_prefixes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        return self._engine.generate(
+            requests, beside_others=True, stale_prefixes=self._stale_prefixes
+        )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A lease that this worker holds."""
+
+    lease_id: str
+    rollout: Rollout
+
+
+class FreeWorker(Worker):
+    """Generates the prompts that it has leases of, until the trainer says that the run is over."""
+
+    def __init__(self, plan: Plan, settings: dict[str, Any]) -> None:
+        super().__init__(plan, settings, STAGED)
+        config = plan.recipe.asynchronous
+        self._interrupts = config.in_flight_updates == "interrupt"
+        self._pause_mode: PauseMode = "in_place" if config.kv == "keep" else "retract"
+        self._most = config.groups_in_flight or default_groups(
+            plan.recipe.rollout.prompts_per_step, plan.num_engines
+        )
+        self._beside: Any = _Beside(self._engine, stale_prefixes=config.stale_prefixes)
+        self._running: set[str] = set()
+        """The leases whose threads run."""
+        self._lost: list[_Held] = []
+        """Leases that wait for another engine."""
+        self._asked: dict[str, Any] = {}
+        self._pool = ThreadPoolExecutor(self._most + 1, thread_name_prefix="mrl-lease")
+        self._scoring.begin_step()
+
+    def _heed(self, event: Event) -> None:
+        kind = event.message.get("type")
+        if kind == "lease":
+            (group,) = decode_groups(event.body)
+            started = [Started(group, int(event.message["seed"]))]
+            self._begin(_Held(event.message["lease_id"], make_rollout(self.plan, started)))
+        elif kind == "over":
+            self._running.discard(event.message["lease_id"])
+            if (held := event.message["held"]) is not None:
+                self._lost.append(held)
+
+    def _begin(self, held: _Held) -> None:
+        self._running.add(held.lease_id)
+        self._pool.submit(self._run, held)
+
+    def _run(self, held: _Held) -> None:
+        """Generate, score and deliver one lease, in a thread of its own."""
+        over: dict[str, Any] = {"type": "over", "lease_id": held.lease_id, "held": None}
+        try:
+            for group in held.rollout.finished(self._beside):
+                scored, num_failed = self._scoring.score(group)
+                beat()
+                message = {"type": "group", "lease_id": held.lease_id, "num_failed": num_failed}
+                self._wire.send(message, encode_groups([scored]))
+        except EngineLost:
+            over["held"] = held
+        except Exception as error:  # the main thread raises it
+            self._events.put(Event(error=error))
+            return
+        self._events.put(Event(over))
+
+    def _advance(self) -> bool:
+        """Load weights, evaluate, or ask for leases; return whether there may be more to do."""
+        if self._lost and not self._running:
+            self._replace_engine()
+            return True
+        work = next(iter(self._work.values()), None)
+        is_due = work is not None and work.version == self._version
+        if self._staged and self._interrupts and self._running and not self._lost:
+            self._interrupt()
+            return True
+        if self._staged or is_due or self._lost:
+            self._ask(0)
+            if self._running:
+                return False
+            if is_due and work is not None:
+                self._do(work)
+            else:
+                self._load_newest()
+            return True
+        if self._version is not None:
+            self._ask(self._most)
+        return False
+
+    def _ask(self, most: int) -> None:
+        """Say how many groups this worker may hold at a time, where that has changed."""
+        asked = {"type": "ask", "version": self._version or 0, "most": most}
+        if asked != self._asked:
+            self._asked = asked
+            self._wire.send(asked)
+
+    def _load_newest(self) -> None:
+        """Load the newest version that has come; the others were never used."""
+        while len(self._staged) > 1:
+            self._give_room(self._staged.pop(0))
+        former = self._held
+        self._load_next()
+        if former is not None:
+            self._give_room(former)
+        self._report()
+
+    def _interrupt(self) -> None:
+        """Change the weights under the requests that run. Canaries would need an engine that is idle."""
+        staging = self._staged.pop()
+        try:
+            self._engine.pause(self._pause_mode)
+            self._update(staging)
+            self._engine.resume()
+        except EngineLost:  # the threads of the leases say so, too
+            self._staged.append(staging)
+            return
+        former, self._held, self._version = self._held, staging, staging.version
+        if former is not None:
+            self._give_room(former)
+        self._report()
+
+    def _replace_engine(self) -> None:
+        """Start another engine, and begin again what the lost one left."""
+        self._start_another(EngineLost(f"rollout engine {self._number} was lost"))
+        if self._staged:
+            self._load_newest()
+        else:
+            assert self._held is not None
+            self._load(self._held)
+            self._report()
+        lost, self._lost = self._lost, []
+        for held in lost:
+            self._begin(held)

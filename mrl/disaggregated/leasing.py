@@ -1,0 +1,179 @@
+"""This module gives out leases to the workers of a free-running run, by the rules of the ledger.
+
+The server holds its lock around every call. A worker says which weights its engine has and how many
+groups it may hold; it gets leases whenever the bound has room for that version.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import math
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from mrl.collect.single_turn import start_groups
+from mrl.config import Recipe
+from mrl.disaggregated.ledger import Ledger
+from mrl.disaggregated.records import Lease
+from mrl.disaggregated.work import Delivered
+from mrl.run.rollouts import decode_groups, encode_groups
+from mrl.types import Prompt, SampleGroup
+
+Send = Callable[[int, dict[str, Any], bytes], None]
+"""Sends a message and a body to the worker of an engine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asking:
+    """What a worker has asked for."""
+
+    version: int
+    most: int
+    """Groups that it may hold at a time; 0 while it is through with its version."""
+
+
+class Leasing:
+    """Keeps the ledger of a run and answers what workers ask. It has no lock of its own."""
+
+    def __init__(self, recipe: Recipe, draw: Callable[[int], list[Prompt]], send: Send) -> None:
+        """`draw(n)` gives the next n prompts."""
+        config, rollout = recipe.asynchronous, recipe.rollout
+        self._draw, self._send = draw, send
+        self._seed, self._size = recipe.seed, rollout.samples_per_prompt
+        self.ledger = Ledger(
+            session=secrets.token_hex(4),
+            prompts_per_step=rollout.prompts_per_step,
+            max_staleness=config.max_staleness,
+            max_in_flight=2**31,
+            at_bound=config.at_bound,
+        )
+        self._asking: dict[int, _Asking] = {}
+
+    def join(self, engine: int, incarnation: int, now: float) -> None:
+        """Admit a worker; one that was there before loses its leases."""
+        self._asking.pop(engine, None)
+        self.ledger.join(engine, incarnation, now)
+
+    def lose(self, engine: int) -> None:
+        """Let others generate what a lost worker held."""
+        self._asking.pop(engine, None)
+        self.ledger.lose(engine)
+        self.grant()
+
+    def ask(self, engine: int, version: int, most: int) -> None:
+        """Note which weights an engine has, and how many groups its worker may hold."""
+        self._asking[engine] = _Asking(version, most)
+        self.grant()
+
+    def grant(self) -> None:
+        """Give every worker what it may have now, in turns of one lease."""
+        while sum(self._grant_one(engine) for engine in sorted(self._asking)):
+            pass
+
+    def _grant_one(self, engine: int) -> bool:
+        asking, ledger = self._asking.get(engine), self.ledger
+        if asking is None:
+            return False
+        held = sum(lease.worker == engine for lease in ledger.leases)
+        if held >= asking.most:
+            return False
+        if not ledger.waiting and (num := ledger.num_to_draw(asking.version, 1)):
+            self._enter(num)
+        leases = ledger.lease(engine, asking.version, 1)
+        for lease in leases:
+            self._tell(engine, lease)
+        return bool(leases)
+
+    def _enter(self, num: int) -> None:
+        groups = start_groups(self._draw(num), self._size)
+        self.ledger.add(groups)
+
+    def _tell(self, engine: int, lease: Lease) -> None:
+        (group,) = _numbered([lease.prompt], [lease.item_id])
+        seed = self._seed * 1_000_003 + lease.item_id
+        message = {"type": "lease", "lease_id": lease.lease_id, "seed": seed}
+        self._send(engine, message, encode_groups([group]))
+
+    def finish(self, lease_id: str, group: SampleGroup, num_failed: int) -> None:
+        """Take in a finished group. Raises ValueError where its stamps cannot be."""
+        spans = [span for sample in group.samples for span in sample.weight_versions]
+        if not spans:  # nothing was generated: there is nothing to train on
+            self.ledger.drop(lease_id, "empty")
+        else:
+            versions = [span.version for span in spans]
+            self.ledger.finish(
+                lease_id,
+                Delivered([group], num_failed),
+                oldest=min(versions),
+                newest=max(versions),
+                num_tokens=sum(sample.num_generated for sample in group.samples),
+            )
+        self.grant()
+
+    def take(self, step: int) -> Delivered | None:
+        """Return the groups that a step trains on, numbered from 0; None where it has to wait."""
+        batch = self.ledger.take(step)
+        if batch is None:
+            return None
+        self.grant()
+        whole = Delivered()
+        for number, finished in enumerate(batch):
+            delivered: Delivered = finished.group
+            whole.groups += _numbered(delivered.groups, [number])
+            whole.num_failed += delivered.num_failed
+        return whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON-able state: the ledger, its prompts, and the groups in the queue."""
+        state, prompts = self.ledger.state_dict(), self.ledger.prompts
+        queue = {each.item_id: each.group for each in self.ledger.finished}
+        return {
+            "ledger": state,
+            "prompt_ids": list(prompts),
+            "prompts": _encode(list(prompts.values())),
+            "queue_ids": list(queue),
+            "queue": _encode([group for each in queue.values() for group in each.groups]),
+            "num_failed": [each.num_failed for each in queue.values()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        prompts = dict(zip(state["prompt_ids"], _decode(state["prompts"]), strict=True))
+        groups = _decode(state["queue"])
+        queue = {
+            item_id: Delivered([group], num_failed)
+            for item_id, group, num_failed in zip(
+                state["queue_ids"], groups, state["num_failed"], strict=True
+            )
+        }
+        self.ledger.load_state_dict(state["ledger"], prompts, queue)
+
+
+def default_groups(prompts_per_step: int, num_engines: int) -> int:
+    """Return how many groups an engine holds at a time where the recipe does not say."""
+    return max(1, math.ceil(2 * prompts_per_step / num_engines))
+
+
+def _numbered(groups: list[SampleGroup], numbers: list[int]) -> list[SampleGroup]:
+    return [
+        dataclasses.replace(
+            group, samples=[dataclasses.replace(s, group_id=number) for s in group.samples]
+        )
+        for group, number in zip(groups, numbers, strict=True)
+    ]
+
+
+def _encode(groups: list[SampleGroup]) -> str:
+    return base64.b64encode(encode_groups(groups)).decode() if groups else ""
+
+
+def _decode(text: str) -> list[SampleGroup]:
+    return decode_groups(base64.b64decode(text)) if text else []
+
+
+def runs_freely(recipe: Recipe) -> bool:
+    """Return whether engines get leases of single prompts, and not batches by a fixed schedule."""
+    config = recipe.asynchronous
+    return bool(config.max_staleness) and not config.deterministic

@@ -1,0 +1,53 @@
+"""This module holds what the server knows of a worker, and the store in which pairs meet."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from mrl.disaggregated.wire import Wire
+
+
+class Pair(NamedTuple):
+    """Names the two ends between which a version of the weights travels."""
+
+    engine: int
+    name: str
+    """Another one for each worker: the prefix under which both ends meet in the store."""
+
+
+class Peer:
+    """A `Peer` is what the server knows of a worker that has joined."""
+
+    def __init__(self, wire: Wire, pair: Pair) -> None:
+        self.wire, self.pair = wire, pair
+        self.has_started = False
+        self.can_receive = False
+        """Whether it has room for another version of the weights."""
+        self.sent = -1
+        """The newest version that was sent to it; -1 for none."""
+        self.progress = 0
+        self.is_lost = False
+
+
+def open_store(host: str) -> tuple[dist.Store, tuple[str, int]]:
+    """Return a store that listens at `host`, and its address. torch's own socket would listen on every
+    interface."""
+    listener = socket.create_server((host, 0), family=_family(host))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(minutes=10),
+        master_listen_fd=listener.detach(),
+    )
+    return store, (host, port)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
