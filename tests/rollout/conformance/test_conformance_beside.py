@@ -15,12 +15,15 @@ from rollout_helpers import (
     follows_seeds,
     load_oracle,
     make_buckets,
+    make_prompts,
     make_requests,
     score,
 )
 from transformers import Qwen3MoeForCausalLM
 
+from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.rollout.base import SamplingParams
+from mrl.rollout.beside import beside_others
 from mrl.rollout.sglang import flights
 from mrl.types import UNKNOWN_VERSION
 from tests.release import release
@@ -274,3 +277,23 @@ def test_a_wrong_stamp_is_refused(engine, start, toy_weights):
     engine._server.post("/update_weight_version", {"new_version": "7", "abort_all_requests": False})
     with pytest.raises(RuntimeError, match="sampled with weight version 7, expected 0"):
         list(running)
+
+
+@pytest.mark.release
+def test_rollouts_that_share_an_engine(engine, oracle):
+    """Each of two threads wants one group of two; its abort of the rest leaves the other's alone."""
+    sampling = SamplingParams(64, 64)
+
+    def run(seed):
+        groups = start_groups(make_prompts(2, seed=seed), 2, 10 * seed)
+        rollout = SingleTurnRollout(groups, sampling, seed, num_wanted=1)
+        return list(rollout.finished(beside_others(engine))), rollout.partial
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, (1, 2)))
+    for groups, partial in found:
+        assert (len(groups), len(partial)) == (1, 1)
+        for sample in groups[0].samples:
+            assert sample.num_generated == 64
+            logprobs, _ = score(oracle, sample.token_ids, PROMPT_LEN, 1.0)
+            assert (sample.rollout_logprobs[PROMPT_LEN:] - logprobs).abs().max() < TOLERANCE
