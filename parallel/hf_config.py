@@ -33,6 +33,11 @@ LARGEST_COUNTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
 }
 """The largest value of a key, where it is less than LARGEST_COUNT: lists are made as long as these."""
+TWO_NAMES = (
+    (("num_experts",), ("num_local_experts",)),
+    (("rope_theta",), ("rope_parameters", "rope_theta")),
+)
+"""Places of config.json that mean the same: transformers 4 writes the first, 5 the second."""
 
 
 def read_config(folder: Path) -> HfConfig:
@@ -72,7 +77,36 @@ def read_config(folder: Path) -> HfConfig:
                 f"model.path: {file}: {key} is {count!r:.30}, expected at most {most}; download it "
                 "again"
             )
+    _check_two_names(config, file)
     return config
+
+
+def _check_two_names(config: HfConfig, file: Path) -> None:
+    """Raise InputError where two places of one meaning differ: the engine may read the other one."""
+    for old, new in TWO_NAMES:
+        one, other = _at(config, old), _at(config, new)
+        if None not in (one, other) and one != other:
+            raise InputError(
+                f"model.path: {file}: {'.'.join(old)} is {one!r:.30} and {'.'.join(new)} is "
+                f"{other!r:.30}, which mean the same; remove the wrong one"
+            )
+
+
+def _at(config: HfConfig, place: tuple[str, ...]) -> Any:
+    found: Any = config
+    for key in place:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def _check_positive(config: HfConfig, theta: float, file: Path) -> None:
+    """Raise InputError where a number that the forward pass divides by is not positive and finite."""
+    for key, number in (("rms_norm_eps", config.get("rms_norm_eps")), ("rope_theta", theta)):
+        if number is not None and not 0 < float(number) < float("inf"):
+            raise InputError(
+                f"model.path: {file}: {key} is {number!r:.30}, expected a positive finite number; "
+                "download it again"
+            )
 
 
 def has_weights(folder: Path) -> bool:
@@ -102,7 +136,8 @@ class HfModel:
             raise InputError(f"model.path: {folder} has no *.safetensors weights")
         model = cls(folder, config, find_architecture(config, named), named)
         try:
-            _ = model.sizes, model.context_len, model.rotary_base
+            _ = model.sizes, model.context_len
+            _check_positive(config, model.rotary_base, folder / "config.json")
             settings = model.architecture.transformer_config(config)
         except KeyError as error:
             raise InputError(f"model.path: {folder}/config.json lacks the key {error}") from None

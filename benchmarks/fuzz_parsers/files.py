@@ -153,6 +153,20 @@ def _rollouts(data: bytes, folder: Path) -> None:
             require(len(sample.rollout_logprobs) == total, "the log-probs have another length")
 
 
+def in_order(data: bytes) -> bytes:
+    """Return a safetensors file with the keys of its header in order.
+
+    safetensors writes the keys of the metadata in another order in each process, and then the inputs
+    of one `--seed` and number would differ from run to run.
+    """
+    size = int.from_bytes(data[:8], "little")
+    header = json.dumps(
+        json.loads(data[8 : 8 + size]), sort_keys=True, separators=(",", ":")
+    ).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
+
+
 TENSORS = save({"a": torch.zeros(4, 2), "b": torch.ones(3, dtype=torch.bfloat16)})
 INPUT = (InputError,)
 PARSERS = (
@@ -170,5 +184,5 @@ PARSERS = (
     Parser("recipe", (RECIPE.read_bytes(),), _recipe, INPUT),
     Parser("metrics.jsonl", (METRICS,), _metrics, INPUT),
     Parser("failure.json", (FAILURE,), _failure, ()),
-    Parser("rollouts", (encode_groups([group([0.0, 1.0])]),), _rollouts, INPUT),
+    Parser("rollouts", (in_order(encode_groups([group([0.0, 1.0])])),), _rollouts, INPUT),
 )  # fmt: skip

@@ -27,7 +27,7 @@ def add_to(commands: Any) -> None:
         "other, and check how each ends: exit code, report, what is left behind, and that the "
         "continued run has the bits of one without a fault. docs/faults.md describes the faults.",
     )
-    add_recipe(command)
+    add_recipe(command, is_optional=True)
     command.add_argument(
         "--only", nargs="+", action="extend", metavar="FAULT", help="provoke these faults only"
     )
@@ -43,7 +43,9 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--folder", type=Path, help="scratch folder (default: OUTPUT_DIR_drill, beside output_dir)"
     )
-    command.add_argument("--list", action="store_true", help="print the faults and end")
+    command.add_argument(
+        "--list", action="store_true", help="print the faults and end; RECIPE may be left out"
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object a fault")
     command.set_defaults(
         run=run, after_interrupt="no process remains; the scratch folder holds the logs"
@@ -54,11 +56,15 @@ def run(args: argparse.Namespace) -> None:
     from mrl.drill import FEWEST_LEFT, NUM_STEPS, drill, not_provoked
     from mrl.preflight import check
 
-    recipe = read_recipe(args)
     names = _names(args)
     if args.list:
-        _list(recipe)
+        _list(None if args.recipe is None else read_recipe(args), names)
         return
+    if args.recipe is None:
+        raise InputError(
+            "mrl drill: got no RECIPE, expected that of the run; mrl drill --list needs none"
+        )
+    recipe = read_recipe(args)
     if recipe.rollout.placement == "disaggregated":
         raise InputError(
             "rollout.placement is disaggregated, and drills strike colocated runs only; give "
@@ -110,11 +116,18 @@ def _ranks(recipe: Recipe) -> int:
     return gpus // fewest * fewest
 
 
-def _list(recipe: Recipe) -> None:
-    from mrl.drill import FAULTS, NOT_PROVOKED
+def _list(recipe: Recipe | None, names: list[str]) -> None:
+    """Print these faults and those that are never provoked, each with what a recipe makes of it."""
+    from mrl.drill import FAULTS, NOT_PROVOKED, never
     from mrl.run import console
 
-    rows = [(f.name, f.did, f.why_not(recipe) or "yes") for f in FAULTS.values()]
+    rows = []
+    for each in (FAULTS[name] for name in names):
+        if recipe is None:
+            whether = "yes" if each.why_not is never else "depends on the recipe"
+        else:
+            whether = each.why_not(recipe) or "yes"
+        rows.append((each.name, each.did, whether))
     rows += [(name, "", why) for name, why in NOT_PROVOKED.items()]
     console.table("Faults", ("fault", "what is done", "provoked"), rows)
 

@@ -9,10 +9,11 @@ from mrl.config import Recipe
 from mrl.run.source import read_source
 
 
-def add_recipe(command: argparse.ArgumentParser) -> None:
-    """Add the arguments RECIPE and `key=value` (overrides)."""
+def add_recipe(command: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    """Add the arguments RECIPE and `key=value` (overrides); `is_optional`: RECIPE may be None."""
     command.add_argument(
         "recipe",
+        nargs="?" if is_optional else None,
         type=Path,
         metavar="RECIPE",
         help="a YAML file, see docs/recipes.md, or the folder of a run, wherever it is now",

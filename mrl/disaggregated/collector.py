@@ -82,8 +82,7 @@ class DisaggregatedCollector(RoundCollector):
             meeting.set(ADDRESS, json.dumps(server))
             where = [self._server.store_address]
         dist.broadcast_object_list(where)
-        store = self._server.store if self._server is not None else None
-        self._sender = WeightSender(where[0], store, recipe.asynchronous.worker_timeout_s)
+        self._sender = WeightSender(where[0], recipe.asynchronous.worker_timeout_s)
         if self._server is not None:
             self._server.wait_until_started(recipe.rollout.start_timeout_s)
         dist.barrier()

@@ -95,9 +95,8 @@ def flat_of(bucket: WeightBucket) -> Tensor:
     """Return the bucket's tensors end to end, u8[num_bytes]."""
     if bucket.flat is not None:
         return bucket.flat[: bucket.num_bytes]
-    return torch.cat(
-        [t.detach().contiguous().view(-1).view(torch.uint8) for _, t in bucket.tensors]
-    )
+    parts = [t.detach().contiguous().view(-1).view(torch.uint8) for _, t in bucket.tensors]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 def _tensors(flat: Tensor, places: list[list[Any]]) -> list[tuple[str, Tensor]]:

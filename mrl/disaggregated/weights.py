@@ -1,158 +1,102 @@
-"""This module brings weights from the trainer to the workers, each over a process group of two.
+"""This module brings versions of the weights from the trainer to the workers.
 
-The groups stand beside torch's default one and meet in the server's store under a name of their own, so
-that the death of a worker breaks no other group, and another worker can come in its place. Headers
-travel over gloo, buckets over gloo on CPUs and over NCCL on GPUs. NCCL's part has not run.
+A trainer rank serves its workers at once, each by a thread and a group of two
+(`mrl.disaggregated.pair`): one that dies, hangs or never comes costs the others a bounded wait, and
+breaks nothing.
 """
 
 from __future__ import annotations
 
-import functools
-import json
+import re
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from mrl.disaggregated.pair import TRAINER, WORKER, PairGroup
 from mrl.disaggregated.staging import Canaries, Staging, flat_of, header_of
 from mrl.run import console
 from mrl.system.heartbeat import beat
-from mrl.system.rendezvous import address_towards
 from mrl.types import WeightBucket
+from parallel.mesh import local_device
 
-TRAINER, WORKER = 0, 1
-"""Ranks in a group of two."""
-POLL_S = 0.001
-
-
-class PairGroup:
-    """A `PairGroup` joins a trainer rank and a worker. It is for one thread at a time."""
-
-    def __init__(
-        self, store: dist.Store, host: str, name: str, rank: int, timeout_s: float, *, nccl: bool
-    ) -> None:
-        """Wait for the other side. `host`: where the store is, which decides the network."""
-        self._other, self._timeout_s = 1 - rank, timeout_s
-        timeout = timedelta(seconds=timeout_s)
-        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._timeout = timeout
-        own = address_towards(host) or host
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
-        meeting = dist.PrefixStore(f"{name}_gloo", store)
-        self._gloo: Any = dist.ProcessGroupGloo(meeting, rank, 2, options)
-        self._nccl: Any = None
-        if nccl:
-            nccl_options: Any = dist.ProcessGroupNCCL.Options()
-            nccl_options._timeout = timeout
-            meeting = dist.PrefixStore(f"{name}_nccl", store)
-            self._nccl = dist.ProcessGroupNCCL(meeting, rank, 2, nccl_options)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensors for `send` and `receive`."""
-        return torch.device("cpu" if self._nccl is None else torch.cuda.current_device())
-
-    def send_header(self, header: Mapping[str, Any]) -> None:
-        """Send a JSON object. Raises RuntimeError where the other side is gone."""
-        data = torch.from_numpy(np.frombuffer(json.dumps(header).encode(), np.uint8).copy())
-        self._gloo.send([torch.tensor([len(data)])], self._other, 0).wait()
-        self._gloo.send([data], self._other, 0).wait()
-
-    def receive_header(self) -> dict[str, Any]:
-        """Wait for a JSON object. Raises RuntimeError where the other side is gone."""
-        size = torch.zeros(1, dtype=torch.int64)
-        self._gloo.recv([size], self._other, 0).wait()
-        data = torch.empty(int(size), dtype=torch.uint8)
-        self._gloo.recv([data], self._other, 0).wait()
-        return json.loads(data.numpy().tobytes())
-
-    def send(self, tensor: Tensor) -> Any:
-        """Begin to send a tensor on `device`; `wait` ends it."""
-        return (self._nccl or self._gloo).send([tensor], self._other, 0)
-
-    def receive(self, tensor: Tensor) -> None:
-        """Fill a tensor on `device`."""
-        self.wait((self._nccl or self._gloo).recv([tensor], self._other, 0))
-
-    def wait(self, work: Any) -> None:
-        """Wait for a transfer. Raises RuntimeError where the other side is gone, or too slow."""
-        if self._nccl is None:
-            work.wait()
-            return
-        deadline = time.monotonic() + self._timeout_s
-        while not work.is_completed():  # wait() would only let the stream wait
-            if time.monotonic() > deadline:
-                self._nccl.abort()
-                raise RuntimeError(f"a transfer of weights took more than {self._timeout_s:g} s")
-            time.sleep(POLL_S)
-        work.wait()  # raises what went wrong
+Job = Callable[[PairGroup], None]
+GRACE_S = 2.0
+"""What a transfer has left to fail by its own time limit, and to say why."""
+BEAT_S = 1.0
 
 
 class _Sending:
-    """Sends one version to one worker; after a failure it does nothing more."""
+    """Sends one version to one worker in a thread of its own; after a failure it does nothing more."""
 
-    def __init__(self, name: str, join: Callable[[], PairGroup]) -> None:
-        """`join` returns the group of the pair `name`, and may wait for the worker."""
-        self.name, self._join = name, join
-        self._group: PairGroup | None = None
-        self._work: Any = None
-        self._flat: Tensor | None = None
-        """What is on its way, and must live until it is there."""
-        self.is_failed = False
+    def __init__(self, name: str, join: Callable[[], PairGroup], timeout_s: float) -> None:
+        """`join` returns the group of the pair, and may wait for the worker."""
+        self.name = name
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._jobs: deque[Job | None] = deque()
+        self._num_given = self._num_done = 0
+        self.failure = ""
+        self.group: PairGroup | None = None
+        threading.Thread(target=self._run, args=(join,), name="mrl-weights", daemon=True).start()
 
-    @contextmanager
-    def _noting(self) -> Iterator[None]:
+    def give(self, job: Job | None) -> None:
+        """Let the thread do `job` after the others; None ends it."""
+        with self._changed:
+            self._jobs.append(job)
+            self._num_given += 1
+            self._changed.notify_all()
+
+    def wait(self, num_open: int = 0) -> None:
+        """Wait until at most `num_open` jobs are not done, or the worker is given up."""
+        deadline = time.monotonic() + self._timeout_s + GRACE_S
+        with self._changed:
+            while not self.failure and self._num_given - self._num_done > num_open:
+                if time.monotonic() > deadline:
+                    self.failure = f"it took nothing for {self._timeout_s:g} s"
+                    break
+                self._changed.wait(BEAT_S)
+                beat()  # the wait is bounded
+        if self.failure and self.group is not None:
+            self.group.abort()
+
+    def _run(self, join: Callable[[], PairGroup]) -> None:
         try:
-            yield
-        except RuntimeError as error:  # torch has no class of its own for a peer that is gone
-            self.is_failed = True
-            reason = str(error).splitlines()[0]
-            console.warning(f"weights could not be sent to {self.name}: {reason}")
+            group = join()
+            self.group = group
+            while (job := self._next()) is not None:
+                job(group)
+                with self._changed:
+                    self._num_done += 1
+                    self._changed.notify_all()
+        except Exception as error:  # whatever it is, the others and the export continue
+            with self._changed:
+                self.failure = self.failure or _reason(error)
+                self._changed.notify_all()
 
-    def begin(self, version: int, canaries: Canaries) -> None:
-        with self._noting():
-            self._group = group = self._join()
-            lengths = [len(sequence) for sequence in canaries.sequences]
-            group.send_header({"version": version, "canaries": lengths})
-            if lengths:
-                tokens, logprobs = torch.cat(canaries.sequences), torch.cat(canaries.logprobs)
-                for tensor in (tokens.to(torch.int64), logprobs.to(torch.float32)):
-                    group.wait(group.send(tensor.to(group.device)))
-
-    def push(self, header: Mapping[str, Any], flat: Tensor) -> None:
-        """Begin to send a bucket; the one before it has arrived then."""
-        if self.is_failed or self._group is None:
-            return
-        with self._noting():
-            self.finish()
-            self._group.send_header(header)
-            self._flat = flat.to(self._group.device)
-            self._work = self._group.send(self._flat)
-
-    def finish(self) -> None:
-        """Wait until the last bucket has arrived."""
-        if self.is_failed or self._group is None or self._work is None:
-            return
-        with self._noting():
-            self._group.wait(self._work)
-            self._work = self._flat = None
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure or self._jobs)
+            return None if self.failure else self._jobs.popleft()
 
 
 class WeightSender:
     """Sends versions of the weights from one trainer rank to the workers that are its own."""
 
     def __init__(
-        self, address: tuple[str, int], store: dist.Store | None, timeout_s: float
+        self,
+        address: tuple[str, int],
+        timeout_s: float,
+        device: torch.device | None = None,
     ) -> None:
-        """`address` is that of the server's store; `store` where this rank has it."""
-        self._host, self._timeout_s = address[0], timeout_s
-        self._store = store or _connect(address, timeout_s)
+        """`address` is that of the server's store. `device` holds the buckets, and is this rank's own
+        by default."""
+        self._address, self._timeout_s = address, timeout_s
+        self._device = device or local_device()
         self._groups: dict[str, PairGroup] = {}
 
     def send(
@@ -162,34 +106,46 @@ class WeightSender:
         names: Sequence[str],
         canaries: Canaries,
     ) -> list[str]:
-        """Send a version to the pairs of `names` and return those that failed, after a warning.
+        """Send a version to the pairs of `names` and return those that failed, after a warning each.
 
-        Drains `buckets`, which are a collective, whatever fails. Waits for the copies in the memory of
-        the workers, and for no engine.
+        Drains `buckets`, which are a collective, whatever fails, and sends one while the next is built.
+        Waits for the copies in the memory of the workers, and for no engine; for a worker that takes
+        nothing `timeout_s`, once.
         """
         self._groups = {name: self._groups[name] for name in names if name in self._groups}
-        sendings = [_Sending(name, functools.partial(self._join, name)) for name in names]
-        for sending in sendings:
-            sending.begin(version, canaries)
-        for bucket in buckets:  # its memory is used again for the next but one
-            header, flat = header_of(bucket), flat_of(bucket)
+        sendings = [_Sending(name, self._join(name), self._timeout_s) for name in names]
+        try:
             for sending in sendings:
-                sending.push(header, flat)
-            beat()
-        for sending in sendings:
-            sending.finish()
-        failed = [sending.name for sending in sendings if sending.is_failed]
-        for name in failed:
-            self._groups.pop(name, None)
-        return failed
+                sending.give(lambda group: _send_first(group, version, canaries))
+            for sending in sendings:
+                sending.wait()
+            for bucket in buckets:
+                job = _bucket_job(bucket)
+                for sending in sendings:
+                    sending.give(job)
+                for sending in sendings:  # the next bucket may take the memory of the one before
+                    sending.wait(num_open=1)
+                beat()
+            for sending in sendings:
+                sending.wait()
+        finally:
+            for sending in sendings:
+                sending.give(None)
+        failed = [sending for sending in sendings if sending.failure]
+        for sending in failed:
+            console.warning(f"weights could not be sent to {sending.name}: {sending.failure}")
+        self._groups = {s.name: s.group for s in sendings if s.group and not s.failure}
+        return [sending.name for sending in failed]
 
-    def _join(self, name: str) -> PairGroup:
-        if name not in self._groups:
-            nccl = torch.cuda.is_available()
-            self._groups[name] = PairGroup(
-                self._store, self._host, name, TRAINER, self._timeout_s, nccl=nccl
-            )
-        return self._groups[name]
+    def _join(self, name: str) -> Callable[[], PairGroup]:
+        def join() -> PairGroup:
+            # A client of its own: one that waits for a worker would keep the others from asking.
+            store = _connect(self._address, self._timeout_s)
+            host, timeout_s = self._address[0], self._timeout_s
+            return PairGroup(store, host, name, TRAINER, timeout_s, self._device)
+
+        former = self._groups.get(name)
+        return join if former is None else lambda: former
 
     def close(self) -> None:
         """Leave the groups."""
@@ -199,50 +155,78 @@ class WeightSender:
 class WeightReceiver:
     """Receives versions of the weights in a worker."""
 
-    def __init__(self, address: tuple[str, int], name: str, timeout_s: float) -> None:
-        """`name` is that of the pair, `address` that of the server's store."""
+    def __init__(
+        self,
+        address: tuple[str, int],
+        name: str,
+        timeout_s: float,
+        device: torch.device | None = None,
+    ) -> None:
+        """`name` is that of the pair, `address` that of the server's store; `device` as
+        the sender's."""
         self._host, self._name, self._timeout_s = address[0], name, timeout_s
         self._store = _connect(address, timeout_s)
+        self._device = device or local_device()
         self._group: PairGroup | None = None
 
     def receive(self, staging: Staging, version: int) -> None:
         """Receive a version into `staging`. Raises RuntimeError where the trainer is gone, or sends
         another version; what came of it is not offered."""
         if self._group is None:
-            nccl = torch.cuda.is_available()
             self._group = PairGroup(
-                self._store, self._host, self._name, WORKER, self._timeout_s, nccl=nccl
+                self._store, self._host, self._name, WORKER, self._timeout_s, self._device
             )
         group = self._group
         first = group.receive_header()
         if first["version"] != version:
             raise RuntimeError(f"got weights of version {first['version']}, expected {version}")
-        staging.begin(version, self._canaries(group, first["canaries"]))
-        while True:
+        staging.begin(version, _receive_canaries(group, first["canaries"]))
+        is_last = False
+        while not is_last:
             header = group.receive_header()
-            room = staging.room(header)
-            if group.device.type == "cpu":
-                group.receive(room)
-            else:
-                received = torch.empty_like(room, device=group.device)
-                group.receive(received)
-                room.copy_(received)
-            if header["is_last"]:
-                break
+            group.receive(staging.room(header))
+            is_last = header["is_last"]
         staging.finish()
-
-    def _canaries(self, group: PairGroup, lengths: list[int]) -> Canaries | None:
-        if not lengths:
-            return None
-        tokens = torch.empty(sum(lengths), dtype=torch.int64, device=group.device)
-        logprobs = torch.empty(sum(lengths), dtype=torch.float32, device=group.device)
-        group.receive(tokens)
-        group.receive(logprobs)
-        return Canaries(list(tokens.cpu().split(lengths)), list(logprobs.cpu().split(lengths)))
 
     def close(self) -> None:
         """Leave the group."""
+        if self._group is not None:
+            self._group.abort()
         self._group = None
+
+
+def _reason(error: Exception) -> str:
+    """Return an error in one line, without gloo's place in its source and its advice."""
+    line = (str(error).splitlines() or [repr(error)])[0]
+    return re.sub(r"^\[\S*:\d+\] ", "", line).split(" This is typically")[0]
+
+
+def _send_first(group: PairGroup, version: int, canaries: Canaries) -> None:
+    lengths = [len(sequence) for sequence in canaries.sequences]
+    group.send_header({"version": version, "canaries": lengths})
+    if lengths:
+        group.send(torch.cat(canaries.sequences).to(torch.int64))
+        group.send(torch.cat(canaries.logprobs).to(torch.float32))
+
+
+def _bucket_job(bucket: WeightBucket) -> Job:
+    header, flat = header_of(bucket), flat_of(bucket)
+
+    def send(group: PairGroup) -> None:
+        group.send_header(header)
+        group.send(flat)
+
+    return send
+
+
+def _receive_canaries(group: PairGroup, lengths: list[int]) -> Canaries | None:
+    if not lengths:
+        return None
+    tokens = torch.empty(sum(lengths), dtype=torch.int64)
+    logprobs = torch.empty(sum(lengths), dtype=torch.float32)
+    group.receive(tokens)
+    group.receive(logprobs)
+    return Canaries(list(tokens.split(lengths)), list(logprobs.split(lengths)))
 
 
 def _connect(address: tuple[str, int], timeout_s: float) -> dist.Store:

@@ -1,7 +1,7 @@
 """A drill provokes faults in a recipe on the machine that will run it: `mrl drill RECIPE`."""
 
 from mrl.drill.chain import FEWEST_LEFT, NUM_STEPS, Drill
-from mrl.drill.faults import FAULTS, NOT_PROVOKED, Fault, Row
+from mrl.drill.faults import FAULTS, NOT_PROVOKED, Fault, Row, never
 from mrl.drill.table import HEADER, drill, not_provoked, table_rows
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Fault",
     "Row",
     "drill",
+    "never",
     "not_provoked",
     "table_rows",
 ]

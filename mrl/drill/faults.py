@@ -56,16 +56,23 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 """Every fault by its name, in the order in which a drill provokes them."""
 NOT_PROVOKED = {
-    "network partition": "needs two nodes; every wait has a limit (docs/faults.md)",
-    "loss of a node": "needs two nodes and a scheduler: docs/slurm.md has the table",
+    "network partition": "a drill runs on one node, and does not cut the network of others; make "
+    "faults cuts one between two network namespaces",
+    "loss of a node": "a drill runs on one node; docs/slurm.md has the table of what was tried with "
+    "a real SLURM",
     "full disk": "the file system may be others'; each start checks that there is room for two "
     "checkpoints",
 }
 """Faults that a drill leaves alone, and why."""
 
 
+def never(recipe: Recipe) -> str:
+    """Return no reason against a fault: it can be provoked in every recipe."""
+    return ""
+
+
 def fault(
-    name: str, did: str, why_not: Callable[[Recipe], str] = lambda recipe: ""
+    name: str, did: str, why_not: Callable[[Recipe], str] = never
 ) -> Callable[[Callable[[Drill], Row]], Callable[[Drill], Row]]:
     """Add a function to the list. `did` says in one line what is done to the run."""
 

@@ -26,6 +26,8 @@ from mrl.errors import InputError
 PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 120.0
 """Seconds for importing the user's module."""
+MAX_REPLY_BYTES = 64 << 20
+"""Largest answer of a worker, which the trainer holds in its memory."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -62,6 +64,10 @@ class WorkerLost(Exception):
 
 class WorkerNotStarted(WorkerLost):
     """It was lost before, and could not be started again."""
+
+
+class _BadReply(Exception):
+    """The worker sent what is no answer; the message says what came."""
 
 
 class Closing:
@@ -102,7 +108,7 @@ class JsonWorker:
         self._what = what
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._unread = b""
+        self._unread = bytearray()
         self._lock = threading.Lock()
         """The lock that is held while an answer is awaited."""
         self._closed = False
@@ -133,6 +139,9 @@ class JsonWorker:
             except TimeoutError:
                 self._clear()
                 raise WorkerLost(f"no answer within {timeout_s:g} s, killed") from None
+            except _BadReply as error:
+                self._clear()
+                raise WorkerLost(f"{error}, killed") from None
             except (OSError, EOFError):
                 raise WorkerLost(self._death()) from None
 
@@ -162,6 +171,9 @@ class JsonWorker:
             raise InputError(
                 f"{self._what}: its import took more than {self._start_timeout_s:g} s"
             ) from None
+        except _BadReply as error:
+            self._clear()
+            raise InputError(f"{self._what}: at its start {error}") from None
         except (OSError, EOFError):
             raise InputError(f"{self._what}: its import ended the {self._death()}") from None
         if "input_error" in reply:
@@ -183,7 +195,7 @@ class JsonWorker:
 
     def _clear(self) -> None:
         self._kill()
-        process, self._process, self._unread = self._process, None, b""
+        process, self._process, self._unread = self._process, None, bytearray()
         if process is None:
             return
         process.wait()
@@ -205,14 +217,15 @@ class JsonWorker:
         return f"worker process (exit code {process.returncode})"
 
     def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send a line and await a line. Raises TimeoutError, EOFError, OSError."""
+        """Send a line and await a line. Raises TimeoutError, EOFError, OSError, _BadReply."""
         assert self._process
         assert self._process.stdin
         assert self._process.stdout
         out, into = self._process.stdin.fileno(), self._process.stdout.fileno()
         deadline = time.monotonic() + timeout_s
         unsent = memoryview(request)
-        while b"\n" not in self._unread:
+        has_line = b"\n" in self._unread
+        while not has_line:
             poll = select.poll()  # not select(): a trainer may hold more than 1,024 files
             poll.register(into, select.POLLIN)
             if unsent:
@@ -228,8 +241,25 @@ class JsonWorker:
                 if not chunk:
                     raise EOFError
                 self._unread += chunk
+                has_line = b"\n" in chunk
+                if len(self._unread) > MAX_REPLY_BYTES:
+                    raise _BadReply(
+                        f"an answer of more than {MAX_REPLY_BYTES >> 20} MiB came, which is the "
+                        "largest that is read; let the code return less"
+                    )
         line, _, self._unread = self._unread.partition(b"\n")
-        return json.loads(line)
+        return _decoded(bytes(line))
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    """Return an answer. Raises _BadReply where the line is no JSON object."""
+    try:
+        reply = json.loads(line)
+    except (ValueError, RecursionError):
+        reply = None
+    if not isinstance(reply, dict):
+        raise _BadReply(f"the answer {line[:80]!r} came, expected a JSON object")
+    return reply
 
 
 def worker_pipes(parent: int) -> tuple[BinaryIO, BinaryIO]:

@@ -11,8 +11,10 @@ import pytest
 
 from benchmarks.fuzz import PARSERS, fuzz, try_inputs
 from benchmarks.fuzz_parsers.base import Parser, fault_of
-from benchmarks.fuzz_parsers.files import CONFIG
+from benchmarks.fuzz_parsers.files import CONFIG, in_order
 from benchmarks.fuzz_parsers.wire import ANSWER
+from mrl.run.rollouts import encode_groups
+from tests.sample_groups import group
 
 BY_NAME = {parser.name: parser for parser in PARSERS}
 
@@ -51,6 +53,13 @@ def test_valid_inputs_are_accepted_and_damaged_ones_are_no_fault(
 @pytest.mark.parametrize(("name", "data"), FOUND)
 def test_what_fuzzing_found_is_mended(name: str, data: bytes, tmp_path: Path) -> None:
     assert fault_of(BY_NAME[name], data, tmp_path) == ""
+
+
+def test_the_same_number_is_the_same_input_in_every_process() -> None:
+    """safetensors writes the keys of its metadata in an order of chance."""
+    groups = [group([0.0, 1.0])]
+    assert len({encode_groups(groups) for _ in range(50)}) > 1
+    assert {in_order(encode_groups(groups)) for _ in range(50)} == {*BY_NAME["rollouts"].seeds}
 
 
 def test_a_parser_that_raises_crashes_or_accepts_damage_is_a_fault(tmp_path: Path) -> None:

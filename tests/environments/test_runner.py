@@ -74,13 +74,17 @@ FAULTS = {
     "Roleless": "expected `role` and `content` as text",
     "Dies": "worker process (exit code 7)",
     "Hangs": "no answer within 0.3 s, killed",
+    "Huge": "an answer of more than 0 MiB came, which is the largest that is read",
+    "SpeaksOutOfTurn": "the answer b'no json' came, expected a JSON object, killed",
 }
+LOSE_THEIR_PROCESS = ("Dies", "Hangs", "Huge", "SpeaksOutOfTurn")
 
 
 @pytest.mark.usefixtures("only_bad_hurries")
 @pytest.mark.parametrize("name", FAULTS)
-def test_only_the_culprit_fails(name):
+def test_only_the_culprit_fails(name, monkeypatch):
     """A lost process takes other episodes with it; they are played again to where they were."""
+    monkeypatch.setattr("mrl.system.processes.MAX_REPLY_BYTES", 50_000)
     with runner(f"{ZOO}:{name}", time_limit_s=0.3 if name == "Hangs" else 60) as environments:
         begin(environments, {n: start(n) for n in range(3)})
         environments.step(dict.fromkeys(range(3), "a"))
@@ -90,7 +94,7 @@ def test_only_the_culprit_fails(name):
         assert (results[0], results[2]) == (StepResult("2:b", 1.0), StepResult("2:c", 1.0))
         assert environments.step({0: "d"}) == {0: StepResult("3:d", 1.0)}
         assert (environments.num_failed, environments.first_error) == (1, results[1].reason)
-        assert environments.num_replayed == (2 if name in ("Dies", "Hangs") else 0)
+        assert environments.num_replayed == (2 if name in LOSE_THEIR_PROCESS else 0)
         begin(environments, {0: start()})
         assert (environments.num_failed, environments.num_replayed) == (0, 0)
 

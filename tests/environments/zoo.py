@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import time
+from contextlib import suppress
 
 from mrl.environments import StepResult
 
@@ -53,6 +54,23 @@ class Hangs(Echo):
 class Nonsense(Echo):
     def misbehave(self):
         return "nonsense"
+
+
+class Huge(Echo):
+    """Says more than the trainer reads; tests lower the limit."""
+
+    def misbehave(self):
+        return StepResult("x" * 100_000, 1.0)
+
+
+class SpeaksOutOfTurn(Echo):
+    """Writes past its worker into the pipe, which is no answer."""
+
+    def misbehave(self):
+        for fd in range(3, 10):
+            with suppress(OSError):
+                os.write(fd, b"no json\n")
+        return StepResult("x", 1.0)
 
 
 class Nan(Echo):

@@ -42,6 +42,16 @@ def folder(toy, tmp_path):
         ({"num_hidden_layers": 10**100}, "num_hidden_layers is 1000"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a positive number"),
         ({"num_experts_per_tok": 99}, "routes a token to 99 experts, but has 8"),
+        ({"num_experts": 16}, "num_experts is 16 and num_local_experts is 8, which mean the same"),
+        (
+            {"rope_theta": 0},
+            "rope_theta is 0 and rope_parameters.rope_theta is 10000.0, which mean the same",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+            "rope_theta is 0.0, expected a positive finite number",
+        ),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a positive finite number"),
         ({"num_hidden_layers": 9}, "has 9 layers, but there are no weights of layer 4"),
         (
             {"num_hidden_layers": 3},

@@ -15,8 +15,10 @@ import psutil
 import pytest
 
 from mrl.watch.line import SILENT_S
-from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy, environment
+from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy, environment, trained
+from tests.loop.test_elastic import assert_same
 from tests.loop.test_run import metrics, processes_of
+from tests.ranks import run_ranks
 from tests.slurm.cluster import free_ports
 from tests.watch.ranks import Rank, ranks_of, stop_in
 
@@ -32,13 +34,9 @@ def watched(process: subprocess.Popen[str], beside: set[int]) -> list[Rank]:
     raise AssertionError(process.communicate())
 
 
-@pytest.mark.release
-@pytest.mark.timeout(400)
-def test_a_stopped_rank_is_named_and_a_second_start_continues(
-    toy: Toy, recorded: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "run"
-    overrides = toy.overrides(
+def overrides_of(toy: Toy, recorded: Path, output: Path) -> list[str]:
+    """Four steps on two ranks, with a checkpoint each."""
+    return toy.overrides(
         output,
         f"debug.load_rollouts={recorded / 'rollouts'}",
         "parallel.tensor_model_parallel_size=2",
@@ -46,15 +44,29 @@ def test_a_stopped_rank_is_named_and_a_second_start_continues(
         "checkpoint.save_every=1",
         "watch.limits.train=4",
     )
-    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mrl.launch", *words, "-m", "mrl", "train", str(TOY_RECIPE), *overrides],
+
+
+def launched(output: Path, overrides: list[str], *words: str) -> subprocess.Popen[str]:
+    """Start `mrl.launch` with two ranks."""
+    launch = [sys.executable, "-m", "mrl.launch", "--standalone", "--nproc-per-node", "2", *words]
+    return subprocess.Popen(
+        [*launch, "-m", "mrl", "train", str(TOY_RECIPE), *overrides],
         cwd=REPOSITORY,
         env=environment(MRL_TEST_RUN=str(output), PYTHONPATH=str(REPOSITORY)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )  # fmt: skip
+    )
+
+
+@pytest.mark.release
+@pytest.mark.timeout(600)
+def test_a_stopped_rank_is_named_and_later_starts_give_the_bits_of_a_run_without(
+    toy: Toy, recorded: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    overrides = overrides_of(toy, recorded, output)
+    process = launched(output, overrides, "--max-restarts", "1")
     seen: set[int] = set()
     for _ in range(2):  # the second start is stopped, too: it has no restart left
         ranks = watched(process, seen)
@@ -76,6 +88,12 @@ def test_a_stopped_rank_is_named_and_a_second_start_continues(
         assert "most recent call first" in (output / f"logs/stacks_rank_{rank}.txt").read_text()
     assert len(metrics(output)) == stopped.step
     assert processes_of(output) == []
+    last = launched(output, overrides)
+    printed, _ = last.communicate(timeout=300)
+    assert last.returncode == 0, printed
+    whole = tmp_path / "whole"
+    run_ranks(2, trained, overrides_of(toy, recorded, whole), folder=tmp_path / "out")
+    assert_same(output, whole)
 
 
 def two_nodes(toy: Toy, recorded: Path, output: Path) -> list[subprocess.Popen[str]]:

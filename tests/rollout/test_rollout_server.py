@@ -250,7 +250,7 @@ def test_time_limit_of_all_requests(engine, monkeypatch):
     hurried = engine._config.model_copy(update={"request_timeout_s": 0.3})
     long = make_requests(8, SamplingParams(480, 480))
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_config", hurried)
+        patch.setattr(engine._flights, "_config", hurried)
         with pytest.raises(TimeoutError, match=r"request_timeout_s=0\.3 s for 8 of 8 samples"):
             list(engine.generate(long))
     assert list(engine.generate(make_requests(1, SamplingParams(2, 2))))

@@ -1,10 +1,14 @@
 """What a run starts does not die of a signal that is meant for its ranks."""
 
 import signal
+from contextlib import closing
 from pathlib import Path
 
+import pytest
+
+from mrl.errors import InputError
 from mrl.rollout.sglang.process import ServerProcess
-from mrl.system.processes import JsonWorker
+from mrl.system.processes import JsonWorker, WorkerLost
 from tests.waiting import LIMIT_S
 
 
@@ -16,6 +20,38 @@ def test_a_worker_never_gets_sigusr1() -> None:
     finally:
         worker.close()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+
+
+@pytest.mark.parametrize(
+    ("says", "text"),
+    [
+        ('"x" * 3_000_000', "more than 1 MiB came"),
+        ('"not json\\n"', "b'not json' came, expected a JSON object"),
+        ('"[1]\\n"', "expected a JSON object"),
+        ('"[" * 100_000 + "\\n"', "expected a JSON object"),
+    ],
+)
+def test_what_is_no_answer_ends_the_worker(
+    says: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line without an end must not fill the trainer's memory, nor one that is no JSON end the run."""
+    monkeypatch.setattr("mrl.system.processes.MAX_REPLY_BYTES", 1 << 20)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "odd_worker.py").write_text(
+        "import sys, time\n"
+        "print('{\"ready\": true}', flush=True)\n"
+        f"for _ in sys.stdin:\n    sys.stdout.write({says})\n    sys.stdout.flush()\n"
+        "    time.sleep(1000)\n"
+    )
+    with closing(JsonWorker("odd_worker", "a worker", "spec")) as worker:
+        with pytest.raises(WorkerLost) as lost:
+            worker.call({}, LIMIT_S)
+        assert text in str(lost.value)
+        assert worker.pid is None
+    with closing(JsonWorker("odd_worker", "a worker", "spec")) as worker:
+        (tmp_path / "odd_worker.py").write_text(f"print({says}, flush=True)\n")
+        with pytest.raises(InputError, match="a worker: at its start "):
+            worker.start()
 
 
 def test_an_engine_never_gets_sigusr1(tmp_path: Path) -> None:

@@ -16,12 +16,17 @@ def drilled(user: User, *words: str, code: int = 0) -> tuple[str, dict[str, dict
 
 
 @thing(
-    "I ask which faults a drill would provoke in my recipe, and which not, and why.", is_long=False
+    "I ask which faults a drill provokes, in my recipe or without one, and which not, and why.",
+    is_long=False,
 )
 def listed(user: User) -> str:
-    printed, _ = drilled(user, "--list")
-    for text in ("kill-rank-train", "damaged-checkpoint", "loss of a node", "needs two nodes"):
-        assert text in printed
+    of_mine, _ = drilled(user, "--list")
+    without = user.mrl("drill", "--list")
+    for text in ("kill-rank-train", "damaged-checkpoint", "loss of a node", "runs on one node"):
+        assert text in of_mine
+        assert text in without
+    assert "depends on the recipe" in without
+    assert "depends on the recipe" not in of_mine
     return "a list of faults, each with what is done or why not"
 
 

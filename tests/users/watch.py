@@ -6,6 +6,9 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
+
+import psutil
 
 from tests.loop.forked import Command
 from tests.users.things import User, thing
@@ -68,3 +71,37 @@ def stopped_for_a_look(user: User) -> str:
     assert command.wait(START_S) == 0
     assert not (user.folder / "run/failure.json").exists()
     return "the run ended as without"
+
+
+@thing(
+    "All processes of my engine are stopped in a weight sync, and nobody lets them continue.",
+    wall="An engine that hangs in a weight sync is found after ten minutes only.",
+)
+def engine_stopped_in_a_sync(user: User) -> str:
+    command = user.start("train", *user.recipe("run", STEPS, "rollout.stall_timeout_s=8"))
+    rank = rank_of(command)
+    deadline = time.monotonic() + START_S
+    while (rank.pulse().phase, rank.pulse().step) != ("sync", 1):
+        assert command.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    tree = psutil.Process(rank.pid).children(recursive=True)
+    engine = [each for each in tree if "mrl.rollout.sglang.child" in each.cmdline()]
+    assert engine
+    begun = time.monotonic()
+    for each in (*engine, *engine[0].children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            each.suspend()
+    while psutil.pid_exists(engine[0].pid) and engine[0].is_running():
+        assert time.monotonic() < begun + 60
+        time.sleep(0.05)
+    seconds = time.monotonic() - begun
+    assert command.wait(START_S) == 0
+    printed = (command.folder / "stdout").read_text() + (command.folder / "stderr").read_text()
+    assert "no answer to POST /" in printed
+    rows = [
+        json.loads(line) for line in (user.folder / "run/metrics.jsonl").read_text().splitlines()
+    ]
+    assert [row["rollout/engine_restarts"] for row in rows] == [0, 1, 0]
+    assert seconds < 8 + 8
+    return f"found after {seconds:.0f} s with stall_timeout_s=8, another engine did the step"

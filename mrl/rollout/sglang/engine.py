@@ -31,6 +31,7 @@ from mrl.rollout.sglang.flights import Flights
 from mrl.rollout.sglang.launch import read_launch
 from mrl.rollout.sglang.manifest import Manifest
 from mrl.rollout.sglang.node import EngineNode
+from mrl.rollout.sglang.patience import Patience
 from mrl.rollout.sglang.requests import check_requests, sequence_logprobs
 from mrl.rollout.sglang.route_memory import RouteReader
 from mrl.rollout.sglang.server import Server
@@ -94,7 +95,8 @@ class Engine:
         self._can_keep_weights = keep_weights_on_host or not gpu_ids
         self._routes = RouteReader()
         environment = self._launch.environment | self._routes.environment
-        self._server = Server(self._launch.settings, environment, Path(log_path))
+        patience = Patience(config.start_timeout_s, config.stall_timeout_s)
+        self._server = Server(self._launch.settings, environment, Path(log_path), patience)
         self._weights_folder = Path(log_path).with_suffix(".weights")
         """A folder of this engine alone, in the run's folder: /tmp may be small."""
         self._awake: set[str] = set()
@@ -205,7 +207,8 @@ class Engine:
     def _flush(self, *, always: bool = False) -> None:
         """Wait for the scheduler, then drop the prefix cache; takes 0.3 s on a CPU."""
         if always or not self._flights.is_cache_empty:
-            self._server.post(f"/flush_cache?timeout={FLUSH_TIMEOUT_S:g}", {})
+            path = f"/flush_cache?timeout={FLUSH_TIMEOUT_S:g}"
+            self._server.post(path, {}, timeout_s=FLUSH_TIMEOUT_S + self._config.stall_timeout_s)
             self._flights.forget_cache()
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> SyncReport:

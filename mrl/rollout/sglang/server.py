@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 from mrl.errors import EngineGone
 from mrl.rollout.base import START_ATTEMPTS, EngineLost
 from mrl.rollout.sglang.http import EventStream, HttpClient, ServerError
+from mrl.rollout.sglang.patience import Patience
 from mrl.rollout.sglang.process import ServerProcess
 
 CONTROL_TIMEOUT_S = 600.0
+"""Limit of a control call where no recipe gives one."""
 READY_POLL_S = 0.1
 WATCH_S = 1.0
 """Seconds between two looks at the server's processes, while it starts and while a request lasts."""
@@ -35,8 +37,15 @@ class Server:
     """
 
     def __init__(
-        self, server_args: Mapping[str, Any], environment: Mapping[str, str], log_path: Path
+        self,
+        server_args: Mapping[str, Any],
+        environment: Mapping[str, str],
+        log_path: Path,
+        patience: Patience | None = None,
     ) -> None:
+        """Start nothing yet. `patience` limits calls without a limit of their own, by default to
+        CONTROL_TIMEOUT_S each."""
+        self._patience = patience or Patience(CONTROL_TIMEOUT_S, CONTROL_TIMEOUT_S)
         self._api_key = secrets.token_urlsafe(32)
         self.process = ServerProcess(
             {**server_args, "api_key": self._api_key}, environment, log_path
@@ -91,20 +100,25 @@ class Server:
         more. All are of one length: it aborts every request whose id starts with the given one."""
         return f"mrl-{next(self._request_numbers):012d}"
 
-    def post(self, path: str, body: dict[str, Any], *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        """Post to the server and return the decoded answer.
+    def post(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Any:
+        """Post to the server and return the decoded answer; the default limit is learned from those
+        before.
 
         Raises RuntimeError where the server refused, EngineLost where it died, hung up or did not
         answer in time.
         """
+        limit_s = self._patience.limit_s(path) if timeout_s is None else timeout_s
+        begun = time.monotonic()
         try:
             with self._watching():
-                return self._running_client().post(path, body, timeout_s=timeout_s)
+                answer = self._running_client().post(path, body, timeout_s=limit_s)
+            self._patience.note(path, time.monotonic() - begun)
+            return answer
         except ServerError as error:
             where = f"its log is {self.process.log_path}"
             raise self._with_log(RuntimeError(f"{error}; {where}")) from None
         except TimeoutError:
-            raise self.lost(f"no answer to POST {path} within {timeout_s:g} s") from None
+            raise self.lost(f"no answer to POST {path} within {limit_s:g} s") from None
         except ConnectionError as error:
             self.check_alive(wait_s=REAP_S)  # It breaks a moment before it can be reaped.
             raise self.lost(f"the SGLang server hung up: {error}") from None

@@ -15,12 +15,15 @@ from rollout_helpers import (
     follows_seeds,
     load_oracle,
     make_buckets,
+    make_prompts,
     make_requests,
     score,
 )
 from transformers import Qwen3MoeForCausalLM
 
+from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.rollout.base import SamplingParams
+from mrl.rollout.beside import beside_others
 from mrl.rollout.sglang import flights
 from mrl.types import UNKNOWN_VERSION
 from tests.release import release
@@ -46,6 +49,22 @@ def new_oracle(toy_folder, new_weights, tmp_path_factory):
         {n: t.contiguous() for n, t in new_weights}, folder / "model.safetensors", {"format": "pt"}
     )
     return load_oracle(folder)
+
+
+@pytest.fixture
+def start(engine):
+    """Starts calls beside each other; they are left, and the engine runs, when the test is over."""
+    started = []
+
+    def one(requests, **options):
+        started.append(engine.generate(requests, beside_others=True, **options))
+        return started[-1]
+
+    yield one
+    for running in started:
+        running.close()
+    if "paused" in engine.state:
+        engine.resume()
 
 
 def make_call(name, num, *, length=LONG):
@@ -76,13 +95,13 @@ def difference(oracle: Qwen3MoeForCausalLM, request, completion):
 
 @follows_seeds
 @pytest.mark.parametrize("length", [24, release(200)])
-def test_two_threads_get_what_each_would_get_alone(engine, oracle, length):
+def test_two_threads_get_what_each_would_get_alone(engine, start, oracle, length):
     """The same tokens, and log-probs up to the rounding of other batches."""
     calls = [make_call("a", 4, length=length), make_call("bb", 4, length=length)]
     alone = [{c.request_id: c for c in engine.generate(requests)} for requests in calls]
 
     def run(requests):
-        return {c.request_id: c for c in engine.generate(requests, beside_others=True)}
+        return {c.request_id: c for c in start(requests)}
 
     with ThreadPoolExecutor(2) as pool:
         beside = list(pool.map(run, calls))
@@ -101,10 +120,10 @@ def test_two_threads_get_what_each_would_get_alone(engine, oracle, length):
         assert torch.equal(again[name].logprobs, completion.logprobs)
 
 
-def test_what_is_refused_while_calls_are_open(engine, toy_weights):
-    one = engine.generate(make_call("a", 2), beside_others=True)
+def test_what_is_refused_while_calls_are_open(engine, start, toy_weights):
+    one = start(make_call("a", 2))
     next(one)
-    two = engine.generate(make_call("bb", 1), beside_others=True)
+    two = start(make_call("bb", 1))
     next(two)
     with pytest.raises(
         RuntimeError, match=r"update_weights: .* generating, .*; pause\(\) it first"
@@ -127,9 +146,9 @@ def test_what_is_refused_while_calls_are_open(engine, toy_weights):
 
 
 @pytest.mark.release
-def test_a_call_that_ends_does_not_resume_the_others(engine, new_weights):
-    one = engine.generate(make_call("a", 2), beside_others=True)
-    two = engine.generate(make_call("bb", 2), beside_others=True)
+def test_a_call_that_ends_does_not_resume_the_others(engine, start, new_weights):
+    one = start(make_call("a", 2))
+    two = start(make_call("bb", 2))
     next(one)
     next(two)
     engine.pause()
@@ -147,15 +166,15 @@ def test_a_call_that_ends_does_not_resume_the_others(engine, new_weights):
 
 @pytest.mark.release
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_updates_under_two_calls(engine, oracle, new_oracle, new_weights, toy_weights, mode):
+def test_updates_under_two_calls(engine, start, oracle, new_oracle, new_weights, toy_weights, mode):
     """Two updates in one request: its spans say so, and no new request reads an older prefix."""
     calls = [make_call("a", 3), make_call("bb", 3)]
-    running = [engine.generate(requests, beside_others=True) for requests in calls]
+    running = [start(requests) for requests in calls]
     for completions in running:
         next(completions)
     update(engine, new_weights, 1, mode)
     middle = make_call("ccc", 1)
-    late = engine.generate(middle, beside_others=True)
+    late = start(middle)
     next(late)
     update(engine, toy_weights, 2, mode)
     for requests, completions in zip([*calls, middle], [*running, late], strict=True):
@@ -183,20 +202,20 @@ def test_updates_under_two_calls(engine, oracle, new_oracle, new_weights, toy_we
             is_anew = apart[last - PROMPT_LEN :].max() < TOLERANCE
             assert is_anew == (mode == "retract")
     again = [dataclasses.replace(calls[0][1], sampling=SamplingParams(8, 8))]
-    (fresh,) = engine.generate(again, beside_others=True)
+    (fresh,) = start(again)
     # In place the old prompt stays under the key of 0; taken back, the prompt was computed by 2.
     num_cached = PROMPT_LEN - 1 if mode == "retract" else 0
     assert fresh.routing.num_cached_rows == num_cached
     assert spans(fresh.routing.row_versions) == [(2, 0, 27)]
     assert difference(oracle, again[0], fresh).max() < TOLERANCE
-    (warm,) = engine.generate(again, beside_others=True)
+    (warm,) = start(again)
     assert warm.routing.num_cached_rows == PROMPT_LEN - 1
     assert spans(warm.routing.row_versions) == [(2, 0, 27)]
     stale = [dataclasses.replace(again[0], request_id="stale")]
     engine.pause()
     engine.update_weights(make_buckets(new_weights, 3), 3)
     engine.resume()
-    (fresh,) = engine.generate(stale, beside_others=True)
+    (fresh,) = start(stale)
     assert fresh.routing.num_cached_rows == 0
     assert difference(new_oracle, stale[0], fresh).max() < TOLERANCE
 
@@ -204,13 +223,13 @@ def test_updates_under_two_calls(engine, oracle, new_oracle, new_weights, toy_we
 @pytest.mark.release
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_requests_that_wait_through_an_update_read_no_older_prefix(
-    engine, new_oracle, new_weights, mode
+    engine, start, new_oracle, new_weights, mode
 ):
     """40 requests of one prompt, for which the cache has no room: those that begin after the update
     compute the prompt anew, though version 0 has left it in the cache."""
     first, second = make_call("a", 1, length=150)
     same = [dataclasses.replace(second, request_id=f"wait {k}", seed=k) for k in range(40)]
-    running = engine.generate([first, *same], beside_others=True)
+    running = start([first, *same])
     next(running)
     update(engine, new_weights, 1, mode)
     waited = 0
@@ -227,11 +246,11 @@ def test_requests_that_wait_through_an_update_read_no_older_prefix(
 
 
 @pytest.mark.parametrize("planted", ["marked", "refused"])
-def test_a_stale_prefix_does_not_pass_for_new_weights(engine, new_weights, monkeypatch, planted):
+def test_a_stale_prefix_does_not_pass_for_new_weights(
+    engine, start, new_weights, monkeypatch, planted
+):
     """The cache gives a new request what older weights computed, since there are no keys."""
-    running = engine.generate(
-        make_call("a", 1), beside_others=True, stale_prefixes=planted == "marked"
-    )
+    running = start(make_call("a", 1), stale_prefixes=planted == "marked")
     if planted == "refused":  # mrl believes that there are keys
         monkeypatch.setattr(flights, "version_key", lambda version: None)
     next(running)
@@ -243,18 +262,38 @@ def test_a_stale_prefix_does_not_pass_for_new_weights(engine, new_weights, monke
         with pytest.raises(
             RuntimeError, match=r"again: 19 tokens came from the prefix cache, .* older"
         ):
-            list(engine.generate(again, beside_others=True))
+            list(start(again))
         return
-    (stale,) = engine.generate(again, beside_others=True, stale_prefixes=True)
+    (stale,) = start(again, stale_prefixes=True)
     assert stale.routing.num_cached_rows == PROMPT_LEN - 1
     assert spans(stale.routing.row_versions) == [(UNKNOWN_VERSION, 0, 19), (1, 19, 27)]
 
 
 @pytest.mark.release
-def test_a_wrong_stamp_is_refused(engine, toy_weights):
+def test_a_wrong_stamp_is_refused(engine, start, toy_weights):
     """The server says another version than was pushed."""
-    running = engine.generate(make_call("a", 1), beside_others=True)
+    running = start(make_call("a", 1))
     next(running)
     engine._server.post("/update_weight_version", {"new_version": "7", "abort_all_requests": False})
     with pytest.raises(RuntimeError, match="sampled with weight version 7, expected 0"):
         list(running)
+
+
+@pytest.mark.release
+def test_rollouts_that_share_an_engine(engine, oracle):
+    """Each of two threads wants one group of two; its abort of the rest leaves the other's alone."""
+    sampling = SamplingParams(64, 64)
+
+    def run(seed):
+        groups = start_groups(make_prompts(2, seed=seed), 2, 10 * seed)
+        rollout = SingleTurnRollout(groups, sampling, seed, num_wanted=1)
+        return list(rollout.finished(beside_others(engine))), rollout.partial
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, (1, 2)))
+    for groups, partial in found:
+        assert (len(groups), len(partial)) == (1, 1)
+        for sample in groups[0].samples:
+            assert sample.num_generated == 64
+            logprobs, _ = score(oracle, sample.token_ids, PROMPT_LEN, 1.0)
+            assert (sample.rollout_logprobs[PROMPT_LEN:] - logprobs).abs().max() < TOLERANCE

@@ -1,0 +1,38 @@
+"""How long a control call of an engine may take: configured at first, learned afterwards."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from mrl.rollout.base import EngineLost
+from mrl.rollout.sglang.http import HttpClient
+from mrl.rollout.sglang.patience import TIMES_LONGEST, Patience
+from mrl.rollout.sglang.server import Server
+
+
+def test_the_first_call_has_the_time_of_a_start_and_later_ones_what_they_took() -> None:
+    patience = Patience(first_s=600.0, least_s=120.0)
+    assert patience.limit_s("/a") == 600.0
+    patience.note("/a?timeout=3", 2.0)
+    assert patience.limit_s("/a") == 120.0
+    assert patience.limit_s("/b") == 600.0
+    patience.note("/a", 100.0)
+    patience.note("/a", 1.0)
+    assert patience.limit_s("/a?timeout=4") == TIMES_LONGEST * 100.0
+    assert Patience(first_s=5.0, least_s=60.0).limit_s("/a") == 60.0
+
+
+def test_a_server_that_accepts_and_is_silent_is_lost_within_its_limit(tmp_path: Path) -> None:
+    """The kernel accepts connections for a server whose processes are stopped, too."""
+    server = Server({}, {}, tmp_path / "log", Patience(first_s=0.4, least_s=0.2))
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        server.client = HttpClient(mute.getsockname()[1], "key")
+        with pytest.raises(EngineLost, match=r"/weights_checker within 0\.4 s"):
+            server.post("/weights_checker", {})
+        server._patience.note("/weights_checker", 0.01)
+        server.client = HttpClient(mute.getsockname()[1], "key")
+        with pytest.raises(EngineLost, match=r"/weights_checker within 0\.2 s"):
+            server.post("/weights_checker", {})
