@@ -6,7 +6,8 @@ under /proc and gives the memory back. The kernel frees the rest with the schedu
 
 The scheduler does so only where it can read the trainer's memory in turn: on the same machine, in the
 same container, as the same user. What that memory holds is the number of the call of generate() in
-progress: what was laid down during an earlier one has been read or never will be, and is freed.
+progress: what was laid down during an earlier one has been read or never will be, and is freed. Calls
+beside each other share a number: what one of them leaves unread is freed when none of them is open.
 
 Used by mrl_route_memory.py in SGLang's processes and by the engine in the trainer.
 """
