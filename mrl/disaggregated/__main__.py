@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from typing import Any
 
 from mrl.config.load import recipe_of
 from mrl.disaggregated.free_worker import FreeWorker
@@ -30,25 +31,31 @@ def main() -> None:
     settings = json.loads(sys.stdin.buffer.read())
     die_with_parent(int(settings["parent"]))
     open_page()
+    code = _work(settings)
+    close_page()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread may still wait for the trainer
+
+
+def _work(settings: dict[str, Any]) -> int:
+    """Work until the run is over; return the exit code."""
     try:
         recipe = recipe_of(settings["recipe"], [], "recipe")
         plan = check(recipe, int(settings["world"]), allowed=settings["allowed"])
         kind = FreeWorker if runs_freely(recipe) else Worker
         kind(plan, settings).run()
-    except WireClosed as error:
-        print(f"mrl: rollout engine {settings['engine']}: {error}", file=sys.stderr)
-        sys.exit(ExitCode.LOST_RANK)
+    except WireClosed:
+        return ExitCode.LOST_RANK  # the trainer's launcher says what has ended it
     except InputError as error:
         print(f"mrl: rollout engine {settings['engine']}: {error}", file=sys.stderr)
-        sys.exit(ExitCode.BAD_INPUT)
+        return ExitCode.BAD_INPUT
     except RunFailed as error:  # the trainer reports it
-        sys.exit(error.exit_code)
+        return error.exit_code
     except Exception as error:
         traceback.print_exception(error)
-        sys.exit(ExitCode.UNFORESEEN)
-    finally:
-        close_page()
-    os._exit(0)
+        return ExitCode.UNFORESEEN
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":

@@ -66,8 +66,8 @@ class DisaggregatedCollector(RoundCollector):
         self._canaries = canary_sequences(plan.prompts, recipe.rollout.canary_prompts)
         self._sender: WeightSender | None = None
 
-    def _prepare(self, server: Server) -> None:
-        """Get a server ready before any worker can join."""
+    def _make_server(self, hosts: list[str]) -> Server:
+        return Server(self.plan.num_engines, self.plan.recipe.asynchronous, hosts)
 
     @phase("start")
     def start(self, policy: Policy) -> None:
@@ -76,8 +76,7 @@ class DisaggregatedCollector(RoundCollector):
         if self.mesh.rank == 0:
             meeting = dist.PrefixStore(PREFIX, join_store()[0])
             hosts = [meeting.get(f"{HOST}_{i}").decode() for i in range(roles.num_rollout)]
-            self._server = Server(self.plan.num_engines, recipe.asynchronous, hosts)
-            self._prepare(self._server)
+            self._server = self._make_server(hosts)
             server = {"server": self._server.address, "token": self._server.token}
             meeting.set(ADDRESS, json.dumps(server))
             where = [self._server.store_address]
@@ -172,7 +171,11 @@ class DisaggregatedCollector(RoundCollector):
             policy.export_bytes(self._dtype)
         )
         buckets = policy.export(version, bucket_bytes, self._dtype)
-        self._sender.send(buckets, version, own, Canaries(self._canaries, expected))
+        failed = self._sender.send(buckets, version, own, Canaries(self._canaries, expected))
+        everywhere: list[Any] = [None] * world
+        dist.all_gather_object(everywhere, failed)
+        if self._server is not None:
+            self._server.lose_pairs([name for names in everywhere for name in names])
 
     @phase("rollout")
     def rollout(self, clock: Clock) -> None:
@@ -191,7 +194,7 @@ class DisaggregatedCollector(RoundCollector):
         said: list[Any] = [{}]
         if (server := self._server) is not None:
             lost = {"async/wait_s": wait_s, "async/lost_workers": float(server.num_lost)}
-            said = [{**server.measured(), **server.lease_metrics(), **lost}]
+            said = [{**server.metrics(), **lost}]
         dist.broadcast_object_list(said)
         self._measured = said[0]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mrl.collect.backlog import StepPrompts
 from mrl.collect.rounds import Round, RoundCollector
 from mrl.disaggregated.collector import DisaggregatedCollector
-from mrl.disaggregated.server import Server
+from mrl.disaggregated.lease_server import LeaseServer
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
 
@@ -22,12 +22,17 @@ from mrl.system.heartbeat import phase
 class FreeCollector(DisaggregatedCollector):
     """Collects the groups of a free-running run. See `mrl.collect.base.Collector`."""
 
-    def _prepare(self, server: Server) -> None:
-        server.run_freely(self.plan.recipe, self.cursor.next)
+    _leases: LeaseServer | None = None
+    """The server, on rank 0."""
+
+    def _make_server(self, hosts: list[str]) -> LeaseServer:
+        plan = self.plan
+        self._leases = LeaseServer(plan.num_engines, plan.recipe, hosts, self.cursor.next)
+        return self._leases
 
     def begin(self, step: int, clock: Clock) -> None:
-        if self._server is not None:
-            self._server.start_leases(step)
+        if self._leases is not None:
+            self._leases.start_leases(step)
         RoundCollector.begin(self, step, clock)  # no engine is waited for
 
     def _step_prompts(self) -> StepPrompts:
@@ -50,8 +55,8 @@ class FreeCollector(DisaggregatedCollector):
                 return
             if not self._wait_for(self._work_ids, self._step):
                 return
-            if self._server is not None:
-                self._take(self._server, 0)
+            if self._leases is not None:
+                self._take(self._leases, 0)
             self._share_measured(time.perf_counter() - begin)
             self._round.is_generated = True
 
@@ -59,8 +64,8 @@ class FreeCollector(DisaggregatedCollector):
         """Take the groups of the step from the queue, once; return False where weights are to be sent
         first. A collective."""
         said = [self._has_batch]
-        if self._server is not None and not self._has_batch:
-            batch = self._server.wait_for_batch(self._step)
+        if self._leases is not None and not self._has_batch:
+            batch = self._leases.wait_for_batch(self._step)
             said = [batch is not None]
             if batch is not None:
                 self._delivered[-1].add(batch)
@@ -73,13 +78,13 @@ class FreeCollector(DisaggregatedCollector):
         self._has_batch = False
 
     def state_dict(self) -> dict[str, Any]:
-        if self._server is None:
+        if self._leases is None:
             return {}
-        return {**self._server.lease_state(self.cursor.state_dict), "backlog": {}}
+        return {**self._leases.lease_state(self.cursor.state_dict), "backlog": {}}
 
     def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
         if other_data:
             return
         self.cursor.load_state_dict(state)
-        if self._server is not None:
-            self._server.load_lease_state(state.get("leases", {}))
+        if self._leases is not None and (leases := state.get("leases")):
+            self._leases.load_lease_state(leases)

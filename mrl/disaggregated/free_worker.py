@@ -1,13 +1,12 @@
 """This module is a worker that runs freely: it generates single prompts beside each other.
 
-It has a lease of each. Its main thread takes messages and changes the weights; each lease has a thread that waits for the
-engine and the reward. Newer weights wait for the leases (`async.in_flight_updates: finish`), or
-interrupt them.
+It has a lease of each. Its main thread takes messages and changes the weights; each lease has a thread
+that waits for the engine and the reward. Newer weights wait for the leases
+(`async.in_flight_updates: finish`), or interrupt them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -17,27 +16,13 @@ from mrl.collect.task import Rollout, make_rollout
 from mrl.disaggregated.leasing import default_groups
 from mrl.disaggregated.worker import Event, Worker
 from mrl.preflight import Plan
-from mrl.rollout.base import Completion, EngineLost, PauseMode, Request, RolloutEngine
+from mrl.rollout.base import EngineLost, PauseMode
+from mrl.rollout.beside import beside_others
 from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.system.heartbeat import beat
 
 STAGED = 2
 """Versions in the host's memory: that of the engine, and the next one."""
-
-
-class _Beside:
-    """An engine of which every call of generate() may run beside others."""
-
-    def __init__(self, engine: RolloutEngine, *, stale_prefixes: bool) -> None:
-        self._engine, self._stale_prefixes = engine, stale_prefixes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        return self._engine.generate(
-            requests, beside_others=True, stale_prefixes=self._stale_prefixes
-        )
 
 
 @dataclass(frozen=True)
@@ -59,7 +44,7 @@ class FreeWorker(Worker):
         self._most = config.groups_in_flight or default_groups(
             plan.recipe.rollout.prompts_per_step, plan.num_engines
         )
-        self._beside: Any = _Beside(self._engine, stale_prefixes=config.stale_prefixes)
+        self._stale_prefixes = config.stale_prefixes
         self._running: set[str] = set()
         """The leases whose threads run."""
         self._lost: list[_Held] = []
@@ -85,9 +70,10 @@ class FreeWorker(Worker):
 
     def _run(self, held: _Held) -> None:
         """Generate, score and deliver one lease, in a thread of its own."""
+        engine = beside_others(self._engine, stale_prefixes=self._stale_prefixes)
         over: dict[str, Any] = {"type": "over", "lease_id": held.lease_id, "held": None}
         try:
-            for group in held.rollout.finished(self._beside):
+            for group in held.rollout.finished(engine):
                 scored, num_failed = self._scoring.score(group)
                 beat()
                 message = {"type": "group", "lease_id": held.lease_id, "num_failed": num_failed}
@@ -140,7 +126,7 @@ class FreeWorker(Worker):
         self._report()
 
     def _interrupt(self) -> None:
-        """Change the weights under the requests that run. Canaries would need an engine that is idle."""
+        """Change the weights under the requests that run. Canaries would need an idle engine."""
         staging = self._staged.pop()
         try:
             self._engine.pause(self._pause_mode)

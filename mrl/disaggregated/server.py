@@ -16,17 +16,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mrl.config import Recipe
 from mrl.config.asynchronous import AsyncConfig
-from mrl.disaggregated.leasing import Leasing
 from mrl.disaggregated.peers import Pair, Peer, open_store
 from mrl.disaggregated.wire import Wire, WireClosed, is_token
 from mrl.disaggregated.work import Delivered, Result, Work
 from mrl.errors import EngineGone, InputError, RunFailed
-from mrl.run.rollouts import decode_groups
 from mrl.system.heartbeat import beat
 from mrl.system.rendezvous import listen_for
-from mrl.types import Prompt
 
 POLL_S = 0.5
 GOODBYE_S = 30.0
@@ -48,7 +44,7 @@ class Server:
     def __init__(self, num_engines: int, config: AsyncConfig, hosts: Sequence[str]) -> None:
         """Listen where `hosts`, the machines of the rollout ranks, reach this one."""
         self._config, self._num_engines = config, num_engines
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.RLock())
         self._workers: dict[int, Peer] = {}
         self._num_joined = 0
         self._work: dict[int, Work] = {}
@@ -61,7 +57,6 @@ class Server:
         self._failure: Exception | None = None
         self._is_closed = False
         self._next_id = 0
-        self._leasing: Leasing | None = None
         self._measured: dict[str, float] = {}
         is_here = set(hosts) == {socket.gethostname()}
         self._listener = socket.create_server(("127.0.0.1", 0)) if is_here else listen_for(hosts)
@@ -71,15 +66,6 @@ class Server:
         self.store, self.store_address = open_store(host)
         """The store in which pairs meet, which a late worker can reach, too."""
         threading.Thread(target=self._accept, name="mrl-join", daemon=True).start()
-
-    def run_freely(self, recipe: Recipe, draw: Callable[[int], list[Prompt]]) -> None:
-        """Give leases of single prompts to the workers, who get them from `draw(n)`; call it before any
-        can join."""
-        self._leasing = Leasing(recipe, draw, self._tell_engine)
-
-    def _tell_engine(self, engine: int, message: dict[str, Any], body: bytes) -> None:
-        if worker := self._workers.get(engine):
-            self._tell(worker, message, body)
 
     def new_id(self) -> int:
         """Return the id of another work."""
@@ -111,10 +97,7 @@ class Server:
         self._wait(ready)
 
     def wait_until_free(self, version: int) -> None:
-        """Wait until every worker has room for the weights `version`, or has them; by a fixed schedule
-        only."""
-        if self._leasing is not None:
-            return
+        """Wait until every worker has room for the weights `version`, or has them."""
         self._wait(lambda: bool(self._takers(version)) or self._all_have(version))
 
     def begin_update(self, version: int) -> list[Pair]:
@@ -129,7 +112,14 @@ class Server:
                     self._move_work(worker, version)
                 worker.sent, worker.can_receive = version, False
                 self._tell(worker, {"type": "receive", "version": version})
-            return [worker.pair for worker in takers]
+            return [worker.pair for worker in takers if not worker.is_lost]
+
+    def lose_pairs(self, names: Sequence[str]) -> None:
+        """Lose the workers to which weights could not be sent."""
+        with self._changed:
+            for worker in list(self._workers.values()):
+                if worker.pair.name in names:
+                    self._lose(worker, "weights could not be sent to it")
 
     def _move_work(self, worker: Peer, version: int) -> None:
         for work_id, work in list(self._work.items()):
@@ -140,11 +130,8 @@ class Server:
                 self._tell(worker, *work.frame())
 
     def _takers(self, version: int) -> list[Peer]:
-        """Return the workers that lack a version and can receive it; by a fixed schedule none of them
-        before the last one can."""
+        """Return the workers that lack a version: none of them before all of them can receive it."""
         lacking = [w for w in self._workers.values() if w.sent < version]
-        if self._leasing is not None:
-            return [worker for worker in lacking if worker.can_receive]
         joined = len(self._workers) == self._num_engines
         return lacking if joined and all(w.can_receive for w in lacking) else []
 
@@ -161,43 +148,6 @@ class Server:
 
         self._wait(over)
         return self._done.issuperset(work_ids)
-
-    def wait_for_batch(self, step: int) -> Delivered | None:
-        """Wait for the groups of a step; return None where a worker can take newer weights before that,
-        which it may need to go on."""
-        assert self._leasing is not None
-        leasing, taken = self._leasing, []
-
-        def over() -> bool:
-            if (batch := leasing.take(step)) is not None:
-                taken.append(batch)
-            return bool(taken) or bool(self._takers(step))
-
-        self._wait(over)
-        return taken[0] if taken else None
-
-    def start_leases(self, step: int) -> None:
-        """Begin with a step, where there is no state of an earlier one."""
-        with self._changed:
-            if self._leasing is not None and self._leasing.ledger.step < step:
-                self._leasing.ledger.step = step
-
-    def lease_metrics(self) -> dict[str, float]:
-        """Return `async/*` of the ledger; nothing by a fixed schedule."""
-        with self._changed:
-            return {} if self._leasing is None else self._leasing.ledger.metrics()
-
-    def lease_state(self, cursor: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of the leases and, as prompts are drawn at any time, that of the cursor."""
-        with self._changed:
-            leases = {} if self._leasing is None else self._leasing.state_dict()
-            return {"leases": leases, **cursor()}
-
-    def load_lease_state(self, state: dict[str, Any]) -> None:
-        """Continue from `lease_state`."""
-        with self._changed:
-            if self._leasing is not None and state:
-                self._leasing.load_state_dict(state)
 
     def take(self, work_id: int) -> Result:
         """Return what was delivered for a work, and forget it."""
@@ -247,8 +197,7 @@ class Server:
         number = worker.pair.engine
         if self._workers.get(number) is worker:
             del self._workers[number]
-            if self._leasing is not None:
-                self._leasing.lose(number)
+            self._on_loss(number)
         self.num_lost += 1
         self._losses[number] += 1
         if self._losses[number] > self._config.max_worker_restarts and self._failure is None:
@@ -309,8 +258,7 @@ class Server:
             self._num_joined += 1
             worker = Peer(wire, Pair(number, f"pair_{number}_{self._num_joined}"))
             self._workers[number] = worker
-            if self._leasing is not None:
-                self._leasing.join(number, self._num_joined, time.monotonic())
+            self._on_join(number, self._num_joined)
             self._tell(
                 worker, {"type": "welcome", "pair": worker.pair.name, "store": self.store_address}
             )
@@ -331,25 +279,28 @@ class Server:
             self._finish(worker, int(message["work_id"]))
         elif kind == "measured":
             self._measure(message["metrics"])
-        elif kind == "ask" and self._leasing is not None:
-            self._leasing.ask(worker.pair.engine, int(message["version"]), int(message["most"]))
-        elif kind == "group" and self._leasing is not None:
-            (group,) = decode_groups(body)
-            self._leasing.finish(message["lease_id"], group, int(message["num_failed"]))
-            self._losses[worker.pair.engine] = 0
         elif kind == "failed":
             error = _ERRORS.get(message["error"], RunFailed)
             self._failure = error(f"rollout engine {worker.pair.engine}: {message['text']}")
-        else:
+        elif not self._on_message(worker, message, body):
             raise ValueError(f"of type {kind!r}")
+
+    def _on_message(self, worker: Peer, message: dict[str, Any], body: bytes) -> bool:
+        """Heed a message of another type; return whether it is known."""
+        return False
+
+    def _on_join(self, engine: int, incarnation: int) -> None:
+        """Take note of a worker that has joined."""
+
+    def _on_loss(self, engine: int) -> None:
+        """Take note of a worker that is lost."""
 
     def _measure(self, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():
-            former = self._measured.get(key, 0.0)
-            value = float(value)
-            self._measured[key] = former + value if key in _SUMMED else max(former, value)
+            former, new = self._measured.get(key, 0.0), float(value)
+            self._measured[key] = former + new if key in _SUMMED else max(former, new)
 
-    def measured(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return what workers have measured since the last call, over all of them."""
         with self._changed:
             found, self._measured = self._measured, {}

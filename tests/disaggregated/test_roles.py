@@ -56,7 +56,7 @@ def test_roles_that_do_not_fit_are_refused(more: list[str], world: int, message:
         (["async.max_staleness=1"], "async.max_staleness is set, but rollout.placement is colocated"),
         ([*APART, "rollout.weight_sync=disk"], "weight_sync is disk"),
         ([*APART, "profile.steps=[3]"], "profile.engine is on"),
-        ([*APART, "async.at_bound=drop"], "async.at_bound is set, but it is for engines that run freely"),
+        ([*APART, "async.at_bound=drop"], "async.at_bound is set, but it is for engines"),
         ([*APART, "async.max_staleness=1", "async.deterministic=true"], "algorithm.importance is none"),
         (
             [*APART, "async.max_staleness=1", "async.deterministic=true", "algorithm.importance=tis",

@@ -1,0 +1,93 @@
+"""This module is the server of a free-running run: it gives its workers leases of single prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mrl.config import Recipe
+from mrl.disaggregated.leasing import Leasing
+from mrl.disaggregated.peers import Peer
+from mrl.disaggregated.server import Server
+from mrl.disaggregated.work import Delivered
+from mrl.run.rollouts import decode_groups
+from mrl.types import Prompt
+
+
+class LeaseServer(Server):
+    """Gives leases to the workers that ask, and collects finished groups in a queue."""
+
+    def __init__(
+        self,
+        num_engines: int,
+        recipe: Recipe,
+        hosts: Sequence[str],
+        draw: Callable[[int], list[Prompt]],
+    ) -> None:
+        """`draw(n)` gives the next n prompts; it is called by the server's threads, one at a time."""
+        self._leasing = Leasing(recipe, draw, self._tell_engine)
+        super().__init__(num_engines, recipe.asynchronous, hosts)
+
+    def start_leases(self, step: int) -> None:
+        """Begin with a step, where there is no state of an earlier one."""
+        with self._changed:
+            ledger = self._leasing.ledger
+            ledger.step = max(ledger.step, step)
+
+    def wait_for_batch(self, step: int) -> Delivered | None:
+        """Wait for the groups of a step; return None where a worker can take newer weights before that,
+        which it may need to go on."""
+        taken: list[Delivered] = []
+
+        def over() -> bool:
+            if (batch := self._leasing.take(step)) is not None:
+                taken.append(batch)
+            return bool(taken) or bool(self._takers(step))
+
+        self._wait(over)
+        return taken[0] if taken else None
+
+    def wait_until_free(self, version: int) -> None:
+        """Return at once: the trainer waits for no engine."""
+
+    def _takers(self, version: int) -> list[Peer]:
+        """Return the workers that lack a version and can receive it."""
+        return [w for w in self._workers.values() if w.sent < version and w.can_receive]
+
+    def metrics(self) -> dict[str, float]:
+        """Return `async/*` of the ledger, and what workers have measured."""
+        with self._changed:
+            return {**super().metrics(), **self._leasing.ledger.metrics()}
+
+    def lease_state(self, cursor: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of the leases and, as prompts are drawn at any time, that of the cursor."""
+        with self._changed:
+            return {"leases": self._leasing.state_dict(), **cursor()}
+
+    def load_lease_state(self, state: dict[str, Any]) -> None:
+        """Continue from `lease_state`."""
+        with self._changed:
+            self._leasing.load_state_dict(state)
+
+    def _tell_engine(self, engine: int, message: dict[str, Any], body: bytes) -> None:
+        if worker := self._workers.get(engine):
+            self._tell(worker, message, body)
+
+    def _on_join(self, engine: int, incarnation: int) -> None:
+        self._leasing.join(engine, incarnation, time.monotonic())
+
+    def _on_loss(self, engine: int) -> None:
+        self._leasing.lose(engine)
+
+    def _on_message(self, worker: Peer, message: dict[str, Any], body: bytes) -> bool:
+        engine = worker.pair.engine
+        if message["type"] == "ask":
+            self._leasing.ask(engine, int(message["version"]), int(message["most"]))
+        elif message["type"] == "group":
+            (group,) = decode_groups(body)
+            self._leasing.finish(message["lease_id"], group, int(message["num_failed"]))
+            self._losses[engine] = 0
+        else:
+            return False
+        return True
