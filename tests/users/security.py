@@ -1,0 +1,118 @@
+"""What a user can try of docs/security.md: who is answered, what runs, and who can read what."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.loop.forked import Command
+from tests.users.things import User, thing
+
+LIMIT_S = 120.0
+BODY = json.dumps({"samples": [{"prompt": "a", "completion": "a a"}]}).encode()
+
+
+def printed_by(command: Command) -> str:
+    files = [command.folder / name for name in ("stdout", "stderr")]
+    return "".join(file.read_text() for file in files if file.exists())
+
+
+def address_of(command: Command) -> tuple[str, int]:
+    """Return where a reward server listens, once it says so."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline and command.poll() is None:
+        if found := re.search(r"http://([\d.]+):(\d+)", printed_by(command)):
+            return found[1], int(found[2])
+        time.sleep(0.02)
+    raise AssertionError(printed_by(command))
+
+
+def ask(address: tuple[str, int], method: str, headers: dict[str, str]) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(*address, timeout=LIMIT_S)
+    try:
+        connection.request(method, "/", BODY if method == "POST" else None, headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+    finally:
+        connection.close()
+
+
+def interrupted(command: Command) -> None:
+    command.send_signal(signal.SIGINT)
+    command.wait(LIMIT_S)
+
+
+@thing(
+    "I serve a reward, and a web page, and a name that a page's owner has given to my machine, ask it."
+)
+def reward_server_and_pages(user: User) -> str:
+    command = user.start("reward", "serve", "first_char", "--port", "0")
+    try:
+        address = address_of(command)
+        assert address[0] == "127.0.0.1"
+        assert ask(address, "GET", {})[0] == 200
+        for headers in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}):
+            for method in ("GET", "POST"):
+                status, said = ask(address, method, headers)
+                assert status == 403, said
+    finally:
+        interrupted(command)
+    return said
+
+
+class Touches:
+    """A pickle that makes a folder when it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._file),)
+
+
+@thing("My model folder has pickled weights, or brings code of its own (auto_map).", is_long=False)
+def pickled_weights_and_code(user: User) -> str:
+    ran = user.folder / "ran"
+    pickled = Path(shutil.copytree(user.toy.model, user.folder / "pickled"))
+    (pickled / "model.safetensors").unlink()
+    (pickled / "pytorch_model.bin").write_bytes(pickle.dumps(Touches(ran)))
+    said = user.mrl("check", *user.recipe("run", f"model.path={pickled}"), code=2)
+    assert "has no *.safetensors weights" in said
+    coded = Path(shutil.copytree(user.toy.model, user.folder / "coded"))
+    config = json.loads((coded / "config.json").read_text())
+    config["auto_map"] = {
+        "AutoConfig": "modeling_evil.C",
+        "AutoModelForCausalLM": "modeling_evil.M",
+    }
+    (coded / "config.json").write_text(json.dumps(config))
+    (coded / "modeling_evil.py").write_text(f"import os\nos.mkdir({str(ran)!r})\n")
+    user.mrl("check", *user.recipe("run", f"model.path={coded}"))
+    assert not ran.exists()
+    return said.strip()
+
+
+@thing("A completion holds markup and terminal codes, and I look at it with mrl view.")
+def what_the_model_writes(user: User) -> str:
+    user.train("run", "train.num_steps=1")
+    (file,) = (user.folder / "run/rollouts").glob("step_*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        for key in ("completion", "response", "text"):
+            if key in row:
+                row[key] = "<script>alert(1)</script>\x1b[2J"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    printed = user.mrl("view", "run")
+    pages = list(user.folder.rglob("*.html"))
+    for text in (printed, *(page.read_text() for page in pages)):
+        assert "<script>alert(1)" not in text
+        assert "\x1b[2J" not in text
+    assert pages
+    return "the page and the terminal show the text, and obey none of it"
