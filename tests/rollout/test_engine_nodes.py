@@ -153,7 +153,8 @@ def test_each_engine_gets_the_gpus_of_its_own_ranks(monkeypatch, tmp_path) -> No
     made = [
         engine_nodes.make_engine(
             plan,
-            SimpleNamespace(rank=rank, device=torch.device("cuda", rank)),
+            rank,
+            torch.device("cuda", rank),
             SimpleNamespace(logs=tmp_path),
             lambda own: [own],
         ).engine
