@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.disaggregated.server import _open_store
+from mrl.disaggregated.peers import open_store
 from mrl.disaggregated.staging import Canaries, Staging
 from mrl.disaggregated.weights import GRACE_S, WeightReceiver, WeightSender
 from mrl.kernels.digest import add_digests, digests_of
@@ -34,7 +34,7 @@ BUCKETS = 4
 
 @pytest.fixture
 def address() -> Iterator[tuple[str, int]]:
-    store, address = _open_store("127.0.0.1")
+    store, address = open_store("127.0.0.1")
     yield address
     del store
 
@@ -259,7 +259,7 @@ def forked() -> Iterator[Callable[[Callable[[Connection], None]], Connection]]:
 
 def test_a_killed_worker_breaks_its_own_pair_only(forked: Any) -> None:
     pipe = forked(receive_and_die)
-    store, address = _open_store("127.0.0.1")
+    store, address = open_store("127.0.0.1")
     pipe.send(address)
     worker = Receiving(address, "lives", (1,), Staging())
     sender = WeightSender(address, PATIENT_S, CPU)
@@ -273,7 +273,7 @@ def test_a_killed_worker_breaks_its_own_pair_only(forked: Any) -> None:
 
 def test_a_version_that_came_in_part_is_not_offered(forked: Any) -> None:
     pipe = forked(send_and_die)
-    store, address = _open_store("127.0.0.1")
+    store, address = open_store("127.0.0.1")
     staging = Staging()
     staging.begin(0, None)
     staging.finish()
@@ -315,7 +315,7 @@ def sent_by_megatron(model: Path, dtype: str) -> tuple[dict[str, Tensor], dict[s
     policy = build(model, join_mesh(model, {}))
     sent_dtype = getattr(torch, dtype)
     wanted = {n: t.clone() for b in policy.export(0, 4096, sent_dtype) for n, t in b.tensors}
-    store, address = _open_store("127.0.0.1")
+    store, address = open_store("127.0.0.1")
     worker = Receiving(address, "one", (1,), Staging())
     sender = WeightSender(address, PATIENT_S, CPU)
     assert sender.send(policy.export(1, 4096, sent_dtype), 1, ["one"], NO_CANARIES) == []
