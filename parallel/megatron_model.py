@@ -168,6 +168,11 @@ class MegatronModel:
             for storage in [tensor.untyped_storage() for tensor in tensors]:
                 if storage.resizable():
                     storage.resize_(0)
+        # The layers keep tensors of their last pass, whose graph keeps the gradient accumulators, whose
+        # hooks keep Megatron's wrapper, which keeps the layers: a ring through C++ that Python never
+        # collects. With it stay all process groups, each with threads and open files.
+        for chunk in trained:
+            vars(chunk).clear()
 
     def _require_trainable(self) -> None:
         if self._optimizer_config is None:
