@@ -1,0 +1,167 @@
+"""Whole disaggregated runs with a real engine: the bits of colocated ones, kept bounds, no loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mrl.run.folder import RunFolder
+from mrl.toy_model import write_toy_model
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 600
+APART = ("rollout.placement=disaggregated", "rollout.num_ranks=1")
+AHEAD = (*APART, "async.deterministic=true", "algorithm.importance=tis")
+
+pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy") / "model"
+    write_toy_model(folder)
+    return folder
+
+
+def command(model: Path, output: Path, ranks: int, *more: str) -> list[str]:
+    launcher = [sys.executable, "-m", "mrl.launch", "--standalone", f"--nproc-per-node={ranks}"]
+    keys = [
+        f"model.path={model}", f"output_dir={output}", "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=4", "rollout.max_response_len=12", "rollout.min_response_len=0",
+        *more,
+    ]  # fmt: skip
+    recipe = str(ROOT / "launch/recipes/toy_moe.yaml")
+    return [*launcher, "-m", "mrl", "train", recipe, *keys]
+
+
+def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as sink:
+        return subprocess.Popen(
+            words, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+
+def train(model: Path, output: Path, ranks: int, *more: str) -> None:
+    log = output.with_suffix(".log")
+    code = start(command(model, output, ranks, *more), log).wait(LIMIT_S)
+    assert code == 0, log.read_text()[-3000:]
+
+
+def rows(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def bits(output: Path, step: int) -> dict[str, bytes]:
+    """The tensors of a checkpoint: weights and optimizer."""
+    folder = output / "checkpoints" / f"iter_{step:07d}"
+    found = {file.name: file.read_bytes() for file in sorted(folder.glob("*.distcp"))}
+    assert found
+    return found
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert process.poll() is None, "the run ended before"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def num_rows(output: Path) -> int:
+    file = output / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def processes_of(output: Path) -> list[psutil.Process]:
+    """The processes below the launcher of a run, found by the run's folder in a command line."""
+    found = []
+    for each in psutil.process_iter(["cmdline"]):
+        if any(f"output_dir={output}" in word for word in each.info["cmdline"] or ()):
+            found += [each, *each.children(recursive=True)]
+    return list(dict.fromkeys(found))
+
+
+def workers_of(output: Path) -> list[psutil.Process]:
+    return [p for p in processes_of(output) if p.cmdline()[-2:] == ["-m", "mrl.disaggregated"]]
+
+
+def test_staleness_0_has_the_bits_of_a_colocated_run(model: Path, tmp_path: Path) -> None:
+    steps = "train.num_steps=20"
+    train(model, tmp_path / "colocated", 1, steps)
+    train(model, tmp_path / "apart", 2, steps, *APART)
+    assert bits(tmp_path / "apart", 20) == bits(tmp_path / "colocated", 20)
+    for own, other in zip(rows(tmp_path / "apart"), rows(tmp_path / "colocated"), strict=True):
+        assert own["routing/replay_coverage"] == 1.0
+        assert own["async/staleness_max"] == 0
+        for key in other.keys() & own.keys():
+            if not key.startswith(("time/", "throughput/", "memory/")):
+                assert own[key] == other[key], key
+
+
+@pytest.mark.parametrize("bound", [1, 2])
+def test_a_fixed_schedule_repeats_its_bits_also_after_a_kill(
+    bound: int, model: Path, tmp_path: Path
+) -> None:
+    keys = (*AHEAD, f"async.max_staleness={bound}", "train.num_steps=6", "checkpoint.save_every=2")
+    train(model, tmp_path / "one", 2, *keys)
+    train(model, tmp_path / "two", 2, *keys)
+    assert bits(tmp_path / "one", 6) == bits(tmp_path / "two", 6)
+    assert max(row["async/staleness_max"] for row in rows(tmp_path / "one")) == bound
+    killed = tmp_path / "killed"
+    process = start(command(model, killed, 2, *keys), killed.with_suffix(".log"))
+    wait_for((killed / "checkpoints/iter_0000002").exists, process)
+    for each in processes_of(killed):
+        each.kill()
+    process.wait()
+    train(model, killed, 2, *keys)
+    assert bits(killed, 6) == bits(tmp_path / "one", 6)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_worker_that_is_lost_is_replaced(how: int, model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    keys = (*APART, "train.num_steps=6", "async.worker_timeout_s=15")
+    process = start(command(model, output, 2, *keys), output.with_suffix(".log"))
+    wait_for(lambda: num_rows(output) >= 2, process)
+    (worker,) = workers_of(output)
+    worker.send_signal(how)
+    assert process.wait(LIMIT_S) == 0, output.with_suffix(".log").read_text()[-3000:]
+    train(model, tmp_path / "calm", 2, *APART, "train.num_steps=6")
+    assert bits(output, 6) == bits(tmp_path / "calm", 6)  # its batch was generated anew, whole
+    assert rows(output)[-1]["async/lost_workers"] == 1
+    assert processes_of(output) == []
+
+
+@pytest.mark.parametrize(
+    ("bound", "more"),
+    [
+        (1, ()),
+        (2, ("async.in_flight_updates=interrupt",)),
+        (4, ("async.in_flight_updates=interrupt", "async.kv=recompute", "async.at_bound=drop")),
+    ],
+)
+def test_engines_that_run_freely_keep_their_bound(
+    bound: int, more: tuple[str, ...], model: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    keys = (*APART, f"async.max_staleness={bound}", "algorithm.importance=tis", *more)
+    train(model, output, 2, *keys, "train.num_steps=20", "diagnosis.save_tokens_every=1")
+    seen = set()
+    for row in rows(output):
+        assert row["routing/replay_coverage"] == 1.0
+        assert row["async/staleness_max"] <= bound
+        for sample in RunFolder(output).read_rollouts(int(row["step"])):
+            seen.add((row["step"], sample["prompt_id"]))
+        assert sum(row[f"async/staleness/{age}"] for age in range(bound + 1)) == 4
+    assert len(seen) == 20 * 4  # every prompt once: the toy has 512
