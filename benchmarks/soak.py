@@ -28,6 +28,8 @@ from mrl.toy_model import write_toy_model
 
 NUM_STEPS, EVERY = 500, 20
 """Steps of a whole run, and of which each has a fault; others are not written to the results."""
+LAST_STEPS_S = 3600.0
+"""Seconds for the steps after the last fault."""
 MEMORY = ("memory/trainer_rss_bytes", "memory/engine_rss_bytes")
 MAX_GROWTH = 1.1
 """The largest memory of the last tenth of the steps over that of the second tenth."""
@@ -58,7 +60,7 @@ def struck(drill: Drill, every: int, seed: int) -> tuple[list[str], list[str]]:
             found, files = left_of(victims[-1], job)
             problems += found + drill.continued(num_rows(drill.run))
             problems += [f"the next start left {file}" for file in files if file.exists()]
-    if code := drill.job.end(drill.limit_s * drill.num_steps):
+    if code := drill.job.end(LAST_STEPS_S):
         problems.append(f"the run ended with code {code}")
     return victims, problems
 
