@@ -21,6 +21,7 @@ from mrl.disaggregated.peers import Pair, Peer, open_store
 from mrl.disaggregated.wire import Wire, WireClosed, is_token
 from mrl.disaggregated.work import Delivered, Result, Work
 from mrl.errors import EngineGone, InputError, RunFailed
+from mrl.run import console
 from mrl.system.heartbeat import beat
 from mrl.system.rendezvous import listen_for
 
@@ -63,7 +64,7 @@ class Server:
         self.token = secrets.token_hex(32)
         host, port = self._listener.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
-        self.store, self.store_address = open_store(host)
+        self._store, self.store_address = open_store(host)
         """The store in which pairs meet, which a late worker can reach, too."""
         threading.Thread(target=self._accept, name="mrl-join", daemon=True).start()
 
@@ -122,12 +123,18 @@ class Server:
                     self._lose(worker, "weights could not be sent to it")
 
     def _move_work(self, worker: Peer, version: int) -> None:
+        """Give a new worker what its engine has left to do, by weights that it can still get."""
+        engine = worker.pair.engine
         for work_id, work in list(self._work.items()):
-            if work.engine == worker.pair.engine and work.version < version:
+            if work.engine != engine:
+                continue
+            if work.version < version:
+                console.warning(
+                    f"rollout engine {engine}: weights {version} generate what weights {work.version} "
+                    "were to: no more than async.max_staleness allows, but with other bits"
+                )
                 self._work[work_id] = work.by(version)
-        for work in self._work.values():
-            if work.engine == worker.pair.engine:
-                self._tell(worker, *work.frame())
+            self._tell(worker, *self._work[work_id].frame())
 
     def _takers(self, version: int) -> list[Peer]:
         """Return the workers that lack a version: none of them before all of them can receive it."""
@@ -321,9 +328,14 @@ class Server:
             for worker in workers:
                 with suppress(WireClosed):
                     worker.wire.send({"type": "stop"})
+        with suppress(OSError):
+            self._listener.shutdown(
+                socket.SHUT_RDWR
+            )  # close() alone leaves it to the waiting thread
         self._listener.close()
         deadline = time.monotonic() + GOODBYE_S
         for worker in workers:
             while not worker.wire.is_closed and time.monotonic() < deadline:
                 time.sleep(0.05)
             worker.wire.close()
+        self._store = None

@@ -1,0 +1,163 @@
+"""The trainer's server: who may join, what a lost worker leaves to the next, what ends a run."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mrl.config.asynchronous import AsyncConfig
+from mrl.disaggregated.server import Server
+from mrl.disaggregated.wire import Wire, WireClosed
+from mrl.disaggregated.work import Delivered, Work
+from mrl.errors import EngineGone, InputError, RunFailed
+from tests.sample_groups import group
+
+HERE = [socket.gethostname()]
+
+
+@pytest.fixture(autouse=True)
+def _short_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers here stop no engine."""
+    monkeypatch.setattr("mrl.disaggregated.server.GOODBYE_S", 0.1)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server(1, AsyncConfig(max_worker_restarts=1), HERE)
+    yield made
+    made.close()
+
+
+class Joined:
+    """What a worker says and hears, without an engine."""
+
+    def __init__(self, server: Server, token: str = "") -> None:
+        self.wire = Wire(socket.create_connection(server.address))
+        self.wire.send({"type": "hello", "token": token or server.token, "engine": 0})
+        self.welcome, _ = self.wire.receive()
+
+    def started(self) -> Joined:
+        self.wire.send({"type": "started"})
+        return self
+
+    def heard(self, kind: str) -> tuple[dict[str, Any], bytes]:
+        message, body = self.wire.receive()
+        assert message["type"] == kind
+        return message, body
+
+    def deliver(self, work_id: int) -> None:
+        self.wire.send(*Delivered([group([1.0, 0.0], 3)], 1).frame(work_id, 0))
+        self.wire.send({"type": "measured", "metrics": {"rollout/engine_restarts": 2}})
+        self.wire.send({"type": "done", "work_id": work_id})
+
+
+def test_a_stranger_is_not_told_anything(server: Server) -> None:
+    with pytest.raises(WireClosed):
+        Joined(server, "another token")
+    stranger = socket.create_connection(server.address)
+    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert stranger.recv(100) == b""
+
+
+def test_work_is_given_and_delivered(server: Server) -> None:
+    worker = Joined(server).started()
+    server.wait_until_started(10)
+    work = Work(server.new_id(), 0, "batch", 4, 1)
+    server.assign(work)
+    assert Work.of_frame(*worker.heard("work")) == work
+    server.wait_until_free(4)
+    (pair,) = server.begin_update(4)
+    assert pair.name == worker.welcome["pair"]
+    worker.heard("work")  # again, as it is the worker's first version
+    assert worker.heard("receive")[0]["version"] == 4
+    assert server.begin_update(4) == []
+    worker.deliver(work.work_id)
+    assert server.wait_for([work.work_id], 4)
+    (groups, num_failed) = server.take(work.work_id).parts[0].finish()
+    assert [g.samples[0].group_id for g in groups] == [3]
+    assert num_failed == 1
+    assert server.metrics()["rollout/engine_restarts"] == 2
+    assert server.metrics()["rollout/engine_restarts"] == 0  # of the next step
+
+
+def test_the_next_worker_does_what_a_lost_one_left(
+    server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = Joined(server).started()
+    server.wait_until_started(10)
+    work = Work(server.new_id(), 0, "batch", 2, 1)
+    server.assign(work)
+    server.begin_update(2)
+    first.wire.close()
+    second = Joined(server).started()
+    assert not server.wait_for([work.work_id], 3)  # it lacks the weights
+    assert server.num_lost == 1
+    (pair,) = server.begin_update(3)
+    assert pair.name == second.welcome["pair"] != first.welcome["pair"]
+    assert Work.of_frame(*second.heard("work")) == work.by(3)
+    assert "weights 3 generate what weights 2 were to" in capfd.readouterr().out
+    second.deliver(work.work_id)
+    assert server.wait_for([work.work_id], 3)
+
+
+def test_a_worker_that_falls_silent_is_lost_and_too_many_end_the_run() -> None:
+    server = Server(1, AsyncConfig(worker_timeout_s=0.2, max_worker_restarts=1), HERE)
+    try:
+        server.assign(Work(server.new_id(), 0, "batch", 0, 1))
+        first = Joined(server)
+        with pytest.raises(RunFailed, match=r"did not start within 0\.5 s"):
+            server.wait_until_started(0.5)
+        assert server.num_lost == 1
+        second = Joined(server)
+        with pytest.raises(
+            EngineGone, match=r"lost 2 times .*async.max_worker_restarts=1; .* no sign"
+        ):
+            server.wait_until_started(10)
+        for worker in (first, second):
+            with pytest.raises(WireClosed):
+                worker.wire.receive()
+    finally:
+        server.close()
+
+
+def test_two_workers_of_one_engine_are_not_there_at_a_time(server: Server) -> None:
+    first, second = Joined(server).started(), Joined(server).started()
+    with pytest.raises(WireClosed):
+        first.wire.receive()
+    server.wait_until_started(10)
+    assert server.num_lost == 1
+    assert not second.wire.is_closed
+
+
+def test_an_error_of_a_worker_ends_the_run(server: Server) -> None:
+    worker = Joined(server).started()
+    worker.wire.send({"type": "failed", "error": "InputError", "text": "no such reward"})
+    with pytest.raises(InputError, match="rollout engine 0: no such reward"):
+        server.wait_for([1], 0)
+
+
+@pytest.mark.parametrize("message", [{"type": "nonsense"}, {"typ": 1}, {"type": "part"}])
+def test_a_message_that_is_none_loses_the_worker(server: Server, message: dict[str, Any]) -> None:
+    worker = Joined(server).started()
+    server.wait_until_started(10)
+    worker.wire.send(message)
+    with pytest.raises(WireClosed):
+        worker.wire.receive()
+
+
+def test_workers_are_sent_home(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrl.disaggregated.server.GOODBYE_S", 10)
+    worker = Joined(server).started()
+    server.wait_until_started(10)
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    worker.heard("stop")
+    worker.wire.close()
+    closing.join(10)
+    assert not closing.is_alive()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(server.address)
