@@ -10,7 +10,7 @@ N packed tokens of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -65,6 +65,20 @@ def gap_statistics(old: Tensor, rollout: Tensor, mask: Tensor) -> Statistics:
         "mismatch/extreme_share": Mean(is_extreme(d).sum(), count),
         "mismatch/percentiles": Quantiles(log_histogram(size, mask), reported),
     }
+
+
+def effective_share(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return `mismatch/ess` of the reduced `mismatch/*`; nothing where there are none.
+
+    With w = exp(d) = p/q it is mean(w)^2 / mean(w^2), the effective sample size of the importance
+    weights (Kish 1965) over the number of tokens: 1 on policy, and near 0 where a few tokens carry all
+    of the weight, which precedes a collapse (VCPO, arXiv 2602.17616).
+    """
+    if "mismatch/chi2" not in metrics:
+        return {}
+    mean = 1 + metrics["mismatch/k3"] - metrics["mismatch/k1"]
+    square = metrics["mismatch/chi2"] + 2 * mean - 1
+    return {"mismatch/ess": mean * mean / square}
 
 
 def is_extreme(d: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from mrl.config import MoeConfig
-from mrl.diagnosis.mismatch import mismatch_statistics
+from mrl.diagnosis.mismatch import effective_share, mismatch_statistics
 from mrl.types import MicroBatch, Statistics
 from parallel.forward import PassOutput
 from parallel.megatron_model import StepOutput
@@ -44,6 +44,7 @@ def policy_metrics(
     coverage = merge([_only_coverage(before.routing), _only_coverage(late)])
     mismatch = mismatch_statistics(batches, before, step) if mesh.reports_loss else {}
     metrics = reduce_statistics({**late, **early, **coverage, **mismatch})
+    metrics |= effective_share(metrics)
     if not steps:
         return {**metrics, **_NO_UPDATE}
     metrics["loss/policy"] /= len(steps)

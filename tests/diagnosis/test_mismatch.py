@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mrl.diagnosis.mismatch import gap_statistics, mismatch_statistics
+from mrl.diagnosis.mismatch import effective_share, gap_statistics, mismatch_statistics
 from mrl.system.histogram import log_histogram, quantile
 from mrl.types import Max, Mean, MicroBatch, Statistics
 from parallel.forward import PassOutput
@@ -46,6 +46,14 @@ def test_gap_statistics() -> None:
     percentiles = gap()["mismatch/percentiles"]
     assert percentiles.reported[3] == ("mismatch/p999", 0.999)
     assert int(percentiles.counts.sum()) == 4
+
+
+def test_the_effective_sample_size_is_that_of_the_weights() -> None:
+    expected = sum(RATIOS) ** 2 / (len(RATIOS) * sum(ratio**2 for ratio in RATIOS))
+    assert effective_share(plain(gap()))["mismatch/ess"] == pytest.approx(expected, rel=1e-6)
+    same = gap_statistics(torch.ones(3), torch.ones(3), torch.ones(3, dtype=torch.bool))
+    assert effective_share(plain(same)) == {"mismatch/ess": 1.0}
+    assert effective_share({"loss/policy": 1.0}) == {}
 
 
 def test_micro_batches_add_up() -> None:
