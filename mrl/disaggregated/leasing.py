@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+from mrl.algorithms.signal import has_signal
 from mrl.collect.single_turn import start_groups
 from mrl.config import Recipe
 from mrl.disaggregated.ledger import Ledger
@@ -50,6 +51,10 @@ class Leasing:
             at_bound=config.at_bound,
         )
         self._asking: dict[int, _Asking] = {}
+        rounds = rollout.dynamic_sampling_rounds if recipe.algorithm.dynamic_sampling else 1
+        self._most_replaced = (rounds - 1) * rollout.prompts_per_step
+        self._replaced = 0
+        """Zero-variance groups in whose place others were begun, for the next step."""
 
     def join(self, engine: int, incarnation: int, now: float) -> None:
         """Admit a worker; one that was there before loses its leases."""
@@ -99,8 +104,11 @@ class Leasing:
     def finish(self, lease_id: str, group: SampleGroup, num_failed: int) -> None:
         """Take in a finished group. Raises ValueError where its stamps cannot be."""
         spans = [span for sample in group.samples for span in sample.weight_versions]
+        num_tokens = sum(sample.num_generated for sample in group.samples)
         if not spans:  # nothing was generated: there is nothing to train on
             self.ledger.drop(lease_id, "empty")
+        elif self._is_replaced(group):
+            self._replaced += self.ledger.drop(lease_id, "zero_variance", num_tokens)
         else:
             versions = [span.version for span in spans]
             self.ledger.finish(
@@ -108,15 +116,22 @@ class Leasing:
                 Delivered([group], num_failed),
                 oldest=min(versions),
                 newest=max(versions),
-                num_tokens=sum(sample.num_generated for sample in group.samples),
+                num_tokens=num_tokens,
             )
         self.grant()
+
+    def _is_replaced(self, group: SampleGroup) -> bool:
+        """Whether dynamic sampling replaces a group, as all of its rewards are equal; after as many as
+        the recipe's rounds allow, groups of that kind fill up the step."""
+        is_empty = group.rewards is None or not has_signal(group.rewards)
+        return is_empty and self._replaced < self._most_replaced
 
     def take(self, step: int) -> Delivered | None:
         """Return the groups that a step trains on, numbered from 0; None where it has to wait."""
         batch = self.ledger.take(step)
         if batch is None:
             return None
+        self._replaced = 0
         self.grant()
         whole = Delivered()
         for number, finished in enumerate(batch):

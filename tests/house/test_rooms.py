@@ -44,8 +44,8 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.rewards", "mrl.rollout", "mrl.run", "moe", "parallel"),
     },
     "mrl.disaggregated": {
-        *("mrl.collect", "mrl.data", "mrl.exchange", "mrl.preflight", "mrl.rollout", "mrl.run"),
-        "parallel",
+        *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.exchange", "mrl.preflight"),
+        *("mrl.rollout", "mrl.run", "parallel"),
     },
     "mrl.view": {"mrl.diagnosis", "mrl.run", "parallel"},
     "mrl.trainer": {

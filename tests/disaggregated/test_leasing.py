@@ -1,0 +1,164 @@
+"""Leases of a free-running run: what workers get, what a step takes, and what a resume keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mrl.config import load_recipe
+from mrl.disaggregated.leasing import Leasing, default_groups, runs_freely
+from mrl.run.rollouts import decode_groups
+from mrl.types import Prompt, SampleGroup, VersionSpan
+from tests.sample_groups import prompt, sample
+
+ROOT = Path(__file__).parents[2]
+BATCH = 4
+
+
+class Run:
+    """A leasing with workers that do nothing by themselves."""
+
+    def __init__(self, *more: str) -> None:
+        keys = ("rollout.placement=disaggregated", "rollout.num_ranks=2", "async.max_staleness=1")
+        sizes = (f"rollout.prompts_per_step={BATCH}", "rollout.samples_per_prompt=2")
+        self.recipe = load_recipe(ROOT / "launch/recipes/toy_moe.yaml", [*keys, *sizes, *more])
+        self.num_drawn = 0
+        self.told: list[tuple[int, str, SampleGroup, int]] = []
+        self.leasing = Leasing(self.recipe, self.draw, self.send)
+
+    def draw(self, num: int) -> list[Prompt]:
+        self.num_drawn += num
+        return [prompt(i) for i in range(self.num_drawn - num, self.num_drawn)]
+
+    def send(self, engine: int, message: dict[str, Any], body: bytes) -> None:
+        (group,) = decode_groups(body)
+        self.told.append((engine, message["lease_id"], group, message["seed"]))
+
+    def join(self, *engines: int) -> Run:
+        for engine in engines:
+            self.leasing.join(engine, 1, 0.0)
+        return self
+
+    def finish(self, lease_id: str, group: SampleGroup, version: int, *rewards: float) -> None:
+        item = group.samples[0].group_id
+        made = dataclasses.replace(
+            sample(4, group_id=item), weight_versions=(VersionSpan(version, 2, 6),)
+        )
+        scored = SampleGroup(group.prompt, [made, made], torch.tensor(rewards or (1.0, 0.0)))
+        self.leasing.finish(lease_id, scored, 0)
+
+    def finish_all(self, version: int, *rewards: float) -> None:
+        told, self.told = self.told, []
+        for _, lease_id, group, _ in told:
+            self.finish(lease_id, group, version, *rewards)
+
+
+def test_workers_get_as_many_leases_as_the_bound_allows_in_turns() -> None:
+    run = Run().join(0, 1)
+    run.leasing.ask(0, 0, 3)
+    assert [engine for engine, *_ in run.told] == [0] * 3
+    run.leasing.ask(1, 0, 100)
+    assert len(run.told) == run.num_drawn == 2 * BATCH  # those that steps 0 and 1 train on
+    assert len({lease_id for _, lease_id, *_ in run.told}) == 2 * BATCH
+    assert len({seed for *_, seed in run.told}) == 2 * BATCH
+    assert all(len(group.samples) == 2 for _, _, group, _ in run.told)
+
+
+def test_a_step_takes_numbered_groups_within_the_bound() -> None:
+    run = Run().join(0)
+    run.leasing.ask(0, 0, 100)
+    run.finish_all(0)
+    batch = run.leasing.take(0)
+    assert batch is not None
+    groups, _ = batch.finish()
+    assert [s.group_id for g in groups for s in g.samples] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [g.prompt.prompt_id for g in groups] == ["0", "1", "2", "3"]
+    assert run.told == []  # weights 0 are too old for step 2
+    run.leasing.ask(0, 1, 100)
+    assert len(run.told) == BATCH
+    assert run.leasing.take(1) is not None
+    assert run.leasing.take(2) is None
+    run.finish_all(1)
+    assert run.leasing.take(2) is not None
+
+
+def test_the_leases_of_a_lost_worker_go_to_another_and_its_late_answer_is_a_duplicate() -> None:
+    run = Run().join(0, 1)
+    run.leasing.ask(0, 0, 2)
+    lost = list(run.told)
+    run.told = []
+    run.leasing.ask(1, 0, 2)
+    run.leasing.lose(0)
+    run.finish_all(0)
+    assert {g.prompt.prompt_id for _, _, g, _ in run.told} == {"0", "1"}
+    for _, lease_id, group, _ in lost:
+        run.finish(lease_id, group, 0)
+    assert run.leasing.ledger.metrics()["async/duplicates"] == 2
+    run.finish_all(0)
+    batch = run.leasing.take(0)
+    assert batch is not None
+    assert [g.prompt.prompt_id for g in batch.finish()[0]] == ["0", "1", "2", "3"]
+
+
+def test_a_wrong_stamp_is_refused() -> None:
+    run = Run().join(0)
+    run.leasing.ask(0, 0, 1)
+    (_, lease_id, group, _), *_ = run.told
+    with pytest.raises(ValueError, match="the stamps of its engine are wrong"):
+        run.finish(lease_id, group, 7)
+
+
+def test_dynamic_sampling_replaces_groups_without_variance_and_ends() -> None:
+    more = ("algorithm.dynamic_sampling=true", "rollout.dynamic_sampling_rounds=3")
+    run = Run(*more).join(0)
+    run.leasing.ask(0, 0, BATCH)
+    for _ in range(3):
+        assert run.leasing.take(0) is None
+        run.finish_all(0, 1.0, 1.0)
+    assert run.leasing.ledger.metrics()["async/dropped/zero_variance"] == 2 * BATCH
+    batch = run.leasing.take(0)
+    assert batch is not None
+    assert [g.prompt.prompt_id for g in batch.finish()[0]] == ["8", "9", "10", "11"]
+
+
+def test_a_resume_keeps_the_queue_and_gives_the_leased_prompts_again() -> None:
+    run = Run().join(0)
+    run.leasing.ask(0, 0, 100)
+    half = run.told[: BATCH + 1]
+    for _, lease_id, group, _ in half:
+        run.finish(lease_id, group, 0, 0.25, 0.75)
+    assert run.leasing.take(0) is not None
+    state = run.leasing.state_dict()
+
+    resumed = Run().join(0)
+    resumed.num_drawn = run.num_drawn
+    resumed.leasing.load_state_dict(state)
+    resumed.join(0)
+    resumed.leasing.ask(0, 1, 100)
+    again = {g.prompt.prompt_id for _, _, g, _ in resumed.told}
+    assert {"5", "6", "7"} <= again
+    assert "4" not in again  # in the queue
+    seeds = {g.prompt.prompt_id: seed for *_, g, seed in [*run.told]}
+    assert all(
+        seed == seeds[g.prompt.prompt_id]
+        for *_, g, seed in resumed.told
+        if g.prompt.prompt_id in seeds
+    )
+    resumed.finish_all(1)
+    batch = resumed.leasing.take(1)
+    assert batch is not None
+    first = batch.finish()[0][0]
+    assert first.prompt.prompt_id == "4"
+    assert first.rewards is not None
+    assert first.rewards.tolist() == [0.25, 0.75]
+
+
+def test_which_runs_are_free() -> None:
+    assert runs_freely(Run().recipe)
+    assert not runs_freely(Run("async.deterministic=true").recipe)
+    assert default_groups(8, 4) == 4
+    assert default_groups(1, 4) == 1
