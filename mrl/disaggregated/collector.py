@@ -193,7 +193,7 @@ class DisaggregatedCollector(RoundCollector):
         """Give all ranks what the workers and the server have measured. A collective."""
         said: list[Any] = [{}]
         if (server := self._server) is not None:
-            lost = {"async/wait_s": wait_s, "async/lost_workers": float(server.num_lost)}
+            lost = {"time/batch_wait_s": wait_s, "async/lost_workers": float(server.num_lost)}
             said = [{**server.metrics(), **lost}]
         dist.broadcast_object_list(said)
         self._measured = said[0]
@@ -207,12 +207,7 @@ class DisaggregatedCollector(RoundCollector):
                 self._delivered[first + part].add(delivered)
 
     def statistics(self) -> Statistics:
-        staleness = {"async/staleness_max": float(self._step - self._oldest_version())}
-        return as_statistics(self._numbers | self.evaluation | self._measured | staleness)
-
-    def _oldest_version(self) -> int:
-        spans = [s for g in self.groups for sample in g.samples for s in sample.weight_versions]
-        return min((span.version for span in spans), default=self._step)
+        return as_statistics(self._numbers | self.evaluation | self._measured)
 
     def state_dict(self) -> dict[str, Any]:
         """Wait for the batches in flight: their weights are in no checkpoint."""

@@ -103,7 +103,7 @@ def test_staleness_0_has_the_bits_of_a_colocated_run(model: Path, tmp_path: Path
     assert bits(tmp_path / "apart", 20) == bits(tmp_path / "colocated", 20)
     for own, other in zip(rows(tmp_path / "apart"), rows(tmp_path / "colocated"), strict=True):
         assert own["routing/replay_coverage"] == 1.0
-        assert own["async/staleness_max"] == 0
+        assert own["staleness/max"] == 0
         for key in other.keys() & own.keys():
             if not key.startswith(("time/", "throughput/", "memory/")):
                 assert own[key] == other[key], key
@@ -117,7 +117,7 @@ def test_a_fixed_schedule_repeats_its_bits_also_after_a_kill(
     train(model, tmp_path / "one", 2, *keys)
     train(model, tmp_path / "two", 2, *keys)
     assert bits(tmp_path / "one", 6) == bits(tmp_path / "two", 6)
-    assert max(row["async/staleness_max"] for row in rows(tmp_path / "one")) == bound
+    assert max(row["staleness/max"] for row in rows(tmp_path / "one")) == bound
     killed = tmp_path / "killed"
     process = start(command(model, killed, 2, *keys), killed.with_suffix(".log"))
     wait_for((killed / "checkpoints/iter_0000002").exists, process)
@@ -160,7 +160,7 @@ def test_engines_that_run_freely_keep_their_bound(
     seen = set()
     for row in rows(output):
         assert row["routing/replay_coverage"] == 1.0
-        assert row["async/staleness_max"] <= bound
+        assert row["staleness/max"] <= bound
         for sample in RunFolder(output).read_rollouts(int(row["step"])):
             seen.add((row["step"], sample["prompt_id"]))
         assert sum(row[f"async/staleness/{age}"] for age in range(bound + 1)) == 4
