@@ -255,6 +255,8 @@ class Worker:
     def _receive(self, version: int) -> None:
         """Receive a version in a thread, while the engine works."""
         staging = self._free.pop(0)
+        if staging is self._held:  # no work is left for the version that it held
+            self._held = None
         if self._free:
             self._wire.send({"type": "free"})
 

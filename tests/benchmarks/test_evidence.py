@@ -19,7 +19,7 @@ from benchmarks.evidence.digest import ROOT, definitions, digest, matches, measu
 from benchmarks.evidence.staleness import PAGE, RESULTS, files_at, marked, states
 
 MAKEFILE = (ROOT / "Makefile").read_text()
-NOT_YET_RUN = {"soak", "watchdog"}
+NOT_YET_RUN = {"asynchrony", "soak", "watchdog"}
 """Results of which no whole run is on file; each takes an hour."""
 IN_WORDS = {"kernels_cpu": "kernels_cpu_machine", "training_step_cpu": "training_step_cpu_machine"}
 """Result files that are plain lists of rows; the file beside each names the commit for both."""
@@ -272,7 +272,7 @@ def test_unknown_names_are_refused(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit) as left:
         evidence.main()
     assert left.value.code == 2
-    assert "--only: got layout; expected some of bench, conformance" in capsys.readouterr().err
+    assert "--only: got layout; expected some of async, bench, conformance" in capsys.readouterr().err
     with pytest.raises(ValueError, match="got x;"):
         chosen(["x", "layouts"])
     assert [target.name for target in chosen(["rollout-bench", "layouts"])] == [

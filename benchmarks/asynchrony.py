@@ -1,0 +1,207 @@
+"""This module runs engines freely and strikes them: `make async`.
+
+First the toy recipe trains with each bound on the staleness; every token of every record in tokens/
+must be within it. Then a run with bound 2 loses engines (`kill -9`) and workers (`kill -9`), and has
+workers stop (SIGSTOP), at random moments: every prompt that was drawn must be trained on once, or be in
+flight at the end, and no process, port or file may be left. Writes benchmarks/results/asynchrony.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.evidence.result import finish, summary, write_result
+from benchmarks.fault_table.base import DATA, RECIPE
+from mrl.config import load_recipe
+from mrl.data import PromptCursor
+from mrl.diagnosis.tokens import load_tokens
+from mrl.drill.job import Job, Unexpected, kill, num_rows
+from mrl.preflight import check
+from mrl.run.folder import RunFolder
+from mrl.toy_model import write_toy_model
+
+BOUNDS, NUM_STEPS = (1, 2, 4), 200
+STRIKES = {"engine": 20, "worker": 10, "hang": 5}
+"""Strikes of a whole run, by what they strike."""
+BETWEEN = 3
+"""Steps from one strike to the next."""
+PROMPTS, SAMPLES = 4, 4
+LIMIT_S = 300.0
+WORKER = ["-m", "mrl.disaggregated"]
+
+
+def overrides(folder: Path, output: Path, bound: int, steps: int) -> list[str]:
+    """Return the recipe's changes: two ranks, one of which generates."""
+    return [
+        f"model.path={folder / 'model'}", f"data.path={DATA}", f"output_dir={output}",
+        f"rollout.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
+        "rollout.max_response_len=12", "rollout.min_response_len=0", "algorithm.importance=tis",
+        "rollout.placement=disaggregated", "rollout.num_ranks=1", f"async.max_staleness={bound}",
+        "async.worker_timeout_s=10", f"train.num_steps={steps}", "checkpoint.save_every=0",
+        "diagnosis.save_tokens_every=1",
+    ]  # fmt: skip
+
+
+def start(folder: Path, output: Path, *keys: str) -> Job:
+    """Start a run on two ranks."""
+    launcher = ["-m", "mrl.launch", "--standalone", "--nproc-per-node=2", "-m", "mrl", "train"]
+    scratch = output.with_suffix(".tmp")
+    scratch.mkdir()
+    command = [sys.executable, *launcher, str(RECIPE), *keys]
+    return Job(command, output, output.with_suffix(".log"), scratch, LIMIT_S)
+
+
+def ages(run: Path) -> Counter[int]:
+    """Return how many loss tokens of a run were how many versions old when they were trained."""
+    found: Counter[int] = Counter()
+    for file in sorted((run / "tokens").glob("*.safetensors")):
+        record = load_tokens(file)
+        versions = record.weight_versions[record.loss_mask]
+        found.update((record.version - versions).tolist())
+    return found
+
+
+def try_bound(folder: Path, bound: int, steps: int) -> dict[str, Any]:
+    """Train freely with one bound; return what the tokens show."""
+    run = folder / f"bound_{bound}"
+    job = start(folder, run, *overrides(folder, run, bound, steps))
+    code = job.end(LIMIT_S * 12)
+    histogram = ages(run)
+    rows = RunFolder(run).read_metrics()
+    problems = [] if code == 0 and len(rows) == steps else [f"code {code}, {len(rows)} steps"]
+    if beyond := [age for age in histogram if not 0 <= age <= bound]:
+        problems.append(f"tokens are {sorted(beyond)} versions old")
+    if any(row["routing/replay_coverage"] != 1.0 for row in rows):
+        problems.append("the coverage of the replay is below 1")
+    return {
+        "bound": bound,
+        "tokens_by_age": {str(age): histogram[age] for age in sorted(histogram)},
+        "problems": problems + job.left(),
+    }
+
+
+def worker_of(job: Job) -> psutil.Process:
+    """Return the worker of the run's rollout rank, once it is there."""
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        found[:] = [each for each in job.look() if _words(each)[-2:] == WORKER]
+        return bool(found)
+
+    job.wait(is_there, "a worker ran")
+    return found[0]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+def strike(job: Job, victim: str) -> None:
+    """Strike the engine, or the worker."""
+    worker = worker_of(job)
+    if victim == "engine":
+        kill(job.engines())
+    else:
+        worker.send_signal(signal.SIGKILL if victim == "worker" else signal.SIGSTOP)
+
+
+def struck(folder: Path, strikes: dict[str, int], seed: int) -> dict[str, Any]:
+    """Train freely under strikes; return what came of it."""
+    chance = random.Random(seed)
+    victims = [victim for victim, count in strikes.items() for _ in range(count)]
+    chance.shuffle(victims)
+    steps = BETWEEN * (len(victims) + 2)
+    run = folder / "struck"
+    keys = [*overrides(folder, run, 2, steps), "async.max_worker_restarts=100"]
+    job = start(folder, run, *keys)
+    problems: list[str] = []
+    try:
+        for number, victim in enumerate(victims):
+            job.wait(lambda at=BETWEEN * (number + 1): num_rows(run) >= at, f"strike {number}")
+            job.look(closely=True)
+            time.sleep(chance.uniform(0, 1))
+            print(f"step {num_rows(run)}: {victim}", flush=True)
+            strike(job, victim)
+        if code := job.end(LIMIT_S * 4):
+            problems.append(f"the run ended with code {code}")
+    except Unexpected as error:
+        problems.append(str(error))
+    finally:
+        problems += job.left()
+        job.kill()
+    return {"strikes": victims, "steps": steps, "problems": problems + lost(folder, keys, run)}
+
+
+def lost(folder: Path, keys: list[str], run: Path) -> list[str]:
+    """Return the prompts that were trained on twice, or were lost: drawn, and nowhere at the end."""
+    rows = RunFolder(run).read_metrics()
+    trained = [
+        line["prompt_id"]
+        for row in rows
+        for line in RunFolder(run).read_rollouts(int(row["step"]))[::SAMPLES]
+    ]
+    twice = [prompt for prompt, count in Counter(trained).items() if count > 1]
+    recipe = load_recipe(RECIPE, [*keys, f"output_dir={folder / 'unused'}"])
+    sources = check(recipe, 2).sources
+    cursor = PromptCursor(sources, seed=recipe.seed, shuffle=recipe.data.shuffle)
+    order = [prompt.prompt_id for prompt in cursor.next(len(trained) * 2)]
+    drawn = order[: 1 + max(order.index(prompt) for prompt in trained)]
+    missing = set(drawn) - set(trained)
+    last = rows[-1]
+    flying = sum(
+        last[f"async/{key}"] for key in ("waiting_prompts", "leased_groups", "queued_groups")
+    )
+    dropped = sum(value for key, value in last.items() if key.startswith("async/dropped/"))
+    found = [f"prompts {twice} were trained on twice"] if twice else []
+    if len(missing) > flying + dropped:
+        found.append(f"{len(missing)} prompts were not trained on, {flying:g} are in flight")
+    return found
+
+
+def main() -> None:
+    """Run what is asked for, write the result of a whole run, and exit with 1 where a check failed."""
+    parser = argparse.ArgumentParser(description=summary(__doc__))
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    parser.add_argument("--bounds", type=int, nargs="*", default=list(BOUNDS))
+    parser.add_argument("--strikes", type=json.loads, default=STRIKES, help='{"engine": 2}')
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(prefix="mrl-async-") as name:
+        folder = Path(name)
+        write_toy_model(folder / "model")
+        bounds = []
+        for bound in options.bounds:
+            bounds.append(try_bound(folder, bound, options.steps))
+            print(bounds[-1], flush=True)
+        found = struck(folder, options.strikes, options.seed) if options.strikes else {}
+        print(found)
+    parts = [*bounds, *([found] if found else [])]
+    failed = sum(bool(part["problems"]) for part in parts)
+    whole = (NUM_STEPS, list(BOUNDS), STRIKES)
+    if (options.steps, options.bounds, options.strikes) == whole:
+        content = {"bounds": bounds, "struck": found}
+        packages = ("torch", "sglang", "megatron-core")
+        write_result(
+            "asynchrony", content, passed=len(parts) - failed, failed=failed, packages=packages
+        )
+    finish(len(parts) - failed, failed)
+
+
+if __name__ == "__main__":
+    main()
