@@ -272,7 +272,9 @@ def test_unknown_names_are_refused(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit) as left:
         evidence.main()
     assert left.value.code == 2
-    assert "--only: got layout; expected some of async, bench, conformance" in capsys.readouterr().err
+    assert (
+        "--only: got layout; expected some of async, bench, conformance" in capsys.readouterr().err
+    )
     with pytest.raises(ValueError, match="got x;"):
         chosen(["x", "layouts"])
     assert [target.name for target in chosen(["rollout-bench", "layouts"])] == [
