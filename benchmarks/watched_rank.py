@@ -74,7 +74,8 @@ class _Hang:
             try:
                 result = function(*args, **options)
                 if self.trial.phase == "start":  # which comes once, and may be short
-                    self._hang()
+                    with self._lock:  # the other thread may be about to
+                        self._hang()
                 return result
             finally:
                 with self._lock:
