@@ -7,11 +7,13 @@ that waits for the engine and the reward. Newer weights wait for the leases
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from mrl.collect.backlog import Started
+from mrl.collect.single_turn import PARTIAL
 from mrl.collect.task import Rollout, make_rollout
 from mrl.disaggregated.leasing import default_groups
 from mrl.disaggregated.worker import Event, Worker
@@ -45,8 +47,8 @@ class FreeWorker(Worker):
             plan.recipe.rollout.prompts_per_step, plan.num_engines
         )
         self._stale_prefixes = config.stale_prefixes
-        self._running: set[str] = set()
-        """The leases whose threads run."""
+        self._running: dict[str, _Held] = {}
+        """The leases whose threads run, by their id."""
         self._lost: list[_Held] = []
         """Leases that wait for another engine."""
         self._asked: dict[str, Any] = {}
@@ -60,12 +62,25 @@ class FreeWorker(Worker):
             started = [Started(group, int(event.message["seed"]))]
             self._begin(_Held(event.message["lease_id"], make_rollout(self.plan, started)))
         elif kind == "over":
-            self._running.discard(event.message["lease_id"])
+            del self._running[event.message["lease_id"]]
             if (held := event.message["held"]) is not None:
                 self._lost.append(held)
+        elif kind == "report":
+            self._report_partial()
+
+    def _report_partial(self) -> None:
+        """Send the groups of which some samples are whole: a save keeps these."""
+        for held in [*self._running.values(), *self._lost]:
+            for group in held.rollout.partial:
+                samples = list(group.samples)  # the lease's thread may replace one meanwhile
+                if any(sample.finish_reason != PARTIAL for sample in samples):
+                    message = {"type": "partial", "lease_id": held.lease_id}
+                    copy = dataclasses.replace(group, samples=samples)
+                    self._wire.send(message, encode_groups([copy]))
+        self._wire.send({"type": "reported"})
 
     def _begin(self, held: _Held) -> None:
-        self._running.add(held.lease_id)
+        self._running[held.lease_id] = held
         self._pool.submit(self._run, held)
 
     def _run(self, held: _Held) -> None:

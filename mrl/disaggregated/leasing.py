@@ -17,7 +17,7 @@ from mrl.algorithms.signal import has_signal
 from mrl.collect.single_turn import start_groups
 from mrl.config import Recipe
 from mrl.disaggregated.ledger import Ledger
-from mrl.disaggregated.records import Lease
+from mrl.disaggregated.records import Lease, Partial
 from mrl.disaggregated.work import Delivered
 from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.types import Prompt, SampleGroup
@@ -96,7 +96,8 @@ class Leasing:
         self.ledger.add(groups)
 
     def _tell(self, engine: int, lease: Lease) -> None:
-        (group,) = _numbered([lease.prompt], [lease.item_id])
+        begun = lease.prompt if lease.partial is None else lease.partial.payload
+        (group,) = _numbered([begun], [lease.item_id])
         seed = self._seed * 1_000_003 + lease.item_id
         message = {"type": "lease", "lease_id": lease.lease_id, "seed": seed}
         self._send(engine, message, encode_groups([group]))
@@ -119,6 +120,15 @@ class Leasing:
                 num_tokens=num_tokens,
             )
         self.grant()
+
+    def report(self, lease_id: str, group: SampleGroup) -> None:
+        """Keep the samples so far of a group that is not whole. Raises ValueError where their stamps
+        cannot be."""
+        spans = [span for sample in group.samples for span in sample.weight_versions]
+        num_tokens = sum(sample.num_generated for sample in group.samples)
+        if spans:
+            oldest = min(span.version for span in spans)
+            self.ledger.report(lease_id, Partial(group, oldest, num_tokens))
 
     def _is_replaced(self, group: SampleGroup) -> bool:
         """Whether dynamic sampling replaces a group, as all of its rewards are equal; after as many as
@@ -144,6 +154,7 @@ class Leasing:
         """Return JSON-able state: the ledger, its prompts, and the groups in the queue."""
         state, prompts = self.ledger.state_dict(), self.ledger.prompts
         queue = {each.item_id: each.group for each in self.ledger.finished}
+        partials = self.ledger.partials
         return {
             "ledger": state,
             "prompt_ids": list(prompts),
@@ -151,6 +162,10 @@ class Leasing:
             "queue_ids": list(queue),
             "queue": _encode([group for each in queue.values() for group in each.groups]),
             "num_failed": [each.num_failed for each in queue.values()],
+            "partial_ids": list(partials),
+            "partials": _encode([each.payload for each in partials.values()]),
+            "partial_oldest": [each.oldest for each in partials.values()],
+            "partial_tokens": [each.num_tokens for each in partials.values()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -163,7 +178,14 @@ class Leasing:
                 state["queue_ids"], groups, state["num_failed"], strict=True
             )
         }
-        self.ledger.load_state_dict(state["ledger"], prompts, queue)
+        found = zip(
+            _decode(state["partials"]),
+            state["partial_oldest"],
+            state["partial_tokens"],
+            strict=True,
+        )
+        partials = dict(zip(state["partial_ids"], (Partial(*each) for each in found), strict=True))
+        self.ledger.load_state_dict(state["ledger"], prompts, queue, partials)
 
 
 def default_groups(prompts_per_step: int, num_engines: int) -> int:

@@ -157,6 +157,26 @@ def test_a_resume_keeps_the_queue_and_gives_the_leased_prompts_again() -> None:
     assert first.rewards.tolist() == [0.25, 0.75]
 
 
+def test_finished_samples_of_a_group_that_is_not_whole_outlive_its_worker_and_a_resume() -> None:
+    run = Run().join(0, 1)
+    run.leasing.ask(0, 0, 1)
+    (_, lease_id, group, _), *_ = run.told
+    done = dataclasses.replace(sample(4), weight_versions=(VersionSpan(0, 2, 6),))
+    run.leasing.report(lease_id, SampleGroup(group.prompt, [done, group.samples[1]]))
+    state = run.leasing.state_dict()
+    run.told = []
+    run.leasing.lose(0)
+    run.leasing.ask(1, 0, 1)
+    resumed = Run()
+    resumed.leasing.load_state_dict(state)
+    resumed.join(0)
+    resumed.leasing.ask(0, 0, 1)
+    for _, other_id, again, _ in (run.told[0], resumed.told[0]):
+        assert other_id != lease_id
+        assert [s.finish_reason for s in again.samples] == ["stop", "abort"]
+        assert again.samples[0].token_ids.tolist() == done.token_ids.tolist()
+
+
 def test_which_runs_are_free() -> None:
     assert runs_freely(Run().recipe)
     assert not runs_freely(Run("async.deterministic=true").recipe)
