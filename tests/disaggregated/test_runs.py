@@ -165,3 +165,23 @@ def test_engines_that_run_freely_keep_their_bound(
             seen.add((row["step"], sample["prompt_id"]))
         assert sum(row[f"async/staleness/{age}"] for age in range(bound + 1)) == 4
     assert len(seen) == 20 * 4  # every prompt once: the toy has 512
+
+
+def test_a_free_run_that_is_killed_continues_with_its_queue(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    keys = (*APART, "async.max_staleness=2", "algorithm.importance=tis", "checkpoint.save_every=2")
+    words = command(model, output, 2, *keys, "train.num_steps=10")
+    process = start(words, output.with_suffix(".log"))
+    wait_for(lambda: num_rows(output) >= 5, process)
+    for each in processes_of(output):
+        each.kill()
+    process.wait()
+    assert start(words, output.with_suffix(".log")).wait(LIMIT_S) == 0
+    assert [row["step"] for row in rows(output)] == list(range(10))
+    trained = [
+        line["prompt_id"] for step in range(10) for line in RunFolder(output).read_rollouts(step)
+    ]
+    assert len(trained) == 10 * 16
+    assert len(set(trained)) == 10 * 4
+    assert all(row["staleness/max"] <= 2 for row in rows(output))
+    assert processes_of(output) == []
