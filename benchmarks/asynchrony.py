@@ -84,7 +84,7 @@ def try_bound(folder: Path, bound: int, steps: int) -> dict[str, Any]:
     problems = [] if code == 0 and len(rows) == steps else [f"code {code}, {len(rows)} steps"]
     if beyond := [age for age in histogram if not 0 <= age <= bound]:
         problems.append(f"tokens are {sorted(beyond)} versions old")
-    if any(row["routing/replay_coverage"] != 1.0 for row in rows):
+    if any(row["routing/captured_coverage"] != 1.0 for row in rows):
         problems.append("the coverage of the replay is below 1")
     return {
         "bound": bound,

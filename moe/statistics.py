@@ -82,6 +82,7 @@ class RoutingCounter:
     """
 
     num_expected: Tensor | int = 0
+    num_captured: Tensor | int = 0
     num_replayed: Tensor | int = 0
     layers: dict[tuple[int, ...], LayerCounts] = field(default_factory=dict)
     """Counts by the layer numbers of what was counted together: the layers of one chunk."""
@@ -150,6 +151,7 @@ class RoutingCounter:
             self.num_expected += rows.leading.sum() * len(numbers)
             # The map has K experts a row, so holding all K captured ones is being equal to them.
             used = maps.gather(-1, safe).all(-1)
+            self.num_captured += captured.sum()
             self.num_replayed += (used & captured).sum()
         return row_differs.any(0)
 
@@ -177,6 +179,7 @@ class RoutingCounter:
         }
         if isinstance(self.num_expected, Tensor):
             stats["routing/replay_coverage"] = _share(self.num_replayed, self.num_expected)
+            stats["routing/captured_coverage"] = _share(self.num_replayed, self.num_captured)
         names = [f"routing/disagreement/layer_{number:02d}" for number in numbers]
         return stats | _shares(names, wrong, choices) | margin_statistics(self.layers)
 

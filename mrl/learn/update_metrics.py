@@ -16,7 +16,7 @@ from parallel.megatron_model import StepOutput
 from parallel.mesh import Mesh
 from parallel.reduce import merge, reduce_statistics
 
-COVERAGE = "routing/replay_coverage"
+COVERAGES = ("routing/replay_coverage", "routing/captured_coverage")
 _NO_UPDATE = {"loss/policy": math.nan, "loss/total": math.nan, "grad_norm": 0.0, "lr": 0.0}
 
 
@@ -39,8 +39,8 @@ def policy_metrics(
         return dict(_NO_UPDATE)
     trained = merge([one.stats for one in steps])
     # Disagreement is measured before the update; coverage must hold in every pass.
-    early = {k: v for k, v in before.routing.items() if k != COVERAGE}
-    late = {k: v for k, v in trained.items() if k == COVERAGE or k not in early}
+    early = {k: v for k, v in before.routing.items() if k not in COVERAGES}
+    late = {k: v for k, v in trained.items() if k in COVERAGES or k not in early}
     coverage = merge([_only_coverage(before.routing), _only_coverage(late)])
     mismatch = mismatch_statistics(batches, before, step) if mesh.reports_loss else {}
     metrics = reduce_statistics({**late, **early, **coverage, **mismatch})
@@ -66,7 +66,7 @@ def value_metrics(steps: Sequence[StepOutput]) -> dict[str, float]:
 
 
 def _only_coverage(statistics: Statistics) -> Statistics:
-    return {key: value for key, value in statistics.items() if key == COVERAGE}
+    return {key: value for key, value in statistics.items() if key in COVERAGES}
 
 
 def _mean_grad_norm(steps: Sequence[StepOutput]) -> float:

@@ -18,7 +18,7 @@ UNITS = (
     (".*/(abstained|unscored|samples|resumed_samples|overlong_filtered)", "samples"),
     ("episode/num_turns", "turns"),
     (".*(clip_frac|_share|truncated|/pass@.*)|guard/clip_budget.*|mask/.*", "share"),
-    ("routing/(disagreement|token_any_layer|replay_coverage).*", "share"),
+    ("routing/(disagreement|token_any_layer|(replay|captured)_coverage).*", "share"),
     ("rollout/off_policy_tokens|throughput/mfu", "share"),
     ("throughput/.*_per_(gpu_)?s", "tokens/s"),
     ("tokens/.*|response_len/.*|.*/response_len(_max)?|episode/tool_tokens", "tokens"),

@@ -159,6 +159,7 @@ def test_engines_that_run_freely_keep_their_bound(
     train(model, output, 2, *keys, "train.num_steps=20", "diagnosis.save_tokens_every=1")
     seen = set()
     for row in rows(output):
+        assert row["routing/captured_coverage"] == 1.0
         if not row["routing/stale_rows"]:  # which updates in mid-flight make
             assert row["routing/replay_coverage"] == 1.0
         assert row["staleness/max"] <= bound

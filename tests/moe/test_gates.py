@@ -159,7 +159,8 @@ def test_routes_are_compared_without_replay(tmp_path: Path) -> None:
     assert out["no rows"] == 0
     assert not [key for key in out["plain"] if key.startswith("routing/")]
     seen, replayed = out["seen"], out["replayed"]
-    assert replayed.keys() - seen.keys() == {"routing/replay_coverage"}
+    both = {"routing/replay_coverage", "routing/captured_coverage"}
+    assert replayed.keys() - seen.keys() == both
     first, *_, last = sorted(k for k in seen if k.startswith("routing/disagreement/"))
     assert seen[first] == replayed[first]  # nothing before it differs
     assert seen[last] != replayed[last]

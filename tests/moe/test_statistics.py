@@ -92,6 +92,7 @@ def by_loop(num_layers: int, watched: bool) -> dict[str, Any]:
                     continue
                 ids = (route.ids if isinstance(route, GatedRoute) else route)[row].tolist()
                 count("routing/replay_coverage", 0, 1)
+                count("routing/captured_coverage", 0, ids[0] != NATIVE_ROUTE)
                 if ids[0] == NATIVE_ROUTE:
                     continue
                 native = layer.native_ids[row].tolist()
@@ -100,7 +101,8 @@ def by_loop(num_layers: int, watched: bool) -> dict[str, Any]:
                 count("routing/disagreement", wrong, TOPK)
                 count(f"routing/disagreement/{name}", wrong, TOPK)
                 used = layer.routing_map[row].nonzero().flatten().tolist()
-                count("routing/replay_coverage", set(used) == set(ids), 0)
+                for key in ("routing/replay_coverage", "routing/captured_coverage"):
+                    count(key, set(used) == set(ids), 0)
                 if layer.margins is not None:
                     margin = float(layer.margins[row])
                     kept[wrong > 0].append(margin)
