@@ -135,6 +135,8 @@ def test_two_workers_of_one_engine_are_not_there_at_a_time(server: Server) -> No
 
 def test_an_error_of_a_worker_ends_the_run(server: Server) -> None:
     worker = Joined(server).started()
+    server.wait_until_started(10)
+    server.begin_update(0)  # so that wait_for waits for the work, and for nothing else
     worker.wire.send({"type": "failed", "error": "InputError", "text": "no such reward"})
     with pytest.raises(InputError, match="rollout engine 0: no such reward"):
         server.wait_for([1], 0)
