@@ -26,3 +26,13 @@ class GuardConfig(Branch):
     in a row, of the policy, the critic or SFT, are NaN or infinite. Each such step is skipped: weights,
     optimizer state and learning-rate schedule stay as they are, a warning names the samples, and
     `train/nonfinite_steps` counts it. 1 ends the run at the first."""
+    min_ess: float | None = Field(default=None, gt=0, le=1)
+    """Least effective sample size of the importance weights p/q of an optimizer step, as a share of
+    its loss tokens (`guard/ess`): p is what the trainer gives a token in this step, q what the engine
+    sampled it with. Where a step has less, a few tokens carry nearly all of the weight; it is skipped,
+    as one that is not finite is, with a warning, and `train/low_ess_steps` counts it. Null judges
+    nothing."""
+    max_low_ess_steps: int = Field(default=10, ge=1)
+    """The run ends with exit code 70 where this many optimizer steps in a row are below `min_ess`. 1
+    ends it at the first. Give more than the updates of `async.max_staleness` rollouts: after so many
+    skipped steps all tokens come from the present weights, and a gap that is left is not staleness."""

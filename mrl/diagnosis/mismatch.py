@@ -68,17 +68,22 @@ def gap_statistics(old: Tensor, rollout: Tensor, mask: Tensor) -> Statistics:
 
 
 def effective_share(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return `mismatch/ess` of the reduced `mismatch/*`; nothing where there are none.
-
-    With w = exp(d) = p/q it is mean(w)^2 / mean(w^2), the effective sample size of the importance
-    weights (Kish 1965) over the number of tokens: 1 on policy, and near 0 where a few tokens carry all
-    of the weight, which precedes a collapse (VCPO, arXiv 2602.17616).
-    """
+    """Return `mismatch/ess` of the reduced `mismatch/*`; nothing where there are none. Its weights are
+    w = exp(d) = p/q."""
     if "mismatch/chi2" not in metrics:
         return {}
     mean = 1 + metrics["mismatch/k3"] - metrics["mismatch/k1"]
     square = metrics["mismatch/chi2"] + 2 * mean - 1
-    return {"mismatch/ess": mean * mean / square}
+    return {"mismatch/ess": effective_size(mean, square)}
+
+
+def effective_size(mean: float, mean_square: float) -> float:
+    """Return mean(w)^2 / mean(w^2): the effective sample size of weights (Kish 1965) over their number.
+
+    It is 1 where all weights are equal, and near 0 where a few tokens carry all of the weight, which
+    precedes a collapse (VCPO, arXiv 2602.17616).
+    """
+    return mean * mean / mean_square if mean_square else 0.0
 
 
 def is_extreme(d: Tensor) -> Tensor:

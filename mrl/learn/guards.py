@@ -3,7 +3,7 @@
 They look for log-probs, losses and gradients that are not finite, by sample. They check that the ratio
 is one: before the first update of a rollout the policy is the one that gave `old_logprobs`, so both
 passes of the trainer must agree. And they measure how much of a narrow clip range (GSPO: 3e-4) is noise
-already.
+already. With `guards.min_ess` they measure the effective sample size of the importance weights.
 
 N packed tokens of a micro-batch, B its sequences.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mrl.algorithms.base import Algorithm, either, traits
 from mrl.config import AlgorithmConfig, GuardConfig
+from mrl.diagnosis.mismatch import effective_size
 from mrl.errors import NotFinite, RunFailed
 from mrl.kernels import seq_logratio
 from mrl.system.histogram import log_histogram
@@ -29,6 +30,10 @@ from parallel.forward import LossFunction
 from parallel.reduce import merge, reduce_statistics
 
 QUANTILE = "guard/ratio_error_quantile"
+
+
+class LowEss(RunFailed):
+    """The effective sample size of an optimizer step is below `guards.min_ess`."""
 
 
 @dataclass
@@ -48,11 +53,16 @@ class UpdateGuard:
     """What the loss is given."""
     rows: Sequence[str] | None = None
     """What names the samples where they are not of a rollout."""
+    min_ess: float | None = None
+    """`guards.min_ess`; None where the importance weights are not measured."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`guard/*` over all ranks, after `check`."""
+    ess: float | None = None
+    """The effective sample size over all ranks, after `check`."""
     _bad: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
     """(what, i64[B] sample ids, bool[B])."""
     _drift: list[Statistics] = field(default_factory=list)
+    _weights: list[Statistics] = field(default_factory=list)
 
     def watch(self, loss: LossFunction) -> LossFunction:
         """Return `loss` with its inputs, result and gradient observed."""
@@ -66,12 +76,15 @@ class UpdateGuard:
                 logprobs.register_hook(lambda grad: self._note("gradients", batch, grad))
             if self.same_weights and batch.old_logprobs is not None:
                 self._drift.append(drift(now, batch, self.clip, self.quantile))
+            if self.min_ess is not None:
+                self._weights.append(importance_weights(now, batch))
             return output
 
         return watched
 
     def check(self) -> None:
-        """Raises NotFinite, on every rank, where a sample of any rank is not finite."""
+        """Raises NotFinite, on every rank, where a sample of any rank is not finite, and LowEss where
+        the effective sample size is below `min_ess`."""
         found = [
             (what, number)
             for what, ids, bad in self._bad
@@ -81,6 +94,10 @@ class UpdateGuard:
         self.metrics = reduce_statistics(merge(self._drift)) if self.same_weights else {}
         if self.judge is not None:
             self.judge(self.metrics)
+        if self.min_ess is not None:
+            self.ess = _effective_size(self._weights)
+            if not self.ess >= self.min_ess:
+                raise LowEss(f"the effective sample size is {self.ess:.3g} of the loss tokens")
 
     def _note(self, what: str, batch: MicroBatch, values: Tensor) -> None:
         assert batch.sample_ids is not None
@@ -155,6 +172,20 @@ def drift(
         used = torch.where(some, total / count, 0.0).abs().sum() / clip
         stats[key] = Mean(used, some.sum().double())
     return stats
+
+
+def importance_weights(logprobs: Tensor, batch: MicroBatch) -> Statistics:
+    """Return the mean and the mean square of exp(logp - rollout) over the loss tokens, by name."""
+    apart = logprobs.double() - batch.rollout_logprobs.double()
+    weights = torch.where(batch.loss_mask, apart.exp(), 0.0)
+    count = batch.loss_mask.sum()
+    return {"w": Mean(weights.sum(), count), "w2": Mean(weights.square().sum(), count)}
+
+
+def _effective_size(weights: list[Statistics]) -> float:
+    """Return the effective sample size over all ranks, as a share of the tokens. A collective."""
+    moments = reduce_statistics(merge(weights))
+    return effective_size(moments["w"], moments["w2"])
 
 
 def check_first_update(

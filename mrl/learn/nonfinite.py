@@ -33,8 +33,8 @@ class NonFiniteSteps:
         """Begin to count `num_skipped` anew; `in_a_row` stays."""
         self.num_skipped = 0
 
-    def take(self, step: int, train_step: Callable[[], StepOutput]) -> StepOutput | None:
-        """Return what an optimizer step gave; None where it was skipped.
+    def take(self, step: int, train_step: Callable[[], StepOutput | None]) -> StepOutput | None:
+        """Return what an optimizer step gave; None where it was skipped, here or by `train_step`.
 
         Raises NotFinite where it is the last of `limit` in a row.
         """

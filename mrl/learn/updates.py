@@ -15,6 +15,7 @@ from mrl.algorithms.value_loss import critic_loss
 from mrl.config import Recipe
 from mrl.learn.guards import UpdateGuard, check_first_update, sequence_clip
 from mrl.learn.kl_control import KlControl
+from mrl.learn.low_ess import LowEssSteps
 from mrl.learn.nonfinite import NonFiniteSteps
 from mrl.run import console
 from mrl.types import LossOutput, MicroBatch, TrainBatch
@@ -56,15 +57,20 @@ class Updates:
         self._warn = console.warning if self.mesh.rank == 0 else lambda text: None
         self._policy_steps = NonFiniteSteps("the policy", limit, self._warn)
         self._critic_steps = NonFiniteSteps("the critic", limit, self._warn)
+        self._low_ess = LowEssSteps(self.recipe.guards, self._warn)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many steps in a row were skipped last, of the policy and of the critic."""
-        return {"nonfinite_steps": [self._policy_steps.in_a_row, self._critic_steps.in_a_row]}
+        return {
+            "nonfinite_steps": [self._policy_steps.in_a_row, self._critic_steps.in_a_row],
+            "low_ess_steps": self._low_ess.in_a_row,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue to count; a checkpoint of an earlier version counts from 0."""
         found = state.get("nonfinite_steps", [0, 0])
         self._policy_steps.in_a_row, self._critic_steps.in_a_row = found
+        self._low_ess.in_a_row = state.get("low_ess_steps", 0)
 
     def take(
         self, step: int, batches: list[TrainBatch], flat: list[MicroBatch], replay: Replay
@@ -73,7 +79,8 @@ class Updates:
         `flat`.
 
         A mini-batch without a loss token on any rank updates nothing: Adam's momentum would move the
-        weights. Raises NotFinite after too many steps in a row that were not finite.
+        weights. Raises NotFinite after too many steps in a row that were not finite, and RunFailed
+        after too many below `guards.min_ess`.
         """
         trains_policy = self.critic is None or step >= self.recipe.critic.warmup_steps
         starts = accumulate((len(batch.micro_batches) for batch in batches), initial=0)
@@ -81,6 +88,7 @@ class Updates:
         num_empty = sum(not batch.num_loss_tokens for batch in batches)
         self._policy_steps.begin()
         self._critic_steps.begin()
+        self._low_ess.begin()
         done = Updated([], [], {}, 0)
         passes = self.recipe.train.num_epochs_per_rollout
         for batch, share in [*zip(batches, shares, strict=True)] * passes:
@@ -100,6 +108,7 @@ class Updates:
             "train/empty_mini_batches": float(num_empty),
             "train/nonfinite_steps": float(self._policy_steps.num_skipped),
         }
+        counts |= self._low_ess.metrics()
         if self.critic is not None:
             counts["value/nonfinite_steps"] = float(self._critic_steps.num_skipped)
         return done._replace(metrics=done.metrics | counts)
@@ -115,9 +124,11 @@ class Updates:
             return with_entropy_bonus(found, batch, algorithm, config)
 
         guard = self._guard(step, is_first=not done.steps)
-        found = self._policy_steps.take(
-            step, lambda: self.policy.train_step(batch, guard.watch(loss), replay, guard.check)
-        )
+
+        def train_step() -> StepOutput:
+            return self.policy.train_step(batch, guard.watch(loss), replay, guard.check)
+
+        found = self._policy_steps.take(step, lambda: self._low_ess.take(step, guard, train_step))
         if found is None:
             return done
         self._has_updated = True
@@ -151,7 +162,14 @@ class Updates:
         judge = None if self._has_updated else self._judge_first
         quantile = recipe.guards.ratio_quantile
         same = is_first and recipe.algorithm.old_logprobs == "trainer"
-        return UpdateGuard(step, same_weights=same, clip=clip, quantile=quantile, judge=judge)
+        return UpdateGuard(
+            step,
+            same_weights=same,
+            clip=clip,
+            quantile=quantile,
+            judge=judge,
+            min_ess=recipe.guards.min_ess,
+        )
 
     def _judge_first(self, metrics: dict[str, float]) -> None:
         recipe = self.recipe

@@ -31,7 +31,7 @@ UNITS = (
     ("value/(mean|return_mean|advantage_mean)", "return"),
     ("(ratio|importance)/(mean|max)", "ratio"),
     ("mismatch/chi2", "number"),
-    ("mismatch/ess", "share"),
+    ("(mismatch|guard)/ess", "share"),
     ("entropy|kl/.*|nll/.*|mismatch/.*|.*/(logprob_abs_mean|k3)|guard/ratio_error.*", "nats"),
     ("rollout/canary_abs_mean", "nats"),
     ("staleness/.*|async/queue_age", "versions"),
@@ -48,7 +48,7 @@ UNITS = (
     ("rollout/engine_restarts", "engines"),
     ("rollout/is_long_round", "0 or 1"),
     ("train/empty_mini_batches", "mini-batches"),
-    ("(train|value)/nonfinite_steps", "steps"),
+    ("(train|value)/nonfinite_steps|train/low_ess_steps", "steps"),
 )
 """(pattern of whole keys, unit); the first that fits counts."""
 _UNITS = tuple((re.compile(pattern, re.DOTALL), unit) for pattern, unit in UNITS)

@@ -11,8 +11,16 @@ from torch import Tensor
 
 from mrl.algorithms import gspo
 from mrl.config import AlgorithmConfig, GuardConfig
+from mrl.diagnosis.mismatch import effective_size
 from mrl.errors import RunFailed
-from mrl.learn.guards import QUANTILE, check_first_update, drift, not_finite, sequence_clip
+from mrl.learn.guards import (
+    QUANTILE,
+    check_first_update,
+    drift,
+    importance_weights,
+    not_finite,
+    sequence_clip,
+)
 from mrl.system.histogram import quantile
 from mrl.types import Max, Mean, MicroBatch, Quantiles
 from parallel.reduce import merge
@@ -41,6 +49,17 @@ def test_sequences_with_a_value_that_is_not_finite_are_found() -> None:
     values[4] = NAN  # masked: nobody reads it
     values[9] = torch.inf
     assert not_finite(values, make_batch()).tolist() == [False, False, True]
+
+
+def test_the_effective_size_is_that_of_the_weights_of_the_loss_tokens() -> None:
+    apart = torch.zeros(12)
+    apart[[1, 2]] = torch.tensor([2.0, 3.0]).log()
+    apart[0] = NAN  # masked
+    stats: dict[str, Any] = importance_weights(torch.full((12,), -1.0) + apart, make_batch())
+    mean, square = (float(stats[key].total / stats[key].count) for key in ("w", "w2"))
+    assert (mean, square) == (pytest.approx(12 / 9), pytest.approx(20 / 9))
+    assert effective_size(mean, square) == pytest.approx(144 / 180)
+    assert effective_size(0.0, 0.0) == 0.0
 
 
 def test_drift_is_of_two_passes_and_of_the_engine() -> None:
