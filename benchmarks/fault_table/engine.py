@@ -14,7 +14,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from benchmarks.fault_table.base import RECIPE, ROOT
 from mrl.config import load_recipe
 from mrl.data import PromptCursor, read_prompts
 from mrl.drill import Row
+from mrl.drill.job import open_ports
 from mrl.preflight import load_tokenizer
 from mrl.toy_model import write_toy_model
 from parallel.hf_config import HfModel
@@ -55,11 +55,13 @@ class Run:
             f"rollout.max_response_len={RESPONSE_LEN}", f"rollout.min_response_len={RESPONSE_LEN}",
             f"rollout.stall_timeout_s={STALL_TIMEOUT_S}", "checkpoint.save_every=0",
         ]  # fmt: skip
+        self.scratch = folder / "tmp"
+        self.scratch.mkdir()
         self.log = open(folder / "train.log", "w+")  # noqa: SIM115 - as long as the process
         self.process = subprocess.Popen(
             [sys.executable, "-m", "mrl", "train", str(RECIPE), *self.overrides],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.scratch)},
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )
@@ -144,11 +146,7 @@ def expected_prompts(overrides: Sequence[str], num_steps: int) -> list[Counter[s
 def left_behind(run: Run) -> list[str]:
     """Return the processes and ports of any engine of the run that are still there."""
     found = [f"process {p.pid}" for p in run.seen if p.is_running() and not _is_zombie(p)]
-    for port in run.ports:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                found.append(f"port {port}")
-    return found
+    return found + [f"port {port}" for port in open_ports(run.ports, run.scratch)]
 
 
 @dataclass

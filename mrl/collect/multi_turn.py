@@ -20,7 +20,7 @@ import torch
 from mrl.collect.conversation import Conversation, FinishReason
 from mrl.data.chat import ChatTurns
 from mrl.environments.base import Observation, StepResult
-from mrl.environments.runner import EnvironmentRunner, EpisodeFailed, Start
+from mrl.environments.episodes import EpisodeFailed, Episodes, Start
 from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, sample_seed
 from mrl.system.heartbeat import beat
 from mrl.types import Prompt, Sample, SampleGroup
@@ -50,7 +50,7 @@ class MultiTurnRollout:
     def __init__(
         self,
         groups: Sequence[SampleGroup],
-        environments: EnvironmentRunner,
+        environments: Episodes,
         tokenizer: Any,
         *,
         sampling: SamplingParams,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mrl.config import Recipe
 from mrl.data.completions import completions
+from mrl.environments.beside import EpisodesBeside
 from mrl.environments.runner import EnvironmentRunner
 from mrl.rewards.runner import RewardRunner, shown_rows
 from mrl.run import console
@@ -48,6 +49,12 @@ class Scoring:
         self._begun, self._num_scored = [], 0
         for runner in self._runners:
             runner.begin_step()
+        if self.environments is not None:
+            self.environments.begin_counts()
+
+    def episodes(self) -> EpisodesBeside | None:
+        """Return what plays the conversations of one group beside others; None without environments."""
+        return None if self.environments is None else EpisodesBeside(self.environments)
 
     def begin(self, group: SampleGroup) -> None:
         """Start scoring a whole group; returns at once. Groups that have rewards keep them."""

@@ -12,6 +12,7 @@ from mrl.collect.multi_turn import MultiTurnRollout
 from mrl.collect.scoring import Scoring
 from mrl.collect.single_turn import SingleTurnRollout
 from mrl.config import Recipe, RolloutConfig
+from mrl.environments.episodes import Episodes
 from mrl.errors import InputError
 from mrl.exchange.sharing import share_bytes, sum_over_ranks
 from mrl.preflight import Plan
@@ -119,25 +120,37 @@ def make_task(
     environments asks for, end where the context of `context_len` tokens does; `template_kwargs` are
     arguments of their chat template.
     """
-    sampling = _sampling(config)
     scoring.begin_step()
-    environments = scoring.environments
     rollout: Rollout
-    if environments is None:
-        rollout = SingleTurnRollout(groups, sampling, seeds, num_wanted)
+    if scoring.environments is None:
+        rollout = SingleTurnRollout(groups, _sampling(config), seeds, num_wanted)
     else:
-        rollout = MultiTurnRollout(
-            groups,
-            environments,
-            tokenizer,
-            sampling=sampling,
-            max_turns=environments.config.max_turns,
-            context_len=context_len,
-            seeds=seeds,
-            step_samples=config.prompts_per_step * config.samples_per_prompt,
-            template_kwargs=template_kwargs,
+        rollout = _conversations(
+            config, scoring.environments, groups, seeds, tokenizer, context_len, template_kwargs
         )
     return Task(rollout, scoring, clock_name, keeps_routes, config.sampling_mask)
+
+
+def _conversations(
+    config: RolloutConfig,
+    environments: Episodes,
+    groups: Sequence[SampleGroup],
+    seeds: Sequence[int],
+    tokenizer: Any,
+    context_len: int,
+    template_kwargs: Mapping[str, Any] | None,
+) -> MultiTurnRollout:
+    return MultiTurnRollout(
+        groups,
+        environments,
+        tokenizer,
+        sampling=_sampling(config),
+        max_turns=environments.config.max_turns,
+        context_len=context_len,
+        seeds=seeds,
+        step_samples=config.prompts_per_step * config.samples_per_prompt,
+        template_kwargs=template_kwargs,
+    )
 
 
 def _sampling(config: RolloutConfig) -> SamplingParams:
@@ -170,10 +183,19 @@ def make_step_task(
     )
 
 
-def make_rollout(plan: Plan, started: Sequence[Started]) -> SingleTurnRollout:
-    """Return the rollout of prompts that belong to no step, in one turn each."""
+def make_rollout(plan: Plan, started: Sequence[Started], episodes: Episodes | None) -> Rollout:
+    """Return the rollout of prompts that belong to no step.
+
+    `episodes` plays their conversations; it is None where a sample is one answer.
+    """
+    config = plan.recipe.rollout
     groups, seeds = [one.group for one in started], [one.seed for one in started]
-    return SingleTurnRollout(groups, _sampling(plan.recipe.rollout), seeds)
+    if episodes is None:
+        return SingleTurnRollout(groups, _sampling(config), seeds)
+    template_kwargs = plan.recipe.data.chat_template_kwargs
+    return _conversations(
+        config, episodes, groups, seeds, plan.tokenizer, plan.context_len, template_kwargs
+    )
 
 
 def lacks_masks(group: SampleGroup) -> bool:

@@ -17,6 +17,7 @@ from mrl.collect.single_turn import PARTIAL
 from mrl.collect.task import Rollout, make_rollout
 from mrl.disaggregated.leasing import default_groups
 from mrl.disaggregated.worker import Event, Worker
+from mrl.environments.beside import EpisodesBeside
 from mrl.preflight import Plan
 from mrl.rollout.base import EngineLost, PauseMode
 from mrl.rollout.beside import beside_others
@@ -33,6 +34,8 @@ class _Held:
 
     lease_id: str
     rollout: Rollout
+    episodes: EpisodesBeside | None
+    """What plays the conversations; None where a sample is one answer."""
 
 
 class FreeWorker(Worker):
@@ -60,7 +63,9 @@ class FreeWorker(Worker):
         if kind == "lease":
             (group,) = decode_groups(event.body)
             started = [Started(group, int(event.message["seed"]))]
-            self._begin(_Held(event.message["lease_id"], make_rollout(self.plan, started)))
+            episodes = self._scoring.episodes()
+            rollout = make_rollout(self.plan, started, episodes)
+            self._begin(_Held(event.message["lease_id"], rollout, episodes))
         elif kind == "over":
             del self._running[event.message["lease_id"]]
             if (held := event.message["held"]) is not None:
@@ -90,6 +95,8 @@ class FreeWorker(Worker):
         try:
             for group in held.rollout.finished(engine):
                 scored, num_failed = self._scoring.score(group)
+                if held.episodes is not None:
+                    num_failed += held.episodes.num_failed
                 beat()
                 message = {"type": "group", "lease_id": held.lease_id, "num_failed": num_failed}
                 self._wire.send(message, encode_groups([scored]))

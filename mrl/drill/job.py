@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -166,39 +166,18 @@ class Job:
     def left(self) -> list[str]:
         """Return what is still there after the end: processes, ports, files, one phrase each."""
         deadline = time.monotonic() + GONE_WITHIN_S
-        while (self.known() or self._open_ports()) and time.monotonic() < deadline:
+        while (
+            self.known() or open_ports(self.ports, self.scratch)
+        ) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         found = [f"process {each.pid} is left" for each in self.known()]
-        found += [f"port {port} is left" for port in self._open_ports()]
+        found += [f"port {port} is left" for port in open_ports(self.ports, self.scratch)]
         return found + [f"{file} is left" for file in self.files()]
 
     def files(self) -> list[Path]:
         """Return the files that are left: shared memory, and what came to the temporary directory."""
         new = set(self.scratch.iterdir()) - self._there
         return [file for file in sorted(self.shared | new) if file.exists()]
-
-    def _open_ports(self) -> list[int]:
-        """Return the ports at which a process of this job listens; another program may have taken one
-        since then."""
-        answering = set()
-        for port in self.ports:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    answering.add(port)
-        if not answering:
-            return []
-        own = (pid for pid in psutil.pids() if self._is_own(pid))
-        held: set[int] = set()
-        for pid in own:
-            with suppress(psutil.Error):
-                held |= _listening(psutil.Process(pid))
-        return sorted(answering & held)
-
-    def _is_own(self, pid: int) -> bool:
-        """Whether a process was started by this job, also one that `look` has not seen."""
-        with suppress(psutil.Error):
-            return psutil.Process(pid).environ().get("TMPDIR") == str(self.scratch)
-        return False
 
     def failure(self) -> Failure | None:
         """Return what RUN/failure.json says of this start."""
@@ -234,6 +213,22 @@ def is_alive(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def open_ports(ports: Iterable[int], scratch: Path) -> list[int]:
+    """Return those of the ports at which a process listens whose TMPDIR is `scratch`, which only the
+    processes of one job have; another program may have taken a port since then."""
+    answering = set()
+    for port in ports:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                answering.add(port)
+    held: set[int] = set()
+    for process in psutil.process_iter() if answering else ():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == str(scratch):
+                held |= _listening(process)
+    return sorted(answering & held)
 
 
 def num_rows(run: Path) -> int:

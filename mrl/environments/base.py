@@ -13,7 +13,7 @@ from mrl.system.plugins import Kind, resolve
 _KIND = Kind(
     noun="environment",
     package="mrl.environments",
-    not_plugins=frozenset({"__init__", "base", "runner", "worker"}),
+    not_plugins=frozenset({"__init__", "base", "beside", "episodes", "runner", "worker"}),
     attributes=("Environment",),
     form="class",
     example="Class",

@@ -8,15 +8,18 @@ again; one that then answers otherwise than before fails too.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from mrl.config import EnvironmentConfig
 from mrl.environments.base import RESERVED_COLUMNS, Observation, StepResult
+from mrl.environments.episodes import EpisodeFailed, Start
 from mrl.errors import InputError
 from mrl.rewards.runner import check_failures
 from mrl.system.processes import Closing, JsonWorker, WorkerLost, WorkerNotStarted
@@ -24,21 +27,6 @@ from mrl.types import Prompt
 
 CLOSE_LIMIT_S = 5.0
 """Time limit at the end of the run for the close() of all episodes that are left."""
-
-
-@dataclass(frozen=True)
-class EpisodeFailed:
-    """The environment raised, hung, died or answered nonsense; the episode is over."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Start:
-    """What an episode begins with: the arguments of reset."""
-
-    prompt: Prompt
-    seed: int
 
 
 @dataclass
@@ -139,7 +127,7 @@ class _Worker:
 class EnvironmentRunner(Closing):
     """Runs episodes in `config.num_workers` processes, each with every `num_workers`-th episode.
 
-    Raises InputError if the environment cannot be loaded.
+    It is an `Episodes`. Raises InputError if the environment cannot be loaded.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
@@ -156,6 +144,8 @@ class EnvironmentRunner(Closing):
         self.first_error = ""
         self._step_samples = 0
         self._replayed_before = 0
+        self._counting = threading.Lock()
+        self._free_numbers = itertools.count()
         try:
             self._on_all(_Worker.start)
         except BaseException:
@@ -170,14 +160,21 @@ class EnvironmentRunner(Closing):
     def reset(
         self, starts: Mapping[int, Start], *, step_samples: int
     ) -> dict[int, Observation | EpisodeFailed | None]:
-        """Begin these episodes; earlier ones are forgotten, and the counts with them.
-
-        `step_samples` counts those of the step over all engines: from now on, RunFailed is raised as
-        soon as more than 5% of them failed.
-        """
+        """Begin these episodes; earlier ones are forgotten, with their counts. See `Episodes`."""
         self._on_all(_Worker.end)
-        self.num_failed, self.first_error, self._step_samples = 0, "", step_samples
+        self.begin_counts()
+        return self.begin(starts, step_samples=step_samples)
+
+    def begin_counts(self) -> None:
+        """Count failures and repetitions from 0 again."""
+        self.num_failed, self.first_error = 0, ""
         self._replayed_before += self.num_replayed
+
+    def begin(
+        self, starts: Mapping[int, Start], *, step_samples: int
+    ) -> dict[int, Observation | EpisodeFailed | None]:
+        """Begin these episodes beside those that run. For any thread."""
+        self._step_samples = step_samples
         requests = {
             number: {
                 "reset": number,
@@ -193,7 +190,7 @@ class EnvironmentRunner(Closing):
         }
 
     def step(self, actions: Mapping[int, str]) -> dict[int, StepResult | EpisodeFailed]:
-        """Give these episodes the policy's text."""
+        """Give these episodes the policy's text. For any thread."""
         replies = self._play({n: {"step": n, "action": text} for n, text in actions.items()})
         return {
             number: reply if isinstance(reply, EpisodeFailed) else StepResult(**reply)
@@ -201,17 +198,20 @@ class EnvironmentRunner(Closing):
         }
 
     def end(self, numbers: Collection[int]) -> None:
-        """End these episodes and close their environments, which are not done.
-
-        Passes by the ones that were done, or failed.
-        """
+        """End these episodes. See `Episodes`."""
         self._on_all(lambda worker: worker.end(numbers))
 
     def count_failure(self, reason: str) -> None:
-        """Count one more episode as failed, for a reason that was found elsewhere."""
-        self.num_failed += 1
-        self.first_error = self.first_error or reason
-        check_failures(self.what, self.num_failed, self._step_samples, self.first_error)
+        """Count a failure. See `Episodes`."""
+        with self._counting:
+            self.num_failed += 1
+            self.first_error = self.first_error or reason
+            check_failures(self.what, self.num_failed, self._step_samples, self.first_error)
+
+    def new_numbers(self, wanted: Iterable[int]) -> dict[int, int]:
+        """Return a number for each of these that no episode has had since the runner was made."""
+        with self._counting:
+            return {number: next(self._free_numbers) for number in wanted}
 
     def close(self) -> None:
         """Close the remaining environments within CLOSE_LIMIT_S, and leave no process behind.

@@ -29,11 +29,6 @@ def check_asynchronous(recipe: Recipe) -> None:
     _check_keys(config, is_free=is_free)
     if config.max_staleness:
         _check_ahead(recipe)
-    if is_free and recipe.environment is not None:
-        raise InputError(
-            "an environment is set, but the episodes of a batch advance together, and engines that run "
-            "freely have no batches; set async.deterministic=true, or async.max_staleness=0"
-        )
 
 
 def _check_keys(config: AsyncConfig, *, is_free: bool) -> None:

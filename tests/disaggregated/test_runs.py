@@ -187,3 +187,26 @@ def test_a_free_run_that_is_killed_continues_with_its_queue(model: Path, tmp_pat
     assert len(set(trained)) == 10 * 4
     assert all(row["staleness/max"] <= 2 for row in rows(output))
     assert processes_of(output) == []
+
+
+GAME = "{name: guess_letter, arguments: {turns: 3, letters: abcdefgh, repeats: 4}, max_turns: 3}"
+
+
+@pytest.mark.parametrize("updates", ["finish", "interrupt"])
+def test_conversations_in_a_free_run(updates: str, model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    train(
+        model, output, 2, *APART, "reward=null", f"environment={GAME}", "train.num_steps=8",
+        "async.max_staleness=2", f"async.in_flight_updates={updates}", "algorithm.importance=tis",
+    )  # fmt: skip
+    seen = set()
+    for row in rows(output):
+        assert row["episode/turns"] == 3
+        assert row["reward/abstained"] == 0
+        assert row["routing/captured_coverage"] == 1.0
+        assert row["staleness/max"] <= 2
+        for sample in RunFolder(output).read_rollouts(int(row["step"])):
+            assert sample["completion"].count("<|im_start|>user\n") == 2
+            seen.add((row["step"], sample["prompt_id"]))
+    assert len(seen) == 8 * 4
+    assert processes_of(output) == []

@@ -11,8 +11,10 @@ import torch
 from mrl.config import EnvironmentConfig
 from mrl.data.reasoning_gym import task_rows
 from mrl.environments import StepResult, environment_names, resolve_environment
+from mrl.environments.beside import EpisodesBeside
+from mrl.environments.episodes import EpisodeFailed, Start
 from mrl.environments.openai_chat import tool_calls
-from mrl.environments.runner import EnvironmentRunner, EpisodeFailed, Start, check_columns
+from mrl.environments.runner import EnvironmentRunner, check_columns
 from mrl.errors import InputError, RunFailed
 from mrl.system.processes import JsonWorker
 from mrl.types import Prompt
@@ -296,3 +298,34 @@ def test_tool_calls_that_are_malformed_stay_text():
         {"name": "f", "arguments": "{}"}
     ]
     assert tool_calls("<tool_call>[1]</tool_call><tool_call>{}</tool_call> none") == []
+
+
+def test_groups_play_beside_each_other_with_numbers_of_their_own():
+    with runner(f"{ZOO}:Echo", arguments={"factor": 2.0}, num_workers=2) as environments:
+        one, other = EpisodesBeside(environments), EpisodesBeside(environments)
+        assert begin(one, {0: start(30, answer=1)}) == {0: "p 30 {'answer': 1}"}
+        assert begin(other, {0: start(40), 1: start(50)}) == {0: None, 1: None}
+        assert other.step({1: "b", 0: "a"}) == {
+            1: StepResult("1:b", 2.0),
+            0: StepResult("1:a", 2.0),
+        }
+        assert one.step({0: "x"}) == {0: StepResult("1:x", 2.0)}
+        other.end([0, 1])
+        assert one.step({0: "y"}) == {0: StepResult("2:y", 2.0)}
+        assert begin(one, {0: start(40)}) == {0: None}  # the old 0 is forgotten
+        assert one.step({0: "z"}) == {0: StepResult("1:z", 2.0)}
+
+
+def test_a_group_counts_its_own_failures():
+    with runner(f"{ZOO}:Raises") as environments:
+        one, other = EpisodesBeside(environments), EpisodesBeside(environments)
+        for each in (one, other):
+            each.reset({0: start(), 1: start()}, step_samples=40)
+        assert isinstance(one.step({0: "bad", 1: "a"})[0], EpisodeFailed)
+        one.count_failure("no room")
+        assert other.step({0: "a"}) == {0: StepResult("1:a", 1.0)}
+        assert (one.num_failed, other.num_failed, environments.num_failed) == (2, 0, 2)
+        with pytest.raises(RunFailed, match="failed on 3 of 40 samples"):
+            other.step({0: "bad"})
+        environments.begin_counts()
+        assert environments.num_failed == 0
