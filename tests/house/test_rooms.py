@@ -44,7 +44,14 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.rewards", "mrl.rollout", "mrl.run", "moe", "parallel"),
     },
     "mrl.disaggregated": {
-        *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.exchange", "mrl.preflight"),
+        *(
+            "mrl.algorithms",
+            "mrl.collect",
+            "mrl.data",
+            "mrl.environments",
+            "mrl.exchange",
+            "mrl.preflight",
+        ),
         *("mrl.rollout", "mrl.run", "parallel"),
     },
     "mrl.view": {"mrl.diagnosis", "mrl.run", "parallel"},
