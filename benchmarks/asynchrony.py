@@ -1,9 +1,10 @@
 """This module runs engines freely and strikes them: `make async`.
 
-First the toy recipe trains with each bound on the staleness; every token of every record in tokens/
-must be within it. Then a run with bound 2 loses engines (`kill -9`) and workers (`kill -9`), and has
-workers stop (SIGSTOP), at random moments: every prompt that was drawn must be trained on once, or be in
-flight at the end, and no process, port or file may be left. Writes benchmarks/results/asynchrony.json.
+First the demo trains with each bound on the staleness; every token of every record in tokens/ must be
+within it, and the reward must reach 0.8. Then a shorter run with bound 2 loses engines (`kill -9`) and
+workers (`kill -9`), and has workers stop (SIGSTOP), at random moments: every prompt that was drawn must
+be trained on once, or be in flight at the end, and no process, port or file may be left. Writes
+benchmarks/results/asynchrony.json.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -39,6 +41,9 @@ STRIKES = {"engine": 20, "worker": 10, "hang": 5}
 BETWEEN = 3
 """Steps from one strike to the next."""
 PROMPTS, SAMPLES = 4, 4
+"""The sizes of the run that is struck."""
+REWARD, LEARNED_AFTER = 0.8, 70
+"""What the demo must reach, over its last tenth, after this many steps."""
 LIMIT_S = 300.0
 WORKER = ["-m", "mrl.disaggregated"]
 
@@ -47,11 +52,17 @@ def overrides(folder: Path, output: Path, bound: int, steps: int) -> list[str]:
     """Return the recipe's changes: two ranks, one of which generates."""
     return [
         f"model.path={folder / 'model'}", f"data.path={DATA}", f"output_dir={output}",
-        f"rollout.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
-        "rollout.max_response_len=12", "rollout.min_response_len=0", "algorithm.importance=tis",
-        "rollout.placement=disaggregated", "rollout.num_ranks=1", f"async.max_staleness={bound}",
-        "async.worker_timeout_s=10", f"train.num_steps={steps}", "checkpoint.save_every=0",
+        "algorithm.importance=tis", "rollout.placement=disaggregated", "rollout.num_ranks=1",
+        f"async.max_staleness={bound}", "async.worker_timeout_s=10", f"train.num_steps={steps}", "checkpoint.save_every=0",
         "diagnosis.save_tokens_every=1",
+    ]  # fmt: skip
+
+
+def smaller() -> list[str]:
+    """Return the changes that make a step of the demo small, with answers of several lengths."""
+    return [
+        f"rollout.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
+        "rollout.max_response_len=12", "rollout.min_response_len=0",
     ]  # fmt: skip
 
 
@@ -86,8 +97,13 @@ def try_bound(folder: Path, bound: int, steps: int) -> dict[str, Any]:
         problems.append(f"tokens are {sorted(beyond)} versions old")
     if any(row["routing/captured_coverage"] != 1.0 for row in rows):
         problems.append("the coverage of the replay is below 1")
+    last = [row["reward/mean"] for row in rows[-max(1, steps // 10) :]]
+    reward = statistics.mean(last) if last else 0.0
+    if steps >= LEARNED_AFTER and reward < REWARD:
+        problems.append(f"the reward is {reward:.3f}, below {REWARD}")
     return {
         "bound": bound,
+        "reward": round(reward, 4),
         "tokens_by_age": {str(age): histogram[age] for age in sorted(histogram)},
         "problems": problems + job.left(),
     }
@@ -127,7 +143,7 @@ def struck(folder: Path, strikes: dict[str, int], seed: int) -> dict[str, Any]:
     chance.shuffle(victims)
     steps = BETWEEN * (len(victims) + 2)
     run = folder / "struck"
-    keys = [*overrides(folder, run, 2, steps), "async.max_worker_restarts=100"]
+    keys = [*overrides(folder, run, 2, steps), *smaller(), "async.max_worker_restarts=100"]
     job = start(folder, run, *keys)
     problems: list[str] = []
     try:
