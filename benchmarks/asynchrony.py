@@ -53,8 +53,8 @@ def overrides(folder: Path, output: Path, bound: int, steps: int) -> list[str]:
     return [
         f"model.path={folder / 'model'}", f"data.path={DATA}", f"output_dir={output}",
         "algorithm.importance=tis", "rollout.placement=disaggregated", "rollout.num_ranks=1",
-        f"async.max_staleness={bound}", "async.worker_timeout_s=10", f"train.num_steps={steps}", "checkpoint.save_every=0",
-        "diagnosis.save_tokens_every=1",
+        f"async.max_staleness={bound}", "async.worker_timeout_s=10", f"train.num_steps={steps}",
+        "checkpoint.save_every=0", "diagnosis.save_tokens_every=1",
     ]  # fmt: skip
 
 
