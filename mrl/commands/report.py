@@ -153,6 +153,7 @@ def failure_of(error: Exception, folder: Path, step: int | None) -> Failure:
         saved_step=newest_step(folder),
         snapshot_step=newest_snapshot(folder),
         command=command[1] if command else train_command(RunFolder(folder)),
+        is_echo=isinstance(error, RankLost),
     )
 
 

@@ -1,8 +1,8 @@
 """One report a failure: the record in `RUN/failure.json` and the block that rank 0's terminal shows.
 
 Several processes may see the same fault: the rank that fails, the ranks that lose it, the monitor, the
-launcher. `write_failure` keeps the record that says most. No torch is
-imported here, as the monitor and the launcher have none.
+launcher. `write_failure` keeps the record of the cause. No torch is imported here, as the monitor and
+the launcher have none.
 """
 
 from __future__ import annotations
@@ -68,19 +68,22 @@ class Failure:
     """The steps done in the snapshot on the nodes; None where it is not newer than every checkpoint."""
     command: str = ""
     """What continues the run."""
+    is_echo: bool = False
+    """Whether `rank` says no more than that it cannot reach another one any more."""
     time: float = field(default_factory=time.time)
     """Seconds since 1970."""
 
 
 def write_failure(folder: str | Path, failure: Failure) -> Failure:
-    """Write RUN/failure.json, unless one is there that says more; return the one that is there then.
+    """Write RUN/failure.json, unless one is there that is nearer to the cause; return the one that is
+    there then.
 
     Raises OSError where the file cannot be written.
     """
     folder = Path(folder)
     with _locked(folder):
         there = read_failure(folder)
-        if there is not None and _weight(there.exit_code) >= _weight(failure.exit_code):
+        if there is not None and not _is_nearer(failure, there):
             return there
         text = json.dumps(dataclasses.asdict(failure), indent=2, ensure_ascii=False)
         write_whole(folder / FILE, text.encode(errors="backslashreplace") + b"\n")
@@ -198,6 +201,20 @@ def _safe(text: str) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def _is_nearer(new: Failure, there: Failure) -> bool:
+    """Whether a record is nearer to the cause of a failure than the one that is there.
+
+    A rank writes its record before it ends, so whoever then loses the connection to it comes later.
+    """
+    if new.is_echo:
+        return False
+    if there.is_echo:
+        return _weight(new.exit_code) >= _weight(ExitCode.LOST_RANK)
+    if new.exit_code == ExitCode.LOST_RANK and new.rank == there.rank:
+        return False  # it has said itself why it ended
+    return _weight(new.exit_code) > _weight(there.exit_code)
 
 
 def _weight(code: int) -> int:

@@ -6,6 +6,8 @@ import io
 import json
 from pathlib import Path
 
+import pytest
+
 from mrl.errors import MEANINGS, ExitCode
 from mrl.run.failure import (
     Failure,
@@ -32,6 +34,26 @@ def test_the_record_that_says_most_stays(tmp_path: Path) -> None:
     assert write_failure(tmp_path, echo) == disk
     assert read_failure(tmp_path) == disk
     assert [file.name for file in tmp_path.iterdir()] == ["failure.json"]
+
+
+@pytest.mark.parametrize("code", [ExitCode.UNFORESEEN, ExitCode.FAILED])
+def test_what_a_rank_says_of_itself_stays_when_others_lose_it(code: int, tmp_path: Path) -> None:
+    """The others are ranks of this node or another one, the monitor, and the launcher."""
+    cause = Failure("ValueError: of rank 1", code, rank=1)
+    echo = Failure("lost the connection", ExitCode.LOST_RANK, rank=0, is_echo=True)
+    write_failure(tmp_path, cause)
+    assert write_failure(tmp_path, echo) == cause
+    assert write_failure(tmp_path, LOST) == cause
+    disk = Failure("the disk is full", ExitCode.DISK, rank=0)
+    assert write_failure(tmp_path, disk) == disk
+
+
+def test_an_echo_is_replaced_by_the_rank_that_was_lost_and_by_no_other_echo(tmp_path: Path) -> None:
+    echo = Failure("lost the connection", ExitCode.LOST_RANK, rank=0, is_echo=True)
+    other = Failure("RuntimeError: closed", ExitCode.UNFORESEEN, rank=2)
+    assert write_failure(tmp_path, echo) == echo
+    assert write_failure(tmp_path, other) == echo
+    assert write_failure(tmp_path, LOST) == LOST
 
 
 def test_a_later_start_moves_the_record_to_the_earlier_ones(tmp_path: Path) -> None:
