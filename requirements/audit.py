@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 KNOWN = "requests==2.19.0"
 """CVE-2018-18074: every service must know it."""
+DO = "run make audit on a machine that reaches pypi.org"
 
 
 def audited(file: Path) -> list[dict[str, Any]]:
@@ -30,8 +31,10 @@ def audited(file: Path) -> list[dict[str, Any]]:
     try:
         return json.loads(done.stdout)["dependencies"]
     except (ValueError, KeyError):
-        reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
-        leave(f"pip-audit gave no answer for {file}: {reason}")
+        reason = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        if "No module named pip_audit" in reason:
+            leave(f"{sys.executable} has no pip-audit; run make audit, which installs it")
+        leave(f"pip-audit could not compare the packages of {file}: {reason}; {DO}")
 
 
 def leave(text: str) -> NoReturn:
@@ -44,10 +47,12 @@ def main(files: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         known = Path(folder) / "known.txt"
         known.write_text(f"{KNOWN}\n")
-        if not any(row.get("vulns") for row in audited(known)):
+        rows = audited(known)
+        if not any(row.get("vulns") for row in rows):
+            reason = next((row["skip_reason"] for row in rows if "skip_reason" in row), "nothing")
             leave(
-                f"the vulnerability service says nothing of {KNOWN}, which has known ones: it can not "
-                "be reached from here; run make audit on a machine that reaches pypi.org"
+                f"the vulnerability service cannot be used from here: of {KNOWN}, which has a known "
+                f"vulnerability, it says: {reason}; {DO}"
             )
     found = unknown = packages = 0
     for file in files:
