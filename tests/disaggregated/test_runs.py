@@ -201,7 +201,7 @@ def test_conversations_in_a_free_run(updates: str, model: Path, tmp_path: Path) 
     )  # fmt: skip
     seen = set()
     for row in rows(output):
-        assert row["episode/turns"] == 3
+        assert row["episode/num_turns"] == 3
         assert row["reward/abstained"] == 0
         assert row["routing/captured_coverage"] == 1.0
         assert row["staleness/max"] <= 2
