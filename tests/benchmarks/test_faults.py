@@ -6,10 +6,11 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import faults
-from benchmarks.fault_table import inputs, tested
+from benchmarks.fault_table import before, files, inputs, tested
 from benchmarks.fault_table.base import KINDS, ROOT, Said, refused_row
 from benchmarks.faults import SAVED, WITH_ENGINE, markdown, without_paths
 from mrl.drill import FAULTS, Row
+from tests.slurm.rows import ROWS
 
 
 def test_every_fault_of_the_drill_is_in_the_table() -> None:
@@ -29,6 +30,26 @@ def test_tests_of_the_table_are_there() -> None:
     for *_, test, _ in tested.TESTS:
         file, _, name = test.partition("::")
         assert not name or f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test
+
+
+def test_what_was_measured_before_has_a_proof_that_is_there() -> None:
+    tables = (inputs.OVERRIDES, inputs.ROWS, inputs.MODELS, tested.TESTS)
+    names = {row[1] for table in tables for row in table} | {*WITH_ENGINE, *SAVED}
+    in_files = Path(files.__file__).read_text()
+    for row in [row for rows in before.SECTIONS.values() for row in rows]:
+        assert row.proofs, row
+        for proof in row.proofs:
+            file, _, name = proof.partition("::")
+            if proof.startswith("slurm: "):
+                assert proof.removeprefix("slurm: ") in ROWS
+            elif name:
+                assert f"\ndef {name}(" in (ROOT / file).read_text(), proof
+            else:
+                assert proof in names or f'"{proof}"' in in_files, proof
+
+
+def test_the_page_has_the_table_of_what_was_before() -> None:
+    assert before.table() in before.PAGE.read_text()
 
 
 def test_the_table_names_no_folder_of_this_machine() -> None:

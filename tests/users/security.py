@@ -13,6 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from parallel.checkpoint import manifest
 from tests.loop.forked import Command
 from tests.users.things import User, thing
 
@@ -97,6 +100,39 @@ def pickled_weights_and_code(user: User) -> str:
     user.mrl("check", *user.recipe("run", f"model.path={coded}"))
     assert not ran.exists()
     return said.strip()
+
+
+@thing("A stranger's checkpoint has a pickle that runs code, with digests that fit.")
+def planted_pickle(user: User) -> str:
+    user.train("run", "train.num_steps=1", "checkpoint.save_every=1")
+    ran, folder = user.folder / "ran", user.folder / "run/checkpoints/iter_0000001"
+    said = ""
+    for name in (".metadata", "common.pt"):
+        whole = (folder / name).read_bytes()
+        if name == ".metadata":
+            (folder / name).write_bytes(pickle.dumps(Touches(ran)))
+        else:
+            torch.save({"x": Touches(ran)}, folder / name)
+        sign(folder)
+        for words in (("train", "run", "train.num_steps=2"), ("export", "run", "out")):
+            printed = user.mrl(*words, code=2)
+            assert "Traceback" not in printed
+            (said,) = [line for line in printed.splitlines() if line.startswith("mrl: ")]
+            assert f"iter_0000001/{name}" in said
+            assert "would run posix.mkdir when it is read" in said
+        (folder / name).write_bytes(whole)
+        sign(folder)
+    assert not ran.exists()
+    user.mrl("train", "run", "train.num_steps=2")  # it was for the pickle that it was refused
+    return said
+
+
+def sign(folder: Path) -> None:
+    """Make the digests of a checkpoint fit its files, as whoever writes one can."""
+    content = json.loads((folder / "manifest.json").read_text())
+    files = {name: manifest.record(folder / name) for name in content["files"]}
+    manifest.write_manifest(folder, content, files)
+    assert manifest.damage(folder) is None
 
 
 @thing("A completion holds markup and terminal codes, and I look at it with mrl view.")
