@@ -3,7 +3,8 @@
 First the demo trains with each bound on the staleness; every token of every record in tokens/ must be
 within it, and the reward must reach 0.8. Then a shorter run with bound 2 loses engines (`kill -9`) and
 workers (`kill -9`), and has workers stop (SIGSTOP), at random moments: every prompt that was drawn must
-be trained on once, or be in flight at the end, and no process, port or file may be left. Writes
+be trained on once, or be in flight at the end, and no process, port or file may be left. Then an
+engine comes late, and others are wrong about their weights (`async_cases.py`). Writes
 benchmarks/results/asynchrony.json.
 """
 
@@ -19,12 +20,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.async_cases import PLANTED, late, planted, workers_of
 from benchmarks.evidence.result import finish, summary, write_result
 from benchmarks.fault_table.base import DATA, RECIPE
 from mrl.config import load_recipe
@@ -45,7 +46,8 @@ PROMPTS, SAMPLES = 4, 4
 REWARD, LEARNED_AFTER = 0.8, 70
 """What the demo must reach, over its last tenth, after this many steps."""
 LIMIT_S = 300.0
-WORKER = ["-m", "mrl.disaggregated"]
+LATE = "late"
+CASES = (LATE, *PLANTED)
 
 
 def overrides(folder: Path, output: Path, bound: int, steps: int) -> list[str]:
@@ -66,12 +68,12 @@ def smaller() -> list[str]:
     ]  # fmt: skip
 
 
-def start(folder: Path, output: Path, *keys: str) -> Job:
-    """Start a run on two ranks."""
-    launcher = ["-m", "mrl.launch", "--standalone", "--nproc-per-node=2", "-m", "mrl", "train"]
+def start(folder: Path, output: Path, *keys: str, ranks: int = 2) -> Job:
+    """Start a run; the last `rollout.num_ranks` of its ranks generate."""
+    launcher = ["-m", "mrl.launch", "--standalone", f"--nproc-per-node={ranks}"]
     scratch = output.with_suffix(".tmp")
     scratch.mkdir()
-    command = [sys.executable, *launcher, str(RECIPE), *keys]
+    command = [sys.executable, *launcher, "-m", "mrl", "train", str(RECIPE), *keys]
     return Job(command, output, output.with_suffix(".log"), scratch, LIMIT_S)
 
 
@@ -114,17 +116,11 @@ def worker_of(job: Job) -> psutil.Process:
     found: list[psutil.Process] = []
 
     def is_there() -> bool:
-        found[:] = [each for each in job.look() if _words(each)[-2:] == WORKER]
+        found[:] = workers_of(job)
         return bool(found)
 
     job.wait(is_there, "a worker ran")
     return found[0]
-
-
-def _words(process: psutil.Process) -> list[str]:
-    with suppress(psutil.Error):
-        return process.cmdline()
-    return []
 
 
 def strike(job: Job, victim: str) -> None:
@@ -189,12 +185,21 @@ def lost(folder: Path, keys: list[str], run: Path) -> list[str]:
     return found
 
 
+def try_case(folder: Path, case: str) -> dict[str, Any]:
+    """Run one of `CASES`; return what came of it."""
+    keys = [*overrides(folder, folder / "unused", 2, NUM_STEPS), *smaller()]
+    found = late(start, folder, keys) if case == LATE else planted(start, folder, keys, case)
+    print(case, found, flush=True)
+    return found
+
+
 def main() -> None:
     """Run what is asked for, write the result of a whole run, and exit with 1 where a check failed."""
     parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--bounds", type=int, nargs="*", default=list(BOUNDS))
     parser.add_argument("--strikes", type=json.loads, default=STRIKES, help='{"engine": 2}')
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -207,11 +212,12 @@ def main() -> None:
             print(bounds[-1], flush=True)
         found = struck(folder, options.strikes, options.seed) if options.strikes else {}
         print(found)
-    parts = [*bounds, *([found] if found else [])]
+        cases = {case: try_case(folder, case) for case in options.cases}
+    parts = [*bounds, *([found] if found else []), *cases.values()]
     failed = sum(bool(part["problems"]) for part in parts)
-    whole = (NUM_STEPS, list(BOUNDS), STRIKES)
-    if (options.steps, options.bounds, options.strikes) == whole:
-        content = {"bounds": bounds, "struck": found}
+    whole = (NUM_STEPS, list(BOUNDS), STRIKES, list(CASES))
+    if (options.steps, options.bounds, options.strikes, options.cases) == whole:
+        content = {"bounds": bounds, "struck": found, **cases}
         packages = ("torch", "sglang", "megatron-core")
         write_result(
             "asynchrony", content, passed=len(parts) - failed, failed=failed, packages=packages

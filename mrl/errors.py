@@ -89,6 +89,10 @@ class NotFinite(RunFailed):
     exit_code = ExitCode.NOT_FINITE
 
 
+class WrongWeights(RunFailed):
+    """An engine used other weights than it says, or than it was given: by its stamps or its cache."""
+
+
 class OutOfMemory(RunFailed):
     """The memory of a GPU or of the host does not suffice."""
 

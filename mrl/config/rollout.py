@@ -100,7 +100,8 @@ class RolloutConfig(Branch):
     have unequal rewards; each round draws as many as are missing. Then it trains with what there
     is."""
     start_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds for the start of an engine, its first request included."""
+    """Seconds for the start of an engine, its first request included. Where engines run freely,
+    training begins with the first of them, and the others have this long to join."""
     request_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds for all completions of a step, or of one turn of its conversations."""
     stall_timeout_s: float = Field(default=120.0, gt=0)

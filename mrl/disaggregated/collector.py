@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from mrl.collect.evaluation import Evaluation
 from mrl.collect.rounds import Round, RoundCollector, as_statistics, step_seed
 from mrl.disaggregated.server import Server
 from mrl.disaggregated.staging import Canaries
-from mrl.disaggregated.supervisor import ADDRESS, HOST, PREFIX
+from mrl.disaggregated.supervisor import ADDRESS, HOST, OVER, PREFIX
 from mrl.disaggregated.weights import WeightSender
 from mrl.disaggregated.work import Delivered, Work
 from mrl.preflight import Plan
@@ -249,4 +250,6 @@ class DisaggregatedCollector(RoundCollector):
         if self._sender is not None:
             self._sender.close()
         if self._server is not None:
+            with suppress(RuntimeError):  # the launcher's store may be gone
+                dist.PrefixStore(PREFIX, join_store()[0]).set(OVER, "1")
             self._server.close()

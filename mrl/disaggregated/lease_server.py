@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mrl.config import Recipe
 from mrl.disaggregated.leasing import Leasing
-from mrl.disaggregated.peers import Peer
+from mrl.disaggregated.peers import Pair, Peer, never_started
 from mrl.disaggregated.server import Server
 from mrl.disaggregated.work import Delivered
 from mrl.run.rollouts import decode_groups
@@ -27,7 +28,21 @@ class LeaseServer(Server):
     ) -> None:
         """`draw(n)` gives the next n prompts; it is called by the server's threads, one at a time."""
         self._leasing = Leasing(recipe, draw, self._tell_engine)
+        self._missing = set(range(num_engines))
+        """Engines that no worker has started yet."""
+        self._start_limit_s, self._start_deadline = 0.0, math.inf
         super().__init__(num_engines, recipe.asynchronous, hosts)
+
+    def wait_until_started(self, limit_s: float) -> None:
+        """Wait until one engine has a worker that is ready. The others join when they come, within the
+        same limit. Raises RunFailed past it, now or in a later wait."""
+        self._start_limit_s, self._start_deadline = limit_s, time.monotonic() + limit_s
+        self._wait(lambda: len(self._missing) < self._num_engines)
+
+    def _find_silent(self) -> None:
+        super()._find_silent()
+        if self._missing and time.monotonic() > self._start_deadline and self._failure is None:
+            self._failure = never_started(self._missing, self._start_limit_s)
 
     def start_leases(self, step: int) -> None:
         """Begin with a step, where there is no state of an earlier one."""
@@ -58,7 +73,16 @@ class LeaseServer(Server):
     def metrics(self) -> dict[str, float]:
         """Return `async/*` of the ledger, and what workers have measured."""
         with self._changed:
-            return {**super().metrics(), **self._leasing.ledger.metrics()}
+            num_engines = sum(worker.sent >= 0 for worker in self._workers.values())
+            found = {**super().metrics(), **self._leasing.ledger.metrics()}
+            return {**found, "async/engines": float(num_engines)}
+
+    def begin_update(self, version: int) -> list[Pair]:
+        with self._changed:
+            pairs = super().begin_update(version)
+            for pair in pairs:
+                self._leasing.give(pair.engine, version)
+            return pairs
 
     def lease_state(self, cursor: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of the leases and, as prompts are drawn at any time, that of the cursor.
@@ -87,6 +111,11 @@ class LeaseServer(Server):
 
     def _on_loss(self, engine: int) -> None:
         self._leasing.lose(engine)
+
+    def _heed(self, worker: Peer, message: dict[str, Any], body: bytes) -> None:
+        super()._heed(worker, message, body)
+        if message["type"] == "started":
+            self._missing.discard(worker.pair.engine)
 
     def _on_message(self, worker: Peer, message: dict[str, Any], body: bytes) -> bool:
         engine = worker.pair.engine

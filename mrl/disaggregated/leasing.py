@@ -10,7 +10,7 @@ import base64
 import dataclasses
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mrl.algorithms.signal import has_signal
@@ -19,6 +19,7 @@ from mrl.config import Recipe
 from mrl.disaggregated.ledger import Ledger
 from mrl.disaggregated.records import Lease, Partial
 from mrl.disaggregated.work import Delivered
+from mrl.errors import WrongWeights
 from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.types import Prompt, SampleGroup
 
@@ -55,10 +56,13 @@ class Leasing:
         self._most_replaced = (rounds - 1) * rollout.prompts_per_step
         self._replaced = 0
         """Zero-variance groups in whose place others were begun, for the next step."""
+        self._given: dict[int, set[int]] = {}
+        """The versions that were sent to the worker of each engine."""
 
     def join(self, engine: int, incarnation: int, now: float) -> None:
         """Admit a worker; one that was there before loses its leases."""
         self._asking.pop(engine, None)
+        self._given[engine] = set()
         self.ledger.join(engine, incarnation, now)
 
     def lose(self, engine: int) -> None:
@@ -66,6 +70,10 @@ class Leasing:
         self._asking.pop(engine, None)
         self.ledger.lose(engine)
         self.grant()
+
+    def give(self, engine: int, version: int) -> None:
+        """Note that a worker gets the weights `version`."""
+        self._given[engine].add(version)
 
     def ask(self, engine: int, version: int, most: int) -> None:
         """Note which weights an engine has, and how many groups its worker may hold."""
@@ -103,7 +111,8 @@ class Leasing:
         self._send(engine, message, encode_groups([group]))
 
     def finish(self, lease_id: str, group: SampleGroup, num_failed: int) -> None:
-        """Take in a finished group. Raises ValueError where its stamps cannot be."""
+        """Take in a finished group. Raises WrongWeights where its stamps cannot be."""
+        self._check_stamps(lease_id, group)
         spans = [span for sample in group.samples for span in sample.weight_versions]
         num_tokens = sum(sample.num_generated for sample in group.samples)
         if not spans:  # nothing was generated: there is nothing to train on
@@ -122,13 +131,29 @@ class Leasing:
         self.grant()
 
     def report(self, lease_id: str, group: SampleGroup) -> None:
-        """Keep the samples so far of a group that is not whole. Raises ValueError where their stamps
+        """Keep the samples so far of a group that is not whole. Raises WrongWeights where their stamps
         cannot be."""
+        self._check_stamps(lease_id, group)
         spans = [span for sample in group.samples for span in sample.weight_versions]
         num_tokens = sum(sample.num_generated for sample in group.samples)
         if spans:
             oldest = min(span.version for span in spans)
             self.ledger.report(lease_id, Partial(group, oldest, num_tokens))
+
+    def _check_stamps(self, lease_id: str, group: SampleGroup) -> None:
+        """Raise WrongWeights where weights that the lease's engine cannot have sampled a token."""
+        lease = self.ledger.find(lease_id)
+        if lease is None:
+            return  # a duplicate, which the ledger counts
+        begun = [] if lease.partial is None else [lease.partial.payload]
+        newer = {each for each in self._given[lease.worker] if each > lease.version}
+        possible = {lease.version, *newer, *_versions(begun)}
+        if strange := _versions([group]) - possible:
+            raise WrongWeights(
+                f"rollout engine {lease.worker} says that weights {_listed(strange)} sampled tokens of "
+                f"the prompt {group.prompt.prompt_id!r}, but since it has the lease it can have had "
+                f"{_listed(possible)} alone: the stamps of its tokens are wrong"
+            )
 
     def _is_replaced(self, group: SampleGroup) -> bool:
         """Whether dynamic sampling replaces a group, as all of its rewards are equal; after as many as
@@ -191,6 +216,20 @@ class Leasing:
 def default_groups(prompts_per_step: int, num_engines: int) -> int:
     """Return how many groups an engine holds at a time where the recipe does not say."""
     return max(1, math.ceil(2 * prompts_per_step / num_engines))
+
+
+def _versions(groups: Iterable[SampleGroup]) -> set[int]:
+    """Return the versions that sampled tokens of some groups."""
+    return {
+        span.version
+        for group in groups
+        for sample in group.samples
+        for span in sample.weight_versions
+    }
+
+
+def _listed(versions: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(versions)))
 
 
 def _numbered(groups: list[SampleGroup], numbers: list[int]) -> list[SampleGroup]:

@@ -61,6 +61,10 @@ class Ledger:
     def leases(self) -> list[Lease]:
         return list(self._leases.values())
 
+    def find(self, lease_id: str) -> Lease | None:
+        """Return a lease; None for one that was taken away or has ended."""
+        return self._leases.get(lease_id)
+
     @property
     def finished(self) -> list[Finished]:
         return list(self._finished.values())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from mrl.disaggregated.wire import Wire
+from mrl.errors import RunFailed
 
 
 class Pair(NamedTuple):
@@ -49,6 +51,14 @@ def open_store(host: str) -> tuple[dist.Store, tuple[str, int]]:
         master_listen_fd=listener.detach(),
     )
     return store, (host, port)
+
+
+def never_started(engines: Iterable[int], limit_s: float) -> RunFailed:
+    """Return the error for engines that have not started within their limit."""
+    return RunFailed(
+        f"the engines {sorted(engines)} of the rollout ranks did not start within {limit_s:g} s; see "
+        "the messages of their ranks, and logs/engine_*.log in the run's folder"
+    )
 
 
 def _family(host: str) -> socket.AddressFamily:

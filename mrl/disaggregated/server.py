@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from mrl.config.asynchronous import AsyncConfig
-from mrl.disaggregated.peers import Pair, Peer, open_store
+from mrl.disaggregated.peers import Pair, Peer, never_started, open_store
 from mrl.disaggregated.wire import Wire, WireClosed, is_token
 from mrl.disaggregated.work import Delivered, Result, Work
 from mrl.errors import EngineGone, InputError, RunFailed
@@ -88,11 +88,7 @@ class Server:
         def ready() -> bool:
             started = [n for n, worker in self._workers.items() if worker.has_started]
             if time.monotonic() > deadline:
-                missing = sorted(set(range(self._num_engines)) - set(started))
-                raise RunFailed(
-                    f"the engines {missing} of the rollout ranks did not start within {limit_s:g} s; "
-                    "see the messages of their ranks, and logs/engine_*.log in the run's folder"
-                )
+                raise never_started(set(range(self._num_engines)) - set(started), limit_s)
             return len(started) == self._num_engines
 
         self._wait(ready)
@@ -241,6 +237,8 @@ class Server:
                     self._changed.notify_all()
         except WireClosed as error:
             why = str(error)
+        except RunFailed as error:
+            self._failure, why = error, str(error)
         except (KeyError, TypeError, ValueError) as error:
             why = f"it sent a message that is none: {type(error).__name__}: {error}"
         else:

@@ -28,8 +28,9 @@ from mrl.run import console
 from mrl.system.processes import children_without_usr1
 
 PREFIX = "mrl_rollout"
-ADDRESS, HOST = "address", "host"
-"""Keys of the launcher's store: where the server listens, and the machine of each rollout rank."""
+ADDRESS, HOST, OVER = "address", "host", "over"
+"""Keys of the launcher's store: where the server listens, the machine of each rollout rank, and a mark
+that the trainer leaves when it has no more work."""
 ENDED_S = 60.0
 """How long a launcher may take to end its ranks after one of them has failed."""
 _HEEDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -68,6 +69,8 @@ def supervise(
         if code in (ExitCode.DONE, ExitCode.BAD_INPUT):
             return code
         if not _answers(address["server"]):
+            if _is_over(meeting):  # the worker came too late to hear of it
+                return ExitCode.DONE
             _wait_for_the_launcher(told)
             return ExitCode.LOST_RANK
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
@@ -121,4 +124,11 @@ def _answers(address: Sequence[Any]) -> bool:
     with suppress(OSError):
         socket.create_connection((address[0], address[1]), 5.0).close()
         return True
+    return False
+
+
+def _is_over(meeting: dist.Store) -> bool:
+    """Return whether the trainer has closed its server at the end of the run."""
+    with suppress(RuntimeError):  # the launcher's store is gone
+        return meeting.check([OVER])
     return False

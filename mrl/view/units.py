@@ -36,6 +36,7 @@ UNITS = (
     ("rollout/canary_abs_mean", "nats"),
     ("staleness/.*|async/queue_age", "versions"),
     ("async/lost_workers", "workers"),
+    ("async/engines", "engines"),
     ("async/(waiting_prompts|dropped/.*)", "prompts"),
     ("async/(leased_groups|queued_groups|duplicates|staleness/.*)", "groups"),
     ("async/discarded_tokens", "tokens"),

@@ -11,6 +11,7 @@ import torch
 
 from mrl.config import load_recipe
 from mrl.disaggregated.leasing import Leasing, default_groups, runs_freely
+from mrl.errors import WrongWeights
 from mrl.run.rollouts import decode_groups
 from mrl.types import Prompt, SampleGroup, VersionSpan
 from tests.sample_groups import prompt, sample
@@ -108,8 +109,13 @@ def test_a_wrong_stamp_is_refused() -> None:
     run = Run().join(0)
     run.leasing.ask(0, 0, 1)
     (_, lease_id, group, _), *_ = run.told
-    with pytest.raises(ValueError, match="the stamps of its engine are wrong"):
+    run.leasing.ledger.step = 2
+    with pytest.raises(WrongWeights, match=r"engine 0 says that weights 7 .* can have had 0 alone"):
         run.finish(lease_id, group, 7)
+    run.leasing.give(0, 1)
+    with pytest.raises(WrongWeights, match="the stamps of its tokens are wrong"):
+        run.finish(lease_id, group, 2)  # the trainer has it, but did not send it
+    assert run.leasing.ledger.finished == []
 
 
 def test_dynamic_sampling_replaces_groups_without_variance_and_ends() -> None:

@@ -15,6 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.async_cases import LATE, PLANTED
+from benchmarks.planted_versions import VARIABLE
+from mrl.errors import ExitCode
 from mrl.run.folder import RunFolder
 from mrl.toy_model import write_toy_model
 
@@ -150,6 +153,7 @@ def test_a_worker_that_is_lost_is_replaced(how: int, model: Path, tmp_path: Path
         (2, ("async.in_flight_updates=interrupt",)),
         (4, ("async.in_flight_updates=interrupt", "async.kv=recompute", "async.at_bound=drop")),
     ],
+    ids=["finish", "interrupt-keep", "interrupt-recompute"],
 )
 def test_engines_that_run_freely_keep_their_bound(
     bound: int, more: tuple[str, ...], model: Path, tmp_path: Path
@@ -209,4 +213,42 @@ def test_conversations_in_a_free_run(updates: str, model: Path, tmp_path: Path) 
             assert sample["completion"].count("<|im_start|>user\n") == 2
             seen.add((row["step"], sample["prompt_id"]))
     assert len(seen) == 8 * 4
+    assert processes_of(output) == []
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_an_engine_that_is_wrong_about_its_weights_ends_the_run(
+    fault: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, fault)
+    output = tmp_path / "run"
+    keys = (
+        *(*APART, "async.max_staleness=2", "algorithm.importance=tis", "train.num_steps=60"),
+        *("async.in_flight_updates=interrupt", "rollout.engine=benchmarks.planted_versions"),
+    )
+    log = output.with_suffix(".log")
+    assert start(command(model, output, 2, *keys), log).wait(LIMIT_S) == ExitCode.FAILED
+    assert PLANTED[fault] in " ".join(log.read_text().split())
+    assert "Traceback" not in log.read_text()
+    assert num_rows(output) >= 1
+    assert processes_of(output) == []
+
+
+def test_an_engine_that_comes_late_gets_weights_and_leases(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    more = ("async.max_staleness=2", "algorithm.importance=tis", "train.num_steps=100000")
+    process = start(command(model, output, 3, *APART, *LATE, *more), output.with_suffix(".log"))
+    wait_for(lambda: len(workers_of(output)) == 2, process)
+    late = workers_of(output)[-1]
+    late.suspend()  # before it has joined
+    wait_for(lambda: num_rows(output) >= 3, process)
+    alone = rows(output)
+    assert all(row["async/engines"] == 1 for row in alone)
+    assert all(row["async/leased_groups"] <= 1 for row in alone)
+    late.resume()
+    wait_for(lambda: rows(output)[-1]["async/leased_groups"] == 2, process)  # one each
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == ExitCode.SAVED, output.with_suffix(".log").read_text()[-3000:]
+    assert rows(output)[-1]["async/engines"] == 2
+    assert all(row["staleness/max"] <= 2 for row in rows(output))
     assert processes_of(output) == []

@@ -35,9 +35,9 @@ def server() -> Iterator[Server]:
 class Joined:
     """What a worker says and hears, without an engine."""
 
-    def __init__(self, server: Server, token: str = "") -> None:
+    def __init__(self, server: Server, token: str = "", engine: int = 0) -> None:
         self.wire = Wire(socket.create_connection(server.address))
-        self.wire.send({"type": "hello", "token": token or server.token, "engine": 0})
+        self.wire.send({"type": "hello", "token": token or server.token, "engine": engine})
         self.welcome, _ = self.wire.receive()
 
     def started(self) -> Joined:

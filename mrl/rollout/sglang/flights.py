@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from mrl.config import RolloutConfig
+from mrl.errors import WrongWeights
 from mrl.rollout.base import Completion, EngineLost, Request
 from mrl.rollout.sglang.body import version_key
 from mrl.rollout.sglang.decode import Expected, RouteShape, decode_completion, was_retracted
@@ -270,7 +271,7 @@ class Flights:
             return Expected(versions, cached, self._shape, opened.retracted, self._routes)
 
     def _note_answer(self, opened: OpenFlight, answer: Answer, expected: Expected) -> None:
-        """Raise RuntimeError where a request with a key read what no request of that key computed."""
+        """Raise WrongWeights where a request with a key read what no request of that key computed."""
         meta, output = answer.answer["meta_info"], answer.answer["output_ids"]
         if not opened.is_keyed or not output:
             return
@@ -284,8 +285,8 @@ class Flights:
         num_cached = meta["cached_tokens"]
         try:
             self._known.check(versions[0], answer.rid, prompt, num_cached)
-        except RuntimeError as error:
-            raise RuntimeError(f"{answer.request.request_id}: {error}") from None
+        except WrongWeights as error:
+            raise WrongWeights(f"{answer.request.request_id}: {error}") from None
         self._known.finish(versions[0], answer.rid, tokens, num_cached)
         for version in versions[1:]:
             self._known.discard(version, answer.rid)

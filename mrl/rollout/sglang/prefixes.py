@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from torch import Tensor
 
+from mrl.errors import WrongWeights
+
 
 class KnownPrefixes:
     """The tokens of every request of each weight version, sorted: those that share a prefix are
@@ -37,12 +39,12 @@ class KnownPrefixes:
             sequences.add(rid, _as_bytes(token_ids), num_cached or 0)
 
     def check(self, version: int, rid: str, token_ids: Tensor, num_cached: int) -> None:
-        """Raise RuntimeError where nobody else can have computed the first `num_cached` tokens."""
+        """Raise WrongWeights where nobody else can have computed the first `num_cached` tokens."""
         prefix = _as_bytes(token_ids[:num_cached])
         with self._lock:
             sequences = self._versions.setdefault(version, _Sequences())
             if num_cached and not sequences.has_author(rid, prefix, num_cached):
-                raise RuntimeError(
+                raise WrongWeights(
                     f"{num_cached} tokens came from the prefix cache, and no request has computed them "
                     f"under weight version {version}: the engine used keys and values of older weights"
                 )

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from mrl.errors import WrongWeights
 from mrl.types import UNKNOWN_VERSION, VersionSpan
 
 
@@ -20,7 +21,8 @@ def version_spans(
 
     `weight_versions` of the answer's `meta` (0.5.20 and later) says who made which output token;
     before, only the last. `versions` were in force since the request was sent, oldest first. Raises
-    RuntimeError for another version, or one that comes before an older one.
+    WrongWeights for another version, or one that comes before an older one, and RuntimeError for an
+    answer that does not say.
     """
     seen = [
         (str(span["version"]), span["start"], span["end"])
@@ -35,13 +37,13 @@ def version_spans(
         seen = [(str(meta.get("weight_version")), 0, num_output)]
     allowed = [str(version) for version in versions]
     if strange := {version for version, _, _ in seen} - set(allowed):
-        raise RuntimeError(
+        raise WrongWeights(
             f"{where}: sampled with weight version {', '.join(sorted(strange))}, expected "
             f"{' or '.join(sorted(set(allowed)))}, what was pushed"
         )
     order = iter(allowed)
     if not all(version in order for version, _, _ in seen):
-        raise RuntimeError(
+        raise WrongWeights(
             f"{where}: weight versions {seen}, expected the order in which they were pushed: "
             f"{', '.join(allowed)}"
         )
