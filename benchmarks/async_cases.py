@@ -6,6 +6,7 @@ A wrong engine must end its run with one line that names the fault.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -63,7 +64,7 @@ def late(start: Start, folder: Path, keys: list[str]) -> dict[str, Any]:
         job.wait(lambda: _engines(run) == 2, "the late engine got weights")
         done = num_rows(run)
         job.wait(lambda: num_rows(run) >= done + STEPS_TOGETHER, "both engines worked")
-        job.process.terminate()
+        job.send(signal.SIGUSR1)
         if (code := job.end(ENDS_S)) != ExitCode.SAVED:
             problems.append(f"the run ended with code {code}")
     except Unexpected as error:

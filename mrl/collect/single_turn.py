@@ -9,7 +9,7 @@ P prompt tokens, C tokens generated so far, T = P + C all tokens of a sample.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -47,18 +47,21 @@ class SingleTurnRollout:
         sampling: SamplingParams,
         seed: int | Sequence[int],
         num_wanted: int | None = None,
+        on_sample: Callable[[SampleGroup, int], None] | None = None,
     ) -> None:
         """Sample k of a group is drawn with `sample_seed(seed, prompt_id, k)`, whatever happens.
 
         `seed` is one for all groups, or one for each. The rollout is over when `num_wanted` groups are
         whole, by default all; the others are aborted then, and stay in `partial`. `sampling` describes
-        whole samples: of a sample that has C tokens already, C less are requested.
+        whole samples: of a sample that has C tokens already, C less are requested. `on_sample(group,
+        k)` is called when sample k of a group is whole and others of the group are not.
         """
         self._groups = {group.samples[0].group_id: group for group in groups}
         seeds = [seed] * len(groups) if isinstance(seed, int) else seed
         self._seeds = dict(zip(self._groups, seeds, strict=True))
         self._sampling = sampling
         self._num_left = len(groups) if num_wanted is None else num_wanted
+        self._on_sample = on_sample
 
     @property
     def partial(self) -> list[SampleGroup]:
@@ -82,7 +85,10 @@ class SingleTurnRollout:
             group_id, k = indices[completion.request_id]
             group = self._groups[group_id]
             group.samples[k] = _continued(group.samples[k], completion)
-            if is_finished(group) and not self.is_over:
+            if not is_finished(group):
+                if self._on_sample is not None and group.samples[k].finish_reason != PARTIAL:
+                    self._on_sample(group, k)
+            elif not self.is_over:
                 yield self._take(group_id)
                 if (
                     self.is_over and self._groups

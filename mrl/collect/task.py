@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -183,15 +183,21 @@ def make_step_task(
     )
 
 
-def make_rollout(plan: Plan, started: Sequence[Started], episodes: Episodes | None) -> Rollout:
+def make_rollout(
+    plan: Plan,
+    started: Sequence[Started],
+    episodes: Episodes | None,
+    on_sample: Callable[[SampleGroup, int], None],
+) -> Rollout:
     """Return the rollout of prompts that belong to no step.
 
-    `episodes` plays their conversations; it is None where a sample is one answer.
+    `episodes` plays their conversations; it is None where a sample is one answer. `on_sample` is that
+    of `SingleTurnRollout`; a conversation has none.
     """
     config = plan.recipe.rollout
     groups, seeds = [one.group for one in started], [one.seed for one in started]
     if episodes is None:
-        return SingleTurnRollout(groups, _sampling(config), seeds)
+        return SingleTurnRollout(groups, _sampling(config), seeds, on_sample=on_sample)
     template_kwargs = plan.recipe.data.chat_template_kwargs
     return _conversations(
         config, episodes, groups, seeds, plan.tokenizer, plan.context_len, template_kwargs

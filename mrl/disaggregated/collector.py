@@ -159,15 +159,17 @@ class DisaggregatedCollector(RoundCollector):
         self._policy = policy
         assert self._sender is not None
         expected = policy.sequence_logprobs(self._canaries) if self._canaries else []
-        pairs: list[Any] = [None]
+        said: list[Any] = [None, None]
         if self._server is not None:
             self._server.wait_until_free(version)
-            pairs = [self._server.begin_update(version)]
-        dist.broadcast_object_list(pairs)
-        if not pairs[0]:
+            said = [self._server.begin_update(version), self._server.pair_names()]
+        dist.broadcast_object_list(said)
+        pairs, living = said
+        if not pairs:
             return  # all have them already
+        self._sender.keep(living)
         world = self.mesh.dims.world
-        own = [pair for engine, pair in pairs[0] if engine % world == self.mesh.rank]
+        own = [pair for engine, pair in pairs if engine % world == self.mesh.rank]
         bucket_bytes = self.plan.recipe.rollout.weight_bucket_bytes(
             policy.export_bytes(self._dtype)
         )

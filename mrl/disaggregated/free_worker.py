@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mrl.collect.backlog import Started
-from mrl.collect.single_turn import PARTIAL
 from mrl.collect.task import Rollout, make_rollout
 from mrl.disaggregated.leasing import default_groups
 from mrl.disaggregated.worker import Event, Worker
@@ -23,6 +23,7 @@ from mrl.rollout.base import EngineLost, PauseMode
 from mrl.rollout.beside import beside_others
 from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.system.heartbeat import beat
+from mrl.types import SampleGroup
 
 STAGED = 2
 """Versions in the host's memory: that of the engine, and the next one."""
@@ -63,26 +64,22 @@ class FreeWorker(Worker):
         if kind == "lease":
             (group,) = decode_groups(event.body)
             started = [Started(group, int(event.message["seed"]))]
+            lease_id = event.message["lease_id"]
             episodes = self._scoring.episodes()
-            rollout = make_rollout(self.plan, started, episodes)
-            self._begin(_Held(event.message["lease_id"], rollout, episodes))
+            on_sample = partial(self._tell_sample, lease_id)
+            rollout = make_rollout(self.plan, started, episodes, on_sample)
+            self._begin(_Held(lease_id, rollout, episodes))
         elif kind == "over":
             del self._running[event.message["lease_id"]]
             if (held := event.message["held"]) is not None:
                 self._lost.append(held)
-        elif kind == "report":
-            self._report_partial()
 
-    def _report_partial(self) -> None:
-        """Send the groups of which some samples are whole: a save keeps these."""
-        for held in [*self._running.values(), *self._lost]:
-            for group in held.rollout.partial:
-                samples = list(group.samples)  # the lease's thread may replace one meanwhile
-                if any(sample.finish_reason != PARTIAL for sample in samples):
-                    message = {"type": "partial", "lease_id": held.lease_id}
-                    copy = dataclasses.replace(group, samples=samples)
-                    self._wire.send(message, encode_groups([copy]))
-        self._wire.send({"type": "reported"})
+    def _tell_sample(self, lease_id: str, group: SampleGroup, k: int) -> None:
+        """Send a sample of a group that is not whole: should this worker be lost, the next one does not
+        generate it anew."""
+        message = {"type": "sample", "lease_id": lease_id, "place": k}
+        alone = dataclasses.replace(group, samples=[group.samples[k]])
+        self._wire.send(message, encode_groups([alone]))
 
     def _begin(self, held: _Held) -> None:
         self._running[held.lease_id] = held

@@ -85,16 +85,8 @@ class LeaseServer(Server):
             return pairs
 
     def lease_state(self, cursor: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of the leases and, as prompts are drawn at any time, that of the cursor.
-
-        Waits for the samples that workers have finished of groups that are not whole.
-        """
+        """Return the state of the leases and, as prompts are drawn at any time, that of the cursor."""
         with self._changed:
-            for worker in list(self._workers.values()):
-                worker.is_reporting = worker.sent >= 0
-                if worker.is_reporting:
-                    self._tell(worker, {"type": "report"})
-            self._wait(lambda: not any(w.is_reporting for w in self._workers.values()))
             return {"leases": self._leasing.state_dict(), **cursor()}
 
     def load_lease_state(self, state: dict[str, Any]) -> None:
@@ -125,11 +117,9 @@ class LeaseServer(Server):
             (group,) = decode_groups(body)
             self._leasing.finish(message["lease_id"], group, int(message["num_failed"]))
             self._losses[engine] = 0
-        elif message["type"] == "partial":
+        elif message["type"] == "sample":
             (group,) = decode_groups(body)
-            self._leasing.report(message["lease_id"], group)
-        elif message["type"] == "reported":
-            worker.is_reporting = False
+            self._leasing.report(message["lease_id"], int(message["place"]), group)
         else:
             return False
         return True

@@ -130,15 +130,24 @@ class Leasing:
             )
         self.grant()
 
-    def report(self, lease_id: str, group: SampleGroup) -> None:
-        """Keep the samples so far of a group that is not whole. Raises WrongWeights where their stamps
-        cannot be."""
-        self._check_stamps(lease_id, group)
-        spans = [span for sample in group.samples for span in sample.weight_versions]
-        num_tokens = sum(sample.num_generated for sample in group.samples)
-        if spans:
-            oldest = min(span.version for span in spans)
-            self.ledger.report(lease_id, Partial(group, oldest, num_tokens))
+    def report(self, lease_id: str, place: int, alone: SampleGroup) -> None:
+        """Keep a whole sample of a group that is not whole, should its worker be lost.
+
+        `alone` holds the sample, which is the one at `place` in its group. Raises WrongWeights where
+        its stamps cannot be.
+        """
+        self._check_stamps(lease_id, alone)
+        lease = self.ledger.find(lease_id)
+        if lease is None:
+            return
+        former = self.ledger.partials.get(lease.item_id)
+        begun: SampleGroup = lease.prompt if former is None else former.payload
+        samples = list(begun.samples)
+        samples[place] = alone.samples[0]
+        (group,) = _numbered([dataclasses.replace(begun, samples=samples)], [lease.item_id])
+        if versions := _versions([group]):
+            num_tokens = sum(sample.num_generated for sample in samples)
+            self.ledger.report(lease_id, Partial(group, min(versions), num_tokens))
 
     def _check_stamps(self, lease_id: str, group: SampleGroup) -> None:
         """Raise WrongWeights where weights that the lease's engine cannot have sampled a token."""

@@ -138,8 +138,7 @@ class Ledger:
 
     def capacity(self, version: int) -> int:
         """Return how many groups an engine of `version` may start; 0 where it has to wait."""
-        running = self._max_in_flight - len(self._leases)
-        return max(0, min(running, self._room(version)))
+        return max(0, min(self._max_in_flight - len(self._leases), self._room(version)))
 
     def lease(self, worker: int, version: int, most: int) -> list[Lease]:
         """Lease up to `most` prompts to a worker whose engine has `version`, the oldest prompts first.
@@ -250,6 +249,7 @@ class Ledger:
     ) -> Lease:
         lease_id = f"{self._session}:{self._next_lease}"
         self._next_lease += 1
+        self.tally.kept_tokens += partial.num_tokens if partial else 0
         lease = Lease(lease_id, item_id, self._prompts[item_id], worker, version, partial)
         self._leases[lease_id] = lease
         return lease

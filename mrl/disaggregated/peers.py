@@ -31,8 +31,6 @@ class Peer:
         """Whether it has room for another version of the weights."""
         self.sent = -1
         """The newest version that was sent to it; -1 for none."""
-        self.is_reporting = False
-        """Whether it was asked for its partial rollouts and has not sent all of them."""
         self.progress = 0
         self.is_lost = False
 

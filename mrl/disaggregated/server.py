@@ -111,6 +111,11 @@ class Server:
                 self._tell(worker, {"type": "receive", "version": version})
             return [worker.pair for worker in takers if not worker.is_lost]
 
+    def pair_names(self) -> list[str]:
+        """Return the names of the pairs whose workers are there."""
+        with self._changed:
+            return [worker.pair.name for worker in self._workers.values()]
+
     def lose_pairs(self, names: Sequence[str]) -> None:
         """Lose the workers to which weights could not be sent."""
         with self._changed:

@@ -20,6 +20,8 @@ class Tally:
     """Groups that came under a lease that was taken away or had ended."""
     discarded_tokens: int = 0
     """Tokens that were generated for nothing."""
+    kept_tokens: int = 0
+    """Tokens of partial rollouts that a later lease of their prompt began with."""
     staleness: Counter[int] = field(default_factory=Counter)
     """The last batch: number of groups whose oldest token was so many versions old."""
 
@@ -29,6 +31,7 @@ class Tally:
             "dropped": dict(self.dropped),
             "duplicates": self.duplicates,
             "discarded_tokens": self.discarded_tokens,
+            "kept_tokens": self.kept_tokens,
         }
 
     @classmethod
@@ -41,6 +44,7 @@ class Tally:
         counts = {
             "async/duplicates": self.duplicates,
             "async/discarded_tokens": self.discarded_tokens,
+            "async/kept_tokens": self.kept_tokens,
         }
         counts |= {f"async/dropped/{cause}": count for cause, count in self.dropped.items()}
         ages = range(max_staleness + 1)

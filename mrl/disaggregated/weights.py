@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -112,7 +112,6 @@ class WeightSender:
         Waits for the copies in the memory of the workers, and for no engine; for a worker that takes
         nothing `timeout_s`, once.
         """
-        self._groups = {name: self._groups[name] for name in names if name in self._groups}
         sendings = [_Sending(name, self._join(name), self._timeout_s) for name in names]
         try:
             for sending in sendings:
@@ -134,8 +133,14 @@ class WeightSender:
         failed = [sending for sending in sendings if sending.failure]
         for sending in failed:
             console.warning(f"weights could not be sent to {sending.name}: {sending.failure}")
-        self._groups = {s.name: s.group for s in sendings if s.group and not s.failure}
+        for sending in sendings:
+            self._groups.pop(sending.name, None)
+        self._groups |= {s.name: s.group for s in sendings if s.group and not s.failure}
         return [sending.name for sending in failed]
+
+    def keep(self, names: Collection[str]) -> None:
+        """Leave the groups of all pairs but `names`: those whose workers are there."""
+        self._groups = {name: group for name, group in self._groups.items() if name in names}
 
     def _join(self, name: str) -> Callable[[], PairGroup]:
         def join() -> PairGroup:

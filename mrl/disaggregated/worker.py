@@ -103,7 +103,10 @@ class Worker:
             *map(choose_dtype, dtypes)
         )
         address = tuple(settings["server"])
-        self._wire = Wire(socket.create_connection(address, JOIN_S))
+        try:
+            self._wire = Wire(socket.create_connection(address, JOIN_S))
+        except OSError as error:  # the run may be over by now
+            raise WireClosed(f"the trainer at {address} does not answer: {error}") from None
         self._undo.callback(self._wire.close)
         self._wire.send({"type": "hello", "token": settings["token"], "engine": self._number})
         welcome, _ = self._wire.receive()

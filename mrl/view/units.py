@@ -39,7 +39,7 @@ UNITS = (
     ("async/engines", "engines"),
     ("async/(waiting_prompts|dropped/.*)", "prompts"),
     ("async/(leased_groups|queued_groups|duplicates|staleness/.*)", "groups"),
-    ("async/discarded_tokens", "tokens"),
+    ("async/(discarded|kept)_tokens", "tokens"),
     ("decompose/first_divergent_layer", "layer"),
     ("routing/margin.*", "router score"),
     ("routing/.*_rows", "rows"),

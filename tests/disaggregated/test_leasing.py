@@ -168,7 +168,8 @@ def test_finished_samples_of_a_group_that_is_not_whole_outlive_its_worker_and_a_
     run.leasing.ask(0, 0, 1)
     (_, lease_id, group, _), *_ = run.told
     done = dataclasses.replace(sample(4), weight_versions=(VersionSpan(0, 2, 6),))
-    run.leasing.report(lease_id, SampleGroup(group.prompt, [done, group.samples[1]]))
+    run.leasing.report(lease_id, 1, SampleGroup(group.prompt, [done]))
+    assert run.leasing.ledger.metrics()["async/kept_tokens"] == 0
     state = run.leasing.state_dict()
     run.told = []
     run.leasing.lose(0)
@@ -177,10 +178,40 @@ def test_finished_samples_of_a_group_that_is_not_whole_outlive_its_worker_and_a_
     resumed.leasing.load_state_dict(state)
     resumed.join(0)
     resumed.leasing.ask(0, 0, 1)
-    for _, other_id, again, _ in (run.told[0], resumed.told[0]):
+    for each in (run, resumed):
+        ((_, other_id, again, _), *_) = each.told
         assert other_id != lease_id
-        assert [s.finish_reason for s in again.samples] == ["stop", "abort"]
-        assert again.samples[0].token_ids.tolist() == done.token_ids.tolist()
+        assert [s.finish_reason for s in again.samples] == ["abort", "stop"]
+        assert again.samples[1].token_ids.tolist() == done.token_ids.tolist()
+        assert each.leasing.ledger.metrics()["async/kept_tokens"] == done.num_generated
+    run.leasing.report(lease_id, 0, SampleGroup(group.prompt, [done]))  # it was taken away
+    ((_, other_id, _, _), *_) = run.told
+    run.leasing.report(other_id, 0, SampleGroup(group.prompt, [done]))
+    (partial,) = run.leasing.ledger.partials.values()
+    assert partial.num_tokens == 2 * done.num_generated
+
+
+def test_samples_of_a_lost_worker_that_are_too_old_by_then_are_generated_anew() -> None:
+    run = Run("async.at_bound=drop").join(0, 1)
+    run.leasing.ask(0, 0, 1)
+    ((_, lease_id, group, _),) = run.told
+    run.told = []
+    done = dataclasses.replace(sample(4), weight_versions=(VersionSpan(0, 2, 6),))
+    run.leasing.report(lease_id, 0, SampleGroup(group.prompt, [done]))
+    for step in range(2):  # others finish what steps 0 and 1 train on
+        run.leasing.give(1, step)
+        run.leasing.ask(1, step, BATCH)
+        run.finish_all(step)
+        run.leasing.ask(1, step, 0)
+        assert run.leasing.take(step) is not None
+    run.told = []
+    run.leasing.lose(0)
+    run.leasing.ask(1, 2, 100)
+    (_, _, again, _), *_ = run.told
+    assert again.prompt.prompt_id == group.prompt.prompt_id
+    assert [s.finish_reason for s in again.samples] == ["abort", "abort"]
+    assert run.leasing.ledger.metrics()["async/kept_tokens"] == 0
+    assert run.leasing.ledger.metrics()["async/discarded_tokens"] == done.num_generated
 
 
 def test_which_runs_are_free() -> None:

@@ -188,6 +188,7 @@ def test_metrics():
         "async/queue_age": 2.0,
         "async/duplicates": 1.0,
         "async/discarded_tokens": 9.0,
+        "async/kept_tokens": 0.0,
         "async/dropped/zero_variance": 1.0,
         "async/staleness/0": 0.0,
         "async/staleness/1": 1.0,

@@ -62,7 +62,9 @@ def train(model: Path, output: Path, ranks: int, *more: str) -> None:
 
 
 def rows(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    """The whole lines: the last one may be on its way."""
+    *whole, _ = (output / "metrics.jsonl").read_text().split("\n")
+    return [json.loads(line) for line in whole]
 
 
 def bits(output: Path, step: int) -> dict[str, bytes]:
@@ -247,8 +249,45 @@ def test_an_engine_that_comes_late_gets_weights_and_leases(model: Path, tmp_path
     assert all(row["async/leased_groups"] <= 1 for row in alone)
     late.resume()
     wait_for(lambda: rows(output)[-1]["async/leased_groups"] == 2, process)  # one each
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGUSR1)
     assert process.wait(LIMIT_S) == ExitCode.SAVED, output.with_suffix(".log").read_text()[-3000:]
     assert rows(output)[-1]["async/engines"] == 2
     assert all(row["staleness/max"] <= 2 for row in rows(output))
+    assert processes_of(output) == []
+
+
+def test_whole_samples_of_a_killed_worker_are_not_generated_anew(
+    model: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    keys = (
+        *(*APART, "async.max_staleness=4", "algorithm.importance=tis", "train.num_steps=100000"),
+        *(
+            "rollout.max_response_len=100",
+            "rollout.samples_per_prompt=8",
+            "async.groups_in_flight=4",
+        ),
+    )
+    process = start(command(model, output, 2, *keys), output.with_suffix(".log"))
+    for kill in range(5):
+        done = num_rows(output)
+        wait_for(lambda done=done: num_rows(output) >= done + 2, process)
+        if rows(output)[-1]["async/kept_tokens"]:
+            break
+        assert kill < 4, "no sample was kept over four kills"
+        time.sleep(
+            0.6 * rows(output)[-1]["time/step_s"]
+        )  # some samples of a group are whole by then
+        (worker,) = workers_of(output)
+        worker.kill()
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(LIMIT_S) == ExitCode.SAVED
+    assert rows(output)[-1]["async/duplicates"] == 0
+    trained = [
+        line["prompt_id"]
+        for row in rows(output)
+        for line in RunFolder(output).read_rollouts(int(row["step"]))
+    ]
+    assert len(trained) == 8 * len(set(trained))
+    assert all(row["staleness/max"] <= 4 for row in rows(output))
     assert processes_of(output) == []

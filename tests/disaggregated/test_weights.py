@@ -131,6 +131,22 @@ def test_versions_arrive_one_over_the_other(address: tuple[str, int]) -> None:
     sender.close()
 
 
+def test_a_worker_may_be_left_out_of_an_update(address: tuple[str, int]) -> None:
+    """An engine that runs freely takes newer weights when it has room for them."""
+    often = Receiving(address, "often", (1, 2, 3), Staging())
+    seldom = Receiving(address, "seldom", (1, 3), Staging())
+    sender = WeightSender(address, PATIENT_S, CPU)
+    assert sender.send(make_buckets(1), 1, ["often", "seldom"], NO_CANARIES) == []
+    assert sender.send(make_buckets(2), 2, ["often"], NO_CANARIES) == []
+    assert sender.send(make_buckets(3), 3, ["often", "seldom"], NO_CANARIES) == []
+    for worker in (often, seldom):
+        worker.finish()
+        assert_same(held(worker.staging), expected(3))
+    sender.keep(["often"])
+    assert sender._groups.keys() == {"often"}
+    sender.close()
+
+
 def test_memory_is_used_again_when_its_bucket_has_arrived(address: tuple[str, int]) -> None:
     """The exporter lays the next bucket but one into the memory of a bucket."""
     worker = Receiving(address, "one", (1,), Staging())

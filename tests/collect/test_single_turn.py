@@ -1,0 +1,52 @@
+"""A rollout in one turn: what it says of samples that are whole before their group is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+
+from mrl.collect.single_turn import SingleTurnRollout, start_groups
+from mrl.rollout.base import Completion, EngineLost, Request, RolloutEngine, SamplingParams
+from mrl.types import SampleGroup, VersionSpan
+from tests.sample_groups import PROMPT_LEN, prompt
+
+
+class Answers:
+    """An engine that answers two tokens to requests in the order that is given, and is lost then."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order = order
+        self.asked: list[list[Request]] = []
+
+    def generate(self, requests: Sequence[Request], **options: Any) -> Iterator[Completion]:
+        self.asked.append(list(requests))
+        for place in self.order:
+            spans = (VersionSpan(0, PROMPT_LEN, PROMPT_LEN + 2),)
+            tokens = torch.tensor([place, place])
+            rid = requests[place].request_id
+            yield Completion(rid, tokens, torch.zeros(2), "stop", spans, None)
+        raise EngineLost("gone")
+
+
+def test_samples_that_are_whole_before_their_group_are_told_and_not_asked_for_again() -> None:
+    told: list[tuple[int, list[int]]] = []
+
+    def on_sample(group: SampleGroup, k: int) -> None:
+        told.append((k, group.samples[k].response_ids.tolist()))
+
+    groups = start_groups([prompt(0)], 3)
+    rollout = SingleTurnRollout(groups, SamplingParams(4), 0, on_sample=on_sample)
+    first, second = Answers([2, 0]), Answers([0])
+    found: list[SampleGroup] = []
+    for engine in (first, second):
+        try:
+            found += rollout.finished(cast(RolloutEngine, engine))
+        except EngineLost:
+            continue
+    assert told == [(2, [2, 2]), (0, [0, 0])]  # the last one comes with the group
+    assert [len(asked) for engine in (first, second) for asked in engine.asked] == [3, 1]
+    assert rollout.is_over
+    (group,) = found
+    assert [s.response_ids.tolist() for s in group.samples] == [[0, 0], [0, 0], [2, 2]]
