@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Train on this machine:  launch/torchrun.sh RECIPE [key=value ...]
 # NPROC sets the number of processes; by default one per GPU, or one where there is none.
+# Of a disaggregated recipe (docs/async.md) the last rollout.num_ranks of them lead engines; without GPUs
+# give NPROC, as one process is too few.
 # OMP_NUM_THREADS sets the threads of each; by default the cores over the processes where there are GPUs
 # (torchrun alone gives every process one, and packing and loading would crawl), one on CPUs.
 # MAX_RESTARTS (default 0) starts the ranks again after one was lost or hung, at most so often.

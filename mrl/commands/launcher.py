@@ -21,9 +21,26 @@ def train_command(folder: RunFolder, *overrides: str, env: Mapping[str, str] = o
     keys = " ".join(shlex.quote(override) for override in overrides)
     script = folder.root / "train.sbatch"  # which the job copied there
     if "SLURM_JOB_ID" in env and script.exists():
-        nodes = env.get("SLURM_JOB_NUM_NODES", "1")
-        return f"sbatch --nodes={nodes} {shlex.quote(str(script))} {config} {run} {keys}".rstrip()
+        return f"sbatch {_nodes(env)} {shlex.quote(str(script))} {config} {run} {keys}".rstrip()
     return f"{_program(env)} train {config} {keys}".rstrip()
+
+
+def _nodes(env: Mapping[str, str]) -> str:
+    """Return the options of sbatch for the nodes of a job; of a heterogeneous one for each component,
+    the later ones with what the script cannot say for them."""
+    if (number := int(env.get("SLURM_HET_SIZE", "1"))) == 1:
+        return f"--nodes={env.get('SLURM_JOB_NUM_NODES', '1')}"
+    components = []
+    for group in range(number):
+        nodes = env.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}", "1")
+        options = [
+            "" if group == 0 else "--exclusive --mem=0 --ntasks-per-node=1 ",
+            f"--nodes={nodes}",
+        ]
+        if partition := env.get(f"SLURM_JOB_PARTITION_HET_GROUP_{group}"):
+            options.append(f" --partition={shlex.quote(partition)}")
+        components.append("".join(options))
+    return " : ".join(components)
 
 
 def _program(env: Mapping[str, str]) -> str:
@@ -31,7 +48,7 @@ def _program(env: Mapping[str, str]) -> str:
     if "WORLD_SIZE" not in env:
         return _alone()
     ranks = env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])
-    nodes = max(1, int(env["WORLD_SIZE"]) // int(ranks))
+    nodes = int(env.get("GROUP_WORLD_SIZE", max(1, int(env["WORLD_SIZE"]) // int(ranks))))
     where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-endpoint HOST:PORT"
     return f"python -m mrl.launch {where} --nproc-per-node {ranks} -m mrl"
 

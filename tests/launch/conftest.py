@@ -30,7 +30,12 @@ sys.exit(subprocess.call([sys.executable, "-c", rank], start_new_session=True))
 SRUN_SHIM = """#!/usr/bin/env bash
 printf '%s\\n' "$@" > "$SEEN/srun"
 while [[ $1 == --* ]]; do shift; done
-exec "$@"
+words=()
+for word in "$@"; do # those of the first component
+  [[ $word != : ]] || break
+  words+=("$word")
+done
+exec "${words[@]}"
 """
 PYTHON_SHIM = """#!/bin/sh
 if [ "$1 $2" = "-m mrl.launch" ]; then shift 2; exec torchrun "$@"; fi
@@ -41,6 +46,12 @@ SCONTROL_SHIM = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >> "$SEEN/scontrol"
 if [[ $2 == hostnames ]]; then
   if [[ $3 == *-* ]]; then echo node7; sleep 0.1; echo node8; else echo "$3"; fi
+elif [[ $2 == show ]]; then
+  echo "JobId=42 HetJobId=42 HetJobOffset=0 JobName=mrl JOB_GRES=gpu:a:16 GRES=gpu:h200:8(IDX:0-7) x="
+  echo
+  echo "JobId=43 HetJobId=42 HetJobOffset=1 JobName=mrl JOB_GRES=gpu:4 Nodes=m1 GRES=gpu:4(IDX:0-3) x="
+  echo
+  echo "JobId=44 HetJobId=42 HetJobOffset=2 JobName=mrl JOB_GRES=(null) Nodes=m2 GRES= x="
 else
   exit "${REQUEUE_CODE:-0}"
 fi

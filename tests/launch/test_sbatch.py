@@ -44,7 +44,7 @@ def test_sbatch_forms_the_multi_node_command(cluster, tmp_path):
         "-m", "mrl", "train", "r.yaml", f"output_dir={out}", "seed=3",
     ]  # fmt: skip
     srun = (seen / "srun").read_text().splitlines()
-    assert not [word for word in srun if "gpus" in word or "het" in word]
+    assert not [word for word in srun if word.startswith(("--gpus", "--het"))]
     assert "--kill-on-bad-exit=1" in srun
     assert (out / "train.sbatch").read_bytes() == SBATCH.read_bytes()
     assert "nodes node[7-8]" in (out / "logs/slurm_42.log").read_text()
@@ -108,13 +108,49 @@ def test_one_process_per_gpu_and_the_step_gets_all_gpus_and_cores(cluster, tmp_p
 
 def test_a_heterogeneous_job_is_one_run_over_all_its_components(cluster, tmp_path):
     environ, seen = cluster
-    lists = {f"SLURM_JOB_NODELIST_HET_GROUP_{i}": name for i, name in enumerate(["n[7-8]", "m1"])}
-    code, _ = submit(tmp_path / "out", environ, SLURM_HET_SIZE="2", **lists)
+    code, log = submit(tmp_path / "out", environ, **COMPONENTS)
     assert code == 0
     words = torchrun_saw(seen)[0]
-    assert words[:2] == ["--nnodes", "3"]
+    assert words[:4] == ["--nnodes", "4", "--nproc-per-node", "8"]
     assert "node7:29500" in words
-    assert "--het-group=0-1" in (seen / "srun").read_text().splitlines()
+    assert words[words.index("--rdzv-backend") + 1] == "static"  # c10d sorts the nodes by name
+    parts = parts_of(seen)
+    assert [part[0] for part in parts] == ["--het-group=0", "--het-group=1", "--het-group=2"]
+    assert all("--kill-on-bad-exit=1" in part for part in parts)
+    gpus = [[word for word in part if "gpus-per-node" in word] for part in parts]
+    assert gpus == [["--gpus-per-node=8"], ["--gpus-per-node=4"], []]
+    assert [part[part.index("--nproc-per-node") + 1] for part in parts] == ["8", "4", "1"]
+    assert [part[part.index("mrl") + 3 :][:2] for part in parts] == [
+        ["24", "8"], ["16", "4"], ["", ""],
+    ]  # fmt: skip
+    assert "component 0: 2 node(s), ranks 0 to 15\n" in log
+    assert "component 1: 1 node(s), ranks 16 to 19\n" in log
+    assert "component 2: 1 node(s), ranks 20 to 20\n" in log
+
+
+def test_each_component_may_have_a_number_of_processes(cluster, tmp_path):
+    environ, seen = cluster
+    first = {"SLURM_RESTART_COUNT": "0", "NPROC_PER_NODE": "2:3:5"}
+    assert submit(tmp_path / "out", environ, **first, **COMPONENTS)[0] == 0
+    parts = parts_of(seen)
+    assert [part[part.index("--nproc-per-node") + 1] for part in parts] == ["2", "3", "5"]
+    assert (seen / "check").read_text().startswith("12 -m mrl check ")
+
+
+def parts_of(seen):
+    """The words of srun for each component, without those of the task's own script."""
+    words = (seen / "srun").read_text().splitlines()
+    at = [i for i, word in enumerate(words) if word.startswith("--het-group=")]
+    return [words[i:j] for i, j in zip(at, [*at[1:], len(words)], strict=True)]
+
+
+COMPONENTS = {"SLURM_HET_SIZE": "3"} | {
+    f"SLURM_JOB_{name}_HET_GROUP_{i}": value
+    for name, values in {
+        "NODELIST": ["n[7-8]", "m1", "m2"], "CPUS_PER_NODE": ["192(x2)", "64", "32"],
+    }.items()
+    for i, value in enumerate(values)
+}  # fmt: skip
 
 
 def test_bad_input_ends_the_first_start_before_any_rank(cluster, tmp_path):
@@ -129,13 +165,14 @@ def test_bad_input_ends_the_first_start_before_any_rank(cluster, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("NPROC_PER_NODE", "0"), ("NPROC_PER_NODE", "x"), ("MAX_RESTARTS_WITHOUT_STEP", "-1")],
-)
+    [("NPROC_PER_NODE", "0"), ("NPROC_PER_NODE", "x"), ("NPROC_PER_NODE", "8:4"),
+     ("MAX_RESTARTS_WITHOUT_STEP", "-1")],
+)  # fmt: skip
 def test_a_bad_variable_is_named(name, value, cluster, tmp_path):
     environ, seen = cluster
     code, log = submit(tmp_path / "out", environ, **{name: value})
     assert code == 2
-    assert f"mrl: {name}: got '{value}', expected a number" in log
+    assert f"mrl: {name}: got '{value}', expected a number" in log, log
     assert not (seen / "torchrun.json").exists()
 
 

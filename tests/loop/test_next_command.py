@@ -32,6 +32,18 @@ def test_the_launcher_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "train.sbatch").touch()
     batch = f"sbatch --nodes=2 {tmp_path}/train.sbatch {config} {tmp_path} a=1"
     assert train_command(folder, "a=1", env=JOB) == batch
+    parts = {"NUM_NODES": ("2", "4"), "PARTITION": ("big", "small")}
+    env = {f"SLURM_JOB_{name}_HET_GROUP_{i}": parts[name][i] for name in parts for i in range(2)}
+    assert train_command(folder, env={**JOB, "SLURM_HET_SIZE": "2", **env}) == (
+        "sbatch --nodes=2 --partition=big : --exclusive --mem=0 --ntasks-per-node=1 --nodes=4 "
+        f"--partition=small {tmp_path}/train.sbatch {config} {tmp_path}"
+    )
+
+
+def test_nodes_may_have_different_numbers_of_ranks(tmp_path: Path) -> None:
+    """This node has one of five ranks, and the other node four."""
+    env = {"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
+    assert "--nnodes 2 " in train_command(RunFolder(tmp_path), env=env)
 
 
 def test_what_is_printed_can_be_pasted_where_the_run_was_started(

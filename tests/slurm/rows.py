@@ -41,7 +41,9 @@ class Bench:
     def out(self) -> Path:
         return self.folder / "run"
 
-    def submit(self, *plans: dict[str, object], options: list[str] | None = None) -> None:
+    def submit(
+        self, *plans: dict[str, object], options: list[str] | None = None, **env: str
+    ) -> None:
         """Start i of the job follows plan i, and later ones the last plan."""
         shims = self.folder / "bin"
         shims.mkdir(parents=True)
@@ -52,7 +54,7 @@ class Bench:
         for name, text in (("torchrun", launch), ("python", is_launch)):
             (shims / name).write_text(f"#!/bin/sh\n{text}")
             (shims / name).chmod(0o755)
-        self.start("recipe.yaml", options=options, PATH=f"{shims}:{os.environ['PATH']}")
+        self.start("recipe.yaml", options=options, PATH=f"{shims}:{os.environ['PATH']}", **env)
 
     def start(
         self, recipe: str, *overrides: str, options: list[str] | None = None, **env: str
@@ -298,6 +300,25 @@ def heterogeneous(bench: Bench) -> str:
     bench.check("COMPLETED", restarts=1)
     assert "--nnodes 2 " in (bench.out / "words_1").read_text()
     return "one run over all components; requeued whole, resumed"
+
+
+@row("a heterogeneous job whose components have other numbers of processes")
+def unequal(bench: Bench) -> str:
+    bench.submit({}, options=in_reverse(bench.nodes), NPROC_PER_NODE="1:3")
+    bench.check("COMPLETED", restarts=0)
+    for rank, (node, number) in enumerate(zip(reversed(bench.nodes), (1, 3), strict=True)):
+        words = (bench.out / f"words_{rank}").read_text()
+        assert f"--nproc-per-node {number} " in words
+        assert f"--rdzv-endpoint {bench.nodes[1]}:" in words
+        assert f"rank {rank}: is on {node}\n" in bench.notes(), bench.told()
+    assert "component 1: 1 node(s), ranks 1 to 3\n" in bench.log()
+    return "the ranks are numbered in the order of the components"
+
+
+def in_reverse(nodes: list[str]) -> list[str]:
+    """The options of a heterogeneous job whose first component is the last node by name."""
+    both = ["--nodes=1", "--ntasks-per-node=1", "--exclusive"]
+    return [*both, f"--nodelist={nodes[1]}", ":", *both, f"--nodelist={nodes[0]}"]
 
 
 SLOW = ("the second node dies whole", "the first node dies whole, with the batch script",

@@ -43,6 +43,7 @@ def train(arguments: list[str]) -> None:
     plans = json.loads((out / "plan.json").read_text())
     plan = plans[min(start, len(plans) - 1)]
     note(out, rank, start, f"starts, GPUs {os.environ.get('CUDA_VISIBLE_DEVICES')}")
+    note(out, rank, start, f"is on {os.environ['SLURMD_NODENAME']}")
     time.sleep(plan.get("import_s", 0.2))
     asked = []
     signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from parallel.checkpoint.manifest import folder_name
 from parallel.checkpoint.saved_tensors import SavedTensors
 from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy
 from tests.slurm.cluster import Cluster, Tracker, free_ports, why_not, why_not_tracked
-from tests.slurm.rows import Bench
+from tests.slurm.rows import Bench, in_reverse
 
 REASON = why_not()
 pytestmark = [
@@ -31,9 +32,20 @@ NUM_STEPS = 6
 LIMIT_S = 400.0
 
 
+SHARED_EXPERTS = ("parallel.expert_model_parallel_size=2",)
+APART = ("rollout.placement=disaggregated", "rollout.num_ranks=1")
+
+
 @contextmanager
-def run(folder: Path, tracker: Tracker, toy: Toy) -> Iterator[Bench]:
-    """Submit a run of NUM_STEPS steps on two nodes with a rank each, which share the experts."""
+def run(
+    folder: Path,
+    tracker: Tracker,
+    toy: Toy,
+    *more: str,
+    options: Callable[[list[str]], list[str]] | None = None,
+) -> Iterator[Bench]:
+    """Submit a run of NUM_STEPS steps on two nodes with a rank each, which share the experts unless
+    `more` says otherwise."""
     folder.mkdir()
     with Cluster(2, tracker) as cluster:
         bench = Bench(cluster, cluster.names, folder, free_ports(1)[0], LIMIT_S)
@@ -45,7 +57,8 @@ def run(folder: Path, tracker: Tracker, toy: Toy) -> Iterator[Bench]:
                 f"data.path={REPOSITORY / 'launch/recipes/data/first_char.jsonl'}",
                 f"train.num_steps={NUM_STEPS}",
                 "checkpoint.save_every=1",
-                "parallel.expert_model_parallel_size=2",
+                *(more or SHARED_EXPERTS),
+                options=options(bench.nodes) if options else None,
                 PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                 PYTHONPATH=str(REPOSITORY),
                 TORCHDYNAMO_DISABLE="1",
@@ -121,6 +134,27 @@ def test_a_run_through_losses_ends_with_the_same_bits(
         # SLURM may send the end of the first start once more to the node that came back.
         bench.check_end("COMPLETED", restarts=(2, 3))
         assert_same(bench, uninterrupted)
+
+
+def test_the_components_of_a_job_have_the_roles_in_their_order(toy: Toy, tmp_path: Path) -> None:
+    """The first component trains and the second one leads the engine, whatever their nodes' names."""
+    more = (*APART, "async.max_staleness=1", "algorithm.importance=tis")
+    with run(tmp_path / "run", "linuxproc", toy, *more, options=in_reverse) as bench:
+        bench.wait_for(lambda: bench.step() >= 1, "step 1")
+        (worker,) = [
+            process
+            for process in psutil.process_iter(["cmdline", "environ"])
+            if (process.info["cmdline"] or [])[-2:] == ["-m", "mrl.disaggregated"]
+            and (process.info["environ"] or {}).get("TMPDIR") == str(bench.folder)
+        ]
+        assert worker.info["environ"]["SLURMD_NODENAME"] == bench.nodes[0]
+        trainer = psutil.Process(bench.pid_of_rank(0))
+        assert trainer.environ()["SLURMD_NODENAME"] == bench.nodes[1]
+        os.kill(bench.pid_of_rank(1), signal.SIGKILL)  # the rollout rank
+        bench.check_end("COMPLETED", restarts=1)
+        rows = [json.loads(line) for line in (bench.out / "metrics.jsonl").open()]
+        assert [row["step"] for row in rows] == list(range(NUM_STEPS))
+        assert all(row["staleness/max"] <= 1 for row in rows)
 
 
 def assert_same(bench: Bench, uninterrupted: tuple[dict[str, torch.Tensor], list[Any]]) -> None:
