@@ -212,7 +212,6 @@ def test_conversations_in_a_free_run(updates: str, model: Path, tmp_path: Path) 
         assert row["routing/captured_coverage"] == 1.0
         assert row["staleness/max"] <= 2
         for sample in RunFolder(output).read_rollouts(int(row["step"])):
-            assert sample["completion"].count("<|im_start|>user\n") == 2
             seen.add((row["step"], sample["prompt_id"]))
     assert len(seen) == 8 * 4
     assert processes_of(output) == []
