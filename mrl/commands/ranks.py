@@ -8,7 +8,6 @@ from typing import Literal
 
 from mrl.config import Recipe
 from mrl.errors import InputError
-from mrl.preflight.engine_layout import engine_layout
 from mrl.preflight.roles import roles_of
 from parallel.dims import ParallelDims
 
@@ -24,7 +23,7 @@ def check_ranks(recipe: Recipe, world: int, command: Literal["check", "train"]) 
         fp8 = bool(recipe.megatron.get("fp8"))
         ParallelDims.create(recipe.parallel, roles.num_trainers, fp8=fp8)
         if recipe.debug.load_rollouts is None:
-            engine_layout(recipe.rollout, roles.num_engine_ranks)
+            roles.engine_layout(recipe.rollout)
     except InputError as error:
         fewest, apart = fewest_ranks(recipe), recipe.rollout.placement == "disaggregated"
         if (not apart and world % fewest == 0) or "WORLD_SIZE" in os.environ:

@@ -13,6 +13,7 @@ import json
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from mrl.collect.evaluation import Evaluation
 from mrl.collect.rounds import Round, RoundCollector, as_statistics, step_seed
 from mrl.disaggregated.server import Server
 from mrl.disaggregated.staging import Canaries
-from mrl.disaggregated.supervisor import ADDRESS, HOST, OVER, PREFIX
+from mrl.disaggregated.supervisor import ADDRESS, OVER, PREFIX, read_hosts
 from mrl.disaggregated.weights import WeightSender
 from mrl.disaggregated.work import Delivered, Work
 from mrl.preflight import Plan
@@ -76,7 +77,8 @@ class DisaggregatedCollector(RoundCollector):
         where: list[Any] = [None]
         if self.mesh.rank == 0:
             meeting = dist.PrefixStore(PREFIX, join_store()[0])
-            hosts = [meeting.get(f"{HOST}_{i}").decode() for i in range(roles.num_rollout)]
+            meeting.set_timeout(timedelta(seconds=recipe.longest_wait_s))
+            hosts = read_hosts(meeting, roles.num_rollout)
             self._server = self._make_server(hosts)
             server = {"server": self._server.address, "token": self._server.token}
             meeting.set(ADDRESS, json.dumps(server))

@@ -2,8 +2,8 @@
 
 Such a group stands beside torch's default one, and its two sides meet in the server's store under a
 name of their own, so that the death of a worker breaks no other group and another worker can come in
-its place. Headers travel over gloo, buckets over gloo on CPUs and over NCCL on GPUs. NCCL's part has
-not run.
+its place. Headers travel over gloo; so do buckets, but between two GPUs over NCCL, whose part has not
+run.
 """
 
 from __future__ import annotations
@@ -54,17 +54,21 @@ class PairGroup:
     ) -> None:
         """Wait for the other side: the worker until the trainer begins, both then for `timeout_s`.
 
-        `host` is where the store is, which decides the network; `device` holds the buckets. Raises
-        RuntimeError where the other side does not come.
+        `host` is where the store is, which decides the network. `device` is this side's: it holds the
+        buckets where the other side has one of the same type, else the CPU does. Raises RuntimeError
+        where the other side does not come.
         """
-        self.device = device
         self._other, self._timeout = 1 - rank, timedelta(seconds=timeout_s)
         self._is_aborted = False
-        begun = f"{name}_begun"
+        begun, answered = f"{name}_begun", f"{name}_answered"
         if rank == WORKER:
             store.wait([begun], PATIENCE)
+            store.set(answered, device.type)
+            other = store.get(begun).decode()
         else:
-            store.set(begun, "1")
+            store.set(begun, device.type)
+            other = store.get(answered).decode()
+        self.device = device if other == device.type else torch.device("cpu")
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = self._timeout
         own = address_towards(host) or host
@@ -72,7 +76,7 @@ class PairGroup:
         meeting = dist.PrefixStore(f"{name}_gloo", store)
         self._gloo: Any = dist.ProcessGroupGloo(meeting, rank, 2, options)
         self._nccl: Any = None
-        if device.type == "cuda":
+        if self.device.type == "cuda":
             nccl_options: Any = dist.ProcessGroupNCCL.Options()
             nccl_options._timeout = self._timeout
             meeting = dist.PrefixStore(f"{name}_nccl", store)

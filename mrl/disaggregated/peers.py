@@ -1,8 +1,9 @@
-"""This module holds what the server knows of a worker, and the store in which pairs meet."""
+"""This module holds what the server knows of its workers, and the store in which pairs meet."""
 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from mrl.disaggregated.wire import Wire
-from mrl.errors import RunFailed
+from mrl.errors import RankLost, RunFailed
 
 
 class Pair(NamedTuple):
@@ -33,6 +34,32 @@ class Peer:
         """The newest version that was sent to it; -1 for none."""
         self.progress = 0
         self.is_lost = False
+
+
+class Absences:
+    """Notes which engines have lost their worker and have no other one yet.
+
+    A supervisor starts another worker at once. Where none comes, the supervisor is gone: its launcher
+    ends the ranks of its own node, and those of other nodes hear nothing of it.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def begin(self, engine: int) -> None:
+        self._since[engine] = time.monotonic()
+
+    def end(self, engine: int) -> None:
+        self._since.pop(engine, None)
+
+    def check(self, limit_s: float) -> None:
+        """Raise RankLost where an engine has had no worker for `limit_s`."""
+        for engine, since in self._since.items():
+            if (absent_s := time.monotonic() - since) > limit_s:
+                raise RankLost(
+                    f"rollout engine {engine} has had no worker for {absent_s:.0f} s: the rank that "
+                    "leads it, or its node, is gone; the messages of that node say more"
+                )
 
 
 def open_store(host: str) -> tuple[dist.Store, tuple[str, int]]:

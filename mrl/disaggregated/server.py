@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from mrl.config.asynchronous import AsyncConfig
-from mrl.disaggregated.peers import Pair, Peer, never_started, open_store
+from mrl.disaggregated.peers import Absences, Pair, Peer, never_started, open_store
 from mrl.disaggregated.wire import Wire, WireClosed, is_token
 from mrl.disaggregated.work import Delivered, Result, Work
 from mrl.errors import EngineGone, InputError, RunFailed
@@ -26,6 +26,8 @@ from mrl.system.heartbeat import beat
 from mrl.system.rendezvous import listen_for
 
 POLL_S = 0.5
+ABSENT_S = 600.0
+"""How long an engine may have no worker."""
 GOODBYE_S = 30.0
 """How long workers may take to stop their engines at the end of a run."""
 _SUMMED = ("rollout/engine_restarts",)
@@ -55,6 +57,7 @@ class Server:
         self._losses: Counter[int] = Counter()
         """Workers of an engine that were lost since it last delivered."""
         self.num_lost = 0
+        self._absences = Absences()
         self._failure: Exception | None = None
         self._is_closed = False
         self._next_id = 0
@@ -181,6 +184,7 @@ class Server:
         with self._changed:
             while True:
                 self._find_silent()
+                self._absences.check(ABSENT_S)
                 if self._failure is not None:
                     raise self._failure
                 if condition():
@@ -205,6 +209,7 @@ class Server:
         number = worker.pair.engine
         if self._workers.get(number) is worker:
             del self._workers[number]
+            self._absences.begin(number)
             self._on_loss(number)
         self.num_lost += 1
         self._losses[number] += 1
@@ -268,6 +273,7 @@ class Server:
             self._num_joined += 1
             worker = Peer(wire, Pair(number, f"pair_{number}_{self._num_joined}"))
             self._workers[number] = worker
+            self._absences.end(number)
             self._on_join(number, self._num_joined)
             self._tell(
                 worker, {"type": "welcome", "pair": worker.pair.name, "store": self.store_address}

@@ -22,15 +22,17 @@ from typing import Any
 import torch.distributed as dist
 
 from mrl.config import Recipe
-from mrl.errors import ExitCode
-from mrl.preflight.roles import Roles
+from mrl.errors import ExitCode, InputError
+from mrl.preflight.roles import Roles, check_engine_on_node
 from mrl.run import console
 from mrl.system.processes import children_without_usr1
+from mrl.system.rendezvous import own_network
 
 PREFIX = "mrl_rollout"
 ADDRESS, HOST, OVER = "address", "host", "over"
-"""Keys of the launcher's store: where the server listens, the machine of each rollout rank, and a mark
-that the trainer leaves when it has no more work."""
+"""Keys of the launcher's store: where the server listens, where each rollout rank is, and a mark that
+the trainer leaves when it has no more work."""
+POLL_S = 0.2
 ENDED_S = 60.0
 """How long a launcher may take to end its ranks after one of them has failed."""
 _HEEDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -42,17 +44,29 @@ def supervise(
     """Run the part of a rollout rank until the trainer says that the run is over; return the exit code.
 
     Only the first rank of an engine has a worker; the others hold a place, and a GPU, for the engine.
-    Signals that ask for a save concern the trainers, who then end the run.
+    Signals that ask for a save concern the trainers, who then end the run. Raises InputError where the
+    engine would not be on one node; rank 0 raises it, too.
     """
     told: list[int] = []
     for number in _HEEDED:
         signal.signal(number, lambda number, frame: told.append(number))
     place = rank - roles.num_trainers
     meeting = dist.PrefixStore(PREFIX, store)
-    meeting.set(f"{HOST}_{place}", socket.gethostname())
-    engine, part = divmod(place, recipe.rollout.tensor_parallel_size)
     meeting.set_timeout(timedelta(seconds=recipe.longest_wait_s))
-    address = json.loads(meeting.get(ADDRESS))
+    engine, part = divmod(place, recipe.rollout.tensor_parallel_size)
+    try:
+        _tell_host(meeting, recipe, roles, rank)
+        deadline = time.monotonic() + recipe.longest_wait_s
+        while not meeting.check([ADDRESS]) and time.monotonic() < deadline:
+            if signal.SIGTERM in told:  # no step has begun that is to be saved
+                return ExitCode.TERMINATED
+            time.sleep(POLL_S)
+        address = json.loads(meeting.get(ADDRESS))
+    except RuntimeError as error:  # the store is in the launcher of the first node
+        said = str(error).splitlines()[0]
+        console.warning(f"rollout rank {rank}: the trainers are gone, or did not start: {said}")
+        _wait_for_the_launcher(told)
+        return ExitCode.LOST_RANK
     settings = {
         **address,
         "engine": engine,
@@ -75,6 +89,38 @@ def supervise(
             return ExitCode.LOST_RANK
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         console.warning(f"rollout rank {rank}: its worker {how}; starting another one")
+
+
+def _tell_host(meeting: dist.Store, recipe: Recipe, roles: Roles, rank: int) -> None:
+    """Tell rank 0 where this rank is, or why it cannot lead its engine. Raises InputError."""
+    number = int(os.environ.get("LOCAL_RANK", str(rank)))
+    last = rank - number + int(os.environ.get("LOCAL_WORLD_SIZE", str(roles.world))) - 1
+    told = {"host": socket.gethostname(), "network": own_network(), "error": ""}
+    try:
+        check_engine_on_node(roles, recipe.rollout, rank, last)
+    except InputError as error:
+        told["error"] = str(error)
+        raise
+    finally:
+        meeting.set(f"{HOST}_{rank - roles.num_trainers}", json.dumps(told))
+
+
+def read_hosts(meeting: dist.Store, num_rollout: int) -> list[str]:
+    """Wait for the rollout ranks and return the host of each: this host's name where loopback reaches
+    it, and an empty name for another host of the same name.
+
+    Raises InputError for what a rollout rank has found wrong.
+    """
+    found = [json.loads(meeting.get(f"{HOST}_{place}")) for place in range(num_rollout)]
+    for told in found:
+        if told["error"]:
+            raise InputError(told["error"])
+    here, network = socket.gethostname(), own_network()
+    others = ["" if told["host"] == here else told["host"] for told in found]
+    return [
+        here if told["network"] == network else other
+        for told, other in zip(found, others, strict=True)
+    ]
 
 
 def _run_worker(settings: dict[str, Any], timeout_s: float) -> int:

@@ -26,7 +26,7 @@ from mrl.preflight.algorithm import (
 )
 from mrl.preflight.allocator import check_allocator
 from mrl.preflight.asynchronous import check_asynchronous
-from mrl.preflight.engine_layout import check_engine_sizes, engine_layout
+from mrl.preflight.engine_layout import check_engine_sizes
 from mrl.preflight.long_tails import check_importance, check_partial_rollouts, check_started
 from mrl.preflight.machine import check_machine, local_ranks
 from mrl.preflight.megatron import check_megatron
@@ -257,7 +257,7 @@ def _check_rollout(recipe: Recipe, roles: Roles, model: HfModel) -> None:
     rollout = recipe.rollout
     prompts, minis = rollout.prompts_per_step, recipe.train.num_steps_per_rollout
     if not recipe.debug.load_rollouts:  # which starts no engine
-        if engine_layout(rollout, roles.num_engine_ranks).num_nodes > 1:
+        if roles.engine_layout(rollout).num_nodes > 1:
             node_class(load_engine(rollout.engine), rollout.engine)
         check_engine_sizes(rollout, model.sizes)
     if prompts % minis:

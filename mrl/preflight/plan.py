@@ -13,7 +13,7 @@ from mrl.config import Recipe
 from mrl.config.reward import describe_rewards
 from mrl.data import SftExample, Source
 from mrl.data.eval_sets import EvalSet
-from mrl.preflight.engine_layout import EngineLayout, engine_layout
+from mrl.preflight.engine_layout import EngineLayout
 from mrl.preflight.roles import Roles
 from mrl.rewards.terms import terms_of
 from mrl.rollout import engine_names
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def engines(self) -> EngineLayout:
-        return engine_layout(self.recipe.rollout, self.roles.num_engine_ranks)
+        return self.roles.engine_layout(self.recipe.rollout)
 
     def rows(self, *, elsewhere: bool = False) -> list[tuple[str, str]]:
         """Return what is about to run as (name, value) rows for the terminal.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mrl.config import Recipe, RolloutConfig
 from mrl.config.asynchronous import AsyncConfig
 from mrl.errors import InputError
+from mrl.preflight.engine_layout import RANKS, EngineLayout, engine_layout
 
 PLACEMENT = "rollout.placement"
 
@@ -32,6 +33,14 @@ class Roles:
     def num_engines(self, rollout: RolloutConfig) -> int:
         """Return the number of engines, of which there is one at least."""
         return max(1, self.num_engine_ranks // rollout.tensor_parallel_size)
+
+    def engine_layout(self, rollout: RolloutConfig) -> EngineLayout:
+        """Return how the engines span their ranks. Raises InputError where they do not fill them.
+
+        An engine of rollout ranks is on one node, which its ranks check as they start
+        (`check_engine_on_node`): the trainers do not know how many ranks the other nodes have.
+        """
+        return engine_layout(rollout, self.num_engine_ranks, self.num_rollout or None)
 
     def is_rollout(self, rank: int) -> bool:
         """Return whether a rank leads engines only."""
@@ -77,6 +86,19 @@ def roles_of(recipe: Recipe, world: int) -> Roles:
             f"{rollout.num_ranks} of them; start at least {rollout.num_ranks + 1}, so that one trains"
         )
     return Roles(world - rollout.num_ranks, rollout.num_ranks)
+
+
+def check_engine_on_node(roles: Roles, rollout: RolloutConfig, rank: int, last: int) -> None:
+    """Raise InputError where the engine that a rollout rank leads would go beyond `last`, the last rank
+    of its node."""
+    ranks = rollout.tensor_parallel_size
+    is_leader = (rank - roles.num_trainers) % ranks == 0
+    if is_leader and rank + ranks - 1 > last:
+        raise InputError(
+            f"{RANKS}: an engine spans the {_ranks(rank, rank + ranks)}, and the node of rank {rank} "
+            f"ends with rank {last}; an engine of a disaggregated run must be on one node: change the "
+            "number of ranks on its node, or make it smaller"
+        )
 
 
 def as_colocated(recipe: Recipe) -> Recipe:
