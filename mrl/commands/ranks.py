@@ -8,8 +8,7 @@ from typing import Literal
 
 from mrl.config import Recipe
 from mrl.errors import InputError
-from mrl.preflight.roles import roles_of
-from parallel.dims import ParallelDims
+from mrl.preflight.roles import roles_of, trainer_dims
 
 GPUS_PER_NODE = 8
 """The GPUs of a usual node: above this, the message names the SLURM script."""
@@ -20,8 +19,7 @@ def check_ranks(recipe: Recipe, world: int, command: Literal["check", "train"]) 
     start."""
     try:
         roles = roles_of(recipe, world)
-        fp8 = bool(recipe.megatron.get("fp8"))
-        ParallelDims.create(recipe.parallel, roles.num_trainers, fp8=fp8)
+        trainer_dims(recipe, roles)
         if recipe.debug.load_rollouts is None:
             roles.engine_layout(recipe.rollout)
     except InputError as error:

@@ -37,7 +37,7 @@ from mrl.preflight.plan import Plan
 from mrl.preflight.profile import check_profile
 from mrl.preflight.resume import resume_step, snapshot_step
 from mrl.preflight.reward_columns import check_reward_columns
-from mrl.preflight.roles import Roles, roles_of
+from mrl.preflight.roles import Roles, roles_of, trainer_dims
 from mrl.preflight.rows import check_rows
 from mrl.preflight.sampling import check_recipe_sampling, check_sampling
 from mrl.preflight.schedule import with_schedule
@@ -92,8 +92,7 @@ def check(
     if not elsewhere:
         check_machine(local_ranks(world), warn)
     roles = roles_of(recipe, world)
-    fp8 = bool(recipe.megatron.get("fp8"))
-    dims = ParallelDims.create(recipe.parallel, roles.num_trainers, fp8=fp8)
+    dims = trainer_dims(recipe, roles)
     folder = RunFolder(recipe.output_dir)
     model = _read_model(recipe, dims, elsewhere=elsewhere, deep=deep)
     reference = read_reference(recipe.algorithm, model, deep=deep)

@@ -8,6 +8,7 @@ from mrl.config import Recipe, RolloutConfig
 from mrl.config.asynchronous import AsyncConfig
 from mrl.errors import InputError
 from mrl.preflight.engine_layout import RANKS, EngineLayout, engine_layout
+from parallel.dims import ParallelDims
 
 PLACEMENT = "rollout.placement"
 
@@ -86,6 +87,21 @@ def roles_of(recipe: Recipe, world: int) -> Roles:
             f"{rollout.num_ranks} of them; start at least {rollout.num_ranks + 1}, so that one trains"
         )
     return Roles(world - rollout.num_ranks, rollout.num_ranks)
+
+
+def trainer_dims(recipe: Recipe, roles: Roles) -> ParallelDims:
+    """Return the layout of the ranks that train. Raises InputError where they do not fit it."""
+    try:
+        return ParallelDims.create(
+            recipe.parallel, roles.num_trainers, fp8=bool(recipe.megatron.get("fp8"))
+        )
+    except InputError as error:
+        if not roles.num_rollout:
+            raise
+        raise InputError(
+            f"{error}; these are the ranks that train: {roles.num_rollout} of the {roles.world} ranks "
+            "lead engines (rollout.num_ranks)"
+        ) from None
 
 
 def check_engine_on_node(roles: Roles, rollout: RolloutConfig, rank: int, last: int) -> None:

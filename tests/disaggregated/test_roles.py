@@ -9,7 +9,7 @@ import pytest
 from mrl.config import Recipe, load_recipe
 from mrl.errors import InputError
 from mrl.preflight.asynchronous import check_asynchronous
-from mrl.preflight.roles import as_colocated, roles_of
+from mrl.preflight.roles import as_colocated, roles_of, trainer_dims
 
 ROOT = Path(__file__).parents[2]
 APART = ("rollout.placement=disaggregated", "rollout.num_ranks=2")
@@ -48,6 +48,15 @@ def test_all_colocated_ranks_train_and_generate() -> None:
 def test_roles_that_do_not_fit_are_refused(more: list[str], world: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         roles_of(recipe(*more), world)
+
+
+def test_a_layout_that_does_not_fit_names_the_ranks_that_train() -> None:
+    given = recipe(*APART, "parallel.expert_model_parallel_size=2")
+    assert trainer_dims(given, roles_of(given, 4)).world == 2
+    with pytest.raises(
+        InputError, match=r"3 ranks are not .* train: 2 of the 5 ranks lead engines"
+    ):
+        trainer_dims(given, roles_of(given, 5))
 
 
 @pytest.mark.parametrize(
