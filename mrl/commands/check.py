@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,27 @@ def add_to(commands: Any) -> None:
     )
     add_recipe(command)
     add_allow(command)
+    _add_plan(command)
+    command.add_argument(
+        "--ignore-memory",
+        action="store_true",
+        help="on a machine with GPUs: accept a recipe that should not fit into their memory",
+    )
+    command.add_argument(
+        "--deep",
+        action="store_true",
+        help="look for NaN and infinity in every number of the weights, not in a sample",
+    )
+    command.add_argument(
+        "--versions",
+        action="store_true",
+        help="first print the versions of the packages, and what each implies",
+    )
+    command.set_defaults(run=run)
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    """Add `--plan` and what it takes."""
     command.add_argument(
         "--plan",
         action="store_true",
@@ -43,21 +65,20 @@ def add_to(commands: Any) -> None:
         help="with --plan: memory of a node in gigabytes (default 2,199)",
     )
     command.add_argument(
-        "--ignore-memory",
-        action="store_true",
-        help="on a machine with GPUs: accept a recipe that should not fit into their memory",
+        "--response-len",
+        type=int,
+        metavar="N",
+        help="with --plan of a disaggregated recipe: tokens of the mean response (default: all are as "
+        "long as allowed)",
     )
     command.add_argument(
-        "--deep",
-        action="store_true",
-        help="look for NaN and infinity in every number of the weights, not in a sample",
+        "--measured",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="with --plan: take the seconds of a step from the metrics of these runs (one colocated, "
+        "one disaggregated, or one of each)",
     )
-    command.add_argument(
-        "--versions",
-        action="store_true",
-        help="first print the versions of the packages, and what each implies",
-    )
-    command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -71,9 +92,17 @@ def run(args: argparse.Namespace) -> None:
     if args.plan:
         from mrl.commands.scaling_plan import show_plan
 
-        show_plan(recipe, args.gpus, args.gpu, args.prompt_len, args.host_memory)
+        show_plan(
+            recipe,
+            args.gpus,
+            args.gpu,
+            args.prompt_len,
+            args.host_memory,
+            response_len=args.response_len,
+            measured=args.measured or (),
+        )
         return
-    for name in ("gpu", "prompt_len", "host_memory"):
+    for name in ("gpu", "prompt_len", "host_memory", "response_len", "measured"):
         if getattr(args, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} needs --plan; add it")
     from mrl.commands.ranks import check_ranks

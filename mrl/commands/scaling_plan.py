@@ -9,13 +9,16 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from mrl.commands.placement_table import measured_tables, planned_tables
 from mrl.config import Recipe
 from mrl.errors import InputError
 from mrl.preflight.engine_layout import check_engine_sizes
+from mrl.preflight.roles import roles_of
 from mrl.rollout.sglang.arguments import check_server_args
 from mrl.run import console
 from parallel.architectures import find_architecture
@@ -39,9 +42,15 @@ def show_plan(
     gpu: str | None,
     prompt_len: int | None,
     host_memory_gb: float | None = None,
+    *,
+    response_len: int | None = None,
+    measured: Sequence[Path] = (),
 ) -> None:
     """Print the plan; the last line says that it fits. Raises InputError, with the arithmetic, where
     it does not, and for a recipe that cannot be.
+
+    `response_len` is that of the mean response. `measured` are folders of runs, whose times take the
+    place of the estimated ones.
 
     A folder with weights is checked as before a start; of one with only config.json, the sizes are.
     """
@@ -55,7 +64,8 @@ def show_plan(
         hardware = dataclasses.replace(hardware, host_memory_bytes=int(host_memory_gb * 1e9))
     folder = Path(recipe.model.path)
     try:
-        ParallelDims.create(recipe.parallel, world)
+        roles = roles_of(recipe, world)
+        ParallelDims.create(recipe.parallel, roles.num_trainers)
     except InputError as error:
         hint = "" if gpus else f"; this plan is for {world} GPU(s), --gpus N makes it for more"
         raise InputError(f"{error}{hint}") from None
@@ -66,10 +76,21 @@ def show_plan(
         console.pairs(check(recipe, world).rows())
     else:
         checked = "config.json only, so only sizes and options were checked"
-        console.pairs([("model", f"{folder}: {checked}"), ("layout", dims.describe())])
+        apart = [("roles", roles.describe())] if roles.num_rollout else []
+        console.pairs([("model", f"{folder}: {checked}"), ("layout", dims.describe()), *apart])
     print(f"\n{assumptions(dims, work, hardware)}")
-    for table in tables(shape, dims, work, hardware):
+    shown, waits = tables(shape, dims, work, hardware), ""
+    is_apart = recipe.rollout.placement == "disaggregated"
+    if measured:
+        more, waits = measured_tables(measured, recipe.asynchronous if is_apart else None)
+        shown += more
+    elif is_apart:
+        more, waits = planned_tables(recipe, shape, dims, work, hardware, response_len)
+        shown += more
+    for table in shown:
         console.table(table.title, table.header, table.rows)
+    if waits:
+        print(f"\n{waits}")
     print(f"\n{accepted(verdict(shape, dims, work, hardware))}")
 
 
@@ -120,7 +141,8 @@ def read_plan(
         check_server_args(recipe.rollout.server_args)
     config = read_config(Path(recipe.model.path))
     shape = read_shape(config, find_architecture(config, recipe.model.architecture))
-    dims = ParallelDims.create(recipe.parallel, world, fp8=bool(recipe.megatron.get("fp8")))
+    trainers = roles_of(recipe, world).num_trainers
+    dims = ParallelDims.create(recipe.parallel, trainers, fp8=bool(recipe.megatron.get("fp8")))
     dims.check_model(shape.sizes)
     context_len = recipe.rollout.context_len or config.get("max_position_embeddings")
     return shape, dims, plan_workload(recipe, shape, world, prompt_len, context_len)
@@ -130,8 +152,9 @@ def assumptions(dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
     """What the tables are about; the lines above them are about this machine."""
     dtype = "bfloat16" if work.weight_bytes == 2 else "float32"
     return (
-        f"Below: {dims.world} x {gpu.name}, weights in {dtype}, prompts of {work.prompt_len} tokens "
-        f"(an assumption: --prompt-len), every response as long as allowed, {work.response_len}."
+        f"Below: {dims.world + work.rollout_ranks} x {gpu.name}, weights in {dtype}, prompts of "
+        f"{work.prompt_len} tokens (an assumption: --prompt-len), every response as long as "
+        f"allowed, {work.response_len}."
     )
 
 
@@ -163,7 +186,7 @@ def plan_workload(
             f"than the context of {context_len}; lower one"
         )
     tp = recipe.rollout.tensor_parallel_size
-    if world % tp:
+    if recipe.rollout.placement == "colocated" and world % tp:
         raise InputError(
             f"rollout.tensor_parallel_size: {world} GPUs are not divisible by {tp} "
             f"({world} = {world // tp} x {tp} + {world % tp}); change it"

@@ -42,3 +42,10 @@ class AsyncConfig(Branch):
     max_worker_restarts: int = Field(default=3, ge=0)
     """Losses of a rollout rank's process, without a finished batch between them, before the run
     gives up."""
+
+    @property
+    def staged_versions(self) -> int:
+        """Versions of the weights that a worker has room for in the host's memory: where it runs
+        freely, that of the engine and the next one."""
+        is_free = self.max_staleness > 0 and not self.deterministic
+        return 2 if is_free else max(1, self.max_staleness)

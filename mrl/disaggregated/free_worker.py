@@ -25,9 +25,6 @@ from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.system.heartbeat import beat
 from mrl.types import SampleGroup
 
-STAGED = 2
-"""Versions in the host's memory: that of the engine, and the next one."""
-
 
 @dataclass(frozen=True)
 class _Held:
@@ -43,7 +40,7 @@ class FreeWorker(Worker):
     """Generates the prompts that it has leases of, until the trainer says that the run is over."""
 
     def __init__(self, plan: Plan, settings: dict[str, Any]) -> None:
-        super().__init__(plan, settings, STAGED)
+        super().__init__(plan, settings)
         config = plan.recipe.asynchronous
         self._interrupts = config.in_flight_updates == "interrupt"
         self._pause_mode: PauseMode = "in_place" if config.kv == "keep" else "retract"

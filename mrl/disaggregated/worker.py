@@ -69,8 +69,7 @@ class Event:
 class Worker:
     """Does the work of one engine by a fixed schedule, until the trainer says that the run is over."""
 
-    def __init__(self, plan: Plan, settings: dict[str, Any], num_staged: int = 0) -> None:
-        """`num_staged`: versions in the host's memory, by default as many as the schedule needs."""
+    def __init__(self, plan: Plan, settings: dict[str, Any]) -> None:
         recipe = plan.recipe
         self.plan, self._number = plan, int(settings["engine"])
         self._supervisor = int(settings["pulse"])
@@ -84,8 +83,7 @@ class Worker:
         self._held: Staging | None = None
         """The version that is loaded: another engine needs it, should this one be lost."""
         tp = recipe.rollout.tensor_parallel_size
-        num = num_staged or max(1, recipe.asynchronous.max_staleness)
-        self._free = [Staging(tp) for _ in range(num)]
+        self._free = [Staging(tp) for _ in range(recipe.asynchronous.staged_versions)]
         self._measured = _Measured()
         self._undo = ExitStack()
         folder = RunFolder(recipe.output_dir)

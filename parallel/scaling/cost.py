@@ -142,24 +142,29 @@ def rollout_seconds(
     shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware, share: Efficiency
 ) -> tuple[dict[str, float], int]:
     """Estimate prefill (compute bound, one a prompt), decode (HBM bound), and the decode batch."""
-    engines = max(1, dims.world // work.engine_tp)
-    sequences = -(-work.num_sequences // engines)
+    sequences = -(-work.num_sequences // work.num_engines(dims))
     room = kv_capacity_tokens(shape, work, gpu.memory_bytes) // work.sequence_len
     batch = max(1, min(sequences, room))
     rounds = -(-sequences // batch)
+    tokens = work.prompts * work.prompt_len
+    prefill = tokens * model_flops(shape, work.prompt_len / 2)
+    return {
+        "prefill": prefill / (work.num_engine_ranks(dims) * gpu.flops * share.flops),
+        "decode": rounds * work.response_len * token_seconds(shape, work, gpu, share, batch),
+    }, batch
+
+
+def token_seconds(
+    shape: ModelShape, work: Workload, gpu: Hardware, share: Efficiency, batch: int
+) -> float:
+    """Estimate how long an engine takes for one token of each of `batch` sequences."""
     context = work.prompt_len + work.response_len / 2
     read = decode_bytes(shape, work, batch, context) / (gpu.hbm * share.hbm)
     # Two all-reduces of a layer's vectors over the engine's ranks; their latency is left out.
     vectors = 2 * shape.num_layers * batch * shape.hidden * work.weight_bytes
     link = gpu.nvlink if work.engine_tp <= gpu.gpus_per_node else gpu.network
     reduce = 2 * ring(work.engine_tp, vectors) / (link * share.links)
-    decode = rounds * work.response_len * (read + reduce)
-    tokens = work.prompts * work.prompt_len
-    prefill = tokens * model_flops(shape, work.prompt_len / 2)
-    return {
-        "prefill": prefill / (dims.world * gpu.flops * share.flops),
-        "decode": decode,
-    }, batch
+    return read + reduce
 
 
 def link_seconds(found: list[Volume], gpu: Hardware, share: Efficiency, part: str) -> float:
@@ -258,12 +263,37 @@ def sync_seconds(
     gathered = max(
         link_seconds(sync_volumes(shape, dims, work, stage), gpu, share, "step") for stage in held
     )
+    if work.rollout_ranks:
+        return {"weight sync: bytes": gathered, **_copy_seconds(shape, dims, work, gpu, share)}
     loaded = 2 * engine_weight_bytes(shape, work) / (gpu.hbm * share.hbm)
     away = max(weight_bytes(shape, s, work) + optimizer_bytes(s, dims, work) for s in held)
     return {
         "offload and onload": 2 * away / (gpu.host * share.host),
         "weight sync: bytes": gathered + loaded,
         "weight sync: buckets and tensors": num_buckets(shape, work) * share.bucket_s
+        + num_hf_tensors(shape) * share.tensor_s,
+    }
+
+
+def _copy_seconds(
+    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware, share: Efficiency
+) -> dict[str, float]:
+    """Estimate the way of the weights from a trainer rank to the engines of a disaggregated run.
+
+    A trainer rank sends the whole model to each of its workers over one link, and each bucket goes to
+    the worker's host before the next one comes. Each rank of an engine then reads the whole model from
+    the host's memory.
+    """
+    whole, buckets = work.weight_bytes * shape.num_parameters, num_buckets(shape, work)
+    served = -(-work.num_engines(dims) // dims.world)
+    is_near = dims.world + work.rollout_ranks <= gpu.gpus_per_node
+    link = gpu.nvlink if is_near else gpu.network
+    to_host = whole / (gpu.host * share.host)
+    return {
+        "weight sync: copy to workers": served * whole / (link * share.links) + to_host,
+        "weight sync: buckets": buckets * share.bucket_s,
+        "engine: load weights": to_host
+        + buckets * share.bucket_s
         + num_hf_tensors(shape) * share.tensor_s,
     }
 

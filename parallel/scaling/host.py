@@ -126,9 +126,10 @@ def trainer_host_rows(
     shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload
 ) -> tuple[Row, ...]:
     """List the rows of one rank. Pinned buffers stay allocated while their contents are on the
-    device."""
-    weights = pinned_weights(shape, stage, dims, work)
-    optimizer = pinned_optimizer(stage, dims, work)
+    device; without engines on its device, the trainer never leaves it and has none."""
+    shares = not work.rollout_ranks
+    weights = pinned_weights(shape, stage, dims, work) if shares else 0
+    optimizer = pinned_optimizer(stage, dims, work) if shares else 0
     pinned, plain = offloaded_bytes(stage, dims, work)
     saved = saved_bytes(stage, dims, work) if work.async_save else 0
     copy = pinned_bytes(work.weight_bytes * stage.num_local, work.exact_pinned)

@@ -82,11 +82,17 @@ def largest_export(shape: ModelShape, dims: ParallelDims, work: Workload) -> int
     )
 
 
+def export_buffer_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
+    """Count the bytes of one buffer: a bucket, all weights, or the largest parameter."""
+    whole = work.weight_bytes * shape.num_parameters
+    return max(min(work.bucket_bytes, whole), largest_export(shape, dims, work))
+
+
 def export_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
     """What the export adds: two buffers of the recipe's size, or as large as the largest parameter that
     does not fit into it, and the peers' pieces of that one parameter."""
     largest, whole = largest_export(shape, dims, work), work.weight_bytes * shape.num_parameters
-    buffer = max(min(work.bucket_bytes, whole), largest)
+    buffer = export_buffer_bytes(shape, dims, work)
     num_buffers = 1 if dims.pp == 1 and whole <= buffer else 2
     return num_buffers * buffer + largest * (dims.tp * dims.ep * dims.etp > 1)
 
@@ -158,6 +164,18 @@ def _expert_parts(shape: ModelShape, number: int) -> list[tuple[int, int]]:
     return [parts["moe"], parts["moe_act"]]
 
 
+def export_row(shape: ModelShape, dims: ParallelDims, work: Workload) -> Row:
+    """Return what a weight sync adds on a trainer rank."""
+    return Row(
+        "sync buffers",
+        export_bytes(shape, dims, work),
+        f"2 buffers of rollout.weight_bucket_mb {work.bucket_bytes >> 20} or the largest parameter, "
+        "and the peers' pieces of one",
+        f"parallel.scaling.memory.export_bytes; {COUNTED}",
+        managed=True,
+    )
+
+
 def phases(
     shape: ModelShape,
     dims: ParallelDims,
@@ -165,7 +183,9 @@ def phases(
     device_bytes: int,
     gpus_per_node: int = 8,
 ) -> list[Phase]:
-    """List every phase of a step on every pipeline stage, in the order of the trainer's step."""
+    """List every phase of a step on every pipeline stage, in the order of the trainer's step, where
+    trainer and engines share devices (`parallel.scaling.roles.all_phases` knows both placements)."""
+    assert not work.rollout_ranks, "see parallel.scaling.roles"
     return [
         phase
         for stage in stages(shape, dims)
@@ -185,15 +205,7 @@ def _stage_phases(
     runtime = runtime_rows(shape, dims, work, gpus_per_node)
     asleep = (*runtime, sleeping_graph_row(shape, work, stays=False))
     shard = optimizer_shard(stage, dims, work.distributed_optimizer)
-    sent = export_bytes(shape, dims, work)
-    buffers = Row(
-        "sync buffers",
-        sent,
-        f"2 buffers of rollout.weight_bucket_mb {work.bucket_bytes >> 20} or the largest parameter, "
-        "and the peers' pieces of one",
-        f"parallel.scaling.memory.export_bytes; {COUNTED}",
-        managed=True,
-    )
+    buffers = export_row(shape, dims, work)
     loading = engine_rows(shape, work, device_bytes, awake=False)
     contents = {
         "sync": (own[0], *loading, buffers, *asleep),

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from parallel.dims import ParallelDims
 from parallel.scaling.communication import Volume, sync_volumes, volumes
 from parallel.scaling.cost import Hardware, StepCost, model_flops, step_cost
-from parallel.scaling.memory import phases
+from parallel.scaling.roles import all_phases, nodes, worst_phase
 from parallel.scaling.rollouts import rollout_bytes
-from parallel.scaling.rows import Row, total
+from parallel.scaling.rows import Phase, Row, total
 from parallel.scaling.shape import ModelShape
 from parallel.scaling.stages import stages
 from parallel.scaling.units import count, duration, size
-from parallel.scaling.verdict import worst, worst_node
 from parallel.scaling.workload import Workload
 
 
@@ -34,8 +33,8 @@ def tables(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware)
     found = [
         model_table(shape, work),
         *memory_tables(shape, dims, work, gpu),
-        peak_table(shape, dims, work, gpu),
-        host_table(shape, dims, work, gpu),
+        *peak_tables(shape, dims, work, gpu),
+        *host_tables(shape, dims, work, gpu),
         communication_table(shape, dims, work),
         rollout_table(shape, dims, work),
         sync_table(shape, dims, work),
@@ -68,34 +67,58 @@ def memory_tables(
     shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
 ) -> list[Table]:
     """One for each kind of pipeline rank: what is held (down) in each phase (across)."""
-    found = phases(shape, dims, work, gpu.memory_bytes, gpu.gpus_per_node)
+    found = all_phases(shape, dims, work, gpu.memory_bytes, gpu.gpus_per_node)
     result = []
     for index, kind in kinds_of_ranks(shape, dims).items():
-        held = [phase for phase in found if phase.stage == index]
-        names = dict.fromkeys(row.name for phase in held for row in phase.device)
-        rows = [
-            (name, *(size(n) if (n := phase.device_row(name)) else "" for phase in held))
-            for name in names
-        ]
-        rows.append(("total", *(size(phase.device_bytes) for phase in held)))
+        held = [phase for phase in found if phase.stage == index and phase.role != "rollout"]
         which = "" if dims.pp == 1 else f" of the {kind} pipeline stage"
-        title = f"GPU memory of one rank{which} by phase ({gpu.name}: {size(gpu.memory_bytes)})"
-        result.append(Table(title, ("what", *(phase.name for phase in held)), rows))
+        result.append(_phase_table(held, which, gpu))
+    if apart := [phase for phase in found if phase.role == "rollout"]:
+        result.append(_phase_table(apart, "", gpu))
     return result
 
 
-def peak_table(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Table:
-    """Show the phase that needs most, row by row, with the formula and the source of each."""
-    peak = worst(shape, dims, work, gpu)
-    place = peak.name + (f" on pipeline stage {peak.stage}" if dims.pp > 1 else "")
-    return _itemised(f"GPU memory at the peak, to the byte: {place}", peak.device)
+def _phase_table(held: list[Phase], which: str, gpu: Hardware) -> Table:
+    names = dict.fromkeys(row.name for phase in held for row in phase.device)
+    rows = [
+        (name, *(size(n) if (n := phase.device_row(name)) else "" for phase in held))
+        for name in names
+    ]
+    rows.append(("total", *(size(phase.device_bytes) for phase in held)))
+    role = "" if held[0].role == "both" else f"{held[0].role} "
+    title = f"GPU memory of one {role}rank{which} by phase ({gpu.name}: {size(gpu.memory_bytes)})"
+    return Table(title, ("what", *(phase.name for phase in held)), rows)
 
 
-def host_table(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Table:
-    """Show the node that needs most host memory, row by row."""
-    node = worst_node(shape, dims, work, gpu)
-    title = f"Host memory of one node, to the byte (taken to have {size(gpu.host_memory_bytes)})"
-    return _itemised(title, node)
+def peak_tables(
+    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
+) -> list[Table]:
+    """Show the phase of each role that needs most, row by row, with formula and source of each."""
+    found = all_phases(shape, dims, work, gpu.memory_bytes, gpu.gpus_per_node)
+    tables = []
+    for role in dict.fromkeys(phase.role for phase in found):
+        peak = worst_phase([phase for phase in found if phase.role == role])
+        place = peak.name + (f" on pipeline stage {peak.stage}" if dims.pp > 1 else "")
+        if role != "both":
+            place = f"{role} rank" + (f", {place}" if role == "trainer" else "")
+        tables.append(_itemised(f"GPU memory at the peak, to the byte: {place}", peak.device))
+    return tables
+
+
+def host_tables(
+    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
+) -> list[Table]:
+    """Show the node that needs most host memory, row by row; where roles are apart, every kind of
+    node."""
+    found = nodes(shape, dims, work, gpu.memory_bytes, gpu.gpus_per_node)
+    tables = []
+    for node in found:
+        ranks = f" with {each}" if (each := node.describe()) else ""
+        taken = f"taken to have {size(gpu.host_memory_bytes)}"
+        tables.append(
+            _itemised(f"Host memory of one node{ranks}, to the byte ({taken})", node.rows)
+        )
+    return tables
 
 
 def _itemised(title: str, held: tuple[Row, ...]) -> Table:
@@ -132,6 +155,9 @@ def sync_table(shape: ModelShape, dims: ParallelDims, work: Workload) -> Table:
                 (f"{v.name} x{v.group}", kind, size(v.update))
                 for v in sync_volumes(shape, dims, work, stage)
             ]
+    if work.rollout_ranks:
+        num_bytes = work.weight_bytes * shape.num_parameters
+        rows.append(("copy to the worker of each engine", "rollout", size(num_bytes)))
     return Table(
         "Bytes that one rank receives per weight sync", ("traffic", "stage", "received"), rows
     )
@@ -151,8 +177,10 @@ def cost_table(cost: StepCost, work: Workload) -> Table:
                  f"{rate:.4g}/s"))  # fmt: skip
     rows.append(("pipeline bubble", f"{100 * cost.bubble:.3g}% of the busy time", ""))
     rows.append(("decode batch", f"{cost.decode_batch} sequences an engine", ""))
+    turns = " of roles that take turns" if work.rollout_ranks else ""
     return Table(
-        "One step, ESTIMATED from FLOPs and bytes (no latencies, no overlap; not measured on GPUs)",
+        f"One step{turns}, ESTIMATED from FLOPs and bytes (no latencies, no overlap; not measured on "
+        "GPUs)",
         ("part", "value", "share"),
         rows,
     )

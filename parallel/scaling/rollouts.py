@@ -43,9 +43,11 @@ class RolloutBytes:
 
 def rollout_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> list[RolloutBytes]:
     """All kinds, the largest share where ranks differ. A single rank shares nothing with others."""
-    num_engines = dims.world // work.engine_tp
+    num_engines = work.num_engines(dims)
     own = work.num_tokens / num_engines
     found = [_from_engine(shape, work, own)]
+    if work.rollout_ranks:
+        return [*found, _to_first_rank(shape, work, own)]
     if dims.world == 1:
         return found
     outlines = work.num_sequences * OUTLINE_BYTES + work.prompts * PROMPT_BYTES * work.prompt_len
@@ -69,6 +71,15 @@ def rollout_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> list
         )  # fmt: skip
     texts = TEXT_BYTES * (work.num_tokens - work.num_sequences * work.prompt_len)
     return [*found, RolloutBytes("lines of rollouts/*.jsonl", texts / num_engines, 0.0, texts)]
+
+
+def _to_first_rank(shape: ModelShape, work: Workload, own: float) -> RolloutBytes:
+    """Count what workers send to the server on the first trainer rank, texts left out; that rank gives
+    them to the others."""
+    is_replayed = work.routing_replay == "r3"
+    row = route_row_bytes(shape.num_experts, shape.topk) if is_replayed else 0
+    each = TOKEN_BYTES + row * len(shape.moe_layers)
+    return RolloutBytes("groups to the first trainer rank", own * each, 0.0, work.num_tokens * each)
 
 
 def _from_engine(shape: ModelShape, work: Workload, num_tokens: float) -> RolloutBytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 ASSUMPTION = "assumption"
 """First word of the source of a number that was neither read in code nor counted in a run."""
@@ -34,6 +35,8 @@ class Phase:
     device: tuple[Row, ...]
     host: tuple[Row, ...]
     """The same in every phase: pinned buffers are kept once they are there."""
+    role: Literal["both", "trainer", "rollout"] = "both"
+    """What the rank does; `rollout`: it leads an engine and has no stage."""
 
     @property
     def device_bytes(self) -> int:

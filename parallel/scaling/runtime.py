@@ -145,8 +145,8 @@ def runtime_rows(
             f"2 processes (trainer, engine) x {CONTEXT_BYTES >> 20} MiB",
             f"{ASSUMPTION}: 426 MiB of an empty context (unsloth-zoo pull 1053) and loaded kernels",
         ),
-        _communicator_row("trainer's communicators", own, gpus_per_node),
-        _communicator_row("engine's communicators", theirs, gpus_per_node),
+        communicator_row("trainer's communicators", own, gpus_per_node),
+        communicator_row("engine's communicators", theirs, gpus_per_node),
         Row(
             "matrix product workspaces",
             CUBLAS_BYTES * (2 * CUBLAS_STREAMS + GROUPED_GEMM_STREAMS),
@@ -178,7 +178,8 @@ def fragmentation_row(rows: tuple[Row, ...]) -> Row:
     )
 
 
-def _communicator_row(name: str, groups: list[Communicator], gpus_per_node: int) -> Row:
+def communicator_row(name: str, groups: list[Communicator], gpus_per_node: int) -> Row:
+    """Add up the buffers of a rank's communicators."""
     parts = [
         f"{g.name.removesuffix('_GROUP').lower()} x{g.size} {g.num_bytes(gpus_per_node) >> 20}"
         for g in groups

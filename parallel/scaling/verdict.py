@@ -11,11 +11,9 @@ from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.scaling.cost import Hardware
 from parallel.scaling.engine import engine_weight_bytes, kv_capacity_tokens
-from parallel.scaling.host import node_rows
-from parallel.scaling.memory import phases
+from parallel.scaling.roles import all_phases, nodes, split_engine, worst_phase
 from parallel.scaling.rows import Phase, Row, present, total
 from parallel.scaling.shape import ModelShape
-from parallel.scaling.stages import stages
 from parallel.scaling.units import count, size
 from parallel.scaling.workload import Workload
 
@@ -31,19 +29,15 @@ class Verdict:
 
 def worst(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Phase:
     """Return the phase and stage that needs most of its GPU."""
-    found = phases(shape, dims, work, gpu.memory_bytes, gpu.gpus_per_node)
-    return max(found, key=lambda phase: phase.device_bytes)
+    return worst_phase(all_phases(shape, dims, work, gpu.memory_bytes, gpu.gpus_per_node))
 
 
 def worst_node(
     shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
 ) -> tuple[Row, ...]:
-    """What a node of the stage that needs most host memory holds."""
-    nodes = (
-        present(node_rows(shape, stage, dims, work, gpu.memory_bytes, gpu.gpus_per_node))
-        for stage in stages(shape, dims)
-    )
-    return max(nodes, key=total)
+    """What the node that needs most host memory holds."""
+    found = nodes(shape, dims, work, gpu.memory_bytes, gpu.gpus_per_node)
+    return max((node.rows for node in found), key=total)
 
 
 def arithmetic(rows: Iterable[Row]) -> str:
@@ -54,8 +48,8 @@ def arithmetic(rows: Iterable[Row]) -> str:
 
 def verdict(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Verdict:
     """One line: whether it runs and fits, and where not, by how much and what would help most."""
-    wrong = _engine(shape, work, gpu)
-    if wrong is not None:
+    wrong = _engine(shape, work, gpu) or split_engine(dims, work, gpu.gpus_per_node)
+    if wrong:
         return Verdict(False, f"cannot run: {wrong}")
     peak = worst(shape, dims, work, gpu)
     if peak.device_bytes > gpu.memory_bytes:
@@ -95,7 +89,10 @@ def _engine(shape: ModelShape, work: Workload, gpu: Hardware) -> str | None:
 
 
 def _place(peak: Phase, dims: ParallelDims) -> str:
-    return peak.name + (f" on pipeline stage {peak.stage}" if dims.pp > 1 else "")
+    if peak.role == "rollout":
+        return "a rollout rank"
+    stage = f" on pipeline stage {peak.stage}" if dims.pp > 1 else ""
+    return peak.name + (" on a trainer rank" if peak.role == "trainer" else "") + stage
 
 
 def _too_much(
@@ -113,6 +110,7 @@ def _too_much_on_host(node: tuple[Row, ...], work: Workload, gpu: Hardware) -> s
     advice = [
         "checkpoint.async_save=false" * work.async_save,
         "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1" * (work.exact_pinned is None),
+        "a lower async.max_staleness" * (work.max_staleness > 0),
         "more nodes",
     ]
     missing = total(node) - gpu.host_memory_bytes

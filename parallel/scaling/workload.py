@@ -45,6 +45,12 @@ class Workload:
     max_running_requests: int | None = None
     engine_share: float = 0.6
     """Share of the device's memory for the engine's weights and KV cache (mem_fraction_static)."""
+    rollout_ranks: int = 0
+    """Ranks that lead engines only, behind those of the layout; 0: every rank trains and generates."""
+    max_staleness: int = 0
+    """Steps that these engines generate ahead."""
+    staged_versions: int = 0
+    """Versions of the weights in the host's memory, for each of these engines."""
     bucket_bytes: int = 256 << 20
     exact_pinned: int | None = None
     """Bytes above which torch does not round a pinned buffer up to a power of two
@@ -62,6 +68,13 @@ class Workload:
     def num_tokens(self) -> int:
         """Tokens of one step, over all ranks."""
         return self.num_sequences * self.sequence_len
+
+    def num_engine_ranks(self, dims: ParallelDims) -> int:
+        """Count the ranks that engines span."""
+        return self.rollout_ranks or dims.world
+
+    def num_engines(self, dims: ParallelDims) -> int:
+        return max(1, self.num_engine_ranks(dims) // self.engine_tp)
 
     def packed_tokens(self, dims: ParallelDims) -> int:
         """Return N of one micro-batch: whole sequences up to the budget, padded for the layout."""
@@ -97,6 +110,7 @@ def recipe_workload(
     weight_bytes = 4 if recipe.model.dtype == "float32" else 2
     selective = megatron.get("recompute_granularity") == "selective"
     modules = megatron.get("recompute_modules") or ["core_attn"]
+    apart, ahead = recipe.rollout.placement == "disaggregated", recipe.asynchronous
     return Workload(
         prompts=recipe.rollout.prompts_per_step,
         samples=recipe.rollout.samples_per_prompt,
@@ -118,6 +132,9 @@ def recipe_workload(
         engine_dp=recipe.rollout.data_parallel_attention_size,
         max_running_requests=recipe.rollout.max_running_requests,
         engine_share=recipe.rollout.mem_fraction_static,
+        rollout_ranks=(recipe.rollout.num_ranks or 0) if apart else 0,
+        max_staleness=ahead.max_staleness if apart else 0,
+        staged_versions=ahead.staged_versions if apart else 0,
         bucket_bytes=recipe.rollout.weight_bucket_bytes(weight_bytes * num_parameters),
         exact_pinned=exact_pinned,
     )
