@@ -178,11 +178,13 @@ def _measured_rows(run: MeasuredRun) -> list[tuple[str, ...]]:
     if run.times is None:
         return [("both", "not measured", "", run.missing)]
     times, where = run.times, run.describe()
+    loads = run.placement != "colocated" and not times.load_s
+    generate = "generate, and load weights" if loads else "generate"
     return [
-        ("rollout", "generate", duration(times.generate_s), where),
+        ("rollout", generate, duration(times.generate_s), where),
         ("trainer", "train, and all that is not named here", duration(times.train_s), where),
         ("both", "sync weights", duration(times.sync_s), where),
-        ("rollout", "load weights", duration(times.load_s), where),
+        *([("rollout", "load weights", duration(times.load_s), where)] if times.load_s else []),
         ("both", "one step as measured", duration(run.step_s), where),
         ("rollout", f"longest response: {run.spread:.3g} x the mean one", "", where),
     ]

@@ -103,12 +103,14 @@ def _role(name: str) -> str:
 
 
 def _formula(name: str, gpu: Hardware, share: Efficiency) -> str:
+    host = f"({gpu.host / 1e9:.0f} GB/s x {share.host:g})"
     if name.startswith(SYNC) or name.endswith("communication"):
         links = f"NVLink {gpu.nvlink / 1e9:.0f} or network {gpu.network / 1e9:.0f} GB/s"
-        bucket = f"{share.bucket_s:g} s a bucket"
-        return bucket if "bucket" in name else f"bytes sent / ({links}, x {share.links:g})"
+        sent = f"bytes sent / ({links}, x {share.links:g})"
+        sent += f", and bytes of the weights / {host}" if "workers" in name else ""
+        return f"{share.bucket_s:g} s a bucket" if "bucket" in name else sent
     if name == OFFLOAD:
-        return f"bytes / ({gpu.host / 1e9:.0f} GB/s x {share.host:g})"
+        return f"bytes / {host}"
     if name == "update":
         return (
             f"bytes of optimizer, gradients, weights / ({gpu.hbm / 1e9:.0f} GB/s x {share.hbm:g})"

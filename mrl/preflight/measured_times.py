@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mrl.config.asynchronous import AsyncConfig
 from mrl.errors import InputError
 from mrl.preflight.placement import Placement, StepTimes
 from mrl.run.folder import RunFolder
@@ -21,9 +20,6 @@ SKIPPED, FEWEST = 2, 3
 """Steps at the start that are left out, as engines and kernels are made ready in them; steps that must
 be left."""
 STEP, SYNC, ROLLOUT, EVAL = "time/step_s", "time/sync_s", "time/rollout_s", "time/eval_s"
-GENERATES = ("time/engine_generate_s", "time/engine_drain_s", "time/engine_score_s")
-"""What an engine does for one step's groups, their rewards included; means over engines."""
-LOADS = "time/engine_load_s"
 MEAN_LEN, MAX_LEN = "response_len/mean", "response_len/max"
 
 
@@ -65,7 +61,7 @@ def read_measured(folder: Path) -> MeasuredRun:
     if recipe.rollout.placement == "disaggregated":
         placement = "asynchronous" if config.max_staleness else "synchronous"
     means = _means(rows)
-    times, missing = _times(folder, means, placement, config)
+    times, missing = _times(folder, means, placement)
     shortest = means.get(MEAN_LEN, 0.0)
     return MeasuredRun(
         folder,
@@ -91,24 +87,16 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _times(
-    folder: Path, means: Mapping[str, float], placement: Placement, config: AsyncConfig
+    folder: Path, means: Mapping[str, float], placement: Placement
 ) -> tuple[StepTimes | None, str]:
-    """Return a run's times, or what it did not measure."""
+    """Return a run's times, or what it did not measure. Engines of a disaggregated run load weights
+    while the trainer waits for the rollout, so that `generate_s` includes it."""
     if absent := [key for key in (STEP, SYNC, ROLLOUT) if key not in means]:
         raise InputError(f"--measured: the steps of {folder} have no {absent[0]}; give another run")
     train_s = max(0.0, means[STEP] - means[SYNC] - means[ROLLOUT])
-    load_s = means.get(LOADS, 0.0)
-    if placement != "asynchronous":
-        load_s = 0.0 if placement == "colocated" else min(load_s, means[ROLLOUT])
-        return StepTimes(means[ROLLOUT] - load_s, train_s, means[SYNC], load_s), ""
-    if config.max_staleness > 1 and not config.deterministic:
+    if placement == "asynchronous":
         return None, (
-            f"the engines of {folder} ran {config.max_staleness} steps ahead, where groups of several "
-            "steps overlap; measure with async.max_staleness=0 or 1"
+            f"{folder} does not say how long its engines generate while the trainer trains; measure "
+            "with async.max_staleness=0"
         )
-    if absent := [key for key in (*GENERATES, LOADS) if key not in means]:
-        return None, (
-            f"{folder} does not say how long its engines generate while the trainer trains "
-            f"({absent[0]} is not in its metrics); measure with async.max_staleness=0"
-        )
-    return StepTimes(sum(means[key] for key in GENERATES), train_s, means[SYNC], load_s), ""
+    return StepTimes(means[ROLLOUT], train_s, means[SYNC]), ""
