@@ -90,7 +90,10 @@ def _engines(run: Path) -> int:
 def planted(start: Start, folder: Path, keys: list[str], fault: str) -> dict[str, Any]:
     """Train with an engine that is wrong in one way; return what came of it."""
     run = folder / f"planted_{fault}"
-    interrupt = ("async.in_flight_updates=interrupt", "rollout.engine=benchmarks.planted_versions")
+    interrupt = (
+        *("async.in_flight_updates=interrupt", "rollout.engine=benchmarks.planted_versions"),
+        "async.worker_timeout_s=60",  # a worker on a busy machine starts more slowly than it is struck
+    )
     os.environ[VARIABLE] = fault
     try:
         job = start(folder, run, *keys, *interrupt, f"output_dir={run}", "train.num_steps=60")
