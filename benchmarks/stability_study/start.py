@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 
@@ -22,12 +23,15 @@ from parallel.mesh import init_mesh
 from parallel.policy import Policy
 
 
-def write_start(folder: Path) -> None:
-    """`folder`/start, whole or not at all."""
-    scratch = folder / "sft"
+def write_start(model: Path, scratch: Path, recipe_file: Path, shape: dict[str, Any]) -> None:
+    """Write a toy model after the supervised steps of a recipe to `model`, whole or not at all.
+
+    `shape`: arguments of `write_toy_model`. Needs a process of its own, which it makes a rank.
+    """
     shutil.rmtree(scratch, ignore_errors=True)
-    write_toy_model(scratch / "model", **SHAPE)
-    recipe = load_recipe(RECIPE, [f"model.path={scratch / 'model'}", f"output_dir={scratch}/run"])
+    write_toy_model(scratch / "model", **shape)
+    keys = [f"model.path={scratch / 'model'}", f"output_dir={scratch}/run"]
+    recipe = load_recipe(recipe_file, keys)
     plan = check(recipe, 1)
     assert recipe.sft is not None
     prepare()
@@ -42,8 +46,9 @@ def write_start(folder: Path) -> None:
         for name, tensor in bucket.tensors
     }
     save_file(weights, scratch / "model/model.safetensors", metadata={"format": "pt"})
-    (scratch / "model").rename(folder / "start")
+    (scratch / "model").rename(model)
 
 
 if __name__ == "__main__":
-    write_start(Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    write_start(folder / "start", folder / "sft", RECIPE, SHAPE)

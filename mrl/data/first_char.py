@@ -12,12 +12,12 @@ import string
 from pathlib import Path
 
 
-def first_char_rows(num: int, seed: int) -> list[dict[str, str]]:
-    """Return `num` distinct prompts, each first letter equally often."""
+def first_char_rows(num: int, seed: int, num_letters: int = 16) -> list[dict[str, str]]:
+    """Return `num` distinct prompts of `num_letters` letters, each first letter equally often."""
     rng = random.Random(seed)
     prompts: dict[str, None] = {}  # a dict, not a set: keeps the order
     while len(prompts) < num:
-        tail = "".join(rng.choices(string.ascii_lowercase, k=15))
+        tail = "".join(rng.choices(string.ascii_lowercase, k=num_letters - 1))
         prompts["abcd"[len(prompts) % 4] + tail] = None
     return [{"prompt": prompt} for prompt in prompts]
 
