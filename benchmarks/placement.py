@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="begin no run after so many minutes")
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs of --work")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the run, too
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     work = options.work.absolute()
     open_work(work, fresh=options.fresh)
