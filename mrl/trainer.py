@@ -34,6 +34,7 @@ from mrl.learn.sft import run_sft
 from mrl.learn.throughput import Throughput
 from mrl.preflight import Plan
 from mrl.run import console
+from mrl.run.activities import idle_shares
 from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder, rollout_lines, saved_step
 from mrl.run.rollouts import is_held, save_groups
@@ -206,9 +207,11 @@ class Trainer:
         metrics = self._step_metrics(groups, learned, memory)
         metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         metrics["time/step_s"] = time.perf_counter() - start
-        metrics |= self.throughput.metrics(metrics, groups)
+        metrics |= self.throughput.metrics(metrics, groups) | idle_shares(metrics)
         metrics |= self.snapshots.metrics()
         metrics["time/timestamp"] = time.time()
+        if engines := self.collector.engine_spans():
+            self.folder.timeline.add(self.step, clock.spans, engines)
         self.step += 1
         return metrics
 

@@ -6,6 +6,7 @@ same order, so that everything that follows is the same on every rank, however m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from mrl.system.clock import Clock
@@ -68,6 +69,11 @@ class Collector(Protocol):
 
     def statistics(self) -> Statistics:
         """Return what this rank measured, under the same keys on every rank. Call it once a step."""
+        ...
+
+    def engine_spans(self) -> Sequence[Sequence[tuple[float, float, str]]]:
+        """Return what each engine did since the last call, on rank 0: (begin, end, activity) in seconds
+        since 1970; empty where engines and trainer take turns."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

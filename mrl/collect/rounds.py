@@ -7,7 +7,7 @@ further prompts in others. Where and how a round is generated is the subclass's 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +132,9 @@ class RoundCollector(ABC):
         self.groups = sampling.result()
         self._numbers |= sampling.metrics()
         self._dynamic_sampling = None  # the groups that it replaced leave the host's memory
+
+    def engine_spans(self) -> Sequence[Sequence[tuple[float, float, str]]]:
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         waiting = self._waiting()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mrl.collect.task import lacks_masks
@@ -69,6 +70,9 @@ class SavedCollector:
 
     def statistics(self) -> Statistics:
         return {}
+
+    def engine_spans(self) -> Sequence[Sequence[tuple[float, float, str]]]:
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -11,7 +11,8 @@ from __future__ import annotations
 import base64
 import json
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,12 +23,15 @@ from mrl.collect.backlog import StepPrompts
 from mrl.collect.canary import canary_sequences
 from mrl.collect.evaluation import Evaluation
 from mrl.collect.rounds import Round, RoundCollector, as_statistics, step_seed
+from mrl.disaggregated.engine_times import Span
+from mrl.disaggregated.measures import add_round, staleness
 from mrl.disaggregated.server import Server
 from mrl.disaggregated.staging import Canaries
 from mrl.disaggregated.supervisor import ADDRESS, OVER, PREFIX, read_hosts
 from mrl.disaggregated.weights import WeightSender
 from mrl.disaggregated.work import Delivered, Work
 from mrl.preflight import Plan
+from mrl.run.activities import WAIT
 from mrl.run.folder import RunFolder
 from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.system.clock import Clock
@@ -64,6 +68,8 @@ class DisaggregatedCollector(RoundCollector):
         self._delivered: list[Delivered] = []
         """What they bring: of the batch, if there is one, then of each evaluation set."""
         self._measured: dict[str, float] = {}
+        self._wait_s = 0.0
+        """What this rank has waited for engines in the step."""
         self._dtype = choose_dtype(recipe.rollout.engine_dtype(recipe.model))
         self._canaries = canary_sequences(plan.prompts, recipe.rollout.canary_prompts)
         self._sender: WeightSender | None = None
@@ -93,13 +99,21 @@ class DisaggregatedCollector(RoundCollector):
         super().begin(step, clock)
         with phase("rollout"), clock.part("rollout"):
             # An engine has room for these weights when it is through with the work of older ones.
-            if self._server is not None:
-                self._server.wait_until_free(step)
+            with self._waits():
+                if self._server is not None:
+                    self._server.wait_until_free(step)
             dist.barrier()
 
     def _forget(self) -> None:
         super()._forget()
-        self._measured = {}
+        self._measured, self._wait_s = {}, 0.0
+
+    @contextmanager
+    def _waits(self) -> Iterator[None]:
+        """Count the time of a block as the trainer's wait for engines."""
+        begin = time.perf_counter()
+        yield
+        self._wait_s += time.perf_counter() - begin
 
     def _step_prompts(self) -> StepPrompts:
         last = min(self._step + self._ahead, max(self._step, self.plan.recipe.train.num_steps - 1))
@@ -186,20 +200,18 @@ class DisaggregatedCollector(RoundCollector):
     def rollout(self, clock: Clock) -> None:
         assert self._round is not None
         with clock.part("rollout"):
-            begin = time.perf_counter()
             if not self._wait_for(self._work_ids, self._step):
                 return
             if self._server is not None:
                 self._take(self._server, self.plan.num_engines if self._round.prompts else 0)
-            self._share_measured(time.perf_counter() - begin)
+            self._share_measured()
             self._round.is_generated = True
 
-    def _share_measured(self, wait_s: float) -> None:
+    def _share_measured(self) -> None:
         """Give all ranks what the workers and the server have measured. A collective."""
         said: list[Any] = [{}]
         if (server := self._server) is not None:
-            lost = {"time/batch_wait_s": wait_s, "async/lost_workers": float(server.num_lost)}
-            said = [{**server.metrics(), **lost}]
+            said = [{**add_round(self._measured, server.metrics()), WAIT: self._wait_s}]
         dist.broadcast_object_list(said)
         self._measured = said[0]
 
@@ -212,7 +224,11 @@ class DisaggregatedCollector(RoundCollector):
                 self._delivered[first + part].add(delivered)
 
     def statistics(self) -> Statistics:
-        return as_statistics(self._numbers | self.evaluation | self._measured)
+        found = self._numbers | self.evaluation | self._measured
+        return as_statistics(found | staleness(self.groups, self._step, self._ahead))
+
+    def engine_spans(self) -> list[list[Span]]:
+        return [] if self._server is None else self._server.times.take_spans()
 
     def state_dict(self) -> dict[str, Any]:
         """Wait for the batches in flight: their weights are in no checkpoint."""
@@ -233,7 +249,8 @@ class DisaggregatedCollector(RoundCollector):
     def _wait_for(self, work_ids: list[int], version: int) -> bool:
         """Wait until works are delivered; return False where weights are to be sent first. A
         collective."""
-        said = [self._server is not None and self._server.wait_for(work_ids, version)]
+        with self._waits():
+            said = [self._server is not None and self._server.wait_for(work_ids, version)]
         dist.broadcast_object_list(said)
         return said[0]
 

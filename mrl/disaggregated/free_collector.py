@@ -6,7 +6,6 @@ on the finished groups with the oldest weights. What is in the queue stays there
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch.distributed as dist
@@ -50,14 +49,13 @@ class FreeCollector(DisaggregatedCollector):
     def rollout(self, clock: Clock) -> None:
         assert self._round is not None
         with clock.part("rollout"):
-            begin = time.perf_counter()
             if self._round.prompts is not None and not self._take_batch():
                 return
             if not self._wait_for(self._work_ids, self._step):
                 return
             if self._leases is not None:
                 self._take(self._leases, 0)
-            self._share_measured(time.perf_counter() - begin)
+            self._share_measured()
             self._round.is_generated = True
 
     def _take_batch(self) -> bool:
@@ -65,7 +63,8 @@ class FreeCollector(DisaggregatedCollector):
         first. A collective."""
         said = [self._has_batch]
         if self._leases is not None and not self._has_batch:
-            batch = self._leases.wait_for_batch(self._step)
+            with self._waits():
+                batch = self._leases.wait_for_batch(self._step)
             said = [batch is not None]
             if batch is not None:
                 self._delivered[-1].add(batch)

@@ -52,6 +52,8 @@ class FreeWorker(Worker):
         """The leases whose threads run, by their id."""
         self._lost: list[_Held] = []
         """Leases that wait for another engine."""
+        self._scored: set[str] = set()
+        """The leases that run and wait for their reward alone."""
         self._asked: dict[str, Any] = {}
         self._pool = ThreadPoolExecutor(self._most + 1, thread_name_prefix="mrl-lease")
         self._scoring.begin_step()
@@ -66,10 +68,20 @@ class FreeWorker(Worker):
             on_sample = partial(self._tell_sample, lease_id)
             rollout = make_rollout(self.plan, started, episodes, on_sample)
             self._begin(_Held(lease_id, rollout, episodes))
+        elif kind == "score":
+            self._scored.add(event.message["lease_id"])
         elif kind == "over":
+            self._scored.discard(event.message["lease_id"])
             del self._running[event.message["lease_id"]]
             if (held := event.message["held"]) is not None:
                 self._lost.append(held)
+
+    def _waiting(self) -> str:
+        if not self._running:
+            return "weights" if self._version is None else "bound"
+        if len(self._scored) == len(self._running):
+            return "score"
+        return "generate" if self._asked["most"] else "drain"
 
     def _tell_sample(self, lease_id: str, group: SampleGroup, k: int) -> None:
         """Send a sample of a group that is not whole: should this worker be lost, the next one does not
@@ -88,6 +100,7 @@ class FreeWorker(Worker):
         over: dict[str, Any] = {"type": "over", "lease_id": held.lease_id, "held": None}
         try:
             for group in held.rollout.finished(engine):
+                self._events.put(Event({"type": "score", "lease_id": held.lease_id}))
                 scored, num_failed = self._scoring.score(group)
                 if held.episodes is not None:
                     num_failed += held.episodes.num_failed
@@ -144,6 +157,7 @@ class FreeWorker(Worker):
     def _interrupt(self) -> None:
         """Change the weights under the requests that run. Canaries would need an idle engine."""
         staging = self._staged.pop()
+        self._activity.enter("load")
         try:
             self._engine.pause(self._pause_mode)
             self._update(staging)

@@ -84,6 +84,9 @@ class LeaseServer(Server):
                 self._leasing.give(pair.engine, version)
             return pairs
 
+    def _queued(self) -> list[int]:
+        return [group.oldest for group in self._leasing.ledger.finished]
+
     def lease_state(self, cursor: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of the leases and, as prompts are drawn at any time, that of the cursor."""
         with self._changed:

@@ -33,6 +33,8 @@ class Peer:
         self.sent = -1
         """The newest version that was sent to it; -1 for none."""
         self.progress = 0
+        self.version: int | None = None
+        """The weights of its engine; None before the first that were sent to it."""
         self.is_lost = False
 
 

@@ -17,6 +17,8 @@ from contextlib import suppress
 from typing import Any
 
 from mrl.config.asynchronous import AsyncConfig
+from mrl.disaggregated.engine_times import EngineTimes
+from mrl.disaggregated.measures import MEASURED, add_worker, in_flight, oldest_versions
 from mrl.disaggregated.peers import Absences, Pair, Peer, never_started, open_store
 from mrl.disaggregated.wire import Wire, WireClosed, is_token
 from mrl.disaggregated.work import Delivered, Result, Work
@@ -30,9 +32,6 @@ ABSENT_S = 600.0
 """How long an engine may have no worker."""
 GOODBYE_S = 30.0
 """How long workers may take to stop their engines at the end of a run."""
-_SUMMED = ("rollout/engine_restarts",)
-"""Metrics of workers that add up; of others the largest counts."""
-_MEASURED = (*_SUMMED, "time/recovery_s", "time/verify_s", "rollout/canary_abs_mean")
 _ERRORS: dict[str, type[Exception]] = {
     "InputError": InputError,
     "RunFailed": RunFailed,
@@ -62,6 +61,9 @@ class Server:
         self._is_closed = False
         self._next_id = 0
         self._measured: dict[str, float] = {}
+        self.times = EngineTimes(num_engines)
+        self._newest = 0
+        """The newest weights of the trainer."""
         is_here = set(hosts) == {socket.gethostname()}
         self._listener = socket.create_server(("127.0.0.1", 0)) if is_here else listen_for(hosts)
         self.token = secrets.token_hex(32)
@@ -95,6 +97,7 @@ class Server:
             return len(started) == self._num_engines
 
         self._wait(ready)
+        self.times.restart()
 
     def wait_until_free(self, version: int) -> None:
         """Wait until every worker has room for the weights `version`, or has them."""
@@ -106,6 +109,7 @@ class Server:
         Work for weights that a new worker never had goes to `version`.
         """
         with self._changed:
+            self._newest = version
             takers = self._takers(version)
             for worker in takers:
                 if worker.sent < 0:
@@ -210,6 +214,7 @@ class Server:
         if self._workers.get(number) is worker:
             del self._workers[number]
             self._absences.begin(number)
+            self.times.lose(number)
             self._on_loss(number)
         self.num_lost += 1
         self._losses[number] += 1
@@ -283,7 +288,9 @@ class Server:
     def _heed(self, worker: Peer, message: dict[str, Any], body: bytes) -> None:
         kind = message["type"]
         if kind == "pulse":
-            worker.progress = int(message["progress"])
+            worker.progress, worker.version = int(message["progress"]), message["version"]
+            if not worker.is_lost:
+                self.times.report(worker.pair.engine, message["activity"])
         elif kind == "started":
             worker.has_started = worker.can_receive = True
         elif kind == "free":
@@ -294,7 +301,7 @@ class Server:
         elif kind == "done":
             self._finish(worker, int(message["work_id"]))
         elif kind == "measured":
-            self._measure(message["metrics"])
+            add_worker(self._measured, message["metrics"])
         elif kind == "failed":
             error = _ERRORS.get(message["error"], RunFailed)
             self._failure = error(f"rollout engine {worker.pair.engine}: {message['text']}")
@@ -311,16 +318,19 @@ class Server:
     def _on_loss(self, engine: int) -> None:
         """Take note of a worker that is lost."""
 
-    def _measure(self, metrics: dict[str, float]) -> None:
-        for key, value in metrics.items():
-            former, new = self._measured.get(key, 0.0), float(value)
-            self._measured[key] = former + new if key in _SUMMED else max(former, new)
-
     def metrics(self) -> dict[str, float]:
-        """Return what workers have measured since the last call, over all of them."""
+        """Return what workers have measured since the last call, and what is in flight now."""
         with self._changed:
-            found, self._measured = self._measured, {}
-            return {**dict.fromkeys(_MEASURED, 0.0), **found}
+            found, self._measured = dict.fromkeys(MEASURED, 0.0) | self._measured, {}
+            engines = [peer.version for peer in self._workers.values()]
+            flying = in_flight(self._newest, engines, self._queued(), self._work.values())
+            flying["async/lost_workers"] = float(self.num_lost)
+            return {**found, **self.times.take_seconds(), **flying}
+
+    def _queued(self) -> list[int]:
+        """Return the version of the oldest token of each group that is finished and not trained."""
+        done = [part for work_id in self._done for part in self._results[work_id].parts.values()]
+        return oldest_versions([group for delivered in done for group in delivered.groups])
 
     def _finish(self, worker: Peer, work_id: int) -> None:
         if self._work.pop(work_id, None) is not None:
@@ -338,9 +348,7 @@ class Server:
                 with suppress(WireClosed):
                     worker.wire.send({"type": "stop"})
         with suppress(OSError):
-            self._listener.shutdown(
-                socket.SHUT_RDWR
-            )  # close() alone leaves it to the waiting thread
+            self._listener.shutdown(socket.SHUT_RDWR)  # close() alone does not wake its thread
         self._listener.close()
         deadline = time.monotonic() + GOODBYE_S
         for worker in workers:

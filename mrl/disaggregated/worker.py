@@ -21,6 +21,7 @@ from mrl.collect.engine_nodes import make_engine
 from mrl.collect.evaluation import EvalTasks
 from mrl.collect.scoring import Scoring
 from mrl.collect.task import Task, make_step_task
+from mrl.disaggregated.activity import ActivityLog
 from mrl.disaggregated.staging import Staging
 from mrl.disaggregated.weights import WeightReceiver
 from mrl.disaggregated.wire import Wire, WireClosed
@@ -85,6 +86,7 @@ class Worker:
         tp = recipe.rollout.tensor_parallel_size
         self._free = [Staging(tp) for _ in range(recipe.asynchronous.staged_versions)]
         self._measured = _Measured()
+        self._activity = ActivityLog("start")
         self._undo = ExitStack()
         folder = RunFolder(recipe.output_dir)
         rank = self._number * recipe.rollout.tensor_parallel_size
@@ -129,6 +131,7 @@ class Worker:
 
     def _heed_events(self) -> None:
         while True:
+            self._activity.enter(self._waiting())
             event = self._events.get()
             if event.error is not None:
                 raise event.error
@@ -145,6 +148,10 @@ class Worker:
             self._heed(event)
             while self._advance():
                 pass
+
+    def _waiting(self) -> str:
+        """Return the activity of the engine while this thread waits for an event."""
+        return "weights" if self._work or self._version is None else "bound"
 
     def _heed(self, event: Event) -> None:
         """Take in what else an event says."""
@@ -164,6 +171,7 @@ class Worker:
 
     def _load_next(self) -> None:
         """Load the oldest of the versions that wait."""
+        self._activity.enter("load")
         self._held = self._staged.pop(0)
         self._load(self._held)
         self._version = self._held.version
@@ -181,13 +189,14 @@ class Worker:
 
     def _load(self, staging: Staging) -> None:
         """Bring the engine to staged weights, and prove that it runs the trainer's model."""
-        while True:
-            try:
-                self._update(staging)
-                self._check_canaries(staging)
-                return
-            except EngineLost as error:
-                self._start_another(error)
+        with self._activity.during("load"):
+            while True:
+                try:
+                    self._update(staging)
+                    self._check_canaries(staging)
+                    return
+                except EngineLost as error:
+                    self._start_another(error)
 
     def _update(self, staging: Staging) -> None:
         assert staging.version is not None
@@ -204,6 +213,7 @@ class Worker:
 
     def _do(self, work: Work) -> None:
         """Generate and score a work, and deliver it."""
+        self._activity.enter("evaluate" if work.kind == "evaluation" else "generate")
         tasks = self._tasks(work)
         while remaining := [task for task in tasks if not task.is_over]:
             try:
@@ -213,6 +223,7 @@ class Worker:
                 self._start_another(error)
                 assert self._held is not None
                 self._load(self._held)
+        self._activity.enter("score")
         for part, task in enumerate(tasks):
             groups, num_failed = task.finish()
             partial = task.partial if work.kind == "batch" else []
@@ -233,6 +244,10 @@ class Worker:
 
     def _start_another(self, error: EngineLost) -> None:
         """Start an engine in the place of a lost one. Raises EngineGone after too many."""
+        with self._activity.during("start"):
+            self._try_to_start(error)
+
+    def _try_to_start(self, error: EngineLost) -> None:
         most = self.plan.recipe.rollout.max_restarts
         begin = time.perf_counter()
         while True:
@@ -279,9 +294,10 @@ class Worker:
             self._events.put(Event(error=error))
 
     def _pulse(self) -> None:
-        """Say that this process lives, and whether it makes progress."""
+        """Say that this process lives, whether it makes progress, and what its engine does."""
         with suppress(WireClosed, OSError):
             while True:
                 os.write(self._supervisor, b".")
-                self._wire.send({"type": "pulse", "progress": num_beats()})
-                time.sleep(PULSE_S)
+                known = {"version": self._version, "activity": self._activity.take()}
+                self._wire.send({"type": "pulse", "progress": num_beats(), **known})
+                self._activity.wait(PULSE_S)

@@ -1,7 +1,7 @@
 """Compares two runs: recipe, versions, data order, samples and metrics, and where they part.
 
-Within a step the order of causes is: prompts, samples, metrics. Times and memory depend on the
-machine and are left out, and so is the throughput.
+Within a step the order of causes is: prompts, samples, metrics. Times, memory and
+throughput depend on the machine and are left out, and so is what waits in a disaggregated run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mrl.run.rollouts import load_groups
 from mrl.types import Sample
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 
-MACHINE = ("time/", "memory/", "throughput/")
+MACHINE = ("time/", "memory/", "throughput/", "async/")
 """Prefixes of the metrics that differ between two starts of one run."""
 NOT_ASKED = ("output_dir",)
 

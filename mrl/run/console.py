@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mrl.run.activities import WAIT, main_cause
+
 COLUMNS = (
     ("reward/mean", "reward", "8.4f"),
     ("response_len/mean", "len", "7.1f"),
@@ -37,6 +39,8 @@ ONLY_WIDE = ("response_len/max", "response_len/truncated", "throughput/step_toke
              "throughput/mfu", "time/timestamp")  # fmt: skip
 """Left out where the console has fewer than WIDE columns; a log file has them all."""
 WIDE = 125
+WAITS_WIDTH = 62
+"""Columns of what a disaggregated run adds to a step line; a narrow console has it on another line."""
 PLOT_HEIGHT = 8
 MAX_SAMPLE_CHARS = 400
 LOG_WIDTH = 1000
@@ -88,7 +92,26 @@ def step_line(
     cells = "".join(
         f"{_step_cell(metrics.get(key), key, form):>{_width(form) + 2}}" for key, _, form in columns
     )
-    _line(console, f"{count:>9}{cells}")
+    waits = who_waits(metrics) if WAIT in metrics else ""
+    fits = console.width >= WIDE + WAITS_WIDTH
+    _line(console, f"{count:>9}{cells}" + (f"  {waits}" if fits and waits else ""))
+    if waits and not fits:
+        _line(console, f"{'':>9}  {waits}", style="dim")
+
+
+def who_waits(metrics: Mapping[str, float]) -> str:
+    """Return in a few words which role of a disaggregated run was idle in a step, and why."""
+
+    def percent(role: str) -> str:
+        share = metrics.get(f"async/{role}_idle_share")
+        return "-" if share is None or not math.isfinite(share) else f"{share:.0%}"
+
+    cause = main_cause(metrics)
+    why = f" ({cause})" if cause else ""
+    queue = _cell(metrics.get("async/queued_groups"), ".0f")
+    return (
+        f"rollout idle {percent('rollout')}{why}, trainer waits {percent('trainer')}, queue {queue}"
+    )
 
 
 def evaluation(metrics: Mapping[str, float], *, console: Console | None = None) -> None:

@@ -3,6 +3,7 @@
 OUTPUT_DIR/config.yaml            the resolved recipe
 OUTPUT_DIR/history.jsonl          one object a start: what it changed; earlier recipes are in configs/
 OUTPUT_DIR/metrics.jsonl          one object a step
+OUTPUT_DIR/timeline.jsonl         one object a step: who did what and when (disaggregated runs)
 OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts)
 OUTPUT_DIR/tokens/                step_000000.safetensors: what trainer and engine made of each token
 OUTPUT_DIR/diagnosis/             step_000000.json: the gap between them, by layer
@@ -34,9 +35,10 @@ from mrl.run.changes import check_allowed, check_keys
 from mrl.run.contents import contents_of
 from mrl.run.failure import clear_failure, newest_step
 from mrl.run.history import History, Update, changes_to
-from mrl.run.json_lines import finite_or_null
+from mrl.run.json_lines import add_line, as_line
+from mrl.run.timeline import Timeline
 from mrl.system.disk import refusing
-from mrl.system.files import naming, sync, write_whole
+from mrl.system.files import sync, write_whole
 from mrl.types import SampleGroup
 from parallel.checkpoint.manifest import folder_name
 from parallel.checkpoint.node_folder import node_folder
@@ -56,6 +58,7 @@ class RunFolder:
         self.logs = self.root / "logs"
         self.evals = self.root / "evals"
         self.history = History(self.root)
+        self.timeline = Timeline(self.root / "timeline.jsonl")
         self._lock: IO[str] | None = None
         self._settled = 0
         """The steps whose files are on the disk."""
@@ -142,6 +145,7 @@ class RunFolder:
         self._settled = step
         if self.metrics.exists():
             write_whole(self.metrics, metric_rows.rows_before(self.metrics, step))
+        self.timeline.rewind(step)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl; a line cut short by a crash is left out. Raises InputError
@@ -167,15 +171,7 @@ class RunFolder:
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
         """Add a line. Where the disk takes only a part of it, that part is removed again."""
-        with naming(self.metrics), self.metrics.open("ab", buffering=0) as file:
-            end = file.seek(0, os.SEEK_END)
-            line = _line(metrics).encode()
-            try:
-                while line:
-                    line = line[file.write(line) :]
-            except OSError:
-                file.truncate(end)
-                raise
+        add_line(self.metrics, metrics)
 
     def write_rollouts(self, step: int, lines: Iterable[bytes]) -> None:
         """Write the readable record of a step: the `rollout_lines` of its groups, in order."""
@@ -277,14 +273,10 @@ def parts_of_sample(group: SampleGroup, index: int) -> dict[str, dict[str, float
 
 def as_lines(rows: Iterable[dict[str, Any]]) -> Iterator[bytes]:
     """Return the rows as JSON Lines."""
-    return (_line(row).encode() for row in rows)
+    return (as_line(row).encode() for row in rows)
 
 
 def _step_of_file(file: Path) -> int:
     """Return the step of `step_000012.jsonl` and the like; -1 for another name."""
     number = file.name.removeprefix("step_").partition(".")[0]
     return int(number) if number.isascii() and number.isdigit() else -1
-
-
-def _line(row: dict[str, Any]) -> str:
-    return json.dumps(finite_or_null(row), ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,9 +1,32 @@
-"""Replaces NaN and infinity by null, as JSON has neither: so it is in every file of a run."""
+"""Writes JSON Lines: NaN and infinity are null in every file of a run, as JSON has neither."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+from pathlib import Path
 from typing import Any
+
+from mrl.system.files import naming
+
+
+def add_line(file: Path, row: dict[str, Any]) -> None:
+    """Add a row to a file. Where the disk takes only a part of it, that part is removed again."""
+    with naming(file), file.open("ab", buffering=0) as stream:
+        end = stream.seek(0, os.SEEK_END)
+        line = as_line(row).encode()
+        try:
+            while line:
+                line = line[stream.write(line) :]
+        except OSError:
+            stream.truncate(end)
+            raise
+
+
+def as_line(row: dict[str, Any]) -> str:
+    """Return a row as a line of JSON."""
+    return json.dumps(finite_or_null(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def finite_or_null(value: Any) -> Any:

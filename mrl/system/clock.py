@@ -15,11 +15,15 @@ class Clock:
     """Adds up wall-clock seconds by the name of the part that they were spent in."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    spans: list[tuple[float, float, str]] = field(default_factory=list)
+    """(begin, end, name) of the parts that are in no other, in seconds since 1970."""
+    _is_inside: bool = False
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Time a block. An error that leaves it gets the attribute `phase`, for the report."""
-        start = time.perf_counter()
+        start, began, was_inside = time.perf_counter(), time.time(), self._is_inside
+        self._is_inside = True
         try:
             with record_function(f"mrl: {name}"):  # in the trace of a profiled step
                 yield
@@ -28,4 +32,8 @@ class Clock:
                 setattr(error, "phase", name)  # noqa: B010
             raise
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            self._is_inside = was_inside
+            if not was_inside:
+                self.spans.append((began, began + seconds, name))

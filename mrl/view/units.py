@@ -34,7 +34,7 @@ UNITS = (
     ("(mismatch|guard)/ess", "share"),
     ("entropy|kl/.*|nll/.*|mismatch/.*|.*/(logprob_abs_mean|k3)|guard/ratio_error.*", "nats"),
     ("rollout/canary_abs_mean", "nats"),
-    ("staleness/.*|async/queue_age", "versions"),
+    ("staleness/.*|async/(queue_age|versions_in_flight|engine_lag)", "versions"),
     ("async/lost_workers", "workers"),
     ("async/engines", "engines"),
     ("async/(waiting_prompts|dropped/.*)", "prompts"),

@@ -185,7 +185,8 @@ def test_a_free_run_that_is_killed_continues_with_its_queue(model: Path, tmp_pat
         each.kill()
     process.wait()
     assert start(words, output.with_suffix(".log")).wait(LIMIT_S) == 0
-    assert [row["step"] for row in rows(output)] == list(range(10))
+    steps = [row["step"] for row in RunFolder(output).timeline.read()]
+    assert [row["step"] for row in rows(output)] == list(range(10)) == steps
     trained = [
         line["prompt_id"] for step in range(10) for line in RunFolder(output).read_rollouts(step)
     ]

@@ -1,0 +1,66 @@
+"""This module keeps timeline.jsonl: what trainer and engines of a disaggregated run did, span by span.
+
+One object a step: `step`; `begin`, in seconds since 1970; `trainer`, the parts of the step; `engines`,
+for each engine the activities that were reported since the row before. A span is [begin, end, name] in
+seconds from the row's `begin`. A step that a resumed run does again has one row, the later one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mrl.run.json_lines import add_line
+from mrl.system.files import write_whole
+
+Spans = Iterable[tuple[float, float, str]]
+"""(begin, end, name) of stretches of time, in seconds since 1970."""
+
+
+class Timeline:
+    """Reads and writes timeline.jsonl of a run folder. Only rank 0 writes."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def add(self, step: int, trainer: Spans, engines: Sequence[Spans]) -> None:
+        """Add the row of a step. `trainer` has at least one span."""
+        trainer = list(trainer)
+        begin = trainer[0][0]
+        row = {
+            "step": step,
+            "begin": round(begin, 3),
+            "trainer": _relative(trainer, begin),
+            "engines": [_relative(spans, begin) for spans in engines],
+        }
+        add_line(self.file, row)
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows of the steps from `step` on, which will be done again."""
+        if self.file.exists():
+            lines = self.file.read_bytes().splitlines(keepends=True)
+            write_whole(self.file, [line for line in lines if _step(line) in range(step)])
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the rows by ascending step; lines that are none are left out."""
+        if not self.file.exists():
+            return []
+        lines = self.file.read_bytes().splitlines()
+        rows = {_step(line): line for line in lines}
+        return [json.loads(rows[step]) for step in sorted(rows) if step >= 0]
+
+
+def _relative(spans: Spans, origin: float) -> list[list[Any]]:
+    return [[round(begin - origin, 3), round(end - origin, 3), name] for begin, end, name in spans]
+
+
+def _step(line: bytes) -> int:
+    """Return the step of a row; -1 where the line is none."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        row = json.loads(line)
+        if all(isinstance(row[key], list) for key in ("trainer", "engines")):
+            return int(row["step"] if isinstance(row["begin"], (int, float)) else -1)
+    return -1
