@@ -19,7 +19,7 @@ from mrl.run.activities import ACTIVITIES, seconds_key
 
 GUESS_S = 2.0
 MAX_SPANS = 4000
-"""Spans that are kept of all engines between two calls of `take_spans`; the longest ones of each stay."""
+"""Spans of all engines that are kept between two calls of `take_spans`; the longest of each stay."""
 _MERGED_S = 0.25
 """A gap between two spans of one activity that is due to the way of the messages."""
 
@@ -128,7 +128,7 @@ class EngineTimes:
             engine.spans = _longest(engine.spans, 2 * self._most)
 
     def take_seconds(self) -> dict[str, float]:
-        """Return `time/engine_*` since the last call, mean over engines, with a key for each activity."""
+        """Return `time/engine_*` since the last call, mean over engines, for every activity."""
         sums = dict.fromkeys(ACTIVITIES, 0.0)
         with self._lock:
             now = self._now()

@@ -59,6 +59,6 @@ def oldest_versions(groups: Iterable[SampleGroup]) -> list[int]:
 
 def staleness(groups: Iterable[SampleGroup], step: int, max_staleness: int) -> dict[str, float]:
     """Return `async/staleness/*`: how many groups of a step have which staleness."""
-    counts = Counter({age: 0 for age in range(max_staleness + 1)})
+    counts = Counter(dict.fromkeys(range(max_staleness + 1), 0))
     counts.update(step - version for version in oldest_versions(groups))
     return {f"async/staleness/{age}": float(count) for age, count in counts.items()}

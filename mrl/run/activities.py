@@ -1,4 +1,4 @@
-"""This module names what an engine of a disaggregated run does at any time, and the shares of idle time.
+"""This module names what an engine of a disaggregated run does at any time, and gives idle shares.
 
 A worker is in exactly one activity at a time, so the seconds of all of them add up to the wall-clock
 time. The keys are in metrics.jsonl and in timeline.jsonl.

@@ -190,7 +190,7 @@ def test_a_long_step_keeps_its_longest_spans() -> None:
     ],
 )
 def test_a_report_that_is_none_is_refused(message: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="dream|long"):
+    with pytest.raises(ValueError, match=r"dream|long"):
         EngineTimes(1).report(0, message)
 
 
