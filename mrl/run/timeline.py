@@ -8,6 +8,7 @@ seconds from the row's `begin`. A step that a resumed run does again has one row
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -59,8 +60,8 @@ def _relative(spans: Spans, origin: float) -> list[list[Any]]:
 
 def _step(line: bytes) -> int:
     """Return the step of a row; -1 where the line is none."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
+    with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
         row = json.loads(line)
         if all(isinstance(row[key], list) for key in ("trainer", "engines")):
-            return int(row["step"] if isinstance(row["begin"], (int, float)) else -1)
+            return int(row["step"]) if math.isfinite(row["begin"]) else -1
     return -1

@@ -21,6 +21,7 @@ from mrl.diagnosis.tokens import load_tokens
 from mrl.errors import InputError
 from mrl.view.samples import pack_step
 from mrl.view.series import curves, read_rows, short
+from mrl.view.timeline import read_timeline
 from mrl.view.units import unit_of
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 from parallel.versions import installed_version
@@ -75,6 +76,7 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
         "state": _state(rows, recipe, metrics),
         "versions": _versions(run, notes),
         "metrics": drawn | {"units": {key: unit_of(key) for key in drawn["series"]}},
+        "timeline": read_timeline(run, rows, steps, _get(recipe, "rollout.placement")),
         "diagnosis": _read_diagnosis(run, notes),
         "findings": _worst_and_last(packed),
         "steps": packed,

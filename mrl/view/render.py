@@ -18,7 +18,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 PAGE = Path(__file__).parent / "page"
-SCRIPTS = ("base", "chart", "heatmap", "curves", "mismatch", "tokens", "samples", "main")
+SCRIPTS = (
+    "base",
+    "chart",
+    "heatmap",
+    "curves",
+    "timeline",
+    "mismatch",
+    "tokens",
+    "samples",
+    "main",
+)
 """The scripts, which run in this order and in one scope."""
 
 
@@ -33,7 +43,7 @@ def render(data: dict[str, Any]) -> str:
     environment = Environment(
         loader=FileSystemLoader(PAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    drawn = {key: data[key] for key in ("metrics", "diagnosis", "steps")}
+    drawn = {key: data[key] for key in ("metrics", "timeline", "diagnosis", "steps")}
     return environment.get_template("page.html.j2").render(
         **data,
         policy=policy(script, style),

@@ -15,9 +15,14 @@ from typing import Any
 MAX_POINTS = 1500
 """The number of points of one curve. A longer one keeps the smallest and the largest value of each
 stretch of steps."""
-TOGETHER = (re.compile(r"time/.+_s"), re.compile(r"reward/(mean|std)"))
-"""Keys that the page adds up: parts of a step, and a mean with its band. Those of one pattern are
-thinned at the same steps, as a sum at a step where a part is left out is wrong."""
+TOGETHER = (
+    re.compile(r"time/engine_.+_s"),
+    re.compile(r"time/.+_s"),
+    re.compile(r"async/staleness/.+"),
+    re.compile(r"reward/(mean|std)"),
+)
+"""Keys that the page adds up: parts of a step, and a mean with its band. Those of one pattern, the
+first that fits, are thinned at the same steps, as a sum at a step where a part is left out is wrong."""
 
 Curve = dict[int, float | None]
 """The values by the index of their row, ascending."""

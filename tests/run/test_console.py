@@ -131,3 +131,22 @@ def test_an_ascii_terminal_gets_ascii():
     file.flush()
     assert b"\\u6f22" in raw.getvalue()
     assert b"#" in raw.getvalue()
+
+
+@pytest.mark.parametrize(("width", "lines"), [(80, 3), (1000, 2)])
+def test_a_disaggregated_run_says_who_waits(width, lines):
+    waits = {
+        "time/batch_wait_s": 0.6, "async/rollout_idle_share": 0.124, "async/queued_groups": 3.0,
+        "async/trainer_idle_share": 0.4, "time/engine_bound_s": 0.2, "time/engine_weights_s": 0.1,
+    }  # fmt: skip
+    log = capture()
+    log.width = width
+    console.step_line(METRICS | waits, num_steps=110, console=log)
+    shown = text_of(log)
+    assert len(shown.splitlines()) == lines
+    assert "  rollout idle 12% (bound), trainer waits 40%, queue 3\n" in shown
+    assert all(len(line) <= width for line in shown.splitlines())
+    nothing = waits | {"async/rollout_idle_share": math.nan, "time/engine_bound_s": 0.0}
+    assert console.who_waits(nothing | {"time/engine_weights_s": 0.0}).startswith(
+        "rollout idle -, trainer waits 40%"
+    )

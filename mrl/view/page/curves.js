@@ -24,7 +24,7 @@ const USUAL = [
   { title: "Evaluation, response length", match: [/^eval\/[^/]+\/response_len$/] },
   { title: "Evaluation, truncated share", match: [/^eval\/[^/]+\/truncated$/] },
   { title: "Evaluation, unscored samples", match: [/^eval\/[^/]+\/unscored$/] },
-  { title: "Seconds a step", match: [/^time\/(?!step_s|recovery_s|verify_s).*_s$/], stacked: true },
+  { title: "Seconds a step", match: [/^time\/(?!step_s|recovery_s|verify_s|batch_wait_s|engine_).*_s$/], stacked: true },
   { title: "Step time", match: ["time/step_s"] },
   { title: "Tokens per second", match: [/^throughput\/.*_tokens_per_s$/] },
   { title: "Tokens per second and GPU", match: [/^throughput\/.*_tokens_per_gpu_s$/] },

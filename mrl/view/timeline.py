@@ -1,0 +1,150 @@
+"""Reads timeline.jsonl and the metrics of waiting as what the page draws: who did what, and when.
+
+A lane has the spans of the trainer or of one engine. A kind is what a span was about: its words, and
+the number of its colour.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from mrl.run.activities import ACTIVITIES
+from mrl.run.timeline import Timeline
+
+MAX_STEPS = 20
+"""Steps that are drawn, where `--steps` does not say which."""
+MAX_LANES = 17
+MAX_SPANS = 1500
+"""Spans of one lane; the longest stay."""
+MERGED_S = 0.25
+"""A gap between two spans of one kind that is drawn as none."""
+OTHER = 7
+TRAINER = {
+    "train": ("trains", 0),
+    "rollout": ("waits for its batch", 1),
+    "logprob": ("log-probs before the update", 2),
+    "ref_logprob": ("log-probs of the reference", 5),
+    "value": ("values of the critic", 6),
+    "sync": ("sends weights", 3),
+    "score": ("shares the samples", 4),
+}
+"""The parts of a step, with their words and colours; others have the colour OTHER."""
+COLOURS = {
+    "generate": 0, "bound": 1, "evaluate": 2, "load": 3, "score": 4, "drain": 5, "weights": 6,
+    "start": OTHER,
+}  # fmt: skip
+STALENESS = "async/staleness/"
+
+Piece = tuple[float, float, str]
+
+
+def read_timeline(
+    run: Path, rows: list[dict[str, Any]], steps: range | None, placement: Any
+) -> dict[str, Any]:
+    """Return what the page draws of both roles; `why` says what is missing.
+
+    `rows` are those of metrics.jsonl, `steps` those to draw (None: the last MAX_STEPS), `placement` is
+    `rollout.placement` of the recipe.
+    """
+    histogram = {"staleness": count_staleness(rows)}
+    known = Timeline(run / "timeline.jsonl").read()
+    found = known[-MAX_STEPS:] if steps is None else [r for r in known if r["step"] in steps]
+    if not found:
+        return histogram | {"why": _why(known, placement)}
+    lanes = [("trainer", _pieces(found, "trainer", 0), TRAINER)]
+    num_engines = max(len(row["engines"]) for row in found)
+    words = {name: (text, COLOURS[name]) for name, text in ACTIVITIES.items()}
+    for number in range(min(num_engines, MAX_LANES - 1)):
+        lanes.append((f"engine {number}", _pieces(found, "engines", number), words))
+    origin = found[0]["begin"]
+    notes = []
+    if num_engines > MAX_LANES - 1:
+        notes.append(f"Engines {MAX_LANES - 1} to {num_engines - 1} are not drawn.")
+    if any(len(pieces) > MAX_SPANS for _, pieces, _ in lanes):
+        notes.append(f"Of a lane with more than {MAX_SPANS} spans the longest are drawn.")
+    return histogram | {
+        "why": "",
+        "steps": [[row["step"], round(row["begin"] - origin, 3)] for row in found],
+        "lanes": [_lane(name, pieces, kinds, origin) for name, pieces, kinds in lanes],
+        "note": " ".join(notes),
+    }
+
+
+def count_staleness(rows: list[dict[str, Any]]) -> list[list[int]]:
+    """Return [staleness, groups] over all steps, the least stale first; groups without a token count
+    nowhere."""
+    counts: Counter[int] = Counter()
+    for row in rows:
+        for key, value in row.items():
+            age = key.removeprefix(STALENESS)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if age != key and age.isascii() and age.isdigit() and len(age) < 9 and is_number:
+                counts[int(age)] += int(value)
+    return [[age, counts[age]] for age in sorted(counts)]
+
+
+def _why(known: list[dict[str, Any]], placement: Any) -> str:
+    if known:
+        return f"timeline.jsonl has none of the steps of --steps; it has {len(known)} others."
+    if placement == "disaggregated":
+        return "The run has no timeline.jsonl yet: its first step is not done, or an older mrl made it."
+    return (
+        "There is no timeline: in a colocated run engines and trainer take turns, and the seconds of "
+        "each step are among the curves. Runs with rollout.placement=disaggregated have one."
+    )
+
+
+def _pieces(rows: list[dict[str, Any]], role: str, number: int) -> list[Piece]:
+    """Return (begin, end, kind) of one lane in seconds since 1970; what is no span is left out."""
+    found: list[Piece] = []
+    for row in rows:
+        lanes = [row["trainer"]] if role == "trainer" else row["engines"]
+        spans = lanes[number] if number < len(lanes) and isinstance(lanes[number], list) else []
+        for span in filter(_is_span, spans):
+            begin, end, kind = row["begin"] + span[0], row["begin"] + span[1], span[2]
+            last = found[-1] if found else None
+            if last and last[2] == kind and begin - last[1] < MERGED_S and role != "trainer":
+                found[-1] = (last[0], end, kind)
+            else:
+                found.append((begin, end, kind))
+    return found
+
+
+def _is_span(span: Any) -> bool:
+    return (
+        isinstance(span, list)
+        and len(span) == 3
+        and all(isinstance(at, (int, float)) and math.isfinite(at) for at in span[:2])
+        and isinstance(span[2], str)
+    )
+
+
+def _lane(
+    name: str, pieces: list[Piece], words: dict[str, tuple[str, int]], origin: float
+) -> dict[str, Any]:
+    """Return a lane: its kinds with the share of its time each, and [begin, end, kind] of its spans,
+    in seconds from `origin`."""
+    seconds: Counter[str] = Counter()
+    for begin, end, kind in pieces:
+        seconds[kind] += end - begin
+    whole = max(1e-9, pieces[-1][1] - pieces[0][0]) if pieces else 1.0
+    order = [*(kind for kind in words if kind in seconds), *(k for k in seconds if k not in words)]
+    kept = pieces
+    if len(pieces) > MAX_SPANS:
+        kept = sorted(heapq.nlargest(MAX_SPANS, pieces, key=lambda piece: piece[1] - piece[0]))
+    return {
+        "name": name,
+        "kinds": [
+            {"text": text, "colour": colour, "share": round(min(1.0, seconds[kind] / whole), 4)}
+            for kind in order
+            for text, colour in [words.get(kind, (kind, OTHER))]
+        ],
+        "spans": [
+            [round(begin - origin, 3), round(end - origin, 3), order.index(kind)]
+            for begin, end, kind in kept
+        ],
+    }
