@@ -24,7 +24,7 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--steps",
         metavar="A:B",
-        help="show the samples of steps A to B-1; by default of at most 12 steps",
+        help="show samples and timeline of steps A to B-1; by default samples of at most 12 steps",
     )
     command.add_argument(
         "--max-samples",

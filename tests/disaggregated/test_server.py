@@ -15,6 +15,7 @@ from mrl.disaggregated.wire import Wire, WireClosed
 from mrl.disaggregated.work import Delivered, Work
 from mrl.errors import EngineGone, InputError, RunFailed
 from tests.sample_groups import group
+from tests.waiting import wait_until
 
 HERE = [socket.gethostname()]
 
@@ -163,3 +164,34 @@ def test_workers_are_sent_home(server: Server, monkeypatch: pytest.MonkeyPatch) 
     assert not closing.is_alive()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(server.address)
+
+
+def test_what_an_engine_does_and_which_weights_it_has_is_measured(server: Server) -> None:
+    worker = Joined(server).started()
+    server.wait_until_started(10)
+    server.begin_update(4)
+    worker.heard("receive")
+    activity = {"now": "bound", "seconds": {"load": 0.0, "bound": 0.0}, "spans": []}
+    worker.wire.send({"type": "pulse", "progress": 1, "version": 3, "activity": activity})
+    wait_until(lambda: server.metrics()["async/versions_in_flight"] == 1)
+    found = server.metrics()
+    assert found["async/engine_lag"] == 1
+    wait_until(lambda: server.metrics()["time/engine_bound_s"] > 0)
+    worker.wire.close()
+    wait_until(lambda: server.metrics()["async/versions_in_flight"] == 0)
+    wait_until(lambda: server.metrics()["time/engine_start_s"] > 0)
+    assert server.metrics()["async/lost_workers"] == 1
+
+
+def test_a_finished_batch_of_a_fixed_schedule_is_in_the_queue(server: Server) -> None:
+    worker = Joined(server).started()
+    server.wait_until_started(10)
+    work = Work(server.new_id(), 0, "batch", 0, 1)
+    server.assign(work)
+    assert server.metrics()["async/leased_groups"] == 1
+    worker.deliver(work.work_id)
+    assert server.wait_for([work.work_id], 0)
+    found = server.metrics()
+    assert (found["async/leased_groups"], found["async/queued_groups"]) == (0, 1)
+    server.take(work.work_id)
+    assert server.metrics()["async/queued_groups"] == 0
