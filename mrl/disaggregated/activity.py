@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +28,7 @@ class ActivityLog:
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._now, self._activity, self._since = now, first, now()
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._spans: deque[tuple[float, float, str]] = deque(maxlen=MAX_SPANS)
 
     def enter(self, activity: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -41,19 +41,19 @@ class _Engine:
     """Until when it is known what the engine did."""
     activity: str = "start"
     is_absent: bool = True
-    seconds: Counter[str] = field(default_factory=Counter)
-    counted: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counted: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """The seconds that `take_seconds` has returned."""
     spans: list[Span] = field(default_factory=list)
     drawn: float = 0.0
     """The end of the last of its spans: messages are on their way for different times, and no two spans
     overlap."""
 
-    def so_far(self, now: float) -> Counter[str]:
+    def so_far(self, now: float) -> dict[str, float]:
         """Return the seconds by activity until `now`, as far as they are known or guessed."""
         ahead = now - self.heard
-        going_on = {self.activity: ahead if self.is_absent else min(ahead, GUESS_S)}
-        return self.seconds + Counter(going_on)
+        going_on = ahead if self.is_absent else min(ahead, GUESS_S)
+        return {**self.seconds, self.activity: self.seconds[self.activity] + going_on}
 
     def add(self, span: Span) -> None:
         """Add a span that follows on the others."""
@@ -115,14 +115,15 @@ class EngineTimes:
             floor = max(floor, engine.heard)
             if begin > floor:
                 engine.add(Span(floor, begin, "start"))
-        known: Counter[str] = Counter()
+        known: dict[str, float] = defaultdict(float)
         for oldest, newest, name in spans:
             span = Span(max(floor, now - oldest), now - newest, name)
             if span.end > span.begin:
                 engine.add(span)
                 known[name] += span.end - span.begin
         if begin >= floor:  # the spans that the report has left out count, too
-            engine.seconds.update({name: seconds[name] - known[name] for name in seconds})
+            for name in seconds:
+                engine.seconds[name] += seconds[name] - known[name]
         engine.heard, engine.is_absent = now, False
         if len(engine.spans) > 4 * self._most:
             engine.spans = _longest(engine.spans, 2 * self._most)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def _lane(
 ) -> dict[str, Any]:
     """Return a lane: its kinds with the share of its time each, and [begin, end, kind] of its spans,
     in seconds from `origin`."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     for begin, end, kind in pieces:
         seconds[kind] += end - begin
     whole = max(1e-9, pieces[-1][1] - pieces[0][0]) if pieces else 1.0
