@@ -122,8 +122,8 @@ class EngineTimes:
                 engine.add(span)
                 known[name] += span.end - span.begin
         if begin >= floor:  # the spans that the report has left out count, too
-            for name in seconds:
-                engine.seconds[name] += seconds[name] - known[name]
+            for name, value in seconds.items():
+                engine.seconds[name] += value - known[name]
         engine.heard, engine.is_absent = now, False
         if len(engine.spans) > 4 * self._most:
             engine.spans = _longest(engine.spans, 2 * self._most)
