@@ -94,13 +94,18 @@ class EngineTimes:
         with self._lock:
             self._engines[number].is_absent, self._engines[number].activity = True, "start"
 
-    def report(self, number: int, message: Mapping[str, Any]) -> None:
-        """Take in an `ActivityLog.take`. Raises ValueError, KeyError or TypeError for anything else."""
+    def report(self, number: int, message: Mapping[str, Any], *, is_lost: bool = False) -> None:
+        """Take in an `ActivityLog.take`; that of a worker that is lost counts for nothing.
+
+        Raises ValueError, KeyError or TypeError for anything else.
+        """
         named = {message["now"], *message["seconds"], *(each[2] for each in message["spans"])}
         if unknown := named - set(ACTIVITIES):
             raise ValueError(f"of the activities {sorted(unknown)}")
         seconds = {name: float(value) for name, value in message["seconds"].items()}
         spans = [(float(oldest), float(newest), name) for oldest, newest, name in message["spans"]]
+        if is_lost:
+            return
         with self._lock:
             self._add(self._engines[number], seconds, spans)
             self._engines[number].activity = message["now"]

@@ -11,7 +11,14 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from mrl.disaggregated.wire import Wire
-from mrl.errors import RankLost, RunFailed
+from mrl.errors import EngineGone, InputError, RankLost, RunFailed
+
+ERRORS: dict[str, type[Exception]] = {
+    "InputError": InputError,
+    "RunFailed": RunFailed,
+    "EngineGone": EngineGone,
+}
+"""Errors that end the run, by the name under which a worker reports them."""
 
 
 class Pair(NamedTuple):

@@ -19,10 +19,10 @@ from typing import Any
 from mrl.config.asynchronous import AsyncConfig
 from mrl.disaggregated.engine_times import EngineTimes
 from mrl.disaggregated.measures import MEASURED, add_worker, in_flight, oldest_versions
-from mrl.disaggregated.peers import Absences, Pair, Peer, never_started, open_store
+from mrl.disaggregated.peers import ERRORS, Absences, Pair, Peer, never_started, open_store
 from mrl.disaggregated.wire import Wire, WireClosed, is_token
 from mrl.disaggregated.work import Delivered, Result, Work
-from mrl.errors import EngineGone, InputError, RunFailed
+from mrl.errors import EngineGone, RunFailed
 from mrl.run import console
 from mrl.system.heartbeat import beat
 from mrl.system.rendezvous import listen_for
@@ -32,12 +32,6 @@ ABSENT_S = 600.0
 """How long an engine may have no worker."""
 GOODBYE_S = 30.0
 """How long workers may take to stop their engines at the end of a run."""
-_ERRORS: dict[str, type[Exception]] = {
-    "InputError": InputError,
-    "RunFailed": RunFailed,
-    "EngineGone": EngineGone,
-}
-"""Errors that end the run, by the name under which a worker reports them."""
 
 
 class Server:
@@ -62,8 +56,7 @@ class Server:
         self._next_id = 0
         self._measured: dict[str, float] = {}
         self.times = EngineTimes(num_engines)
-        self._newest = 0
-        """The newest weights of the trainer."""
+        self._newest = 0  # weights of the trainer
         is_here = set(hosts) == {socket.gethostname()}
         self._listener = socket.create_server(("127.0.0.1", 0)) if is_here else listen_for(hosts)
         self.token = secrets.token_hex(32)
@@ -289,8 +282,7 @@ class Server:
         kind = message["type"]
         if kind == "pulse":
             worker.progress, worker.version = int(message["progress"]), message["version"]
-            if not worker.is_lost:
-                self.times.report(worker.pair.engine, message["activity"])
+            self.times.report(worker.pair.engine, message["activity"], is_lost=worker.is_lost)
         elif kind == "started":
             worker.has_started = worker.can_receive = True
         elif kind == "free":
@@ -303,8 +295,8 @@ class Server:
         elif kind == "measured":
             add_worker(self._measured, message["metrics"])
         elif kind == "failed":
-            error = _ERRORS.get(message["error"], RunFailed)
-            self._failure = error(f"rollout engine {worker.pair.engine}: {message['text']}")
+            text = f"rollout engine {worker.pair.engine}: {message['text']}"
+            self._failure = ERRORS.get(message["error"], RunFailed)(text)
         elif not self._on_message(worker, message, body):
             raise ValueError(f"of type {kind!r}")
 
@@ -322,15 +314,15 @@ class Server:
         """Return what workers have measured since the last call, and what is in flight now."""
         with self._changed:
             found, self._measured = dict.fromkeys(MEASURED, 0.0) | self._measured, {}
-            engines = [peer.version for peer in self._workers.values()]
-            flying = in_flight(self._newest, engines, self._queued(), self._work.values())
-            flying["async/lost_workers"] = float(self.num_lost)
-            return {**found, **self.times.take_seconds(), **flying}
+            loaded = [peer.version for peer in self._workers.values()]
+            flying = in_flight(self._newest, loaded, self._queued(), self._work.values())
+            lost = {"async/lost_workers": float(self.num_lost)}
+            return found | flying | lost | self.times.take_seconds()
 
     def _queued(self) -> list[int]:
         """Return the version of the oldest token of each group that is finished and not trained."""
-        done = [part for work_id in self._done for part in self._results[work_id].parts.values()]
-        return oldest_versions([group for delivered in done for group in delivered.groups])
+        done = (part for work_id in self._done for part in self._results[work_id].parts.values())
+        return oldest_versions(group for delivered in done for group in delivered.groups)
 
     def _finish(self, worker: Peer, work_id: int) -> None:
         if self._work.pop(work_id, None) is not None:
