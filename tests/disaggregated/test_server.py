@@ -186,6 +186,7 @@ def test_what_an_engine_does_and_which_weights_it_has_is_measured(server: Server
 def test_a_finished_batch_of_a_fixed_schedule_is_in_the_queue(server: Server) -> None:
     worker = Joined(server).started()
     server.wait_until_started(10)
+    server.begin_update(0)
     work = Work(server.new_id(), 0, "batch", 0, 1)
     server.assign(work)
     assert server.metrics()["async/leased_groups"] == 1
