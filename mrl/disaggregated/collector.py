@@ -93,6 +93,7 @@ class DisaggregatedCollector(RoundCollector):
         self._sender = WeightSender(where[0], recipe.asynchronous.worker_timeout_s)
         if self._server is not None:
             self._server.wait_until_started(recipe.rollout.start_timeout_s)
+            self._server.times.restart()
         dist.barrier()
 
     def begin(self, step: int, clock: Clock) -> None:

@@ -90,7 +90,6 @@ class Server:
             return len(started) == self._num_engines
 
         self._wait(ready)
-        self.times.restart()
 
     def wait_until_free(self, version: int) -> None:
         """Wait until every worker has room for the weights `version`, or has them."""
