@@ -29,6 +29,11 @@ def mount_disk(folder: Path, num_bytes: int) -> None:
     _call("mount", b"none", os.fsencode(folder), b"tmpfs", 0, f"size={num_bytes}".encode())
 
 
+def fill_up(folder: Path) -> None:
+    """Put an empty disk of one page over a folder, after `mount_disk`."""
+    _call("mount", b"none", os.fsencode(folder), b"tmpfs", 0, b"size=4096")
+
+
 def make_read_only(folder: Path) -> None:
     """Put an empty read-only file system over a folder, after `mount_disk`."""
     _call("mount", b"none", os.fsencode(folder), b"tmpfs", MS_RDONLY, None)

@@ -24,7 +24,6 @@ class Before(NamedTuple):
     """Rows of the table of faults, `slurm: ROW`, or FILE.py::TEST."""
 
 
-ACCESS = "tests/rewards/test_server_access.py"
 CHECKPOINT = "tests/parallel/checkpoint/test_checkpoint.py"
 CHECK_ROWS = "tests/preflight/test_rows.py"
 DISK = "tests/loop/test_disk.py"
@@ -69,14 +68,14 @@ RANKS = (
     Before("SIGTERM", "silent, nothing saved", "saved, code 75", ("sigterm",)),
     Before("SIGHUP", "silent, nothing saved", "saved, code 75", ("sighup",)),
     Before("SIGUSR1 twice, or to one rank of two", "worked", "saved, code 75",
-           ("sigusr1",)),
+           ("sigusr1", "tests/loop/test_torchrun.py::test_a_signal_to_one_rank_stops_both")),
     Before("Ctrl-C", "worked", "recovered, code 130", (f"{USERS}/ends.py::ctrl_c",)),
     Before("a mute program holds the port of the rendezvous", "hung", "refused after 30 s",
            ("mute-rendezvous",)),
 )  # fmt: skip
 FILES = (
     Before("a full disk in `tokens/`", "unclear, no file named", "refused, file and bytes named",
-           ("tests/system/test_disk.py::test_a_library_that_has_no_room_names_the_file_and_leaves_nothing",)),
+           (f"{DISK}::test_a_disk_that_is_full_for_token_records_is_named",)),
     Before("a full disk in an asynchronous checkpoint", "unclear, 85 s", "refused, within 10 s",
            ("full-disk", f"{DISK}::test_a_full_disk_is_named_at_once_and_the_checkpoint_before_stays")),
     Before("a full disk in a synchronous checkpoint", "unclear, no disk named",
@@ -129,7 +128,7 @@ INPUTS = (
 )  # fmt: skip
 SECURITY = (
     Before("ports of an engine", "loopback only", "loopback only",
-           (f"{SERVER}::test_all_sockets_are_loopback",)),
+           (f"{SERVER}::test_all_sockets_are_loopback", f"{USERS}/security.py::what_others_reach")),
     Before("`/health` and `/health_generate` without the key", "answered", "refused",
            (f"{SERVER}::test_every_endpoint_wants_the_key",)),
     Before("the key in a command line, environment or log", "not there", "not there",
@@ -142,8 +141,7 @@ SECURITY = (
     Before("code in a model folder (`auto_map`)", "held", "held",
            (f"{USERS}/security.py::pickled_weights_and_code",)),
     Before("a reward server for other machines without a token", "refused", "refused",
-           (f"{ACCESS}::test_off_loopback_a_token_is_required",
-            f"{ACCESS}::test_without_the_token_nothing_is_answered")),
+           (f"{USERS}/security.py::reward_server_for_others",)),
     Before("files that a killed tree leaves", "left for ever", "removed by the next start",
            ("kill-tree", "tests/system/test_scratch.py::test_a_killed_owner_is_swept_once_its_child_"
             "is_gone_too")),

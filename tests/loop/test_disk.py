@@ -18,7 +18,7 @@ from mrl.preflight import check, room
 from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder
 from parallel.checkpoint.manifest import latest_step
-from tests.disks import can_mount, make_read_only, mount_disk
+from tests.disks import can_mount, fill_up, make_read_only, mount_disk
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.ranks import run_ranks
 from tests.release import release
@@ -57,6 +57,23 @@ class Locks(Callback):
         if step == 1:
             make_read_only(self.disk / "run/rollouts")
         return False
+
+
+class Fills(Callback):
+    """The disk of the token records is full from the second step on."""
+
+    def __init__(self, disk: Path) -> None:
+        self.disk = disk
+
+    def on_step(self, step: int, metrics: Any, groups: Any) -> bool:
+        if step == 0:
+            fill_up(self.disk / "run/tokens")
+        return False
+
+
+def filled(overrides: list[str], disk: Path) -> str:
+    mount_disk(disk, 1 << 24)
+    return json.dumps(ends(overrides, Fills(disk)))
 
 
 def locked(overrides: list[str], disk: Path) -> str:
@@ -111,6 +128,25 @@ def test_a_file_system_that_becomes_read_only_is_named(
     start = f"{disk}/run/rollouts/step_000002.jsonl could not be written: the file system is"
     assert out["text"].startswith(f"{start} read-only, ")
     assert (out["saved"], out["steps"]) == (2, [0, 1])
+
+
+@pytest.mark.release
+def test_a_disk_that_is_full_for_token_records_is_named(
+    toy: Toy, recorded: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    given = toy.overrides(
+        disk / "run", f"debug.load_rollouts={recorded / 'rollouts'}", "train.num_steps=4",
+        "checkpoint.save_every=1", "diagnosis.save_tokens_every=1",
+    )  # fmt: skip
+    (said,) = run_ranks(1, filled, given, disk, folder=tmp_path / "out")
+    out = json.loads(said)
+    assert out["kind"] == "DiskFailed", out["text"]
+    start = f"{disk}/run/tokens/step_000001.safetensors could not be written: the disk is full, "
+    assert out["text"].startswith(start)
+    assert (out["saved"], out["steps"]) == (1, [0])
+    assert not [name for name in out["files"] if name.startswith("tokens/")]  # of the small disk
+    assert out["failure"]
 
 
 def small(overrides: list[str], disk: Path) -> list[str]:

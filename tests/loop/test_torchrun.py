@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from mrl.commands.train import train
+from mrl.config import load_recipe
+from mrl.run.callbacks import Callback
+from parallel.checkpoint.manifest import latest_step
+from parallel.mesh import world_size
 from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy, environment
 from tests.loop.test_run import metrics, processes_of
+from tests.ranks import run_ranks
 
 
 def is_server(process: psutil.Process) -> bool:
@@ -51,6 +60,38 @@ def test_two_ranks_train_on_saved_rollouts(toy: Toy, recorded: Path, tmp_path: P
     # A byte for each of 4 layers: the first rank sends its pair the rollouts.
     assert row["routing/wire_bytes_per_token"] == 4.0
     assert processes_of(output) == []
+
+
+class Tells(Callback):
+    """The second rank alone gets SIGUSR1 in the first step, twice."""
+
+    def on_step(self, step: int, metrics: Any, groups: Any) -> bool:
+        if step == 0 and os.environ["RANK"] == "1":
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGUSR1)
+        return False
+
+
+def told(overrides: list[str]) -> str:
+    return train(load_recipe(TOY_RECIPE, overrides), world_size(), [Tells()])
+
+
+@pytest.mark.release
+@pytest.mark.timeout(300)
+def test_a_signal_to_one_rank_stops_both(toy: Toy, recorded: Path, tmp_path: Path) -> None:
+    given = toy.overrides(
+        tmp_path / "run",
+        f"debug.load_rollouts={recorded / 'rollouts'}",
+        "parallel.tensor_model_parallel_size=2",
+        "train.num_steps=4",
+    )
+    first, second = run_ranks(2, told, given, folder=tmp_path / "out")
+    assert first == second
+    assert first.startswith(
+        "SIGUSR1: saved a checkpoint with 1 steps done; start again to continue"
+    )
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0]
+    assert latest_step(tmp_path / "run/checkpoints") == 1
 
 
 @pytest.mark.release

@@ -96,7 +96,7 @@ def test_a_stopped_rank_is_named_and_later_starts_give_the_bits_of_a_run_without
     assert_same(output, whole)
 
 
-def two_nodes(toy: Toy, recorded: Path, output: Path) -> list[subprocess.Popen[str]]:
+def two_nodes(toy: Toy, recorded: Path, output: Path, *more: str) -> list[subprocess.Popen[str]]:
     """Two launchers with a rank each, which count as two nodes, in the training pass."""
     overrides = toy.overrides(
         output,
@@ -105,6 +105,7 @@ def two_nodes(toy: Toy, recorded: Path, output: Path) -> list[subprocess.Popen[s
         "train.num_steps=4",
         "checkpoint.save_every=1",
         "watch.limits.train=4",
+        *more,
     )
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
     words += ["--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}", "--rdzv-id", "two"]
@@ -151,6 +152,38 @@ def test_a_stopped_rank_of_another_node_is_named(toy: Toy, recorded: Path, tmp_p
     assert 4 < found["since_s"] < 8
     for rank in range(2):
         assert "most recent call first" in (output / f"logs/stacks_rank_{rank}.txt").read_text()
+    assert processes_of(output) == []
+
+
+FAILS = """
+import os
+from mrl.algorithms import gspo
+from mrl.algorithms.gspo import *
+
+def loss(logprobs, batch, config):
+    if os.environ["RANK"] == "1":
+        raise ValueError("the bug of rank 1")
+    return gspo.loss(logprobs, batch, config)
+"""
+
+
+@pytest.mark.release
+@pytest.mark.timeout(400)
+def test_the_error_of_a_rank_stays_the_cause_when_another_node_loses_it(
+    toy: Toy, recorded: Path, tmp_path: Path
+) -> None:
+    """Its own record comes first, and both launchers end with its code, not that of a lost rank."""
+    output, algorithm = tmp_path / "run", tmp_path / "fails.py"
+    algorithm.write_text(FAILS)
+    launchers = two_nodes(toy, recorded, output, f"algorithm.name={algorithm}")
+    printed = [launcher.communicate(timeout=300)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [1, 1], printed
+    found = json.loads((output / "failure.json").read_text())
+    assert (found["exit_code"], found["rank"]) == (1, 1)
+    assert found["what"] == "ValueError: the bug of rank 1"
+    for text in printed:
+        assert "mrl: ValueError: the bug of rank 1" in text
+    assert sum("Traceback (most recent call last)" in text for text in printed) == 1
     assert processes_of(output) == []
 
 

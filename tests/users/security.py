@@ -9,18 +9,24 @@ import pickle
 import re
 import shutil
 import signal
+import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from mrl.rewards.remote import TOKEN_VARIABLE
 from parallel.checkpoint import manifest
+from tests.engine_starts import REAL
 from tests.loop.forked import Command
 from tests.users.things import User, thing
 
 LIMIT_S = 120.0
-BODY = json.dumps({"samples": [{"prompt": "a", "completion": "a a"}]}).encode()
+SECRET = "6f" * 32
+BODY = json.dumps({"prompts": ["a"], "completions": ["aa"]}).encode()
 
 
 def printed_by(command: Command) -> str:
@@ -32,7 +38,7 @@ def address_of(command: Command) -> tuple[str, int]:
     """Return where a reward server listens, once it says so."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and command.poll() is None:
-        if found := re.search(r"http://([\d.]+):(\d+)", printed_by(command)):
+        if found := re.search(r"http://([\w.-]+):(\d+)", printed_by(command)):
             return found[1], int(found[2])
         time.sleep(0.02)
     raise AssertionError(printed_by(command))
@@ -69,6 +75,32 @@ def reward_server_and_pages(user: User) -> str:
     finally:
         interrupted(command)
     return said
+
+
+@thing("I serve a reward for other machines, first without a token and then with one.")
+def reward_server_for_others(user: User) -> str:
+    words = ("reward", "serve", "first_char", "--port", "0", "--host", "0.0.0.0")
+    refused = user.mrl(*words, code=2).strip()
+    assert refused.startswith("mrl: address '0.0.0.0' is open to other machines, so callers need")
+    assert f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32)" in refused
+    assert "\n" not in refused
+    command = user.start(*words, **{TOKEN_VARIABLE: SECRET})
+    try:
+        address = ("127.0.0.1", address_of(command)[1])
+        for given in ("", "Bearer", f"Bearer {SECRET[:-1]}", f"Bearer {SECRET}0", SECRET):
+            for method in ("GET", "POST"):
+                status, said = ask(address, method, {"Authorization": given})
+                assert status == 401, (given, said)
+        status, said = ask(address, "POST", {"Authorization": f"Bearer {SECRET}"})
+        assert (status, json.loads(said)["rewards"]) == (200, [1.0])
+        data = user.write("d.jsonl", '{"prompt": "a"}\n')
+        told = user.mrl("reward", "test", f"http://127.0.0.1:{address[1]}", data, code=2)
+        assert "HTTP 401" in told
+        assert f"set {TOKEN_VARIABLE} where the run starts" in told
+    finally:
+        interrupted(command)
+    assert SECRET not in printed_by(command)
+    return f"{refused}; with one, the right token alone is answered"
 
 
 class Touches:
@@ -133,6 +165,45 @@ def sign(folder: Path) -> None:
     files = {name: manifest.record(folder / name) for name in content["files"]}
     manifest.write_manifest(folder, content, files)
     assert manifest.damage(folder) is None
+
+
+@thing("While I train, others of my machine look at my engine's ports, sockets and folders.")
+def what_others_reach(user: User) -> str:
+    steps = ("train.num_steps=200", "checkpoint.save_every=0")
+    command = user.start("train", *user.recipe("run", *steps), **{REAL: "1"})
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not (user.folder / "run/metrics.jsonl").exists():
+            assert command.poll() is None, printed_by(command)
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        tree = psutil.Process(command.pid).children(recursive=True)
+        (server, *_) = [each for each in tree if "mrl.rollout.sglang.child" in words_of(each)]
+        folder = Path(server.environ()["TMPDIR"])
+        assert folder.name.startswith("mrl-sglang-")
+        assert (stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid) == (0o700, os.getuid())
+        ports, named = set(), set()
+        for each in (server, *server.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                ports |= {c.laddr for c in each.net_connections("inet") if c.status == "LISTEN"}
+                named |= {str(c.laddr) for c in each.net_connections("unix") if c.laddr}
+        assert ports
+        assert {port.ip for port in ports} == {"127.0.0.1"}
+        named = {name for name in named if name.startswith("/")}
+        assert [name for name in named if not Path(name).is_relative_to(folder)] == []
+    finally:
+        interrupted(command)
+    assert not folder.exists()
+    return (
+        f"{len(ports)} ports, all on 127.0.0.1, and {len(named)} sockets with a name, all in a folder "
+        "with mode 0700; after Ctrl-C it is gone"
+    )
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
 @thing("A completion holds markup and terminal codes, and I look at it with mrl view.")
