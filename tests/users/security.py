@@ -79,7 +79,9 @@ def reward_server_and_pages(user: User) -> str:
 
 @thing("I serve a reward for other machines, first without a token and then with one.")
 def reward_server_for_others(user: User) -> str:
-    words = ("reward", "serve", "first_char", "--port", "0", "--host", "0.0.0.0")
+    one = "def score(prompts, completions, **columns):\n    return [1.0] * len(completions)\n"
+    reward = f"{user.write('one.py', one)}:score"
+    words = ("reward", "serve", reward, "--port", "0", "--host", "0.0.0.0")
     refused = user.mrl(*words, code=2).strip()
     assert refused.startswith("mrl: address '0.0.0.0' is open to other machines, so callers need")
     assert f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32)" in refused
@@ -92,9 +94,10 @@ def reward_server_for_others(user: User) -> str:
                 status, said = ask(address, method, {"Authorization": given})
                 assert status == 401, (given, said)
         status, said = ask(address, "POST", {"Authorization": f"Bearer {SECRET}"})
-        assert (status, json.loads(said)["rewards"]) == (200, [1.0])
+        assert status == 200, said
+        assert json.loads(said)["rewards"] == [1.0]
         data = user.write("d.jsonl", '{"prompt": "a"}\n')
-        told = user.mrl("reward", "test", f"http://127.0.0.1:{address[1]}", data, code=2)
+        told = user.mrl("reward", "test", f"http://127.0.0.1:{address[1]}", data, code=1)
         assert "HTTP 401" in told
         assert f"set {TOKEN_VARIABLE} where the run starts" in told
     finally:
