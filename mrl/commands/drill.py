@@ -65,11 +65,6 @@ def run(args: argparse.Namespace) -> None:
             "mrl drill: got no RECIPE, expected that of the run; mrl drill --list needs none"
         )
     recipe = read_recipe(args)
-    if recipe.rollout.placement == "disaggregated":
-        raise InputError(
-            "rollout.placement is disaggregated, and drills strike colocated runs only; give "
-            "rollout.placement=colocated rollout.num_ranks=null to try the rest of the recipe"
-        )
     num_steps = args.steps or NUM_STEPS
     if num_steps <= FEWEST_LEFT:
         raise InputError(f"--steps: got {num_steps}, expected more than {FEWEST_LEFT}")
@@ -113,7 +108,9 @@ def _ranks(recipe: Recipe) -> int:
             f"the recipe needs {fewest} ranks and this machine has {gpus} GPUs; a drill runs on one "
             "node: give a smaller layout, e.g. parallel.pipeline_model_parallel_size=1"
         )
-    return gpus // fewest * fewest
+    apart = recipe.rollout.num_ranks or 0  # these lead engines only
+    least = fewest - apart
+    return (gpus - apart) // least * least + apart
 
 
 def _list(recipe: Recipe | None, names: list[str]) -> None:

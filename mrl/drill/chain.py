@@ -32,7 +32,7 @@ from mrl.run.compare import MACHINE, differences
 from mrl.run.folder import RunFolder
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 
-OF_THE_FAULT = (*MACHINE, "rollout/engine_restarts", "rollout/canary", "checkpoint/")
+OF_THE_FAULT = (*MACHINE, "rollout/engine_restarts", "rollout/canary", "checkpoint/", "async/")
 """Prefixes of metrics that a fault may change."""
 NUM_STEPS = 16
 """Steps of the run without a fault."""
@@ -63,7 +63,7 @@ class Drill:
         dump_recipe(self.recipe, self.file)
         self.run, self.reference = folder / "run", folder / "reference"
         self.job: Job | None = None
-        self.judges_bits = True
+        self.judges_bits = not runs_freely(recipe)
         """Whether the recipe gives the same bits twice without a fault."""
         self._digests: dict[int, dict[str, str]] = {}
         self._starts = itertools.count()
@@ -72,6 +72,21 @@ class Drill:
     def scratch(self) -> Path:
         """The temporary directory of all starts, made at the first: what is left there is theirs."""
         return Path(tempfile.mkdtemp(prefix="mrl-drill-"))
+
+    @property
+    def first_rollout(self) -> int:
+        """The first rank that leads engines only; the number of ranks where there is none."""
+        return self.ranks - (self.recipe.rollout.num_ranks or 0)
+
+    @property
+    def last_trainer(self) -> int:
+        """The last rank that trains."""
+        return self.first_rollout - 1
+
+    @property
+    def engine_leader(self) -> int:
+        """The rank below which the first engine is."""
+        return self.first_rollout if self.first_rollout < self.ranks else 0
 
     @property
     def limit_s(self) -> float:
@@ -199,10 +214,17 @@ def one_step_again(drill: Drill) -> str:
     GPU does without `enable_deterministic_inference`), and no fault is to blame.
     """
     drill.running()
+    if not drill.judges_bits:
+        return "engines that run freely give other bits each time; bits are not compared"
     if differ := drill.differences():
         drill.judges_bits = False
         return f"without a fault a second start differs already: {differ[0]}; bits are not compared"
     return ""
+
+
+def runs_freely(recipe: Recipe) -> bool:
+    """Whether engines run ahead of the trainer without a fixed schedule."""
+    return bool(recipe.asynchronous.max_staleness) and not recipe.asynchronous.deterministic
 
 
 def problems_of_end(job: Job, code: int, codes: Sequence[int]) -> list[str]:

@@ -60,6 +60,8 @@ NOT_PROVOKED = {
     "faults cuts one between two network namespaces",
     "loss of a node": "a drill runs on one node; docs/slurm.md has the table of what was tried with "
     "a real SLURM",
+    "stop of a supervisor": "it only starts workers, so nothing waits for it until its worker is lost; "
+    "kill-supervisor ends it",
     "full disk": "the file system may be others'; each start checks that there is room for two "
     "checkpoints",
 }

@@ -49,7 +49,7 @@ def stop_engine(drill: Drill) -> Row:
 
 
 def _stop_rank(drill: Drill, name: str, phase: str) -> Row:
-    """Stop the last rank in a phase, under limits that fit the steps of the reference."""
+    """Stop the last rank that trains in a phase, under limits that fit the steps of the reference."""
     if drill.job is not None and drill.job.process.poll() is None:
         stop(drill)
     longest = max(row["time/step_s"] for row in RunFolder(drill.reference).read_metrics())
@@ -60,7 +60,7 @@ def _stop_rank(drill: Drill, name: str, phase: str) -> Row:
     job.wait_for_rows(done + 1)
     job.look(closely=True)  # what it holds now must be gone at its end
     job.wait_for_phase(phase)
-    last = drill.ranks - 1
+    last = drill.last_trainer
     found: list[Failure] = []
 
     def strike() -> None:
@@ -75,19 +75,23 @@ def _stop_rank(drill: Drill, name: str, phase: str) -> Row:
     return dataclasses.replace(row, problems=tuple(problems))
 
 
-@fault("stop-rank-rollout", "SIGSTOP of the last rank in the rollout", _unwatched)
+@fault("stop-rank-rollout", "SIGSTOP of the last rank that trains in the rollout", _unwatched)
 def stop_rank_rollout(drill: Drill) -> Row:
     """A rank hangs while engines generate."""
     return _stop_rank(drill, "stop-rank-rollout", "rollout")
 
 
-@fault("stop-rank-train", "SIGSTOP of the last rank in the training pass", _unwatched)
+@fault("stop-rank-train", "SIGSTOP of the last rank that trains in the training pass", _unwatched)
 def stop_rank_train(drill: Drill) -> Row:
     """A rank hangs while the others wait for it in a collective."""
     return _stop_rank(drill, "stop-rank-train", "train")
 
 
-@fault("stop-rank-save", "SIGSTOP of the last rank while a checkpoint is written", _unwatched)
+@fault(
+    "stop-rank-save",
+    "SIGSTOP of the last rank that trains in a save",
+    _unwatched,
+)
 def stop_rank_save(drill: Drill) -> Row:
     """A rank stops while it writes its share of a checkpoint."""
     return _stop_rank(drill, "stop-rank-save", "save")

@@ -61,7 +61,7 @@ def ended(
     return Row(name, FAULTS[name].did, text, seconds, "recovered", code, tuple(problems))
 
 
-@fault("kill-rank-start", "kill -9 of the last rank while it starts")
+@fault("kill-rank-start", "kill -9 of the last rank that trains while it starts")
 def kill_rank_start(drill: Drill) -> Row:
     """A rank dies before the first step, as a bad GPU lets it."""
     drill.close()
@@ -72,29 +72,36 @@ def kill_rank_start(drill: Drill) -> Row:
     job.wait(lambda: is_younger(begun, job.before_s), "an engine had started")
     job.look()
     return ended(
-        drill, "kill-rank-start", job, lambda: kill(job.ranks()[-1:]), (ExitCode.LOST_RANK,)
+        drill, "kill-rank-start", job, lambda: kill_last_trainer(drill, job), (ExitCode.LOST_RANK,)
     )
+
+
+def kill_last_trainer(drill: Drill, job: Job) -> None:
+    """Send SIGKILL to the last rank that trains."""
+    kill([job.ranks()[drill.last_trainer]])
 
 
 def _kill_rank(drill: Drill, name: str, phase: str) -> Row:
     job = drill.running()
     job.wait_for_phase(phase)
-    return ended(drill, name, job, lambda: kill(job.ranks()[-1:]), (ExitCode.LOST_RANK,))
+    return ended(drill, name, job, lambda: kill_last_trainer(drill, job), (ExitCode.LOST_RANK,))
 
 
-@fault("kill-rank-rollout", "kill -9 of the last rank in the rollout")
+@fault("kill-rank-rollout", "kill -9 of the last rank that trains in the rollout")
 def kill_rank_rollout(drill: Drill) -> Row:
     """A rank dies while engines generate."""
     return _kill_rank(drill, "kill-rank-rollout", "rollout")
 
 
-@fault("kill-rank-train", "kill -9 of the last rank in the log-probs or the training pass")
+@fault(
+    "kill-rank-train", "kill -9 of the last rank that trains in the log-probs or the training pass"
+)
 def kill_rank_train(drill: Drill) -> Row:
     """A rank dies while the others wait for it in a collective."""
     return _kill_rank(drill, "kill-rank-train", "train")
 
 
-@fault("kill-rank-save", "kill -9 of the last rank while a checkpoint is written")
+@fault("kill-rank-save", "kill -9 of the last rank that trains while a checkpoint is written")
 def kill_rank_save(drill: Drill) -> Row:
     """A rank dies in a save: the checkpoint before it counts."""
     return _kill_rank(drill, "kill-rank-save", "save")
@@ -143,7 +150,7 @@ def engine_replaced(
     """Strike every process of the first engine, wait until the step is done all the same, and return
     the row."""
     job.look()
-    engine, done = job.engine_of(job.ranks()[0]), num_rows(job.run)
+    engine, done = job.engine_of(job.ranks()[drill.engine_leader]), num_rows(job.run)
     began = time.monotonic()
     for each in engine:
         with suppress(psutil.Error):

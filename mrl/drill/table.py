@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 
 from mrl.config import Recipe
-from mrl.drill import hung, running, stopped
+from mrl.drill import hung, rollout_ranks, running, stopped
 from mrl.drill.chain import NUM_STEPS, Drill, one_step_again, problems_of_end
 from mrl.drill.faults import FAULTS, NOT_PROVOKED, Fault, Row
 from mrl.drill.job import Unexpected
 from mrl.errors import ExitCode, InputError
 
-ROOMS = (running, hung, stopped)
+ROOMS = (running, hung, rollout_ranks, stopped)
 """The modules that add the faults to the list."""
 HEADER = ("fault", "seconds", "verdict", "exit", "what happened")
 

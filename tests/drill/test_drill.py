@@ -195,6 +195,32 @@ def test_what_cannot_be_provoked_says_why(toy: Toy, tmp_path: Path) -> None:
     assert "stall_timeout_s" in FAULTS["stop-engine"].why_not(slow)
 
 
+APART = ("rollout.placement=disaggregated", "rollout.num_ranks=1")
+
+
+def test_faults_of_rollout_ranks_need_some(toy: Toy, tmp_path: Path) -> None:
+    colocated = load_recipe(TOY_RECIPE, toy.overrides(tmp_path))
+    apart = load_recipe(TOY_RECIPE, toy.overrides(tmp_path, *APART))
+    for name in ("kill-worker", "stop-worker", "kill-supervisor"):
+        assert "colocated" in FAULTS[name].why_not(colocated)
+        assert FAULTS[name].why_not(apart) == ""
+    slow = load_recipe(TOY_RECIPE, toy.overrides(tmp_path, *APART, "async.worker_timeout_s=999"))
+    assert "worker_timeout_s=999 s is longer" in FAULTS["stop-worker"].why_not(slow)
+    drill = Drill(apart, 3, tmp_path / "apart")
+    assert (drill.last_trainer, drill.engine_leader) == (1, 2)
+    drill = Drill(colocated, 3, tmp_path / "colocated")
+    assert (drill.last_trainer, drill.engine_leader) == (2, 0)
+
+
+def test_bits_are_judged_where_a_schedule_is_fixed(toy: Toy, tmp_path: Path) -> None:
+    free = [*APART, "async.max_staleness=1", "algorithm.importance=tis"]
+    for number, (keys, expected) in enumerate(
+        [(APART, True), (free, False), ([*free, "async.deterministic=true"], True)]
+    ):
+        recipe = load_recipe(TOY_RECIPE, toy.overrides(tmp_path, *keys))
+        assert Drill(recipe, 2, tmp_path / f"{number}").judges_bits is expected
+
+
 def test_the_command_lists_its_faults_and_refuses_others(
     toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,3 +248,20 @@ def test_a_drill_of_the_toy_recipe(toy: Toy, tmp_path: Path) -> None:
     assert by_name["kill-rank-train"]["exit_code"] == 71
     assert "the same bits" in by_name["damaged-checkpoint"]["happened"]
     assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.release
+@pytest.mark.timeout(900)
+def test_a_drill_of_a_disaggregated_recipe(toy: Toy, tmp_path: Path) -> None:
+    keys = toy.overrides(tmp_path / "mine", *APART, "async.worker_timeout_s=15")
+    words = ["drill", str(TOY_RECIPE), *keys, "--steps", "10", "--only", "kill-rank-rollout"]
+    words += ["kill-engine", "kill-worker", "stop-worker", "kill-supervisor"]
+    done = Command(words, environment(), tmp_path / "out").finish(4 * COMMAND_TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "6 passed, 0 failed"
+    rows = json.loads((tmp_path / "mine_drill/drill.json").read_text())
+    by_name = {each["fault"]: each for each in rows}
+    for name in ("kill-rank-rollout", "kill-supervisor"):
+        assert by_name[name]["exit_code"] == 71
+    for name in ("kill-worker", "stop-worker"):
+        assert by_name[name]["happened"].startswith("1 worker replaced; the steps were done, with")
