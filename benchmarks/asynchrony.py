@@ -4,8 +4,8 @@ First the demo trains with each bound on the staleness; every token of every rec
 within it, and the reward must reach 0.8. Then a shorter run with bound 2 loses engines (`kill -9`) and
 workers (`kill -9`), and has workers stop (SIGSTOP), at random moments: every prompt that was drawn must
 be trained on once, or be in flight at the end, and no process, port or file may be left. Then an
-engine comes late, and others are wrong about their weights (`async_cases.py`). Writes
-benchmarks/results/asynchrony.json.
+engine comes late, and others are wrong about their weights (`async_cases.py`). What each part has
+found is kept in runs/async, so that a second call goes on. Writes benchmarks/results/asynchrony.json.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks.async_cases import PLANTED, late, planted, workers_of
-from benchmarks.evidence.result import finish, summary, write_result
+from benchmarks.evidence.catalog import target_of
+from benchmarks.evidence.result import finish, provenance, summary, write_result
 from benchmarks.fault_table.base import DATA, RECIPE
 from mrl.config import load_recipe
 from mrl.data import PromptCursor
@@ -91,7 +94,11 @@ def try_bound(folder: Path, bound: int, steps: int) -> dict[str, Any]:
     """Train freely with one bound; return what the tokens show."""
     run = folder / f"bound_{bound}"
     job = start(folder, run, *overrides(folder, run, bound, steps))
-    code = job.end(LIMIT_S * 12)
+    try:
+        code = job.end(LIMIT_S * 12)
+    finally:
+        left = job.left()
+        job.kill()
     histogram = ages(run)
     rows = RunFolder(run).read_metrics()
     problems = [] if code == 0 and len(rows) == steps else [f"code {code}, {len(rows)} steps"]
@@ -107,7 +114,7 @@ def try_bound(folder: Path, bound: int, steps: int) -> dict[str, Any]:
         "bound": bound,
         "reward": round(reward, 4),
         "tokens_by_age": {str(age): histogram[age] for age in sorted(histogram)},
-        "problems": problems + job.left(),
+        "problems": problems + left,
     }
 
 
@@ -188,9 +195,7 @@ def lost(folder: Path, keys: list[str], run: Path) -> list[str]:
 def try_case(folder: Path, case: str) -> dict[str, Any]:
     """Run one of `CASES`; return what came of it."""
     keys = [*overrides(folder, folder / "unused", 2, NUM_STEPS), *smaller()]
-    found = late(start, folder, keys) if case == LATE else planted(start, folder, keys, case)
-    print(case, found, flush=True)
-    return found
+    return late(start, folder, keys) if case == LATE else planted(start, folder, keys, case)
 
 
 def main() -> None:
@@ -201,28 +206,50 @@ def main() -> None:
     parser.add_argument("--strikes", type=json.loads, default=STRIKES, help='{"engine": 2}')
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("runs/async"), help="is continued")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the run, too
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory(prefix="mrl-async-") as name:
-        folder = Path(name)
-        write_toy_model(folder / "model")
-        bounds = []
-        for bound in options.bounds:
-            bounds.append(try_bound(folder, bound, options.steps))
-            print(bounds[-1], flush=True)
-        found = struck(folder, options.strikes, options.seed) if options.strikes else {}
-        print(found)
-        cases = {case: try_case(folder, case) for case in options.cases}
-    parts = [*bounds, *([found] if found else []), *cases.values()]
-    failed = sum(bool(part["problems"]) for part in parts)
+    wanted: dict[str, Callable[[Path], dict[str, Any]]] = {
+        f"bound_{bound}_steps_{options.steps}": partial(try_bound, bound=bound, steps=options.steps)
+        for bound in options.bounds
+    }
+    if options.strikes:
+        name = "_".join(f"{victim}_{count}" for victim, count in options.strikes.items())
+        wanted[f"struck_{name}_seed_{options.seed}"] = partial(
+            struck, strikes=options.strikes, seed=options.seed
+        )
+    wanted |= {case: partial(try_case, case=case) for case in options.cases}
+    commit = provenance(target_of("asynchrony").measures)["commit"]
+    found = {
+        name: part_of(options.folder / f"{name}.json", part, commit)
+        for name, part in wanted.items()
+    }
+    failed = sum(bool(part["problems"]) for part in found.values())
     whole = (NUM_STEPS, list(BOUNDS), STRIKES, list(CASES))
     if (options.steps, options.bounds, options.strikes, options.cases) == whole:
-        content = {"bounds": bounds, "struck": found, **cases}
         packages = ("torch", "sglang", "megatron-core")
         write_result(
-            "asynchrony", content, passed=len(parts) - failed, failed=failed, packages=packages
+            "asynchrony", found, passed=len(found) - failed, failed=failed, packages=packages
         )
-    finish(len(parts) - failed, failed)
+    finish(len(found) - failed, failed)
+
+
+def part_of(file: Path, run: Callable[[Path], dict[str, Any]], commit: str) -> dict[str, Any]:
+    """Return what a part has found, from an earlier call where `file` has it."""
+    if file.exists():
+        found = json.loads(file.read_text())
+        print(
+            f"{file} is of an earlier call, at {found['commit'][:7]}; remove it to repeat the part"
+        )
+        return found
+    with tempfile.TemporaryDirectory(prefix="mrl-async-") as name:
+        write_toy_model(Path(name) / "model")
+        found = {**run(Path(name)), "commit": commit}
+    print(found, flush=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
