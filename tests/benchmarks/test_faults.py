@@ -8,13 +8,13 @@ from pathlib import Path
 from benchmarks import faults
 from benchmarks.fault_table import before, files, inputs, tested
 from benchmarks.fault_table.base import KINDS, ROOT, Said, refused_row
-from benchmarks.faults import SAVED, WITH_ENGINE, markdown, without_paths
+from benchmarks.faults import ELSEWHERE, SAVED, WITH_ENGINE, markdown, without_paths
 from mrl.drill import FAULTS, Row
 from tests.slurm.rows import ROWS
 
 
 def test_every_fault_of_the_drill_is_in_the_table() -> None:
-    assert {*WITH_ENGINE, *SAVED} - {"none"} == set(FAULTS)
+    assert {*WITH_ENGINE, *SAVED, *ELSEWHERE} - {"none"} == set(FAULTS)
 
 
 def test_every_kind_of_fault_has_a_row() -> None:
