@@ -18,6 +18,7 @@ import pytest
 from benchmarks.async_cases import LATE, PLANTED
 from benchmarks.planted_versions import VARIABLE
 from mrl.errors import ExitCode
+from mrl.drill.job import kill
 from mrl.run.folder import RunFolder
 from mrl.toy_model import write_toy_model
 
@@ -126,8 +127,7 @@ def test_a_fixed_schedule_repeats_its_bits_also_after_a_kill(
     killed = tmp_path / "killed"
     process = start(command(model, killed, 2, *keys), killed.with_suffix(".log"))
     wait_for((killed / "checkpoints/iter_0000002").exists, process)
-    for each in processes_of(killed):
-        each.kill()
+    kill(processes_of(killed))
     process.wait()
     train(model, killed, 2, *keys)
     assert bits(killed, 6) == bits(tmp_path / "one", 6)
@@ -181,8 +181,7 @@ def test_a_free_run_that_is_killed_continues_with_its_queue(model: Path, tmp_pat
     words = command(model, output, 2, *keys, "train.num_steps=10")
     process = start(words, output.with_suffix(".log"))
     wait_for(lambda: num_rows(output) >= 5, process)
-    for each in processes_of(output):
-        each.kill()
+    kill(processes_of(output))
     process.wait()
     assert start(words, output.with_suffix(".log")).wait(LIMIT_S) == 0
     steps = [row["step"] for row in RunFolder(output).timeline.read()]
