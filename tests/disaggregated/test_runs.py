@@ -17,8 +17,8 @@ import pytest
 
 from benchmarks.async_cases import LATE, PLANTED
 from benchmarks.planted_versions import VARIABLE
-from mrl.errors import ExitCode
 from mrl.drill.job import kill
+from mrl.errors import ExitCode
 from mrl.run.folder import RunFolder
 from mrl.toy_model import write_toy_model
 
@@ -268,12 +268,12 @@ def test_whole_samples_of_a_killed_worker_are_not_generated_anew(
         ),
     )
     process = start(command(model, output, 2, *keys), output.with_suffix(".log"))
-    for kill in range(5):
+    for number in range(5):
         done = num_rows(output)
         wait_for(lambda done=done: num_rows(output) >= done + 2, process)
         if rows(output)[-1]["async/kept_tokens"]:
             break
-        assert kill < 4, "no sample was kept over four kills"
+        assert number < 4, "no sample was kept over four kills"
         time.sleep(
             0.6 * rows(output)[-1]["time/step_s"]
         )  # some samples of a group are whole by then
