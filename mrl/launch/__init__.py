@@ -43,6 +43,8 @@ from mrl.system.scratch import Scratch, sweep
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that the ranks heed: they save, where they can, and end."""
+ENDS_AT_ONCE = "SIGINT,SIGQUIT"
+"""Signals at which torch ends the ranks; by default it does so at those of FORWARDED, too."""
 C10D_PORT = 29400
 """The port that torch's c10d rendezvous takes where none is given."""
 ALONE_S = 20.0
@@ -58,11 +60,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number in FORWARDED:  # while torch is imported, too
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _forward)
-    # torch's handlers would end the ranks at once
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGINT,SIGQUIT")
     from torch.distributed.run import parse_args
 
-    args = parse_args(None if argv is None else list(argv))
+    words = sys.argv[1:] if argv is None else argv
+    args = parse_args([f"--signals-to-handle={ENDS_AT_ONCE}", *words])
     _silence()
     try:
         _check_flags(args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,20 +15,27 @@ from torch.distributed.run import parse_args
 
 from mrl.errors import InputError
 from mrl.launch import _check_flags
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
+RELEASE = pytest.mark.release
 # torchrun takes $$ in its arguments for $
 RANK = 'echo "start $RANK" >> "$SEEN/starts"; printf %s "$SEEN" > "$MRL_LAUNCH_FOLDER/run_folder"; '
 
 
-def launched(script: str, seen: Path, *more: str) -> tuple[int, list[str]]:
+def start(script: str, seen: Path, *more: str) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "mrl.launch", "--standalone", "--nproc-per-node", "2", *more]
-    done = subprocess.run(
+    return subprocess.Popen(
         [*words, "--no-python", "sh", "-c", RANK + script],
         env=os.environ | {"PYTHONPATH": str(ROOT), "SEEN": str(seen)},
-        capture_output=True, text=True, check=False, timeout=300,
+        stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    return done.returncode, done.stderr.splitlines()
+
+
+def launched(script: str, seen: Path, *more: str) -> tuple[int, list[str]]:
+    launcher = start(script, seen, *more)
+    _, said = launcher.communicate(timeout=300)
+    return launcher.returncode, said.splitlines()
 
 
 @pytest.mark.release
@@ -55,6 +63,21 @@ def test_what_another_start_cannot_mend_keeps_its_code(code: int, tmp_path: Path
 def test_a_run_that_saved_and_left_has_code_75_whoever_dies_then(tmp_path: Path) -> None:
     script = 'touch "$MRL_LAUNCH_FOLDER/saved"; kill -TERM $$$$'
     assert launched(script, tmp_path) == (75, [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=RELEASE)])
+def test_ranks_have_time_to_save_and_then_the_code_is_75(number: int, tmp_path: Path) -> None:
+    """torch would end the ranks, and all below them, at once."""
+    name = signal.Signals(number).name.removeprefix("SIG")
+    save = 'touch "$SEEN/saved_$RANK" "$MRL_LAUNCH_FOLDER/saved"; exit 75'
+    script = (
+        f"(trap '' {name}; sleep 2) & trap 'wait; {save}' {name}; touch $SEEN/ready_$RANK; wait"
+    )
+    launcher = start(script, tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("ready_*"))) == 2, "two ranks")
+    launcher.send_signal(number)
+    assert launcher.wait(60) == 75
+    assert len(list(tmp_path.glob("saved_*"))) == 2
 
 
 @pytest.mark.parametrize(
