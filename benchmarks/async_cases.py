@@ -16,12 +16,12 @@ import psutil
 
 from benchmarks.planted_versions import VARIABLE
 from mrl.drill.job import Job, Unexpected, num_rows
+from mrl.drill.rollout_ranks import WORKER
 from mrl.errors import ExitCode
 from mrl.run.folder import RunFolder
 
 Start = Callable[..., Job]
 """Starts a run: `start(folder, output, *keys, ranks=...)`."""
-WORKER = ["-m", "mrl.disaggregated"]
 ENDS_S = 600.0
 LATE = ("rollout.num_ranks=2", "async.groups_in_flight=1", "async.worker_timeout_s=600")
 STEPS_ALONE, STEPS_TOGETHER = 3, 10
@@ -99,11 +99,15 @@ def planted(start: Start, folder: Path, keys: list[str], fault: str) -> dict[str
         job = start(folder, run, *keys, *interrupt, f"output_dir={run}", "train.num_steps=60")
     finally:
         del os.environ[VARIABLE]
-    code = job.end(ENDS_S)
+    try:
+        code = job.end(ENDS_S)
+    finally:
+        left = job.left()
+        job.kill()
     lines = [line for line in job.log.read_text().splitlines() if PLANTED[fault] in line]
     problems = [] if code == ExitCode.FAILED else [f"the run ended with code {code}"]
     if not lines:
         problems.append(f"no line of {job.log} says {PLANTED[fault]!r}")
     rows = RunFolder(run).read_metrics()
     steps = len(rows)
-    return {"fault": fault, "steps": steps, "line": lines[:1], "problems": problems + job.left()}
+    return {"fault": fault, "steps": steps, "line": lines[:1], "problems": problems + left}

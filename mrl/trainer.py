@@ -22,7 +22,6 @@ from mrl.data.completions import completions
 from mrl.diagnosis.collect import Diagnosis
 from mrl.disaggregated.collector import DisaggregatedCollector
 from mrl.disaggregated.free_collector import FreeCollector
-from mrl.disaggregated.leasing import runs_freely
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.exchange.sharing import gather_lines
 from mrl.learn.advantages import count_loss_tokens, set_reward_advantages, shaping_metrics
@@ -316,7 +315,7 @@ def make_collector(plan: Plan, mesh: Mesh, folder: RunFolder) -> Collector:
     if plan.recipe.debug.load_rollouts is not None:
         return SavedCollector(plan.recipe, mesh)
     if plan.roles.num_rollout:
-        kind = FreeCollector if runs_freely(plan.recipe) else DisaggregatedCollector
+        kind = FreeCollector if plan.recipe.asynchronous.is_free else DisaggregatedCollector
         return kind(plan, mesh, folder)
     return LiveCollector(plan, mesh, folder)
 

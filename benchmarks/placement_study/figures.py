@@ -5,21 +5,17 @@ Legend: a *part* of a step is what the plan's formula takes (`mrl/preflight/plac
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mrl.run.activities import ACTIVITIES, IDLE, WAIT, seconds_key
+
 NUM_LAST = 5
 """Steps whose mean is the reward at the end."""
 WINDOW = 3
 """Steps that a smoothed reward is the mean of."""
-WAIT = "time/batch_wait_s"
-ENGINE = re.compile(r"time/engine_(\w+)_s")
-"""The seconds that engines spent in an activity."""
-IDLE = ("bound", "weights", "score")
-"""Activities in which an engine has nothing to do."""
 Row = dict[str, Any]
 
 
@@ -62,8 +58,8 @@ def roles(rows: Sequence[Row], seconds: float) -> dict[str, Any]:
     Of metrics without the engines' activities, the loading of weights counts as generation, and the
     idle share of the rollout is missing.
     """
-    found = {match[1]: key for key in rows[0] if (match := ENGINE.fullmatch(key))}
-    engine = {name: mean(rows, key) for name, key in found.items()}
+    keys = {name: seconds_key(name) for name in ACTIVITIES if seconds_key(name) in rows[0]}
+    engine = {name: mean(rows, key) for name, key in keys.items()}
     load_s = engine.get("load", 0.0)
     step_s, wait_s, sync_s = seconds / len(rows), mean(rows, WAIT), mean(rows, "time/sync_s")
     parts = {

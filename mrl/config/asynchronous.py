@@ -44,8 +44,12 @@ class AsyncConfig(Branch):
     gives up."""
 
     @property
+    def is_free(self) -> bool:
+        """Whether engines run freely: ahead of the trainer, without a fixed schedule."""
+        return self.max_staleness > 0 and not self.deterministic
+
+    @property
     def staged_versions(self) -> int:
         """Versions of the weights that a worker has room for in the host's memory: where it runs
         freely, that of the engine and the next one."""
-        is_free = self.max_staleness > 0 and not self.deterministic
-        return 2 if is_free else max(1, self.max_staleness)
+        return 2 if self.is_free else max(1, self.max_staleness)

@@ -14,7 +14,6 @@ from typing import Any
 
 from mrl.config.load import recipe_of
 from mrl.disaggregated.free_worker import FreeWorker
-from mrl.disaggregated.leasing import runs_freely
 from mrl.disaggregated.wire import WireClosed
 from mrl.disaggregated.worker import Worker
 from mrl.errors import ExitCode, InputError, RunFailed
@@ -43,7 +42,7 @@ def _work(settings: dict[str, Any]) -> int:
     try:
         recipe = recipe_of(settings["recipe"], [], "recipe")
         plan = check(recipe, int(settings["world"]), allowed=settings["allowed"])
-        kind = FreeWorker if runs_freely(recipe) else Worker
+        kind = FreeWorker if recipe.asynchronous.is_free else Worker
         kind(plan, settings).run()
     except WireClosed:
         return ExitCode.LOST_RANK  # the trainer's launcher says what has ended it

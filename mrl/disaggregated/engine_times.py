@@ -38,7 +38,7 @@ class _Engine:
     """Holds what is known of one engine."""
 
     heard: float
-    """Until when it is known what the engine did."""
+    """The time up to which it is known what the engine did."""
     activity: str = "start"
     is_absent: bool = True
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))

@@ -256,9 +256,3 @@ def _encode(groups: list[SampleGroup]) -> str:
 
 def _decode(text: str) -> list[SampleGroup]:
     return decode_groups(base64.b64decode(text)) if text else []
-
-
-def runs_freely(recipe: Recipe) -> bool:
-    """Return whether engines get leases of single prompts, and not batches by a fixed schedule."""
-    config = recipe.asynchronous
-    return bool(config.max_staleness) and not config.deterministic

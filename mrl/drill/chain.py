@@ -32,7 +32,7 @@ from mrl.run.compare import MACHINE, differences
 from mrl.run.folder import RunFolder
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 
-OF_THE_FAULT = (*MACHINE, "rollout/engine_restarts", "rollout/canary", "checkpoint/", "async/")
+OF_THE_FAULT = (*MACHINE, "rollout/engine_restarts", "rollout/canary", "checkpoint/")
 """Prefixes of metrics that a fault may change."""
 NUM_STEPS = 16
 """Steps of the run without a fault."""
@@ -63,7 +63,7 @@ class Drill:
         dump_recipe(self.recipe, self.file)
         self.run, self.reference = folder / "run", folder / "reference"
         self.job: Job | None = None
-        self.judges_bits = not runs_freely(recipe)
+        self.judges_bits = not recipe.asynchronous.is_free
         """Whether the recipe gives the same bits twice without a fault."""
         self._digests: dict[int, dict[str, str]] = {}
         self._starts = itertools.count()
@@ -220,11 +220,6 @@ def one_step_again(drill: Drill) -> str:
         drill.judges_bits = False
         return f"without a fault a second start differs already: {differ[0]}; bits are not compared"
     return ""
-
-
-def runs_freely(recipe: Recipe) -> bool:
-    """Whether engines run ahead of the trainer without a fixed schedule."""
-    return bool(recipe.asynchronous.max_staleness) and not recipe.asynchronous.deterministic
 
 
 def problems_of_end(job: Job, code: int, codes: Sequence[int]) -> list[str]:

@@ -187,6 +187,14 @@ def _signalled(drill: Drill, name: str, numbers: Sequence[int], codes: Sequence[
     return ended(drill, name, job, strike, codes)
 
 
+def _in_time(drill: Drill, late: ExitCode) -> tuple[ExitCode, ...]:
+    """Return the codes that may end a run that has little time to save: `late` is none of them where a
+    step of the reference took less than half of that time."""
+    longest = max(row["time/step_s"] for row in RunFolder(drill.reference).read_metrics())
+    is_short = longest < drill.recipe.checkpoint.stop_limit_s / 2
+    return (ExitCode.SAVED,) if is_short else (ExitCode.SAVED, late)
+
+
 @fault("sigusr1", "SIGUSR1 twice, as SLURM gives it before the time limit")
 def sigusr1(drill: Drill) -> Row:
     """The step is finished and saved; the second signal changes nothing."""
@@ -196,13 +204,13 @@ def sigusr1(drill: Drill) -> Row:
 @fault("sigterm", "SIGTERM, as a scheduler gives it before SIGKILL")
 def sigterm(drill: Drill) -> Row:
     """The step is finished and saved where checkpoint.stop_limit_s allows."""
-    return _signalled(drill, "sigterm", (signal.SIGTERM,), (ExitCode.SAVED, ExitCode.TERMINATED))
+    return _signalled(drill, "sigterm", (signal.SIGTERM,), _in_time(drill, ExitCode.TERMINATED))
 
 
 @fault("sighup", "SIGHUP, as the end of a terminal gives it")
 def sighup(drill: Drill) -> Row:
     """The step is finished and saved where checkpoint.stop_limit_s allows."""
-    return _signalled(drill, "sighup", (signal.SIGHUP,), (ExitCode.SAVED, ExitCode.HANGUP))
+    return _signalled(drill, "sighup", (signal.SIGHUP,), _in_time(drill, ExitCode.HANGUP))
 
 
 @fault("second-start", "the same command again while the run works")

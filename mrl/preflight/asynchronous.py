@@ -25,16 +25,15 @@ def check_asynchronous(recipe: Recipe) -> None:
             )
         return
     _check_engine(recipe)
-    is_free = bool(config.max_staleness) and not config.deterministic
-    _check_keys(config, is_free=is_free)
+    _check_keys(config)
     if config.max_staleness:
         _check_ahead(recipe)
 
 
-def _check_keys(config: AsyncConfig, *, is_free: bool) -> None:
+def _check_keys(config: AsyncConfig) -> None:
     """Refuse keys that have no meaning in this mode."""
     for name in _FREE_KEYS:
-        if not is_free and getattr(config, name) != getattr(AsyncConfig(), name):
+        if not config.is_free and getattr(config, name) != getattr(AsyncConfig(), name):
             raise InputError(
                 f"async.{name} is set, but it is for engines that run freely only "
                 "(async.max_staleness above 0, without async.deterministic); leave it out"

@@ -96,7 +96,7 @@ def _times(
     train_s = max(0.0, means[STEP] - means[SYNC] - means[ROLLOUT])
     if placement == "asynchronous":
         return None, (
-            f"{folder} does not say how long its engines generate while the trainer trains; measure "
-            "with async.max_staleness=0"
+            f"the roles of {folder} work at one time, and only runs whose roles take turns are read; "
+            "measure with async.max_staleness=0"
         )
     return StepTimes(means[ROLLOUT], train_s, means[SYNC]), ""

@@ -40,8 +40,8 @@ from parallel.scaling.workload import Workload
 
 SUPERVISOR_BYTES = 2 << 30
 """Libraries and Python objects of the process that a launcher starts on a rollout rank."""
-TOKEN_BYTES = 32
-"""Bytes of a token of a sample beside its routes, as on the trainer's side."""
+HELD_TOKEN_BYTES = 32
+"""Bytes that a token of a sample takes in a process beside its routes."""
 
 
 @dataclass(frozen=True)
@@ -189,12 +189,12 @@ def _tokens_ahead(work: Workload) -> int:
 
 
 def _samples_row(name: str, shape: ModelShape, work: Workload, tokens: int) -> Row:
-    each = sum(routes_per_token(shape, work)) + TOKEN_BYTES
+    each = sum(routes_per_token(shape, work)) + HELD_TOKEN_BYTES
     return Row(
         name,
         tokens * each,
         f"{each} B x {tokens} tokens of {1 + work.max_staleness} step(s)",
-        f"{ASSUMPTION}: {TOKEN_BYTES} B a token beside the packed routes",
+        f"{ASSUMPTION}: {HELD_TOKEN_BYTES} B a token beside the packed routes",
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mrl.config import load_recipe
-from mrl.disaggregated.leasing import Leasing, default_groups, runs_freely
+from mrl.disaggregated.leasing import Leasing, default_groups
 from mrl.errors import WrongWeights
 from mrl.run.rollouts import decode_groups
 from mrl.types import Prompt, SampleGroup, VersionSpan
@@ -215,7 +215,7 @@ def test_samples_of_a_lost_worker_that_are_too_old_by_then_are_generated_anew() 
 
 
 def test_which_runs_are_free() -> None:
-    assert runs_freely(Run().recipe)
-    assert not runs_freely(Run("async.deterministic=true").recipe)
+    assert Run().recipe.asynchronous.is_free
+    assert not Run("async.deterministic=true").recipe.asynchronous.is_free
     assert default_groups(8, 4) == 4
     assert default_groups(1, 4) == 1
