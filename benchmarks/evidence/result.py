@@ -54,8 +54,10 @@ def write_result(
     }
     file = path or RESULTS / f"{name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    text = json.dumps(result, indent=1)
+    text = text.replace(f"{ROOT}/", "")  # a result says nothing about where the clone lies
+    file.write_text(text + "\n")
+    return json.loads(text)
 
 
 def finish(passed: int, failed: int) -> NoReturn:
