@@ -12,6 +12,7 @@ from mrl.config.evaluation import EvalConfig, EvalSetConfig
 from mrl.config.guards import GuardConfig
 from mrl.config.load import dump_recipe, load_recipe
 from mrl.config.logging import LoggingConfig
+from mrl.config.lora import LoraConfig
 from mrl.config.recipe import DebugConfig, Recipe
 from mrl.config.reward import RewardConfig
 from mrl.config.rollout import EnvironmentConfig, RolloutConfig
@@ -38,6 +39,7 @@ __all__ = [
     "EvalSetConfig",
     "GuardConfig",
     "LoggingConfig",
+    "LoraConfig",
     "MaskConfig",
     "ModelConfig",
     "MoeConfig",

@@ -15,6 +15,7 @@ from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig
 from mrl.config.guards import GuardConfig
 from mrl.config.logging import LoggingConfig
+from mrl.config.lora import LoraConfig
 from mrl.config.profiling import ProfileConfig
 from mrl.config.reward import Rewards
 from mrl.config.rollout import EnvironmentConfig, RolloutConfig
@@ -46,6 +47,8 @@ class Recipe(Branch):
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig | None = None
+    """Train low-rank updates of the model in the place of its weights; see docs/lora.md."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Fields of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig by
     their own names, for policy and critic; see docs/megatron.md."""

@@ -1,0 +1,34 @@
+"""Configures LoRA: which low-rank matrices are trained in the place of the whole model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from mrl.config.branch import Branch
+from mrl.lora import Experts
+
+
+class LoraConfig(Branch):
+    rank: int = Field(default=32, ge=1)
+    """Rank of every update: A is [rank, inputs], B is [outputs, rank]."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The update is (alpha / rank) B A."""
+    targets: Literal["attention"] | tuple[str, ...] = "attention"
+    """`attention` adapts every projection of the attention; or Hugging Face's names of modules
+    (`[q_proj, v_proj]`), outside the experts."""
+    experts: Experts = "none"
+    """`per_expert` gives each expert an A and a B for every projection. `shared_outer` shares the A of
+    gate and up projection and the B of the down projection over the experts of a layer."""
+    dropout: float = Field(default=0.0, ge=0, le=0)
+    """Only 0: the engine has no dropout, so trainer and engine would be two policies."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """How A begins, as in PEFT: `kaiming` is uniform within 1 / sqrt(inputs), `gaussian` is normal with
+    a standard deviation of 1 / rank. B begins with 0, so training begins with the base."""
+    path: str | None = None
+    """PEFT folder to begin with (adapter_config.json and adapter_model.safetensors), in the place of
+    `init`. Its rank, alpha and modules must be those given here."""
+    rollout: Literal["adapter", "merged"] = "adapter"
+    """`adapter` sends A and B to the engine, which keeps the base. `merged` adds the update to the base
+    weights and sends the whole model, for engines that cannot serve an adapter."""

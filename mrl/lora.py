@@ -1,0 +1,68 @@
+"""What trainer, engine and files must agree on about a LoRA adapter (arXiv 2106.09685).
+
+An adapted linear layer computes `W x + (alpha / rank) B (A x)`. A [rank, inputs] and B [outputs, rank]
+are trained; W, the base, is frozen. Tensors go by the names of PEFT, which are those of the Hugging
+Face weights between a prefix and `lora_A` or `lora_B`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+PEFT_PREFIX = "base_model.model."
+Experts = Literal["none", "shared_outer", "per_expert"]
+"""Which matrices the experts of a layer have.
+
+- none: experts are frozen.
+- per_expert: every expert has its own A and B of each projection.
+- shared_outer: the A of gate and up projection and the B of the down projection are one for all experts
+  of a layer; the other ones are each expert's own.
+"""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An `Adapter` says which modules of a model have a low-rank update, and of which size."""
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+    """Hugging Face's names of the adapted modules outside the experts, without a path (`q_proj`)."""
+    experts: Experts = "none"
+    expert_modules: tuple[str, ...] = ()
+    """The adapted modules of an expert (`gate_proj up_proj down_proj`); none where `experts` is."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """All names of adapted modules, each once."""
+        return tuple(dict.fromkeys((*self.modules, *self.expert_modules)))
+
+    def peft_config(self, base: str = "") -> dict[str, Any]:
+        """Return the content of PEFT's adapter_config.json. `base`: name or path of the base model."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": list(self.target_modules),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+
+
+def lora_name(hf_name: str, matrix: Literal["A", "B"]) -> str:
+    """Return PEFT's name of a matrix of the weight `hf_name` (`model.layers.0.self_attn.q_proj.weight`).
+
+    What all experts share goes by the name of the module without the number of an expert:
+    `...mlp.experts.gate_proj.lora_A.weight`.
+    """
+    return f"{PEFT_PREFIX}{hf_name.removesuffix('.weight')}.lora_{matrix}.weight"
