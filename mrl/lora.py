@@ -43,6 +43,13 @@ class Adapter:
         """All names of adapted modules, each once."""
         return tuple(dict.fromkeys((*self.modules, *self.expert_modules)))
 
+    def describe(self) -> str:
+        """Return one line for the terminal."""
+        parts = list(self.modules)
+        if self.experts != "none":
+            parts.append(f"experts {self.experts} ({', '.join(self.expert_modules)})")
+        return f"rank {self.rank}, alpha {self.alpha:g}: {', '.join(parts)}; the base is frozen"
+
     def peft_config(self, base: str = "") -> dict[str, Any]:
         """Return the content of PEFT's adapter_config.json. `base`: name or path of the base model."""
         return {
@@ -60,7 +67,7 @@ class Adapter:
 
 
 def lora_name(hf_name: str, matrix: Literal["A", "B"]) -> str:
-    """Return PEFT's name of a matrix of the weight `hf_name` (`model.layers.0.self_attn.q_proj.weight`).
+    """Return PEFT's name of a matrix of a weight (`model.layers.0.self_attn.q_proj.weight`).
 
     What all experts share goes by the name of the module without the number of an expert:
     `...mlp.experts.gate_proj.lora_A.weight`.

@@ -45,6 +45,7 @@ from mrl.trackers import Trackers
 from mrl.types import Max, SampleGroup, Statistics
 from parallel.checkpoint.checkpoints import Loaded
 from parallel.ledger import device_memory, memory_statistics
+from parallel.lora.weights import lora_setup
 from parallel.mesh import Mesh
 from parallel.policy import Policy
 from parallel.reduce import reduce_statistics
@@ -306,6 +307,7 @@ def make_policy(plan: Plan, mesh: Mesh, *, trains: bool) -> Policy:
         true_on_policy=recipe.rollout.true_on_policy,
         megatron=recipe.megatron,
         logprob_chunk_tokens=recipe.train.logprob_chunk_tokens,
+        lora=lora_setup(plan.adapter, recipe),
     )
 
 

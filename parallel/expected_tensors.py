@@ -105,6 +105,13 @@ _KEY_VALUE: dict[str, Shapes] = {
 
 def expected_shapes(model: HfModel) -> Iterator[tuple[str, Shape]]:
     """Yield the name and shape of every HF tensor that config.json means."""
+    for _, hf, place, shape in rule_shapes(model):
+        yield hf.format(**place), shape
+
+
+def rule_shapes(model: HfModel) -> Iterator[tuple[Rule, str, dict[str, int], Shape]]:
+    """Yield the rule, the name of the rule's table, its `layer` and `expert`, and the shape of every HF
+    tensor that config.json means."""
     sizes = _Sizes(model)
     table = dict(SHAPES)
     if not sizes.get("multi_latent_attention"):
@@ -116,8 +123,8 @@ def expected_shapes(model: HfModel) -> Iterator[tuple[str, Shape]]:
             continue
         for layer in _layers(rule, model):
             for expert in range(model.sizes.num_experts if "{expert}" in rule.megatron else 1):
-                for name, shape in zip(rule.hf, shapes(sizes), strict=True):
-                    yield name.format(layer=layer, expert=expert), shape
+                for hf, shape in zip(rule.hf, shapes(sizes), strict=True):
+                    yield rule, hf, {"layer": layer, "expert": expert}, shape
 
 
 def check_tensors(model: HfModel, tensors: HfTensors, may_lack: Collection[str] = ()) -> None:

@@ -40,6 +40,8 @@ class Unit:
     entry: Entry
     tensors: list[HfTensor]
     """Peer after peer, in the order of the rule's HF names."""
+    merged: bool = False
+    """Whether the low-rank update of its layer is added."""
 
     @property
     def num_bytes(self) -> int:
@@ -51,7 +53,10 @@ class Unit:
 
     def shard(self) -> Tensor:
         """This rank's, as it is sent: of one parameter at a time, where it has to be cast."""
-        return self.entry.parameter.detach().to(self.dtype)
+        own = self.entry.parameter.detach()
+        if self.merged and self.entry.update is not None:
+            own = own.float() + self.entry.update.matrix()
+        return own.to(self.dtype)
 
 
 @torch.no_grad()
@@ -61,18 +66,20 @@ def export_buckets(
     max_bytes: int,
     memory: SharedMemory | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    merged: bool = False,
 ) -> Iterator[WeightBucket]:
     """Yield every HF tensor exactly once, in buckets of up to `max_bytes`, on every rank.
 
     In `dtype` where one is given: each rank casts its shard first, so that what it digests is what
-    is sent. Buffers keep their own, as engines keep them.
+    is sent. Buffers keep their own, as engines keep them. `merged` adds the low-rank updates.
 
     A parameter that is larger, counted with its expert-parallel peers, is a bucket of its own. A
     bucket's tensors are overwritten when the next but one is asked for. A collective: every rank must
     drain the iterator. Stage after stage in pipeline order. On CPUs the buckets lie in `memory`.
     """
     mesh = weights.mesh
-    buckets = _assign_buckets(weights, max_bytes, dtype)
+    buckets = _assign_buckets(weights, max_bytes, dtype, merged)
     start = time.perf_counter()
     digests = _digests(weights, buckets)
     digest_s = time.perf_counter() - start
@@ -201,10 +208,11 @@ def _largest(weights: WeightMap, buckets: list[list[Unit]]) -> int:
 
 
 def _assign_buckets(
-    weights: WeightMap, max_bytes: int, dtype: torch.dtype | None
+    weights: WeightMap, max_bytes: int, dtype: torch.dtype | None, merged: bool
 ) -> list[list[Unit]]:
     """Assign this stage's units to buckets of one dtype each."""
-    units = sorted((_unit(weights, e, dtype) for e in weights.entries), key=lambda u: str(u.dtype))
+    made = (_unit(weights, entry, dtype, merged) for entry in weights.entries)
+    units = sorted(made, key=lambda unit: str(unit.dtype))
     buckets: list[list[Unit]] = []
     size = 0
     for unit in units:
@@ -217,7 +225,7 @@ def _assign_buckets(
     return buckets
 
 
-def _unit(weights: WeightMap, entry: Entry, dtype: torch.dtype | None) -> Unit:
+def _unit(weights: WeightMap, entry: Entry, dtype: torch.dtype | None, merged: bool) -> Unit:
     own = entry.parameter.dtype
     sent = own if dtype is None or entry.rule.is_buffer else dtype
     local = torch.empty(entry.parameter.shape, dtype=sent, device="meta")
@@ -234,6 +242,7 @@ def _unit(weights: WeightMap, entry: Entry, dtype: torch.dtype | None) -> Unit:
             for expert in _experts(weights, entry)
             for name, shape in zip(entry.hf_names(expert), shapes, strict=True)
         ],
+        merged,
     )
 
 

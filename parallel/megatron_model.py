@@ -25,6 +25,8 @@ from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype, choose_implementation
 from parallel.layers.balancing import RouterLosses
 from parallel.ledger import Ledger, gradient_tensors, optimizer_tensors, parameter_tensors
+from parallel.lora.adapted import Adaptation
+from parallel.lora.weights import AdapterMap, LoraSetup
 from parallel.mesh import Mesh
 from parallel.model import OutputLayer, build_chunks, unwrap
 from parallel.optimizer import build_optimizer
@@ -76,6 +78,7 @@ class MegatronModel:
         true_on_policy: bool = False,
         options: MegatronOptions = MegatronOptions(),  # noqa: B008
         logprob_chunk_tokens: int = 0,
+        lora: LoraSetup | None = None,
     ) -> None:
         """Build the chunks; their weights are random until `load`.
 
@@ -83,22 +86,28 @@ class MegatronModel:
         ledger. `output_layer` takes the place of the vocabulary's projection. `true_on_policy`: layers
         that compute each token as the engine does (`layers/invariant.py`). `options`: the recipe's own,
         for Megatron. `logprob_chunk_tokens`: as in the recipe's `train`; a critic has no logits.
+        `lora`: what is trained in the place of the weights.
         """
         self.mesh, self.ledger, self._prefix = mesh, ledger, prefix
         self._optimizer_config, self._options = optimizer, options
         self._dtype = choose_dtype(config.dtype)
-        implementation, _ = choose_implementation(config.transformer_impl)
+        # Adapters are built into the native layers.
+        asked = config.transformer_impl if lora is None else "local"
+        implementation, _ = choose_implementation(asked)
         self._settings = build_config(
             model, mesh.dims, mesh.device, self._dtype, implementation, recompute,
             moe.expert_bias_update_rate, true_on_policy, options,
         )  # fmt: skip
         distributed = optimizer is not None and optimizer.use_distributed_optimizer
         ddp = None if optimizer is None else build_ddp_config(distributed, options)
+        self.lora = None if lora is None else Adaptation(lora, model, mesh)
         self.chunks = build_chunks(
             model, mesh, self._settings, implementation, ddp, output_layer, true_on_policy,
             experts_in_order="order" in moe.replay, logprob_chunk_tokens=logprob_chunk_tokens,
+            adapt=None if self.lora is None else self.lora.attach,
         )  # fmt: skip
         self.weights = WeightMap(model, mesh, self.chunks)
+        self.trained = self.weights if self.lora is None else self.lora.map_of(self.chunks)
         self.router_losses = RouterLosses(moe, map(unwrap, self.chunks))
         self.runner = PipelineRunner(
             self.chunks,
@@ -119,9 +128,7 @@ class MegatronModel:
     def _prepare_training(self, overlaps_reduction: bool) -> None:
         """Tell Megatron's schedules how gradients are finished, and enter what training holds."""
         # The loss carries its own normaliser; Megatron would divide by the number of tokens.
-        self._settings.finalize_model_grads_func = lambda chunks, num_tokens=None, **kw: (
-            finalize_model_grads(chunks, None, **kw)
-        )
+        self._settings.finalize_model_grads_func = self._finish_gradients
         if overlaps_reduction:
             # Gradients are reduced in the backward pass of the last micro-batch only.
             contexts: list[Any] = [chunk.no_sync for chunk in self.chunks]
@@ -129,6 +136,11 @@ class MegatronModel:
         gradients, optimizer = self._prefix + "gradients", self._prefix + "optimizer"
         self.ledger.own(gradients, lambda: gradient_tensors(self.chunks), disposable=True)
         self.ledger.own(optimizer, self._optimizer_tensors)
+
+    def _finish_gradients(self, chunks: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+        finalize_model_grads(chunks, None, **kwargs)
+        if self.lora is not None:
+            self.lora.sum_expert_gradients(self.trained)
 
     @property
     def _kinds(self) -> tuple[str, ...]:
@@ -141,6 +153,8 @@ class MegatronModel:
         """Load the weights from the model's folder (`WeightMap.load`), then make the optimizer: it may
         copy them."""
         self.weights.load(may_lack)
+        if isinstance(self.trained, AdapterMap):
+            self.trained.begin()
         if self._optimizer_config is not None:
             self.make_optimizer(self._optimizer_config)
 

@@ -96,6 +96,7 @@ def build_chunks(
     true_on_policy: bool = False,
     experts_in_order: bool = False,
     logprob_chunk_tokens: int = 0,
+    adapt: Callable[[GPTModel], None] | None = None,
 ) -> list[Any]:
     """Build this rank's model chunks (one per virtual stage) on its device.
 
@@ -104,6 +105,7 @@ def build_chunks(
     `true_on_policy`: local layers that compute each token as the engine does. `experts_in_order`: add a
     token's experts in the order of its route. `logprob_chunk_tokens`: the last chunk gives hidden
     states, and the head computes the logits of so many tokens at a time; 0: it gives all logits.
+    `adapt` is given each chunk before it is wrapped, to add an adapter and freeze the rest.
     """
     dims = mesh.dims
     chunks = []
@@ -128,6 +130,8 @@ def build_chunks(
         if output_layer is None and logprob_chunk_tokens and chunk.post_process:
             deferred = deferred_output_layer(config, chunk.output_layer, logprob_chunk_tokens)
             setattr(chunk, "output_layer", deferred)  # noqa: B010
+        if adapt is not None:
+            adapt(chunk)  # pyright: ignore[reportArgumentType]
         chunk.model_type = ModelType.encoder_or_decoder
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:

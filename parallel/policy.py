@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ from parallel.forward import PassOutput
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger, parameter_tensors
 from parallel.logprobs import LogprobHead
+from parallel.lora.weights import LoraSetup
 from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
 from parallel.options.read import read_options
@@ -51,11 +52,13 @@ class Policy(MegatronModel):
         true_on_policy: bool = False,
         megatron: Mapping[str, Any] = MappingProxyType({}),
         logprob_chunk_tokens: int = 1024,
+        lora: LoraSetup | None = None,
     ) -> None:
         """Build the policy and load its weights.
 
         `optimizer`: None for evaluation; the policy then holds its weights and nothing else.
-        `megatron`: that branch of the recipe.
+        `megatron`: that branch of the recipe. `lora`: the adapter that is trained; the reference is
+        then the base, without a copy of it, and `reference` must be `model`.
         """
         super().__init__(
             model,
@@ -69,11 +72,13 @@ class Policy(MegatronModel):
             true_on_policy=true_on_policy,
             options=read_options(megatron),
             logprob_chunk_tokens=logprob_chunk_tokens,
+            lora=lora,
         )
         self._export_memory = SharedMemory()
         self._companion: MegatronModel | None = None
         self._reference: ReferenceWeights | None = None
-        if reference is not None:
+        self._has_reference = reference is not None
+        if reference is not None and lora is None:
             WeightMap(reference, mesh, self.chunks).load()
             self._reference = ReferenceWeights(lambda: parameter_tensors(self.chunks))
             self.ledger.own("reference", self._reference.host_tensors, on_host=True)
@@ -109,15 +114,18 @@ class Policy(MegatronModel):
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Put the frozen reference in the place of the policy; afterwards the policy returns, bit for
-        bit. Replayed choices hold for it too, gate weights do not: they are another model's.
+        bit. Replayed choices hold for it too, gate weights do not: they are another model's. The
+        reference of an adapter is the model with the adapter turned off.
 
         Raises RuntimeError where the policy was made without one.
         """
         self.require_parameters()
-        if self._reference is None:
+        if not self._has_reference:
             raise RuntimeError("this policy was made without a reference model")
         self.gather_parameters()
-        with self._reference.swapped_in(), self.runner.replaying_gates(False):
+        swapped = nullcontext() if self._reference is None else self._reference.swapped_in()
+        adapter_off = nullcontext() if self.lora is None else self.lora.off()
+        with swapped, adapter_off, self.runner.replaying_gates(False):
             yield
 
     def _statistics(self, output: PassOutput) -> Statistics:
@@ -125,15 +133,26 @@ class Policy(MegatronModel):
 
     def export_bytes(self, dtype: torch.dtype | None = None) -> int:
         """About what `export` sends in all; the same on every rank of a pipeline stage."""
-        return model_bytes(self.weights, dtype)
+        return model_bytes(self._exported, dtype)
 
     def export(
         self, version: int, max_bytes: int, dtype: torch.dtype | None = None
     ) -> Iterator[WeightBucket]:
-        """The whole model under HF names, cast to `dtype`; every rank must drain the iterator."""
+        """Yield the whole model under HF names, or the adapter under PEFT's, cast to `dtype`.
+
+        A collective: every rank must drain the iterator.
+        """
         self.require_parameters()
         self.gather_parameters()
-        return export_buckets(self.weights, version, max_bytes, self._export_memory, dtype)
+        merged = self.lora is not None and self.lora.setup.merged
+        return export_buckets(
+            self._exported, version, max_bytes, self._export_memory, dtype, merged=merged
+        )
+
+    @property
+    def _exported(self) -> WeightMap:
+        """What an export sends: an adapter alone, unless it is merged."""
+        return self.weights if self.lora is None or self.lora.setup.merged else self.trained
 
 
 def with_old_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:

@@ -17,6 +17,7 @@ from mrl.errors import InputError
 from parallel.architectures.base import Rule, rule_pattern
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, check_names
+from parallel.lora.rules import is_adapter
 from parallel.mesh import Mesh
 from parallel.model import unwrap
 from parallel.shards import join, take_shard
@@ -47,6 +48,8 @@ class Entry:
     layer: int
     expert: int
     """Global expert of this rank's parameter; -1 for everything that is not an expert."""
+    update: Any = None
+    """The `parallel.lora.layers.Update` of its layer, where that has one."""
 
     def hf_names(self, expert: int | None = None) -> list[str]:
         number = self.expert if expert is None else expert
@@ -60,22 +63,33 @@ class WeightMap:
     def __init__(self, model: HfModel, mesh: Mesh, chunks: Iterable[torch.nn.Module]) -> None:
         self.model = model
         self.mesh = mesh
-        config = model.config
         self.num_groups = model.sizes.num_query_groups
         self.num_local_experts = model.sizes.num_experts // mesh.dims.ep
-        patterns = [(rule_pattern(rule), rule) for rule in model.architecture.rules(config)]
-        self.entries = [
-            self._entry(patterns, unwrap(chunk), name, parameter)
+        patterns = [(rule_pattern(rule), rule) for rule in self.rules]
+        tensors = [
+            (unwrap(chunk), name, tensor)
             for chunk in chunks
-            for name, parameter in _tensors(unwrap(chunk), patterns)
-            if not (model.tied_embeddings and name == "output_layer.weight")
+            for name, tensor in _tensors(unwrap(chunk), patterns)
+            if self.owns(name)
+        ]
+        tied = model.tied_embeddings
+        self.entries = [
+            self._entry(patterns, chunk, name, tensor)
+            for chunk, name, tensor in tensors
+            if not (tied and name == "output_layer.weight")
         ]
         self._tied_outputs = [
-            parameter
-            for chunk in chunks
-            for name, parameter in unwrap(chunk).named_parameters()
-            if model.tied_embeddings and name == "output_layer.weight"
+            tensor for _, name, tensor in tensors if tied and name == "output_layer.weight"
         ]
+
+    @property
+    def rules(self) -> list[Rule]:
+        """The table that its parameters are looked up in."""
+        return self.model.architecture.rules(self.model.config)
+
+    def owns(self, name: str) -> bool:
+        """Whether a Megatron parameter belongs in it: those of the base do, an adapter's do not."""
+        return not is_adapter(name)
 
     def _entry(
         self, patterns: list[tuple[re.Pattern[str], Rule]], chunk: Any, name: str, parameter: Any
@@ -89,7 +103,8 @@ class WeightMap:
                     layer = chunk.decoder.layers[place["layer"]].layer_number - 1
                 if "expert" in place:
                     expert = place["expert"] + self.mesh.ep_rank * self.num_local_experts
-                return Entry(parameter, rule, layer, expert)
+                module = chunk.get_submodule(name.rpartition(".")[0])
+                return Entry(parameter, rule, layer, expert, getattr(module, "lora", None))
         raise ValueError(
             f"{self.model.architecture.model_type} has no rule for Megatron parameter {name}"
         )
@@ -97,11 +112,10 @@ class WeightMap:
     @property
     def tied_entries(self) -> list[Entry]:
         """The last pipeline stage's own copy of the embedding, where it has one."""
-        rules = self.model.architecture.rules(self.model.config)
         return [
             Entry(output, rule, -1, -1)
             for output in self._tied_outputs
-            for rule in rules
+            for rule in self.rules
             if rule.megatron == "embedding.word_embeddings.weight"
         ]
 

@@ -28,6 +28,7 @@ from mrl.preflight.allocator import check_allocator
 from mrl.preflight.asynchronous import check_asynchronous
 from mrl.preflight.engine_layout import check_engine_sizes
 from mrl.preflight.long_tails import check_importance, check_partial_rollouts, check_started
+from mrl.preflight.lora import check_lora, with_native_layers
 from mrl.preflight.machine import check_machine, local_ranks
 from mrl.preflight.megatron import check_megatron
 from mrl.preflight.moe import check_moe
@@ -95,6 +96,8 @@ def check(
     dims = trainer_dims(recipe, roles)
     folder = RunFolder(recipe.output_dir)
     model = _read_model(recipe, dims, elsewhere=elsewhere, deep=deep)
+    adapter = check_lora(recipe, model)
+    recipe = with_native_layers(recipe)
     reference = read_reference(recipe.algorithm, model, deep=deep)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, roles, model)
@@ -126,8 +129,8 @@ def check(
         left = range(step or 0, recipe.train.num_steps)
         check_saved_steps(recipe.debug.load_rollouts, saved_steps or left)
     return Plan(
-        recipe, roles, dims, model, reference, critic, algorithm, tokenizer, sources, sft_examples,
-        eval_sets, context_len, step, checkpoint_step, update,
+        recipe, roles, dims, model, adapter, reference, critic, algorithm, tokenizer, sources,
+        sft_examples, eval_sets, context_len, step, checkpoint_step, update,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from mrl.config import Recipe
 from mrl.config.reward import describe_rewards
 from mrl.data import SftExample, Source
 from mrl.data.eval_sets import EvalSet
+from mrl.lora import Adapter
 from mrl.preflight.engine_layout import EngineLayout
 from mrl.preflight.roles import Roles
 from mrl.rewards.terms import terms_of
@@ -33,6 +34,8 @@ class Plan:
     dims: ParallelDims
     """The layout of the ranks that train."""
     model: HfModel
+    adapter: Adapter | None
+    """The low-rank updates that are trained; None where all weights are."""
     reference: HfModel | None
     """The frozen model of the KL penalty; None where there is none."""
     critic: HfModel | None
@@ -80,6 +83,7 @@ class Plan:
         source = recipe.debug.load_rollouts
         return [
             ("model", f"{model.path}: {model.describe()}"),
+            *([("lora", self.adapter.describe())] if self.adapter else []),
             ("layout", self.dims.describe()),
             *([("roles", self.roles.describe())] if self.roles.num_rollout else []),
             ("trainer", f"megatron-core {_version('megatron-core')}, {_trainer(recipe, elsewhere)}"),

@@ -33,6 +33,7 @@ from mrl.errors import InputError, RunFailed
 from mrl.system.heartbeat import phase
 from parallel.checkpoint import manifest
 from parallel.checkpoint.agreement import failed, find_damage, first_reason, on_first_rank, on_ranks
+from parallel.checkpoint.model_identity import describe_model, other_model
 from parallel.checkpoint.pending_save import PendingSave, Record, start_folder
 from parallel.checkpoint.pickle_scan import check_pickles
 from parallel.checkpoint.random_state import pack_random_state, reseed, restore_random_state
@@ -129,7 +130,7 @@ class Checkpoints:
             common[f"{prefix}scheduler"] = model.scheduler.state_dict()
             model.gather_parameters()
             shards += state_shards(
-                model.weights, optimizer_shards(model.optimizer), own_key(prefix)
+                model.trained, optimizer_shards(model.optimizer), own_key(prefix)
             )
         shards.append(self._random_shard())
         writer = ShardWriter(unnamed, mesh.rank, mesh.dims.world)
@@ -249,9 +250,9 @@ class Checkpoints:
             for prefix, model in models.items()
         }
         for prefix, model in models.items():
-            own, reason = [], _other_model(content.get(f"{prefix}model"), model)
+            own, reason = [], other_model(content.get(f"{prefix}model"), model)
             if reason is None:
-                own = state_shards(model.weights, states[prefix], saved_key(saved, prefix))
+                own = state_shards(model.trained, states[prefix], saved_key(saved, prefix))
             unused = self._unused(own, saved, prefix)
             if reason := first_reason(self.mesh, reason or misfit(own, saved) or unused):
                 path = "critic.path" if prefix else "model.path"
@@ -325,24 +326,6 @@ class Checkpoints:
                 "megatron-core": importlib.metadata.version("megatron-core"),
             },
             "dtype": str(dtype).removeprefix("torch."),
-            **{
-                f"{prefix}model": {
-                    "path": str(hf.path),
-                    "config": hf.config,
-                    "architecture": hf.named,
-                }
-                for prefix, hf in ((p, model.weights.model) for p, model in models.items())
-            },
+            **{f"{prefix}model": describe_model(model) for prefix, model in models.items()},
             "trainer": trainer,
         }
-
-
-def _other_model(saved: dict[str, Any] | None, model: MegatronModel) -> str | None:
-    """Say in words where the saved model differs from ours."""
-    if saved is None:
-        return "it has no critic"
-    ours, config = model.weights.model, saved["config"]
-    here, there = ours.config.get("model_type"), config.get("model_type")
-    if here != there:  # its settings cannot be compared
-        return f"model_type {there} there, {here} here"
-    return ", ".join(ours.differences(dataclasses.replace(ours, config=config))) or None

@@ -204,7 +204,7 @@ class Snapshots(Checkpoints):
         copies."""
         own = 0
         for model in by_prefix(policy, critic).values():
-            for shard in state_shards(model.weights, optimizer_shards(model.optimizer)):
+            for shard in state_shards(model.trained, optimizer_shards(model.optimizer)):
                 if is_main_replica(shard.replica_id) and shard.data is not None:
                     own += shard.data.numel() * shard.data.element_size()
         shares = self._gather(own)

@@ -30,7 +30,7 @@ from torch import Tensor
 from mrl.errors import InputError
 
 ALIGNMENT = 16
-"""Bytes: CUDA's grouped product takes rows whose stride is a multiple of it
+"""Bytes: the grouped product takes rows whose stride is a multiple of it
 (`torch._meta_registrations._meta_grouped_mm_common`)."""
 
 
@@ -62,9 +62,7 @@ class GroupedExperts(SequentialMLP):
     def join_storages(self) -> None:
         """Lay each projection's weights end to end. Call it before anything keeps their data."""
         for linears in self._linears:
-            joined = torch.stack([linear.weight.detach() for linear in linears])
-            for linear, part in zip(linears, joined.unbind(0), strict=True):
-                linear.weight.data = part
+            join_parameters([linear.weight for linear in linears])
 
     def forward(
         self,
@@ -75,21 +73,22 @@ class GroupedExperts(SequentialMLP):
         """[m, H], i64[E] how many rows each expert has, [m] -> ([m, H], None)."""
         rows, probs = permuted_local_hidden_states, permuted_probs
         ends = tokens_per_expert.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        fc1, fc2 = (self._weights(linears) for linears in self._linears)
-        hidden = _GroupedLinear.apply(rows, ends, *fc1)
+        fc1, fc2 = self._linears
+        hidden = self._product(rows, ends, fc1)
         if self.config.bias_activation_fusion:  # Megatron's, which torch.compile fuses on GPUs
             in_fp8 = self.config.activation_func_fp8_input_store
             hidden = weighted_bias_swiglu_impl(hidden, None, probs.unsqueeze(-1), in_fp8)
         else:
             hidden = _WeightedSwiglu.apply(hidden, probs)
-        return _GroupedLinear.apply(hidden, ends, *fc2), None
+        return self._product(hidden, ends, fc2), None
 
-    def _weights(self, linears: list[Any]) -> list[Tensor]:
+    def _product(self, rows: Tensor, ends: Tensor, linears: list[Any]) -> Tensor:
+        """[m, in], i64[E], one linear layer of each expert -> [m, out]."""
         for linear in linears:
             # Their own forward does not run, but Megatron's DDP waits for gathered weights in a hook.
             for hook in linear._forward_pre_hooks.values():
                 hook(linear, ())
-        return [linear.weight for linear in linears]
+        return grouped_linear(rows, ends, [linear.weight for linear in linears])
 
 
 def _check(config: Any) -> None:
@@ -112,6 +111,19 @@ def _check(config: Any) -> None:
             )
 
 
+def join_parameters(parameters: Sequence[Any]) -> None:
+    """Lay parameters of one shape end to end."""
+    joined = torch.stack([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(parameters, joined.unbind(0), strict=True):
+        parameter.data = part
+
+
+def grouped_linear(x: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Multiply x [m, in], sorted by expert, with the weights [out, in] of E experts -> [m, out]. `ends`
+    i32[E]: where the rows of each expert end."""
+    return _GroupedLinear.apply(x, ends, *weights)  # pyright: ignore
+
+
 def stacked(weights: Sequence[Tensor]) -> Tensor:
     """[out, in] of E experts -> [E, out, in]: a view where they lie at equal distances, else a copy."""
     first = weights[0]
@@ -127,7 +139,7 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 
 def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_mm`, or one product a group where its CUDA kernel does not take the operands.
+    """`grouped_mm`, or one product a group where it does not take the operands.
 
     left [m, a], right [E, a, b] -> [m, b]; left [a, m], right [m, b] -> [E, a, b]. ends i32[E].
 
@@ -137,7 +149,7 @@ def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """
     sizes = (*left.stride(), *right.stride()[-2:])
     aligned = all(size == 1 or size * left.element_size() % ALIGNMENT == 0 for size in sizes)
-    if left.device.type == "cpu" or aligned:
+    if aligned:
         return F.grouped_mm(left, right, offs=ends)
     bounds = [0, *ends.tolist()]
     groups = list(itertools.pairwise(bounds))

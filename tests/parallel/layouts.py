@@ -5,24 +5,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from moe.routes import Replay
 from mrl.algorithms import gspo
-from mrl.config import AlgorithmConfig, ModelConfig, MoeConfig, OptimizerConfig, ParallelConfig
+from mrl.config import (
+    AlgorithmConfig,
+    LoraConfig,
+    ModelConfig,
+    MoeConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from mrl.kernels.digest import add_digests, digests_of
 from mrl.learn.batching import make_train_batch
-from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch
+from mrl.lora import Adapter, Experts
+from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch, WeightBucket
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.dims import ParallelDims
+from parallel.export import export_buckets
 from parallel.hf_config import HfModel
+from parallel.lora.rules import LINEAR, module_name, read_adapter
+from parallel.lora.shapes import adapter_shapes
+from parallel.lora.weights import LoraSetup
 from parallel.mesh import Mesh, init_mesh, world_size
 from parallel.policy import Policy, with_old_logprobs
 from parallel.reduce import reduce_statistics
@@ -69,6 +83,8 @@ class Layout:
     recompute: bool = True
     true_on_policy: bool = False
     replay: Literal["ids", "ids_order_weights"] = "ids"
+    lora: Experts | None = None
+    """Train an adapter of all projections, with these matrices of the experts."""
 
     @property
     def name(self) -> str:
@@ -91,6 +107,8 @@ class Layout:
             text += " true on-policy"
         if self.replay != "ids":
             text += f" {self.replay}"
+        if self.lora is not None:
+            text += f" LoRA, experts {self.lora}"
         return text + (" bf16" if self.dtype == "bfloat16" else "")
 
 
@@ -115,6 +133,7 @@ def build(
     replay: Literal["ids", "ids_weights", "ids_order_weights"] = "ids",
     megatron: Mapping[str, Any] = MappingProxyType({}),
     logprob_chunk_tokens: int = 1024,
+    lora: LoraSetup | None = None,
 ) -> Policy:
     return Policy(
         HfModel.read(model_path),
@@ -135,13 +154,19 @@ def build(
         moe=MoeConfig(replay=replay),
         megatron=megatron,
         logprob_chunk_tokens=logprob_chunk_tokens,
+        lora=lora,
     )
 
 
 def exported(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The whole model under HF names, every name exactly once, each bucket with its own digest."""
+    """What an engine is sent under HF names: the whole model, or an adapter."""
+    return drained(policy.export(0, 4096, dtype))
+
+
+def drained(buckets: Iterable[WeightBucket]) -> dict[str, Tensor]:
+    """The tensors of an export, every name exactly once, each bucket with its own digest."""
     pairs, is_first = [], True
-    for bucket in policy.export(0, 4096, dtype):
+    for bucket in buckets:
         pairs += [(name, tensor.clone()) for name, tensor in bucket.tensors]
         assert (bucket.digest_s > 0) == is_first  # taken before it, for all
         assert bucket.digest == add_digests(digests_of(bucket.tensors))
@@ -214,6 +239,9 @@ def saved_and_resumed(policy: Policy, build: Callable[[], Policy], store: Checkp
 def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dict[str, Any]:
     """Runs on every rank; rank 0's answer counts: steps, weights before and after, routing."""
     mesh = join_mesh(model_path, layout.sizes)
+    adapter = None
+    if layout.lora is not None:
+        adapter = adapter_of(HfModel.read(model_path), layout.lora)
     policy = build(
         model_path,
         mesh,
@@ -224,17 +252,54 @@ def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dic
         replay=layout.replay,
         # One process is what the others are held against: with all logits.
         logprob_chunk_tokens=0 if layout.world == 1 else CHUNK,
+        lora=None if adapter is None else LoraSetup(adapter, path=lora_folder(model_path, adapter)),
     )
     loaded = exported(policy)
     for dtype in (torch.bfloat16, torch.float32):  # for an engine of another precision
         check_cast(exported(policy, dtype), loaded, dtype, buffer_names(policy.weights.model))
     _, routing = ready_batch(policy, mesh, samples)
-    return {
+    found = {
         "loaded": loaded,
         "routing": reduce_statistics(routing),
         "steps": train(policy, mesh, samples, NUM_STEPS),
         "weights": exported(policy),
     }
+    if adapter is not None:
+        found["base"] = drained(export_buckets(policy.weights, 0, 4096))
+        found["merged"] = drained(export_buckets(policy.weights, 0, 4096, merged=True))
+    return found
+
+
+def adapter_of(model: HfModel, experts: Experts) -> Adapter:
+    """An adapter of rank 3 of every projection of a model: a rank that nothing divides by."""
+    names = dict.fromkeys(
+        module_name(hf)
+        for rule in model.architecture.rules(model.config)
+        if LINEAR.search(rule.megatron) and "{expert}" not in rule.megatron
+        for hf in rule.hf
+    )
+    return read_adapter(LoraConfig(rank=3, alpha=6.0, targets=tuple(names), experts=experts), model)
+
+
+def lora_folder(model_path: Path, adapter: Adapter) -> Path:
+    """Where `write_lora` put an adapter of a model."""
+    return model_path.parent / f"{model_path.name}_lora_{adapter.experts}"
+
+
+def write_lora(model_path: Path, experts: Experts) -> dict[str, Tensor]:
+    """Write an adapter with random A and B beside a model: the gradients of both are then not zero."""
+    model = HfModel.read(model_path)
+    adapter = adapter_of(model, experts)
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name: 0.2 * torch.randn(shape, generator=generator)
+        for name, shape in sorted(adapter_shapes(model, adapter).items())
+    }
+    folder = lora_folder(model_path, adapter)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(adapter.peft_config(str(model_path))))
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,53 @@
+"""Checks what a recipe asks of LoRA. Raises InputError."""
+
+from __future__ import annotations
+
+from mrl.config import Recipe
+from mrl.errors import InputError
+from mrl.lora import Adapter
+from parallel.hf_config import HfModel
+from parallel.lora.rules import read_adapter
+
+
+def check_lora(recipe: Recipe, model: HfModel) -> Adapter | None:
+    """Return the adapter that the recipe trains; None where it trains all weights."""
+    if recipe.lora is None:
+        return None
+    for key, is_set, why in (
+        (
+            "model.transformer_impl=transformer_engine",
+            recipe.model.transformer_impl == "transformer_engine",
+            "adapters are built into mrl's native layers only; leave it at auto",
+        ),
+        (
+            "rollout.true_on_policy=true",
+            recipe.rollout.true_on_policy,
+            "its layers have no low-rank update; leave it out",
+        ),
+        (
+            f"moe.expert_bias_update_rate={recipe.moe.expert_bias_update_rate}",
+            recipe.moe.expert_bias_update_rate > 0,
+            "it would change the base, which an adapter leaves as it is; set it to 0",
+        ),
+        (
+            f"algorithm.reference_path={recipe.algorithm.reference_path}",
+            recipe.algorithm.reference_path is not None,
+            "the reference of an adapter is the base with the adapter turned off; leave it out",
+        ),
+        (
+            "megatron.overlap_param_gather=true",
+            bool(recipe.megatron.get("overlap_param_gather")),
+            "the matrices of an adapter are used without the hooks that it needs; leave it out",
+        ),
+    ):
+        if is_set:
+            raise InputError(f"{key} does not go with lora: {why}")
+    return read_adapter(recipe.lora, model)
+
+
+def with_native_layers(recipe: Recipe) -> Recipe:
+    """Return the recipe with the layers that adapters are built into, where it leaves the choice."""
+    if recipe.lora is None:
+        return recipe
+    chosen = recipe.model.model_copy(update={"transformer_impl": "local"})
+    return recipe.model_copy(update={"model": chosen})

@@ -1,0 +1,68 @@
+"""A model that is adapted: its updates are attached, turned off for the reference, and summed up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel.hf_config import HfModel
+from parallel.lora.layers import Switch, attach
+from parallel.lora.weights import AdapterMap, LoraSetup
+from parallel.mesh import Mesh
+from parallel.weights import WeightMap
+
+
+class Adaptation:
+    """An `Adaptation` gives a model's layers their updates and freezes all the rest."""
+
+    def __init__(self, setup: LoraSetup, model: HfModel, mesh: Mesh) -> None:
+        self.setup, self._model, self._mesh = setup, model, mesh
+        self._switch = Switch()
+
+    def attach(self, chunk: Any) -> None:
+        """Give the layers of a chunk their updates. Call it before gradient buffers are made."""
+        sizes = self._model.sizes
+        attach(
+            chunk,
+            self._model.architecture.rules(self._model.config),
+            self.setup.adapter,
+            self._mesh,
+            self._switch,
+            num_groups=sizes.num_query_groups,
+            heads_per_group=sizes.num_attention_heads // sizes.num_query_groups,
+        )
+
+    def map_of(self, chunks: list[Any]) -> AdapterMap:
+        """Return the adapter's parameters of the chunks."""
+        return AdapterMap(self._model, self._mesh, chunks, self.setup)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Let the model be the base."""
+        with self._switch.off():
+            yield
+
+    def sum_expert_gradients(self, adapter: WeightMap) -> None:
+        """Add up the gradients of what every rank of an expert holds whole. A collective.
+
+        Each of these ranks multiplied it with its own part of the expert, so each has a part of its
+        gradient. Megatron does this for dense layers only.
+        """
+        if self._mesh.dims.etp == 1:
+            return
+        gradients = [
+            entry.parameter.main_grad
+            for entry in adapter.entries
+            if getattr(entry.parameter, "summed_over_etp", False)
+        ]
+        if gradients:
+            flat = torch.cat([gradient.view(-1) for gradient in gradients])
+            dist.all_reduce(flat, group=self._mesh.etp)
+            for gradient, part in zip(
+                gradients, flat.split([one.numel() for one in gradients]), strict=True
+            ):
+                gradient.copy_(part.view_as(gradient))
