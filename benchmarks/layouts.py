@@ -1,8 +1,9 @@
 """This module compares every parallel layout with one process: `make layouts`.
 
-Each takes three optimizer steps, with captured routes replayed (R3) and activations recomputed, on up
-to 8 gloo ranks of a CPU with the real Megatron-core. Writes benchmarks/results/layouts.json and, from
-it, docs/layouts.md. Layouts that are refused are tried too: the reason in the table is the error.
+Each takes three optimizer steps of all weights or of a LoRA adapter, with captured routes replayed (R3)
+and activations recomputed, on up to 8 gloo ranks of a CPU with the real Megatron-core. Writes
+benchmarks/results/layouts.json and, from it, docs/layouts.md. Layouts that are refused are tried too:
+the reason in the table is the error.
 
 `--only TP2xPP2` measures the layouts of that name alone and writes nothing.
 """
@@ -12,17 +13,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 from benchmarks.evidence.result import finish, summary, write_result
 from mrl.errors import InputError
+from mrl.lora import Experts
 from mrl.types import Sample
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
+from tests.parallel.adapters import write_lora
 from tests.parallel.conftest import make_samples, write_model
 from tests.parallel.layouts import Agreement, Layout, agreement, parallel_config, train_layout
 from tests.parallel.models import tiny_samples, write_tiny
@@ -78,6 +82,50 @@ SPARSE = [
 ]  # fmt: skip
 DENSE = [Layout(4, TP2 | PP2), Layout(4, TP2 | CP2), Layout(4, VPP2, distributed_optimizer=True)]
 ARCHITECTURES = {"qwen3": DENSE, "qwen2_moe": SPARSE, "mixtral": SPARSE, "deepseek_v3": SPARSE}
+
+
+def lora(experts: Experts, layouts: Iterable[Layout]) -> list[Layout]:
+    """Return layouts that train an adapter."""
+    return [dataclasses.replace(layout, lora=experts) for layout in layouts]
+
+
+LORA = [
+    *lora("none", [
+        Layout(2, TP2), Layout(2, CP2), Layout(8, TP2 | PP2 | CP2),
+        Layout(4, EP2, distributed_optimizer=True),
+    ]),
+    *lora("per_expert", [
+        Layout(2, TP2), Layout(2, VPP2), Layout(2, ETP2), Layout(2, EP2 | ALLGATHER),
+        Layout(2, ETP2 | ALLGATHER), Layout(2, TP2 | EP2, recompute=False),
+        Layout(2, distributed_optimizer=True),
+        Layout(8, ETP2 | EP2, distributed_optimizer=True), Layout(4, ETP2 | EP2, loops=True),
+        Layout(8, TP2 | VPP2 | CP2 | EP2),
+        Layout(8, TP2 | PP2 | EP2, distributed_optimizer=True),
+    ]),
+    *lora("shared_outer", [
+        Layout(2), Layout(2, PP2), Layout(2, EP2), Layout(2, ETP2),
+        Layout(2, CP2 | EP2), Layout(2, ETP2 | ALLGATHER), Layout(4, TP2 | EP2 | ALLGATHER),
+        Layout(2, VPP2, recompute=False), Layout(4, TP2 | EP2, distributed_optimizer=True),
+        Layout(4, ETP2 | EP2, loops=True), Layout(8, ETP2 | PP2 | EP2),
+        Layout(8, TP2 | PP2 | EP2, distributed_optimizer=True),
+    ]),
+    *(dataclasses.replace(layout, dtype="bfloat16") for layout in (
+        *lora("per_expert", [
+            Layout(2, ETP2), Layout(2, PP2), Layout(2, EP2), Layout(2, distributed_optimizer=True),
+        ]),
+        *lora("shared_outer", [
+            Layout(2, CP2), Layout(8, TP2 | PP2 | EP2, distributed_optimizer=True),
+        ]),
+    )),
+]  # fmt: skip
+LORA_SPARSE = [
+    *lora("per_expert", [Layout(4, ETP2 | EP2)]),
+    *lora("shared_outer", [Layout(4, TP2 | CP2 | EP2, distributed_optimizer=True)]),
+]
+LORA_ARCHITECTURES = {
+    "qwen3": lora("none", [Layout(4, TP2 | PP2), Layout(2, CP2, distributed_optimizer=True)]),
+    **dict.fromkeys(("qwen2_moe", "mixtral", "deepseek_v3"), LORA_SPARSE),
+}
 REFUSED = [
     (3, TP2), (4, {"tensor": 4}), (3, {"expert": 3}), (4, EP2 | {"pipeline": 4, "context": 3}),
     (3, {"pipeline": 3}), (2, {"virtual_pipeline": 2}),
@@ -94,11 +142,12 @@ class Row:
     ranks: int
     dtype: str
     result: Agreement
+    lora: Experts | None = None
 
     @property
     def passed(self) -> bool:
         found = self.result
-        exact = found.loaded_bitwise and found.replay_coverage == 1.0
+        exact = found.loaded_bitwise and found.base_bitwise and found.replay_coverage == 1.0
         return exact and found.worst < TOLERANCE[self.dtype]
 
 
@@ -122,26 +171,34 @@ def measure() -> dict[str, Any]:
 def measured_rows(folder: Path, only: str = "") -> Iterator[Row]:
     """Yield the rows of all layouts, or of those called `only`; writes the models to `folder`."""
     model, samples = write_model(folder / "qwen3_moe"), make_samples()
-    cases = [(model, samples, FLOAT32), (model, samples, BFLOAT16)]
+    cases = [(model, samples, [*FLOAT32, *BFLOAT16, *LORA])]
     for model_type, layouts in ARCHITECTURES.items():
         tiny = write_tiny(model_type, folder / model_type)
-        cases.append((tiny, tiny_samples(tiny), layouts))
+        cases.append((tiny, tiny_samples(tiny), layouts + LORA_ARCHITECTURES[model_type]))
     for model, samples, layouts in cases:
         if wanted := [layout for layout in layouts if only in ("", layout.name)]:
             yield from compare(model, samples, wanted)
 
 
 def compare(model: Path, samples: list[Sample], layouts: list[Layout]) -> Iterator[Row]:
-    """Compare each layout with one process of the same number format."""
-    hf, dtype = load_file(model / "model.safetensors"), layouts[0].dtype
+    """Compare each layout with one process of the same number format and the same adapter."""
+    base = load_file(model / "model.safetensors")
+    adapters = {layout.lora: write_lora(model, layout.lora) for layout in layouts if layout.lora}
 
     def run(layout: Layout) -> dict[str, Any]:
         out = model.parent / "out"
         return run_ranks(layout.world, train_layout, model, layout, samples, folder=out)[0]
 
-    one = run(Layout(1, dtype=dtype))
+    ones: dict[tuple[str, Experts | None], dict[str, Any]] = {}
     for layout in layouts:
-        row = Row(model.name, layout.name, layout.world, dtype, agreement(run(layout), one, hf))
+        kind = layout.dtype, layout.lora
+        if kind not in ones:
+            ones[kind] = run(Layout(1, dtype=layout.dtype, lora=layout.lora))
+        sides: tuple[dict[str, Tensor], dict[str, Tensor] | None] = base, None
+        if layout.lora is not None:
+            sides = adapters[layout.lora], base
+        found = agreement(run(layout), ones[kind], *sides)
+        row = Row(model.name, layout.name, layout.world, layout.dtype, found, layout.lora)
         print(f"{'ok  ' if row.passed else 'FAIL'} {model.name} {_line(row)}", flush=True)
         yield row
 
@@ -158,10 +215,16 @@ def refusal(model: Path, world: int, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _line(row: Row) -> str:
     found = row.result
+    merged = "" if row.lora is None else f" {found.merged:.1e} |"
     return (
         f"| {row.layout} | {row.ranks} | {found.loss:.1e} | {found.grad_norm:.1e} "
-        f"| {found.weights:.1e} | {found.replay_coverage:.1f} |"
+        f"| {found.weights:.1e} |{merged} {found.replay_coverage:.1f} |"
     )
+
+
+def _with_model(head: str) -> str:
+    """Put a column before those of a table's head."""
+    return f"| model {head}".replace("\n", "\n|---")
 
 
 def document(result: dict[str, Any]) -> str:
@@ -171,11 +234,15 @@ def document(result: dict[str, Any]) -> str:
         "| layout | ranks | loss | gradient norm | weights | coverage |\n|---|---|---|---|---|---|"
     )
 
+    whole = [row for row in rows if row.lora is None]
+
     def table(dtype: str) -> str:
-        chosen = (row for row in rows if (row.model, row.dtype) == ("qwen3_moe", dtype))
+        chosen = (row for row in whole if (row.model, row.dtype) == ("qwen3_moe", dtype))
         return "\n".join([head, *map(_line, chosen)])
 
-    others = (f"| {row.model} {_line(row)}" for row in rows if row.model != "qwen3_moe")
+    others = (f"| {row.model} {_line(row)}" for row in whole if row.model != "qwen3_moe")
+    adapted = (f"| {row.model} {_line(row)}" for row in rows if row.lora is not None)
+    lora_head = head.replace("weights |", "adapter | merged |") + "---|"
 
     refused = "\n".join(f"| {r['asked']} | {r['reason']} |" for r in result["refused"])
     return TEMPLATE.read_text().format(
@@ -185,7 +252,8 @@ def document(result: dict[str, Any]) -> str:
         versions=result["versions"],
         float32=table("float32"),
         bfloat16=table("bfloat16"),
-        architectures="\n".join([f"| model {head}".replace("\n", "\n|---"), *others]),
+        architectures="\n".join([_with_model(head), *others]),
+        lora="\n".join([_with_model(lora_head), *adapted]),
         refused=refused,
         float32_tolerance=result["tolerance"]["float32"],
         bfloat16_tolerance=result["tolerance"]["bfloat16"],

@@ -84,13 +84,14 @@ def export_buckets(
     digests = _digests(weights, buckets)
     digest_s = time.perf_counter() - start
     buffers = _buffers(weights, buckets, memory or SharedMemory())
-    count = 0
-    for stage in range(mesh.dims.pp):
+    own = _headers(buckets, digests)
+    stages = [_from_stage(weights, own, stage) for stage in range(mesh.dims.pp)]
+    left = sum(map(len, stages))  # a stage may have none: of an adapter it may hold nothing
+    for stage, headers in enumerate(stages):
         mine = stage == mesh.pp_rank
-        headers = _from_stage(weights, _headers(buckets, digests), stage)
         for number, (header, digest) in enumerate(headers):
-            buffer, path = buffers[count % len(buffers)]
-            count += 1
+            buffer, path = buffers[left % len(buffers)]
+            left -= 1
             flat = buffer[: sum(num_bytes(tensor) for tensor in header)]
             views = _views(flat, header)
             if mine:
@@ -100,12 +101,11 @@ def export_buckets(
             if mesh.dims.pp > 1:
                 dist.broadcast(flat, dist.get_global_rank(mesh.pp, stage), mesh.pp)
             tensors = [(name, view) for (name, _, _), view in zip(header, views, strict=True)]
-            is_last = stage == mesh.dims.pp - 1 and number == len(headers) - 1
             yield WeightBucket(
                 tensors,
                 version,
                 flat=flat,
-                is_last=is_last,
+                is_last=left == 0,
                 shared_path=path,
                 digest=digest,
                 digest_s=digest_s,
@@ -155,7 +155,8 @@ def _digests(weights: WeightMap, buckets: list[list[Unit]]) -> list[dict[str, in
     mesh = weights.mesh
     units = [unit for bucket in buckets for unit in bucket]
     sums = _own_sums(weights, units)
-    is_expert = torch.tensor([unit.entry.expert >= 0 for unit in units], device=mesh.device)
+    experts = [unit.entry.expert >= 0 for unit in units]
+    is_expert = torch.tensor(experts, dtype=torch.bool, device=mesh.device)
     for rows, group in ((~is_expert, mesh.tp), (is_expert, mesh.etp)):
         if group.size() > 1:
             part = sums[rows]
@@ -200,8 +201,8 @@ def _own_sums(weights: WeightMap, units: list[Unit]) -> Tensor:
 def _largest(weights: WeightMap, buckets: list[list[Unit]]) -> int:
     """Bytes of the largest bucket of any pipeline stage."""
     mesh = weights.mesh
-    largest = torch.tensor(max(sum(unit.num_bytes for unit in bucket) for bucket in buckets))
-    largest = largest.to(mesh.device)
+    sizes = (sum(unit.num_bytes for unit in bucket) for bucket in buckets)
+    largest = torch.tensor(max(sizes, default=0)).to(mesh.device)
     if mesh.dims.pp > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.pp)
     return int(largest)

@@ -219,6 +219,8 @@ def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         outer = part.optimizer
+        if outer is None:  # nothing of this kind, dense or experts, is trained on this rank
+            continue
         for inner in (outer, *getattr(outer, "sub_optimizers", ())):
             for group in inner.param_groups:
                 yield from group["params"]

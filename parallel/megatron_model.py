@@ -265,7 +265,8 @@ class MegatronModel:
             for bias, before in biases:  # Megatron moves them where it finishes the gradients
                 bias.copy_(before)
             raise
-        lr = float(self.optimizer.param_groups[0]["lr"])
+        groups = self.optimizer.param_groups
+        lr = float(groups[0]["lr"] if groups else self.scheduler.get_lr({}))
         ok, grad_norm, _ = self.optimizer.step()
         if not ok:
             raise NotFinite("the optimizer refused the step: a gradient is not finite")
@@ -292,6 +293,7 @@ class MegatronModel:
         Megatron's own check raises on the rank that has it while the others wait in a collective.
         """
         norms = [tensor.norm() for tensor in gradient_tensors(self.chunks)]
+        norms = norms or [torch.zeros((), device=self.mesh.device)]  # a stage without an adapter
         bad = (~torch.stack(norms).isfinite()).any().float()
         if self.mesh.dims.world > 1:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)

@@ -103,8 +103,10 @@ class WeightMap:
                     layer = chunk.decoder.layers[place["layer"]].layer_number - 1
                 if "expert" in place:
                     expert = place["expert"] + self.mesh.ep_rank * self.num_local_experts
-                module = chunk.get_submodule(name.rpartition(".")[0])
-                return Entry(parameter, rule, layer, expert, getattr(module, "lora", None))
+                module, _, own_name = name.rpartition(".")
+                has_update = own_name == "weight"  # and not a bias of the same layer
+                update = getattr(chunk.get_submodule(module), "lora", None) if has_update else None
+                return Entry(parameter, rule, layer, expert, update)
         raise ValueError(
             f"{self.model.architecture.model_type} has no rule for Megatron parameter {name}"
         )

@@ -21,7 +21,10 @@ PASSES = (
 ENGINE = ("mrl/rollout", "mrl/system/processes.py")
 ROLLOUT = (*ENGINE, "mrl/collect")
 STEP = (*PASSES, *ROLLOUT, "mrl/learn", "mrl/trainer.py")
-RANKS = ("tests/ranks.py", "tests/parallel/layouts.py", "tests/parallel/conftest.py")
+RANKS = (
+    *("tests/ranks.py", "tests/parallel/layouts.py", "tests/parallel/adapters.py"),
+    "tests/parallel/conftest.py",
+)
 STEPPED = ("tests/loop/stepped.py",)
 
 
@@ -51,7 +54,7 @@ TARGETS = (
     Target("layouts", "every parallel layout against one process",
            ("benchmarks.layouts",), ("layouts",),
            (*PASSES, "mrl/algorithms/gspo.py", "mrl/learn/batching.py", *RANKS,
-            "tests/parallel/models.py", "benchmarks/layouts.py"), 6,
+            "parallel/lora", "tests/parallel/models.py", "benchmarks/layouts.py"), 9,
            short="tests/parallel/test_layouts.py"),
     Target("conformance", "the contract of an engine, against a real SGLang",
            ("benchmarks.conformance",), ("conformance", "conformance_gpu"),

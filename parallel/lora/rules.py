@@ -16,6 +16,7 @@ from mrl.config import LoraConfig
 from mrl.errors import InputError
 from mrl.lora import Adapter, lora_name
 from parallel.architectures.base import Rule, Split
+from parallel.expected_tensors import rule_shapes
 from parallel.hf_config import HfModel
 
 LINEAR = re.compile(r"\.linear_\w+\.weight$")
@@ -86,11 +87,12 @@ def read_adapter(config: LoraConfig, model: HfModel) -> Adapter:
     attention: dict[str, None] = {}
     others: dict[str, None] = {}
     experts: dict[str, None] = {}
-    for rule in model.architecture.rules(model.config):
+    # The table of an architecture has rules of layers that this model lacks (dense ones, latents).
+    for rule, hf, _, _ in rule_shapes(model):
         if LINEAR.search(rule.megatron):
             kind = attention if ".self_attention." in rule.megatron else others
             kind = experts if "{expert}" in rule.megatron else kind
-            kind.update(dict.fromkeys(map(module_name, rule.hf)))
+            kind[module_name(hf)] = None
     named = tuple(attention) if config.targets == "attention" else config.targets
     for name in named:
         if name not in {**attention, **others}:

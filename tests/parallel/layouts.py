@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,14 +12,12 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moe.routes import Replay
 from mrl.algorithms import gspo
 from mrl.config import (
     AlgorithmConfig,
-    LoraConfig,
     ModelConfig,
     MoeConfig,
     OptimizerConfig,
@@ -28,18 +25,18 @@ from mrl.config import (
 )
 from mrl.kernels.digest import add_digests, digests_of
 from mrl.learn.batching import make_train_batch
-from mrl.lora import Adapter, Experts
+from mrl.lora import Experts
 from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch, WeightBucket
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.dims import ParallelDims
 from parallel.export import export_buckets
 from parallel.hf_config import HfModel
-from parallel.lora.rules import LINEAR, module_name, read_adapter
-from parallel.lora.shapes import adapter_shapes
+from parallel.layers.experts import compute_one_by_one
 from parallel.lora.weights import LoraSetup
 from parallel.mesh import Mesh, init_mesh, world_size
 from parallel.policy import Policy, with_old_logprobs
 from parallel.reduce import reduce_statistics
+from tests.parallel.adapters import adapter_of, lora_folder, with_updates
 
 CONFIG_KEYS = {
     "tensor": "tensor_model_parallel_size",
@@ -85,6 +82,8 @@ class Layout:
     replay: Literal["ids", "ids_order_weights"] = "ids"
     lora: Experts | None = None
     """Train an adapter of all projections, with these matrices of the experts."""
+    loops: bool = False
+    """Let Megatron compute one expert after the other, with its SequentialMLP."""
 
     @property
     def name(self) -> str:
@@ -109,6 +108,8 @@ class Layout:
             text += f" {self.replay}"
         if self.lora is not None:
             text += f" LoRA, experts {self.lora}"
+        if self.loops:
+            text += " one by one"
         return text + (" bf16" if self.dtype == "bfloat16" else "")
 
 
@@ -254,6 +255,9 @@ def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dic
         logprob_chunk_tokens=0 if layout.world == 1 else CHUNK,
         lora=None if adapter is None else LoraSetup(adapter, path=lora_folder(model_path, adapter)),
     )
+    if layout.loops:
+        for chunk in policy.chunks:
+            compute_one_by_one(chunk)
     loaded = exported(policy)
     for dtype in (torch.bfloat16, torch.float32):  # for an engine of another precision
         check_cast(exported(policy, dtype), loaded, dtype, buffer_names(policy.weights.model))
@@ -270,38 +274,6 @@ def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dic
     return found
 
 
-def adapter_of(model: HfModel, experts: Experts) -> Adapter:
-    """An adapter of rank 3 of every projection of a model: a rank that nothing divides by."""
-    names = dict.fromkeys(
-        module_name(hf)
-        for rule in model.architecture.rules(model.config)
-        if LINEAR.search(rule.megatron) and "{expert}" not in rule.megatron
-        for hf in rule.hf
-    )
-    return read_adapter(LoraConfig(rank=3, alpha=6.0, targets=tuple(names), experts=experts), model)
-
-
-def lora_folder(model_path: Path, adapter: Adapter) -> Path:
-    """Where `write_lora` put an adapter of a model."""
-    return model_path.parent / f"{model_path.name}_lora_{adapter.experts}"
-
-
-def write_lora(model_path: Path, experts: Experts) -> dict[str, Tensor]:
-    """Write an adapter with random A and B beside a model: the gradients of both are then not zero."""
-    model = HfModel.read(model_path)
-    adapter = adapter_of(model, experts)
-    generator = torch.Generator().manual_seed(3)
-    tensors = {
-        name: 0.2 * torch.randn(shape, generator=generator)
-        for name, shape in sorted(adapter_shapes(model, adapter).items())
-    }
-    folder = lora_folder(model_path, adapter)
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(adapter.peft_config(str(model_path))))
-    return tensors
-
-
 @dataclass(frozen=True)
 class Agreement:
     """Largest relative differences from one process over all steps."""
@@ -314,13 +286,26 @@ class Agreement:
     """Smallest of all steps: 1 when every row was routed as captured."""
     loaded_bitwise: bool
     """HF -> Megatron -> HF gives the bits of the folder."""
+    base_bitwise: bool = True
+    """With an adapter: after the last step the base still has the bits of the folder."""
+    merged: float = 0.0
+    """With an adapter: the largest difference of a merged weight, after the last step, from the base
+    plus the update that one process trained."""
 
     @property
     def worst(self) -> float:
-        return max(self.loss, self.grad_norm, self.weights)
+        return max(self.loss, self.grad_norm, self.weights, self.merged)
 
 
-def agreement(ours: dict[str, Any], one: dict[str, Any], hf: dict[str, Tensor]) -> Agreement:
+def agreement(
+    ours: dict[str, Any],
+    one: dict[str, Any],
+    hf: dict[str, Tensor],
+    base: dict[str, Tensor] | None = None,
+) -> Agreement:
+    """Compare a layout with one process. `hf`: what both were loaded with, the model or the adapter of
+    the model `base`."""
+
     def worst(key: str) -> float:
         return max(
             abs(a[key] - b[key]) / abs(b[key])
@@ -329,13 +314,22 @@ def agreement(ours: dict[str, Any], one: dict[str, Any], hf: dict[str, Tensor]) 
 
     loaded = ours["loaded"]
     assert loaded.keys() == hf.keys()
+    expected = None if base is None else with_updates(base, one["weights"])
     return Agreement(
         loss=worst("loss/policy"),
         grad_norm=worst("grad_norm"),
         weights=distance(ours["weights"], one["weights"]),
         replay_coverage=min(step.get("routing/replay_coverage", 1.0) for step in ours["steps"]),
-        loaded_bitwise=all(torch.equal(v, hf[k].to(v.dtype)) for k, v in loaded.items()),
+        loaded_bitwise=same_bits(loaded, hf),
+        base_bitwise=base is None or same_bits(ours["base"], base),
+        merged=0.0 if expected is None else distance(ours["merged"], expected),
     )
+
+
+def same_bits(ours: dict[str, Tensor], folder: dict[str, Tensor]) -> bool:
+    """Whether tensors are those of a folder, rounded to their own dtype."""
+    assert ours.keys() == folder.keys()
+    return all(torch.equal(v, folder[k].to(v.dtype)) for k, v in ours.items())
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

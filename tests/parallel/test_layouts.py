@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from moe.routes import Replay
 from mrl.algorithms import gspo
 from mrl.config import OptimizerConfig
 from mrl.learn.batching import make_train_batches
+from mrl.lora import Experts
 from mrl.types import Sample
 from parallel.checkpoint.checkpoints import Checkpoints
+from tests.parallel.adapters import write_lora
 from tests.parallel.layouts import (
     TOLERANCE,
+    Agreement,
     Layout,
     agreement,
     build,
@@ -42,6 +48,28 @@ LAYOUTS = [
     release(Layout(4, {"tensor": 2, "context": 2})),
     release(Layout(4, {"pipeline": 2, "context": 2, "expert": 2, "dispatcher": "allgather"})),
 ]
+LORA = [
+    Layout(2, {"tensor": 2, "expert_tensor": 2}, lora="per_expert"),
+    Layout(2, {"expert": 2}, lora="shared_outer", distributed_optimizer=True),
+    release(Layout(2, {"tensor": 2, "expert_tensor": 2}, lora="shared_outer")),
+    release(Layout(2, {"expert": 2}, lora="per_expert", loops=True)),
+    release(Layout(2, {"pipeline": 2, "virtual_pipeline": 2}, lora="per_expert")),
+    release(Layout(2, {"context": 2}, lora="none")),
+    release(
+        Layout(
+            8,
+            {"tensor": 2, "pipeline": 2, "expert": 2},
+            lora="shared_outer",
+            distributed_optimizer=True,
+        )
+    ),
+]
+"""Layouts that train an adapter of all projections."""
+LORA_BFLOAT16 = [
+    Layout(2, {"tensor": 2, "expert_tensor": 2}, dtype="bfloat16", lora="per_expert"),
+    Layout(2, dtype="bfloat16", lora="shared_outer", distributed_optimizer=True),
+]
+BFLOAT16_TOLERANCE = 2e-2
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +94,63 @@ def test_layout_matches_one_process(
     assert result.replay_coverage == 1.0
     assert result.worst < TOLERANCE
     assert ours["routing"] == pytest.approx(reference["routing"], rel=1e-12)
+
+
+Reference = Callable[[Layout], tuple[dict[str, Any], dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def adapted_reference(
+    model_path: Path, samples: list[Sample], tmp_path_factory: pytest.TempPathFactory
+) -> Reference:
+    """What one process gives with the adapter of a layout, and the adapter that both begin with."""
+
+    @cache
+    def one(experts: Experts, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        adapter = write_lora(model_path, experts)
+        layout = Layout(1, dtype=dtype, lora=experts)
+        out = tmp_path_factory.mktemp("adapted")
+        return run_ranks(1, train_layout, model_path, layout, samples, folder=out)[0], adapter
+
+    return lambda layout: one(cast(Experts, layout.lora), layout.dtype)
+
+
+def adapted_agreement(
+    layout: Layout, model_path: Path, samples: list[Sample], reference: Reference, out: Path
+) -> Agreement:
+    one, adapter = reference(layout)
+    ours = run_ranks(layout.world, train_layout, model_path, layout, samples, folder=out)[0]
+    return agreement(ours, one, adapter, load_file(model_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("layout", LORA, ids=lambda layout: layout.name)
+def test_a_layout_trains_the_adapter_of_one_process_and_leaves_the_base(
+    layout: Layout,
+    model_path: Path,
+    samples: list[Sample],
+    adapted_reference: Reference,
+    tmp_path: Path,
+) -> None:
+    result = adapted_agreement(layout, model_path, samples, adapted_reference, tmp_path)
+    assert result.loaded_bitwise
+    assert result.base_bitwise
+    assert result.replay_coverage == 1.0
+    assert result.worst < TOLERANCE
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("layout", LORA_BFLOAT16, ids=lambda layout: layout.name)
+def test_an_adapter_in_bfloat16(
+    layout: Layout,
+    model_path: Path,
+    samples: list[Sample],
+    adapted_reference: Reference,
+    tmp_path: Path,
+) -> None:
+    result = adapted_agreement(layout, model_path, samples, adapted_reference, tmp_path)
+    assert result.loaded_bitwise
+    assert result.base_bitwise
+    assert result.worst < BFLOAT16_TOLERANCE
 
 
 def resumes(model_path: Path, samples: list[Sample], checkpoints: Path) -> dict[str, Any]:
