@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -86,6 +87,15 @@ def get_step(optimizer: Any) -> int:
     if len(steps) > 1:
         raise ValueError(f"parameters were stepped a different number of times: {sorted(steps)}")
     return steps.pop() if steps else 0
+
+
+def steps_done(optimizer: Any, device: torch.device) -> int:
+    """Adam steps done by the ranks that train something: a pipeline stage without a matrix of the
+    adapter counts none. A collective."""
+    step = torch.tensor(get_step(optimizer), device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(step, dist.ReduceOp.MAX)
+    return int(step)
 
 
 def set_step(optimizer: Any, step: int) -> None:

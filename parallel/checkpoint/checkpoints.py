@@ -47,7 +47,7 @@ from parallel.checkpoint.sharded_state import (
 )
 from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
-from parallel.optimizer_state import get_step, optimizer_shards, set_step, write_back
+from parallel.optimizer_state import optimizer_shards, set_step, steps_done, write_back
 
 # Python 3.11.0 to 3.11.3 would write `getattr(_MEM_FORMAT_ENCODING, name)` into `.metadata`, and a
 # pickle that names getattr is refused: it could reach anything. This is what other versions write.
@@ -126,7 +126,7 @@ class Checkpoints:
         common: dict[str, Any] = {"seed": self.seed}
         shards: list[ShardedTensor] = []
         for prefix, model in models.items():
-            common[f"{prefix}adam_step"] = get_step(model.optimizer)
+            common[f"{prefix}adam_step"] = steps_done(model.optimizer, mesh.device)
             common[f"{prefix}scheduler"] = model.scheduler.state_dict()
             model.gather_parameters()
             shards += state_shards(

@@ -18,7 +18,7 @@ from parallel.lora.rules import LINEAR, module_name, read_adapter
 from parallel.lora.shapes import adapter_shapes
 
 RANK, SCALE = 3, 2.0
-"""Of adapters: a rank that nothing divides by."""
+"""Rank of the adapters, which nothing divides by, and the factor of B A."""
 
 
 def adapter_of(model: HfModel, experts: Experts) -> Adapter:
@@ -33,7 +33,7 @@ def adapter_of(model: HfModel, experts: Experts) -> Adapter:
 
 
 def lora_folder(model_path: Path, adapter: Adapter) -> Path:
-    """Where `write_lora` put an adapter of a model."""
+    """The folder that `write_lora` writes an adapter of a model to."""
     return model_path.parent / f"{model_path.name}_lora_{adapter.experts}"
 
 

@@ -287,10 +287,10 @@ class Agreement:
     loaded_bitwise: bool
     """HF -> Megatron -> HF gives the bits of the folder."""
     base_bitwise: bool = True
-    """With an adapter: after the last step the base still has the bits of the folder."""
+    """The base of an adapter still has the bits of the folder after the last step."""
     merged: float = 0.0
-    """With an adapter: the largest difference of a merged weight, after the last step, from the base
-    plus the update that one process trained."""
+    """The largest difference of a merged weight, after the last step, from the base plus the update
+    that one process trained; 0 without an adapter."""
 
     @property
     def worst(self) -> float:
