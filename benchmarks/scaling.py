@@ -16,11 +16,15 @@ from benchmarks.evidence.result import finish, summary
 from mrl.commands.scaling_plan import plan_workload
 from mrl.config import load_recipe
 from mrl.errors import InputError
+from parallel.architectures import find_architecture
 from parallel.dims import ParallelDims
+from parallel.hf_config import HfModel
+from parallel.lora.rules import read_adapter
+from parallel.scaling.adapter import adapted_shape
 from parallel.scaling.cost import HARDWARE, Efficiency, Hardware
 from parallel.scaling.report import tables
 from parallel.scaling.runtime import FRAGMENTATION
-from parallel.scaling.shape import ModelShape, read_shape
+from parallel.scaling.shape import ModelShape
 from parallel.scaling.units import size
 from parallel.scaling.verdict import verdict
 from parallel.scaling.workload import Workload
@@ -47,6 +51,8 @@ class Case:
 CASES = (
     Case("Qwen3-30B-A3B on 8 x 80 GB", "qwen3_30b_a3b_8x80gb", "qwen3_30b_a3b", "h100", 8,
          "megatron.optimizer_offload_fraction=0.1"),
+    Case("Qwen3-30B-A3B with LoRA on 2 x 80 GB", "qwen3_30b_a3b_lora_2x80gb", "qwen3_30b_a3b", "h100",
+         2, "parallel.expert_model_parallel_size=1"),
     Case("Qwen3-30B-A3B on 8 x 141 GB", "qwen3_30b_a3b_8x141gb", "qwen3_30b_a3b", "h200", 8,
          "rollout.mem_fraction_static=0.95"),
     Case("Qwen3-30B-A3B on 64 x 80 GB", "qwen3_30b_a3b_64x80gb", "qwen3_30b_a3b", "h100", 64,
@@ -63,14 +69,22 @@ CASES = (
 def read_case(case: Case, *overrides: str) -> tuple[ModelShape, ParallelDims, Workload]:
     """Model, layout and work of a case's recipe, with keys of it changed."""
     recipe = load_recipe(ROOT / "launch" / "recipes" / f"{case.recipe}.yaml", list(overrides))
-    shape = read_model(case.model)
+    model = published(case.model)
+    shape = adapted_shape(model, recipe.lora and read_adapter(recipe.lora, model))
     dims = ParallelDims.create(recipe.parallel, case.world)
     dims.check_model(shape.sizes)
     return shape, dims, plan_workload(recipe, shape, case.world, None, recipe.rollout.context_len)
 
 
 def read_model(name: str) -> ModelShape:
-    return read_shape(json.loads((ROOT / "benchmarks" / "models" / f"{name}.json").read_text()))
+    return adapted_shape(published(name), None)
+
+
+def published(name: str) -> HfModel:
+    """Return a model of benchmarks/models, which has no weights."""
+    path = ROOT / "benchmarks" / "models" / f"{name}.json"
+    config = json.loads(path.read_text())
+    return HfModel(path.parent, config, find_architecture(config))
 
 
 def holds(case: Case) -> bool:

@@ -94,7 +94,9 @@ class Trainer:
             self.snapshots = make_snapshots(recipe, self.mesh, self.folder)
             self.trackers = Trackers(recipe, self.folder, is_main=self.is_main)
             models = [model for model in (self.plan.model, self.plan.critic) if model is not None]
-            self.throughput = Throughput.of_device(self.mesh.device, dist.get_world_size(), models)
+            self.throughput = Throughput.of_device(
+                self.mesh.device, dist.get_world_size(), models, self.plan.adapter
+            )
             undo.pop_all()
 
     def train(self) -> None:

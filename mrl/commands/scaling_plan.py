@@ -18,14 +18,16 @@ from mrl.commands.placement_table import measured_tables, planned_tables
 from mrl.config import Recipe
 from mrl.errors import InputError
 from mrl.preflight.engine_layout import check_engine_sizes
+from mrl.preflight.lora import check_lora
 from mrl.preflight.roles import roles_of
 from mrl.rollout.sglang.arguments import check_server_args
 from mrl.run import console
 from parallel.architectures import find_architecture
 from parallel.dims import ParallelDims
-from parallel.hf_config import has_weights, read_config
+from parallel.hf_config import HfModel, has_weights, read_config
 from parallel.mesh import world_size
 from parallel.options.read import read_options
+from parallel.scaling.adapter import with_adapter
 from parallel.scaling.cost import HARDWARE, Hardware, find_hardware
 from parallel.scaling.report import tables
 from parallel.scaling.shape import ModelShape, read_shape
@@ -77,7 +79,10 @@ def show_plan(
     else:
         checked = "config.json only, so only sizes and options were checked"
         apart = [("roles", roles.describe())] if roles.num_rollout else []
-        console.pairs([("model", f"{folder}: {checked}"), ("layout", dims.describe()), *apart])
+        adapted = [("lora", shape.adapter.adapter.describe())] if shape.adapter else []
+        console.pairs(
+            [("model", f"{folder}: {checked}"), *adapted, ("layout", dims.describe()), *apart]
+        )
     print(f"\n{assumptions(dims, work, hardware)}")
     shown, waits = tables(shape, dims, work, hardware), ""
     is_apart = recipe.rollout.placement == "disaggregated"
@@ -140,7 +145,11 @@ def read_plan(
     if recipe.rollout.engine == "sglang":
         check_server_args(recipe.rollout.server_args)
     config = read_config(Path(recipe.model.path))
-    shape = read_shape(config, find_architecture(config, recipe.model.architecture))
+    model = HfModel(
+        Path(recipe.model.path), config, find_architecture(config, recipe.model.architecture)
+    )
+    shape = read_shape(config, model.architecture)
+    shape = with_adapter(shape, model, check_lora(recipe, model))
     trainers = roles_of(recipe, world).num_trainers
     dims = ParallelDims.create(recipe.parallel, trainers, fp8=bool(recipe.megatron.get("fp8")))
     dims.check_model(shape.sizes)
@@ -191,6 +200,6 @@ def plan_workload(
             f"rollout.tensor_parallel_size: {world} GPUs are not divisible by {tp} "
             f"({world} = {world // tp} x {tp} + {world % tp}); change it"
         )
-    work = recipe_workload(recipe, asked, exact_pinned(), num_parameters=shape.num_parameters)
+    work = recipe_workload(recipe, shape, asked, exact_pinned())
     check_engine_sizes(recipe.rollout, shape.sizes)
     return work

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from mrl.lora import Adapter
 from mrl.types import SampleGroup
 from parallel.hf_config import HfModel
+from parallel.scaling.adapter import adapted_shape
 from parallel.scaling.peak_flops import peak_flops, training_flops
-from parallel.scaling.shape import ModelShape, read_shape
+from parallel.scaling.shape import ModelShape
 
 PARTS = {"rollout": "tokens/rollout", "train": "tokens/train", "step": "tokens/train"}
 """The part of a step, and the tokens that its rate counts."""
@@ -28,12 +30,22 @@ class Throughput:
     """The models that a step trains: the policy, and the critic where there is one."""
 
     @classmethod
-    def of_device(cls, device: torch.device, world: int, models: Sequence[HfModel]) -> Throughput:
-        """Look up the device of this rank, of `world` like it."""
+    def of_device(
+        cls,
+        device: torch.device,
+        world: int,
+        models: Sequence[HfModel],
+        adapter: Adapter | None = None,
+    ) -> Throughput:
+        """Look up the device of this rank, of `world` like it. `adapter`: what is trained of the first
+        of the models."""
         if device.type != "cuda":
             return cls(0)
         peak = peak_flops(torch.cuda.get_device_name(device))
-        shapes = tuple(read_shape(m.config, m.architecture) for m in models) if peak else ()
+        if not peak:
+            return cls(world)
+        adapters = [adapter, *[None] * len(models)]
+        shapes = tuple(map(adapted_shape, models, adapters))
         return cls(world, peak, shapes)
 
     def metrics(self, row: Mapping[str, float], groups: Sequence[SampleGroup]) -> dict[str, float]:

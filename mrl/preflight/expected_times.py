@@ -80,7 +80,8 @@ def _parts(
                    f"{cost.decode_batch} sequences / ({gpu.hbm / 1e9:.0f} GB/s x {share.hbm:g}), until "
                    f"{-(-work.num_sequences // engines)} sequences an engine are done",
                    f"{COST}.token_seconds"),
-        "train compute": (f"FLOPs of {3 + work.recompute} passes over {work.num_tokens} tokens / "
+        "train compute": (f"FLOPs of {3 + work.recompute} passes over {work.num_tokens} tokens"
+                          f"{', less the gradients of frozen weights,' * bool(work.lora)} / "
                           f"({dims.world} x {flops})", f"{COST}.step_cost"),
         LOAD: (f"bytes of the weights / ({gpu.host / 1e9:.0f} GB/s x {share.host:g}), and "
                f"{share.bucket_s:g} s a bucket and {1e3 * share.tensor_s:g} ms a tensor",
@@ -104,6 +105,8 @@ def _role(name: str) -> str:
 
 def _formula(name: str, gpu: Hardware, share: Efficiency) -> str:
     host = f"({gpu.host / 1e9:.0f} GB/s x {share.host:g})"
+    if name.startswith(SYNC) and name.endswith("base"):
+        return f"bytes of the engine's weights / {host}"
     if name.startswith(SYNC) or name.endswith("communication"):
         links = f"NVLink {gpu.nvlink / 1e9:.0f} or network {gpu.network / 1e9:.0f} GB/s"
         sent = f"bytes sent / ({links}, x {share.links:g})"

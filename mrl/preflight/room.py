@@ -16,6 +16,7 @@ from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors
 from parallel.implementation import choose_dtype
+from parallel.scaling.adapter import count_adapter
 
 STATE_BYTES = 8
 """Adam's two moments of a parameter, in float32."""
@@ -55,11 +56,15 @@ def check_room(plan: Plan, warn: Callable[[str], None]) -> str:
 
 def checkpoint_bytes(plan: Plan) -> int:
     """Estimate the bytes of a checkpoint: weights, float32 main parameters where the weights are none,
-    and Adam's moments, of the policy and the critic."""
+    and Adam's moments, of the policy, or of its adapter alone, and of the critic."""
     dtype = choose_dtype(plan.recipe.model.dtype)
     each = STATE_BYTES + (4 if dtype == torch.float32 else 2 + 4)
-    models = [model for model in (plan.model, plan.critic) if model is not None]
-    return sum(_num_parameters(model) for model in models) * each
+    critic = _num_parameters(plan.critic) if plan.critic else 0
+    if plan.adapter:
+        policy = count_adapter(plan.model, plan.adapter).num_parameters
+    else:
+        policy = _num_parameters(plan.model)
+    return (policy + critic) * each
 
 
 def _num_parameters(model: HfModel) -> int:

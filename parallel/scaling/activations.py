@@ -12,6 +12,9 @@ from parallel.scaling.shape import ModelShape
 from parallel.scaling.stages import Stage
 from parallel.scaling.workload import Workload
 
+NATIVE = {2: 1.9, 4: 1.3}
+"""How many times as much as fused layers mrl's native ones keep, by bytes of a weight: measured on a
+CPU in tests/parallel/scaling/test_scaling_estimates.py."""
 HEAD_SLICE = 8192
 """Rows of the head's weight gradient that the chunked head computes at a time in half precision."""
 
@@ -47,8 +50,8 @@ def layer_activation_bytes(
     their norms and after RoPE; the attention's output; per expert row its input and 3 F columns; the
     router's logits and probabilities in fp32. Routing is taken as balanced.
 
-    This is what fused GPU layers need. mrl's native layers on a CPU keep 1.3 (fp32) to 1.9 (bf16) times
-    as much: copies of unfused norms and dense SwiGLU.
+    This is what fused GPU layers need. mrl's native layers keep copies for unfused norms and dense
+    SwiGLU beside it: NATIVE times as much in all.
     """
     gone = set(modules)
     if "moe" in gone:  # the whole MoE layer, its activation and shared experts too
@@ -74,8 +77,8 @@ def activation_bytes(shape: ModelShape, stage: Stage, dims: ParallelDims, work: 
     and one layer whole. With selective recompute: what is not recomputed, and that of one layer."""
     rows = work.packed_tokens(dims) // (dims.tp * dims.cp)
     modules = () if work.recompute else work.recompute_modules
-    whole = {n: layer_activation_bytes(shape, n, rows, work) for n in stage.layers}
-    kept = {n: layer_activation_bytes(shape, n, rows, work, modules) for n in stage.layers}
+    whole = {n: _kept_bytes(shape, n, rows, work) for n in stage.layers}
+    kept = {n: _kept_bytes(shape, n, rows, work, modules) for n in stage.layers}
     peak = in_flight(stage.index, dims, work.num_micro_batches(dims))
     if work.recompute:
         inputs = stage.chunk_layers * rows * shape.hidden * work.weight_bytes
@@ -84,13 +87,21 @@ def activation_bytes(shape: ModelShape, stage: Stage, dims: ParallelDims, work: 
     return peak * sum(kept.values()) // dims.vpp + again
 
 
+def _kept_bytes(
+    shape: ModelShape, number: int, rows: int, work: Workload, modules: tuple[str, ...] = ()
+) -> int:
+    """Return what one layer of the implementation that is used keeps."""
+    fused = layer_activation_bytes(shape, number, rows, work, modules)
+    return int(NATIVE[work.weight_bytes] * fused) if work.native else fused
+
+
 def activation_rows(
     shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload, training: bool
 ) -> list[Row]:
     """Bytes of a pass with gradients, or of one without, which keeps one layer at a time."""
     rows = work.packed_tokens(dims) // (dims.tp * dims.cp)
     if not training:
-        layer = max(layer_activation_bytes(shape, n, rows, work) for n in stage.layers)
+        layer = max(_kept_bytes(shape, n, rows, work) for n in stage.layers)
         return [_activations(layer, f"one layer of {rows} rows")]
     peak = in_flight(stage.index, dims, work.num_micro_batches(dims))
     if work.recompute:
@@ -104,6 +115,35 @@ def activation_rows(
 def _activations(num_bytes: int, formula: str) -> Row:
     source = "arXiv 2205.05198, section 4; parallel.scaling.activations.layer_activation_bytes"
     return Row("activations", num_bytes, formula, source, managed=True)
+
+
+def adapter_rows(
+    shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload, training: bool
+) -> list[Row]:
+    """Bytes of A x, which are kept for the backward, and of the update of the largest layer: its parts,
+    their joined copy, and that times the scale.
+
+    Frozen layers would need no input to find their weight's gradient. It is counted all the same: where
+    a layer is adapted, A needs it.
+    """
+    if shape.adapter is None:
+        return []
+    rows = work.packed_tokens(dims) // (dims.tp * dims.cp)
+    layers = [shape.adapter.layers[n] for n in stage.layers]
+    kept = [layer.kept + dims.tp * layer.gathered for layer in layers]
+    alive = max(kept)
+    if training and not work.recompute:
+        alive = in_flight(stage.index, dims, work.num_micro_batches(dims)) * sum(kept) // dims.vpp
+    outputs = 3 * max(layer.outputs for layer in layers)
+    return [
+        Row(
+            "adapter: A x and updates",
+            work.weight_bytes * rows * (alive + outputs),
+            f"{work.weight_bytes} B x {rows} rows x ({alive} of A x, 3 x {outputs // 3} of an update)",
+            "parallel.scaling.activations.adapter_rows, for parallel.lora.layers",
+            managed=True,
+        )
+    ]
 
 
 def logits_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
@@ -135,6 +175,8 @@ def head_rows(
     hidden = work.weight_bytes * tokens * shape.hidden
     slice_rows = min(columns, HEAD_SLICE) if work.logprob_chunk_tokens else columns
     weight = work.weight_bytes * slice_rows * shape.hidden
+    if shape.adapter:
+        weight = slice_rows = 0  # the head is frozen
     if work.logprob_chunk_tokens and work.weight_bytes == 4:
         weight = 0  # fp32 products are added to the gradient buffer at once
     gathered = hidden * (dims.tp > 1)

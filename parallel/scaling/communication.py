@@ -58,6 +58,7 @@ def volumes(shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage)
         *context_parallel(shape, dims, work, stage),
         pipeline(shape, dims, work, stage),
         *data_parallel(shape, dims, work, stage),
+        expert_adapters(dims, stage),
         tied_embedding(shape, dims, stage),
     ]
     return [volume for volume in found if volume.group > 1 and volume.step(True)]
@@ -71,6 +72,9 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
     input's. Routed experts take the scattered rows as they are. The embedding scatters and gathers
     back; the head gathers, keeps that, and scatters. Latent attention gathers its compressed vectors in
     place of H. Gradients of parameters that every rank holds are all-reduced in fp32.
+
+    Frozen weights have no gradient, for which inputs would be gathered again, and neither has a frozen
+    embedding. Layers whose rows are cut gather their A x, and scatter its gradient.
     """
     hidden, mla = shape.hidden, shape.mla
     inputs = (mla.q_rank or hidden) + mla.kv_rank if mla else hidden
@@ -79,7 +83,11 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
     mlps = sum(1 for n in stage.layers if n not in shape.moe_layers or shape.shared_ffn)
     forward = attention * (inputs + rotary + hidden) + mlps * 2 * hidden
     backward = attention * (2 * inputs + rotary + hidden) + mlps * 3 * hidden
-    ends = (stage.has_embedding + stage.has_output) * hidden
+    ends = ends_back = (stage.has_embedding + stage.has_output) * hidden
+    if shape.adapter:
+        low = sum(shape.adapter.layers[n].gathered for n in stage.layers)
+        backward = low + attention * (inputs + rotary + hidden) + mlps * 2 * hidden
+        forward, ends_back = forward + low, stage.has_output * hidden
     tokens = work.num_micro_batches(dims) * work.packed_tokens(dims) // dims.cp
     unit = ring(dims.tp, tokens * work.weight_bytes)
     return Volume(
@@ -87,7 +95,7 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
         dims.tp,
         dims.tp,
         forward=unit * (forward + ends),
-        backward=unit * (backward + ends),
+        backward=unit * (backward + ends_back),
         recomputed=unit * forward,
         update=2 * ring(dims.tp, 4 * stage.whole),
     )
@@ -191,9 +199,17 @@ def data_parallel(
     ]
 
 
+def expert_adapters(dims: ParallelDims, stage: Stage) -> Volume:
+    """Count the fp32 gradients of matrices that every expert-tensor-parallel rank of an expert holds
+    whole (`parallel.lora.adapted`)."""
+    sent = 2 * ring(dims.etp, 4 * stage.expert_whole)
+    return Volume("whole matrices of experts", dims.etp, dims.etp, 0.0, update=sent)
+
+
 def tied_embedding(shape: ModelShape, dims: ParallelDims, stage: Stage) -> Volume:
     """Count the gradients of the matrix that the first and last stage share and add up, in fp32."""
     both = shape.tied and dims.pp > 1 and (stage.has_embedding or stage.has_output)
+    both = both and shape.adapter is None  # it is frozen
     sent = 2 * ring(2, 4 * shape.vocab * shape.hidden / dims.tp) if both else 0.0
     return Volume("tied embedding", 2 if both else 1, dims.world, 0.0, update=sent)
 
@@ -201,21 +217,26 @@ def tied_embedding(shape: ModelShape, dims: ParallelDims, stage: Stage) -> Volum
 def sync_volumes(
     shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage
 ) -> list[Volume]:
-    """The export before a rollout: every rank receives the whole model (`parallel.export`).
+    """The export before a rollout: every rank receives the whole model, or the adapter
+    (`parallel.export`).
 
     The ranks of a stage gather its parameters: an expert over the expert ranks, then each peer's over
     the expert-tensor ranks. Then stage after stage broadcasts to the others.
     """
     b = work.weight_bytes
-    tensor = b * sum(part.num for part in stage.exported if part.sharing == "tensor")
-    expert = b * sum(part.num for part in stage.exported if part.sharing == "expert")
-    own = sum(part.num for part in stage.exported)
+    sends_adapter = work.lora == "adapter"
+    exported = stage.adapter if sends_adapter else stage.exported
+    tensor, expert, whole_experts = (
+        b * sum(part.num for part in exported if part.sharing == sharing)
+        for sharing in ("tensor", "expert", "expert_whole")
+    )
     biases = router_bias_bytes(shape, shape.moe_layers) - router_bias_bytes(shape, stage.layers)
-    others = b * (shape.num_parameters - own) + biases
-    span = dims.etp * dims.ep
+    others = work.sent_bytes(shape) - b * sum(part.num for part in exported)
+    others += 0 if sends_adapter else biases
+    span, experts = dims.etp * dims.ep, expert / dims.etp + whole_experts
     rows = [
         ("gather over tensor parallel", dims.tp, dims.tp, ring(dims.tp, tensor)),
-        ("gather over expert parallel", dims.ep, span, ring(dims.ep, expert / dims.etp)),
+        ("gather over expert parallel", dims.ep, span, ring(dims.ep, experts)),
         ("gather over expert tensor parallel", dims.etp, dims.etp, ring(dims.etp, expert)),
         ("broadcast over pipeline", dims.pp, dims.world, others),
     ]

@@ -6,7 +6,6 @@ every sequence is taken as long as its limit, so that the parts can be read besi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mrl.errors import InputError
@@ -18,8 +17,15 @@ from parallel.scaling.engine import (
     kv_bytes_per_token,
     kv_capacity_tokens,
 )
+from parallel.scaling.engine_adapter import pool_bytes, slot_elements
+from parallel.scaling.flops import (
+    model_flops,
+    stage_flops,
+    stage_training_flops,
+    training_flops,
+)
 from parallel.scaling.memory import gradient_bytes, optimizer_bytes, weight_bytes
-from parallel.scaling.shape import ModelShape, Part
+from parallel.scaling.shape import ModelShape
 from parallel.scaling.stages import Stage, stages
 from parallel.scaling.state import ADAM_MOMENTS, optimizer_shard
 from parallel.scaling.workload import Workload
@@ -94,26 +100,6 @@ def find_hardware(name: str) -> Hardware:
     return HARDWARE[name]
 
 
-def forward_flops(shape: ModelShape, parts: Iterable[Part], layers: int, context: float) -> float:
-    """Count the FLOPs of one token: 2 per parameter that it passes (arXiv 2001.08361, table 1),
-    and the attention's scores and sums over `context` earlier tokens, 2 x (query width + value
-    width) each."""
-    matrices = sum(p.num_active for p in parts if p.name not in ("embedding", "norms"))
-    return 2 * matrices + 2 * layers * context * (shape.query_width + shape.value_width)
-
-
-def model_flops(shape: ModelShape, context: float) -> float:
-    """Count the FLOPs of one token in one forward pass; a tied head multiplies like any other."""
-    tied = 2 * shape.vocab * shape.hidden * shape.tied
-    return forward_flops(shape, shape.parts(), shape.num_layers, context) + tied
-
-
-def stage_flops(shape: ModelShape, stage: Stage, context: float) -> float:
-    """Count the same for the layers of one pipeline rank."""
-    tied = 2 * shape.vocab * shape.hidden * (shape.tied and stage.has_output)
-    return forward_flops(shape, stage.parts, len(stage.layers), context) + tied
-
-
 def pipeline_bubble(dims: ParallelDims, num_micro_batches: int) -> float:
     """Return (pp - 1) / (vpp m), as a share of the busy time (arXiv 2104.04473, section 2.2.2)."""
     return (dims.pp - 1) / (dims.vpp * num_micro_batches)
@@ -135,6 +121,8 @@ def decode_bytes(shape: ModelShape, work: Workload, batch: float, context: float
     weights = work.weight_bytes * (
         dense / attention_ranks(work) + touched * expert / work.engine_tp
     )
+    # At most a slot of the adapter; of its experts, those of few tokens are less.
+    weights += work.weight_bytes * slot_elements(shape, work)
     return weights + batch / work.engine_dp * context * kv_bytes_per_token(shape, work)
 
 
@@ -192,9 +180,10 @@ def step_cost(
     micro = work.num_micro_batches(dims)
     bubble = pipeline_bubble(dims, micro)
     tokens = micro * work.packed_tokens(dims) * work.optimizer_steps
-    slowest = max(stage_flops(shape, stage, context) for stage in held)
-    one_pass = tokens * slowest / (dims.tp * dims.cp) / (gpu.flops * share.flops)
-    passes = 3 + work.recompute
+    ranks, flops = dims.tp * dims.cp, gpu.flops * share.flops
+    one_pass = tokens * max(stage_flops(shape, stage, context) for stage in held) / ranks / flops
+    both = max(stage_training_flops(shape, stage, context) for stage in held)
+    compute = tokens * both / ranks / flops + work.recompute * one_pass
     # Per stage everything that it sends; the slowest stage counts.
     sent = [volumes(shape, dims, work, stage) for stage in held]
     part = "step+recompute" if work.recompute else "step"
@@ -210,12 +199,14 @@ def step_cost(
     if work.reference:
         seconds["reference log-probs"] = seconds["old log-probs"]
     seconds |= {
-        "train compute": passes * one_pass,
-        "train bubble": passes * one_pass * bubble,
+        "train compute": compute,
+        "train bubble": compute * bubble,
         "train communication": steps * train,
         "update": steps * update_seconds(shape, dims, work, gpu, share, held),
     }
-    used = (passes + 1 + work.reference) * work.num_tokens * model_flops(shape, context)
+    forward_passes = 1 + work.recompute + work.reference
+    used = forward_passes * model_flops(shape, context) + training_flops(shape, context)
+    used *= work.num_tokens
     prefill = work.prompts * work.prompt_len * model_flops(shape, work.prompt_len / 2)
     decode = work.num_sequences * work.response_len * model_flops(shape, context)
     return StepCost(seconds, used + prefill + decode, bubble, batch)
@@ -238,6 +229,7 @@ def update_seconds(
         2 * optimizer_bytes(stage, dims, work)
         + gradient_bytes(stage, work)
         + weight_bytes(shape, stage, work)
+        - work.weight_bytes * stage.frozen
         for stage in held
     )
     away = work.state.offload_fraction * max(
@@ -265,13 +257,16 @@ def sync_seconds(
     )
     if work.rollout_ranks:
         return {"weight sync: bytes": gathered, **_copy_seconds(shape, dims, work, gpu, share)}
-    loaded = 2 * engine_weight_bytes(shape, work) / (gpu.hbm * share.hbm)
+    each = engine_weight_bytes(shape, work)
+    loaded = 2 * (pool_bytes(shape, work) if work.lora == "adapter" else each)
+    woken = each / (gpu.host * share.host) if work.lora == "adapter" else 0.0
     away = max(weight_bytes(shape, s, work) + optimizer_bytes(s, dims, work) for s in held)
     return {
         "offload and onload": 2 * away / (gpu.host * share.host),
-        "weight sync: bytes": gathered + loaded,
+        **({"weight sync: wake the base": woken} if woken else {}),
+        "weight sync: bytes": gathered + loaded / (gpu.hbm * share.hbm),
         "weight sync: buckets and tensors": num_buckets(shape, work) * share.bucket_s
-        + num_hf_tensors(shape) * share.tensor_s,
+        + num_sent_tensors(shape, work) * share.tensor_s,
     }
 
 
@@ -284,7 +279,7 @@ def _copy_seconds(
     the worker's host before the next one comes. Each rank of an engine then reads the whole model from
     the host's memory.
     """
-    whole, buckets = work.weight_bytes * shape.num_parameters, num_buckets(shape, work)
+    whole, buckets = work.sent_bytes(shape), num_buckets(shape, work)
     served = -(-work.num_engines(dims) // dims.world)
     is_near = dims.world + work.rollout_ranks <= gpu.gpus_per_node
     link = gpu.nvlink if is_near else gpu.network
@@ -294,13 +289,20 @@ def _copy_seconds(
         "weight sync: buckets": buckets * share.bucket_s,
         "engine: load weights": to_host
         + buckets * share.bucket_s
-        + num_hf_tensors(shape) * share.tensor_s,
+        + num_sent_tensors(shape, work) * share.tensor_s,
     }
 
 
 def num_buckets(shape: ModelShape, work: Workload) -> int:
     """That a weight sync sends, full ones."""
-    return -(-work.weight_bytes * shape.num_parameters // work.bucket_bytes)
+    return -(-work.sent_bytes(shape) // work.bucket_bytes)
+
+
+def num_sent_tensors(shape: ModelShape, work: Workload) -> int:
+    """Number of tensors that a weight sync sends."""
+    if shape.adapter and work.lora == "adapter":
+        return shape.adapter.num_tensors
+    return num_hf_tensors(shape)
 
 
 def num_hf_tensors(shape: ModelShape) -> int:

@@ -7,6 +7,7 @@ of the attention (DP attention), each of t / d ranks.
 from __future__ import annotations
 
 from parallel.scaling.activations import layer_activation_bytes
+from parallel.scaling.engine_adapter import adapter_host_rows, pool_bytes
 from parallel.scaling.rows import ASSUMPTION, Row
 from parallel.scaling.shape import ModelShape
 from parallel.scaling.workload import Workload
@@ -59,9 +60,10 @@ def kv_bytes_per_token(shape: ModelShape, work: Workload) -> int:
 
 
 def kv_capacity_tokens(shape: ModelShape, work: Workload, device_bytes: int) -> int:
-    """Tokens of an engine that fit beside its weights, all replicas of the attention together;
-    negative where not even the weights fit."""
+    """Tokens of an engine that fit beside its weights and adapters, all replicas of the attention
+    together; negative where not even the weights fit."""
     room = int(device_bytes * work.engine_share) - engine_weight_bytes(shape, work)
+    room -= pool_bytes(shape, work)
     return room // kv_bytes_per_token(shape, work) * work.engine_dp
 
 
@@ -106,7 +108,8 @@ def engine_rows(
     budget = int(device_bytes * work.engine_share)
     one = kv_bytes_per_token(shape, work)
     least = one * work.sequence_len
-    cache = max(budget - each, least)
+    pool = pool_bytes(shape, work)
+    cache = max(budget - each - pool, least)
     tokens = cache // one
     routes = PREFILL_TOKENS * work.engine_dp * shape.num_layers * shape.topk * 4
     return (
@@ -114,7 +117,8 @@ def engine_rows(
         Row(
             "KV cache",
             cache,
-            f"{work.engine_share:g} x {device_bytes} B less the weights: {tokens} tokens x {one} B",
+            f"{work.engine_share:g} x {device_bytes} B less the weights{' and adapters' * bool(pool)}: "
+            f"{tokens} tokens x {one} B",
             "rollout.mem_fraction_static; sglang kv_cache_configurator.py, _profile_available_bytes",
         ),
         Row(
@@ -169,4 +173,5 @@ def engine_host_rows(
             "libraries, tokenizer, queues",
             f"{ASSUMPTION}: scheduler, detokenizer and HTTP server of one rank",
         ),
+        *adapter_host_rows(shape, work, engine_weight_bytes(shape, work)),
     )

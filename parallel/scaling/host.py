@@ -8,12 +8,13 @@ without a limit by default.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from parallel.dims import ParallelDims
 from parallel.scaling.engine import engine_host_rows
 from parallel.scaling.rows import ASSUMPTION, Row, times
-from parallel.scaling.shape import ModelShape, Tensors
-from parallel.scaling.stages import Stage, local_tensors
+from parallel.scaling.shape import ModelShape, Part, Tensors
+from parallel.scaling.stages import Stage, is_expert, local_tensors
 from parallel.scaling.state import ADAM_MOMENTS, copies_of, host_bytes_each, optimizer_shard
 from parallel.scaling.workload import Workload
 
@@ -34,12 +35,12 @@ def pinned_total(tensors: Tensors, element_bytes: int, exact: int | None) -> int
     return sum(count * pinned_bytes(element_bytes * n, exact) for count, n in tensors)
 
 
-def stage_tensors(stage: Stage, dims: ParallelDims) -> tuple[Tensors, Tensors]:
-    """Count the parameters of one rank of a stage: (dense, experts)."""
+def stage_tensors(parts: Iterable[Part], dims: ParallelDims) -> tuple[Tensors, Tensors]:
+    """Count the parameters among `parts` of a stage that one rank of it holds: (dense, experts)."""
     dense: list[tuple[int, int]] = []
     experts: list[tuple[int, int]] = []
-    for part in stage.parts:
-        (experts if part.sharing == "expert" else dense).extend(local_tensors(part, dims))
+    for part in parts:
+        (experts if is_expert(part) else dense).extend(local_tensors(part, dims))
     return tuple(dense), tuple(experts)
 
 
@@ -58,16 +59,19 @@ def buffer_tensors(shape: ModelShape, stage: Stage) -> list[tuple[Tensors, int]]
 def pinned_weights(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:
     """Compute the size of the ledger's buffers for the weights: one a storage.
 
-    The distributed optimizer keeps all dense and all expert weights of a chunk in one storage each.
+    The distributed optimizer keeps all dense and all expert weights of a chunk that are trained in one
+    storage each.
     """
     each, exact = work.weight_bytes, work.exact_pinned
-    dense, experts = stage_tensors(stage, dims)
+    dense, experts = stage_tensors(stage.trained, dims)
     if work.distributed_optimizer:
         dense, experts = (
             ((dims.vpp, stage.dense // dims.vpp),),
             ((dims.vpp, stage.expert // dims.vpp),),
         )
     found = pinned_total(dense, each, exact) + pinned_total(experts, each, exact)
+    for frozen in stage_tensors(stage.parts, dims) if stage.frozen else ():
+        found += pinned_total(frozen, each, exact)
     return found + sum(
         pinned_total(tensors, size or each, exact) for tensors, size in buffer_tensors(shape, stage)
     )
@@ -84,7 +88,7 @@ def pinned_state(
     """
     copies = copies_of(dims, work.distributed_optimizer)
     found = 0.0
-    for tensors, ways in zip(stage_tensors(stage, dims), copies, strict=True):
+    for tensors, ways in zip(stage_tensors(stage.trained, dims), copies, strict=True):
         found += share * pinned_total(tensors, element_bytes, work.exact_pinned) / ways
     return math.ceil(found)
 
@@ -113,13 +117,13 @@ def offloaded_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> tuple[i
 
 def saved_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> int:
     """What the rank that writes most copies for an asynchronous save: weights, main parameters and
-    moments of everything that it is the main replica of."""
+    moments of everything that is trained and that it is the main replica of."""
     options = work.state
     aware = options.precision_aware and not options.offload_fraction
     moments = options.exp_avg_bytes + options.exp_avg_sq_bytes if aware else 4 * ADAM_MOMENTS
     main = 0 if work.weight_bytes == 4 else 4
     shard = optimizer_shard(stage, dims, work.distributed_optimizer).num
-    return work.weight_bytes * stage.num_local + (main + moments) * shard
+    return work.weight_bytes * stage.num_trained + (main + moments) * shard
 
 
 def trainer_host_rows(
@@ -133,6 +137,7 @@ def trainer_host_rows(
     pinned, plain = offloaded_bytes(stage, dims, work)
     saved = saved_bytes(stage, dims, work) if work.async_save else 0
     copy = pinned_bytes(work.weight_bytes * stage.num_local, work.exact_pinned)
+    has_copy = work.reference and shape.adapter is None  # the base is an adapter's reference
     per_token = sum(routes_per_token(shape, work)) + 32
     tokens = work.num_tokens // dims.dp
     return (
@@ -144,7 +149,7 @@ def trainer_host_rows(
             "of two", "megatron-core hybrid_optimizer.py (pin_cpu_grads, pin_cpu_params)"),
         Row("offloaded optimizer", plain, f"{host_bytes_each(work.state)[1]} B an offloaded element",
             "megatron-core hybrid_optimizer.py"),
-        Row("reference, pinned", 2 * copy * work.reference, "its weights, and room for the policy's",
+        Row("reference, pinned", 2 * copy * has_copy, "its weights, and room for the policy's",
             "parallel.reference.HostCopy; rounded as all pinned memory"),
         Row("asynchronous save", saved, "weights and optimizer state, copied and not pinned",
             "parallel.checkpoint.shard_writer.ShardWriter.request"),

@@ -9,13 +9,20 @@ from __future__ import annotations
 import math
 
 from parallel.dims import ParallelDims
-from parallel.scaling.activations import activation_rows, head_rows, layer_parts
+from parallel.scaling.activations import activation_rows, adapter_rows, head_rows, layer_parts
 from parallel.scaling.engine import engine_host_rows, engine_rows
+from parallel.scaling.engine_adapter import adapter_pool_rows
 from parallel.scaling.host import routes_per_token, stage_tensors, trainer_host_rows
 from parallel.scaling.rows import ASSUMPTION, Phase, Row, present
 from parallel.scaling.runtime import fragmentation_row, runtime_rows, sleeping_graph_row
 from parallel.scaling.shape import ModelShape
-from parallel.scaling.stages import Stage, expert_data_parallel, router_bias_bytes, stages
+from parallel.scaling.stages import (
+    Stage,
+    expert_data_parallel,
+    is_expert,
+    router_bias_bytes,
+    stages,
+)
 from parallel.scaling.state import optimizer_row, optimizer_shard, step_rows
 from parallel.scaling.workload import Workload
 
@@ -33,13 +40,13 @@ def weight_bytes(shape: ModelShape, stage: Stage, work: Workload) -> int:
 
 
 def gradient_bytes(stage: Stage, work: Workload) -> int:
-    """Megatron's buffers hold the sum of the gradients of every local parameter: in fp32, or as the
-    weights are with `grad_reduce_in_fp32: false`.
+    """Megatron's buffers hold the sum of the gradients of every local parameter that is trained: in
+    fp32, or as the weights are with `grad_reduce_in_fp32: false`.
 
     The distributed optimizer pads them: every parameter to 64 elements and every bucket to a multiple
     of lcm(copies, 128), which `padding_bound` bounds. DDP's buckets are views of them.
     """
-    return work.state.gradient_bytes * stage.num_local
+    return work.state.gradient_bytes * stage.num_trained
 
 
 def padding_bound(
@@ -74,6 +81,11 @@ def routes_bytes(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Work
 def largest_export(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
     """The largest parameter that is exported in one piece: an expert's [gate; up] goes with those of
     its expert-parallel peers, everything else alone."""
+    if shape.adapter and work.lora == "adapter":
+        return work.weight_bytes * max(
+            max(numel for _, numel in part.tensors) * (dims.ep if is_expert(part) else 1)
+            for part in shape.adapter.parts
+        )
     expert = dims.ep * 2 * shape.hidden * shape.moe_ffn
     has_dense = len(shape.moe_layers) < shape.num_layers
     dense = 2 * shape.hidden * max(shape.dense_ffn * has_dense, shape.shared_ffn)
@@ -84,17 +96,29 @@ def largest_export(shape: ModelShape, dims: ParallelDims, work: Workload) -> int
 
 def export_buffer_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
     """Count the bytes of one buffer: a bucket, all weights, or the largest parameter."""
-    whole = work.weight_bytes * shape.num_parameters
+    whole = work.sent_bytes(shape)
     return max(min(work.bucket_bytes, whole), largest_export(shape, dims, work))
 
 
 def export_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
     """What the export adds: two buffers of the recipe's size, or as large as the largest parameter that
-    does not fit into it, and the peers' pieces of that one parameter."""
-    largest, whole = largest_export(shape, dims, work), work.weight_bytes * shape.num_parameters
+    does not fit into it, and the peers' pieces of that one parameter; merging an adapter adds more."""
+    largest, whole = largest_export(shape, dims, work), work.sent_bytes(shape)
     buffer = export_buffer_bytes(shape, dims, work)
     num_buffers = 1 if dims.pp == 1 and whole <= buffer else 2
-    return num_buffers * buffer + largest * (dims.tp * dims.ep * dims.etp > 1)
+    peers = largest * (dims.tp * dims.ep * dims.etp > 1)
+    return num_buffers * buffer + peers + merging_bytes(shape, dims, work)
+
+
+def merging_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
+    """Count what merging one weight takes: its shard, the parts of the update, the update and the sum,
+    all in fp32."""
+    if work.lora != "merged":
+        return 0
+    has_dense = len(shape.moe_layers) < shape.num_layers
+    mlp = 2 * shape.hidden * max(shape.dense_ffn * has_dense, shape.shared_ffn)
+    dense = max(mlp, *shape.attention_sizes) // dims.tp
+    return 4 * 4 * max(dense, 2 * shape.hidden * shape.moe_ffn // dims.etp)
 
 
 def trainer_rows(
@@ -103,16 +127,18 @@ def trainer_rows(
     """What is on the device whenever the trainer works."""
     shard = optimizer_shard(stage, dims, work.distributed_optimizer)
     each, size = work.state.gradient_bytes, work.weight_bytes
-    dense, experts = stage_tensors(stage, dims)
+    dense, experts = stage_tensors(stage.trained, dims)
+    frozen = f", {stage.frozen} of them frozen" if stage.frozen else ""
     padding = 0
     if work.distributed_optimizer:
         parameters = sum(count for count, _ in (*dense, *experts))
         copies = dims.dp * dims.cp * expert_data_parallel(dims)
         padding = padding_bound(parameters, 2 * dims.vpp, copies, size + each)
     return (
-        Row("weights", weight_bytes(shape, stage, work), f"{size} B x {stage.num_local} and buffers",
+        Row("weights", weight_bytes(shape, stage, work),
+            f"{size} B x {stage.num_local} and buffers{frozen}",
             f"parallel.scaling.memory.weight_bytes; {COUNTED}", managed=True),
-        Row("gradients", gradient_bytes(stage, work), f"{each} B x {stage.num_local}",
+        Row("gradients", gradient_bytes(stage, work), f"{each} B x {stage.num_trained}",
             f"parallel.scaling.memory.gradient_bytes; {COUNTED}", managed=True),
         optimizer_row(shard, work.state, size),
         Row("padding", padding, "at most 63 elements a parameter and lcm(copies, 128) a bucket, of "
@@ -130,6 +156,7 @@ def pass_rows(
     found = [
         *activation_rows(shape, stage, dims, work, training),
         *head_rows(shape, stage, dims, work, training),
+        *adapter_rows(shape, stage, dims, work, training),
         Row("routes", routes_bytes(shape, stage, dims, work), "packed expert ids of one optimizer step",
             f"parallel.scaling.memory.routes_bytes; {COUNTED}", managed=True),
     ]  # fmt: skip
@@ -170,7 +197,7 @@ def export_row(shape: ModelShape, dims: ParallelDims, work: Workload) -> Row:
         "sync buffers",
         export_bytes(shape, dims, work),
         f"2 buffers of rollout.weight_bucket_mb {work.bucket_bytes >> 20} or the largest parameter, "
-        "and the peers' pieces of one",
+        "and the peers' pieces of one" + ", which is merged in fp32" * (work.lora == "merged"),
         f"parallel.scaling.memory.export_bytes; {COUNTED}",
         managed=True,
     )
@@ -202,7 +229,7 @@ def _stage_phases(
     gpus_per_node: int,
 ) -> list[Phase]:
     own = trainer_rows(shape, stage, dims, work)
-    runtime = runtime_rows(shape, dims, work, gpus_per_node)
+    runtime = (*runtime_rows(shape, dims, work, gpus_per_node), *adapter_pool_rows(shape, work))
     asleep = (*runtime, sleeping_graph_row(shape, work, stays=False))
     shard = optimizer_shard(stage, dims, work.distributed_optimizer)
     buffers = export_row(shape, dims, work)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from parallel.scaling.cost import model_flops
+from parallel.scaling import flops
 from parallel.scaling.shape import ModelShape
 
 PEAK_BF16_FLOPS = {
@@ -46,10 +46,11 @@ def peak_flops(device_name: str) -> float | None:
 def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
     """Count the FLOPs that a forward and a backward pass need for sequences of these lengths.
 
-    A backward pass takes twice a forward pass, and a token attends to half of its sequence on
-    average: 3 sum_i T_i flops(T_i / 2), with `model_flops` for one token.
+    A backward pass takes twice a forward pass, less the gradients of frozen weights, and a token
+    attends to half of its sequence on average: sum_i T_i flops(T_i / 2), with `flops.training_flops`
+    for one token.
     """
-    return 3 * sum(length * model_flops(shape, length / 2) for length in lengths)
+    return sum(length * flops.training_flops(shape, length / 2) for length in lengths)
 
 
 def _has(words: list[str], part: list[str]) -> bool:

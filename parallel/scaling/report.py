@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from parallel.dims import ParallelDims
 from parallel.scaling.communication import Volume, sync_volumes, volumes
-from parallel.scaling.cost import Hardware, StepCost, model_flops, step_cost
+from parallel.scaling.cost import Hardware, StepCost, step_cost
+from parallel.scaling.flops import model_flops
 from parallel.scaling.roles import all_phases, nodes, worst_phase
 from parallel.scaling.rollouts import rollout_bytes
 from parallel.scaling.rows import Phase, Row, total
@@ -46,6 +47,9 @@ def tables(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware)
 def model_table(shape: ModelShape, work: Workload) -> Table:
     rows = [(name, count(num)) for name, num in shape.count().items() if num]
     rows.append(("all parameters", count(shape.num_parameters)))
+    if shape.adapter:
+        rows.append(("trained: the adapter", count(shape.adapter.num_parameters)))
+        rows.append(("its bytes", size(work.weight_bytes * shape.adapter.num_parameters)))
     rows.append(("active per token", count(shape.num_active)))
     flops = model_flops(shape, work.sequence_len / 2)
     rows.append(("forward FLOPs per token", count(flops)))
@@ -156,8 +160,7 @@ def sync_table(shape: ModelShape, dims: ParallelDims, work: Workload) -> Table:
                 for v in sync_volumes(shape, dims, work, stage)
             ]
     if work.rollout_ranks:
-        num_bytes = work.weight_bytes * shape.num_parameters
-        rows.append(("copy to the worker of each engine", "rollout", size(num_bytes)))
+        rows.append(("copy to the worker of each engine", "rollout", size(work.sent_bytes(shape))))
     return Table(
         "Bytes that one rank receives per weight sync", ("traffic", "stage", "received"), rows
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from parallel.dims import ParallelDims
 from parallel.scaling.engine import engine_host_rows, engine_rows
+from parallel.scaling.engine_adapter import adapter_pool_rows
 from parallel.scaling.host import PROCESS_BYTES, node_rows, routes_per_token, trainer_host_rows
 from parallel.scaling.memory import (
     export_buffer_bytes,
@@ -119,6 +120,7 @@ def rollout_phase(
     bucket = export_buffer_bytes(shape, dims, work)
     rows = (
         *engine_rows(shape, work, device_bytes, awake=True),
+        *adapter_pool_rows(shape, work),
         Row(
             "weight buckets",
             2 * bucket,
@@ -162,13 +164,13 @@ def _rank_rows(
 
 def _worker_rows(shape: ModelShape, dims: ParallelDims, work: Workload) -> tuple[Row, ...]:
     """List the host rows of an engine's worker."""
-    each = work.weight_bytes * shape.num_parameters
+    each = work.sent_bytes(shape)
     tokens = _tokens_ahead(work) // work.num_engines(dims)
     return (
         Row(
             "rollout: staged weights",
             work.staged_versions * each,
-            f"{work.staged_versions} version(s) x {work.weight_bytes} B x {shape.num_parameters}",
+            f"{work.staged_versions} version(s) x {each} B",
             "mrl.config.asynchronous.AsyncConfig.staged_versions; mrl/disaggregated/staging.py, in "
             "shared memory that every rank of the engine maps",
         ),

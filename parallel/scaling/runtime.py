@@ -16,7 +16,7 @@ from parallel.dims import ParallelDims
 from parallel.scaling.engine import attention_ranks, graph_bytes
 from parallel.scaling.rows import ASSUMPTION, Row
 from parallel.scaling.shape import ModelShape
-from parallel.scaling.stages import expert_data_parallel
+from parallel.scaling.stages import expert_data_parallel, is_expert
 from parallel.scaling.workload import Workload
 
 CONTEXT_BYTES = 600 << 20
@@ -77,10 +77,13 @@ class Communicator:
 def communicators(shape: ModelShape, dims: ParallelDims, work: Workload) -> list[Communicator]:
     """List those of a trainer's rank on its first or last stage, by Megatron's names.
 
-    Groups of a single rank count where Megatron calls a collective on them all the same.
+    Groups of a single rank count where Megatron calls a collective on them all the same. Those of the
+    copies of experts are used where experts are trained.
     """
     replicas, expert_span = dims.world // dims.pp, dims.etp * dims.ep
-    has_experts = shape.num_experts > 0
+    has_experts, trains_experts = shape.num_experts > 0, shape.num_experts > 0
+    if shape.adapter:
+        trains_experts = any(is_expert(part) for part in shape.adapter.parts)
     found = [
         Communicator("default_pg", dims.world, dims.world) if dims.world > 1 else None,
         _several("TENSOR_MODEL_PARALLEL_GROUP", dims.tp, dims.tp),
@@ -95,8 +98,10 @@ def communicators(shape: ModelShape, dims: ParallelDims, work: Workload) -> list
             _several("EXPERT_MODEL_PARALLEL_GROUP", dims.ep, expert_span, kind),
             _several("EXPERT_TENSOR_PARALLEL_GROUP", dims.etp, dims.etp),
             _several("EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", expert_span, expert_span),
-            Communicator("EXPERT_DATA_PARALLEL_GROUP", expert_data_parallel(dims), replicas),
         ]
+    if trains_experts:
+        copies = expert_data_parallel(dims)
+        found.append(Communicator("EXPERT_DATA_PARALLEL_GROUP", copies, replicas))
     if shape.expert_bias:
         found.append(_several("TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", replicas, replicas))
     if work.distributed_optimizer:
@@ -104,7 +109,7 @@ def communicators(shape: ModelShape, dims: ParallelDims, work: Workload) -> list
         found.append(Communicator(name, dims.world, dims.world))
     else:
         found.append(Communicator("MODEL_PARALLEL_GROUP", dims.tp * dims.pp, dims.world))
-        if has_experts:
+        if trains_experts:
             name, size = "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", expert_span * dims.pp
             found.append(Communicator(name, size, dims.world))
     return [each for each in found if each is not None]

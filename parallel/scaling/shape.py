@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mrl.errors import InputError
+from mrl.lora import Adapter
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Architecture, HfConfig
 from parallel.dims import ModelSizes
 
 POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads")  # fmt: skip
-Sharing = Literal["whole", "tensor", "expert"]
-"""The ranks of a pipeline stage that share out a parameter: none, the tensor-parallel, or the
-expert (and expert-tensor) parallel ones."""
+Sharing = Literal["whole", "tensor", "expert", "expert_whole"]
+"""The ranks of a pipeline stage that share out a parameter: none, the tensor-parallel, the expert (and
+expert-tensor) parallel ones, or the expert-parallel ones alone: an expert's matrix that every
+expert-tensor-parallel rank has as a whole."""
 
 
 Tensors = tuple[tuple[int, int], ...]
@@ -29,7 +31,8 @@ class Part:
     """A part is the parameters of one kind in one layer, embedding or output."""
 
     name: str
-    """`embedding`, `output`, `attention`, `router`, `experts`, `shared`, `dense` or `norms`."""
+    """`embedding`, `output`, `attention`, `router`, `experts`, `shared`, `dense`, `norms`, or
+    `adapter`."""
     sharing: Sharing
     tensors: Tensors
     """Megatron's parameters, each of the whole model."""
@@ -55,6 +58,39 @@ class LatentAttention:
     value_dim: int
     rotary_positions: int = 0
     """YaRN keeps a table of cosines and one of sines of so many positions in every layer."""
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """What an adapter has in one layer is counted here."""
+
+    parts: tuple[Part, ...]
+    """A and B of each module."""
+    gathered: int
+    """Elements of A x of a token that tensor-parallel ranks gather, and keep for the backward."""
+    kept: int
+    """Elements of all other A x that one row keeps."""
+    outputs: int
+    """Elements that the largest update of a linear layer gives for one row."""
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """The low-rank matrices of a model are counted here (`parallel.scaling.adapter` makes it)."""
+
+    adapter: Adapter
+    layers: tuple[AdaptedLayer, ...]
+    num_tensors: int
+    """Tensors of PEFT's file."""
+
+    @property
+    def parts(self) -> list[Part]:
+        """List every parameter of the adapter once."""
+        return [part for layer in self.layers for part in layer.parts]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(part.num for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -85,6 +121,8 @@ class ModelShape:
     expert_bias: bool = False
     """The router's choice is balanced by a bias, which is a buffer and no parameter."""
     mla: LatentAttention | None = None
+    adapter: AdapterShape | None = None
+    """What is trained in the place of the model's own parameters, which are frozen then."""
 
     @property
     def query_width(self) -> int:
@@ -170,7 +208,7 @@ class ModelShape:
         ]
 
     def parts(self) -> list[Part]:
-        """List every parameter of the model once."""
+        """List every parameter of the model once, without those of an adapter."""
         layers = [part for number in range(self.num_layers) for part in self.layer(number)]
         return [self.embedding(), *layers, self.final_norm(), self.output()]
 

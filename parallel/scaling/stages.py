@@ -19,21 +19,35 @@ class Stage:
     chunk_layers: int
     """Layers of its largest chunk."""
     parts: tuple[Part, ...]
-    """Whole parameters, before tensor and expert parallelism share them out."""
+    """The model's whole parameters, before tensor and expert parallelism share them out."""
+    adapter: tuple[Part, ...]
+    """Those of an adapter; with one, `parts` are frozen."""
     exported: tuple[Part, ...]
-    """Parameters without the last stage's copy of a tied embedding."""
+    """The model's parameters without the last stage's copy of a tied embedding."""
     has_embedding: bool
     has_output: bool
     dense: int
-    """Parameters that data parallelism copies (times context parallelism)."""
+    """Trained parameters that data parallelism copies (times context parallelism)."""
     expert: int
-    """Parameters that only expert-data parallelism copies."""
+    """Trained parameters that only expert-data parallelism copies."""
     whole: int
     """Those of `dense` that every tensor-parallel rank holds: their gradients are summed over it."""
+    expert_whole: int
+    """Those of `expert` that every expert-tensor-parallel rank holds, summed likewise."""
+    frozen: int
+    """Parameters without gradient and optimizer state."""
+
+    @property
+    def num_trained(self) -> int:
+        return self.dense + self.expert
 
     @property
     def num_local(self) -> int:
-        return self.dense + self.expert
+        return self.num_trained + self.frozen
+
+    @property
+    def trained(self) -> tuple[Part, ...]:
+        return self.adapter or self.parts
 
 
 def expert_data_parallel(dims: ParallelDims) -> int:
@@ -43,14 +57,24 @@ def expert_data_parallel(dims: ParallelDims) -> int:
 
 def local_count(part: Part, dims: ParallelDims) -> int:
     """Count the parameters of `part` on one rank of its pipeline stage."""
-    ways = {"whole": 1, "tensor": dims.tp, "expert": dims.ep * dims.etp}[part.sharing]
-    return -(-part.num // ways)
+    return -(-part.num // _ways(part, dims))
+
+
+def _ways(part: Part, dims: ParallelDims) -> int:
+    ways = {"whole": 1, "tensor": dims.tp, "expert": dims.ep * dims.etp, "expert_whole": dims.ep}
+    return ways[part.sharing]
+
+
+def is_expert(part: Part) -> bool:
+    """Tell whether the part belongs to experts, one of which only expert-data parallelism copies."""
+    return part.sharing in ("expert", "expert_whole")
 
 
 def local_tensors(part: Part, dims: ParallelDims) -> Tensors:
     """Count the tensors of `part` on one rank of its pipeline stage: (how many, elements of each)."""
-    if part.sharing == "expert":
-        return tuple((-(-count // dims.ep), -(-numel // dims.etp)) for count, numel in part.tensors)
+    if is_expert(part):
+        etp = dims.etp if part.sharing == "expert" else 1
+        return tuple((-(-count // dims.ep), -(-numel // etp)) for count, numel in part.tensors)
     ways = dims.tp if part.sharing == "tensor" else 1
     return tuple((count, -(-numel // ways)) for count, numel in part.tensors)
 
@@ -97,16 +121,23 @@ def _stage(shape: ModelShape, dims: ParallelDims, index: int, chunks: list[range
     exported = tuple(parts)
     if last and shape.tied and not first:
         parts.append(shape.embedding())  # a tied head behind another stage
-    shares = [(part, local_count(part, dims)) for part in parts]
+    adapter = (
+        [part for n in layers for part in shape.adapter.layers[n].parts] if shape.adapter else []
+    )
+    base = sum(local_count(part, dims) for part in parts)
+    shares = [(part, local_count(part, dims)) for part in (adapter if shape.adapter else parts)]
     return Stage(
         index=index,
         layers=layers,
         chunk_layers=max(map(len, chunks)),
         parts=tuple(parts),
+        adapter=tuple(adapter),
         exported=exported,
         has_embedding=first,
         has_output=last,
-        dense=sum(n for part, n in shares if part.sharing != "expert"),
-        expert=sum(n for part, n in shares if part.sharing == "expert"),
+        dense=sum(n for part, n in shares if not is_expert(part)),
+        expert=sum(n for part, n in shares if is_expert(part)),
         whole=sum(n for part, n in shares if part.sharing == "whole"),
+        expert_whole=sum(n for part, n in shares if part.sharing == "expert_whole"),
+        frozen=base if shape.adapter else 0,
     )

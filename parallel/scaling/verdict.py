@@ -77,6 +77,11 @@ def _engine(shape: ModelShape, work: Workload, gpu: Hardware) -> str | None:
             f"an engine over several nodes takes whole ones, and {work.engine_tp} GPUs "
             f"(rollout.tensor_parallel_size) are not a multiple of {gpu.gpus_per_node}; change it"
         )
+    if work.lora == "adapter" and work.engine_tp > gpu.gpus_per_node:
+        return (
+            f"an engine of {work.engine_tp} GPUs (rollout.tensor_parallel_size) spans several nodes, "
+            "and such an engine serves no adapter; lower it, or set lora.rollout=merged"
+        )
     if tokens >= work.sequence_len:
         return None
     return (

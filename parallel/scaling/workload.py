@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
 from mrl.config import Recipe
 from parallel.dims import ParallelDims
+from parallel.scaling.shape import ModelShape
 from parallel.scaling.state import StateOptions, read_state
 
 
@@ -33,6 +35,13 @@ class Workload:
     distributed_optimizer: bool = False
     weight_bytes: int = 2
     """Bytes of a weight and of an activation: 2 for bfloat16, 4 for float32."""
+    native: bool = False
+    """mrl's own layers in the place of TransformerEngine's; adapters are built into these only."""
+    lora: Literal["adapter", "merged"] | None = None
+    """What a sync sends of an adapted model: the adapter, or the whole model with it merged in."""
+    adapter_slots: int = 3
+    """Adapters that an engine has room for on the device: the newest version, one that is still in
+    flight, and the base, which takes one too."""
     routing_replay: Literal["off", "r2", "r3"] = "r3"
     reference: bool = False
     """A reference model: two more copies of the weights on the host, one more forward pass."""
@@ -55,6 +64,12 @@ class Workload:
     exact_pinned: int | None = None
     """Bytes above which torch does not round a pinned buffer up to a power of two
     (`PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:N`); None: it rounds all of them."""
+
+    def sent_bytes(self, shape: ModelShape) -> int:
+        """Count what a weight sync sends: the whole model, or its adapter."""
+        if shape.adapter and self.lora == "adapter":
+            return self.weight_bytes * shape.adapter.num_parameters
+        return self.weight_bytes * shape.num_parameters
 
     @property
     def sequence_len(self) -> int:
@@ -99,19 +114,16 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def recipe_workload(
-    recipe: Recipe,
-    prompt_len: int,
-    exact_pinned: int | None = None,
-    *,
-    num_parameters: int = 0,
+    recipe: Recipe, shape: ModelShape, prompt_len: int, exact_pinned: int | None = None
 ) -> Workload:
-    """`auto` means bfloat16: the plan is for GPUs. `num_parameters` of the whole model."""
+    """Return what a recipe does with the model of `shape`, in the units of the plan. `auto` means
+    bfloat16: the plan is for GPUs."""
     megatron = recipe.megatron
     weight_bytes = 4 if recipe.model.dtype == "float32" else 2
     selective = megatron.get("recompute_granularity") == "selective"
     modules = megatron.get("recompute_modules") or ["core_attn"]
     apart, ahead = recipe.rollout.placement == "disaggregated", recipe.asynchronous
-    return Workload(
+    work = Workload(
         prompts=recipe.rollout.prompts_per_step,
         samples=recipe.rollout.samples_per_prompt,
         prompt_len=prompt_len,
@@ -135,6 +147,9 @@ def recipe_workload(
         rollout_ranks=(recipe.rollout.num_ranks or 0) if apart else 0,
         max_staleness=ahead.max_staleness if apart else 0,
         staged_versions=ahead.staged_versions if apart else 0,
-        bucket_bytes=recipe.rollout.weight_bucket_bytes(weight_bytes * num_parameters),
+        native=recipe.lora is not None or recipe.model.transformer_impl == "local",
+        lora=recipe.lora.rollout if recipe.lora else None,
         exact_pinned=exact_pinned,
     )
+    bucket_bytes = recipe.rollout.weight_bucket_bytes(work.sent_bytes(shape))
+    return dataclasses.replace(work, bucket_bytes=bucket_bytes)

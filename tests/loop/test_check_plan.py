@@ -49,6 +49,27 @@ def test_config_alone_is_enough(qwen: Path, capsys: pytest.CaptureFixture[str]) 
     assert_rows_add_up(out)
 
 
+LORA = ("lora.rank=32", "train.recompute=true", "train.micro_batch_tokens=4608")
+
+
+def test_an_adapter_in_the_place_of_all_weights(
+    qwen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--plan", "--gpus", "8", "--gpu", "h100", f"model.path={qwen}", *LAYOUT, *LORA,
+               "algorithm.kl_coef=0.1"]  # fmt: skip
+    out = planned(capsys, *command, "lora.experts=shared_outer")
+    assert_rows_add_up(out)
+    for text in ("rank 32, alpha 32: q_proj, k_proj, v_proj, o_proj, experts shared_outer",
+                 "trained: the adapter", "489.2 M", "its bytes", "978 MB", "engine's adapter slots",
+                 "engine: base asleep, pinned", "weight sync: wake the base"):  # fmt: skip
+        assert text in out
+    assert "reference, pinned" not in out  # the base is the reference
+    merged = planned(capsys, *command, "lora.rollout=merged")
+    assert "26.74 M" in merged
+    for text in ("engine's adapter slots", "base asleep", "reference, pinned"):
+        assert text not in merged
+
+
 def assert_rows_add_up(out: str) -> None:
     """The rows of each table in bytes add up to its total, to the last byte."""
     for title in ("GPU memory at the peak, to the byte", "Host memory of one node, to the byte"):
@@ -123,6 +144,11 @@ def test_a_whole_model_is_checked_as_before_a_start(
         (["--plan", "parallel.pipeline_model_parallel_size=2"], "--gpus N makes it for more"),
         (["--plan", "--host-memory", "0"], "--host-memory: got 0, expected gigabytes above 0"),
         (["--host-memory", "9"], "--host-memory needs --plan; add it"),
+        (["--plan", "lora.rank=8", "lora.targets=[gate]"], "the router stays that of the base"),
+        (
+            ["--plan", "--gpus", "16", "lora.rank=8", "rollout.tensor_parallel_size=16"],
+            "such an engine serves no adapter",
+        ),
         (
             ["--plan", "--gpus", "6", "rollout.tensor_parallel_size=6"],
             "32 heads are not divisible by 6",

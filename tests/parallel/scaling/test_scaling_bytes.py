@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,13 @@ import pytest
 from moe.routes import Replay
 from mrl.algorithms import gspo
 from mrl.learn.batching import make_train_batch
+from mrl.lora import Adapter
 from mrl.types import TrainBatch
 from parallel.dims import ParallelDims
+from parallel.hf_config import HfModel
+from parallel.lora.weights import LoraSetup
 from parallel.policy import with_old_logprobs
+from parallel.scaling.adapter import adapted_shape
 from parallel.scaling.communication import sync_volumes, volumes
 from parallel.scaling.host import pinned_bytes, pinned_optimizer, pinned_weights
 from parallel.scaling.memory import (
@@ -26,11 +29,11 @@ from parallel.scaling.memory import (
     weight_bytes,
 )
 from parallel.scaling.runtime import communicators
-from parallel.scaling.shape import read_shape
+from parallel.scaling.shape import ModelShape
 from parallel.scaling.stages import stages
 from parallel.scaling.workload import Workload
 from tests.parallel.counted import SentBytes
-from tests.parallel.layouts import Layout, build, join_mesh, loss, parallel_config
+from tests.parallel.layouts import Layout, adapter_of, build, join_mesh, loss, parallel_config
 from tests.parallel.models import tiny_samples, write_tiny
 from tests.ranks import run_ranks
 from tests.release import only_in_release
@@ -57,8 +60,19 @@ QWEN = [
     Layout(4, ETP2 | {"expert": 2}),
     Layout(4, TP2 | {"context": 2, "expert": 2}, BF16, distributed_optimizer=True),
 ]
+LORA = [
+    Layout(1, recompute=False, lora="per_expert"),
+    Layout(2, TP2, BF16, lora="shared_outer"),
+    Layout(2, {"expert": 2}, BF16, recompute=False, lora="per_expert"),
+    Layout(2, ETP2, BF16, lora="per_expert"),
+    Layout(2, {}, BF16, distributed_optimizer=True, lora="shared_outer"),
+    Layout(2, {"context": 2}, lora="none"),
+    Layout(4, ETP2 | {"expert": 2}, distributed_optimizer=True, lora="shared_outer"),
+    Layout(4, TP2 | {"pipeline": 2} | ENDS, BF16, lora="per_expert"),
+]
 CASES = [
-    *(("qwen3_moe", {}, layout) for layout in QWEN),
+    *(("qwen3_moe", {}, layout) for layout in (*QWEN, *LORA)),
+    ("deepseek_v3", {}, Layout(2, TP2, BF16, lora="per_expert")),
     ("qwen3", {}, Layout(2, {}, BF16, distributed_optimizer=True)),
     ("qwen3_moe", {"tie_word_embeddings": True}, Layout(4, TP2 | {"pipeline": 2}, BF16)),
     ("deepseek_v3", {}, Layout(2, TP2, BF16)),
@@ -69,12 +83,14 @@ CASES = [
 def measure(path: Path, layout: Layout) -> dict[str, Any]:
     """Runs on every rank: bytes of its tensors, and bytes that it sends in each pass."""
     mesh = join_mesh(path, layout.sizes)
+    adapter = adapter_in(path, layout)
     policy = build(
         path,
         mesh,
         layout.recompute,
         dtype=layout.dtype,
         distributed_optimizer=layout.distributed_optimizer,
+        lora=None if adapter is None else LoraSetup(adapter),
     )
     samples = tiny_samples(path, [LENGTH] * 8)
     batch = make_train_batch(samples, [1.0, -1.0] * 4, gspo, mesh, BUDGET)
@@ -115,6 +131,16 @@ def measure(path: Path, layout: Layout) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def adapter_in(path: Path, layout: Layout) -> Adapter | None:
+    """Return the adapter of all projections that a layout trains."""
+    return adapter_of(HfModel.read(path), layout.lora) if layout.lora else None
+
+
+def planned_shape(path: Path, layout: Layout) -> ModelShape:
+    """Return the model as the layout trains it."""
+    return adapted_shape(HfModel.read(path), adapter_in(path, layout))
+
+
 def pinned_by_ledger(policy: Any) -> dict[str, int]:
     """Bytes that torch would reserve for the ledger's host buffers, of weights and of the optimizer."""
     kinds = policy.ledger._on_device()
@@ -139,12 +165,13 @@ def workload(layout: Layout) -> Workload:
         recompute=layout.recompute,
         distributed_optimizer=layout.distributed_optimizer,
         weight_bytes=2 if layout.dtype == BF16 else 4,
+        lora="adapter" if layout.lora else None,
     )
 
 
 def predict(path: Path, layout: Layout) -> list[dict[str, float]]:
     """The same numbers from the formulas, by pipeline stage."""
-    shape = read_shape(json.loads((path / "config.json").read_text()))
+    shape = planned_shape(path, layout)
     dims = ParallelDims.create(parallel_config(layout.sizes), layout.world)
     work = workload(layout)
     answers = []
@@ -172,6 +199,7 @@ IN_SHORT = (
     "qwen3_moe DP1 no recompute",
     "qwen3_moe PP2xVPP2 no recompute",
     "deepseek_v3 TP2 bf16",
+    "qwen3_moe TP2 LoRA, experts shared_outer bf16",
 )
 """Pipelines, tensor parallelism and bf16; `make test-all` measures the rest."""
 
@@ -205,7 +233,7 @@ def test_bytes_of_a_real_policy(case: tuple[str, dict[str, Any], Layout], tmp_pa
 
 def check_groups(path: Path, layout: Layout, ranks: list[dict[str, Any]]) -> None:
     """Every group that a step and a sync used on the device is a communicator of the plan."""
-    shape = read_shape(json.loads((path / "config.json").read_text()))
+    shape = planned_shape(path, layout)
     dims = ParallelDims.create(parallel_config(layout.sizes), layout.world)
     planned = sorted((c.name, c.size) for c in communicators(shape, dims, workload(layout)))
     used = {tuple(group) for rank in ranks for group in rank["groups"]}
@@ -215,7 +243,7 @@ def check_groups(path: Path, layout: Layout, ranks: list[dict[str, Any]]) -> Non
 def check_pinned(path: Path, layout: Layout, ranks: list[dict[str, Any]]) -> None:
     """Host buffers as torch would round them. A rank's share of the distributed optimizer may cut a
     parameter in two at each end, which makes two pieces of one."""
-    shape = read_shape(json.loads((path / "config.json").read_text()))
+    shape = planned_shape(path, layout)
     dims = ParallelDims.create(parallel_config(layout.sizes), layout.world)
     work = workload(layout)
     for number, stage in enumerate(stages(shape, dims)):

@@ -1,0 +1,109 @@
+"""What SGLang holds for LoRA: room for adapters on each GPU, and copies on the host.
+
+The room is as SGLang allocates it (`lora/mem_pool.py`, `LoRAMemoryPool`): a slot has A and B of every
+target module in every layer, at the largest rank, with query, key and value as one module, and so gate
+and up. It is not given back while the engine sleeps. r rank, E experts.
+"""
+
+from __future__ import annotations
+
+from parallel.scaling.rows import ASSUMPTION, Row
+from parallel.scaling.shape import ModelShape
+from parallel.scaling.workload import Workload
+
+MLP_MODULES = {"gate_proj", "up_proj", "down_proj"}
+
+
+def slot_elements(shape: ModelShape, work: Workload) -> int:
+    """Count the elements of one adapter on one rank of an engine; 0 where it serves none."""
+    if shape.adapter is None or work.lora != "adapter":
+        return 0
+    adapter = shape.adapter.adapter
+    names, total = set(adapter.modules), 0
+    for number in range(shape.num_layers):
+        total += _attention(shape, work, names)
+        if names & MLP_MODULES or adapter.experts != "none":
+            # SGLang tells these modules from those of experts by their places only, so room for both is
+            # made in every layer.
+            if shape.shared_ffn or not shape.num_experts:
+                total += _mlp(shape, work, number)
+            if shape.num_experts:
+                total += _experts(shape, work, is_shared=adapter.experts == "shared_outer")
+    return adapter.rank * total
+
+
+def _attention(shape: ModelShape, work: Workload, names: set[str]) -> int:
+    """Count r's factor of one layer's attention."""
+    ranks, hidden, mla = work.engine_tp // work.engine_dp, shape.hidden, shape.mla
+    total = 0
+    if "o_proj" in names:
+        total += shape.value_width // ranks + hidden
+    if mla is None:
+        if names & {"q_proj", "k_proj", "v_proj"}:
+            heads = max(1, shape.kv_heads // ranks)
+            total += 3 * hidden + shape.query_width // ranks + 2 * heads * shape.head_dim
+        return total
+    if names & {"q_a_proj", "kv_a_proj_with_mqa"}:
+        total += 2 * hidden + mla.q_rank + mla.kv_rank + mla.rope_dim
+    if "q_proj" in names and not mla.q_rank:
+        total += hidden + shape.query_width // ranks
+    if "q_b_proj" in names:
+        total += mla.q_rank + shape.query_width // ranks
+    if "kv_b_proj" in names:
+        expanded = shape.heads * (mla.nope_dim + mla.value_dim)
+        total += mla.kv_rank + expanded // ranks
+    return total
+
+
+def _mlp(shape: ModelShape, work: Workload, number: int) -> int:
+    """Count r's factor of one layer's dense MLP, or its shared expert."""
+    columns = shape.shared_ffn if number in shape.moe_layers else shape.dense_ffn
+    return 3 * shape.hidden + 3 * (columns // work.engine_tp)
+
+
+def _experts(shape: ModelShape, work: Workload, *, is_shared: bool) -> int:
+    """Count r's factor of one layer's experts; `is_shared`: they have one outer matrix."""
+    experts = shape.num_experts // work.engine_ep
+    columns = shape.moe_ffn * work.engine_ep // work.engine_tp
+    return 3 * shape.hidden * (1 if is_shared else experts) + 3 * columns * experts
+
+
+def pool_bytes(shape: ModelShape, work: Workload) -> int:
+    """Count the bytes of all slots on one rank of an engine."""
+    return work.adapter_slots * work.weight_bytes * slot_elements(shape, work)
+
+
+def adapter_pool_rows(shape: ModelShape, work: Workload) -> tuple[Row, ...]:
+    """List the row of one GPU, in every phase."""
+    return (
+        Row(
+            "engine's adapter slots",
+            pool_bytes(shape, work),
+            f"{work.adapter_slots} slots x {work.weight_bytes} B x {slot_elements(shape, work)}",
+            "sglang lora/mem_pool.py, LoRAMemoryPool.init_buffers; it stays while the engine sleeps",
+        ),
+    )
+
+
+def adapter_host_rows(
+    shape: ModelShape, work: Workload, engine_weight_bytes: int
+) -> tuple[Row, ...]:
+    """List the host rows of one engine rank. `engine_weight_bytes`: of the base on that rank."""
+    if shape.adapter is None or work.lora != "adapter":
+        return ()
+    each = work.sent_bytes(shape)
+    sleeps = not work.rollout_ranks
+    return (
+        Row(
+            "engine: base asleep, pinned",
+            engine_weight_bytes * sleeps,
+            "the engine's weights, which sleep level 1 keeps",
+            "torch_memory_saver (enable_cpu_backup); sglang load_model_utils.py",
+        ),
+        Row(
+            "engine: adapters",
+            work.adapter_slots * each,
+            f"{work.adapter_slots} x {each} B: every rank keeps whole adapters",
+            f"{ASSUMPTION}: sglang lora/lora.py, as many as it has slots",
+        ),
+    )
