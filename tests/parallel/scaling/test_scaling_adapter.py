@@ -16,7 +16,7 @@ import pytest
 from benchmarks.scaling import published
 from mrl.config import LoraConfig
 from mrl.errors import InputError
-from mrl.lora import Experts
+from mrl.lora import Adapter, Experts
 from mrl.rollout.sglang.settings import CPU_STUBS
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
@@ -76,7 +76,7 @@ def test_qwen3_30b_a3b_by_hand() -> None:
 
 def test_modules_that_no_layer_has_are_refused() -> None:
     with pytest.raises(InputError, match="no layer of this model has gate_proj; name others"):
-        adapted("qwen3_30b_a3b", "none", targets=("gate_proj",))
+        count_adapter(published("qwen3_30b_a3b"), Adapter(8, 8.0, ("gate_proj",)))
 
 
 def test_matrices_are_cut_as_the_trainer_cuts_them() -> None:
