@@ -8,7 +8,8 @@ Written against 0.5.20, which has three gaps; older versions stamp no tokens and
   matched against the prefix cache (`Req.init_next_round_input` with a tree). A request that keeps its
   KV cache through an update keeps its key too: what it files at its end, of which a part is of older
   weights, is filed under the older key, which no request asks for any more. The same holds for a
-  prefill in chunks, whose later chunks are not matched again.
+  prefill in chunks, whose later chunks are not matched again. A request of an adapter keeps its key for
+  life, as it keeps the adapter: SGLang has put the adapter's id into it.
 - With the overlapping scheduler (GPUs) a batch is on the device when `pause_generation` in place
   returns, and an update would overwrite the weights that it reads. Here the pause waits for the device.
 - The token of that batch is appended after the update, and `record_weight_version_change` would give
@@ -39,7 +40,8 @@ def register():
 
 def renew_key(request, tree_cache=None, *args, **options):
     """Req.init_next_round_input, before it looks for a prefix: only with a tree it does."""
-    if tree_cache is not None and (request.extra_key or "").startswith(KEY):
+    has_adapter = getattr(request, "lora_id", None) is not None
+    if tree_cache is not None and not has_adapter and (request.extra_key or "").startswith(KEY):
         request.extra_key = KEY + weight_version()
 
 

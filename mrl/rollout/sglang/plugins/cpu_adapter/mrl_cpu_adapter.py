@@ -1,0 +1,115 @@
+"""SGLang plugin: LoRA adapters without CUDA; on the path only of engines that serve one on CPUs.
+
+1. SGLang lays the numbers of a batch, and those of layers, into pinned memory, which needs CUDA. Here
+   that memory is the usual one, inside the two functions that ask for it.
+2. Experts with adapters are triton kernels (srt/lora/lora_moe_runners.py). Here they are torch.
+3. On CPUs SGLang pads the inside of an expert until every rank has a multiple of its block, and cuts
+   adapters as if it had not. Here they are padded first, too.
+
+Dimensions: n tokens, K experts a token, E experts of this rank, S slots of adapters, H hidden size, r
+rank.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    manager = "sglang.srt.lora.lora_manager.LoRAManager"
+    for name in ("init_state", "prepare_lora_batch"):
+        HookRegistry.register(f"{manager}.{name}", without_pinning, HookType.AROUND)
+    layer = "sglang.srt.lora.layers.FusedMoEWithLoRA"
+    HookRegistry.register(f"{layer}._forward_with_lora", run_layer, HookType.REPLACE)
+    HookRegistry.register(f"{layer}._slice_moe_a", with_padded_inputs, HookType.AROUND)
+    HookRegistry.register(f"{layer}._slice_moe_b_2d", with_padded_outputs, HookType.AROUND)
+
+
+class Unpinned(TorchFunctionMode):
+    """Makes tensors in usual memory where pinned memory is asked for."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.pin_memory:
+            return args[0]
+        options = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        return function(*args, **options)
+
+
+def without_pinning(original, *args, **options):
+    with Unpinned():
+        return original(*args, **options)
+
+
+def num_padded(layer, size):
+    """Return how much all ranks together have of an expert's inside above `size`."""
+    return layer.tp_size * layer.intermediate_size_per_partition - size
+
+
+def with_padded_inputs(original, layer, a, *args, **options):
+    """Cut the A of the down projection [..., r, inside] as FusedMoEWithLoRA._slice_moe_a does."""
+    return original(layer, F.pad(a, (0, num_padded(layer, a.shape[-1]))), *args, **options)
+
+
+def with_padded_outputs(original, layer, b, *args, **options):
+    """Cut the B of gate and up projection [2 * inside, r] as FusedMoEWithLoRA._slice_moe_b_2d does."""
+    gate, up = (F.pad(part, (0, 0, 0, num_padded(layer, len(part)))) for part in b.chunk(2))
+    return original(layer, torch.cat([gate, up]), *args, **options)
+
+
+def run_layer(layer, hidden_states, topk_output, info, **options):
+    """FusedMoEWithLoRA._forward_with_lora; a batch without adapters computes what the base does."""
+    base = layer.base_layer
+    if not info.has_active_lora:
+        return base(hidden_states, topk_output, **options)
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    config = base.moe_runner_config
+    biased = getattr(base, "w13_weight_bias", None) is not None
+    if config.activation != "silu" or config.gemm1_alpha is not None or biased:
+        raise NotImplementedError("adapters of experts on a CPU: only SwiGLU without biases")
+    given = base.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
+    weights, ids, _ = given.topk_output
+    out = run_experts(given.hidden_states, ids, weights, base.w13_weight, base.w2_weight, info)
+    return base.dispatcher.combine(combine_input=StandardCombineInput(hidden_states=out))
+
+
+def run_experts(x, ids, weights, w13, w2, info):
+    """Return [n, H] of x [n, H] with experts ids [n, K], of which -1 is another rank's."""
+    slots = info.token_lora_mapping.long()
+    slots = torch.where(info.lora_ranks[slots] > 0, slots, -1)
+    out = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        if expert < 0:
+            continue
+        rows, places = (ids == expert).nonzero(as_tuple=True)
+        own, of_own = x[rows], slots[rows]
+        up_a, up_b = info.gate_up_lora_a_weights, info.gate_up_lora_b_weights
+        gate, up = (F.linear(own, w13[expert]) + update(own, of_own, up_a, up_b, expert)).chunk(
+            2, -1
+        )
+        inner = F.silu(gate) * up
+        down_a, down_b = info.down_lora_a_weights, info.down_lora_b_weights
+        done = F.linear(inner, w2[expert]) + update(inner, of_own, down_a, down_b, expert)
+        out.index_add_(0, rows, done * weights[rows, places, None].to(done.dtype))
+    return out
+
+
+def update(x, slots, a, b, expert):
+    """Return B A x of x [n, inputs] with the adapter in each token's slot, -1 of none.
+
+    a [S, E or 1, parts * r, inputs] and b [S, E or 1, outputs, r], whose `parts` equal parts are
+    matrices of their own; 1 is shared by all experts. B has the scale in it.
+    """
+    a, b = (each[:, expert if each.shape[1] > 1 else 0] for each in (a, b))
+    out = x.new_zeros(len(x), b.shape[1])
+    num_parts = a.shape[1] // b.shape[2]
+    for slot in slots.unique().tolist():
+        if slot < 0:
+            continue
+        rows = slots == slot
+        inner = F.linear(x[rows], a[slot]).chunk(num_parts, -1)
+        parts = zip(inner, b[slot].chunk(num_parts, 0), strict=True)
+        out[rows] = torch.cat([F.linear(part, matrix) for part, matrix in parts], -1)
+    return out
