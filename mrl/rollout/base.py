@@ -9,6 +9,10 @@ After start() everything is resident and the weights are the checkpoint's. An en
 for something its state does not allow raises RuntimeError that names the state. One whose process
 died or hangs raises EngineLost, whatever it was asked; start() then brings up another.
 
+An engine with an adapter (mrl/lora.py) keeps the checkpoint's weights as its base: updates bring the
+adapter's matrices, and requests finish with the version that they were sent under. Before the first
+update its requests go to the base.
+
 An engine generates token sequences. What is asked for and in which order, groups and long tails are
 the business of mrl/collect/single_turn.py.
 
@@ -187,7 +191,8 @@ class RolloutEngine(Protocol):
         """Give device memory back. Level 1 keeps the weights in host memory, level 2 drops them.
 
         The prefix cache is lost either way. What sleeps already is left alone. Raises ValueError
-        for another level, RuntimeError where the engine was not built for level 1.
+        for another level, RuntimeError where the engine was not built for level 1, and for level 2
+        with an adapter: no update would bring back its base.
         """
         ...
 
@@ -200,6 +205,10 @@ class RolloutEngine(Protocol):
         another shape, or a paused engine has had `version` before, and RuntimeError where the engine
         refuses a bucket, or holds other weights in the end than were sent. After an error the weights
         are a mixture: generate() is refused until an update succeeds.
+
+        With an adapter the buckets bring all of its matrices, 2-D and under PEFT's names, and no pause
+        is needed: requests in flight finish with their own version, also where the update fails, and
+        a version that no request uses is dropped.
         """
         ...
 

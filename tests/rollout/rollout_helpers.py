@@ -16,6 +16,7 @@ from transformers import Qwen3MoeForCausalLM
 from mrl.collect.engine_nodes import free_address
 from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.config import ModelConfig, RolloutConfig
+from mrl.lora import Adapter
 from mrl.rollout import load_engine
 from mrl.rollout.base import Request, RolloutEngine, SamplingParams
 from mrl.rollout.sglang.engine import Engine
@@ -58,7 +59,9 @@ def generate(
     return sorted(done, key=lambda group: group.samples[0].group_id)
 
 
-def make_engine(folder: Path, log_path: Path, **config: object) -> Engine:
+def make_engine(
+    folder: Path, log_path: Path, adapter: Adapter | None = None, **config: object
+) -> Engine:
     """The engine under test: SGLang on one rank, unless benchmarks/conformance.py says otherwise."""
     settings = {
         "max_response_len": 32,
@@ -74,6 +77,8 @@ def make_engine(folder: Path, log_path: Path, **config: object) -> Engine:
         "model": ModelConfig(path=str(folder), dtype="float32"),
         "config": RolloutConfig.model_validate(settings),
     }
+    if adapter is not None:
+        keywords["adapter"] = adapter
     num_nodes = int(os.environ.get("MRL_CONFORMANCE_NODES", "1"))
     if num_nodes > 1:
         return cast(Engine, OnNodes(engine_class, log_path, num_nodes, keywords))

@@ -7,14 +7,15 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from mrl.config import RolloutConfig
 from mrl.rollout.base import EngineLost, Request, SamplingParams
-from mrl.rollout.sglang.body import version_key
-from mrl.rollout.sglang.flight import Answer
+from mrl.rollout.sglang.body import adapter_name, version_key
+from mrl.rollout.sglang.flight import Answer, Sending
 from mrl.rollout.sglang.flights import Flights
 from mrl.rollout.sglang.plugins.server import mrl_weight_versions as plugin
 from mrl.rollout.sglang.prefixes import KnownPrefixes
@@ -106,10 +107,10 @@ def test_a_prefix_that_nobody_computed():
         known.check(8, "d", ids(1, 300, 2, 70_000, 5), 4)
 
 
-def make_flights(**config):
-    server = SimpleNamespace(check_alive=lambda wait_s=0: None)
+def make_flights(adapter_of=None, **config):
+    server: Any = SimpleNamespace(check_alive=lambda wait_s=0: None)
     limits = RolloutConfig.model_validate({"max_response_len": 2, **config})
-    return Flights(server, RouteReader(), None, limits)  # pyright: ignore[reportArgumentType]
+    return Flights(server, RouteReader(), None, limits, adapter_of)
 
 
 def make_request(name):
@@ -130,12 +131,12 @@ def update(flights, version):
 def test_versions_of_each_call():
     flights = make_flights()
     old = begin(flights, "old", 0)
-    assert flights._sending(old, ["r1"], [make_request("old")]) == (0, version_key(0))
+    assert flights._sending(old, ["r1"], [make_request("old")]) == Sending(0, version_key(0))
     flights.pause(retract=True)
     update(flights, 1)
     flights.resume()
     new = begin(flights, "new", 1)
-    assert flights._sending(old, ["r2"], [make_request("old")]) == (1, version_key(1))
+    assert flights._sending(old, ["r2"], [make_request("old")]) == Sending(1, version_key(1))
     of_old = [flights._expected(old, num_updates) for num_updates in (0, 1)]
     assert [(e.versions, e.cached_versions) for e in of_old] == [((0, 1), (0,)), ((1,), (1,))]
     of_new = flights._expected(new, 0)
@@ -153,8 +154,30 @@ def test_versions_of_each_call():
     flights.resume()
     assert flights._expected(stale, 0).cached_versions == (2,)
     later = begin(flights, "later", 3, is_keyed=False)
-    assert flights._sending(later, ["r9"], [make_request("later")]) == (0, None)
+    assert flights._sending(later, ["r9"], [make_request("later")]) == Sending(0)
     assert flights._expected(later, 0).cached_versions == (2, 3)
+
+
+def test_a_request_keeps_its_adapter():
+    flights = make_flights(adapter_name)
+    old = begin(flights, "old", 0)
+    request = make_request("old")
+    old.flight._pending |= {"r1": request, "r2": request}
+    assert flights._sending(old, ["r1"], [request]) == Sending(0, version_key(0), "mrl@0")
+    old.flight._num_updates["r1"] = 0
+    update(flights, 1)
+    assert flights._expected(old, 0).versions == (0,)
+    assert flights.versions_in_use() == {0, 1}  # r2 is about to be sent, under whichever
+    assert flights._sending(old, ["r2"], [request]) == Sending(1, version_key(1), "mrl@1")
+    old.flight._num_updates["r2"] = 1
+    assert flights._expected(old, 1).versions == (1,)
+    old.flight._take("r1")
+    assert flights.versions_in_use() == {1}
+    alone = make_flights(adapter_name)
+    opened = begin(alone, "a", 3, is_alone=True, is_keyed=False)
+    assert alone._sending(opened, ["r1"], [request]) == Sending(0, None, "mrl@3")
+    update(alone, 4)
+    assert alone._expected(opened, 0).cached_versions == (3,)
 
 
 def test_an_answer_from_a_stale_prefix_is_refused():
@@ -240,6 +263,10 @@ def test_a_key_is_renewed_when_a_request_looks_for_a_prefix(monkeypatch):
         request = SimpleNamespace(extra_key=key)
         plugin.renew_key(request, tree)
         assert request.extra_key == renewed
+    # SGLang has put the adapter's id into the key, and the request keeps both.
+    request = SimpleNamespace(extra_key=version_key(7) + "1b2c", lora_id="1b2c")
+    plugin.renew_key(request, "a tree")
+    assert request.extra_key == version_key(7) + "1b2c"
 
 
 @dataclass

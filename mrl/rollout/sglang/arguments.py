@@ -27,6 +27,10 @@ OWNED = {
     "mem_fraction_static": "rollout.mem_fraction_static",
     "enable_return_routed_experts": "moe.routing_replay",
     "random_seed": "seed",
+    "enable_lora": "lora.rollout",
+    "max_lora_rank": "lora.rank",
+    "lora_target_modules": "lora.targets",
+    "experts_shared_outer_loras": "lora.experts",
 }
 """Fields that another key of the recipe sets."""
 FIXED = {
@@ -46,6 +50,9 @@ FIXED = {
     ),
     "weights come from the trainer, with a version, and leave the GPU between rollouts": (
         "weight_version", "enable_memory_saver", "enable_weights_cpu_backup", "weight_cache_mode",
+    ),
+    "adapters come from the trainer, and go when no request uses them": (
+        "lora_paths", "max_loaded_loras", "enable_lora_overlap_loading",
     ),
     "code of the checkpoint never runs": ("trust_remote_code",),
     "routes are not recorded for drafted tokens": ("speculative_algorithm",),

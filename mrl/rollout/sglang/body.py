@@ -1,9 +1,12 @@
-"""This module turns requests into a body for SGLang's /generate."""
+"""This module turns requests into bodies for SGLang's /generate and /start_profile."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from mrl.rollout.base import Request, SamplingParams
 
@@ -16,14 +19,23 @@ def version_key(version: int) -> str:
     return f"mrl-version-{version}"
 
 
+def adapter_name(version: int) -> str:
+    """Return SGLang's name of a version of the adapter; `mrl_adapter` reads the version in it."""
+    return f"mrl@{version}"
+
+
 def build_request(
     requests: Sequence[Request],
     rids: Sequence[str],
     *,
     return_routes: bool,
     extra_key: str | None = None,
+    adapter: str | None = None,
 ) -> dict[str, Any]:
-    """Build one batched body: its requests reach the scheduler together and in this order."""
+    """Build one batched body: its requests reach the scheduler together and in this order.
+
+    `adapter` is the name of the one that they go to; None is the base.
+    """
     body = {
         "rid": list(rids),
         "input_ids": [request.token_ids.tolist() for request in requests],
@@ -36,8 +48,20 @@ def build_request(
     }
     if extra_key is not None:
         body["extra_key"] = extra_key
+    if adapter is not None:
+        body["lora_path"] = adapter
     masks = [request.sampling.sampling_mask for request in requests]
     return body | {"return_sampling_mask": masks} if any(masks) else body
+
+
+def profile_request(folder: Path, name: str, *, with_stack: bool) -> dict[str, Any]:
+    """Build the body of /start_profile."""
+    return {
+        "output_dir": str(folder),
+        "profile_prefix": name,
+        "activities": ["CPU", *(["GPU"] if torch.cuda.is_available() else [])],
+        "with_stack": with_stack,
+    }
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:

@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mrl.config import ModelConfig, RolloutConfig
+from mrl.lora import Adapter
 from mrl.rollout.base import (
-    CUDA_GRAPH,
-    KV_CACHE,
     MEMORY_TAGS,
     WEIGHTS,
     Completion,
@@ -27,10 +25,14 @@ from mrl.rollout.base import (
     Request,
     SyncReport,
 )
+from mrl.rollout.sglang.adapter.manifest import AdapterManifest
+from mrl.rollout.sglang.adapter.sync import AdapterSync
+from mrl.rollout.sglang.body import profile_request
 from mrl.rollout.sglang.flights import Flights
 from mrl.rollout.sglang.launch import read_launch
 from mrl.rollout.sglang.manifest import Manifest
 from mrl.rollout.sglang.node import EngineNode
+from mrl.rollout.sglang.occupation import Occupation
 from mrl.rollout.sglang.patience import Patience
 from mrl.rollout.sglang.requests import check_requests, sequence_logprobs
 from mrl.rollout.sglang.route_memory import RouteReader
@@ -64,6 +66,7 @@ class Engine:
         first_version: int = 0,
         keep_weights_on_host: bool = False,
         num_nodes: int = 1,
+        adapter: Adapter | None = None,
     ) -> None:
         """Nothing is started yet.
 
@@ -72,9 +75,10 @@ class Engine:
         is the version of the checkpoint's weights. SGLang's own seed follows from `seed`, with another
         one at each start(); it counts where sampling does not follow the seeds of the requests, on
         GPUs without deterministic inference. `keep_weights_on_host` allows sleep(1) on GPUs, for a
-        copy of the weights in host memory.
+        copy of the weights in host memory. With an `adapter` updates bring its matrices, the weights
+        stay the checkpoint's, and only sleep(1) is allowed.
         Raises InputError for an unreadable model folder, a dense model with `return_routes`, or one
-        that SGLang would run wrongly.
+        that SGLang would run wrongly, and for an adapter that it does not serve.
         """
         self._launch = read_launch(
             model,
@@ -83,8 +87,9 @@ class Engine:
             return_routes=return_routes,
             seed=seed,
             first_version=first_version,
-            keep_weights_on_host=keep_weights_on_host,
+            keep_weights_on_host=keep_weights_on_host or adapter is not None,
             num_nodes=num_nodes,
+            adapter=adapter,
         )
         self._num_starts = 0
         self._manifest = Manifest(Path(model.path), self._launch.hf_config)
@@ -92,17 +97,23 @@ class Engine:
         self._shape = self._launch.shape
         self._context_len = self._launch.context_len
         self._first_version = first_version
-        self._can_keep_weights = keep_weights_on_host or not gpu_ids
+        self._adapter = adapter and AdapterManifest(self._manifest.required, adapter)
         self._routes = RouteReader()
         environment = self._launch.environment | self._routes.environment
         patience = Patience(config.start_timeout_s, config.stall_timeout_s)
         self._server = Server(self._launch.settings, environment, Path(log_path), patience)
         self._weights_folder = Path(log_path).with_suffix(".weights")
         """A folder of this engine alone, in the run's folder: /tmp may be small."""
-        self._awake: set[str] = set()
+        self._memory = Occupation(
+            self._server,
+            can_keep=keep_weights_on_host or not gpu_ids or adapter is not None,
+            can_drop=adapter is None,
+        )
         self._version: int | None = None
-        self._flights = Flights(self._server, self._routes, self._shape, config)
-        self._sync: WeightSync | None = None
+        self._flights = Flights(
+            self._server, self._routes, self._shape, config, adapter and self._adapter_name
+        )
+        self._sync: WeightSync | AdapterSync | None = None
 
     @property
     def weight_version(self) -> int | None:
@@ -117,8 +128,8 @@ class Engine:
         """The state in words, for error messages."""
         if self._server.client is None:
             return "stopped"
-        asleep = [tag for tag in MEMORY_TAGS if tag not in self._awake]
-        state = f"asleep ({', '.join(asleep)})" if asleep else "awake"
+        asleep = ", ".join(self._memory.asleep)
+        state = f"asleep ({asleep})" if asleep else "awake"
         state += ", paused" * self._flights.is_paused + ", generating" * self._flights.any_open
         version = "no weights" if self._version is None else f"weight version {self._version}"
         return f"{state}, {version}"
@@ -132,20 +143,36 @@ class Engine:
         settings = self._launch.start_settings(self._num_starts, address)
         self._num_starts += 1
         self._server.start(self._config.start_timeout_s, settings, meanwhile)
-        self._awake = set(MEMORY_TAGS)
+        self._memory.reset(MEMORY_TAGS)
         self._version = self._first_version
         try:
-            self._sync = WeightSync(
-                self._server,
-                self._manifest,
-                num_ranks=self._config.tensor_parallel_size,
-                method=self._config.weight_sync,
-                folder=self._weights_folder,
-            )
+            self._sync = self._new_sync()
             self._warm_up()
         except BaseException:
             self.stop()
             raise
+
+    def _new_sync(self) -> WeightSync | AdapterSync:
+        num_ranks = self._config.tensor_parallel_size
+        if self._adapter is not None:
+            return AdapterSync(self._server, self._adapter, num_ranks=num_ranks)
+        return WeightSync(
+            self._server,
+            self._manifest,
+            num_ranks=num_ranks,
+            method=self._config.weight_sync,
+            folder=self._weights_folder,
+        )
+
+    def _adapter_name(self, version: int) -> str | None:
+        """Return the name by which requests of a version ask for it; None of the base alone."""
+        return self._sync.name_of(version) if isinstance(self._sync, AdapterSync) else None
+
+    def _drop_unused_adapters(self) -> None:
+        """Unload the versions that no request uses, but while paused: a request that was told to end
+        then holds its own until the scheduler turns."""
+        if isinstance(self._sync, AdapterSync) and not self._flights.is_paused:
+            self._sync.drop_unused(self._flights.versions_in_use())
 
     def _warm_up(self) -> None:
         """One request of ours, and an empty prefix cache after it."""
@@ -160,7 +187,7 @@ class Engine:
         self._flush()
 
     def stop(self) -> None:
-        self._awake = set()
+        self._memory.reset()
         self._version = None
         self._flights.lose_all(EngineLost("engine: it was stopped"))
         self._server.stop()
@@ -169,40 +196,16 @@ class Engine:
 
     def wake(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         self._require_running("wake")
-        unknown = set(tags) - set(MEMORY_TAGS)
-        if unknown:
-            raise ValueError(
-                f"wake: got tags {sorted(unknown)}, expected some of {', '.join(MEMORY_TAGS)}"
-            )
-        wanted = [tag for tag in MEMORY_TAGS if tag in tags and tag not in self._awake]
-        if wanted:
-            self._server.post("/resume_memory_occupation", {"tags": wanted})
-            self._awake |= set(wanted)
+        self._memory.wake(tags)
 
     def sleep(self, level: int = 2) -> None:
         self._require_running("sleep")
         self._require_idle("sleep")
-        if level not in (1, 2):
-            raise ValueError(f"sleep: got level {level}, expected 1 (keep weights) or 2 (drop)")
-        if level == 1 and not self._can_keep_weights:
-            raise RuntimeError(
-                "sleep(1): the engine was built without keep_weights_on_host, so its weights "
-                f"cannot be kept; use sleep(2). It is {self.state}"
-            )
+        self._memory.check_level(level, self.state)
         with self._flights.quiet(lambda: self._require_idle("sleep")):
-            self._fall_asleep(level)
-
-    def _fall_asleep(self, level: int) -> None:
-        # The cache first: what reads the weights must be gone before they are.
-        tags = [tag for tag in (KV_CACHE, CUDA_GRAPH, WEIGHTS) if tag in self._awake]
-        if tags:
-            # The last answer leaves a moment before the scheduler is idle, and a release before
-            # that kills the server: wait, also where the cache is known to be empty.
-            self._flush(always=True)
-            self._server.post("/release_memory_occupation", {"tags": tags})
-            self._awake -= set(tags)
-        if level == 2:
-            self._version = None
+            self._memory.release(lambda: self._flush(always=True))
+            if level == 2:
+                self._version = None
 
     def _flush(self, *, always: bool = False) -> None:
         """Wait for the scheduler, then drop the prefix cache; takes 0.3 s on a CPU."""
@@ -223,13 +226,15 @@ class Engine:
             self._version = in_force = version
         finally:
             self._flights.end_update(in_force)
+        self._drop_unused_adapters()
         return report
 
     def _require_updatable(self) -> None:
         self._require_running("update_weights")
-        if self._flights.any_open and not self._flights.is_paused:
+        # An adapter comes beside the one that is in use, and touches nothing of it.
+        if self._adapter is None and self._flights.any_open and not self._flights.is_paused:
             raise RuntimeError(f"update_weights: the engine is {self.state}; pause() it first")
-        if WEIGHTS not in self._awake:
+        if WEIGHTS in self._memory.asleep:
             raise RuntimeError(
                 f"update_weights: the engine is {self.state}; wake(['{WEIGHTS}']) first"
             )
@@ -272,13 +277,15 @@ class Engine:
                     self._post_in_flight("/continue_generation", {})
                 self._flights.resume()
             self._flights.end(opened)
+            with contextlib.suppress(RuntimeError):  # the next update says what is wrong
+                self._drop_unused_adapters()
 
     def sequence_logprobs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         with self._flights.quiet(lambda: self._require_ready("sequence_logprobs")):
             self._flush()
             assert self._version is not None
             self._flights.fill_cache(self._version)
-            return sequence_logprobs(self._server, sequences)
+            return sequence_logprobs(self._server, sequences, self._adapter_name(self._version))
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         for flight in self._flights.flights():
@@ -302,16 +309,11 @@ class Engine:
             raise RuntimeError(f"resume: the engine is {self.state}; update_weights() first")
         self._post_in_flight("/continue_generation", {})
         self._flights.resume()
+        self._drop_unused_adapters()
 
     def start_profile(self, folder: Path, name: str, *, with_stack: bool) -> None:
         self._require_idle("start_profile")
-        body = {
-            "output_dir": str(folder),
-            "profile_prefix": name,
-            "activities": ["CPU", *(["GPU"] if torch.cuda.is_available() else [])],
-            "with_stack": with_stack,
-        }
-        self._server.post("/start_profile", body)
+        self._server.post("/start_profile", profile_request(folder, name, with_stack=with_stack))
 
     def stop_profile(self) -> None:
         # The answer comes when every scheduler has written its trace.
@@ -341,7 +343,7 @@ class Engine:
         self._require_running(action)
         if not may_be_busy:
             self._require_idle(action)
-        if set(MEMORY_TAGS) - self._awake or self._version is None:
+        if self._memory.asleep or self._version is None:
             raise RuntimeError(
                 f"{action}: the engine is {self.state}; wake() it and update_weights() first"
             )

@@ -38,6 +38,8 @@ class Sending(NamedTuple):
     num_updates: int = 0
     """The updates of the weights since the call of generate() began."""
     extra_key: str | None = None
+    adapter: str | None = None
+    """The name of the adapter that they go to; None is the base."""
 
 
 class Answer(NamedTuple):
@@ -105,6 +107,12 @@ class Flight:
         with self._lock:
             return dict(self._pending)
 
+    def pending_since(self) -> set[int | None]:
+        """Return after how many updates the requests without an answer were sent; None where one is
+        about to be."""
+        with self._lock:
+            return {self._num_updates.get(rid) for rid in self._pending}
+
     def lose(self, error: EngineLost) -> None:
         """Let `answers()` raise this: the server that the requests were sent to is no more."""
         self._lost = error
@@ -164,10 +172,15 @@ class Flight:
             rids = [self._server.new_request_id() for _ in batch]
             with self._lock:
                 self._pending |= dict(zip(rids, batch, strict=True))
-            num_updates, extra_key = self._on_send(rids, batch)
-            self._num_updates |= dict.fromkeys(rids, num_updates)
+            sending = self._on_send(rids, batch)
+            with self._lock:
+                self._num_updates |= dict.fromkeys(rids, sending.num_updates)
             body = build_request(
-                batch, rids, return_routes=self._return_routes, extra_key=extra_key
+                batch,
+                rids,
+                return_routes=self._return_routes,
+                extra_key=sending.extra_key,
+                adapter=sending.adapter,
             )
             try:
                 stream = self._server.stream(body)

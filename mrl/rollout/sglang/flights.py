@@ -52,12 +52,18 @@ class Flights:
         routes: RouteReader,
         shape: RouteShape | None,
         config: RolloutConfig,
+        adapter_of: Callable[[int], str | None] | None = None,
     ) -> None:
-        """`shape`: None where routes are off. Of `config` the time limits of requests count."""
+        """`shape`: None where routes are off. Of `config` the time limits of requests count.
+
+        `adapter_of` is given where weights are versions of an adapter, and returns the name of one:
+        a request then keeps the version that it was sent under, whatever comes later.
+        """
         self._server = server
         self._routes = routes
         self._shape = shape
         self._config = config
+        self._adapter_of = adapter_of
         self._open: list[OpenFlight] = []
         self._changed = threading.Condition()
         self._known = KnownPrefixes()
@@ -77,6 +83,18 @@ class Flights:
     def is_cache_empty(self) -> bool:
         """Whether nothing has filled the prefix cache since it was dropped."""
         return not (self._in_cache or self._in_keyed_cache)
+
+    def versions_in_use(self) -> set[int]:
+        """Return the versions under which requests in flight were sent, or may be about to be."""
+        found: set[int] = set()
+        with self._changed:
+            for opened in self._open:
+                for num_updates in opened.flight.pending_since():
+                    since = (
+                        slice(None) if num_updates is None else slice(num_updates, num_updates + 1)
+                    )
+                    found.update(opened.versions[since])
+        return found
 
     def fill_cache(self, version: int) -> None:
         """Note whose keys and values the prefix cache is about to get, without a key."""
@@ -240,7 +258,7 @@ class Flights:
             self._in_cache.append(version)
         for opened in self._open:
             opened.versions.append(version)
-            if opened.is_keyed:
+            if opened.is_keyed and self._adapter_of is None:
                 self._note(opened.flight.pending, version)
         self._known.keep({version, *(v for opened in self._open for v in opened.versions)})
 
@@ -250,10 +268,11 @@ class Flights:
         """What holds for requests of this call that are about to be sent."""
         with self._changed:
             num_updates, version = len(opened.versions) - 1, opened.versions[-1]
+            adapter = None if self._adapter_of is None else self._adapter_of(version)
             if not opened.is_keyed:
-                return Sending(num_updates)
+                return Sending(num_updates, None, adapter)
             self._note(dict(zip(rids, requests, strict=True)), version)
-            return Sending(num_updates, version_key(version))
+            return Sending(num_updates, version_key(version), adapter)
 
     def _note(self, requests: Mapping[str, Request], version: int) -> None:
         self._in_keyed_cache.add(version)
@@ -265,7 +284,9 @@ class Flights:
         with self._changed:
             versions = tuple(opened.versions[num_updates:])
             cached = versions[:1]
-            if not opened.is_keyed:
+            if self._adapter_of is not None:  # SGLang's cache keeps adapters apart, keys or not
+                versions = cached
+            elif not opened.is_keyed:
                 earlier = opened.versions[: num_updates + 1]
                 cached = tuple(dict.fromkeys((*opened.in_cache, *earlier)))
             return Expected(versions, cached, self._shape, opened.retracted, self._routes)

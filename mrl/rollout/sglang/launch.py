@@ -14,6 +14,7 @@ from typing import Any
 
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.errors import InputError
+from mrl.lora import Adapter
 from mrl.rollout.base import engine_seed
 from mrl.rollout.sglang.decode import (
     RouteShape,
@@ -65,6 +66,7 @@ def read_launch(
     keep_weights_on_host: bool,
     num_nodes: int = 1,
     node_rank: int = 0,
+    adapter: Adapter | None = None,
 ) -> Launch:
     """Raises InputError as `mrl.rollout.sglang.engine.Engine` does."""
     # Slow to import, and no other module of this room needs it.
@@ -81,6 +83,8 @@ def read_launch(
     import_external_models()
     hf_config = AutoConfig.from_pretrained(model.path)
     refuse_unfaithful(hf_config, on_gpu=bool(gpu_ids), return_routes=return_routes)
+    if adapter is not None:
+        _refuse_adapter(config, num_nodes)
     weights = config.return_routing_weights
     if weights:
         refuse_weights(on_gpu=bool(gpu_ids), return_routes=return_routes)
@@ -93,6 +97,7 @@ def read_launch(
         return_routes=return_routes,
         first_version=first_version,
         keep_weights_on_host=keep_weights_on_host,
+        adapter=adapter,
     )
     environment = server_environment(
         gpu_ids,
@@ -100,6 +105,21 @@ def read_launch(
         first_rank=node_rank * (ranks // num_nodes),
         true_on_policy=config.true_on_policy,
         return_routing_weights=weights,
+        serves_adapter=adapter is not None,
     )
     shape = route_shape(hf_config, with_weights=weights) if return_routes else None
     return Launch(hf_config, context_len, shape, settings, environment, seed, node_rank, num_nodes)
+
+
+def _refuse_adapter(config: RolloutConfig, num_nodes: int) -> None:
+    """Raise InputError where an engine of this layout serves no adapter."""
+    if num_nodes > 1:
+        raise InputError(
+            f"lora.rollout=adapter: the engine spans {num_nodes} nodes, and an adapter goes through "
+            "the memory of one; lower rollout.tensor_parallel_size, or set lora.rollout=merged"
+        )
+    if config.true_on_policy:
+        raise InputError(
+            "lora.rollout=adapter with rollout.true_on_policy: SGLang adds the update in another order "
+            "than the trainer, so the bits differ; set lora.rollout=merged"
+        )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrl.config import ModelConfig, RolloutConfig
+from mrl.lora import Adapter
 from mrl.rollout.sglang.launch import read_launch
 from mrl.rollout.sglang.process import ServerProcess
 
@@ -31,6 +32,7 @@ class EngineNode:
         seed: int = 0,
         first_version: int = 0,
         keep_weights_on_host: bool = False,
+        adapter: Adapter | None = None,
     ) -> None:
         """Take the arguments of `mrl.rollout.sglang.engine.Engine`; `gpu_ids` are those of this
         node."""
@@ -44,6 +46,7 @@ class EngineNode:
             keep_weights_on_host=keep_weights_on_host,
             num_nodes=num_nodes,
             node_rank=node_rank,
+            adapter=adapter,
         )
         self._process = ServerProcess(self._launch.settings, self._launch.environment, log_path)
         self._num_starts = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +31,21 @@ def check_requests(requests: Sequence[Request], context_len: int) -> None:
             )
 
 
-def sequence_logprobs(server: Server, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Return log-probs f32[T] of sequences i64[T] under the server's weights; 0 for the first token."""
-    body = {
+def sequence_logprobs(
+    server: Server, sequences: Sequence[Tensor], adapter: str | None = None
+) -> list[Tensor]:
+    """Return log-probs f32[T] of sequences i64[T] under the server's weights; 0 for the first token.
+
+    `adapter` is the name of the one in force; None is the base.
+    """
+    body: dict[str, Any] = {
         "input_ids": [sequence.tolist() for sequence in sequences],
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
         "return_logprob": True,
         "logprob_start_len": 0,
     }
+    if adapter is not None:
+        body["lora_path"] = adapter
     answers = server.post("/generate", body)
     found = []
     for sequence, answer in zip(sequences, answers, strict=True):

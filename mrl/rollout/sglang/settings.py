@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config import ModelConfig, RolloutConfig
+from mrl.lora import Adapter
+from mrl.rollout.sglang.adapter.manifest import sglang_modules
 from mrl.rollout.sglang.arguments import check_server_args
 
 PLUGINS = Path(__file__).parent / "plugins"
@@ -15,6 +17,11 @@ CPU_STUBS = PLUGINS / "cpu"
 SERVER_PLUGIN = PLUGINS / "server"
 ON_POLICY_PLUGIN = PLUGINS / "on_policy"
 ROUTING_WEIGHTS_PLUGIN = PLUGINS / "routing_weights"
+ADAPTER_PLUGIN = PLUGINS / "adapter"
+CPU_ADAPTER_PLUGIN = PLUGINS / "cpu_adapter"
+ADAPTER_SLOTS = 3
+"""Adapters in a batch: the newest version, one that is still in flight, and the base. Requests of more
+versions wait for a slot. Each slot is as large as the adapter and stays on the device."""
 CPU_MAX_TOTAL_TOKENS = 16_384
 
 
@@ -27,6 +34,7 @@ def server_settings(
     return_routes: bool,
     first_version: int,
     keep_weights_on_host: bool,
+    adapter: Adapter | None = None,
 ) -> dict[str, Any]:
     """Return the fields of SGLang's ServerArgs, less host, port, api_key and random_seed.
 
@@ -75,7 +83,27 @@ def server_settings(
             "sleep_on_idle": True,
         }
         settings.setdefault("max_total_tokens", CPU_MAX_TOTAL_TOKENS)
-    return settings | config.server_args
+    return settings | adapter_settings(adapter, on_gpu=on_gpu) | config.server_args
+
+
+def adapter_settings(adapter: Adapter | None, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the fields of an engine that serves an adapter beside the base; none without one."""
+    if adapter is None:
+        return {}
+    settings: dict[str, Any] = {
+        "enable_lora": True,
+        "max_lora_rank": adapter.rank,
+        "max_loras_per_batch": ADAPTER_SLOTS,
+    }
+    modules = sglang_modules(adapter)
+    if adapter.experts != "none":
+        # Without all three SGLang wraps no expert, and would drop their matrices without a word.
+        modules += ["gate_proj", "up_proj", "down_proj"]
+        settings["experts_shared_outer_loras"] = adapter.experts == "shared_outer"
+    settings["lora_target_modules"] = list(dict.fromkeys(modules))
+    if not on_gpu:  # the default (csgmv) and the others are triton kernels
+        settings["lora_backend"] = "torch_native"
+    return settings
 
 
 def server_environment(
@@ -85,15 +113,17 @@ def server_environment(
     first_rank: int = 0,
     true_on_policy: bool = False,
     return_routing_weights: bool = False,
+    serves_adapter: bool = False,
 ) -> dict[str, str]:
     """What is set on top of the trainer's environment. PYTHONPATH comes before everything else.
 
     `first_rank` is the engine's first rank on this node.
     """
+    plugins = [SERVER_PLUGIN] + [ADAPTER_PLUGIN] * serves_adapter
     if gpu_ids:
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpu_ids),
-            "PYTHONPATH": str(SERVER_PLUGIN),
+            "PYTHONPATH": _path(plugins),
             # Without the first, the graphs' memory does not belong to the tag `cuda_graph` and stays
             # on the GPU while the engine sleeps. The second keeps NCCL from registering addresses
             # inside graphs, whose memory is unmapped and mapped anew between rollouts.
@@ -101,8 +131,9 @@ def server_environment(
             "NCCL_GRAPH_REGISTER": "0",
             **compile_caches(),
         }
-    plugins = [SERVER_PLUGIN, CPU_STUBS] + [ON_POLICY_PLUGIN] * true_on_policy
+    plugins += [CPU_STUBS] + [ON_POLICY_PLUGIN] * true_on_policy
     plugins += [ROUTING_WEIGHTS_PLUGIN] * return_routing_weights
+    plugins += [CPU_ADAPTER_PLUGIN] * serves_adapter
     environment = {
         "SGLANG_USE_CPU_ENGINE": "1",
         # A toy model on two threads is 20 to 40 times slower than on one.
@@ -110,7 +141,7 @@ def server_environment(
         # SGLang would compile a few functions of a line or two at the first request of two ranks.
         "TORCHDYNAMO_DISABLE": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(str(folder) for folder in plugins),
+        "PYTHONPATH": _path(plugins),
     }
     if tensor_parallel_size > 1:
         cores = sorted(os.sched_getaffinity(0))
@@ -118,6 +149,10 @@ def server_environment(
         ranks = (cores[(first_rank + n) % len(cores)] for n in range(tensor_parallel_size))
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in ranks)
     return environment
+
+
+def _path(folders: Sequence[Path]) -> str:
+    return os.pathsep.join(str(folder) for folder in folders)
 
 
 def compile_caches() -> dict[str, str]:

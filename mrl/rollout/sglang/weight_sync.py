@@ -92,7 +92,7 @@ class WeightSync:
 
     def _update(self, buckets: Iterator[WeightBucket], version: int) -> SyncReport:
         self._manifest.begin()
-        clock = _Clock()
+        clock = SyncClock()
         sent: list[tuple[str, int]] = []
         num_bytes, source_s, complete = 0, 0.0, False
         with self._session():
@@ -154,14 +154,15 @@ def _make_push(server: Poster, method: Method, num_ranks: int, folder: Path | No
     return TensorPush(server.post, num_ranks)
 
 
-class _Clock:
-    """Adds up the seconds of the parts of an update."""
+class SyncClock:
+    """Adds up the seconds of the parts of an update: `push` and `digest`."""
 
     def __init__(self) -> None:
         self.seconds = {"push": 0.0, "digest": 0.0}
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
+        """Add the seconds of the block to part `name`."""
         start = time.perf_counter()
         try:
             yield

@@ -1,0 +1,96 @@
+"""Which matrices an adapter has, by the names of PEFT, read from the checkpoint that it adapts.
+
+Dimensions: r rank of the adapter, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from mrl.errors import InputError
+from mrl.lora import Adapter, lora_name
+from mrl.rollout.sglang.manifest import Arrivals, Shapes
+
+EXPERT = re.compile(r"\.experts\.\d+\.")
+TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+"""Modules that SGLang fuses, and the adapters of which it takes together only."""
+SGLANG_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+"""What SGLang calls the modules of Mixtral's experts in an adapter."""
+SERVED = frozenset(
+    {"q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}
+    | {"kv_b_proj", "gate_proj", "up_proj", "down_proj", *SGLANG_NAMES}
+)
+"""The modules whose adapters SGLang serves and mrl compares by digest."""
+ADVICE = "leave it out of lora.targets, or set lora.rollout=merged"
+
+
+class AdapterManifest(Arrivals):
+    """The names and shapes of an adapter's matrices, and those that an update has brought."""
+
+    def __init__(self, checkpoint: Shapes, adapter: Adapter) -> None:
+        """`checkpoint`: the shapes of the base's weights under Hugging Face's names.
+
+        Raises InputError for a module that the checkpoint has not, or whose adapter SGLang does not
+        serve.
+        """
+        for name in adapter.target_modules:
+            if name not in SERVED:
+                raise InputError(
+                    f"lora.rollout=adapter: SGLang serves no adapter of {name!r}, only of "
+                    f"{', '.join(sorted(SERVED))}; {ADVICE}"
+                )
+        shapes = dict(_matrices(checkpoint, adapter, adapter.modules, adapter.expert_modules))
+        adapted = {name.split(".")[-3] for name in shapes}
+        for name in adapter.target_modules:
+            if name not in adapted:
+                raise InputError(
+                    f"lora.rollout=adapter: the checkpoint has no {name!r} that could be adapted; "
+                    "correct lora.targets and lora.experts"
+                )
+        modules, expert_modules = _with_fused(adapter.modules), _with_fused(adapter.expert_modules)
+        whole = dict(_matrices(checkpoint, adapter, modules, expert_modules))
+        if "q_proj" in adapted and not any(".k_proj." in name for name in whole):
+            raise InputError(
+                "lora.rollout=adapter: SGLang serves an adapter of 'q_proj' beside 'k_proj' and "
+                f"'v_proj' only, which this model has not; {ADVICE}"
+            )
+        super().__init__(shapes, of="adapter")
+        self.adapter = adapter
+        self.zeros = {name: shape for name, shape in whole.items() if name not in shapes}
+        """The shapes of what SGLang wants beside the adapter's own, and that adds nothing."""
+
+
+def sglang_modules(adapter: Adapter) -> list[str]:
+    """Return the names by which SGLang knows the adapted modules."""
+    return [SGLANG_NAMES.get(name, name) for name in adapter.target_modules]
+
+
+def _with_fused(modules: Sequence[str]) -> list[str]:
+    """Return the modules, and those that SGLang fuses with them."""
+    fused = [name for group in TOGETHER if set(group) & set(modules) for name in group]
+    return list(dict.fromkeys([*modules, *fused]))
+
+
+def _matrices(
+    checkpoint: Shapes, adapter: Adapter, modules: Sequence[str], expert_modules: Sequence[str]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name and the shape of A [r, inputs] and of B [outputs, r] of every adapted module; what
+    experts share comes once for each of them."""
+    for name, shape in checkpoint.items():
+        if len(shape) != 2 or not name.endswith(".weight"):
+            continue
+        module, is_expert = name.split(".")[-2], EXPERT.search(name) is not None
+        if module not in (expert_modules if is_expert else modules):
+            continue
+        shared = ""
+        if is_expert and adapter.experts == "shared_outer":
+            shared = "B" if SGLANG_NAMES.get(module, module) == "down_proj" else "A"
+        of_all = EXPERT.sub(".experts.", name)
+        yield lora_name(of_all if shared == "A" else name, "A"), (adapter.rank, shape[1])
+        yield lora_name(of_all if shared == "B" else name, "B"), (shape[0], adapter.rank)
