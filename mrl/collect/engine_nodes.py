@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mrl.errors import EngineGone
+from mrl.lora import Adapter
 from mrl.preflight import Plan
 from mrl.rollout import load_engine, node_class
 from mrl.rollout.base import (
@@ -164,6 +165,8 @@ def make_engine(
         # A resumed run continues with other random numbers than those it began with.
         "seed": engine_seed(recipe.seed, number, plan.resume_step or 0),
     }
+    if (adapter := served_adapter(plan)) is not None:
+        keywords["adapter"] = adapter
     if layout.num_nodes > 1:
         keywords["num_nodes"] = layout.num_nodes
     if layout.leads_node(rank):  # for other ranks, the GPUs from their own on are not the engine's
@@ -177,6 +180,12 @@ def make_engine(
         make_node = node_class(engine_class, recipe.rollout.engine)
         node = make_node(log_path=log_path, node_rank=node_rank, **keywords)
     return EngineNodes(engine, node, exchange if layout.num_nodes > 1 else None)
+
+
+def served_adapter(plan: Plan) -> Adapter | None:
+    """Return the adapter that engines serve; None where they get whole weights."""
+    lora = plan.recipe.lora
+    return plan.adapter if lora is not None and lora.rollout == "adapter" else None
 
 
 def gpu_ids(device: torch.device, num: int) -> list[str]:

@@ -23,9 +23,16 @@ class EngineSlot:
     """
 
     def __init__(
-        self, nodes: EngineNodes, engine_number: int, max_restarts: int, watch: MemoryWatch
+        self,
+        nodes: EngineNodes,
+        engine_number: int,
+        max_restarts: int,
+        watch: MemoryWatch,
+        *,
+        keeps_weights: bool = False,
     ) -> None:
-        """`max_restarts`: how many engines may be lost in one step, over all ranks."""
+        """`max_restarts`: how many engines may be lost in one step, over all ranks. `keeps_weights`:
+        syncs bring an adapter, so the engine must keep its weights while it sleeps."""
         self.engine = nodes.engine
         self.is_needed = True
         """False while this rank's engine has nothing to generate: it stays asleep."""
@@ -33,6 +40,7 @@ class EngineSlot:
         self._nodes = nodes
         self._number = engine_number
         self._max_restarts = max_restarts
+        self._sleep_level = 1 if keeps_weights else 2
         self._lost: EngineLost | None = None
         self._restarts = 0
         self._recovery_s = 0.0
@@ -45,7 +53,7 @@ class EngineSlot:
         """Start the engine and put it to sleep. A collective of the ranks that the engine spans."""
         self._nodes.start()
         if self.engine is not None:
-            self.engine.sleep()
+            self.engine.sleep(self._sleep_level)
 
     @property
     def is_active(self) -> bool:
@@ -70,7 +78,7 @@ class EngineSlot:
         if self.engine is not None and self.is_active:
             with self.noting_loss():
                 self.watch.read("awake", self.engine.process_id)
-                self.engine.sleep()
+                self.engine.sleep(self._sleep_level)
                 self.watch.read("asleep", self.engine.process_id)
 
     @contextmanager

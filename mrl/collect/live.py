@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch.distributed as dist
 
 from mrl.collect.backlog import Started, StepPrompts
-from mrl.collect.engine_nodes import make_engine
+from mrl.collect.engine_nodes import make_engine, served_adapter
 from mrl.collect.engine_profile import engine_profiled
 from mrl.collect.engine_slot import EngineSlot
 from mrl.collect.evaluation import EvalTasks, Evaluation
@@ -54,8 +54,16 @@ class LiveCollector(RoundCollector):
             self.engine_number,
             recipe.rollout.max_restarts,
             MemoryWatch(mesh.device, console.warning),
+            keeps_weights=served_adapter(plan) is not None,
         )
-        self.weight_sync = WeightSync(recipe.rollout, recipe.model, plan.prompts, self.slot, group)
+        self.weight_sync = WeightSync(
+            recipe.rollout,
+            recipe.model,
+            plan.prompts,
+            self.slot,
+            group,
+            sends_adapter=served_adapter(plan) is not None,
+        )
         self.exchange = RolloutExchange(mesh)
         """Moves groups that wait for another step to the engine that continues them."""
         leads = self.slot.engine is not None

@@ -41,11 +41,17 @@ class WeightSync:
         prompts: Sequence[Prompt],
         slot: EngineSlot,
         group: EngineGroup,
+        *,
+        sends_adapter: bool = False,
     ) -> None:
-        """`group` joins the ranks that one engine spans."""
+        """`group` joins the ranks that one engine spans. `sends_adapter`: the policy exports an
+        adapter, of which the copy of the leader is enough."""
         self.slot = slot
         self._config = config
         self._group = group
+        self._has_handles = (
+            config.tensor_parallel_size > 1 and config.weight_sync == "tensor" and not sends_adapter
+        )
         self._dtype = choose_dtype(config.engine_dtype(model))
         self._canaries = canary_sequences(prompts, config.canary_prompts)
         self._tolerance = config.canary_tolerance or default_tolerance(
@@ -76,8 +82,7 @@ class WeightSync:
         buckets = GatheredBuckets(
             policy.export(version, bucket_bytes, self._dtype),
             self._group.exchange,
-            has_handles=self._config.tensor_parallel_size > 1
-            and self._config.weight_sync == "tensor",
+            has_handles=self._has_handles,
         )
         self._failure = None
         try:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from mrl.collect.backlog import Started
+from mrl.collect.engine_nodes import served_adapter
 from mrl.collect.task import Rollout, make_rollout
 from mrl.disaggregated.leasing import default_groups
 from mrl.disaggregated.worker import Event, Worker
@@ -48,6 +49,7 @@ class FreeWorker(Worker):
             plan.recipe.rollout.prompts_per_step, plan.num_engines
         )
         self._stale_prefixes = config.stale_prefixes
+        self._serves_adapter = served_adapter(plan) is not None
         self._running: dict[str, _Held] = {}
         """The leases whose threads run, by their id."""
         self._lost: list[_Held] = []
@@ -155,13 +157,19 @@ class FreeWorker(Worker):
         self._report()
 
     def _interrupt(self) -> None:
-        """Change the weights under the requests that run. Canaries would need an idle engine."""
+        """Change the weights under the requests that run. Canaries would need an idle engine.
+
+        A newer adapter comes beside the older one, with which the requests that run finish.
+        """
         staging = self._staged.pop()
         self._activity.enter("load")
         try:
-            self._engine.pause(self._pause_mode)
-            self._update(staging)
-            self._engine.resume()
+            if self._serves_adapter:
+                self._update(staging)
+            else:
+                self._engine.pause(self._pause_mode)
+                self._update(staging)
+                self._engine.resume()
         except EngineLost:  # the threads of the leases say so, too
             self._staged.append(staging)
             return
