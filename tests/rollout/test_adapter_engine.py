@@ -106,7 +106,7 @@ def test_an_adapter_is_the_merged_model(served: Served, oracle):
         assert {s.version for c in done.values() for s in c.weight_versions} == {version}
         traces = [c.routing for c in done.values()]
         assert {s.version for t in traces if t for s in t.row_versions} == {version}
-        sequences = [prompt.token_ids for prompt in make_prompts(6, seed=7, num_tokens=40)]
+        sequences = [prompt.token_ids for prompt in make_prompts(16, seed=7, num_tokens=40)]
         for sequence, got in zip(sequences, engine.sequence_logprobs(sequences), strict=True):
             expected, _ = score(merged, sequence, 1, 1.0)
             assert (got[1:] - expected).abs().max() < TOLERANCE

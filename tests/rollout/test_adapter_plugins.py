@@ -93,6 +93,15 @@ def test_pinned_memory_is_usual_memory_inside_only(on_cpus):
             lay_out()
 
 
+def test_the_slot_of_each_token(on_cpus):
+    starts, slots = torch.tensor([0, 300, 301, 301]), torch.tensor([2, 0, 1])
+    enabled, of_tokens = on_cpus.slots_of_tokens(
+        303, starts, torch.tensor([0, 4, 4]), slots, None, None, max_len=150
+    )
+    assert enabled.tolist() == [0, 1, 1]
+    assert of_tokens.tolist() == [2] * 300 + [0, -1, -1]
+
+
 def test_experts_that_a_cpu_pads_are_cut_alike(on_cpus):
     """Two ranks of 4 for an inside of 6: the second has 2 of it, and 2 of zeros."""
     layer = SimpleNamespace(tp_size=2, intermediate_size_per_partition=4)

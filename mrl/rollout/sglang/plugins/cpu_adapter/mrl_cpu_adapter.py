@@ -2,7 +2,8 @@
 
 1. SGLang lays the numbers of a batch, and those of layers, into pinned memory, which needs CUDA. Here
    that memory is the usual one, inside the two functions that ask for it.
-2. Experts with adapters are triton kernels (srt/lora/lora_moe_runners.py). Here they are torch.
+2. Experts with adapters are triton kernels (srt/lora/lora_moe_runners.py), and so is the table of the
+   slot of each token. Here they are torch.
 3. On CPUs SGLang pads the inside of an expert until every rank has a multiple of its block, and cuts
    adapters as if it had not. Here they are padded first, too.
 
@@ -21,6 +22,8 @@ def register():
     manager = "sglang.srt.lora.lora_manager.LoRAManager"
     for name in ("init_state", "prepare_lora_batch"):
         HookRegistry.register(f"{manager}.{name}", without_pinning, HookType.AROUND)
+    table = "sglang.srt.lora.backend.base_backend._compute_moe_lora_info"
+    HookRegistry.register(table, slots_of_tokens, HookType.REPLACE)
     layer = "sglang.srt.lora.layers.FusedMoEWithLoRA"
     HookRegistry.register(f"{layer}._forward_with_lora", run_layer, HookType.REPLACE)
     HookRegistry.register(f"{layer}._slice_moe_a", with_padded_inputs, HookType.AROUND)
@@ -40,6 +43,21 @@ class Unpinned(TorchFunctionMode):
 def without_pinning(original, *args, **options):
     with Unpinned():
         return original(*args, **options)
+
+
+def slots_of_tokens(num_tokens, starts, ranks, slots, *buffers, max_len):
+    """Return (whether the adapter in each slot is used i32[S], the slot of each token i32[n]).
+
+    `starts` of neighbouring segments of tokens, and the slot of each. SGLang's own torch form comes
+    after an assertion about the kernel's grid, which segments of several requests break.
+    """
+    slots = slots.long()
+    enabled = torch.zeros(len(ranks), dtype=torch.int32)
+    enabled[slots] = (ranks[slots] > 0).int()
+    of_tokens = torch.full((num_tokens,), -1, dtype=torch.int32)
+    found = torch.repeat_interleave(slots.int(), starts.diff().long())
+    of_tokens[: len(found)] = found
+    return enabled, of_tokens
 
 
 def num_padded(layer, size):
