@@ -42,7 +42,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 test: setup $(VENV)/browser/chromium $(VENV)/.te  ## Run the tests, less those marked `release`
 	$(PYTEST) -m "not release" $(PYTEST_ARGS)
 
-test-all: setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.te $(VENV)/.trackers $(VENV)/.site  ## All tests, each engine started anew: before a release
+test-all: setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.peft $(VENV)/.te $(VENV)/.trackers $(VENV)/.site  ## All tests, each engine started anew: before a release
 	bash requirements/slurm.sh
 	MRL_TEST_REAL_STARTS=1 $(PYTEST) $(PYTEST_ARGS)
 
@@ -112,6 +112,11 @@ rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route 
 # In a folder of its own: tests/algorithms/test_trl.py says why.
 $(VENV)/.trl: $(VENV)/.installed requirements/trl.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/trl -r requirements/trl.txt
+	touch $@
+
+# PEFT, in a folder of its own: requirements/peft.txt says why.
+$(VENV)/.peft: $(VENV)/.installed requirements/peft.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/peft -r requirements/peft.txt
 	touch $@
 
 # TensorBoard, wandb and MLflow, in a folder of their own: requirements/trackers.txt says why.

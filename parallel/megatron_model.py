@@ -17,6 +17,7 @@ from moe.align import router_rows
 from moe.routes import Replay
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.errors import NotFinite
+from mrl.lora import Adapter
 from mrl.system.heartbeat import phase
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
 from parallel.backward_watch import BackwardWatch, gather_samples, named
@@ -141,6 +142,11 @@ class MegatronModel:
         finalize_model_grads(chunks, None, **kwargs)
         if self.lora is not None:
             self.lora.sum_expert_gradients(self.trained)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that is trained; None where all weights are."""
+        return None if self.lora is None else self.lora.setup.adapter
 
     @property
     def _kinds(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`mrl export RUN_OR_CKPT DIR` writes a checkpoint as a Hugging Face folder."""
+"""`mrl export RUN_OR_CKPT DIR` writes a checkpoint as a Hugging Face folder, or as PEFT's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def add_to(commands: Any) -> None:
         "export",
         help="write a checkpoint as a Hugging Face folder",
         description="Write a checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer "
-        "and a model card. Neither GPUs nor the layout of the run are needed.",
+        "and a model card. That of a LoRA adapter becomes PEFT's folder of the adapter, or, with "
+        "--merged, the whole model. Neither GPUs nor the layout of the run are needed.",
     )
     command.add_argument(
         "source",
@@ -25,7 +26,13 @@ def add_to(commands: Any) -> None:
         "--model",
         type=Path,
         metavar="PATH",
-        help="folder of the base model, for its tokenizer; by default where the run had it",
+        help="folder of the base model, for its tokenizer, and for its weights with --merged; by "
+        "default where the run had it",
+    )
+    command.add_argument(
+        "--merged",
+        action="store_true",
+        help="add the update of a LoRA adapter to the weights of its base, and write the whole model",
     )
     command.add_argument(
         "--architecture",
@@ -45,4 +52,11 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     from mrl.commands.export_checkpoint import export
 
-    export(args.source, args.folder, args.model, args.max_shard_size_mb, args.architecture)
+    export(
+        args.source,
+        args.folder,
+        args.model,
+        args.max_shard_size_mb,
+        args.architecture,
+        merged=args.merged,
+    )

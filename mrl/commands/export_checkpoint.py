@@ -1,4 +1,5 @@
-"""`mrl export`: find the checkpoint, say which one it is, and write it as a Hugging Face folder."""
+"""`mrl export`: find the checkpoint, say which one it is, and write it as a Hugging Face folder, or as
+PEFT's folder of an adapter."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from mrl.data.reader import source_name
 from mrl.errors import InputError
 from mrl.rewards.terms import all_terms
 from mrl.run import console
+from mrl.run.contents import digest_of
 from mrl.run.folder import RunFolder
 from parallel.checkpoint.hf_export import Exported, export_checkpoint
 from parallel.checkpoint.manifest import candidates, damage, newest_good
@@ -20,11 +22,15 @@ def export(
     base: Path | None,
     max_shard_size_mb: int,
     architecture: str | None = None,
+    *,
+    merged: bool = False,
 ) -> None:
     """Raises InputError where `source` holds no whole checkpoint or `target` cannot be written."""
     if max_shard_size_mb < 1:
         raise InputError(f"--max-shard-size-mb {max_shard_size_mb}: expected at least 1")
     folder = _find(source)
+    if merged:
+        _warn_of_other_base(folder.parent.parent, base)
     with console.progress(f"exporting {folder}"):
         done: Exported = export_checkpoint(
             folder,
@@ -33,9 +39,10 @@ def export(
             max_bytes=max_shard_size_mb << 20,
             notes=_notes(folder.parent.parent),
             architecture=architecture,
+            merged=merged,
         )
     print(
-        f"wrote the weights after {done.step} steps to {target}: {done.num_tensors} tensors in "
+        f"wrote the {done.what} after {done.step} steps to {target}: {done.num_tensors} tensors in "
         f"{done.num_files} file(s)"
     )
 
@@ -53,6 +60,21 @@ def _find(source: Path) -> Path:
             "checkpoints"
         )
     return found
+
+
+def _warn_of_other_base(run: Path, base: Path | None) -> None:
+    """Warn where the weights that an adapter is merged into are not those that it was trained on, as
+    far as the run folder tells."""
+    folder = RunFolder(run)
+    trained_on = folder.history.contents().get("model.path")
+    if trained_on is None or not folder.config.is_file():
+        return
+    path = base or Path(load_recipe(folder.config).model.path)
+    if path.is_dir() and digest_of(str(path.absolute())) != trained_on:
+        console.warning(
+            f"the files of {path} are not those that the adapter was trained on: merged into other "
+            "weights it is another policy"
+        )
 
 
 def _task(recipe: Recipe) -> dict[str, str]:

@@ -36,7 +36,7 @@ from mrl.preflight.old_logprobs import check_old_logprobs
 from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.plan import Plan
 from mrl.preflight.profile import check_profile
-from mrl.preflight.resume import resume_step, snapshot_step
+from mrl.preflight.resume import check_adapter, resume_step, snapshot_step
 from mrl.preflight.reward_columns import check_reward_columns
 from mrl.preflight.roles import Roles, roles_of, trainer_dims
 from mrl.preflight.rows import check_rows
@@ -122,6 +122,7 @@ def check(
     _check_prompts(prompts, tokenizer, recipe, warn)
     sft_examples = _sft_examples(recipe, tokenizer, context_len)
     eval_sets = _eval_sets(recipe, model, tokenizer, context_len, warn)
+    check_adapter(folder, adapter)
     update = _check_folder(folder, recipe, allowed, algorithm)
     checkpoint_step = resume_step(folder, warn)
     step = snapshot_step(folder, recipe, warn) or checkpoint_step

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mrl.config import Recipe
 from mrl.errors import InputError
 from mrl.lora import Adapter
 from parallel.hf_config import HfModel
+from parallel.lora.peft_folder import PeftFolder
 from parallel.lora.rules import read_adapter
 
 
@@ -42,7 +45,10 @@ def check_lora(recipe: Recipe, model: HfModel) -> Adapter | None:
     ):
         if is_set:
             raise InputError(f"{key} does not go with lora: {why}")
-    return read_adapter(recipe.lora, model)
+    adapter = read_adapter(recipe.lora, model)
+    if recipe.lora.path is not None:
+        PeftFolder(Path(recipe.lora.path), adapter, model).check_numbers()
+    return adapter
 
 
 def with_native_layers(recipe: Recipe) -> Recipe:

@@ -7,9 +7,20 @@ from collections.abc import Callable
 from functools import partial
 
 from mrl.config import Recipe
+from mrl.errors import InputError
+from mrl.lora import Adapter
 from mrl.run import metric_rows
 from mrl.run.folder import RunFolder
-from parallel.checkpoint.manifest import candidates, damage, folder_name, newest_good, step_of
+from parallel.checkpoint.manifest import (
+    Damaged,
+    candidates,
+    damage,
+    folder_name,
+    newest_good,
+    read_manifest,
+    step_of,
+)
+from parallel.checkpoint.model_identity import other_adapter, saved_adapter
 from parallel.checkpoint.node_folder import node_folder
 from parallel.checkpoint.snapshot_note import step_to_resume
 
@@ -28,6 +39,19 @@ def resume_step(folder: RunFolder, warn: Callable[[str], None]) -> int | None:
     ):
         warn(f"{wrong}; training continues with the copy in checkpoint {found.name}")
     return step
+
+
+def check_adapter(folder: RunFolder, adapter: Adapter | None) -> None:
+    """Raise InputError where the newest checkpoint holds another adapter than the run trains, or all
+    weights where it trains an adapter, or the other way round."""
+    for found in candidates(folder.checkpoints):
+        try:
+            saved = read_manifest(found)["model"]
+        except Damaged:  # `resume_step` says so
+            continue
+        if reason := other_adapter(saved_adapter(saved), adapter):
+            raise InputError(f"checkpoint {found} {reason}")
+        return
 
 
 def snapshot_step(folder: RunFolder, recipe: Recipe, warn: Callable[[str], None]) -> int | None:

@@ -128,6 +128,9 @@ RULES = (
     Rule(Kind.NEVER, "the model", ("model.path", "critic.path"), by_contents=True),
     Rule(Kind.NEVER, "the dtype of weights and optimizer state", ("model.dtype",)),
     Rule(Kind.NEVER, "how the critic's value head began", ("critic.head_std",)),
+    Rule(Kind.ALLOW, "how the engine is given an adapter", ("lora.rollout",)),
+    Rule(Kind.NEVER, "the adapter: its rank, alpha, modules and how it began", ("lora",)),
+    Rule(Kind.NEVER, "the adapter to begin with", ("lora.path",), by_contents=True),
     Rule(Kind.NEVER, "SFT, which is over when the first step begins", ("sft",), by_contents=True),
     Rule(Kind.NEVER, "the order of prompts and all random numbers", ("seed",)),
 )

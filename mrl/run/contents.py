@@ -26,13 +26,13 @@ def contents_of(recipe: Recipe) -> dict[str, str]:
     """Return the digest of each key that is judged by the contents of what it names, and is set."""
     flat = flatten(recipe.model_dump())
     return {
-        key: _digest(value)
+        key: digest_of(value)
         for key, value in flat.items()
         if value is not None and rule_of(key).by_contents
     }
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: Any) -> str:
     """Digest a value in which the names of files and folders stand for what is in them."""
     text = json.dumps(_resolved(value), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -60,7 +60,12 @@ class Architecture:
 
 def rule_pattern(rule: Rule) -> re.Pattern[str]:
     """Matches the Megatron names of a rule, with the groups `layer` and `expert` where it has them."""
-    escaped = re.escape(rule.megatron)
+    return name_pattern(rule.megatron)
+
+
+def name_pattern(name: str) -> re.Pattern[str]:
+    """Matches the names that `{layer}` and `{expert}` of a name of the table stand for, as groups."""
+    escaped = re.escape(name)
     for field in ("layer", "expert"):
         escaped = escaped.replace(re.escape("{" + field + "}"), rf"(?P<{field}>\d+)")
     return re.compile(escaped)

@@ -33,7 +33,7 @@ from mrl.errors import InputError, RunFailed
 from mrl.system.heartbeat import phase
 from parallel.checkpoint import manifest
 from parallel.checkpoint.agreement import failed, find_damage, first_reason, on_first_rank, on_ranks
-from parallel.checkpoint.model_identity import describe_model, other_model
+from parallel.checkpoint.model_identity import describe_model, other_model, refusal
 from parallel.checkpoint.pending_save import PendingSave, Record, start_folder
 from parallel.checkpoint.pickle_scan import check_pickles
 from parallel.checkpoint.random_state import pack_random_state, reseed, restore_random_state
@@ -250,16 +250,16 @@ class Checkpoints:
             for prefix, model in models.items()
         }
         for prefix, model in models.items():
-            own, reason = [], other_model(content.get(f"{prefix}model"), model)
+            own, path = [], "critic.path" if prefix else "model.path"
+            there, hf = content.get(f"{prefix}model"), model.weights.model
+            reason = refusal(there, hf, model.adapter, path)
             if reason is None:
                 own = state_shards(model.trained, states[prefix], saved_key(saved, prefix))
             unused = self._unused(own, saved, prefix)
-            if reason := first_reason(self.mesh, reason or misfit(own, saved) or unused):
-                path = "critic.path" if prefix else "model.path"
-                raise InputError(
-                    f"checkpoint {folder} is of another model: {reason}; give the {path} that it was "
-                    "trained from, or another output_dir"
-                )
+            if reason is None and (difference := misfit(own, saved) or unused):
+                reason = other_model(difference, path)
+            if reason := first_reason(self.mesh, reason):
+                raise InputError(f"checkpoint {folder} {reason}")
             shards += own
         random = None
         if same_layout:
@@ -326,6 +326,9 @@ class Checkpoints:
                 "megatron-core": importlib.metadata.version("megatron-core"),
             },
             "dtype": str(dtype).removeprefix("torch."),
-            **{f"{prefix}model": describe_model(model) for prefix, model in models.items()},
+            **{
+                f"{prefix}model": describe_model(model.weights.model, model.adapter)
+                for prefix, model in models.items()
+            },
             "trainer": trainer,
         }

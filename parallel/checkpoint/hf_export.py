@@ -1,7 +1,8 @@
 """A checkpoint of any layout becomes a Hugging Face folder, in one process and without Megatron.
 
 One Megatron parameter at a time is read whole and split into its HF tensors; memory peaks at one output
-file and one parameter.
+file and one parameter. A checkpoint of an adapter becomes PEFT's folder of it, or, merged, the whole
+model.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,17 @@ from torch import Tensor
 
 from mrl import __version__
 from mrl.errors import DiskFailed, InputError
+from mrl.lora import Adapter
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Rule, rule_pattern
 from parallel.checkpoint.hf_writer import write_safetensors
 from parallel.checkpoint.manifest import read_manifest, step_of
+from parallel.checkpoint.model_identity import saved_adapter
 from parallel.checkpoint.saved_tensors import SavedTensors
 from parallel.hf_config import HfModel
+from parallel.lora.merge import merged_tensors
+from parallel.lora.peft_folder import write_peft_folder
+from parallel.lora.rules import adapter_rules
 from parallel.shards import split
 
 COPIED = (
@@ -35,11 +41,14 @@ COPIED = (
     "added_tokens.json", "generation_config.json", "preprocessor_config.json", "LICENSE*",
 )  # fmt: skip
 """Files of the base model's folder. Code files are not copied."""
+TAGS = ("mixture-of-experts", "reinforcement-learning", "mrl")
 
 
 @dataclass(frozen=True)
 class Exported:
     step: int
+    what: str
+    """`weights`, `adapter`, or `base with the adapter merged`."""
     num_files: int
     num_tensors: int
 
@@ -52,46 +61,77 @@ def export_checkpoint(
     max_bytes: int,
     notes: dict[str, str],
     architecture: str | None = None,
+    merged: bool = False,
 ) -> Exported:
-    """Write a whole, undamaged checkpoint `folder` as a model folder `target`.
+    """Write a whole, undamaged checkpoint `folder` as a model folder `target`; that of an adapter as a
+    PEFT folder, or, `merged`, as a model folder with the update added.
 
-    `base`: the model folder that has the tokenizer; by default the one that was trained. `notes`: rows
-    of the model card. `architecture`: where a `model.architecture` of the recipe is now; by default
-    where it was. `target` appears under its name only when it is whole.
+    `base`: the model folder that has the tokenizer and the frozen weights; by default the one that was
+    trained. `notes`: rows of the model card. `architecture`: where a `model.architecture` of the recipe
+    is now; by default where it was. `target` appears under its name only when it is whole.
 
     Raises InputError where `target` is not a new or an empty folder or cannot be made, where `base` is
-    not there, where the architecture is not, or where the checkpoint is a critic's; DiskFailed where a
-    file cannot be written.
+    not there or another model, where the architecture is not, where the checkpoint is a critic's, or
+    where it has no adapter to merge; DiskFailed where a file cannot be written.
     """
     content = read_manifest(folder)
-    source = base or Path(content["model"]["path"])
-    if not (source / "config.json").is_file():
+    adapter = saved_adapter(content["model"])
+    if merged and adapter is None:
         raise InputError(
-            f"no model folder {source}, from which the tokenizer is copied; give the base model's "
-            "folder with --model PATH"
+            f"--merged: checkpoint {folder} holds all weights, and no adapter to merge; leave it out"
         )
+    model = _read_model(content, base, architecture)
+    saved = SavedTensors(folder)
+    refuse_critic(folder, saved, model)
+    if adapter is None or merged:
+        _check_base(model)
+    with _new_folder(target) as partial:
+        if adapter is not None and not merged:
+            what, tensors = "adapter", adapter_tensors(saved, model, adapter)
+            path = os.path.abspath(model.path)
+            num_files, num_tensors = 1, write_peft_folder(partial, tensors, adapter, model, path)
+        else:
+            what, tensors = "weights", hf_tensors(saved, model)
+            if adapter is not None:
+                what = "base with the adapter merged"
+                tensors = merged_tensors(saved, model, adapter, getattr(torch, content["dtype"]))
+            where = write_safetensors(partial, tensors, max_bytes)
+            num_files, num_tensors = len(set(where.values())), len(where)
+            _write_config(partial, model.config, content["dtype"])
+            _copy_files(model.path, partial)
+        name = Path(os.path.abspath(target)).name
+        card = model_card(name, model.path.resolve().name, content, notes, merged=merged)
+        (partial / "README.md").write_text(card)
+    return Exported(step_of(folder), what, num_files, num_tensors)
+
+
+def _read_model(content: dict[str, Any], base: Path | None, architecture: str | None) -> HfModel:
+    """Return the model of a manifest, in the folder `base`, or where the run had it."""
     config = dict(content["model"]["config"])
     named = architecture or content["model"].get("architecture")
     try:
-        model = HfModel(source, config, find_architecture(config, named), named)
+        found = find_architecture(config, named)
     except InputError as error:
         if named is None or architecture is not None:
             raise
         hint = "if it is elsewhere, say where it is now with --architecture FILE"
         raise InputError(f"{error}; {hint}") from None
-    saved = SavedTensors(folder)
-    refuse_critic(folder, saved, model)
-    with _new_folder(target) as partial:
-        where = write_safetensors(partial, hf_tensors(saved, model), max_bytes)
-        _write_config(partial, config, content["dtype"])
-        for pattern in COPIED:
-            for file in source.glob(pattern):
-                if file.is_file():
-                    shutil.copyfile(file, partial / file.name)
-        name = Path(os.path.abspath(target)).name
-        card = model_card(name, source.resolve().name, content, notes)
-        (partial / "README.md").write_text(card)
-    return Exported(step_of(folder), len(set(where.values())), len(where))
+    return HfModel(base or Path(content["model"]["path"]), config, found, named)
+
+
+def _check_base(model: HfModel) -> None:
+    if not (model.path / "config.json").is_file():
+        raise InputError(
+            f"no model folder {model.path}, from which the tokenizer is copied; give the base model's "
+            "folder with --model PATH"
+        )
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    for pattern in COPIED:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)
 
 
 @contextmanager
@@ -136,12 +176,23 @@ def refuse_critic(folder: Path, saved: SavedTensors, model: HfModel) -> None:
         )
 
 
-def hf_tensors(saved: SavedTensors, model: HfModel) -> Iterator[tuple[str, Tensor]]:
+def adapter_tensors(
+    saved: SavedTensors, model: HfModel, adapter: Adapter
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every A and B of an adapter once, under PEFT's names, in the dtype of training."""
+    return hf_tensors(saved, model, adapter_rules(model.architecture.rules(model.config), adapter))
+
+
+def hf_tensors(
+    saved: SavedTensors, model: HfModel, table: Iterable[Rule] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every HF tensor once, layer by layer, in the dtype of training.
 
-    Raises ValueError where a weight of the checkpoint has no rule.
+    `table`: rules of the parameters, by default those of the model. Raises ValueError where a weight of
+    the checkpoint has no rule.
     """
-    rules = [(rule_pattern(rule), rule) for rule in model.architecture.rules(model.config)]
+    table = model.architecture.rules(model.config) if table is None else table
+    rules = [(rule_pattern(rule), rule) for rule in table]
     places = [
         _place(key.removeprefix("model."), rules) for key in saved if key.startswith("model.")
     ]
@@ -168,19 +219,34 @@ def _write_config(folder: Path, config: dict[str, Any], dtype: str) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **named}, indent=2) + "\n")
 
 
-def model_card(name: str, base: str, content: dict[str, Any], notes: dict[str, str]) -> str:
+def model_card(
+    name: str, base: str, content: dict[str, Any], notes: dict[str, str], *, merged: bool = False
+) -> str:
     """README.md with the front matter that model hubs read."""
+    adapter = saved_adapter(content["model"])
+    library, what, tags, of_adapter = "transformers", base, TAGS, {}
+    if adapter is not None:
+        library, what, tags = "peft", f"A LoRA adapter of {base}", (*TAGS, "lora")
+        of_adapter = {
+            "rank": str(adapter.rank),
+            "alpha": f"{adapter.alpha:g}",
+            "adapted modules": ", ".join(adapter.modules) or "none",
+            "adapted experts": adapter.experts,
+        }
+    if merged:
+        what, library = f"{base} with a LoRA adapter merged into its weights", "transformers"
     rows = {
         "base model": base,
+        **of_adapter,
         "training step": str(content["step"]),
         "dtype": content["dtype"],
         **notes,
         **{f"{package} version": version for package, version in content["versions"].items()},
         "exported with mrl": __version__,
     }
+    front = "".join(f"- {tag}\n" for tag in tags)
     return (
-        "---\nlibrary_name: transformers\n"
-        "tags:\n- mixture-of-experts\n- reinforcement-learning\n- mrl\n---\n\n"
-        f"# {name}\n\n{base}, trained with mrl: reinforcement learning on Megatron-core and SGLang.\n\n"
+        f"---\nlibrary_name: {library}\ntags:\n{front}---\n\n# {name}\n\n"
+        f"{what}, trained with mrl: reinforcement learning on Megatron-core and SGLang.\n\n"
         "| | |\n|---|---|\n" + "".join(f"| {key} | {value} |\n" for key, value in rows.items())
     )

@@ -5,53 +5,79 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from parallel.megatron_model import MegatronModel
+from mrl.lora import Adapter
+from parallel.hf_config import HfModel
 
 
-def describe_model(model: MegatronModel) -> dict[str, Any]:
+def describe_model(model: HfModel, adapter: Adapter | None) -> dict[str, Any]:
     """Return what the manifest of a checkpoint says about a model; JSON-able."""
-    hf = model.weights.model
-    adapter = None if model.lora is None else dataclasses.asdict(model.lora.setup.adapter)
     return {
-        "path": str(hf.path),
-        "config": hf.config,
-        "architecture": hf.named,
-        **({} if adapter is None else {"lora": adapter}),
+        "path": str(model.path),
+        "config": model.config,
+        "architecture": model.named,
+        **({} if adapter is None else {"lora": dataclasses.asdict(adapter)}),
     }
 
 
-def other_model(saved: dict[str, Any] | None, model: MegatronModel) -> str | None:
-    """Say in words where the saved model differs from ours; None where it does not."""
+def saved_adapter(model: dict[str, Any]) -> Adapter | None:
+    """Return the adapter that a checkpoint holds, from the part of its manifest about the model; None
+    where it holds all weights."""
+    lora: dict[str, Any] | None = model.get("lora")
+    if lora is None:
+        return None
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in lora.items()
+    }
+    return Adapter(**fields)
+
+
+def refusal(
+    saved: dict[str, Any] | None, model: HfModel, adapter: Adapter | None, path: str = "model.path"
+) -> str | None:
+    """Say what a checkpoint is that a run with this model and adapter cannot load, and what to do; None
+    where it can.
+
+    `saved` is the part of the manifest about the model, and `path` the key that names it in the recipe.
+    """
     if saved is None:
-        return "it has no critic"
-    ours, config = model.weights.model, saved["config"]
-    here, there = ours.config.get("model_type"), config.get("model_type")
+        return other_model("it has no critic", path)
+    config = saved["config"]
+    here, there = model.config.get("model_type"), config.get("model_type")
     if here != there:  # its settings cannot be compared
-        return f"model_type {there} there, {here} here"
-    found = ours.differences(dataclasses.replace(ours, config=config))
-    return ", ".join(found) or _other_adapter(saved.get("lora"), describe_model(model).get("lora"))
+        return other_model(f"model_type {there} there, {here} here", path)
+    if found := model.differences(dataclasses.replace(model, config=config)):
+        return other_model(", ".join(found), path)
+    return other_adapter(saved_adapter(saved), adapter)
 
 
-def _other_adapter(there: dict[str, Any] | None, here: dict[str, Any] | None) -> str | None:
-    if there is None and here is None:
+def other_model(difference: str, path: str) -> str:
+    """Return the words of a refusal for a difference of the models."""
+    return (
+        f"is of another model: {difference}; give the {path} that it was trained from, or another "
+        "output_dir"
+    )
+
+
+def other_adapter(there: Adapter | None, here: Adapter | None) -> str | None:
+    """Say in words where the adapter of a checkpoint differs from the run's; None where it does not."""
+    if there == here:
         return None
     if there is None:
         return (
-            "it holds all weights of the model, and this run trains a LoRA adapter (remove `lora`)"
+            "holds all weights of the model, and this run trains a LoRA adapter; leave `lora` out, or "
+            "give another output_dir"
         )
+    give = "give the `lora` branch that it was trained with, or another output_dir"
     if here is None:
-        return (
-            f"it holds a LoRA adapter of rank {there['rank']} alone, and this run trains all weights "
-            "(give its `lora` branch)"
-        )
-    different = [
-        f"lora {name} {_plain(there[name])} there, {_plain(here[name])} here"
-        for name in here
-        if _plain(there.get(name)) != _plain(here[name])
-    ]
-    return ", ".join(different) or None
+        what = f"holds a LoRA adapter of rank {there.rank} alone"
+        return f"{what}, and this run trains all weights; {give}"
+    different = ", ".join(
+        f"{name} {_plain(old)} there, {_plain(new)} here"
+        for name, old in dataclasses.asdict(there).items()
+        if old != (new := getattr(here, name))
+    )
+    return f"holds another LoRA adapter: {different}; {give}"
 
 
 def _plain(value: Any) -> Any:
-    """A tuple of ours is a list in JSON."""
-    return list(value) if isinstance(value, tuple) else value
+    return " ".join(value) or "none" if isinstance(value, tuple) else value

@@ -59,12 +59,13 @@ def adapter_rules(rules: Iterable[Rule], adapter: Adapter) -> list[Rule]:
     found: dict[str, Rule] = {}
     for rule in rules:
         for hf in adapted(rule, adapter):
-            for one in _pair(rule, hf, adapter):
+            for one in adapter_pair(rule, hf, adapter):
                 found[one.megatron] = one
     return list(found.values())
 
 
-def _pair(rule: Rule, hf: str, adapter: Adapter) -> Iterator[Rule]:
+def adapter_pair(rule: Rule, hf: str, adapter: Adapter) -> Iterator[Rule]:
+    """Yield the rules of A and B of an adapted Hugging Face weight of `rule`."""
     splits: tuple[Split, Split] = ("none", "none" if rule.split == "none" else "rows")
     if rule.split == "columns":
         splits = ("columns", "none")

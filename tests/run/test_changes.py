@@ -14,7 +14,7 @@ from mrl.config import Recipe, dump_recipe, load_recipe
 from mrl.config.suggest import all_keys
 from mrl.errors import InputError
 from mrl.run.changes import RULES, Kind, check_keys, is_in, rule_of
-from mrl.run.contents import PIECE_BYTES, WHOLE_BYTES, _digest, _of_file
+from mrl.run.contents import PIECE_BYTES, WHOLE_BYTES, _of_file, digest_of
 from mrl.run.folder import RunFolder
 from mrl.run.history import History
 from mrl.run.source import load_run, read_source
@@ -237,8 +237,8 @@ def test_only_paths_are_judged_by_contents(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "first_char").mkdir()
     (tmp_path / "first_char/file").write_text("a")
     (tmp_path / "r.py").write_text("def f(completions, **columns): ...\n")
-    before = [_digest("first_char"), _digest(f"trl:{tmp_path}/r.py:f")]
+    before = [digest_of("first_char"), digest_of(f"trl:{tmp_path}/r.py:f")]
     (tmp_path / "first_char/file").write_text("b")
     (tmp_path / "r.py").write_text("def f(completions, **columns): return 1\n")
-    assert _digest("first_char") == before[0]
-    assert _digest(f"trl:{tmp_path}/r.py:f") != before[1]
+    assert digest_of("first_char") == before[0]
+    assert digest_of(f"trl:{tmp_path}/r.py:f") != before[1]

@@ -1,0 +1,143 @@
+"""Reads the experts of an adapter in the form that PEFT writes with transformers 5.
+
+transformers 5 keeps a projection of all experts of a layer as one parameter, gate and up projection
+joined by their rows, and PEFT adapts it as a whole: A is [experts * r, inputs], the experts one after
+the other, and B is [outputs, r * experts], where the expert counts fastest. r is the adapter's rank
+where PEFT has trained such a parameter: gate and up projection then have one A. It is twice the rank
+where PEFT has read an adapter with an A for each: of B the blocks on the diagonal are theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from mrl.errors import InputError
+from mrl.lora import PEFT_PREFIX, Adapter, lora_name
+from parallel.expected_tensors import rule_shapes
+from parallel.hf_config import HfModel
+from parallel.lora.peft_config import PeftConfig
+
+Matrix = Literal["A", "B"]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A `Fused` is one parameter of all experts of a layer, adapted as a whole."""
+
+    prefix: str
+    """PEFT's name of its matrices, up to `.lora_A.weight`."""
+    num_experts: int
+    num_parts: int
+    """Hugging Face weights of an expert that are joined in it."""
+    rank: int
+    """Of one expert, in the file."""
+
+    def name(self, matrix: Matrix) -> str:
+        """Return the name of A or B in the file."""
+        return f"{self.prefix}.lora_{matrix}.weight"
+
+    def part(self, whole: Tensor, matrix: Matrix, expert: int, number: int, rank: int) -> Tensor:
+        """Take weight `number` of an expert out of the whole A or B. `rank`: that of the adapter.
+
+        Raises InputError where the weights of an expert are not told apart in B.
+        """
+        if matrix == "A":
+            own = whole.unflatten(0, (self.num_experts, self.rank))[expert]
+            return own if self.rank == rank else own[number * rank : (number + 1) * rank]
+        own = whole.unflatten(1, (self.rank, self.num_experts))[:, :, expert]
+        rows = own.chunk(self.num_parts)[number]
+        if self.rank == rank:
+            return rows.contiguous()
+        block = rows[:, number * rank : (number + 1) * rank]
+        if rows.count_nonzero() != block.count_nonzero():
+            raise InputError(
+                f"lora.path: {self.name('B')} mixes gate and up projection of expert {expert} (rank "
+                f"{self.rank} for both), expected an A and a B of rank {rank} for each; train it in "
+                "PEFT with one rank for all modules, or merge it into the model"
+            )
+        return block.contiguous()
+
+
+def find_fused(
+    model: HfModel, adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], config: PeftConfig
+) -> dict[str, tuple[Fused, Matrix, int, int]]:
+    """Return for the names of the experts' matrices where they are in the file: the parameter, A or B,
+    the expert, and which of the weights joined in it.
+
+    `shapes`: those of the file. A parameter whose shapes do not fit is left out. Raises InputError for
+    one of another rank or scale.
+    """
+    found: dict[str, tuple[Fused, Matrix, int, int]] = {}
+    for parameter in _parameters(model) if adapter.experts != "none" else ():
+        # PEFT wraps one parameter of a layer in the other: shapes tell which is which.
+        for prefix in (parameter.module, f"{parameter.module}.base_layer"):
+            fused = _fused(PEFT_PREFIX + prefix, parameter, model.sizes.num_experts, shapes)
+            if fused is None:
+                continue
+            _check_scale(f"{parameter.module}.{parameter.name}", fused, adapter, config)
+            for place, weight in enumerate(parameter.weights):
+                expert, number = divmod(place, fused.num_parts)
+                found[lora_name(weight, "A")] = fused, "A", expert, number
+                found[lora_name(weight, "B")] = fused, "B", expert, number
+    return found
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A `_Parameter` is what transformers 5 holds of all experts of a layer."""
+
+    module: str
+    num_parts: int
+    inputs: int
+    outputs: int
+    """Of one of its parts."""
+    weights: list[str]
+    """Hugging Face's names in files, expert after expert."""
+
+    @property
+    def name(self) -> str:
+        return "gate_up_proj" if self.num_parts > 1 else "down_proj"
+
+
+def _parameters(model: HfModel) -> Iterable[_Parameter]:
+    found: dict[tuple[int, str], _Parameter] = {}
+    for rule, hf, place, shape in rule_shapes(model):
+        if "{expert}" not in rule.megatron:
+            continue
+        outputs, inputs = shape
+        module = f"model.layers.{place['layer']}.mlp.experts"
+        new = _Parameter(module, len(rule.hf), inputs, outputs, [])
+        found.setdefault((place["layer"], rule.megatron), new).weights.append(hf.format(**place))
+    return found.values()
+
+
+def _fused(
+    prefix: str, parameter: _Parameter, num_experts: int, shapes: Mapping[str, tuple[int, ...]]
+) -> Fused | None:
+    a, b = (shapes.get(f"{prefix}.lora_{matrix}.weight", ()) for matrix in "AB")
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] % num_experts:
+        return None
+    if (a[1], b[0]) != (parameter.inputs, parameter.outputs * parameter.num_parts):
+        return None
+    return Fused(prefix, num_experts, parameter.num_parts, a[0] // num_experts)
+
+
+def _check_scale(module: str, fused: Fused, adapter: Adapter, config: PeftConfig) -> None:
+    ranks = {adapter.rank, adapter.rank * fused.num_parts}
+    rank, scale = config.rank_of(module), config.scale_of(module)
+    if fused.rank not in ranks or rank != fused.rank:
+        raise InputError(
+            f"lora.path: {fused.name('A')} has rank {fused.rank} and adapter_config.json says {rank}, "
+            f"expected {' or '.join(map(str, sorted(ranks)))}; train it with one rank for all modules, "
+            "or merge it into the model"
+        )
+    if scale != adapter.scale:
+        raise InputError(
+            f"lora.path: {module} has the scale {scale:g} (alpha_pattern / rank_pattern), expected "
+            f"lora.alpha / lora.rank = {adapter.scale:g} as all others have; multiply its B by the "
+            "quotient of the two, or merge it into the model"
+        )
