@@ -16,6 +16,7 @@ from mrl.data.chat import ChatTurns
 from mrl.data.eval_sets import EvalSet, read_eval_sets
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
+from mrl.lora import Adapter
 from mrl.preflight.algorithm import (
     check_critic_stays,
     check_dynamic_sampling,
@@ -122,8 +123,7 @@ def check(
     _check_prompts(prompts, tokenizer, recipe, warn)
     sft_examples = _sft_examples(recipe, tokenizer, context_len)
     eval_sets = _eval_sets(recipe, model, tokenizer, context_len, warn)
-    check_adapter(folder, adapter)
-    update = _check_folder(folder, recipe, allowed, algorithm)
+    update = _check_folder(folder, recipe, allowed, algorithm, adapter)
     checkpoint_step = resume_step(folder, warn)
     step = snapshot_step(folder, recipe, warn) or checkpoint_step
     if recipe.debug.load_rollouts is not None:
@@ -206,10 +206,15 @@ def _eval_sets(
 
 
 def _check_folder(
-    folder: RunFolder, recipe: Recipe, allowed: Sequence[str] | None, algorithm: Algorithm
+    folder: RunFolder,
+    recipe: Recipe,
+    allowed: Sequence[str] | None,
+    algorithm: Algorithm,
+    adapter: Adapter | None,
 ) -> Update:
     """Return what continuing the run of the folder changes, where it may; check its trackers too."""
     check_trackers(recipe.logging)
+    check_adapter(folder, adapter)
     update = folder.check(recipe, allowed)
     if folder.has_begun:
         check_critic_stays(update.changes, traits(algorithm).needs_critic)

@@ -34,7 +34,7 @@ class Fused:
     num_parts: int
     """Hugging Face weights of an expert that are joined in it."""
     rank: int
-    """Of one expert, in the file."""
+    """The rank of one expert, in the file."""
 
     def name(self, matrix: Matrix) -> str:
         """Return the name of A or B in the file."""
@@ -94,7 +94,7 @@ class _Parameter:
     num_parts: int
     inputs: int
     outputs: int
-    """Of one of its parts."""
+    """The rows of one of its parts."""
     weights: list[str]
     """Hugging Face's names in files, expert after expert."""
 

@@ -1,4 +1,4 @@
-"""`mrl check` reads what a LoRA run begins with or goes on from: lora.path, and its checkpoint."""
+"""LoRA runs: what they begin with or go on from is checked first; a resumed one has the same bits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import pytest
 
 from mrl.cli import main
 from mrl.config import load_recipe
+from mrl.run.folder import RunFolder
+from mrl.toy_model import write_toy_model
 from parallel.checkpoint.checkpoints import Checkpoints
+from parallel.checkpoint.saved_tensors import SavedTensors
 from parallel.hf_config import HfModel
 from parallel.lora.peft_folder import WEIGHTS
 from parallel.lora.weights import LoraSetup
-from tests.loop.conftest import TOY_RECIPE, Toy
+from tests.loop.conftest import TOY_RECIPE, Toy, trained
 from tests.loop.test_refusals import refused
 from tests.parallel.layouts import build, join_mesh
 from tests.parallel.lora.exchange import ALPHA, RANK, make_adapter, write_adapter
@@ -70,3 +73,55 @@ def test_a_checkpoint_of_another_kind_is_found_before_the_start(
         overrides = toy.overrides(tmp_path / name, *changes)
         line = refused(capsys, ["check", str(TOY_RECIPE), *overrides])
         assert f"checkpoint {tmp_path / name}/checkpoints/iter_0000001 {expected}" in line
+
+
+@pytest.mark.release
+@pytest.mark.timeout(400)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
+    toy: Toy, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = HfModel.read(toy.model)
+    write_adapter(tmp_path / "adapter", model, make_adapter(model, "shared_outer"))
+
+    def overrides(name: str, num_steps: int, *more: str) -> list[str]:
+        saved = f"debug.load_rollouts={recorded / 'rollouts'}"
+        steps = (f"train.num_steps={num_steps}", "checkpoint.save_every=2")
+        lora = (*LORA, "lora.experts=shared_outer", f"lora.path={tmp_path / 'adapter'}")
+        return toy.overrides(tmp_path / name, saved, *steps, *lora, *more)
+
+    def go(name: str, num_steps: int) -> None:
+        out = tmp_path / f"out_{name}_{num_steps}"
+        run_ranks(1, trained, overrides(name, num_steps), folder=out)
+
+    go("whole", 4)
+    go("run", 2)
+    go("run", 4)
+    whole, run = (
+        SavedTensors(tmp_path / name / "checkpoints/iter_0000004") for name in ("whole", "run")
+    )
+    assert list(whole) == list(run)
+    assert all(whole[key].equal(run[key]) for key in whole)
+    rows = [RunFolder(tmp_path / name).read_metrics() for name in ("whole", "run")]
+    for key in ("loss/policy", "grad_norm"):
+        assert [row[key] for row in rows[0]] == [row[key] for row in rows[1]]
+
+    command = ["check", str(TOY_RECIPE), *overrides("run", 4, "lora.init=gaussian")]
+    line = refused(capsys, command)
+    assert "lora.init is 'kaiming' there and 'gaussian' now (never changes in a run); keep" in line
+    (tmp_path / "adapter").rename(tmp_path / "moved")
+    main(["check", str(TOY_RECIPE), *overrides("run", 4, f"lora.path={tmp_path / 'moved'}")])
+
+    main(["export", str(tmp_path / "run"), str(tmp_path / "exported")])
+    assert "| algorithm | gspo |" in (tmp_path / "exported/README.md").read_text()
+    write_toy_model(tmp_path / "other", seed=1)
+    capsys.readouterr()
+    merge = ["export", str(tmp_path / "run"), "--merged", str(tmp_path / "merged")]
+    main(merge)
+    assert "are not those that the adapter was trained on" not in printed(capsys)
+    main([*merge[:-1], str(tmp_path / "wrong"), "--model", str(tmp_path / "other")])
+    assert "other are not those that the adapter was trained on: merged" in printed(capsys)
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    return " ".join((captured.out + captured.err).split())
