@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.evidence.result import finish, summary, write_result
+from mrl.config.adapter import Experts
 from mrl.errors import InputError
-from mrl.lora import Experts
 from mrl.types import Sample
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel

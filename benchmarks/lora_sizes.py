@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.scaling import published
 from mrl.commands.scaling_plan import plan_workload
 from mrl.config import LoraConfig, load_recipe
+from mrl.config.adapter import Experts
 from mrl.errors import InputError
-from mrl.lora import Experts
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.lora.rules import read_adapter

@@ -16,8 +16,8 @@ from megatron.core.distributed import finalize_model_grads
 from moe.align import router_rows
 from moe.routes import Replay
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
+from mrl.config.adapter import Adapter
 from mrl.errors import NotFinite
-from mrl.lora import Adapter
 from mrl.system.heartbeat import phase
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
 from parallel.backward_watch import BackwardWatch, gather_samples, named
@@ -62,6 +62,10 @@ class MegatronModel:
 
     loss_key: ClassVar[str]
     """The metric that the sum of the losses is reported as."""
+    optimizer: Any = None
+    """Megatron's optimizer, once `make_optimizer` has made it."""
+    scheduler: Any = None
+    """The schedule of its learning rate."""
 
     def __init__(
         self,
@@ -120,8 +124,6 @@ class MegatronModel:
             overlaps_reduction=ddp is not None and ddp.overlap_grad_reduce,
         )
         self._backward_watch = BackwardWatch(map(unwrap, self.chunks) if ddp is not None else ())
-        self.optimizer: Any = None
-        self.scheduler: Any = None
         ledger.own(prefix + "parameters", lambda: parameter_tensors(self.chunks))
         if ddp is not None:
             self._prepare_training(ddp.overlap_grad_reduce)

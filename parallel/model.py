@@ -133,11 +133,7 @@ def build_chunks(
         if adapt is not None:
             adapt(chunk)  # pyright: ignore[reportArgumentType]
         chunk.model_type = ModelType.encoder_or_decoder
-        for name, parameter in chunk.named_parameters():
-            if ".experts." in name:
-                # Megatron flags experts only when EP > 1, yet with ETP < TP they too are shared out
-                # differently from the dense layers; unflagged, their gradients are silently wrong.
-                setattr(parameter, "allreduce", False)  # noqa: B010
+        _flag_experts(chunk)
         chunk = chunk.to(mesh.device)
         chunk = _half(config, chunk) if config.bf16 else chunk
         join_storages(chunk)
@@ -148,6 +144,17 @@ def build_chunks(
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
+
+
+def _flag_experts(chunk: torch.nn.Module) -> None:
+    """Mark what is reduced over the experts' own replicas.
+
+    Megatron does so only when EP > 1, yet with ETP < TP experts too are shared out differently from the
+    dense layers; without the mark their gradients are silently wrong.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            setattr(parameter, "allreduce", False)  # noqa: B010
 
 
 def _half(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:

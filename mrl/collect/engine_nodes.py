@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mrl.config.adapter import Adapter
 from mrl.errors import EngineGone
-from mrl.lora import Adapter
 from mrl.preflight import Plan
 from mrl.rollout import load_engine, node_class
 from mrl.rollout.base import (

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from mrl.config.adapter import Experts
 from mrl.config.branch import Branch
-from mrl.lora import Experts
 
 
 class LoraConfig(Branch):
@@ -19,8 +19,8 @@ class LoraConfig(Branch):
     """`attention` adapts every projection of the attention; or Hugging Face's names of modules
     (`[q_proj, v_proj]`), outside the experts."""
     experts: Experts = "none"
-    """`per_expert` gives each expert an A and a B for every projection. `shared_outer` shares the A of
-    gate and up projection and the B of the down projection over the experts of a layer."""
+    """Each expert gets an A and a B for every projection with `per_expert`. `shared_outer` shares
+    the A of gate and up projection and the B of the down projection over the experts of a layer."""
     dropout: float = Field(default=0.0, ge=0, le=0)
     """Only 0: the engine has no dropout, so trainer and engine would be two policies."""
     init: Literal["kaiming", "gaussian"] = "kaiming"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mrl.lora import Adapter
+from mrl.config.adapter import Adapter
 from mrl.types import SampleGroup
 from parallel.hf_config import HfModel
 from parallel.scaling.adapter import adapted_shape

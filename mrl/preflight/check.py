@@ -11,12 +11,12 @@ import torch
 
 from mrl.algorithms import Algorithm, check_algorithm, load_algorithm, traits
 from mrl.config import AlgorithmConfig, Recipe, RolloutConfig
+from mrl.config.adapter import Adapter
 from mrl.data import SftExample, Source, read_sft_examples, read_sources
 from mrl.data.chat import ChatTurns
 from mrl.data.eval_sets import EvalSet, read_eval_sets
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
-from mrl.lora import Adapter
 from mrl.preflight.algorithm import (
     check_critic_stays,
     check_dynamic_sampling,
@@ -29,7 +29,7 @@ from mrl.preflight.allocator import check_allocator
 from mrl.preflight.asynchronous import check_asynchronous
 from mrl.preflight.engine_layout import check_engine_sizes
 from mrl.preflight.long_tails import check_importance, check_partial_rollouts, check_started
-from mrl.preflight.lora import check_lora, with_native_layers
+from mrl.preflight.lora import read_lora
 from mrl.preflight.machine import check_machine, local_ranks
 from mrl.preflight.megatron import check_megatron
 from mrl.preflight.moe import check_moe
@@ -97,8 +97,7 @@ def check(
     dims = trainer_dims(recipe, roles)
     folder = RunFolder(recipe.output_dir)
     model = _read_model(recipe, dims, elsewhere=elsewhere, deep=deep)
-    adapter = check_lora(recipe, model)
-    recipe = with_native_layers(recipe)
+    adapter, recipe = read_lora(recipe, model)
     reference = read_reference(recipe.algorithm, model, deep=deep)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, roles, model)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mrl.config import Recipe
+from mrl.config.adapter import Adapter
 from mrl.errors import InputError
-from mrl.lora import Adapter
 from parallel.hf_config import HfModel
 from parallel.lora.peft_folder import PeftFolder
 from parallel.lora.rules import read_adapter
@@ -51,9 +51,10 @@ def check_lora(recipe: Recipe, model: HfModel) -> Adapter | None:
     return adapter
 
 
-def with_native_layers(recipe: Recipe) -> Recipe:
-    """Return the recipe with the layers that adapters are built into, where it leaves the choice."""
-    if recipe.lora is None:
-        return recipe
+def read_lora(recipe: Recipe, model: HfModel) -> tuple[Adapter | None, Recipe]:
+    """Return what `check_lora` does, and the recipe with the layers that adapters are built into."""
+    adapter = check_lora(recipe, model)
+    if adapter is None:
+        return None, recipe
     chosen = recipe.model.model_copy(update={"transformer_impl": "local"})
-    return recipe.model_copy(update={"model": chosen})
+    return adapter, recipe.model_copy(update={"model": chosen})

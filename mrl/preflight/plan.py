@@ -10,10 +10,10 @@ from typing import Any, Literal
 from mrl.algorithms.base import Algorithm
 from mrl.algorithms.describe import describe
 from mrl.config import Recipe
+from mrl.config.adapter import Adapter
 from mrl.config.reward import describe_rewards
 from mrl.data import SftExample, Source
 from mrl.data.eval_sets import EvalSet
-from mrl.lora import Adapter
 from mrl.preflight.engine_layout import EngineLayout
 from mrl.preflight.roles import Roles
 from mrl.rewards.terms import terms_of

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 from mrl.config import Recipe
+from mrl.config.adapter import Adapter
 from mrl.errors import InputError
-from mrl.lora import Adapter
 from mrl.run import metric_rows
 from mrl.run.folder import RunFolder
 from parallel.checkpoint.manifest import (

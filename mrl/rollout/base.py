@@ -9,9 +9,9 @@ After start() everything is resident and the weights are the checkpoint's. An en
 for something its state does not allow raises RuntimeError that names the state. One whose process
 died or hangs raises EngineLost, whatever it was asked; start() then brings up another.
 
-An engine with an adapter (mrl/lora.py) keeps the checkpoint's weights as its base: updates bring the
-adapter's matrices, and requests finish with the version that they were sent under. Before the first
-update its requests go to the base.
+An engine with an adapter (mrl/config/adapter.py) keeps the checkpoint's weights as its base: updates
+bring the adapter's matrices, and requests finish with the version that they were sent under. Before the
+first update its requests go to the base.
 
 An engine generates token sequences. What is asked for and in which order, groups and long tails are
 the business of mrl/collect/single_turn.py.

@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from mrl import __version__
+from mrl.config.adapter import Adapter
 from mrl.errors import DiskFailed, InputError
-from mrl.lora import Adapter
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Rule, rule_pattern
 from parallel.checkpoint.hf_writer import write_safetensors

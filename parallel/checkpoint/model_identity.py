@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mrl.lora import Adapter
+from mrl.config.adapter import Adapter
 from parallel.hf_config import HfModel
 
 

@@ -54,8 +54,8 @@ class Adaptation:
         """
         if self._mesh.dims.etp == 1:
             return
-        gradients = [
-            entry.parameter.main_grad
+        gradients: list[torch.Tensor] = [
+            getattr(entry.parameter, "main_grad")  # noqa: B009
             for entry in adapter.entries
             if getattr(entry.parameter, "summed_over_etp", False)
         ]

@@ -15,8 +15,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from mrl.config.adapter import PEFT_PREFIX, Adapter, lora_name
 from mrl.errors import InputError
-from mrl.lora import PEFT_PREFIX, Adapter, lora_name
 from parallel.expected_tensors import rule_shapes
 from parallel.hf_config import HfModel
 from parallel.lora.peft_config import PeftConfig

@@ -1,4 +1,4 @@
-"""Linear layers of Megatron with low-rank updates: W x + scale B (A x), W frozen.
+"""These linear layers of Megatron have low-rank updates: W x + scale B (A x), W frozen.
 
 The update enters where the layer multiplies and before it communicates. Of a layer whose rows are cut,
 A multiplies this rank's tokens and the few numbers of A x are gathered with them. Of one whose columns
@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from mrl.lora import Adapter
+from mrl.config.adapter import Adapter
 from parallel.architectures.base import Rule, Split, rule_pattern
 from parallel.layers.experts import GroupedExperts, grouped_linear, join_parameters
 from parallel.layers.latent_attention import ReplicatedLinear
@@ -58,6 +58,8 @@ Pair = tuple[Tensor, Tensor]
 
 class Update(torch.nn.Module):
     """The update of a linear layer, which Megatron may have joined of several Hugging Face weights."""
+
+    split: Split
 
     def __init__(
         self, split: Split, sizes: Sequence[int], num_groups: int, scale: float, switch: Switch
@@ -118,7 +120,7 @@ class Update(torch.nn.Module):
         """Return scale B A of the whole layer, f32[out, in]: what merging adds to its weight."""
         inputs = next(a.shape[1] for a, _ in filter(None, self.pairs()))
         device = next(self.parameters()).device
-        parts = [
+        parts: list[Tensor] = [
             torch.zeros(size, inputs, device=device) if pair is None
             else (pair[1].float() @ pair[0].float()) * self.scale
             for pair, size in zip(self.pairs(), self.sizes, strict=True)
@@ -163,7 +165,7 @@ class AdaptedReplicatedLinear(ReplicatedLinear):
 
 
 class AdaptedExperts(GroupedExperts):
-    """Grouped experts with updates, each a grouped product too."""
+    """These grouped experts have updates, each of which is a grouped product too."""
 
     def _product(self, rows: Tensor, ends: Tensor, linears: list[Any]) -> Tensor:
         product = super()._product(rows, ends, linears)

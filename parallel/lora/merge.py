@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from mrl.config.adapter import Adapter
 from mrl.errors import InputError
-from mrl.lora import Adapter
 from parallel.architectures.base import Rule, name_pattern
 from parallel.checkpoint.saved_tensors import SavedTensors
 from parallel.expected_tensors import check_tensors

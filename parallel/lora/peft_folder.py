@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mrl.config.adapter import PEFT_PREFIX, Adapter
 from mrl.errors import InputError
-from mrl.lora import PEFT_PREFIX, Adapter
 from parallel.expected_tensors import FLOATS
 from parallel.hf_config import HfModel
 from parallel.lora.fused_experts import find_fused

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from mrl.config import LoraConfig
+from mrl.config.adapter import Adapter, lora_name
 from mrl.errors import InputError
-from mrl.lora import Adapter, lora_name
 from parallel.architectures.base import Rule, Split
 from parallel.expected_tensors import rule_shapes
 from parallel.hf_config import HfModel
@@ -41,7 +41,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_shared(rule: Rule, adapter: Adapter, matrix: Literal["A", "B"]) -> bool:
-    """Whether the experts of a layer share this matrix of the linear layer of `rule`."""
+    """Tell whether the experts of a layer share this matrix of the linear layer of `rule`."""
     outer = "B" if rule.split == "columns" else "A"
     return "{expert}" in rule.megatron and adapter.experts == "shared_outer" and matrix == outer
 

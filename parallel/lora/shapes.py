@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from mrl.lora import Adapter, lora_name
+from mrl.config.adapter import Adapter, lora_name
 from parallel.expected_tensors import rule_shapes
 from parallel.hf_config import HfModel
 from parallel.lora.rules import adapted, is_shared

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mrl.config import Recipe
-from mrl.lora import Adapter
+from mrl.config.adapter import Adapter
 from parallel.architectures.base import Rule
 from parallel.hf_config import HfModel
 from parallel.lora.peft_folder import read_peft_folder

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from mrl.config.adapter import PEFT_PREFIX, Adapter
 from mrl.errors import InputError
-from mrl.lora import PEFT_PREFIX, Adapter
 from parallel.architectures.base import Rule
 from parallel.expected_tensors import Shape, rule_shapes
 from parallel.hf_config import HfModel

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mrl.config.adapter import Adapter
 from mrl.errors import InputError
-from mrl.lora import Adapter
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Architecture, HfConfig
 from parallel.dims import ModelSizes

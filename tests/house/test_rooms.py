@@ -11,11 +11,10 @@ SOURCES = sorted(p for room in ("mrl", "moe", "parallel", "benchmarks", "launch"
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_LINES = 350
 
-BASE = {"mrl", "mrl.types", "mrl.errors", "mrl.config", "mrl.lora", "mrl.sampling_mask", "mrl.system"}
+BASE = {"mrl", "mrl.types", "mrl.errors", "mrl.config", "mrl.sampling_mask", "mrl.system"}
 """Every room may import these; `mrl` itself holds the version and finds the names of `mrl.api`."""
 ROOMS: dict[str, set[str]] = {
     "mrl.errors": set(),
-    "mrl.lora": set(),
     "mrl.sampling_mask": set(),
     "mrl.types": set(),
     "mrl.system": set(),

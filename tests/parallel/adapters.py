@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mrl.config import LoraConfig
-from mrl.lora import Adapter, Experts, lora_name
+from mrl.config.adapter import Adapter, Experts, lora_name
 from parallel.expected_tensors import rule_shapes
 from parallel.hf_config import HfModel
 from parallel.lora.rules import LINEAR, module_name, read_adapter

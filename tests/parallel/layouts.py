@@ -23,9 +23,9 @@ from mrl.config import (
     OptimizerConfig,
     ParallelConfig,
 )
+from mrl.config.adapter import Experts
 from mrl.kernels.digest import add_digests, digests_of
 from mrl.learn.batching import make_train_batch
-from mrl.lora import Experts
 from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch, WeightBucket
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.dims import ParallelDims

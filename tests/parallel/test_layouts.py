@@ -15,8 +15,8 @@ from torch import Tensor
 from moe.routes import Replay
 from mrl.algorithms import gspo
 from mrl.config import OptimizerConfig
+from mrl.config.adapter import Experts
 from mrl.learn.batching import make_train_batches
-from mrl.lora import Experts
 from mrl.types import Sample
 from parallel.checkpoint.checkpoints import Checkpoints
 from tests.parallel.adapters import write_lora

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 
-from mrl.lora import Adapter, lora_name
+from mrl.config.adapter import Adapter, lora_name
 from mrl.rollout.sglang.adapter.manifest import AdapterManifest
 from mrl.rollout.sglang.manifest import Manifest
 

@@ -16,7 +16,7 @@ from transformers import Qwen3MoeForCausalLM
 from mrl.collect.engine_nodes import free_address
 from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.lora import Adapter
+from mrl.config.adapter import Adapter
 from mrl.rollout import load_engine
 from mrl.rollout.base import Request, RolloutEngine, SamplingParams
 from mrl.rollout.sglang.engine import Engine

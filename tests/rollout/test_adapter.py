@@ -7,9 +7,9 @@ import torch
 from adapter_helpers import ATTENTION, EXPERT, KINDS, manifest_of, matrices_of
 from torch import Tensor
 
+from mrl.config.adapter import Adapter, lora_name
 from mrl.errors import InputError
 from mrl.kernels.digest import add_digests, digest_place, weight_digest
-from mrl.lora import Adapter, lora_name
 from mrl.rollout.sglang.adapter.digests import check_adapter_held, check_exported
 from mrl.rollout.sglang.adapter.form import AdapterForm, LaidOut
 from mrl.rollout.sglang.adapter.manifest import AdapterManifest

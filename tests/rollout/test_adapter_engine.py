@@ -11,7 +11,7 @@ from adapter_helpers import ATTENTION, KINDS, matrices_of, merged_oracle
 from rollout_helpers import make_engine, make_prompts, make_requests, score
 from torch import Tensor
 
-from mrl.lora import lora_name
+from mrl.config.adapter import lora_name
 from mrl.rollout.base import Completion, Request, SamplingParams
 from mrl.rollout.sglang.adapter.digests import ACTION
 from mrl.rollout.sglang.engine import Engine

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.lora import Adapter
+from mrl.config.adapter import Adapter
 from mrl.rollout.base import (
     MEMORY_TAGS,
     WEIGHTS,

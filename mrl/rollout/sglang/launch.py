@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config import ModelConfig, RolloutConfig
+from mrl.config.adapter import Adapter
 from mrl.errors import InputError
-from mrl.lora import Adapter
 from mrl.rollout.base import engine_seed
 from mrl.rollout.sglang.decode import (
     RouteShape,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.lora import Adapter
+from mrl.config.adapter import Adapter
 from mrl.rollout.sglang.launch import read_launch
 from mrl.rollout.sglang.process import ServerProcess
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.lora import Adapter
+from mrl.config.adapter import Adapter
 from mrl.rollout.sglang.adapter.manifest import sglang_modules
 from mrl.rollout.sglang.arguments import check_server_args
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe.routes import Replay
 from mrl.cli import main
+from mrl.config.adapter import Adapter, Experts
 from mrl.errors import InputError
-from mrl.lora import Adapter, Experts
 from mrl.preflight.resume import check_adapter
 from mrl.run.folder import RunFolder
 from mrl.toy_model import build_tokenizer

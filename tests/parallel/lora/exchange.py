@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mrl.config import LoraConfig
-from mrl.lora import Adapter, Experts
+from mrl.config.adapter import Adapter, Experts
 from parallel.hf_config import HfModel
 from parallel.lora.peft_folder import write_peft_folder
 from parallel.lora.rules import read_adapter

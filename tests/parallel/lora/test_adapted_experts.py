@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
-from mrl.lora import Experts
+from mrl.config.adapter import Experts
 from parallel import prepare
 
 prepare()

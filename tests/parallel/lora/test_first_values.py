@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.lora import Adapter
+from mrl.config.adapter import Adapter
 from parallel.lora.weights import LoraSetup
 from tests.parallel.layouts import build, exported, join_mesh
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mrl.lora import Experts
+from mrl.config.adapter import Experts
 from parallel.hf_config import HfModel
 from parallel.lora.weights import LoraSetup
 from tests.parallel.adapters import adapter_of, lora_folder, with_updates, write_lora

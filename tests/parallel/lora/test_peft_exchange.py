@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moe.routes import Replay
-from mrl.lora import Adapter, Experts
+from mrl.config.adapter import Adapter, Experts
 from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch
 from parallel.hf_config import HfModel
 from parallel.lora.peft_folder import PeftFolder

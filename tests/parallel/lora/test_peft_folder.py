@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mrl.config.adapter import Adapter, Experts
 from mrl.errors import InputError
-from mrl.lora import Adapter, Experts
 from parallel.hf_config import HfModel
 from parallel.lora.peft_folder import CONFIG, WEIGHTS, PeftFolder, write_peft_folder
 from tests.parallel.lora.exchange import (

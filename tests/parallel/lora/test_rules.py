@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from mrl.config import LoraConfig
+from mrl.config.adapter import PEFT_PREFIX, Adapter, Experts
 from mrl.errors import InputError
-from mrl.lora import PEFT_PREFIX, Adapter, Experts
 from parallel.architectures import find_architecture
 from parallel.hf_config import HfModel
 from parallel.lora.rules import adapter_rules, is_adapter, read_adapter

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mrl.lora import Adapter
+from mrl.config.adapter import Adapter
 from mrl.types import Sample
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.lora.weights import LoraSetup

@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.scaling import published
 from mrl.config import LoraConfig
+from mrl.config.adapter import Adapter, Experts
 from mrl.errors import InputError
-from mrl.lora import Adapter, Experts
 from mrl.rollout.sglang.settings import CPU_STUBS
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel

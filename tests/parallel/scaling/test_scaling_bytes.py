@@ -10,8 +10,8 @@ import pytest
 
 from moe.routes import Replay
 from mrl.algorithms import gspo
+from mrl.config.adapter import Adapter
 from mrl.learn.batching import make_train_batch
-from mrl.lora import Adapter
 from mrl.types import TrainBatch
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from mrl.lora import Adapter
+from mrl.config.adapter import Adapter
 from mrl.rollout.sglang.adapter.manifest import SGLANG_NAMES
 from mrl.rollout.sglang.manifest import Shapes
 from mrl.system.shared_memory import SharedBuffer

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from mrl.config.adapter import Adapter, lora_name
 from mrl.errors import InputError
-from mrl.lora import Adapter, lora_name
 from mrl.rollout.sglang.manifest import Arrivals, Shapes
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
