@@ -27,7 +27,7 @@ def random_matrices(model: HfModel, adapter: Adapter) -> dict[str, Tensor]:
     """Random A and B: the gradients of both are then not zero."""
     generator = torch.Generator().manual_seed(3)
     return {
-        name: 0.2 * torch.randn(shape, generator=generator)
+        name: 0.1 * torch.randn(shape, generator=generator)
         for name, shape in sorted(adapter_shapes(model, adapter).items())
     }
 
