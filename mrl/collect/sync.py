@@ -59,6 +59,7 @@ class WeightSync:
         )
         self._expected: list[Tensor] = []
         self._failure: Exception | None = None
+        self._num_bytes = 0
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -100,7 +101,9 @@ class WeightSync:
         engine = self.slot.engine
         if engine is not None and self.slot.is_active:
             with self.slot.noting_loss():
-                self._verify_s += engine.update_weights(buckets, version).digest_s
+                report = engine.update_weights(buckets, version)
+                self._verify_s += report.digest_s
+                self._num_bytes = report.num_bytes
 
     def raise_failures(self) -> None:
         """Raise on every rank if the export failed on one of them; a lost engine is no failure.
@@ -122,8 +125,13 @@ class WeightSync:
             self._canary = max(self._canary, found)
 
     def metrics(self) -> dict[str, float]:
-        """Return the largest canary difference of the step's syncs, and what verifying them took."""
-        return {"rollout/canary_abs_mean": self._canary, "time/verify_s": self._verify_s}
+        """Return the largest canary difference of the step's syncs, what verifying them took, and the
+        bytes of the newest one."""
+        return {
+            "rollout/canary_abs_mean": self._canary,
+            "rollout/sync_bytes": float(self._num_bytes),
+            "time/verify_s": self._verify_s,
+        }
 
     @contextmanager
     def _verifying(self) -> Iterator[None]:

@@ -9,7 +9,9 @@ from mrl.disaggregated.work import Work
 from mrl.types import SampleGroup
 
 RESTARTS = "rollout/engine_restarts"
-MEASURED = (RESTARTS, "time/recovery_s", "time/verify_s", "rollout/canary_abs_mean")
+MEASURED = (
+    RESTARTS, "time/recovery_s", "time/verify_s", "rollout/canary_abs_mean", "rollout/sync_bytes"
+)  # fmt: skip
 """The metrics of workers."""
 
 

@@ -47,6 +47,7 @@ class _Measured:
     recovery_s: float = 0.0
     verify_s: float = 0.0
     canary: float = 0.0
+    sync_bytes: int = 0
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -54,6 +55,7 @@ class _Measured:
             "time/recovery_s": self.recovery_s,
             "time/verify_s": self.verify_s,
             "rollout/canary_abs_mean": self.canary,
+            "rollout/sync_bytes": float(self.sync_bytes),
         }
 
 
@@ -202,6 +204,7 @@ class Worker:
         assert staging.version is not None
         report = self._engine.update_weights(staging.buckets(), staging.version)
         self._measured.verify_s += report.digest_s
+        self._measured.sync_bytes = report.num_bytes
 
     def _check_canaries(self, staging: Staging) -> None:
         if (canaries := staging.canaries) is None:
@@ -235,7 +238,7 @@ class Worker:
     def _report(self) -> None:
         """Say what was measured since the last report."""
         self._wire.send({"type": "measured", "metrics": self._measured.metrics()})
-        self._measured = _Measured()
+        self._measured = _Measured(sync_bytes=self._measured.sync_bytes)
 
     def _tasks(self, work: Work) -> list[Task]:
         if work.kind == "evaluation":

@@ -34,6 +34,7 @@ UNITS = (
     ("(mismatch|guard)/ess", "share"),
     ("entropy|kl/.*|nll/.*|mismatch/.*|.*/(logprob_abs_mean|k3)|guard/ratio_error.*", "nats"),
     ("rollout/canary_abs_mean", "nats"),
+    ("rollout/sync_bytes", "bytes"),
     ("staleness/.*|async/(queue_age|versions_in_flight|engine_lag)", "versions"),
     ("async/lost_workers", "workers"),
     ("async/engines", "engines"),
