@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from mrl.config.adapter import Experts
 from mrl.config.branch import Branch
@@ -21,7 +21,7 @@ class LoraConfig(Branch):
     experts: Experts = "none"
     """Each expert gets an A and a B for every projection with `per_expert`. `shared_outer` shares
     the A of gate and up projection and the B of the down projection over the experts of a layer."""
-    dropout: float = Field(default=0.0, ge=0, le=0)
+    dropout: float = 0.0
     """Only 0: the engine has no dropout, so trainer and engine would be two policies."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """How A begins, as in PEFT: `kaiming` is uniform within 1 / sqrt(inputs), `gaussian` is normal with
@@ -32,3 +32,13 @@ class LoraConfig(Branch):
     rollout: Literal["adapter", "merged"] = "adapter"
     """`adapter` sends A and B to the engine, which keeps the base. `merged` adds the update to the base
     weights and sends the whole model, for engines that cannot serve an adapter."""
+
+    @field_validator("dropout")
+    @classmethod
+    def _has_no_dropout(cls, value: float) -> float:
+        if value != 0:
+            raise ValueError(
+                "expected 0, because the engine has no dropout and would sample from another policy; "
+                "leave it out"
+            )
+        return value
