@@ -18,6 +18,7 @@ from mrl.config.suggest import all_keys
 
 FILLED = ["model.path=m", "data.path=d", "rollout.max_response_len=8", "output_dir=run"]
 OPTIONAL = {
+    "lora": ["lora.rank=4"],
     "environment": ["environment.name=e"],
     "sft": ["sft.path=[p]", "sft.num_steps=1", "sft.batch_size=1", "sft.lr=1"],
 }

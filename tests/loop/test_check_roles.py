@@ -24,7 +24,7 @@ from tests.loop.conftest import REPOSITORY, TOY_RECIPE
 from tests.loop.test_check_plan import LAYOUT, planned, qwen  # noqa: F401
 from tests.loop.test_refusals import refused
 
-CASE = CASES[1]
+CASE = next(case for case in CASES if case.recipe == "qwen3_30b_a3b_8x141gb")
 GPU = HARDWARE[CASE.gpu]
 """Qwen3-30B-A3B: 8 H200 that train, and here as many that generate."""
 APART = ("rollout.placement=disaggregated", "rollout.num_ranks=8")

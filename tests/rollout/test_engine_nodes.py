@@ -148,7 +148,7 @@ def test_each_engine_gets_the_gpus_of_its_own_ranks(monkeypatch, tmp_path) -> No
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setattr(engine_nodes, "load_engine", lambda name: lambda **keywords: keywords)
     rollout = SimpleNamespace(engine="sglang")
-    recipe = SimpleNamespace(rollout=rollout, model=None, captures_routes=False, seed=1)
+    recipe = SimpleNamespace(rollout=rollout, model=None, captures_routes=False, seed=1, lora=None)
     plan = SimpleNamespace(recipe=recipe, engines=EngineLayout(2, 2, 2), resume_step=None)
     made = [
         engine_nodes.make_engine(
