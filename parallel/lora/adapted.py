@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -40,11 +39,9 @@ class Adaptation:
         """Return the adapter's parameters of the chunks."""
         return AdapterMap(self._model, self._mesh, chunks, self.setup)
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> AbstractContextManager[None]:
         """Let the model be the base."""
-        with self._switch.off():
-            yield
+        return self._switch.off()
 
     def sum_expert_gradients(self, adapter: WeightMap) -> None:
         """Add up the gradients of what every rank of an expert holds whole. A collective.

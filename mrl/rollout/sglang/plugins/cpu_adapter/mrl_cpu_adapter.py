@@ -86,7 +86,10 @@ def run_layer(layer, hidden_states, topk_output, info, **options):
     config = base.moe_runner_config
     biased = getattr(base, "w13_weight_bias", None) is not None
     if config.activation != "silu" or config.gemm1_alpha is not None or biased:
-        raise NotImplementedError("adapters of experts on a CPU: only SwiGLU without biases")
+        raise NotImplementedError(
+            "adapters of experts on a CPU: the experts are no SwiGLU without biases; set "
+            "lora.rollout=merged or lora.experts=none"
+        )
     given = base.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
     weights, ids, _ = given.topk_output
     out = run_experts(given.hidden_states, ids, weights, base.w13_weight, base.w2_weight, info)
