@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 
 LORA = ("lora.rank=4", "lora.alpha=8", "lora.experts=per_expert", "checkpoint.save_every=1")
 BYTES = 4
-"""Of a number in fp32."""
+"""A number in fp32 has so many."""
 
 
 def sync_bytes(toy: Toy, output: Path) -> int:
