@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -61,9 +62,13 @@ def _commands_of(folder: Path) -> dict[int, str]:
         try:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             environ = (entry / "environ").read_bytes().decode(errors="replace")
-            files = [os.readlink(fd) for fd in (entry / "fd").iterdir()]
-        except OSError:
+            descriptors = list((entry / "fd").iterdir())
+        except OSError:  # the process has ended
             continue
+        files = []
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):  # it was closed meanwhile; the process is still there
+                files.append(os.readlink(descriptor))
         is_ours = f"MRL_TEST_RUN={folder}" in environ or any(
             file.startswith(str(folder)) for file in files
         )
