@@ -67,7 +67,7 @@ def _commands_of(folder: Path) -> dict[int, str]:
             continue
         files = []
         for descriptor in descriptors:
-            with contextlib.suppress(OSError):  # it was closed meanwhile; the process is still there
+            with contextlib.suppress(OSError):  # closed meanwhile, by a process that goes on
                 files.append(os.readlink(descriptor))
         is_ours = f"MRL_TEST_RUN={folder}" in environ or any(
             file.startswith(str(folder)) for file in files
