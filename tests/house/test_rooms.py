@@ -59,6 +59,10 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.diagnosis", "mrl.disaggregated"),
         *("mrl.exchange", "mrl.learn", "mrl.preflight", "mrl.run", "mrl.trackers", "parallel"),
     },
+    "mrl.tenants": {
+        *("mrl.collect", "mrl.learn", "mrl.preflight", "mrl.rewards", "mrl.rollout", "mrl.run"),
+        *("mrl.trainer", "parallel"),
+    },
     "mrl.launch": {"mrl.run"},
     "mrl.watch": {"mrl.run"},
     "mrl.drill": {"mrl.run", "parallel.checkpoint"},
@@ -71,6 +75,7 @@ ROOMS: dict[str, set[str]] = {
             "mrl.rewards",
             "mrl.rollout",
             "mrl.run",
+            "mrl.tenants",
             "mrl.toy_model",
             "mrl.trainer",
             "mrl.view",
