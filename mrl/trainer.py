@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.collect.base import Collector
+from mrl.collect.evaluation import evaluate
 from mrl.collect.live import LiveCollector
 from mrl.collect.saved import SavedCollector
 from mrl.data.completions import completions
@@ -38,7 +39,6 @@ from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder, rollout_lines, saved_step
 from mrl.run.rollouts import is_held, save_groups
 from mrl.system.clock import Clock
-from mrl.system.heartbeat import phase
 from mrl.system.profiler import profiled
 from mrl.system.stop import StopRequest, left, left_early
 from mrl.trackers import Trackers
@@ -71,9 +71,9 @@ class Trainer:
         self._stop = StopRequest(recipe.checkpoint.stop_limit_s, self.folder.saved_step)
         with ExitStack() as undo:  # what was made is let go of where the rest cannot be made
             with self._progress("loading the model"):
-                self.policy = make_policy(self.plan, self.mesh, trains=True)
+                self.policy = self._make_policy()
             undo.callback(self.policy.close)
-            self.collector = make_collector(self.plan, self.mesh, self.folder)
+            self.collector = self._make_collector()
             undo.callback(self.collector.close)
             self.exchange = RolloutExchange(self.mesh, self.policy.moe_layers)
             diagnosis = Diagnosis(
@@ -99,6 +99,12 @@ class Trainer:
             )
             undo.pop_all()
 
+    def _make_policy(self) -> Policy:
+        return make_policy(self.plan, self.mesh, trains=True)
+
+    def _make_collector(self) -> Collector:
+        return make_collector(self.plan, self.mesh, self.folder)
+
     def train(self) -> None:
         """Run all steps that are left. Whatever happens, no engine is left running.
 
@@ -113,21 +119,12 @@ class Trainer:
         recipe = self.plan.recipe
         try:
             if not self._leaves_early(self.plan.resume_step or 0):
-                self.snapshots.open(self.policy, self.critic)
-                with self._progress(self.collector.start_text):
-                    self.collector.start(self.policy)
-                self._restore_or_run_sft()
+                self.begin()
                 self._leaves_early(self.step)
             while self.step < recipe.train.num_steps and not self.stopped:
                 with profiled(recipe.profile, self.folder.root, self.step, self.mesh.rank):
                     metrics = self.run_step()
-                if self.is_main:
-                    self.folder.add_metrics(metrics)
-                    self.trackers.follow()
-                    console.step_line(metrics, num_steps=recipe.train.num_steps)
-                self._call_back(metrics)
-                self.checkpoints.poll()
-                self._save_if_due()
+                self.record_step(metrics)
             if recipe.eval.every and not self.stopped:
                 self._evaluate_last()
             self.checkpoints.finish()
@@ -144,6 +141,13 @@ class Trainer:
         for model in (self.policy, self.critic):
             if model is not None:
                 model.close()
+
+    def begin(self) -> None:
+        """Start the engines, and go back to the newest checkpoint or through the supervised steps."""
+        self.snapshots.open(self.policy, self.critic)
+        with self._progress(self.collector.start_text):
+            self.collector.start(self.policy)
+        self._restore_or_run_sft()
 
     def _restore_or_run_sft(self) -> None:
         recipe = self.plan.recipe
@@ -191,12 +195,21 @@ class Trainer:
 
     def run_step(self) -> dict[str, float]:
         """Run one step and return its metrics, which are the same on every rank but for the times."""
-        start, clock = time.perf_counter(), Clock()
-        self.collector.begin(self.step, clock)
+        clock = self.begin_step()
         while not self.collector.is_over:  # once, unless an engine is lost or prompts are replaced
             self.sync(clock)
             self.collector.rollout(clock)
             self.collector.score(clock)
+        return self.learn(clock)
+
+    def begin_step(self) -> Clock:
+        """Choose the prompts of the next step, and return the clock that times its parts."""
+        clock = Clock()
+        self.collector.begin(self.step, clock)
+        return clock
+
+    def learn(self, clock: Clock) -> dict[str, float]:
+        """Train on the groups that the collector has for this step; return the metrics of the step."""
         groups = self.collector.groups
         memory = memory_statistics("rollout", self.policy.ledger.where())
         learned: dict[str, float] = {}
@@ -208,7 +221,7 @@ class Trainer:
             memory |= memory_statistics("train", self.policy.ledger.where())
         metrics = self._step_metrics(groups, learned, memory)
         metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
-        metrics["time/step_s"] = time.perf_counter() - start
+        metrics["time/step_s"] = clock.elapsed_s
         metrics |= self.throughput.metrics(metrics, groups) | idle_shares(metrics)
         metrics |= self.snapshots.metrics()
         metrics["time/timestamp"] = time.time()
@@ -216,6 +229,16 @@ class Trainer:
             self.folder.timeline.add(self.step, clock.spans, engines)
         self.step += 1
         return metrics
+
+    def record_step(self, metrics: dict[str, float]) -> None:
+        """Write the metrics of the step that ended, tell the callbacks, and save where it is due."""
+        if self.is_main:
+            self.folder.add_metrics(metrics)
+            self.trackers.follow()
+            console.step_line(metrics, num_steps=self.plan.recipe.train.num_steps)
+        self._call_back(metrics)
+        self.checkpoints.poll()
+        self._save_if_due()
 
     def _step_metrics(
         self, groups: list[SampleGroup], learned: dict[str, float], memory: Statistics
@@ -322,15 +345,3 @@ def make_collector(plan: Plan, mesh: Mesh, folder: RunFolder) -> Collector:
         kind = FreeCollector if plan.recipe.asynchronous.is_free else DisaggregatedCollector
         return kind(plan, mesh, folder)
     return LiveCollector(plan, mesh, folder)
-
-
-@phase("evaluate")
-def evaluate(policy: Policy, collector: Collector, version: int) -> dict[str, float]:
-    """Return `eval/*` of the policy's weights on the recipe's evaluation sets. A collective."""
-    clock = Clock()
-    collector.begin_evaluation(version)
-    while not collector.is_over:
-        collector.sync(policy, version)
-        collector.rollout(clock)
-        collector.score(clock)
-    return collector.evaluation

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from mrl.algorithms.signal import part_means
+from mrl.collect.base import Collector
 from mrl.collect.scoring import Scoring
 from mrl.collect.single_turn import start_groups
 from mrl.collect.task import Scored, Task, make_task, share_scored
@@ -24,8 +25,11 @@ from mrl.exchange.sharing import gather_lines
 from mrl.preflight import Plan
 from mrl.run.folder import RunFolder, as_lines, parts_of_sample
 from mrl.run.rollouts import is_held
+from mrl.system.clock import Clock
+from mrl.system.heartbeat import phase
 from mrl.types import SampleGroup
 from parallel.mesh import Mesh
+from parallel.policy import Policy
 
 
 class EvalTasks:
@@ -170,3 +174,15 @@ def _lines(eval_set: EvalSet, group: SampleGroup, texts: Sequence[str]) -> bytes
         )
     )
     return b"".join(as_lines(rows))
+
+
+@phase("evaluate")
+def evaluate(policy: Policy, collector: Collector, version: int) -> dict[str, float]:
+    """Return `eval/*` of the policy's weights on the recipe's evaluation sets. A collective."""
+    clock = Clock()
+    collector.begin_evaluation(version)
+    while not collector.is_over:
+        collector.sync(policy, version)
+        collector.rollout(clock)
+        collector.score(clock)
+    return collector.evaluation

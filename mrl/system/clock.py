@@ -18,6 +18,12 @@ class Clock:
     spans: list[tuple[float, float, str]] = field(default_factory=list)
     """(begin, end, name) of the parts that are in no other, in seconds since 1970."""
     _is_inside: bool = False
+    _start: float = field(default_factory=time.perf_counter)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self._start
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
