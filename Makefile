@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults kills soak watchdog fuzz async placement slurm stability rollout-bench gpu-check audit wheel site clean
+.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults kills soak watchdog fuzz async placement lora slurm stability rollout-bench gpu-check audit wheel site clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -94,6 +94,9 @@ async: setup  ## Engines that run freely: bounds 1, 2 and 4 over 200 steps, 35 s
 
 placement: setup  ## Colocated, synchronous, asynchronous: speed, idle time, reward; continues; 40 minutes
 	$(BIN)/python -m benchmarks.placement $(BENCH_ARGS)
+
+lora: setup  ## LoRA beside all weights: reward, engine against trainer, weight syncs; continues; 15 minutes
+	$(BIN)/python -m benchmarks.lora $(BENCH_ARGS)
 
 slurm: setup  ## What befalls a job, on a real SLURM on this machine, as root; 6 minutes
 	bash requirements/slurm.sh

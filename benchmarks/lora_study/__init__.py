@@ -1,0 +1,1 @@
+"""This package holds the parts of `make lora`: an adapter beside the training of all weights."""
