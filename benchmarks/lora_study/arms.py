@@ -61,7 +61,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.model}_{self.arm}_{self.rate:g}_{self.seed}"
+        return f"{self.model}_{self.arm}_{self.rate:.0e}_{self.seed}"
 
     def keys(self, start: Path, output: Path) -> list[str]:
         """Return the overrides of the recipe. `start` holds the models."""

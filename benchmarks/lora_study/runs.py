@@ -44,7 +44,7 @@ def train(pair: Pair, start: Path, folder: Path) -> list[dict[str, Any]]:
             own.mkdir()
             command = [sys.executable, "-W", "ignore", "-m", "mrl", "train", str(RECIPE)]
             command += run.keys(start, output)
-            jobs.append(Job(command, output, output.with_suffix(".log"), own, LIMIT_S))
+            jobs.append(Job(command, output, folder / f"{run.name}.log", own, LIMIT_S))
             stack.callback(jobs[-1].kill)
         for job in jobs:
             if code := job.end():
@@ -75,7 +75,7 @@ def result(run: Run, output: Path, wall_s: float) -> dict[str, Any]:
 
 def exported_bytes(output: Path) -> int:
     """Return how many bytes of tensors `mrl export` writes for the run: the model, or the adapter."""
-    folder = output.with_suffix(".exported")
+    folder = output.parent / f"{output.name}.exported"
     command = [sys.executable, "-W", "ignore", "-m", "mrl", "export", str(output), str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

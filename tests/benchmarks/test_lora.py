@@ -150,8 +150,8 @@ def test_a_study_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch) -
     before = trained.copy()
     trained[:] = []
     results = lora.make_all(tmp_path, 70)
-    assert before == ["base_full_0.001_0", "base_full_0.003_0", "base_full_0.01_0"]
-    assert trained == ["base_full_0.001_1", "large_full_0.0001_1"]
+    assert before == ["base_full_1e-03_0", "base_full_3e-03_0", "base_full_1e-02_0"]
+    assert trained == ["base_full_1e-03_1", "large_full_1e-04_1"]
     assert len(results) == len(ARMS) * (len(RATES) + 2)
 
 
