@@ -2,9 +2,9 @@
 
 FOLDER/base is a toy model that has learned to repeat *some* letter of the prompt: supervised steps
 train all of its weights on demonstrations, each of which repeats a letter that chance picked. The task
-of the study asks for the first letter, which the base picks as often as any other. Its output layer and
-its final norm, which stay frozen under LoRA, are those of a trained model, as with every base that LoRA
-is meant for. FOLDER/large is a larger toy model, as random as it was made.
+of the study asks for the first letter, which is no more frequent there than any other. Its output layer
+and its final norm, which stay frozen under LoRA, are those of a trained model, as with every base that
+LoRA is meant for. FOLDER/large is a larger toy model, as random as it was made.
 """
 
 from __future__ import annotations
