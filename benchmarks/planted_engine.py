@@ -8,9 +8,10 @@ planted runs turn them off.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -63,7 +64,43 @@ class OtherTemperature:
     temperature: float
 
 
-Fault = StaleExpert | PerturbedExpert | ShiftedRoutes | OtherTemperature
+@dataclass(frozen=True)
+class WrongAdapter:
+    """The engine gets another adapter than the trainer's, with the same names and shapes."""
+
+    kind: Literal["A and B swapped", "wrong alpha", "another tenant's", "A missing"]
+    """`A and B swapped` are those of the output projections, transposed; the alpha is twice the right
+    one; `A missing` are those of one expert."""
+    layer: int = 1
+    """1-based."""
+    expert: int = 0
+
+    def affects(self, name: str) -> bool:
+        """Tell whether a matrix is affected; `name` is PEFT's."""
+        return {
+            "A and B swapped": ".o_proj." in name,
+            "wrong alpha": ".lora_B." in name,
+            "another tenant's": True,
+            "A missing": ".lora_A." in name
+            and f".{self.layer - 1}.mlp.experts.{self.expert}." in name,
+        }[self.kind]
+
+    def wrong(self, name: str, sent: Mapping[str, Tensor]) -> Tensor:
+        """Return what comes in the place of matrix `name` of those that were sent."""
+        if self.kind == "A and B swapped":
+            swapped = {"A": "B", "B": "A"}
+            return sent[re.sub(r"lora_([AB])", lambda m: f"lora_{swapped[m[1]]}", name)].T
+        if self.kind == "wrong alpha":
+            return 2 * sent[name]
+        if self.kind == "A missing":
+            return torch.zeros_like(sent[name])
+        noise = torch.randn(
+            sent[name].shape, generator=torch.Generator().manual_seed(sum(name.encode()))
+        )
+        return noise * float(sent[name].std())
+
+
+Fault = StaleExpert | PerturbedExpert | ShiftedRoutes | OtherTemperature | WrongAdapter
 
 
 class Engine(sglang.Engine):
@@ -83,15 +120,20 @@ class Engine(sglang.Engine):
         for bucket in buckets:
             seen |= {name: tensor.clone() for name, tensor in bucket.tensors}
             fault = self.fault
-            if not isinstance(fault, StaleExpert | PerturbedExpert):
+            if not isinstance(fault, StaleExpert | PerturbedExpert | WrongAdapter):
                 yield bucket
                 continue
             for name, tensor in bucket.tensors:
                 if fault.affects(name):
-                    tensor.copy_(self._wrong(fault, name, tensor))
+                    tensor.copy_(self._wrong(fault, name, tensor, seen))
             yield dataclasses.replace(bucket, digest=add_digests(digests_of(bucket.tensors)))
 
-    def _wrong(self, fault: StaleExpert | PerturbedExpert, name: str, tensor: Tensor) -> Tensor:
+    def _wrong(
+        self, fault: StaleExpert | PerturbedExpert | WrongAdapter, name: str, tensor: Tensor,
+        seen: dict[str, Tensor],
+    ) -> Tensor:  # fmt: skip
+        if isinstance(fault, WrongAdapter):
+            return fault.wrong(name, seen)
         if isinstance(fault, StaleExpert):
             return self._history[fault.version][name]
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))

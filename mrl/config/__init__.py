@@ -10,12 +10,13 @@ from mrl.config.data import DataConfig, SourceConfig
 from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig, EvalSetConfig
 from mrl.config.guards import GuardConfig
-from mrl.config.load import dump_recipe, load_recipe
+from mrl.config.load import dump_recipe, load_recipe, load_service
 from mrl.config.logging import LoggingConfig
 from mrl.config.lora import LoraConfig
 from mrl.config.recipe import DebugConfig, Recipe
 from mrl.config.reward import RewardConfig
-from mrl.config.rollout import EnvironmentConfig, RolloutConfig
+from mrl.config.rollout import EngineConfig, EnvironmentConfig, RolloutConfig
+from mrl.config.service import ServiceConfig
 from mrl.config.training import (
     CheckpointConfig,
     ModelConfig,
@@ -34,6 +35,7 @@ __all__ = [
     "DataConfig",
     "DebugConfig",
     "DiagnosisConfig",
+    "EngineConfig",
     "EnvironmentConfig",
     "EvalConfig",
     "EvalSetConfig",
@@ -48,9 +50,11 @@ __all__ = [
     "Recipe",
     "RewardConfig",
     "RolloutConfig",
+    "ServiceConfig",
     "SftConfig",
     "SourceConfig",
     "TrainConfig",
     "dump_recipe",
     "load_recipe",
+    "load_service",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -35,8 +36,11 @@ USUAL_KEYS = ("path", "name")
 """The key that a text in the place of a whole branch most likely belongs to."""
 
 
-def explain(error: ValidationError) -> str:
-    """Return all problems of a recipe in one line: key, what is wrong, what was given."""
+def explain(error: ValidationError, known: Sequence[str] = ()) -> str:
+    """Return all problems of a recipe in one line: key, what is wrong, what was given.
+
+    `known` are the keys to suggest for an unknown one; by default those of a recipe.
+    """
     lines = []
     problems = error.errors()
     for key, members in _of_unions(problems).items():
@@ -44,15 +48,15 @@ def explain(error: ValidationError) -> str:
         given = members[0]["input"]
         lines.append(_empty(key) if given is None else f"{key}: {messages}, got {given!r}")
         problems = [problem for problem in problems if problem not in members]
-    return "; ".join([*lines, *map(_line, problems)])
+    return "; ".join([*lines, *(_line(problem, known) for problem in problems)])
 
 
-def _line(problem: ErrorDetails) -> str:
+def _line(problem: ErrorDetails, known: Sequence[str]) -> str:
     place = [part for part in problem["loc"] if part not in TAGS]
     key, given = ".".join(map(str, place)), problem["input"]
     if problem["type"] == "extra_forbidden":
         named = ".".join(part for part in place if isinstance(part, str))
-        return f"unknown key {key!r}{suggest(named, given)}"
+        return f"unknown key {key!r}{suggest(named, given, known)}"
     if problem["type"] == "missing":
         return f"{key}: required, and not given"
     if given is None:

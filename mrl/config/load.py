@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from mrl.config.explain import explain
 from mrl.config.paths import hold_paths
 from mrl.config.recipe import Recipe
+from mrl.config.service import ServiceConfig
+from mrl.config.suggest import keys_below
 from mrl.errors import InputError
 from mrl.system.files import write_whole
 
@@ -70,6 +72,25 @@ def recipe_of(tree: dict[str, Any], overrides: list[str] | None, source: str) ->
 
     `source` is what messages call it. Raises InputError as `load_recipe` does.
     """
+    apply_overrides(tree, overrides, source)
+    try:
+        return Recipe.model_validate(hold_paths(tree, None))
+    except ValidationError as error:
+        raise InputError(f"{source}: {explain(error)}") from None
+
+
+def read_tree(path: Path, overrides: list[str] | None = None) -> dict[str, Any]:
+    """Read the keys of a recipe, some of which may be missing, with overrides and absolute paths.
+
+    Raises InputError where it is no YAML, or an override cannot be applied.
+    """
+    tree = hold_paths(_read_yaml(path), path)
+    apply_overrides(tree, overrides, str(path))
+    return hold_paths(tree, None)
+
+
+def apply_overrides(tree: dict[str, Any], overrides: list[str] | None, source: str) -> None:
+    """Change `tree` by overrides. Raises InputError also for keys that were renamed."""
     _refuse_renamed(_keys_of(tree), source)
     for item in overrides or []:
         _refuse_renamed([item.partition("=")[0]], f"override {item!r}")
@@ -77,13 +98,20 @@ def recipe_of(tree: dict[str, Any], overrides: list[str] | None, source: str) ->
         _spread_short_forms(tree)
     # An override may also give a whole branch: rollout={unfinished: resume}.
     _refuse_renamed(_keys_of(tree), "overrides")
+
+
+def load_service(path: str | Path, overrides: list[str] | None = None) -> ServiceConfig:
+    """Read the configuration of a service as `load_recipe` reads a recipe. Raises InputError."""
+    tree = hold_paths(_read_yaml(Path(path)), Path(path))
+    for item in overrides or []:
+        _apply_override(tree, item)
     try:
-        return Recipe.model_validate(hold_paths(tree, None))
+        return ServiceConfig.model_validate(hold_paths(tree, None))
     except ValidationError as error:
-        raise InputError(f"{source}: {explain(error)}") from None
+        raise InputError(f"{path}: {explain(error, keys_below(ServiceConfig))}") from None
 
 
-def dump_recipe(recipe: Recipe, path: Path) -> None:
+def dump_recipe(recipe: Recipe | ServiceConfig, path: Path) -> None:
     """Write the resolved recipe, every default spelled out, so that it can be loaded again.
 
     Its paths are absolute, `output_dir` too, so that the file means the same in any directory.

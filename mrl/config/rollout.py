@@ -12,16 +12,12 @@ from mrl.config.dtypes import Dtype
 from mrl.config.training import ModelConfig
 
 
-class RolloutConfig(Branch):
+class EngineConfig(Branch):
+    """The keys of a rollout engine, which all runs that share one have alike (docs/tenants.md)."""
+
     engine: str = "sglang"
     """An engine of mrl/rollout/, or your own: `path/file.py` or `package.module`, with `:NAME` where it
     is neither `Engine` nor `build_engine`."""
-    placement: Literal["colocated", "disaggregated"] = "colocated"
-    """`colocated`: every rank trains, and engines take turns with the trainer on the same devices.
-    `disaggregated`: the last `num_ranks` ranks lead engines only; see docs/async.md."""
-    num_ranks: int | None = Field(default=None, ge=1)
-    """Ranks that lead engines and do not train, a multiple of tensor_parallel_size; for
-    `placement: disaggregated` only."""
     dtype: Dtype = "auto"
     """What the engine holds and computes in; `auto`: as the trainer (`model.dtype`). Weights are cast
     on the way to it, before they are digested."""
@@ -35,6 +31,44 @@ class RolloutConfig(Branch):
     """Replicas of the attention among the engine's ranks, each with requests and a KV cache of its own
     (DP attention: SGLang's `dp_size` with `enable_dp_attention`). For models with few key/value heads,
     or with latent attention, whose cache would be replicated by tensor parallelism."""
+    context_len: int | None = Field(default=None, ge=1)
+    """Prompt plus response; by default the model's max_position_embeddings."""
+    max_total_tokens: int | None = Field(default=None, ge=1)
+    """KV cache size in tokens; by default 16,384 on CPUs and the engine's choice on GPUs."""
+    mem_fraction_static: float = Field(default=0.6, gt=0, lt=1)
+    """Share of GPU memory for the engine's weights and KV cache while it is awake."""
+    max_running_requests: int | None = Field(default=None, ge=1)
+    """Samples that an engine works on at a time, the rest waits; by default the engine's choice."""
+    server_args: dict[str, Any] = Field(default_factory=dict)
+    """Fields of SGLang's ServerArgs to set, by their Python names (`attention_backend: triton`), on top
+    of what mrl sets. A field that mrl sets itself is refused; the message names the recipe's key."""
+    return_routing_weights: bool = False
+    """The engine returns the gates' weights of the captured experts too, in float32, for
+    `moe.replay: ids_weights` and for the decomposition of the gap. On CPUs, with routes; 4 bytes more
+    for each expert id."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds for the start of an engine, its first request included. Where engines run freely,
+    training begins with the first of them, and the others have this long to join."""
+    request_timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds for all completions of a step, or of one turn of its conversations."""
+    stall_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds without a sign from an engine's scheduler after which it counts as hung and is
+    replaced."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Engines that may be lost and replaced in one step before the run gives up."""
+
+    def engine_dtype(self, model: ModelConfig) -> Literal["auto", "float32", "bfloat16"]:
+        """What is asked for the engine; `auto` where the device decides."""
+        return model.dtype if self.dtype == "auto" else self.dtype
+
+
+class RolloutConfig(EngineConfig):
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """`colocated`: every rank trains, and engines take turns with the trainer on the same devices.
+    `disaggregated`: the last `num_ranks` ranks lead engines only; see docs/async.md."""
+    num_ranks: int | None = Field(default=None, ge=1)
+    """Ranks that lead engines and do not train, a multiple of tensor_parallel_size; for
+    `placement: disaggregated` only."""
     prompts_per_step: int = Field(default=16, ge=1)
     """Prompts that each step trains on."""
     samples_per_prompt: int = Field(default=8, ge=1)
@@ -61,26 +95,13 @@ class RolloutConfig(Branch):
     are part of the completion: the reward sees them, and they are trained. At most 32."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion beside the model's own end-of-sequence tokens."""
-    context_len: int | None = Field(default=None, ge=1)
-    """Prompt plus response; by default the model's max_position_embeddings."""
-    max_total_tokens: int | None = Field(default=None, ge=1)
-    """KV cache size in tokens; by default 16,384 on CPUs and the engine's choice on GPUs."""
-    mem_fraction_static: float = Field(default=0.6, gt=0, lt=1)
-    """Share of GPU memory for the engine's weights and KV cache while it is awake."""
     weight_bucket_mb: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Size of a weight bucket in MiB; a sync holds two of them in turn, on every rank. `auto`: a 64th
     of the model, but no less than 256 MiB (or a quarter of the model, at least 1 MiB) and no more than
     2 GiB: each bucket costs a request and a handle, whatever its size."""
-    server_args: dict[str, Any] = Field(default_factory=dict)
-    """Fields of SGLang's ServerArgs to set, by their Python names (`attention_backend: triton`), on top
-    of what mrl sets. A field that mrl sets itself is refused; the message names the recipe's key."""
     true_on_policy: bool = False
     """Trainer and engine compute the same bits: old log-probs equal the engine's, routes agree. On
     CPUs in float32, and slower; docs/on_policy.md says what it takes, and where it is refused."""
-    return_routing_weights: bool = False
-    """The engine returns the gates' weights of the captured experts too, in float32, for
-    `moe.replay: ids_weights` and for the decomposition of the gap. On CPUs, with routes; 4 bytes more
-    for each expert id."""
     weight_sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """How weights reach the engine. `tensor`: handles to the trainer's memory (shared memory on CPUs,
     CUDA IPC on GPUs). `distributed`: a process group with the engine's ranks (gloo; refused on GPUs,
@@ -99,18 +120,6 @@ class RolloutConfig(Branch):
     """How often a step with `algorithm.dynamic_sampling` draws prompts until prompts_per_step groups
     have unequal rewards; each round draws as many as are missing. Then it trains with what there
     is."""
-    start_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds for the start of an engine, its first request included. Where engines run freely,
-    training begins with the first of them, and the others have this long to join."""
-    request_timeout_s: float = Field(default=1800.0, gt=0)
-    """Seconds for all completions of a step, or of one turn of its conversations."""
-    stall_timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds without a sign from an engine's scheduler after which it counts as hung and is
-    replaced."""
-    max_restarts: int = Field(default=3, ge=0)
-    """Engines that may be lost and replaced in one step before the run gives up."""
-    max_running_requests: int | None = Field(default=None, ge=1)
-    """Samples that an engine works on at a time, the rest waits; by default the engine's choice."""
     canary_prompts: int = Field(default=4, ge=0)
     """Prompts whose log-probs trainer and engine must agree on after every sync; 0 turns it off."""
     canary_tolerance: float | None = Field(default=None, gt=0)
@@ -121,10 +130,6 @@ class RolloutConfig(Branch):
     @classmethod
     def _one_text(cls, value: Any) -> Any:
         return one_or_several(value)
-
-    def engine_dtype(self, model: ModelConfig) -> Literal["auto", "float32", "bfloat16"]:
-        """What is asked for the engine; `auto` where the device decides."""
-        return model.dtype if self.dtype == "auto" else self.dtype
 
     def weight_bucket_bytes(self, model_bytes: int) -> int:
         """Bytes of a bucket, for a model whose weights are `model_bytes` as they are sent."""

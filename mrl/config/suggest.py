@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,31 +16,34 @@ MAX_KEYS = 6
 """The keys of an unknown branch that the message explains."""
 
 
-def suggest(key: str, value: Any = None) -> str:
+def suggest(key: str, value: Any = None, known: Sequence[str] = ()) -> str:
     """Return the end of a message about the unknown dotted `key`; empty where nothing is near.
 
-    The keys of an unknown branch are looked up one by one: `value` is what the recipe gives it.
+    The keys of an unknown branch are looked up one by one: `value` is what the recipe gives it. `known`
+    are the keys that there are; by default those of a recipe.
     """
+    if known and key in all_keys():
+        return "; it is a key of each tenant's recipe, and not of a service"
+    known = known or all_keys()
     inner = list(_leaves(value, f"{key}.")) if isinstance(value, dict) else []
-    is_near = difflib.get_close_matches(key, [own.partition(".")[0] for own in all_keys()], n=1)
+    is_near = difflib.get_close_matches(key, [own.partition(".")[0] for own in known], n=1)
     if inner and not is_near and _foreign(key) is None:
-        found = [f"{each} is {own}" for each in inner if (own := _find(each, is_own=False))]
+        found = [f"{each} is {own}" for each in inner if (own := _find(each, known, is_own=False))]
         if found:
             return f"; here {', '.join(found[:MAX_KEYS])}"
-    own = _find(key, is_own=True)
+    own = _find(key, known, is_own=True)
     return f"; did you mean {own}?" if own else ""
 
 
-def _find(key: str, *, is_own: bool) -> str:
-    """Return the quoted key of a recipe for `key`, with what differs; empty where there is none.
+def _find(key: str, known: Sequence[str], *, is_own: bool) -> str:
+    """Return the quoted key of `known` for `key`, with what differs; empty where there is none.
 
     In order: another framework's name, the same name in another branch, the nearest name in the same
     branch, the nearest anywhere, a mistyped name of another framework. Without `is_own` only exact
     names count.
     """
-    if (foreign := _foreign(key)) is not None:
+    if (foreign := _foreign(key)) is not None and foreign[0] in known:
         return _quoted(*foreign)
-    known = all_keys()
     branch, _, leaf = key.rpartition(".")
     leaves = {k: k.rpartition(".")[2] for k in known}
     same = [k for k in known if leaves[k] == leaf]
@@ -51,7 +54,7 @@ def _find(key: str, *, is_own: bool) -> str:
         if names:
             return _quoted(next(k for k in places if leaves[k] in names))
     names = difflib.get_close_matches(leaf, FOREIGN, n=1, cutoff=0.8)
-    return _quoted(*FOREIGN[names[0]]) if names else ""
+    return _quoted(*FOREIGN[names[0]]) if names and FOREIGN[names[0]][0] in known else ""
 
 
 def _quoted(key: str, note: str = "") -> str:
@@ -76,7 +79,12 @@ def _leaves(tree: dict[Any, Any], prefix: str) -> Iterator[str]:
 @cache
 def all_keys() -> tuple[str, ...]:
     """Return the dotted keys of a recipe; those of the elements of a list without its index."""
-    return tuple(_keys(Recipe, ""))
+    return keys_below(Recipe)
+
+
+def keys_below(branch: type[BaseModel]) -> tuple[str, ...]:
+    """Return the dotted keys of a branch, as `all_keys` does."""
+    return tuple(_keys(branch, ""))
 
 
 def _keys(branch: type[BaseModel], prefix: str) -> Iterator[str]:

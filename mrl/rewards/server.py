@@ -10,7 +10,6 @@ Standard library only.
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import json
 import math
@@ -22,19 +21,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
-from urllib.parse import urlsplit
 
 from mrl.errors import InputError
 from mrl.rewards.remote import TIME_LEFT_HEADER, TOKEN_VARIABLE
 from mrl.rewards.worker_calls import call_worker, reward_worker
+from mrl.system.http_callers import drain, has_token, is_of_this_machine
 from mrl.system.processes import Closing
 
 MAX_BODY_BYTES = 1 << 30
 WAIT_SHARE = 0.25
 """The share of its client's time that a call may wait for a worker: the rest is the function's."""
-MAX_UNWANTED_BYTES = 1 << 20
-LINGER_S = 1.0
-"""How much of a refused request is still read, and for how long."""
 
 
 class _Lane:
@@ -177,33 +173,22 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_allowed(self) -> bool:
         """Accept a request with the token, or of this machine where none is set; refuse the others."""
         token = self._rewards().token
-        if token is None and not self._is_of_this_machine():
+        headers = self.headers
+        if token is None and not is_of_this_machine(headers.get("Host"), headers.get("Origin")):
             self._refuse(403, f"not for web pages: set {TOKEN_VARIABLE} for callers elsewhere")
             return False
-        given = self.headers.get("Authorization", "").encode()
-        if token is None or hmac.compare_digest(given, f"Bearer {token}".encode()):
+        if token is None or has_token(headers.get("Authorization"), token):
             return True
         self._refuse(401, f"expected the token of {TOKEN_VARIABLE}: Authorization: Bearer TOKEN")
-        return False
-
-    def _is_of_this_machine(self) -> bool:
-        """Whether no web page asks: a browser names the page's origin, or the page's own name as the
-        host, where that name was made to point here (DNS rebinding)."""
-        with suppress(ValueError):
-            name = urlsplit(f"//{self.headers.get('Host', 'localhost')}").hostname or ""
-            is_own = name == "localhost" or ipaddress.ip_address(name).is_loopback
-            return is_own and "Origin" not in self.headers
         return False
 
     def _refuse(self, status: int, why: str) -> None:
         """Answer and close the connection: the body is still in the pipe."""
         self.close_connection = True
         self._send(status, {"error": why})
-        # To close with bytes unread resets the connection, and that may overtake the answer.
         with suppress(OSError):
             self.wfile.flush()
-            self.connection.settimeout(LINGER_S)
-            self.rfile.read(MAX_UNWANTED_BYTES)
+        drain(self.connection)
 
     def _rewards(self) -> RewardServer:
         assert isinstance(self.server, _Server)

@@ -196,6 +196,22 @@ def test_planted_faults(attention: Served, monkeypatch, fault):
     assert attention.loaded() == ["mrl@32"]
 
 
+@pytest.mark.parametrize("served", ["per_expert"], indirect=True)
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_the_a_of_one_expert_is_missing(served: Served, monkeypatch, is_sent: bool):
+    """It is not sent, or it is lost on the way to SGLang."""
+    name = lora_name("model.layers.2.mlp.experts.5.up_proj.weight", "A")
+    matrices, message = dict(served.matrices[1]), f"expected 1 more: {name}"
+    if is_sent:
+        spoil(served.engine, monkeypatch, {name: torch.zeros_like(matrices[name])}, 1.0)
+        message = rf"{name}: sent \w{{16}}, the engine holds 0{{16}}"
+    else:
+        del matrices[name]
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        served.engine.update_weights(buckets_of(matrices, 61), 61)
+    assert served.engine.weight_version is None
+
+
 def test_a_newer_version_beside_a_request_in_flight(attention: Served):
     """Nothing is paused: what began under the first version ends under it."""
     engine = attention.engine

@@ -1,0 +1,155 @@
+"""The control socket of a service: users add tenants, pause, resume, remove and look at them.
+
+    POST   /tenants               {"name": ..., "recipe": {...}, "weight": 1.0, "is_record": false}
+    GET    /tenants
+    GET    /tenants/NAME
+    POST   /tenants/NAME/pause    {"reason": ...}, which may be left out
+    POST   /tenants/NAME/resume
+    DELETE /tenants/NAME
+    GET    /metrics
+
+It answers from threads of rank 0. A change is in the registry, on disk, before the answer; the loop of
+the service takes it from `changes` when it comes to it.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from mrl.errors import DiskFailed, InputError
+from mrl.run.json_lines import finite_or_null
+from mrl.system.processes import Closing
+from mrl.tenants.http import JsonServer, Limits, Refused, Request
+from mrl.tenants.record import State, Tenant, check_name, describe
+from mrl.tenants.registry import NoTenant, Registry, WrongState
+from mrl.tenants.sockets import SOCKET, open_tcp, open_unix, read_token
+
+NEW_KEYS: dict[str, Any] = {"name": str, "recipe": dict, "weight": (int, float), "is_record": bool}
+"""The keys of the body of POST /tenants, with their types."""
+REASON = "a user paused it"
+Answer = tuple[int, dict[str, Any]]
+
+
+class Change(NamedTuple):
+    """A `Change` says which tenant a user has changed. Of several ones of a tenant the registry has the
+    last: the loop looks there."""
+
+    name: str
+    state: State
+
+
+class Control(Closing):
+    """Listens from the start until `close()`. Raises InputError where it cannot."""
+
+    def __init__(self, registry: Registry, limits: Limits | None = None) -> None:
+        self.registry = registry
+        self.changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
+        self._metrics: dict[str, Any] = {}
+        tcp = registry.service.control.tcp
+        with ExitStack() as undo:
+            self._server = undo.enter_context(JsonServer(self.answer, limits))
+            self._server.listen(open_unix(registry.root))
+            if tcp is not None:
+                self._server.listen(open_tcp(tcp), read_token(registry.root))
+            undo.pop_all()
+
+    def close(self) -> None:
+        """Accept nobody any more, and remove the socket. Harmless when repeated."""
+        self._server.close()
+        (self.registry.root / SOCKET).unlink(missing_ok=True)
+
+    def publish(self, metrics: dict[str, Any]) -> None:
+        """Give GET /metrics what it answers from now on."""
+        self._metrics = finite_or_null(metrics)
+
+    def answer(self, request: Request) -> Answer:
+        """Return status and message for a request. Raises Refused."""
+        try:
+            return self._route(request)
+        except NoTenant as error:
+            raise Refused(404, str(error)) from None
+        except WrongState as error:
+            raise Refused(409, str(error)) from None
+        except InputError as error:
+            raise Refused(400, str(error)) from None
+        except DiskFailed as error:
+            return 507, {"error": str(error)}
+
+    def _route(self, request: Request) -> Answer:
+        match request.path.split("/")[1:]:
+            case ["metrics"]:
+                return _method(request, {"GET": self._get_metrics})
+            case ["tenants"]:
+                return _method(request, {"GET": self._list, "POST": self._add}, body="POST")
+            case ["tenants", name]:
+                check_name(name)
+                return _method(
+                    request,
+                    {
+                        "GET": lambda _: (200, self._shown(self.registry.get(name))),
+                        "DELETE": lambda _: self._move(name, "removed"),
+                    },
+                )
+            case ["tenants", name, "pause"]:
+                check_name(name)
+                return _method(request, {"POST": lambda b: self._pause(name, b)}, body="POST")
+            case ["tenants", name, "resume"]:
+                check_name(name)
+                return _method(request, {"POST": lambda _: self._move(name, "queued")})
+        raise Refused(404, f"there is no {request.path[:80]}; docs/tenants.md lists the addresses")
+
+    def _get_metrics(self, _body: dict[str, Any]) -> Answer:
+        return 200, self._metrics
+
+    def _list(self, _body: dict[str, Any]) -> Answer:
+        return 200, {"tenants": [self._shown(tenant) for tenant in self.registry.tenants()]}
+
+    def _add(self, body: dict[str, Any]) -> Answer:
+        for key, value in body.items():
+            if key not in NEW_KEYS:
+                raise Refused(400, f"unknown key {key[:80]!r}; expected {', '.join(NEW_KEYS)}")
+            # `true` is a number in Python.
+            if not isinstance(value, NEW_KEYS[key]) or isinstance(value, bool) != (
+                NEW_KEYS[key] is bool
+            ):
+                raise Refused(400, f"{key} is of type {type(value).__name__}")
+        if missing := [key for key in ("name", "recipe") if key not in body]:
+            raise Refused(400, f"{missing[0]} is missing")
+        try:
+            weight = float(body.get("weight", 1.0))
+        except OverflowError:
+            raise Refused(400, "weight is too large") from None
+        tenant = self.registry.add(
+            body["name"], body["recipe"], weight=weight, is_record=body.get("is_record", False)
+        )
+        return 201, self._changed(tenant)
+
+    def _pause(self, name: str, body: dict[str, Any]) -> Answer:
+        reason = body.get("reason", REASON)
+        if set(body) - {"reason"} or not isinstance(reason, str) or not reason.strip():
+            raise Refused(400, 'expected no body, or {"reason": "a text"}')
+        return self._move(name, "paused", reason)
+
+    def _move(self, name: str, state: State, reason: str = "") -> Answer:
+        return 200, self._changed(self.registry.move(name, state, reason))
+
+    def _changed(self, tenant: Tenant) -> dict[str, Any]:
+        self.changes.put(Change(tenant.name, tenant.state))
+        return self._shown(tenant)
+
+    def _shown(self, tenant: Tenant) -> dict[str, Any]:
+        return describe(tenant)
+
+
+def _method(
+    request: Request, known: dict[str, Callable[[dict[str, Any]], Answer]], body: str = ""
+) -> Answer:
+    """Call what is `known` for the request's method; only that of `body` may have one."""
+    if request.method not in known:
+        raise Refused(405, f"expected {' or '.join(known)}, got {request.method}")
+    if request.body is not None and request.method != body:
+        raise Refused(400, f"{request.method} takes no body here")
+    return known[request.method](request.body or {})

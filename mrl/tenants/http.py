@@ -1,0 +1,270 @@
+"""Answers JSON over HTTP on listening sockets: one request a connection, everything of it bounded.
+
+Whatever comes that is no request gets one line of JSON, `{"error": ...}`, with a status of 400 to 499.
+The parser is small and strict on purpose: it knows the few forms that clients of ours send, and no
+other. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from mrl.errors import InputError
+from mrl.system.http_callers import drain, has_token, is_of_this_machine
+from mrl.system.json_text import each_key_once
+from mrl.system.processes import Closing
+
+REQUEST = re.compile(rb"([A-Z]{1,16}) (/[!-~]{0,1023}) HTTP/1\.[01]")
+HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([ -~\t]*?)[ \t]*")
+PLAIN = re.compile(rb"[\t\r\n -~]*")
+MAX_ERROR_CHARS = 2000
+ANSWER_S = 5.0
+"""Seconds in which a caller has to take its answer."""
+
+
+class Refused(Exception):
+    """A request is refused with a status and one line that says why."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one caller may send, and how many there may be."""
+
+    head_bytes: int = 16 << 10
+    num_headers: int = 64
+    body_bytes: int = 1 << 20
+    depth: int = 32
+    """Objects and lists in each other, in the body."""
+    request_s: float = 10.0
+    """Seconds for the whole request to arrive."""
+    connections: int = 32
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    """The path as it was sent, with a query if there is one; nothing is decoded."""
+    body: dict[str, Any] | None
+    """The JSON object of the body; None where there is no body."""
+
+
+class JsonServer(Closing):
+    """Gives each request of its listeners to `answer`, in a thread of its own, and sends what that
+    returns: a status and a JSON object. What `answer` raises is status 500, and is printed."""
+
+    def __init__(
+        self, answer: Callable[[Request], tuple[int, dict[str, Any]]], limits: Limits | None = None
+    ) -> None:
+        self._answer, self._limits = answer, limits or Limits()
+        self._places = threading.BoundedSemaphore(self._limits.connections)
+        self._listeners: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+
+    def listen(self, listener: socket.socket, token: str | None = None) -> None:
+        """Answer callers of a bound socket from now on; `token` is what they must send."""
+        listener.listen(self._limits.connections)
+        self._listeners.append(listener)
+        thread = threading.Thread(target=self._accept, args=(listener, token), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def close(self) -> None:
+        """Accept nobody any more. Harmless when repeated."""
+        self._is_closed = True
+        for listener in self._listeners:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        for thread in self._threads:
+            thread.join()
+        for listener in self._listeners:
+            listener.close()
+
+    def _accept(self, listener: socket.socket, token: str | None) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                time.sleep(0.05)  # of too many open files, say: nothing that ends the service
+                continue
+            if self._places.acquire(blocking=False):
+                threading.Thread(target=self._serve, args=(connection, token), daemon=True).start()
+                continue
+            with connection, suppress(OSError):
+                _send(connection, 503, {"error": "too many callers at a time; try again"})
+
+    def _serve(self, connection: socket.socket, token: str | None) -> None:
+        try:
+            with connection:
+                try:
+                    request = read_request(connection, self._limits, token)
+                except Refused as refusal:
+                    _send(connection, refusal.status, {"error": str(refusal)})
+                    drain(connection)
+                    return
+                _send(connection, *self._answered(request))
+        except OSError:
+            pass  # the caller is gone
+        finally:
+            self._places.release()
+
+    def _answered(self, request: Request) -> tuple[int, dict[str, Any]]:
+        try:
+            return self._answer(request)
+        except Refused as refusal:
+            return refusal.status, {"error": str(refusal)}
+        except Exception as error:
+            traceback.print_exception(error)
+            return 500, {
+                "error": f"{type(error).__name__}, which mrl does not foresee; see its log"
+            }
+
+
+def read_request(connection: socket.socket, limits: Limits, token: str | None) -> Request:
+    """Read one request. Raises Refused, and OSError where the caller is gone."""
+    source = _Source(connection, time.monotonic() + limits.request_s)
+    head, rest = source.head(limits.head_bytes)
+    first, *lines = head.split(b"\r\n")
+    if (asked := REQUEST.fullmatch(first)) is None:
+        raise Refused(400, "the first line is not METHOD /PATH HTTP/1.1")
+    headers = _headers(lines, limits.num_headers)
+    if not is_of_this_machine(headers.get("host"), headers.get("origin")):
+        raise Refused(403, "not for web pages: leave Origin out and call localhost")
+    if token is not None and not has_token(headers.get("authorization"), token):
+        raise Refused(401, "expected the header Authorization: Bearer TOKEN")
+    if "transfer-encoding" in headers:
+        raise Refused(411, "send the body with a Content-Length, and not in chunks")
+    length = headers.get("content-length", "0")
+    if not re.fullmatch("[0-9]{1,15}", length):
+        raise Refused(400, "Content-Length is not a number of bytes")
+    if int(length) > limits.body_bytes:
+        raise Refused(413, f"the body has {length} bytes; at most {limits.body_bytes} are read")
+    if headers.get("expect", "").lower() == "100-continue":
+        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+    body = source.body(rest, int(length))
+    method, path = (part.decode() for part in asked.groups())
+    return Request(method, path, _object(body, limits.depth) if body else None)
+
+
+class _Source:
+    """Reads what arrives at a connection before `end`, on the monotonic clock."""
+
+    def __init__(self, connection: socket.socket, end: float) -> None:
+        self._connection, self._end = connection, end
+
+    def head(self, most: int) -> tuple[bytes, bytes]:
+        """Return the lines before the first empty one, and what came with them of the body."""
+        data = b""
+        while (end := data.find(b"\r\n\r\n")) < 0:
+            if len(data) > most:
+                raise Refused(431, f"the head of the request has more than {most} bytes")
+            if not PLAIN.fullmatch(data):
+                raise Refused(400, "the head of the request is no printable ASCII text")
+            data += self._more()
+        if end > most:
+            raise Refused(431, f"the head of the request has more than {most} bytes")
+        return data[:end], data[end + 4 :]
+
+    def body(self, data: bytes, length: int) -> bytes:
+        """Return `length` bytes, the first of which are `data`."""
+        parts, num_bytes = [data], len(data)
+        while num_bytes < length:
+            parts.append(self._more())
+            num_bytes += len(parts[-1])
+        if num_bytes > length:
+            raise Refused(400, f"more bytes follow than the Content-Length of {length}")
+        return b"".join(parts)
+
+    def _more(self) -> bytes:
+        try:
+            self._connection.settimeout(max(1e-3, self._end - time.monotonic()))
+            part = self._connection.recv(1 << 16)
+        except TimeoutError:
+            raise Refused(408, "the request did not arrive in time; send it at once") from None
+        if not part:
+            raise Refused(400, "the connection ended before the request did")
+        return part
+
+
+def _headers(lines: list[bytes], most: int) -> dict[str, str]:
+    if len(lines) > most:
+        raise Refused(431, f"the request has more than {most} headers")
+    found: dict[str, str] = {}
+    for line in lines:
+        if (header := HEADER.fullmatch(line)) is None:
+            raise Refused(400, "a header is not NAME: VALUE in one line")
+        name, value = (part.decode() for part in header.groups())
+        if name.lower() in found:
+            raise Refused(400, f"the header {name} is there twice")
+        found[name.lower()] = value
+    return found
+
+
+def _object(body: bytes, depth: int) -> dict[str, Any]:
+    """Return the JSON object that `body` holds. Raises Refused."""
+    try:
+        value = json.loads(
+            body.decode(), object_pairs_hook=each_key_once, parse_constant=_no_constant
+        )
+        _check(value, depth)
+    except RecursionError:
+        raise Refused(400, f"the body has more than {depth} levels") from None
+    except (InputError, ValueError) as error:
+        raise Refused(400, f"the body is not JSON that is read here: {error}") from None
+    if not isinstance(value, dict):
+        raise Refused(400, f"the body is a {type(value).__name__}; expected a JSON object")
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _check(value: Any, depth: int) -> None:
+    """Raise ValueError for what lies too deep, and for text that is fit for no path or file."""
+    if depth < 0:
+        raise ValueError("objects and lists lie too deep in each other")
+    if isinstance(value, str):
+        value.encode()  # half a surrogate pair raises UnicodeEncodeError
+        if "\0" in value:
+            raise ValueError("a text has the character NUL")
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _check(key, depth)
+            _check(inner, depth - 1)
+    elif isinstance(value, list):
+        for inner in value:
+            _check(inner, depth - 1)
+    elif isinstance(value, float) and value in (float("inf"), float("-inf")):
+        raise ValueError("a number is too large")
+
+
+def _send(connection: socket.socket, status: int, message: dict[str, Any]) -> None:
+    """Send a JSON object as one line. Raises OSError where nobody takes it."""
+    if "error" in message:
+        message = {"error": " ".join(str(message["error"]).split())[:MAX_ERROR_CHARS]}
+    body = json.dumps(message).encode() + b"\n"
+    head = [
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+        *(["WWW-Authenticate: Bearer"] if status == 401 else []),
+    ]
+    connection.settimeout(ANSWER_S)
+    connection.sendall("\r\n".join([*head, "", ""]).encode() + body)

@@ -1,0 +1,262 @@
+"""Keeps the tenants of a service on disk, so that a service that was killed finds all of them again.
+
+Every change is one rename: after `kill -9` it is there as a whole, or not at all. All methods may be
+called from any thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from mrl.config import Recipe, ServiceConfig, dump_recipe
+from mrl.errors import InputError
+from mrl.system.disk import refusing
+from mrl.system.files import sync, write_whole
+from mrl.system.processes import Closing
+from mrl.tenants.agreement import resolve_tenant
+from mrl.tenants.record import (
+    RECIPE,
+    REMOVED,
+    STATE,
+    State,
+    Tenant,
+    check_name,
+    read_past,
+    read_tenants,
+    tenant_folder,
+)
+
+AFTER: Mapping[str, tuple[State, ...]] = {
+    "queued": ("running", "paused", "done", "removed"),
+    "running": ("paused", "done", "removed"),
+    "paused": ("queued", "done", "removed"),
+    "done": ("removed",),
+    "removed": (),
+}
+"""The states that may follow a state. A running one that is paused may have ended with that step."""
+MAX_REASON_CHARS = 500
+RUNS = "runs"
+"""The folder of a service in which output_dirs may lie."""
+
+
+class NoTenant(InputError):
+    """There is no tenant of that name."""
+
+
+class WrongState(InputError):
+    """The tenant's state does not allow the change."""
+
+
+class Registry(Closing):
+    """Opens a service folder for one service at a time.
+
+    `admit` is given the recipe of a new tenant and returns what is stored in its place; it may raise
+    InputError. Tenants that no longer agree with the service are paused with the reason. Raises
+    InputError where another service has the folder open, or something in it is damaged.
+    """
+
+    def __init__(
+        self, service: ServiceConfig, admit: Callable[[Recipe], Recipe] = lambda recipe: recipe
+    ) -> None:
+        self.service, self._admit = service, admit
+        self.root = Path(os.path.realpath(service.output_dir))
+        self._changing = threading.RLock()
+        with ExitStack() as undo, refusing(self.root):
+            (self.root / "tenants" / REMOVED).mkdir(parents=True, exist_ok=True)
+            self._lock = self._claim()
+            undo.callback(self._lock.close)
+            for folder in (self.root.parent, self.root, self.root / "tenants"):
+                sync(folder)
+            for partial in (self.root / "tenants").glob(".*.new"):  # of an `add` that was killed
+                shutil.rmtree(partial)
+            self._tenants = {tenant.name: tenant for tenant in read_tenants(self.root)}
+            self._past = read_past(self.root)
+            dump_recipe(service, self.root / "service.yaml")
+            for tenant in self.tenants():
+                self._settle(tenant)
+            undo.pop_all()
+
+    def close(self) -> None:
+        """Let another service have the folder. Harmless when repeated."""
+        self._lock.close()
+
+    def tenants(self) -> list[Tenant]:
+        """Return the tenants that were not removed, in the order in which they joined."""
+        with self._changing:
+            kept = [each for each in self._tenants.values() if each.state != "removed"]
+        return sorted(kept, key=lambda tenant: tenant.sequence)
+
+    def get(self, name: str) -> Tenant:
+        """Return a tenant, also one that was removed. Raises NoTenant."""
+        with self._changing:
+            if (found := self._tenants.get(name)) is None:
+                known = ", ".join(t.name for t in self.tenants()) or "none"
+                raise NoTenant(f"there is no tenant {name[:80]!r}; there are: {known}")
+            return found
+
+    def recipe(self, name: str) -> Recipe:
+        """Return the resolved recipe of a tenant. Raises InputError where it no longer fits."""
+        file = tenant_folder(self.root, self.get(name).name) / RECIPE
+        try:
+            tree = yaml.safe_load(file.read_text())
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise InputError(f"{file} is damaged: {' '.join(str(error).split())}") from None
+        if not isinstance(tree, dict):
+            raise InputError(f"{file} is damaged: it holds no keys")
+        return resolve_tenant(self.service, tree, str(file), is_record=True)
+
+    def add(
+        self, name: str, tree: Mapping[str, Any], *, weight: float = 1.0, is_record: bool = False
+    ) -> Tenant:
+        """Add a tenant to the queue, and return it.
+
+        `tree` and `is_record`: see `mrl.tenants.agreement.resolve_tenant`; its output_dir is absolute.
+        Raises InputError for whatever is wrong with it, and where there is no place for it.
+        """
+        check_name(name)
+        if not (math.isfinite(weight) and 0 < weight <= 1e6):
+            raise InputError(f"weight is {weight:g}; expected a number above 0, at most 1e6")
+        recipe = resolve_tenant(self.service, tree, f"the recipe of {name}", is_record=is_record)
+        recipe = self._admit(recipe)
+        output = self._output_dir(recipe)
+        recipe = recipe.model_copy(update={"output_dir": str(output)})
+        with self._changing, refusing(self.root):
+            self._check_place(name, output)
+            numbers = [t.sequence for t in (*self._tenants.values(), *self._past)]
+            tenant = Tenant(
+                name=name,
+                state="queued",
+                sequence=max(numbers, default=0) + 1,
+                weight=weight,
+                output_dir=str(output),
+                num_steps=recipe.train.num_steps,
+            )
+            self._write_new(tenant, recipe)
+            self._tenants[name] = tenant
+            return tenant
+
+    def move(self, name: str, state: State, reason: str = "") -> Tenant:
+        """Give a tenant another state, and return it.
+
+        A tenant that leaves `paused` for the queue is compared with the service anew. Raises NoTenant,
+        WrongState where its present state does not allow it, and InputError.
+        """
+        with self._changing, refusing(self.root):
+            tenant = self.get(name)
+            if state not in AFTER[tenant.state]:
+                why = f" ({tenant.reason})" if tenant.reason else ""
+                raise WrongState(
+                    f"tenant {name} is {tenant.state}{why}; it cannot become {state} from there"
+                )
+            if state == "queued":
+                self.recipe(name)
+            words = " ".join(reason.split())[:MAX_REASON_CHARS] if state == "paused" else ""
+            tenant = tenant.model_copy(update={"state": state, "reason": words})
+            self._write(tenant)
+            return tenant
+
+    def try_move(self, name: str, state: State, reason: str = "") -> bool:
+        """Move a tenant as `move` does, where its state allows it: a user may have been faster. Returns
+        whether it did."""
+        try:
+            self.move(name, state, reason)
+        except (NoTenant, WrongState):
+            return False
+        return True
+
+    def _claim(self) -> IO[str]:
+        lock = (self.root / ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise InputError(
+                f"output_dir {self.root} is in use by a running service; choose another output_dir"
+            ) from None
+        return lock
+
+    def _settle(self, tenant: Tenant) -> None:
+        """Bring the stored recipe to the present values of the service, or pause the tenant."""
+        if not tenant.is_active:
+            return
+        try:
+            recipe = self.recipe(tenant.name)
+        except InputError as error:
+            if tenant.state != "paused":
+                self.move(tenant.name, "paused", str(error))
+            return
+        dump_recipe(recipe, tenant_folder(self.root, tenant.name) / RECIPE)
+
+    def _output_dir(self, recipe: Recipe) -> Path:
+        """Return the run folder without links. Raises InputError where it may not lie there."""
+        given = recipe.output_dir
+        if not os.path.isabs(given):
+            raise InputError(f"output_dir is {given!r}; expected an absolute path")
+        real, runs = Path(os.path.realpath(given)), self.root / RUNS
+        if _overlap(real, self.root) and (real == runs or runs not in real.parents):
+            raise InputError(
+                f"output_dir {given} and the service folder {self.root} lie in each other; choose one "
+                f"in {runs}, or outside"
+            )
+        return real
+
+    def _check_place(self, name: str, output: Path) -> None:
+        """Raise InputError where the name or the folder belongs to another tenant, or the service is
+        full."""
+        present = self.tenants()
+        if any(tenant.name == name for tenant in present):
+            raise InputError(f"there is a tenant {name} already; give another name")
+        for other in present:
+            if _overlap(output, Path(other.output_dir)):
+                raise InputError(
+                    f"output_dir {output} and that of tenant {other.name}, {other.output_dir}, are one "
+                    "folder or lie in each other; choose another"
+                )
+        for past in (*self._tenants.values(), *self._past):
+            if past.name == name and _overlap(output, Path(past.output_dir)):
+                raise InputError(
+                    f"output_dir {output} holds the run of the tenant {name} that was removed: its "
+                    f"adapters {name}@1, {name}@2 ... would be other ones from now on; choose another "
+                    "output_dir, or another name to continue that run"
+                )
+        limit = self.service.tenants.max_number
+        if sum(tenant.is_active for tenant in present) >= limit:
+            raise InputError(
+                f"the service has tenants.max_number={limit} tenants; remove one, or wait until one is "
+                "done"
+            )
+
+    def _write_new(self, tenant: Tenant, recipe: Recipe) -> None:
+        """Write the folder of a new tenant beside its place, then move it there."""
+        place = tenant_folder(self.root, tenant.name)
+        new = place.with_name(f".{tenant.name}.new")
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        dump_recipe(recipe, new / RECIPE)
+        write_whole(new / STATE, tenant.model_dump_json() + "\n", durable=True)
+        if (past := self._tenants.get(tenant.name)) is not None:
+            place.rename(place.parent / REMOVED / f"{past.sequence}-{past.name}")
+            sync(place.parent / REMOVED)
+            self._past.append(past)
+        new.rename(place)
+        sync(place.parent)
+
+    def _write(self, tenant: Tenant) -> None:
+        file = tenant_folder(self.root, tenant.name) / STATE
+        write_whole(file, tenant.model_dump_json() + "\n", durable=True)
+        self._tenants[tenant.name] = tenant
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    """Whether two folders are the same, or one lies in the other."""
+    return one == other or one in other.parents or other in one.parents
