@@ -133,16 +133,33 @@ class ReplayedChunk:
     """A replayed chunk holds the routers of one model chunk, by layer number."""
 
     def __init__(self, chunk: Any, keep_for_recompute: bool) -> None:
+        """Make a replay for each router of the chunk, and attach them."""
         self.layers: dict[int, LayerReplay] = {}
+        self._routers: list[tuple[Any, LayerReplay]] = []
+        self._hooks: list[Any] = []
         for layer in chunk.decoder.layers:
             router = getattr(layer.mlp, "router", None)
             if router is None:
                 continue
             _check(router.config)
             replay = LayerReplay(layer.layer_number, keep_for_recompute)
-            router.router_replay = replay
-            router.register_forward_hook(replay.observe)
+            self._routers.append((router, replay))
             self.layers[layer.layer_number] = replay
+        self.attach()
+
+    def attach(self) -> None:
+        """Let the routers ask these replays, after `detach`."""
+        for router, replay in self._routers:
+            router.router_replay = replay
+            self._hooks.append(router.register_forward_hook(replay.observe))
+
+    def detach(self) -> None:
+        """Let the routers decide for themselves, or ask another model's replays."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for router, _ in self._routers:
+            router.router_replay = None
 
     def begin_forward(self, routes: Routes | None, with_grad: bool, watch: bool = False) -> None:
         for number, layer in self.layers.items():

@@ -211,14 +211,14 @@ class Trainer:
     def learn(self, clock: Clock) -> dict[str, float]:
         """Train on the groups that the collector has for this step; return the metrics of the step."""
         groups = self.collector.groups
-        memory = memory_statistics("rollout", self.policy.ledger.where())
+        memory = memory_statistics("rollout", self.policy.where())
         learned: dict[str, float] = {}
         if self.plan.recipe.debug.rollout_only:
             self._write_untrained(groups)
         else:
             self.policy.onload()
             learned = self.learner.learn(self.step, groups, clock, self._write_rollouts)
-            memory |= memory_statistics("train", self.policy.ledger.where())
+            memory |= memory_statistics("train", self.policy.where())
         metrics = self._step_metrics(groups, learned, memory)
         metrics |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         metrics["time/step_s"] = clock.elapsed_s
@@ -317,8 +317,9 @@ class Trainer:
         return {"collector": self.collector.state_dict(), "learner": self.learner.state_dict()}
 
 
-def make_policy(plan: Plan, mesh: Mesh, *, trains: bool) -> Policy:
-    """Build the policy of a recipe and load its weights; without an optimizer unless it trains."""
+def make_policy(plan: Plan, mesh: Mesh, *, trains: bool, **shared: Any) -> Policy:
+    """Build the policy of a recipe and load its weights; without an optimizer unless it trains.
+    `shared`: the `base` that it has together with other policies, and its `name` among them."""
     recipe = plan.recipe
     return Policy(
         plan.model,
@@ -333,6 +334,7 @@ def make_policy(plan: Plan, mesh: Mesh, *, trains: bool) -> Policy:
         megatron=recipe.megatron,
         logprob_chunk_tokens=recipe.train.logprob_chunk_tokens,
         lora=lora_setup(plan.adapter, recipe),
+        **shared,
     )
 
 

@@ -31,9 +31,21 @@ class BackwardWatch:
         self._num_seen: dict[int, int] = {}
         self._bad: list[tuple[int, Tensor]] = []
         """(number of the micro-batch, bool[])."""
-        for chunk in chunks:
-            for layer in list(chunk.decoder.layers)[:1]:
-                layer.register_forward_pre_hook(self._before_layer, with_kwargs=True)
+        self._layers = [layer for chunk in chunks for layer in list(chunk.decoder.layers)[:1]]
+        self._hooks: list[Any] = []
+        self.attach()
+
+    def attach(self) -> None:
+        """Begin to look, after `detach`."""
+        for layer in self._layers:
+            hook = layer.register_forward_pre_hook(self._before_layer, with_kwargs=True)
+            self._hooks.append(hook)
+
+    def detach(self) -> None:
+        """Look no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def begin_step(self) -> None:
         """Forget the step before."""

@@ -22,6 +22,7 @@ from moe.routes import Replay
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.types import MicroBatch
 from parallel.architectures.base import HfConfig, Rule
+from parallel.base import Base, BaseSetup
 from parallel.forward import HeadInput, HeadOutput, PassOutput
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger
@@ -117,18 +118,16 @@ class Critic(MegatronModel):
         that one ledger knows every byte of the rank. The head starts as N(0, head_std^2). `megatron`:
         that branch of the recipe.
         """
+        options = read_options(megatron)
+        setup = BaseSetup(value_model(model), config, recompute, options=options)
         super().__init__(
-            value_model(model),
-            mesh,
-            config,
+            Base(setup, mesh, output_layer=partial(ValueHead, std=head_std, seed=seed)),
             value_rows,
             optimizer=optimizer,
-            recompute=recompute,
             moe=MoeConfig(),
             ledger=ledger,
             prefix="critic_",
-            output_layer=partial(ValueHead, std=head_std, seed=seed),
-            options=read_options(megatron),
+            options=options,
         )
         self.load(may_lack=(VALUE_HEAD,))
 

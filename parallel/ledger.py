@@ -83,14 +83,19 @@ class Ledger:
     def place(self, kind: str) -> Place:
         return self._owners[kind].place
 
+    def is_disposable(self, kind: str) -> bool:
+        """Whether the contents of a kind are nothing between steps."""
+        return self._owners[kind].disposable
+
     def require_on_device(self, *kinds: str) -> None:
         """Raise RuntimeError where one of `kinds` is away: its tensors have no bytes now."""
         away = {kind: self.place(kind) for kind in kinds if self.place(kind) != "device"}
         if away:
             raise RuntimeError(f"memory ledger: expected {kinds} on the device, got {away}")
 
-    def to_host(self, kind: str) -> None:
-        """Copy a kind to the host and give its device memory back. Raises RuntimeError otherwise."""
+    def to_host(self, kind: str) -> int:
+        """Copy a kind to the host and give its device memory back; return the number of its bytes.
+        Raises RuntimeError where it is not on the device."""
         owner = self._expect(kind, "to_host", ("device",))
         storages = self._on_device()[kind]
         for storage in storages:
@@ -99,6 +104,7 @@ class Ledger:
             owner.away.append((storage, storage.nbytes(), host))
         self._empty(storages)
         owner.place = "host"
+        return sum(num_bytes for _, num_bytes, _ in owner.away)
 
     def free(self, kind: str) -> None:
         """Give back the memory of a disposable kind without a copy; raises RuntimeError for others."""
@@ -112,9 +118,11 @@ class Ledger:
         self._empty(storages)
         owner.place = "freed"
 
-    def to_device(self, kind: str) -> None:
-        """Bring a kind back: the bytes that left, zeros if freed. Raises RuntimeError otherwise."""
+    def to_device(self, kind: str) -> int:
+        """Bring a kind back: the bytes that left, zeros if freed. Return the number of bytes that were
+        copied. Raises RuntimeError where the kind is not away."""
         owner = self._expect(kind, "to_device", ("host", "freed"))
+        num_copied = sum(num_bytes for _, num_bytes, host in owner.away if host is not None)
         for storage, num_bytes, host in owner.away:
             storage.resize_(num_bytes)
             if host is None:
@@ -126,6 +134,24 @@ class Ledger:
                 self._spare.setdefault(num_bytes, []).append(host)
         owner.away.clear()
         owner.place = "device"
+        return num_copied
+
+    def drop(self, kind: str) -> None:
+        """Forget a kind and free all its memory, wherever it is: its tensors have no bytes afterwards.
+
+        The host buffers that it was moved into go, too. One that was never entered is ignored.
+        """
+        if kind not in self._owners:
+            return
+        storages = self._storages()[kind]
+        owner = self._owners.pop(kind)
+        for storage in storages:
+            if (spare := self._spare.get(storage.nbytes())) and not owner.stays_on_host:
+                spare.pop()
+                self._host_buffer_bytes -= storage.nbytes()
+            if storage.resizable():
+                storage.resize_(0)
+        self._host_buffer_bytes -= sum(n for _, n, host in owner.away if host is not None)
 
     def where(self) -> dict[str, Bytes]:
         """Every byte of this rank by kind; nothing is counted twice."""
@@ -157,12 +183,17 @@ class Ledger:
             )
         return owner
 
-    def _storages(self) -> dict[str, list[UntypedStorage]]:
-        """Return the storages that hold bytes now, by kind; each with the first kind that names it."""
+    def _storages(self, *, with_away: bool = True) -> dict[str, list[UntypedStorage]]:
+        """Return the storages that hold bytes now, by kind; each with the first kind that names it.
+
+        `with_away`: ask also kinds that are away, of which Adam's step counts may still be here.
+        """
         taken = {s._cdata for owner in self._owners.values() for s, _, _ in owner.away}
         found: dict[str, list[UntypedStorage]] = {}
         for kind, owner in self._owners.items():
             mine = found[kind] = []
+            if owner.place != "device" and not with_away:
+                continue  # many policies may be away
             for tensor in owner.tensors():
                 storage = tensor.untyped_storage()
                 if storage._cdata not in taken and storage.nbytes():
@@ -178,7 +209,7 @@ class Ledger:
         step counts."""
         return {
             kind: [s for s in storages if self._device_bytes(s)]
-            for kind, storages in self._storages().items()
+            for kind, storages in self._storages(with_away=False).items()
         }
 
     def _host_buffer(self, num_bytes: int) -> Tensor:

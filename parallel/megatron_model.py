@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,26 +16,25 @@ from megatron.core.distributed import finalize_model_grads
 
 from moe.align import router_rows
 from moe.routes import Replay
-from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
+from mrl.config import MoeConfig, OptimizerConfig
 from mrl.config.adapter import Adapter
 from mrl.errors import NotFinite
 from mrl.system.heartbeat import phase
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
+from parallel.attachments import Attachments, GatherHooks
 from parallel.backward_watch import BackwardWatch, gather_samples, named
+from parallel.base import Base
 from parallel.forward import Head, LossFunction, Observe, PassOutput, PipelineRunner
-from parallel.hf_config import HfModel
-from parallel.implementation import choose_dtype, choose_implementation
 from parallel.layers.balancing import RouterLosses
 from parallel.ledger import Ledger, gradient_tensors, optimizer_tensors, parameter_tensors
 from parallel.lora.adapted import Adaptation
 from parallel.lora.weights import AdapterMap, LoraSetup
-from parallel.mesh import Mesh
-from parallel.model import OutputLayer, build_chunks, unwrap
+from parallel.model import unwrap, wrap_chunks
 from parallel.optimizer import build_optimizer
 from parallel.optimizer_state import free_gradient_copies
 from parallel.options.read import MegatronOptions
 from parallel.reduce import merge
-from parallel.transformer_config import build_config, build_ddp_config
+from parallel.transformer_config import build_ddp_config
 from parallel.weights import WeightMap
 
 
@@ -69,64 +69,65 @@ class MegatronModel:
 
     def __init__(
         self,
-        model: HfModel,
-        mesh: Mesh,
-        config: ModelConfig,
+        base: Base,
         head: Head,
         *,
         optimizer: OptimizerConfig | None,
-        recompute: bool,
         moe: MoeConfig,
         ledger: Ledger,
+        name: str = "",
         prefix: str = "",
-        output_layer: OutputLayer | None = None,
-        true_on_policy: bool = False,
         options: MegatronOptions = MegatronOptions(),  # noqa: B008
-        logprob_chunk_tokens: int = 0,
         lora: LoraSetup | None = None,
     ) -> None:
-        """Build the chunks; their weights are random until `load`.
+        """Make what trains the chunks of `base`, whose weights are random until `load`.
 
-        `optimizer`: None for a model that is never trained. `prefix` goes before its kinds in the
-        ledger. `output_layer` takes the place of the vocabulary's projection. `true_on_policy`: layers
-        that compute each token as the engine does (`layers/invariant.py`). `options`: the recipe's own,
-        for Megatron. `logprob_chunk_tokens`: as in the recipe's `train`; a critic has no logits.
-        `lora`: what is trained in the place of the weights.
+        `optimizer`: None for a model that is never trained. `name`: what messages call it. `prefix`
+        goes before its kinds in the ledger. `options`: the recipe's own, for Megatron. `lora`: what is
+        trained in the place of the weights.
         """
-        self.mesh, self.ledger, self._prefix = mesh, ledger, prefix
+        self.base, self.mesh, self.ledger = base, base.mesh, ledger
+        self.name, self._prefix = name, prefix
         self._optimizer_config, self._options = optimizer, options
-        self._dtype = choose_dtype(config.dtype)
-        # Adapters are built into the native layers.
-        asked = config.transformer_impl if lora is None else "local"
-        implementation, _ = choose_implementation(asked)
-        self._settings = build_config(
-            model, mesh.dims, mesh.device, self._dtype, implementation, recompute,
-            moe.expert_bias_update_rate, true_on_policy, options,
-        )  # fmt: skip
+        self.attachments = Attachments()
+        model, mesh = base.setup.model, base.mesh
+        self._settings, self.chunks = base.settings, base.chunks
+        self.lora = None
+        base.take(self, 0 if lora is None else lora.seed)
+        if lora is not None:
+            self.lora = self.attachments.add(Adaptation(lora, model, mesh, base.chunks))
         distributed = optimizer is not None and optimizer.use_distributed_optimizer
         ddp = None if optimizer is None else build_ddp_config(distributed, options)
-        self.lora = None if lora is None else Adaptation(lora, model, mesh)
-        self.chunks = build_chunks(
-            model, mesh, self._settings, implementation, ddp, output_layer, true_on_policy,
-            experts_in_order="order" in moe.replay, logprob_chunk_tokens=logprob_chunk_tokens,
-            adapt=None if self.lora is None else self.lora.attach,
-        )  # fmt: skip
+        if ddp is not None:
+            # Megatron's schedules take from it what is one model's: the layers have that of the base.
+            self._settings = copy.copy(base.settings)
+            self.chunks = wrap_chunks(base.chunks, self._settings, ddp)
+            self.attachments.add(GatherHooks(self.chunks))
         self.weights = WeightMap(model, mesh, self.chunks)
         self.trained = self.weights if self.lora is None else self.lora.map_of(self.chunks)
-        self.router_losses = RouterLosses(moe, map(unwrap, self.chunks))
+        self.router_losses = self.attachments.add(RouterLosses(moe, map(unwrap, self.chunks)))
         self.runner = PipelineRunner(
             self.chunks,
             mesh,
             head,
-            recompute or options.recomputes_routers,
+            base.setup.recomputes_routers,
             self.router_losses,
             gates="weights" in moe.replay,
             overlaps_reduction=ddp is not None and ddp.overlap_grad_reduce,
         )
-        self._backward_watch = BackwardWatch(map(unwrap, self.chunks) if ddp is not None else ())
-        ledger.own(prefix + "parameters", lambda: parameter_tensors(self.chunks))
+        for replayed in self.runner.replays.values():
+            self.attachments.add(replayed)
+        watched = map(unwrap, self.chunks) if ddp is not None else ()
+        self._backward_watch = self.attachments.add(BackwardWatch(watched))
+        ledger.own(prefix + "parameters", self._parameter_tensors)
         if ddp is not None:
             self._prepare_training(ddp.overlap_grad_reduce)
+
+    def _parameter_tensors(self) -> Iterable[torch.Tensor]:
+        """Return this model's own weights: all, or an adapter's where others have the same base."""
+        if self.base.is_shared:
+            return [entry.parameter for entry in self.trained.entries]
+        return parameter_tensors(self.chunks)
 
     def _prepare_training(self, overlaps_reduction: bool) -> None:
         """Tell Megatron's schedules how gradients are finished, and enter what training holds."""
@@ -151,16 +152,21 @@ class MegatronModel:
         return None if self.lora is None else self.lora.setup.adapter
 
     @property
-    def _kinds(self) -> tuple[str, ...]:
-        """The kinds of this model in the ledger."""
+    def own_kinds(self) -> tuple[str, ...]:
+        """The kinds of this model in the ledger, those of a shared base left out."""
         training = () if self._optimizer_config is None else ("gradients", "optimizer")
         return tuple(self._prefix + kind for kind in ("parameters", *training))
 
+    @property
+    def _parameter_kinds(self) -> tuple[str, ...]:
+        return (*self.base.kinds, self._prefix + "parameters")
+
     @phase("load")
     def load(self, may_lack: Collection[str] = ()) -> None:
-        """Load the weights from the model's folder (`WeightMap.load`), then make the optimizer: it may
-        copy them."""
-        self.weights.load(may_lack)
+        """Load the weights from the model's folder (`WeightMap.load`), but for those of a shared base;
+        then make the optimizer: it may copy them."""
+        if not self.base.is_shared:
+            self.weights.load(may_lack)
         if isinstance(self.trained, AdapterMap):
             self.trained.begin()
         if self._optimizer_config is not None:
@@ -172,28 +178,26 @@ class MegatronModel:
         Raises RuntimeError for a model that was made without an optimizer.
         """
         self._require_trainable()
-        self.ledger.require_on_device(*self._kinds)
+        self.require_state()
         self.optimizer, self.scheduler = build_optimizer(
-            config, self.chunks, self._dtype, self._options
+            config, self.chunks, self.base.dtype, self._options
         )
         self._settings.grad_scale_func = self.optimizer.scale_loss
 
     def close(self) -> None:
         """Free the memory of weights, gradients and optimizer state; nothing can be done afterwards.
 
-        Megatron's hooks make reference cycles that run through autograd's C++, where Python's garbage
-        collector does not find them: without this a process that trains again would hold both models.
+        A shared base stays. Megatron's hooks make reference cycles that run through autograd's C++,
+        where Python's garbage collector does not find them: without this a process that trains again
+        would hold both models.
         """
-        trained = self.chunks if self._optimizer_config is not None else []
-        for tensors in (parameter_tensors(self.chunks), gradient_tensors(trained),
-                        self._optimizer_tensors()):  # fmt: skip
-            for storage in [tensor.untyped_storage() for tensor in tensors]:
-                if storage.resizable():
-                    storage.resize_(0)
+        self.base.release(self)
+        for kind in self.own_kinds:
+            self.ledger.drop(kind)
         # The layers keep tensors of their last pass, whose graph keeps the gradient accumulators, whose
         # hooks keep Megatron's wrapper, which keeps the layers: a ring through C++ that Python never
         # collects. With it stay all process groups, each with threads and open files.
-        for chunk in trained:
+        for chunk in self.chunks if self.chunks is not self.base.chunks else ():
             vars(chunk).clear()
 
     def _require_trainable(self) -> None:
@@ -204,8 +208,14 @@ class MegatronModel:
         return () if self.optimizer is None else optimizer_tensors(self.optimizer)
 
     def require_parameters(self) -> None:
-        """Raise RuntimeError where the weights are not on the device."""
-        self.ledger.require_on_device(self._prefix + "parameters")
+        """Raise RuntimeError where the model is not mounted, or its weights are not on the device."""
+        self.base.require_mounted(self)
+        self.ledger.require_on_device(*self._parameter_kinds)
+
+    def require_state(self) -> None:
+        """Raise RuntimeError where the model is not mounted, or not all of it is on the device."""
+        self.base.require_mounted(self)
+        self.ledger.require_on_device(*self.base.kinds, *self.own_kinds)
 
     def gather_parameters(self) -> None:
         """Have all ranks hold the whole of the present weights. A collective; call it before anything
@@ -253,7 +263,7 @@ class MegatronModel:
         bit.
         """
         self._require_trainable()
-        self.ledger.require_on_device(*self._kinds)
+        self.require_state()
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -326,12 +336,13 @@ class MegatronModel:
 
     def offload_parameters(self) -> None:
         """Make room for the engine's KV cache, once the weights are sent."""
-        kind = self._prefix + "parameters"
-        if self.mesh.device.type != "cpu" and self.ledger.place(kind) == "device":
-            self.ledger.to_host(kind)
+        for kind in self._parameter_kinds:
+            if self.mesh.device.type != "cpu" and self.ledger.place(kind) == "device":
+                self.ledger.to_host(kind)
 
     def onload(self) -> None:
         """Take the memory back after the engine went to sleep; what never left stays."""
-        for kind in self._kinds:
+        self.base.require_mounted(self)
+        for kind in (*self.base.kinds, *self.own_kinds):
             if self.ledger.place(kind) != "device":
                 self.ledger.to_device(kind)

@@ -1,4 +1,4 @@
-"""Build this rank's chunks of a Megatron GPTModel from a Hugging Face config, wrapped in DDP."""
+"""Build this rank's chunks of a Megatron GPTModel from a Hugging Face config, and wrap them in DDP."""
 
 from __future__ import annotations
 
@@ -91,21 +91,17 @@ def build_chunks(
     mesh: Mesh,
     config: TransformerConfig,
     implementation: Implementation,
-    ddp: DistributedDataParallelConfig | None,
     output_layer: OutputLayer | None = None,
     true_on_policy: bool = False,
     experts_in_order: bool = False,
     logprob_chunk_tokens: int = 0,
-    adapt: Callable[[GPTModel], None] | None = None,
 ) -> list[Any]:
-    """Build this rank's model chunks (one per virtual stage) on its device.
+    """Build this rank's model chunks (one per virtual stage) on its device, not wrapped yet.
 
-    `ddp` wraps them in Megatron's DDP, with gradient buffers; None leaves them bare, to be evaluated.
     `output_layer` makes what takes the place of the vocabulary's projection in the last chunk.
     `true_on_policy`: local layers that compute each token as the engine does. `experts_in_order`: add a
     token's experts in the order of its route. `logprob_chunk_tokens`: the last chunk gives hidden
     states, and the head computes the logits of so many tokens at a time; 0: it gives all logits.
-    `adapt` is given each chunk before it is wrapped, to add an adapter and freeze the rest.
     """
     dims = mesh.dims
     chunks = []
@@ -130,16 +126,22 @@ def build_chunks(
         if output_layer is None and logprob_chunk_tokens and chunk.post_process:
             deferred = deferred_output_layer(config, chunk.output_layer, logprob_chunk_tokens)
             setattr(chunk, "output_layer", deferred)  # noqa: B010
-        if adapt is not None:
-            adapt(chunk)  # pyright: ignore[reportArgumentType]
         chunk.model_type = ModelType.encoder_or_decoder
         _flag_experts(chunk)
         chunk = chunk.to(mesh.device)
         chunk = _half(config, chunk) if config.bf16 else chunk
         join_storages(chunk)
         chunks.append(chunk)
-    if ddp is None:
-        return chunks
+    return chunks
+
+
+def wrap_chunks(
+    chunks: list[Any], config: TransformerConfig, ddp: DistributedDataParallelConfig
+) -> list[Any]:
+    """Wrap chunks in Megatron's DDP, with gradient buffers of what is trained in them now.
+
+    Megatron's schedules take the functions of a pass from `config`, that of the wrapper.
+    """
     return [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)

@@ -14,11 +14,13 @@ from torch import Tensor
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.system.shared_memory import SharedMemory
 from mrl.types import MicroBatch, Statistics, WeightBucket
+from parallel.base import Base, BaseSetup
 from parallel.export import export_buckets, model_bytes
 from parallel.forward import PassOutput
 from parallel.hf_config import HfModel
-from parallel.ledger import Ledger, parameter_tensors
+from parallel.ledger import Bytes, Ledger, parameter_tensors
 from parallel.logprobs import LogprobHead
+from parallel.lora.shared_base import KIND, SharedBase, SwapReport
 from parallel.lora.weights import LoraSetup
 from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
@@ -53,36 +55,51 @@ class Policy(MegatronModel):
         megatron: Mapping[str, Any] = MappingProxyType({}),
         logprob_chunk_tokens: int = 1024,
         lora: LoraSetup | None = None,
+        base: SharedBase | None = None,
+        name: str = "",
     ) -> None:
         """Build the policy and load its weights.
 
         `optimizer`: None for evaluation; the policy then holds its weights and nothing else.
         `megatron`: that branch of the recipe. `lora`: the adapter that is trained; the reference is
-        then the base, without a copy of it, and `reference` must be `model`.
+        then the base, without a copy of it, and `reference` must be `model`. `base`: what it is made
+        over, together with other policies; it is mounted then, and its `name` is its own among them.
+
+        Raises InputError where it cannot share that base; the others are then as before.
         """
-        super().__init__(
-            model,
-            mesh,
-            config,
-            LogprobHead(temperature, mesh.tp),
-            optimizer=optimizer,
-            recompute=recompute,
-            moe=moe,
-            ledger=Ledger(mesh.device),
-            true_on_policy=true_on_policy,
-            options=read_options(megatron),
-            logprob_chunk_tokens=logprob_chunk_tokens,
-            lora=lora,
-        )
+        options = read_options(megatron)
+        setup = BaseSetup(
+            model, config, recompute, moe, true_on_policy, options, logprob_chunk_tokens,
+            is_adapted=lora is not None,
+        )  # fmt: skip
+        if base is not None:
+            base.setup.require_same(setup)
         self._export_memory = SharedMemory()
         self._companion: MegatronModel | None = None
         self._reference: ReferenceWeights | None = None
         self._has_reference = reference is not None
-        if reference is not None and lora is None:
-            WeightMap(reference, mesh, self.chunks).load()
-            self._reference = ReferenceWeights(lambda: parameter_tensors(self.chunks))
-            self.ledger.own("reference", self._reference.host_tensors, on_host=True)
-        self.load()
+        self._shared = base
+        try:
+            super().__init__(
+                base or Base(setup, mesh),
+                LogprobHead(temperature, mesh.tp),
+                optimizer=optimizer,
+                moe=moe,
+                ledger=Ledger(mesh.device) if base is None else base.ledger,
+                name=name,
+                prefix=f"{name}/" if name else "",
+                options=options,
+                lora=lora,
+            )
+            if reference is not None and lora is None:
+                WeightMap(reference, mesh, self.chunks).load()
+                self._reference = ReferenceWeights(lambda: parameter_tensors(self.chunks))
+                self.ledger.own("reference", self._reference.host_tensors, on_host=True)
+            self.load()
+        except BaseException:
+            if base is not None and base.mounted is self:
+                self.close()
+            raise
 
     def share_device(self, companion: MegatronModel) -> None:
         """Move a critic of the same ledger along: it leaves the device before the engine wakes, and
@@ -101,6 +118,34 @@ class Policy(MegatronModel):
         super().onload()
         if self._companion is not None:
             self._companion.onload()
+
+    def mount(self, *, adapter_only: bool = False) -> SwapReport:
+        """Put this policy into the base that it shares (`SharedBase.mount`)."""
+        return self._shared_base().mount(self, adapter_only=adapter_only)
+
+    def unmount(self) -> SwapReport:
+        """Take this policy out of the base that it shares; all of it moves to the host.
+
+        Raises RuntimeError where another policy is mounted.
+        """
+        base = self._shared_base()
+        base.require_mounted(self)
+        return base.unmount()
+
+    def where(self) -> dict[str, Bytes]:
+        """Return every byte of the ledger by kind, without those of other policies, as if this one had
+        its base for itself: the bytes of the base count among the `parameters`."""
+        found = self.ledger.where()
+        if self._shared is None:
+            return found
+        own = {kind.rpartition("/")[2]: found[kind] for kind in self.own_kinds}
+        both = zip(own["parameters"], found[KIND], strict=True)
+        return own | {"parameters": Bytes(*(a + b for a, b in both))}
+
+    def _shared_base(self) -> SharedBase:
+        if self._shared is None:
+            raise RuntimeError("this policy shares its base with no other: it is always mounted")
+        return self._shared
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -142,9 +187,12 @@ class Policy(MegatronModel):
 
         A collective: every rank must drain the iterator.
         """
-        self.require_parameters()
-        self.gather_parameters()
         merged = self.lora is not None and self.lora.setup.merged
+        if merged or self.lora is None:
+            self.require_parameters()
+        else:  # the base may be away
+            self.ledger.require_on_device(self._prefix + "parameters")
+        self.gather_parameters()
         return export_buckets(
             self._exported, version, max_bytes, self._export_memory, dtype, merged=merged
         )

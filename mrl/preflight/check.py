@@ -97,7 +97,7 @@ def check(
     dims = trainer_dims(recipe, roles)
     folder = RunFolder(recipe.output_dir)
     model = _read_model(recipe, dims, elsewhere=elsewhere, deep=deep)
-    adapter, recipe = read_lora(recipe, model)
+    adapter, recipe = read_lora(recipe, model, roles)
     reference = read_reference(recipe.algorithm, model, deep=deep)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, roles, model)

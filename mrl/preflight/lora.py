@@ -7,13 +7,17 @@ from pathlib import Path
 from mrl.config import Recipe
 from mrl.config.adapter import Adapter
 from mrl.errors import InputError
+from mrl.preflight.roles import Roles
+from mrl.rollout.sglang.adapter.limits import refuse_layout, refuse_modules
+from parallel.expected_tensors import rule_shapes
 from parallel.hf_config import HfModel
 from parallel.lora.peft_folder import PeftFolder
-from parallel.lora.rules import read_adapter
+from parallel.lora.rules import module_name, read_adapter
 
 
-def check_lora(recipe: Recipe, model: HfModel) -> Adapter | None:
-    """Return the adapter that the recipe trains; None where it trains all weights."""
+def check_lora(recipe: Recipe, model: HfModel, num_nodes: int = 1) -> Adapter | None:
+    """Return the adapter that the recipe trains; None where it trains all weights. `num_nodes`: those
+    that an engine spans."""
     if recipe.lora is None:
         return None
     for key, is_set, why in (
@@ -46,14 +50,26 @@ def check_lora(recipe: Recipe, model: HfModel) -> Adapter | None:
         if is_set:
             raise InputError(f"{key} does not go with lora: {why}")
     adapter = read_adapter(recipe.lora, model)
+    _check_served(recipe, adapter, model, num_nodes)
     if recipe.lora.path is not None:
         PeftFolder(Path(recipe.lora.path), adapter, model).check_numbers()
     return adapter
 
 
-def read_lora(recipe: Recipe, model: HfModel) -> tuple[Adapter | None, Recipe]:
+def _check_served(recipe: Recipe, adapter: Adapter, model: HfModel, num_nodes: int) -> None:
+    """Check that the engine serves the adapter; of engines from outside only they know."""
+    assert recipe.lora is not None
+    starts_engine = recipe.debug.load_rollouts is None and recipe.rollout.engine == "sglang"
+    if starts_engine and recipe.lora.rollout == "adapter":
+        refuse_modules(adapter, {module_name(hf) for _, hf, *_ in rule_shapes(model)})
+        refuse_layout(recipe.rollout, adapter, num_nodes)
+
+
+def read_lora(recipe: Recipe, model: HfModel, roles: Roles) -> tuple[Adapter | None, Recipe]:
     """Return what `check_lora` does, and the recipe with the layers that adapters are built into."""
-    adapter = check_lora(recipe, model)
+    has_engine = recipe.lora is not None and recipe.debug.load_rollouts is None
+    num_nodes = roles.engine_layout(recipe.rollout).num_nodes if has_engine else 1
+    adapter = check_lora(recipe, model, num_nodes)
     if adapter is None:
         return None, recipe
     chosen = recipe.model.model_copy(update={"transformer_impl": "local"})

@@ -126,6 +126,7 @@ class Checkpoints:
         common: dict[str, Any] = {"seed": self.seed}
         shards: list[ShardedTensor] = []
         for prefix, model in models.items():
+            model.require_state()
             common[f"{prefix}adam_step"] = steps_done(model.optimizer, mesh.device)
             common[f"{prefix}scheduler"] = model.scheduler.state_dict()
             model.gather_parameters()
@@ -240,6 +241,8 @@ class Checkpoints:
         return self._load(folder, by_prefix(policy, critic))
 
     def _load(self, folder: Path, models: Models) -> Loaded:
+        for model in models.values():
+            model.require_state()
         content = manifest.read_manifest(folder)
         same_layout = all(content[key] == value for key, value in self._layout().items())
         check_pickles(folder)

@@ -90,12 +90,23 @@ class RouterLosses:
         self._z: Tensor | int = 0
         self._num_rows: Tensor | int = 0
         self._routers: dict[int, list[_Router]] = {}
+        self._handles: list[Any] = []
         for chunk in chunks if self._watches else ():
             layers = (layer.mlp for layer in chunk.decoder.layers)
             routers = [_Router(m.router, deque()) for m in layers if hasattr(m, "router")]
             self._routers[id(chunk)] = routers
-            for router in routers:
-                router.module.register_forward_hook(self._hook(router))
+        self.attach()
+
+    def attach(self) -> None:
+        """Put the hooks on, after `detach`."""
+        for router in self._all_routers():
+            self._handles.append(router.module.register_forward_hook(self._hook(router)))
+
+    def detach(self) -> None:
+        """Take the hooks off: the routers then train as those of a model without these losses."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def begin_step(self, num_tokens: Tensor, dp: ProcessGroup) -> None:
         """Start a step, before its passes; `num_tokens` []: what this data-parallel rank counts

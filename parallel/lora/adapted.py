@@ -9,31 +9,49 @@ import torch
 import torch.distributed as dist
 
 from parallel.hf_config import HfModel
-from parallel.lora.layers import Switch, attach
+from parallel.lora.attach import ChunkUpdates
+from parallel.lora.layers import Switch
 from parallel.lora.weights import AdapterMap, LoraSetup
 from parallel.mesh import Mesh
+from parallel.model import unwrap
 from parallel.weights import WeightMap
 
 
 class Adaptation:
     """An `Adaptation` gives a model's layers their updates and freezes all the rest."""
 
-    def __init__(self, setup: LoraSetup, model: HfModel, mesh: Mesh) -> None:
+    def __init__(self, setup: LoraSetup, model: HfModel, mesh: Mesh, chunks: list[Any]) -> None:
+        """Make the updates and attach them. `chunks`: as they are before gradient buffers are made."""
         self.setup, self._model, self._mesh = setup, model, mesh
         self._switch = Switch()
+        sizes = model.sizes
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        self._updates = [
+            ChunkUpdates(
+                unwrap(chunk),
+                model.architecture.rules(model.config),
+                setup.adapter,
+                mesh,
+                self._switch,
+                num_groups=sizes.num_query_groups,
+                heads_per_group=sizes.num_attention_heads // sizes.num_query_groups,
+            )
+            for chunk in chunks
+        ]
+        self.attach()
+        for updates in self._updates:
+            updates.join()
 
-    def attach(self, chunk: Any) -> None:
-        """Give the layers of a chunk their updates. Call it before gradient buffers are made."""
-        sizes = self._model.sizes
-        attach(
-            chunk,
-            self._model.architecture.rules(self._model.config),
-            self.setup.adapter,
-            self._mesh,
-            self._switch,
-            num_groups=sizes.num_query_groups,
-            heads_per_group=sizes.num_attention_heads // sizes.num_query_groups,
-        )
+    def attach(self) -> None:
+        """Put the updates back into the layers."""
+        for updates in self._updates:
+            updates.attach()
+
+    def detach(self) -> None:
+        """Take the updates out of the layers, for another adapter's or for none."""
+        for updates in self._updates:
+            updates.detach()
 
     def map_of(self, chunks: list[Any]) -> AdapterMap:
         """Return the adapter's parameters of the chunks."""

@@ -15,19 +15,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import (
-    gather_from_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from mrl.config.adapter import Adapter
-from parallel.architectures.base import Rule, Split, rule_pattern
+from parallel.architectures.base import Split
 from parallel.layers.experts import GroupedExperts, grouped_linear, join_parameters
 from parallel.layers.latent_attention import ReplicatedLinear
-from parallel.lora.rules import SHARED, adapted, is_adapter, is_shared, module_name
-from parallel.mesh import Mesh
 from parallel.shards import join
 
 
@@ -188,8 +182,8 @@ class AdaptedExperts(GroupedExperts):
             parts.append(out)
         return product + first.arrange(product, parts)
 
-    def join_storages(self) -> None:
-        super().join_storages()
+    def join_updates(self) -> None:
+        """Lay the matrices of the experts end to end, as `join_storages` does with their weights."""
         for linears in self._linears:
             for name, part in linears[0].lora.named_children():
                 for matrix in (name for name, one in part.named_parameters() if one is not None):
@@ -204,108 +198,4 @@ ADAPTED: dict[type, type] = {
     ReplicatedLinear: AdaptedReplicatedLinear,
     GroupedExperts: AdaptedExperts,
 }
-
-
-def attach(
-    chunk: torch.nn.Module, rules: Sequence[Rule], adapter: Adapter, mesh: Mesh, switch: Switch,
-    *, num_groups: int, heads_per_group: int,
-) -> None:  # fmt: skip
-    """Give the linear layers of a chunk their updates, without values, and freeze all that is not one.
-
-    `num_groups`: query groups of the whole model. Raises ValueError for a layer that cannot have one.
-    """
-    patterns = [(rule_pattern(rule), rule) for rule in rules if adapted(rule, adapter)]
-    builder = _Builder(chunk, adapter, mesh, switch, num_groups // mesh.dims.tp, heads_per_group)
-    for name, module in list(chunk.named_modules()):
-        for pattern, rule in patterns:
-            if pattern.fullmatch(f"{name}.weight"):
-                builder.adapt(name, module, rule)
-    for module in list(chunk.modules()):
-        if type(module) is GroupedExperts and hasattr(module._linears[0][0], "lora"):
-            module.__class__ = AdaptedExperts
-    for name, parameter in chunk.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
-    if getattr(chunk, "pre_process", False):
-        # Recomputed layers have gradients only where their input has one.
-        getattr(chunk, "embedding").register_forward_hook(_require_gradient)  # noqa: B009
-
-
-def _require_gradient(module: Any, args: Any, output: Tensor) -> None:
-    if torch.is_grad_enabled():
-        output.requires_grad_()
-
-
-class _Builder:
-    """Makes the updates of a chunk's layers, with the marks by which Megatron sums and counts them."""
-
-    def __init__(
-        self, chunk: Any, adapter: Adapter, mesh: Mesh, switch: Switch, num_groups: int,
-        heads_per_group: int,
-    ) -> None:  # fmt: skip
-        self.chunk, self.adapter, self.mesh, self.switch = chunk, adapter, mesh, switch
-        self.num_groups, self.heads_per_group = num_groups, heads_per_group
-
-    def adapt(self, name: str, linear: Any, rule: Rule) -> None:
-        """Attach the update of one linear layer."""
-        if type(linear) not in ADAPTED:
-            raise ValueError(f"{name}: no update is known for a layer of {type(linear).__name__}")
-        rows, inputs = linear.weight.shape
-        sizes = [rows // len(rule.hf)] * len(rule.hf)
-        if rule.split == "qkv":
-            one = rows // (self.heads_per_group + 2)
-            sizes = [self.heads_per_group * one, one, one]
-        update = Update(rule.split, sizes, self.num_groups, self.adapter.scale, self.switch)
-        for number, hf in enumerate(rule.hf):
-            if hf in adapted(rule, self.adapter):
-                part, shared = self._part(name, linear, rule, hf, (inputs, sizes[number]))
-                update.add(number, module_name(hf), part, shared)
-        linear.lora = update
-        linear.__class__ = ADAPTED[type(linear)]
-
-    def _part(
-        self, name: str, linear: Any, rule: Rule, hf: str, size: tuple[int, int]
-    ) -> tuple[LowRank, LowRank | None]:
-        inputs, outputs = size
-        part, shared = LowRank(), None
-        shapes = {"A": (self.adapter.rank, inputs), "B": (outputs, self.adapter.rank)}
-        for matrix, shape in shapes.items():
-            if is_shared(rule, self.adapter, "A" if matrix == "A" else "B"):
-                setattr(part, matrix, None)
-                shared = self._shared(name, hf)
-                if not hasattr(shared, matrix):
-                    parameter = self._parameter(linear.weight, shape, is_cut=False, is_expert=False)
-                    setattr(shared, matrix, parameter)
-                continue
-            is_cut = rule.split != "none" and (matrix == "A") == (rule.split == "columns")
-            is_expert = "{expert}" in rule.megatron
-            parameter = self._parameter(linear.weight, shape, is_cut=is_cut, is_expert=is_expert)
-            setattr(part, matrix, parameter)
-        return part, shared
-
-    def _shared(self, name: str, hf: str) -> LowRank:
-        """Return what the experts of a layer share of one weight."""
-        layer = self.chunk.get_submodule(name.partition(".experts.")[0])
-        if not hasattr(layer, SHARED):
-            layer.add_module(SHARED, torch.nn.ModuleDict())
-        held = getattr(layer, SHARED)
-        if module_name(hf) not in held:
-            held[module_name(hf)] = LowRank()
-        return held[module_name(hf)]
-
-    def _parameter(
-        self, weight: Tensor, shape: tuple[int, int], *, is_cut: bool, is_expert: bool
-    ) -> Any:
-        """Make a matrix, marked for the sums over ranks and for the gradient norm.
-
-        A matrix that is whole on several ranks gets a part of its gradient on each: Megatron adds the
-        parts of dense ones up (`sequence_parallel`), `sum_expert_gradients` those of experts. The norm
-        counts it once.
-        """
-        made: Any = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
-        set_tensor_model_parallel_attributes(made, is_cut or is_expert, 0, 1)
-        if is_expert and not is_cut and self.mesh.dims.etp > 1:
-            made.summed_over_etp = True
-            made.shared = self.mesh.etp_rank > 0  # the norm leaves it out
-        elif not is_cut and not is_expert:
-            made.sequence_parallel = self.mesh.dims.sequence_parallel
-        return made
+PLAIN = {of_adapter: plain for plain, of_adapter in ADAPTED.items()}

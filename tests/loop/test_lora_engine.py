@@ -113,6 +113,29 @@ def test_a_killed_run_resumes_to_the_same_bits_and_its_commands_work(
 
 
 @pytest.mark.release
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("lora.experts=shared_outer",),
+        ("rollout.expert_parallel_size=2",),
+        ("rollout.expert_parallel_size=2", "lora.experts=shared_outer"),
+        ("rollout.data_parallel_attention_size=2", "lora.experts=none"),
+    ],
+    ids=" ".join,
+)
+def test_an_engine_of_two_ranks_serves_the_adapter(
+    more: tuple[str, ...], toy: Toy, tmp_path: Path
+) -> None:
+    layout = ("rollout.tensor_parallel_size=2", *LORA, *more)
+    overrides = toy.overrides(tmp_path / "run", *layout, "train.num_steps=3")
+    run_ranks(2, trained, overrides, folder=tmp_path / "out")
+    check_rows(rows_of(tmp_path / "run"))
+    assert rows_of(tmp_path / "run")[0]["rollout/sync_bytes"] == sync_bytes(toy, tmp_path / "run")
+
+
+@pytest.mark.release
 @pytest.mark.timeout(900)
 def test_a_rollout_rank_serves_the_adapter(toy: Toy, tmp_path: Path) -> None:
     keys = (*LORA, "train.num_steps=3")

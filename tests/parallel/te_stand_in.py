@@ -79,7 +79,7 @@ def build(folder: Path, implementation: Any) -> Any:
     from parallel.hf_config import HfModel
     from parallel.mesh import init_mesh
     from parallel.model import build_chunks, unwrap
-    from parallel.transformer_config import build_config, build_ddp_config
+    from parallel.transformer_config import build_config
     from parallel.weights import WeightMap
 
     mesh = init_mesh(ParallelDims.create(ParallelConfig(), 1), 0)
@@ -87,7 +87,7 @@ def build(folder: Path, implementation: Any) -> Any:
     config = build_config(model, mesh.dims, mesh.device, torch.float32, implementation, False, 0.0)
     # Its modules refuse to be made where torch sees no GPU; the tensors stay on the CPU.
     with mock.patch("torch.cuda.is_available", return_value=True):
-        chunks = build_chunks(model, mesh, config, implementation, build_ddp_config(False))
+        chunks = build_chunks(model, mesh, config, implementation)
     WeightMap(model, mesh, chunks).load()
     return dict(unwrap(chunks[0]).named_parameters())
 

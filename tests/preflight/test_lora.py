@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mrl.config import load_recipe
 from mrl.errors import InputError
+from mrl.preflight import check
 from mrl.preflight.lora import check_lora
 from mrl.toy_model import write_toy_model
 from parallel.hf_config import HfModel
 from tests.loop.conftest import REPOSITORY
 from tests.loop.test_refusals import refused
+from tests.parallel.models import write_tiny
 
 RECIPE = REPOSITORY / "launch/recipes/toy_lora.yaml"
 
@@ -62,3 +66,38 @@ def test_what_does_not_go_with_an_adapter_is_refused(
 ) -> None:
     line = refused(capsys, [*command, key])
     assert all(part in line for part in parts), line
+
+
+def test_an_engine_over_several_nodes_serves_no_adapter(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    keys = [*command[2:], "rollout.tensor_parallel_size=2"]
+    with pytest.raises(InputError, match=r"the engine spans 2 nodes, .* set lora\.rollout=merged"):
+        check(load_recipe(RECIPE, keys), 2)
+    merged = check(load_recipe(RECIPE, [*keys, "lora.rollout=merged"]), 2)
+    assert merged.engines.num_nodes == 2
+
+
+def test_replicas_of_the_attention_serve_no_adapter_of_experts(command: list[str]) -> None:
+    keys = [
+        *command[2:],
+        "rollout.tensor_parallel_size=2",
+        "rollout.data_parallel_attention_size=2",
+    ]
+    recipe = load_recipe(RECIPE, keys)
+    with pytest.raises(InputError, match=r"attention_size=2 experts compute .*lora\.experts=none"):
+        check(recipe, 2)
+    assert check(load_recipe(RECIPE, [*keys, "lora.experts=none"]), 2).adapter is not None
+
+
+def test_the_query_of_latent_attention_has_no_adapter_that_is_served(tmp_path: Path) -> None:
+    model = HfModel.read(write_tiny("deepseek_v3", tmp_path / "model", q_lora_rank=None))
+    with pytest.raises(InputError, match="'q_proj' beside 'k_proj' and 'v_proj' only"):
+        check_lora(load_recipe(RECIPE, ["lora.experts=none"]), model)
+    for key in (
+        "lora.rollout=merged",
+        "lora.targets=[kv_b_proj, o_proj]",
+        "rollout.engine=my.engine",
+    ):
+        assert check_lora(load_recipe(RECIPE, ["lora.experts=none", key]), model) is not None

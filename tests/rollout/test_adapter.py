@@ -146,13 +146,21 @@ def test_other_adapters_are_sent_as_they_are(toy_folder):
 
 def answer_of(matrices: dict[str, Tensor], scale: float = 2.0, slot: str = "") -> dict:
     lines = {name: f"{weight_digest(matrix)[0]:x}" for name, matrix in matrices.items()}
-    return {"ranks": [{"checksums": {**lines, "scale": repr(scale), "slot": slot}}]}
+    return answer_of_one({**lines, "scale": repr(scale), "slot": slot})
+
+
+def answer_of_one(lines: dict[str, str]) -> dict:
+    return {"ranks": [{"checksums": lines, "parallelism_info": {"tp_rank": 0}}]}
 
 
 def test_another_adapter_is_named_by_what_differs(toy_folder):
     good, other = (matrices_of(toy_folder, KINDS["attention"], seed) for seed in (1, 2))
     sent = {name: weight_digest(matrix)[0] for name, matrix in good.items()}
     check_adapter_held(answer_of(good), sent, 2.0, 1)
+    twice = answer_of(good)["ranks"] * 2  # as each of two DP-attention replicas says it
+    check_adapter_held({"ranks": twice}, sent, 2.0, 1)
+    with pytest.raises(RuntimeError, match="expected 2 ranks"):
+        check_adapter_held({"ranks": twice}, sent, 2.0, 2)
     name = lora_name("model.layers.1.self_attn.o_proj.weight", "A")
     for answer, message in (
         (answer_of({**good, name: other[name]}), f"{name}: sent .*, the engine holds"),
@@ -161,8 +169,8 @@ def test_another_adapter_is_named_by_what_differs(toy_folder):
         (answer_of(other), "and 29 more"),
         (answer_of(good, scale=1.0), "the scale alpha / rank: sent 2, the engine holds 1"),
         (answer_of(good, slot="a.qkv_proj.lora_A"), "a.qkv_proj.lora_A: the slot from which"),
-        ({"ranks": [{"checksums": {"error": "ValueError: no"}}]}, "ValueError: no"),
-        ({"ranks": []}, "0 ranks said what they hold"),
+        (answer_of_one({"error": "ValueError: no"}), "ValueError: no"),
+        ({"ranks": []}, r"the ranks \[\] said what they hold"),
     ):
         with pytest.raises(RuntimeError, match=message):
             check_adapter_held(answer, sent, 2.0, 1)

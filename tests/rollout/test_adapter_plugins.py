@@ -107,17 +107,29 @@ def test_experts_that_a_cpu_pads_are_cut_alike(on_cpus):
     layer = SimpleNamespace(tp_size=2, intermediate_size_per_partition=4)
     a, b = torch.randn(1, 3, 6), torch.randn(12, 3)
 
-    def cut_a(layer, a, rank):
-        return a[..., 4 * rank : 4 * rank + 4]
+    def cut_a(layer, a, rank, target):
+        return {n: one[..., 4 * rank : 4 * rank + 4] for n, one in a.items()}
 
-    def cut_b(layer, b, rank):
+    def cut_b(layer, b, rank, target):
         return torch.cat([part[4 * rank : 4 * rank + 4] for part in b.chunk(2)])
 
-    first, second = (on_cpus.with_padded_inputs(cut_a, layer, a, rank) for rank in (0, 1))
-    assert torch.equal(torch.cat([first, second], -1), torch.cat([a, torch.zeros(1, 3, 2)], -1))
-    second = on_cpus.with_padded_outputs(cut_b, layer, b, 1)
+    down, gate_up = "down_proj_moe", "gate_up_proj_moe"
+    cut = [on_cpus.with_padded_inputs(cut_a, layer, {7: a}, rank, down)[7] for rank in (0, 1)]
+    assert torch.equal(torch.cat(cut, -1), torch.cat([a, torch.zeros(1, 3, 2)], -1))
+    second = on_cpus.with_padded_outputs(cut_b, layer, b, 1, gate_up)
     zeros = torch.zeros(2, 3)
     assert torch.equal(second, torch.cat([b[4:6], zeros, b[10:12], zeros]))
+
+    def whole(layer, matrices, rank, target):
+        return matrices
+
+    layer.tp_size = 1  # a rank has the whole of its experts, which are padded all the same
+    layer.intermediate_size_per_partition = 8
+    assert on_cpus.with_padded_inputs(whole, layer, a, 0, down).shape == (1, 3, 8)
+    assert on_cpus.with_padded_inputs(whole, layer, a, 0, gate_up) is a
+    stacked = on_cpus.with_padded_outputs(whole, layer, b.expand(2, 12, 3), 0, gate_up)
+    assert torch.equal(stacked[1, 8:14], b[6:])
+    assert stacked.shape == (2, 16, 3)
 
 
 def test_what_a_rank_says_of_fused_and_stacked_matrices(plugin):

@@ -28,7 +28,8 @@ class Server:
         if path == self.failing:
             raise RuntimeError("not today")
         lines = {name: f"{weight_digest(matrix)[0]:x}" for name, matrix in self.matrices.items()}
-        return {"ranks": [{"checksums": {**lines, "scale": "2.0", "slot": ""}}]}
+        checksums = {**lines, "scale": "2.0", "slot": ""}
+        return {"ranks": [{"checksums": checksums, "parallelism_info": {"tp_rank": 0}}]}
 
     def offers(self, path):
         raise AssertionError(path)

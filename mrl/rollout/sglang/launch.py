@@ -16,6 +16,7 @@ from mrl.config import ModelConfig, RolloutConfig
 from mrl.config.adapter import Adapter
 from mrl.errors import InputError
 from mrl.rollout.base import engine_seed
+from mrl.rollout.sglang.adapter.limits import refuse_layout
 from mrl.rollout.sglang.decode import (
     RouteShape,
     refuse_unfaithful,
@@ -84,7 +85,7 @@ def read_launch(
     hf_config = AutoConfig.from_pretrained(model.path)
     refuse_unfaithful(hf_config, on_gpu=bool(gpu_ids), return_routes=return_routes)
     if adapter is not None:
-        _refuse_adapter(config, num_nodes)
+        refuse_layout(config, adapter, num_nodes)
     weights = config.return_routing_weights
     if weights:
         refuse_weights(on_gpu=bool(gpu_ids), return_routes=return_routes)
@@ -109,17 +110,3 @@ def read_launch(
     )
     shape = route_shape(hf_config, with_weights=weights) if return_routes else None
     return Launch(hf_config, context_len, shape, settings, environment, seed, node_rank, num_nodes)
-
-
-def _refuse_adapter(config: RolloutConfig, num_nodes: int) -> None:
-    """Raise InputError where an engine of this layout serves no adapter."""
-    if num_nodes > 1:
-        raise InputError(
-            f"lora.rollout=adapter: the engine spans {num_nodes} nodes, and an adapter goes through "
-            "the memory of one; lower rollout.tensor_parallel_size, or set lora.rollout=merged"
-        )
-    if config.true_on_policy:
-        raise InputError(
-            "lora.rollout=adapter with rollout.true_on_policy: SGLang adds the update in another order "
-            "than the trainer, so the bits differ; set lora.rollout=merged"
-        )

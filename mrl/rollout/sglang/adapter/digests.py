@@ -45,12 +45,14 @@ def check_adapter_held(
     which the engine holds it. `scale` is the factor of B A.
     """
     ranks = answer.get("ranks") or []
-    if len(ranks) != num_ranks:
+    numbers = {said["parallelism_info"]["tp_rank"] for said in ranks}
+    if numbers != set(range(num_ranks)):  # with DP attention, every replica answers for all ranks
         raise RuntimeError(
-            f"update_weights: {len(ranks)} ranks said what they hold of the adapter, expected "
-            f"{num_ranks}; this version of SGLang cannot be checked"
+            f"update_weights: the ranks {sorted(numbers)} said what they hold of the adapter, expected "
+            f"{num_ranks} ranks; this version of SGLang cannot be checked"
         )
-    for rank, said in enumerate(ranks):
+    for said in ranks:
+        rank = said["parallelism_info"]["tp_rank"]
         wrong = list(_differences(dict(said["checksums"]), sent, scale))
         if wrong:
             raise RuntimeError(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mrl.config.adapter import Adapter
-from mrl.rollout.sglang.adapter.manifest import SGLANG_NAMES
+from mrl.rollout.sglang.adapter.limits import SGLANG_NAMES
 from mrl.rollout.sglang.manifest import Shapes
 from mrl.system.shared_memory import SharedBuffer
 

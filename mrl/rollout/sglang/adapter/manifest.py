@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from mrl.config.adapter import Adapter, lora_name
 from mrl.errors import InputError
+from mrl.rollout.sglang.adapter.limits import SGLANG_NAMES, refuse_modules
 from mrl.rollout.sglang.manifest import Arrivals, Shapes
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -20,14 +21,6 @@ TOGETHER = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 """Modules that SGLang fuses, and the adapters of which it takes together only."""
-SGLANG_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""What SGLang calls the modules of Mixtral's experts in an adapter."""
-SERVED = frozenset(
-    {"q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}
-    | {"kv_b_proj", "gate_proj", "up_proj", "down_proj", *SGLANG_NAMES}
-)
-"""The modules whose adapters SGLang serves and mrl compares by digest."""
-ADVICE = "leave it out of lora.targets, or set lora.rollout=merged"
 
 
 class AdapterManifest(Arrivals):
@@ -39,12 +32,7 @@ class AdapterManifest(Arrivals):
         Raises InputError for a module that the checkpoint has not, or whose adapter SGLang does not
         serve.
         """
-        for name in adapter.target_modules:
-            if name not in SERVED:
-                raise InputError(
-                    f"lora.rollout=adapter: SGLang serves no adapter of {name!r}, only of "
-                    f"{', '.join(sorted(SERVED))}; {ADVICE}"
-                )
+        refuse_modules(adapter, {name.split(".")[-2] for name in checkpoint})
         shapes = dict(_matrices(checkpoint, adapter, adapter.modules, adapter.expert_modules))
         adapted = {name.split(".")[-3] for name in shapes}
         for name in adapter.target_modules:
@@ -55,11 +43,6 @@ class AdapterManifest(Arrivals):
                 )
         modules, expert_modules = _with_fused(adapter.modules), _with_fused(adapter.expert_modules)
         whole = dict(_matrices(checkpoint, adapter, modules, expert_modules))
-        if "q_proj" in adapted and not any(".k_proj." in name for name in whole):
-            raise InputError(
-                "lora.rollout=adapter: SGLang serves an adapter of 'q_proj' beside 'k_proj' and "
-                f"'v_proj' only, which this model has not; {ADVICE}"
-            )
         super().__init__(shapes, of="adapter")
         self.adapter = adapter
         self.zeros = {name: shape for name, shape in whole.items() if name not in shapes}

@@ -26,8 +26,8 @@ def register():
     HookRegistry.register(table, slots_of_tokens, HookType.REPLACE)
     layer = "sglang.srt.lora.layers.FusedMoEWithLoRA"
     HookRegistry.register(f"{layer}._forward_with_lora", run_layer, HookType.REPLACE)
-    HookRegistry.register(f"{layer}._slice_moe_a", with_padded_inputs, HookType.AROUND)
-    HookRegistry.register(f"{layer}._slice_moe_b_2d", with_padded_outputs, HookType.AROUND)
+    HookRegistry.register(f"{layer}.slice_moe_lora_a_weights", with_padded_inputs, HookType.AROUND)
+    HookRegistry.register(f"{layer}.slice_moe_lora_b_weights", with_padded_outputs, HookType.AROUND)
 
 
 class Unpinned(TorchFunctionMode):
@@ -61,19 +61,37 @@ def slots_of_tokens(num_tokens, starts, ranks, slots, *buffers, max_len):
 
 
 def num_padded(layer, size):
-    """Return how much all ranks together have of an expert's inside above `size`."""
+    """Return how much all ranks of an expert together have of its inside above `size`."""
     return layer.tp_size * layer.intermediate_size_per_partition - size
 
 
-def with_padded_inputs(original, layer, a, *args, **options):
-    """Cut the A of the down projection [..., r, inside] as FusedMoEWithLoRA._slice_moe_a does."""
-    return original(layer, F.pad(a, (0, num_padded(layer, a.shape[-1]))), *args, **options)
+def with_padded_inputs(original, layer, a, tp_rank, target_module):
+    """Pad every A of the down projection [..., r, inside] before it is cut for a rank; `a` is one or a
+    dict of them."""
+    if target_module == "down_proj_moe":
+        a = each(a, lambda one: F.pad(one, (0, num_padded(layer, one.shape[-1]))))
+    return original(layer, a, tp_rank, target_module)
 
 
-def with_padded_outputs(original, layer, b, *args, **options):
-    """Cut the B of gate and up projection [2 * inside, r] as FusedMoEWithLoRA._slice_moe_b_2d does."""
-    gate, up = (F.pad(part, (0, 0, 0, num_padded(layer, len(part)))) for part in b.chunk(2))
-    return original(layer, torch.cat([gate, up]), *args, **options)
+def with_padded_outputs(original, layer, b, tp_rank, target_module):
+    """Pad every B of gate and up projection [..., 2 * inside, r] before it is cut for a rank."""
+
+    def padded(one):
+        parts = one.chunk(2, -2)
+        return torch.cat(
+            [F.pad(part, (0, 0, 0, num_padded(layer, part.shape[-2]))) for part in parts], -2
+        )
+
+    if target_module == "gate_up_proj_moe":
+        b = each(b, padded)
+    return original(layer, b, tp_rank, target_module)
+
+
+def each(matrices, change):
+    """Return `change` of a tensor, or of every tensor of a dict."""
+    if isinstance(matrices, dict):
+        return {number: change(matrix) for number, matrix in matrices.items()}
+    return change(matrices)
 
 
 def run_layer(layer, hidden_states, topk_output, info, **options):

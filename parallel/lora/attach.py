@@ -1,0 +1,166 @@
+"""Makes the updates of a chunk's layers, puts them into the layers, and takes them out again.
+
+Out of the chunk, its layers are the plain ones: a base computes what it would without any adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from torch import Tensor
+
+from mrl.config.adapter import Adapter
+from parallel.architectures.base import Rule, rule_pattern
+from parallel.layers.experts import GroupedExperts
+from parallel.lora.layers import ADAPTED, PLAIN, AdaptedExperts, LowRank, Switch, Update
+from parallel.lora.rules import SHARED, adapted, is_shared, module_name
+from parallel.mesh import Mesh
+
+
+class ChunkUpdates:
+    """These are the updates of one chunk's linear layers."""
+
+    def __init__(
+        self, chunk: torch.nn.Module, rules: Sequence[Rule], adapter: Adapter, mesh: Mesh,
+        switch: Switch, *, num_groups: int, heads_per_group: int,
+    ) -> None:  # fmt: skip
+        """Make the updates, without values, and leave the chunk as it is.
+
+        `num_groups`: query groups of the whole model. Raises ValueError for a layer that cannot be
+        updated.
+        """
+        patterns = [(rule_pattern(rule), rule) for rule in rules if adapted(rule, adapter)]
+        builder = _Builder(
+            chunk, adapter, mesh, switch, num_groups // mesh.dims.tp, heads_per_group
+        )
+        for name, module in chunk.named_modules():
+            for pattern, rule in patterns:
+                if pattern.fullmatch(f"{name}.weight"):
+                    builder.make(name, module, rule)
+        self._linears, self._shared = builder.linears, list(builder.shared.items())
+        self._embedding: Any = getattr(chunk, "embedding", None)
+        self._hook: Any = None
+        updated = {id(linear) for linear, _ in self._linears}
+        self._experts: list[Any] = [
+            module
+            for module in chunk.modules()
+            if type(module) is GroupedExperts and id(module._linears[0][0]) in updated
+        ]
+
+    def join(self) -> None:
+        """Lay the matrices of a layer's experts end to end. Call it once, while they are attached."""
+        for experts in self._experts:
+            experts.join_updates()
+
+    def attach(self) -> None:
+        """Put the updates into the layers. Call it for a chunk without updates."""
+        for linear, update in self._linears:
+            linear.lora = update
+            linear.__class__ = ADAPTED[type(linear)]
+        for layer, held in self._shared:
+            layer.add_module(SHARED, held)
+        for experts in self._experts:
+            experts.__class__ = AdaptedExperts
+        if self._embedding is not None:
+            # Recomputed layers have gradients only where their input has one.
+            self._hook = self._embedding.register_forward_hook(_require_gradient)
+
+    def detach(self) -> None:
+        """Take the updates out: the layers are the plain ones again."""
+        for linear, _ in self._linears:
+            del linear.lora
+            linear.__class__ = PLAIN[type(linear)]
+        for layer, _ in self._shared:
+            delattr(layer, SHARED)
+        for experts in self._experts:
+            experts.__class__ = GroupedExperts
+        if self._hook is not None:
+            self._hook.remove()
+
+
+def _require_gradient(module: Any, args: Any, output: Tensor) -> None:
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+class _Builder:
+    """Makes the updates of a chunk's layers, with the marks by which Megatron sums and counts them."""
+
+    def __init__(
+        self, chunk: Any, adapter: Adapter, mesh: Mesh, switch: Switch, num_groups: int,
+        heads_per_group: int,
+    ) -> None:  # fmt: skip
+        self.chunk, self.adapter, self.mesh, self.switch = chunk, adapter, mesh, switch
+        self.num_groups, self.heads_per_group = num_groups, heads_per_group
+        self.linears: list[tuple[Any, Update]] = []
+        self.shared: dict[torch.nn.Module, torch.nn.ModuleDict] = {}
+        """What the experts of an MoE layer share."""
+
+    def make(self, name: str, linear: Any, rule: Rule) -> None:
+        """Make the update of one linear layer."""
+        if type(linear) not in ADAPTED:
+            raise ValueError(f"{name}: no update is known for a layer of {type(linear).__name__}")
+        rows, inputs = linear.weight.shape
+        sizes = [rows // len(rule.hf)] * len(rule.hf)
+        if rule.split == "qkv":
+            one = rows // (self.heads_per_group + 2)
+            sizes = [self.heads_per_group * one, one, one]
+        update = Update(rule.split, sizes, self.num_groups, self.adapter.scale, self.switch)
+        for number, hf in enumerate(rule.hf):
+            if hf in adapted(rule, self.adapter):
+                part, shared = self._part(name, linear, rule, hf, (inputs, sizes[number]))
+                update.add(number, module_name(hf), part, shared)
+        self.linears.append((linear, update))
+
+    def _part(
+        self, name: str, linear: Any, rule: Rule, hf: str, size: tuple[int, int]
+    ) -> tuple[LowRank, LowRank | None]:
+        inputs, outputs = size
+        part, shared = LowRank(), None
+        shapes = {"A": (self.adapter.rank, inputs), "B": (outputs, self.adapter.rank)}
+        for matrix, shape in shapes.items():
+            if is_shared(rule, self.adapter, "A" if matrix == "A" else "B"):
+                setattr(part, matrix, None)
+                shared = self._shared(name, hf)
+                if not hasattr(shared, matrix):
+                    parameter = self._parameter(linear.weight, shape, is_cut=False, is_expert=False)
+                    setattr(shared, matrix, parameter)
+                continue
+            is_cut = rule.split != "none" and (matrix == "A") == (rule.split == "columns")
+            is_expert = "{expert}" in rule.megatron
+            parameter = self._parameter(linear.weight, shape, is_cut=is_cut, is_expert=is_expert)
+            setattr(part, matrix, parameter)
+        return part, shared
+
+    def _shared(self, name: str, hf: str) -> LowRank:
+        """Return what the experts of a layer share of one weight."""
+        layer = self.chunk.get_submodule(name.partition(".experts.")[0])
+        held = self.shared.setdefault(layer, torch.nn.ModuleDict())
+        if module_name(hf) not in held:
+            held[module_name(hf)] = LowRank()
+        found = held[module_name(hf)]
+        assert isinstance(found, LowRank)
+        return found
+
+    def _parameter(
+        self, weight: Tensor, shape: tuple[int, int], *, is_cut: bool, is_expert: bool
+    ) -> Any:
+        """Make a matrix, marked for the sums over ranks and for the gradient norm.
+
+        A matrix that is whole on several ranks gets a part of its gradient on each: Megatron adds the
+        parts of dense ones up (`sequence_parallel`), `sum_expert_gradients` those of experts. The norm
+        counts it once.
+        """
+        made: Any = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
+        set_tensor_model_parallel_attributes(made, is_cut or is_expert, 0, 1)
+        if is_expert:
+            made.allreduce = False  # it is reduced over the experts' own replicas
+        if is_expert and not is_cut and self.mesh.dims.etp > 1:
+            made.summed_over_etp = True
+            made.shared = self.mesh.etp_rank > 0  # the norm leaves it out
+        elif not is_cut and not is_expert:
+            made.sequence_parallel = self.mesh.dims.sequence_parallel
+        return made
