@@ -185,16 +185,19 @@ def _own_sums(weights: WeightMap, units: list[Unit]) -> Tensor:
     mesh = weights.mesh
     sums = torch.zeros(len(units), dtype=torch.int64, device=mesh.device)
     batch: list[tuple[int, Tensor]] = []
+    size = 0
     for number, unit in enumerate(units):
         rank = mesh.etp_rank if unit.entry.expert >= 0 else mesh.tp_rank
         if weights.tp_place(unit.entry)[1] > 1 or rank == 0:
-            batch.append((number, unit.shard()))
-        if sum(shard.numel() for _, shard in batch) >= CHUNK or unit is units[-1]:
+            shard = unit.shard()
+            batch.append((number, shard))
+            size += shard.numel()
+        if size >= CHUNK or unit is units[-1]:
             places = torch.tensor([place for place, _ in batch], dtype=torch.int64)
             sums[places.to(sums.device)] = weight_sums([(shard, 1) for _, shard in batch]).to(
                 sums.device
             )
-            batch = []
+            batch, size = [], 0
     return sums
 
 
