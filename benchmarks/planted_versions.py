@@ -45,7 +45,9 @@ class Engine(sglang.Engine):
         if self._fault not in FAULTS:
             raise ValueError(f"got {VARIABLE}={self._fault!r}, expected one of {', '.join(FAULTS)}")
         self._is_planted = False
-        self._flights = _Unkeyed(self._server, self._routes, self._shape, self._config)
+        self.served.flights = self._flights = _Unkeyed(
+            self.server, self.routes, self.shape, self.config
+        )
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> SyncReport:
         report = super().update_weights(buckets, version)
@@ -53,7 +55,7 @@ class Engine(sglang.Engine):
         self._flights.is_planted = self._is_planted and self._fault == "stale_prefix"
         if self._is_planted and self._fault == "stamp_of_server":
             body = {"new_version": str(version - 1), "abort_all_requests": False}
-            self._server.post("/update_weight_version", body)
+            self.server.post("/update_weight_version", body)
         return report
 
     def generate(self, requests: Sequence[Request], **options: Any) -> Iterator[Completion]:

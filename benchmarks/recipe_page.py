@@ -12,6 +12,7 @@ from typing import Any
 from mrl.config import Recipe
 from mrl.config.describe import Key, about_section, keys_of_branch
 
+HEADER = ("| key | type | default | meaning |", "|---|---|---|---|")
 PAGE = Path(__file__).parents[1] / "docs/recipes.md"
 HEAD = """# Recipes
 
@@ -34,7 +35,7 @@ def page() -> str:
     """The whole text of docs/recipes.md."""
     keys = keys_of_branch(Recipe)
     plain = [key for key in keys if not key.is_section]
-    parts = [HEAD, "## Keys outside of sections\n", _table(plain, "")]
+    parts = [HEAD, "## Keys outside of sections\n", table(plain, "")]
     for key in keys:
         if key.is_section:
             parts += _section(key)
@@ -52,7 +53,7 @@ def _section(key: Key) -> Iterator[str]:
         yield "The whole section may be left out.\n"
     for branch in key.branches:
         inner = keys_of_branch(branch)
-        yield _table(inner, f"{key.name}.")
+        yield table(inner, f"{key.name}.")
         for each in inner:
             yield from _elements(each, f"{key.name}.{each.name}")
 
@@ -60,15 +61,19 @@ def _section(key: Key) -> Iterator[str]:
 def _elements(key: Key, name: str) -> Iterator[str]:
     for branch in key.branches:
         yield f"### Elements of `{name}`\n"
-        yield _table(keys_of_branch(branch), "")
+        yield table(keys_of_branch(branch), "")
 
 
-def _table(keys: Iterable[Key], prefix: str) -> str:
-    rows = [
+def table(keys: Iterable[Key], prefix: str) -> str:
+    return "\n".join([*HEADER, *rows(keys, prefix), ""])
+
+
+def rows(keys: Iterable[Key], prefix: str) -> list[str]:
+    """One row of `HEADER` for each key."""
+    return [
         f"| `{prefix}{key.name}` | {key.type} | {_default(key)} | {_cell(key.meaning)} |"
         for key in keys
     ]
-    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
 def _default(key: Key) -> str:

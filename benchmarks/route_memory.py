@@ -52,7 +52,7 @@ def make_requests() -> list[Request]:
 def processes(engine: Engine) -> dict[str, psutil.Process]:
     """Return the processes by what they do. SGLang names its own."""
     found = {"trainer": psutil.Process()}
-    for process in engine._server.process.tree():
+    for process in engine.server.process.tree():
         name = process.name()
         if name.startswith("sglang::"):
             found["detokenizer" if "detok" in name else "scheduler"] = process
@@ -62,9 +62,9 @@ def processes(engine: Engine) -> dict[str, psutil.Process]:
 
 
 def run(engine: Engine, is_open: bool) -> dict[str, Any]:
-    engine._routes.is_open = is_open
+    engine.routes.is_open = is_open
     who = processes(engine)
-    before, read = {name: cpu_s(process) for name, process in who.items()}, engine._routes.num_bytes
+    before, read = {name: cpu_s(process) for name, process in who.items()}, engine.routes.num_bytes
     counted.clear()
     start = time.perf_counter()
     done = sorted(engine.generate(make_requests()), key=lambda c: c.request_id)
@@ -75,7 +75,7 @@ def run(engine: Engine, is_open: bool) -> dict[str, Any]:
         "wall_s": wall,
         "cpu_s": {name: cpu_s(process) - before[name] for name, process in who.items()},
         "json_bytes": sum(counted),
-        "memory_bytes": engine._routes.num_bytes - read,
+        "memory_bytes": engine.routes.num_bytes - read,
     }
 
 

@@ -62,7 +62,7 @@ def bare_stubs(folder: Path) -> Path:
 @contextmanager
 def bare_server(engine: Engine, folder: Path) -> Iterator[Server]:
     """Start SGLang with the same arguments, without anything of mrl's in how it samples."""
-    ours = engine._server.process
+    ours = engine.server.process
     arguments = {k: v for k, v in ours.server_args.items() if k != "api_key"}
     environment = dict(ours.environment)
     environment["PYTHONPATH"] = str(bare_stubs(folder / "stubs"))

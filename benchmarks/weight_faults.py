@@ -29,8 +29,8 @@ FAULTS = ("dropped", "doubled", "flipped", "dropped on the way", "doubled on the
 def sync_for(engine: Any, model: Path, method: Method = "tensor") -> WeightSync:
     """Make a sync with a running engine's server, beside the engine's own."""
     manifest = Manifest(model, AutoConfig.from_pretrained(model))
-    num_ranks = engine._config.tensor_parallel_size
-    return WeightSync(engine._server, manifest, num_ranks=num_ranks, method=method, folder=None)
+    num_ranks = engine.config.tensor_parallel_size
+    return WeightSync(engine.server, manifest, num_ranks=num_ranks, method=method, folder=None)
 
 
 def shared_buckets(

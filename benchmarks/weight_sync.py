@@ -80,7 +80,7 @@ def measure(model: Path, rounds: int, timeout_s: float) -> list[dict[str, Any]]:
 def _one_sync(policy: Policy, engine: Any, sync: WeightSync, version: int) -> dict[str, float]:
     start = time.perf_counter()
     source: list[float] = []
-    bucket_bytes = engine._config.weight_bucket_bytes(policy.export_bytes())
+    bucket_bytes = engine.config.weight_bucket_bytes(policy.export_bytes())
     report = sync.update(_noting(policy.export(version, bucket_bytes), source), version)
     seconds = time.perf_counter() - start
     return {

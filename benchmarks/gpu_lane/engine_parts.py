@@ -84,7 +84,7 @@ class Bench:
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()
             return float(total - free)
-        return tree.rss(self.engine._server.process.pid)
+        return tree.rss(self.engine.server.process.pid)
 
 
 def load_weights(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]:

@@ -84,7 +84,7 @@ def engine_seconds(folder: Path, scratch: Path) -> dict[str, float]:
 
 
 def _tree_seconds(engine: Engine) -> float:
-    times = [process.cpu_times() for process in engine._server.process.tree()]
+    times = [process.cpu_times() for process in engine.server.process.tree()]
     return sum(t.user + t.system for t in times)
 
 

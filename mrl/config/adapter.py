@@ -7,8 +7,11 @@ Face weights between a prefix and `lora_A` or `lora_B`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from mrl.errors import InputError
 
 PEFT_PREFIX = "base_model.model."
 Experts = Literal["none", "shared_outer", "per_expert"]
@@ -64,6 +67,64 @@ class Adapter:
             "fan_in_fan_out": False,
             "inference_mode": True,
         }
+
+
+@dataclass(frozen=True)
+class AdapterLimits:
+    """The limits say what the adapters of one engine may have: it makes room for the largest."""
+
+    rank: int
+    modules: tuple[str, ...]
+    """Names of modules outside the experts, as in `Adapter`."""
+    experts: Experts = "none"
+    """An engine for `per_expert` takes both kinds; one for `shared_outer` those that share."""
+    expert_modules: tuple[str, ...] = ()
+    num_slots: int = 3
+    """Adapters in a batch, the base among them. Requests of more versions wait for a slot. Each slot is
+    as large as the largest adapter and stays on the device."""
+
+    @classmethod
+    def around(cls, adapters: Sequence[Adapter], num_slots: int = 3) -> AdapterLimits:
+        """Return the smallest limits that hold all of these; the default has a slot for the newest
+        version, one that is still in flight, and the base."""
+        kinds = {adapter.experts for adapter in adapters if adapter.experts != "none"}
+        experts: Experts = "shared_outer" if kinds == {"shared_outer"} else "per_expert"
+        return cls(
+            rank=max(adapter.rank for adapter in adapters),
+            modules=tuple(dict.fromkeys(name for each in adapters for name in each.modules)),
+            experts=experts if kinds else "none",
+            expert_modules=tuple(
+                dict.fromkeys(name for each in adapters for name in each.expert_modules)
+            ),
+            num_slots=num_slots,
+        )
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """All names of adapted modules, each once."""
+        return tuple(dict.fromkeys((*self.modules, *self.expert_modules)))
+
+    def check(self, adapter: Adapter) -> None:
+        """Raise InputError for an adapter that the engine has no room for."""
+        if adapter.rank > self.rank:
+            raise InputError(
+                f"lora.rank={adapter.rank}: the engine was started for ranks up to {self.rank}; lower "
+                "lora.rank, or start the engine with a larger limit"
+            )
+        for key, names, known in (
+            ("lora.targets", adapter.modules, self.modules),
+            ("lora.experts", adapter.expert_modules, self.expert_modules),
+        ):
+            if unknown := set(names) - set(known):
+                raise InputError(
+                    f"{key}: the engine was started without {', '.join(sorted(unknown))}, for "
+                    f"{', '.join(known) or 'none'}; choose among these, or start it with more"
+                )
+        if adapter.experts == "per_expert" and self.experts == "shared_outer":
+            raise InputError(
+                "lora.experts=per_expert: the engine was started for adapters that share their outer "
+                "matrices; set lora.experts=shared_outer, or start it for per_expert, which takes both"
+            )
 
 
 def lora_name(hf_name: str, matrix: Literal["A", "B"]) -> str:

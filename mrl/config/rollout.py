@@ -42,6 +42,10 @@ class EngineConfig(Branch):
     server_args: dict[str, Any] = Field(default_factory=dict)
     """Fields of SGLang's ServerArgs to set, by their Python names (`attention_backend: triton`), on top
     of what mrl sets. A field that mrl sets itself is refused; the message names the recipe's key."""
+    batch_invariant: bool = False
+    """The engine computes a request to the same bits whatever else is in its batch: requests of other
+    calls or tenants, a cached prefix, a cache of another size. On CPUs in float32, for Qwen3-MoE; on
+    GPUs SGLang's `enable_deterministic_inference`, which has not run. `true_on_policy` implies it."""
     return_routing_weights: bool = False
     """The engine returns the gates' weights of the captured experts too, in float32, for
     `moe.replay: ids_weights` and for the decomposition of the gap. On CPUs, with routes; 4 bytes more

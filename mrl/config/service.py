@@ -81,7 +81,8 @@ class TenantLimits(Branch):
 
 class ScheduleConfig(Branch):
     max_wait_s: float = Field(default=1800.0, gt=0)
-    """Seconds after which a tenant that waits comes before all others."""
+    """The longest wait of a tenant that has its samples, in seconds. It is kept where the load of all
+    tenants allows that."""
 
 
 class ControlConfig(Branch):

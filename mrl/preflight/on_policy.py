@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -21,45 +21,61 @@ ON_CPUS = ("qwen3_moe",)
 
 
 def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
-    """Raises InputError with the first key that does not go with `rollout.true_on_policy`."""
+    """Raises InputError with the first key that does not go with `rollout.true_on_policy`, or with
+    `rollout.batch_invariant`, which is the engine's half of it."""
     if not recipe.rollout.true_on_policy:
+        if recipe.rollout.batch_invariant:
+            _refuse("rollout.batch_invariant", _of_engine(recipe), model)
         return
-    on_cpu = not torch.cuda.is_available()
     wanted = [
-        ("rollout.engine", recipe.rollout.engine, "sglang"),
-        # A sum over ranks adds in another order than the engine's.
-        ("rollout.tensor_parallel_size", recipe.rollout.tensor_parallel_size, 1),
-        ("rollout.expert_parallel_size", recipe.rollout.expert_parallel_size, 1),
+        *_of_engine(recipe),
         ("parallel.tensor_model_parallel_size", dims.tp, 1),
         ("parallel.expert_tensor_parallel_size", dims.etp, 1),
         ("parallel.context_parallel_size", dims.cp, 1),
         ("parallel.moe_token_dispatcher_type", dims.dispatcher, "alltoall"),
         # There is nothing left to replay: the engine has the trainer's weights and order.
         ("moe.replay", recipe.moe.replay, "ids"),
-        ("rollout.return_routing_weights", recipe.rollout.return_routing_weights, False),
     ]
-    backend = recipe.rollout.server_args.get("attention_backend", "torch_native")
-    implementation, _ = choose_implementation(recipe.model.transformer_impl)
     dtype = _dtype(recipe.model.dtype)
-    if on_cpu:
-        wanted += [
-            ("model.dtype", dtype, "float32"),
-            ("rollout.server_args.attention_backend", backend, "torch_native"),
-        ]
-    else:
+    if torch.cuda.is_available():
+        implementation, _ = choose_implementation(recipe.model.transformer_impl)
         wanted.append(("model.transformer_impl", implementation, "transformer_engine"))
         check_invariant_engine()
+    else:
+        wanted.append(("model.dtype", dtype, "float32"))
     wanted.append(("rollout.dtype", _dtype(recipe.rollout.engine_dtype(recipe.model)), dtype))
+    _refuse("rollout.true_on_policy", wanted, model)
+
+
+def _of_engine(recipe: Recipe) -> list[tuple[str, Any, Any]]:
+    """Return (key, its value, what the engine's half needs)."""
+    rollout = recipe.rollout
+    wanted: list[tuple[str, Any, Any]] = [
+        ("rollout.engine", rollout.engine, "sglang"),
+        # A sum over ranks adds in another order than that of one rank.
+        ("rollout.tensor_parallel_size", rollout.tensor_parallel_size, 1),
+        ("rollout.expert_parallel_size", rollout.expert_parallel_size, 1),
+        ("rollout.return_routing_weights", rollout.return_routing_weights, False),
+    ]
+    if not torch.cuda.is_available():
+        backend = rollout.server_args.get("attention_backend", "torch_native")
+        wanted += [
+            ("rollout.dtype", _dtype(rollout.engine_dtype(recipe.model)), "float32"),
+            ("rollout.server_args.attention_backend", backend, "torch_native"),
+        ]
+    return wanted
+
+
+def _refuse(mode: str, wanted: list[tuple[str, Any, Any]], model: HfModel) -> None:
     for key, value, needed in wanted:
         if value != needed:
             raise InputError(
-                f"{key} is {value}, but rollout.true_on_policy needs {needed}; set it, or turn the "
-                "mode off"
+                f"{key} is {value}, but {mode} needs {needed}; set it, or turn the mode off"
             )
     kind = model.architecture.model_type
-    if on_cpu and kind not in ON_CPUS:
+    if not torch.cuda.is_available() and kind not in ON_CPUS:
         raise InputError(
-            f"rollout.true_on_policy is on, but {model.path} is a {kind} model; on CPUs it is for "
+            f"{mode} is on, but {model.path} is a {kind} model; on CPUs it is for "
             f"{' and '.join(ON_CPUS)}"
         )
 

@@ -1,4 +1,4 @@
-"""Whether a dotted name is a key of the recipe."""
+"""Whether a dotted name is a key of the recipe, or of the configuration of a service."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.config import Recipe
+from mrl.config import Recipe, ServiceConfig
 from mrl.config.branch import Branch
 
 SECTIONS = frozenset(Recipe.model_fields)
@@ -27,8 +27,12 @@ def _is_free(annotation: Any) -> bool:
     return annotation is Any or typing.get_origin(annotation) is dict
 
 
-def is_key(dotted: str, branch: type[Branch] = Recipe) -> bool:
-    """Whether the recipe has the key `train.num_steps`, say; `*` stands for any key."""
+def is_key(dotted: str) -> bool:
+    """Whether a recipe or a service has the key `train.num_steps`, say; `*` stands for any key."""
+    return _is_key(dotted, Recipe) or _is_key(dotted, ServiceConfig)
+
+
+def _is_key(dotted: str, branch: type[Branch]) -> bool:
     name, _, rest = dotted.partition(".")
     if name == "*":
         return True
@@ -38,7 +42,7 @@ def is_key(dotted: str, branch: type[Branch] = Recipe) -> bool:
     return (
         not rest
         or _is_free(annotation)
-        or any(is_key(rest, inner) for inner in _branches(annotation))
+        or any(_is_key(rest, inner) for inner in _branches(annotation))
     )
 
 

@@ -65,9 +65,9 @@ def test_each_cause_is_there_and_mended() -> None:
 
 @pytest.mark.parametrize("on", [False, True])
 def test_the_plugin_is_on_the_path_in_this_mode_only(on: bool) -> None:
-    environment = server_environment((), 1, true_on_policy=on)
+    environment = server_environment((), 1, batch_invariant=on)
     assert ("plugins/on_policy" in environment["PYTHONPATH"]) == on
-    assert "plugins/on_policy" not in server_environment((0,), 1, true_on_policy=on)["PYTHONPATH"]
+    assert "plugins/on_policy" not in server_environment((0,), 1, batch_invariant=on)["PYTHONPATH"]
 
 
 def test_on_gpus_the_engine_is_asked_to_be_deterministic() -> None:

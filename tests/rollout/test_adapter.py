@@ -7,7 +7,7 @@ import torch
 from adapter_helpers import ATTENTION, EXPERT, KINDS, manifest_of, matrices_of
 from torch import Tensor
 
-from mrl.config.adapter import Adapter, lora_name
+from mrl.config.adapter import Adapter, AdapterLimits, lora_name
 from mrl.errors import InputError
 from mrl.kernels.digest import add_digests, digest_place, weight_digest
 from mrl.rollout.sglang.adapter.digests import check_adapter_held, check_exported
@@ -141,7 +141,7 @@ def test_other_adapters_are_sent_as_they_are(toy_folder):
     assert sent.keys() == matrices.keys()
     assert all(torch.equal(sent[name], matrices[name]) for name in sent)
     mixtral = lora_name("model.layers.0.block_sparse_moe.experts.1.w3.weight", "B")
-    assert form.sent_name(mixtral) == mixtral.replace(".w3.", ".up_proj.")
+    assert form.sent_names(mixtral) == [mixtral.replace(".w3.", ".up_proj.")]
 
 
 def answer_of(matrices: dict[str, Tensor], scale: float = 2.0, slot: str = "") -> dict:
@@ -202,10 +202,10 @@ def test_without_an_adapter_the_server_is_as_before():
     on_gpu = server_environment((0,), 1, serves_adapter=True)["PYTHONPATH"]
     assert "plugins/adapter" in on_gpu
     assert "cpu" not in on_gpu
-    settings = adapter_settings(adapter, on_gpu=True)
+    settings = adapter_settings(AdapterLimits.around([adapter]), on_gpu=True)
     assert settings["experts_shared_outer_loras"]
     assert "lora_backend" not in settings
     assert settings["lora_target_modules"] == [*ATTENTION, *EXPERT]
-    attention = adapter_settings(KINDS["attention"], on_gpu=False)
+    attention = adapter_settings(AdapterLimits.around([KINDS["attention"]]), on_gpu=False)
     assert attention["lora_backend"] == "torch_native"
     assert "experts_shared_outer_loras" not in attention

@@ -45,7 +45,7 @@ class Served:
         return self.engine.update_weights(buckets_of(self.matrices[number], version), version)
 
     def loaded(self) -> list[str]:
-        return sorted(self.engine._sync._loaded.values())  # pyright: ignore
+        return sorted(self.engine.served.sync._loaded.values())  # pyright: ignore
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -89,7 +89,7 @@ def raw_logprobs(engine: Engine, ids: Tensor, adapters: list[str | None]) -> lis
         "logprob_start_len": 0,
         "lora_path": adapters,
     }
-    answers = engine._server.post("/generate", body)
+    answers = engine.server.post("/generate", body)
     return [[e[0] for e in a["meta_info"]["input_token_logprobs"][1:]] for a in answers]
 
 
@@ -150,8 +150,8 @@ def planted(matrices: dict[str, Tensor], other: dict[str, Tensor], fault: str):
 
 def spoil(engine: Engine, monkeypatch, matrices: dict[str, Tensor], alpha_factor: float) -> None:
     """Let these come to SGLang in the place of what is sent, after the trainer's digests."""
-    sync: Any = engine._sync
-    post, take = engine._server.post, sync._take
+    sync: Any = engine.served.sync
+    post, take = engine.server.post, sync._take
 
     def tampered(path, body, **options):
         if path == "/load_lora_adapter_from_tensors":
@@ -164,7 +164,7 @@ def spoil(engine: Engine, monkeypatch, matrices: dict[str, Tensor], alpha_factor
             laid_out.views[name].copy_(matrix)
         return laid_out, came, seconds
 
-    monkeypatch.setattr(engine._server, "post", tampered)
+    monkeypatch.setattr(engine.server, "post", tampered)
     monkeypatch.setattr(sync, "_take", taken)
 
 
@@ -222,7 +222,7 @@ def test_a_newer_version_beside_a_request_in_flight(attention: Served):
     assert next(running).request_id == "1-0"
     attention.push(2, 42)
     assert attention.loaded() == ["mrl@41", "mrl@42"]
-    assert engine._flights.any_open
+    assert engine.served.flights.any_open
     new = make_requests(
         2, SamplingParams(8, 8), seed=1
     )  # the same prompt: another's prefix is cached
@@ -233,7 +233,7 @@ def test_a_newer_version_beside_a_request_in_flight(attention: Served):
         assert [s.version for s in completion.weight_versions] == [42]
         assert completion.routing is not None
         assert completion.routing.num_cached_rows == 0
-    assert engine._flights.any_open  # the long ones have not ended yet
+    assert engine.served.flights.any_open  # the long ones have not ended yet
     done = {c.request_id: c for c in running}
     for request in long:
         completion = done[request.request_id]
@@ -264,7 +264,7 @@ def test_an_engine_of_two_ranks(toy_folder, tmp_path):
     served.engine.start()
     try:
         served.push(1, 1)
-        answer = served.engine._server.post("/weights_checker", {"action": ACTION + "mrl@1"})
+        answer = served.engine.server.post("/weights_checker", {"action": ACTION + "mrl@1"})
         ranks = [rank["checksums"] for rank in answer["ranks"]]
         assert len(ranks) == 2
         assert ranks[0] == ranks[1]

@@ -107,7 +107,7 @@ def test_rollout_is_a_function_of_weights_prompts_and_seed(engine, fresh, toy_we
 
 def test_every_endpoint_wants_the_key(fresh):
     """Also those that SGLang leaves open: its probes, and OPTIONS."""
-    client, port = fresh._server.client, fresh._server.process.port
+    client, port = fresh.server.client, fresh.server.process.port
     status, text = client.get("/openapi.json", timeout_s=10)
     assert status == 200
     paths = json.loads(text)["paths"]
@@ -123,7 +123,7 @@ def test_every_endpoint_wants_the_key(fresh):
 
 
 def test_key_is_nowhere_to_be_read(fresh):
-    server = fresh._server
+    server = fresh.server
     key = server._api_key.encode()
     assert len(key) >= 32
     tree = server.process.tree()
@@ -142,11 +142,11 @@ def test_key_is_nowhere_to_be_read(fresh):
 def test_all_sockets_are_loopback(fresh):
     listening = [
         connection.laddr
-        for process in fresh._server.process.tree()
+        for process in fresh.server.process.tree()
         for connection in process.net_connections(kind="inet")
         if connection.status == psutil.CONN_LISTEN
     ]
-    assert fresh._server.process.port in {address.port for address in listening}
+    assert fresh.server.process.port in {address.port for address in listening}
     assert {address.ip for address in listening} == {"127.0.0.1"}
 
 
@@ -194,7 +194,7 @@ class RelayHandler(socketserver.BaseRequestHandler):
 @contextlib.contextmanager
 def relayed(engine, **trouble):
     """The engine behind a relay."""
-    server = engine._server
+    server = engine.server
     direct = server.client
     with Relay(server.process.port, **trouble) as relay:
         threading.Thread(target=relay.serve_forever, daemon=True).start()
@@ -216,7 +216,7 @@ def test_refused_and_broken_requests_are_sent_again(engine, trouble):
 
 def test_requests_that_fail_again_and_again(fresh):
     """Runs last on this server: it is given up."""
-    tree = fresh._server.process.tree()
+    tree = fresh.server.process.tree()
     with relayed(fresh, refuse=100), pytest.raises(EngineLost, match=r"3 times: .*status 500"):
         rollout(fresh)
     assert not running(tree)
@@ -226,7 +226,7 @@ def test_hung_and_maimed_server(toy_folder, tmp_path):
     """SGLang needs 15 seconds to see that its detokenizer is gone: longer than the time limit here."""
     engine = make_engine(toy_folder, tmp_path / "engine.log", stall_timeout_s=4.0)
     engine.start()
-    tree = engine._server.process.tree()
+    tree = engine.server.process.tree()
     detokenizer = next(p for p in tree if p.name().startswith("sglang::detok"))
     completions = engine.generate(make_requests(8, SamplingParams(480, 480)))
     detokenizer.suspend()  # no answer comes before it is killed
@@ -234,7 +234,7 @@ def test_hung_and_maimed_server(toy_folder, tmp_path):
     with pytest.raises(EngineLost, match=f"process {detokenizer.pid} died"):
         list(completions)
     engine.start()
-    tree = engine._server.process.tree()
+    tree = engine.server.process.tree()
     requests = make_requests(8, SamplingParams(480, 480))
     requests.append(make_requests(1, SamplingParams(2, 2), seed=1)[0])
     completions = engine.generate(requests)
@@ -247,10 +247,10 @@ def test_hung_and_maimed_server(toy_folder, tmp_path):
 
 
 def test_time_limit_of_all_requests(engine, monkeypatch):
-    hurried = engine._config.model_copy(update={"request_timeout_s": 0.3})
+    hurried = engine.config.model_copy(update={"request_timeout_s": 0.3})
     long = make_requests(8, SamplingParams(480, 480))
     with monkeypatch.context() as patch:
-        patch.setattr(engine._flights, "_config", hurried)
+        patch.setattr(engine.served.flights, "_config", hurried)
         with pytest.raises(TimeoutError, match=r"request_timeout_s=0\.3 s for 8 of 8 samples"):
             list(engine.generate(long))
     assert list(engine.generate(make_requests(1, SamplingParams(2, 2))))
@@ -258,7 +258,7 @@ def test_time_limit_of_all_requests(engine, monkeypatch):
 
 def test_updates_leak_no_shared_memory(engine, toy_weights):
     """torch names its files torch_<pid>_...; other processes of this machine have some too."""
-    pids = [os.getpid(), *(process.pid for process in engine._server.process.tree())]
+    pids = [os.getpid(), *(process.pid for process in engine.server.process.tree())]
     ours = tuple(f"torch_{pid}_" for pid in pids)
     for version in range(20):
         engine.update_weights(make_buckets(toy_weights, version), version)
@@ -266,7 +266,7 @@ def test_updates_leak_no_shared_memory(engine, toy_weights):
 
 
 def test_stale_weights_are_refused(engine):
-    engine._server.post("/update_weight_version", {"new_version": "99", "abort_all_requests": True})
+    engine.server.post("/update_weight_version", {"new_version": "99", "abort_all_requests": True})
     with pytest.raises(RuntimeError, match="weight version 99, expected 0"):
         list(engine.generate(make_requests(1, SamplingParams(2, 2))))
 
@@ -284,10 +284,10 @@ def test_two_ranks_then_stop_leaves_nothing(toy_folder, toy_weights, tmp_path):
     engine = make_engine(toy_folder, tmp_path / "engine.log", tensor_parallel_size=2)
     engine.stop()
     engine.start()
-    tree = engine._server.process.tree()
+    tree = engine.server.process.tree()
     shared_memory = shared_memory_files(tree)
     assert shared_memory
-    scratch = engine._server.process._scratch.path
+    scratch = engine.server.process._scratch.path
     engine.sleep(2)
     engine.wake()
     engine.update_weights(make_buckets(toy_weights, 1), 1)
@@ -315,7 +315,7 @@ sys.path.insert(0, sys.argv[1])
 from rollout_helpers import make_engine
 engine = make_engine(Path(sys.argv[2]), Path(sys.argv[3]))
 engine.start()
-print(engine._server.process.pid, flush=True)
+print(engine.server.process.pid, flush=True)
 sys.stdin.read()
 """
 

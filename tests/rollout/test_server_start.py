@@ -21,14 +21,14 @@ def test_failed_start_shows_the_log(tmp_path):
     ):
         engine.start()
     assert engine.state == "stopped"
-    assert not engine._server.process.tree()
+    assert not engine.server.process.tree()
 
 
 def test_start_has_a_time_limit(toy_folder, tmp_path):
     engine = make_engine(toy_folder, tmp_path / "engine.log", start_timeout_s=1.0)
     with pytest.raises(RuntimeError, match=r"not ready after rollout\.start_timeout_s=1 s"):
         engine.start()
-    assert not engine._server.process.tree()
+    assert not engine.server.process.tree()
 
 
 @pytest.mark.release
@@ -38,7 +38,7 @@ def test_a_start_ends_when_the_detokenizer_dies(toy_folder, tmp_path):
     killed = []
 
     def kill_detokenizer():
-        for process in engine._server.process.tree():
+        for process in engine.server.process.tree():
             if process.name().startswith("sglang::detok") and not killed:
                 process.kill()
                 killed.append(time.monotonic())
@@ -46,4 +46,4 @@ def test_a_start_ends_when_the_detokenizer_dies(toy_folder, tmp_path):
     with pytest.raises(RuntimeError, match="died"):
         engine.start(meanwhile=kill_detokenizer)
     assert time.monotonic() - killed[0] < 60  # SGLang's own limit is 70 s
-    assert not engine._server.process.tree()
+    assert not engine.server.process.tree()

@@ -32,7 +32,7 @@ def test_an_engine_loads_staged_weights_and_sees_a_flipped_bit(
     staging = staged(weights, 31)
     for _ in range(2):  # a lost engine's successor loads the same memory again
         engine.update_weights(staging.buckets(), 31)
-        answer = engine._server.post("/weights_checker", {"action": ACTION})
+        answer = engine.server.post("/weights_checker", {"action": ACTION})
         assert held_digests(answer, 1)[0] == add_digests(digests_of(weights))
     flat = next(staging.buckets()).flat
     assert flat is not None

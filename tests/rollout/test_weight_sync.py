@@ -15,7 +15,7 @@ from mrl.system.shared_memory import SharedMemory
 
 
 def held_by(engine) -> dict[str, int]:
-    return held_digests(engine._server.post("/weights_checker", {"action": ACTION}), 1)[0]
+    return held_digests(engine.server.post("/weights_checker", {"action": ACTION}), 1)[0]
 
 
 def test_faults_are_caught_and_a_good_update_follows(engine, toy_weights, toy_folder):
@@ -53,7 +53,7 @@ def test_three_ways(engine, toy_weights, toy_folder, method):
         weights = moved(toy_weights, version)
         sync.update(make_buckets(weights, version), version)
         assert held_by(engine) == add_digests(digests_of(weights))
-    processes = [psutil.Process(), *engine._server.process.tree()]
+    processes = [psutil.Process(), *engine.server.process.tree()]
     sockets = [s for process in processes for s in process.net_connections(kind="inet")]
     listening = {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
     assert listening == {"127.0.0.1"}
@@ -92,12 +92,12 @@ def test_an_engine_with_expert_parallelism_and_dp_attention(toy_folder, toy_weig
     """
     engine = make_engine(toy_folder, tmp_path / "engine.log", tensor_parallel_size=2)
     parallel = {"ep_size": 2, "enable_dp_attention": True, "dp_size": 2}
-    engine._server.start(240.0, parallel)
+    engine.server.start(240.0, parallel)
     try:
         sync = sync_for(engine, toy_folder)
         weights = moved(toy_weights, 1)
         sync.update(shared_buckets(weights, 1, SharedMemory()), 1)
-        answer = engine._server.post("/weights_checker", {"action": ACTION})
+        answer = engine.server.post("/weights_checker", {"action": ACTION})
         assert held_digests(answer, 2)[0] == add_digests(digests_of(weights))
         texts = answer["ranks"][0]["checksums"]
         experts = [texts[f"{rank} model.layers.0.mlp.experts.w2_weight"] for rank in (0, 1)]

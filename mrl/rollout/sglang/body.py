@@ -13,15 +13,16 @@ from mrl.rollout.base import Request, SamplingParams
 NEVER = 1 << 30
 
 
-def version_key(version: int) -> str:
+def version_key(version: int, cache: str = "") -> str:
     """Return SGLang's `extra_key` of requests under weights `version`: its prefix cache never gives a
-    request what one of another key computed. `mrl_weight_versions` renews it in the scheduler."""
-    return f"mrl-version-{version}"
+    request what one of another key computed. `mrl_weight_versions` renews it in the scheduler. `cache`
+    sets calls of one version apart; where it is given, requests have an adapter and keep their key."""
+    return f"mrl-version-{version}{cache}"
 
 
-def adapter_name(version: int) -> str:
-    """Return SGLang's name of a version of the adapter; `mrl_adapter` reads the version in it."""
-    return f"mrl@{version}"
+def adapter_name(version: int, name: str = "mrl") -> str:
+    """Return SGLang's name of a version of adapter `name`; `mrl_adapter` reads the version in it."""
+    return f"{name}@{version}"
 
 
 def build_request(

@@ -95,6 +95,7 @@ class Flight:
         """Requests by the id that SGLang knows; it changes with each try."""
         self._num_updates: dict[str, int] = {}
         self._lost: EngineLost | None = None
+        self._ended: RuntimeError | None = None
         self._aborting: set[str] = set()
         self._num_tries: dict[str, int] = {}
         self._streams: list[EventStream] = []
@@ -116,6 +117,13 @@ class Flight:
     def lose(self, error: EngineLost) -> None:
         """Let `answers()` raise this: the server that the requests were sent to is no more."""
         self._lost = error
+
+    def end(self, error: RuntimeError) -> None:
+        """Abort what is pending, and let `answers()` raise `error`: nobody waits for it any more."""
+        self._ended = error
+        self._tell_to_abort_these(self.pending, are_all=True)
+        for stream in list(self._streams):
+            stream.close()
 
     def answers(self) -> Iterator[Answer]:
         """Yield SGLang's answer to each request. Leaving early aborts the rest.
@@ -168,6 +176,7 @@ class Flight:
 
     def _send(self, requests: Sequence[Request]) -> None:
         for start in range(0, len(requests), SAMPLES_PER_BATCH):
+            self._check_ended()
             batch = requests[start : start + SAMPLES_PER_BATCH]
             rids = [self._server.new_request_id() for _ in batch]
             with self._lock:
@@ -207,6 +216,7 @@ class Flight:
 
     def _next_event(self, deadline: float) -> _Event:
         while True:
+            self._check_ended()
             with contextlib.suppress(queue.Empty):
                 return self._events.get(timeout=POLL_S)
             if self._lost is not None:
@@ -221,6 +231,10 @@ class Flight:
                     f"{self._request_timeout_s:g} s for {len(self._pending)} of "
                     f"{len(self._requests)} samples; its log is {self._server.process.log_path}"
                 )
+
+    def _check_ended(self) -> None:
+        if self._ended is not None:
+            raise self._ended
 
     def _take(self, rid: str) -> Request | None:
         """The request of an answer; None where it was sent again in the meantime."""

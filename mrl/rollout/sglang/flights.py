@@ -31,10 +31,20 @@ LOOK_S = 0.2
 class OpenFlight:
     """A call of generate() between its first request and its last answer."""
 
-    def __init__(self, *, is_alone: bool, is_keyed: bool, version: int, in_cache: Sequence[int]):
+    def __init__(
+        self,
+        *,
+        is_alone: bool,
+        is_keyed: bool,
+        version: int,
+        in_cache: Sequence[int],
+        cache: str = "",
+    ) -> None:
         self.is_alone = is_alone
         self.is_keyed = is_keyed
         """Its requests carry a key, so the prefix cache gives them what their own weights computed."""
+        self.cache = cache
+        """The end of that key: calls with another one read nothing of each other."""
         self.versions = [version]
         """Weight versions in force since it began, oldest first."""
         self.in_cache = tuple(in_cache)
@@ -53,8 +63,11 @@ class Flights:
         shape: RouteShape | None,
         config: RolloutConfig,
         adapter_of: Callable[[int], str | None] | None = None,
+        *,
+        shares_server: bool = False,
     ) -> None:
         """`shape`: None where routes are off. Of `config` the time limits of requests count.
+        `shares_server`: requests that are in no call of these run there too.
 
         `adapter_of` is given where weights are versions of an adapter, and returns the name of one:
         a request then keeps the version that it was sent under, whatever comes later.
@@ -64,6 +77,7 @@ class Flights:
         self._shape = shape
         self._config = config
         self._adapter_of = adapter_of
+        self._shares_server = shares_server
         self._open: list[OpenFlight] = []
         self._changed = threading.Condition()
         self._known = KnownPrefixes()
@@ -115,12 +129,14 @@ class Flights:
         *,
         is_alone: bool,
         is_keyed: bool,
+        cache: str = "",
     ) -> OpenFlight:
         """Open a call. One beside others waits while the engine is paused or its weights change.
 
-        `check_ready` returns the weight version, or raises RuntimeError where the engine's state
-        does not allow a call. Raises RuntimeError where another call forbids this one, ValueError
-        for a request id that is in flight already, TimeoutError past `rollout.request_timeout_s`.
+        `cache` is that of `OpenFlight`. `check_ready` returns the weight version, or raises
+        RuntimeError where the engine's state does not allow a call.
+        Raises RuntimeError where another call forbids this one, ValueError for a request id that is in
+        flight already, TimeoutError past `rollout.request_timeout_s`.
         """
         deadline = time.monotonic() + self._config.request_timeout_s
         with self._changed:
@@ -140,12 +156,15 @@ class Flights:
                     "what is open first, or give beside_others=True to all of them"
                 )
             self._refuse_known_ids(requests)
-            if not self._open:
-                self._routes.begin()
+            self._routes.open_call()
             if not is_keyed:
                 self.fill_cache(version)
             opened = OpenFlight(
-                is_alone=is_alone, is_keyed=is_keyed, version=version, in_cache=self._in_cache
+                is_alone=is_alone,
+                is_keyed=is_keyed,
+                version=version,
+                in_cache=self._in_cache,
+                cache=cache,
             )
             opened.flight = Flight(
                 self._server,
@@ -154,7 +173,7 @@ class Flights:
                 request_timeout_s=self._config.request_timeout_s,
                 stall_timeout_s=self._config.stall_timeout_s,
                 on_send=functools.partial(self._sending, opened),
-                is_alone=is_alone,
+                is_alone=is_alone and not self._shares_server,
             )
             self._open.append(opened)
             return opened
@@ -186,6 +205,7 @@ class Flights:
         with self._changed:
             if opened in self._open:
                 self._open.remove(opened)
+                self._routes.close_call()
             self._changed.notify_all()
 
     def lose_all(self, error: EngineLost) -> None:
@@ -193,9 +213,15 @@ class Flights:
         with self._changed:
             for opened in self._open:
                 opened.flight.lose(error)
+                self._routes.close_call()
             self._open = []
             self.is_paused = self.is_held = False
             self._changed.notify_all()
+
+    def end_all(self, error: RuntimeError) -> None:
+        """Abort the requests of every open call and let it raise `error`, when it is next asked."""
+        for flight in self.flights():
+            flight.end(error)
 
     def flights(self) -> list[Flight]:
         """Return the flights of all open calls."""
@@ -272,7 +298,7 @@ class Flights:
             if not opened.is_keyed:
                 return Sending(num_updates, None, adapter)
             self._note(dict(zip(rids, requests, strict=True)), version)
-            return Sending(num_updates, version_key(version), adapter)
+            return Sending(num_updates, version_key(version, opened.cache), adapter)
 
     def _note(self, requests: Mapping[str, Request], version: int) -> None:
         self._in_keyed_cache.add(version)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.config.adapter import Adapter
+from mrl.config.adapter import AdapterLimits
 from mrl.errors import InputError
 from mrl.rollout.base import engine_seed
 from mrl.rollout.sglang.adapter.limits import refuse_layout
@@ -67,7 +67,7 @@ def read_launch(
     keep_weights_on_host: bool,
     num_nodes: int = 1,
     node_rank: int = 0,
-    adapter: Adapter | None = None,
+    adapters: AdapterLimits | None = None,
 ) -> Launch:
     """Raises InputError as `mrl.rollout.sglang.engine.Engine` does."""
     # Slow to import, and no other module of this room needs it.
@@ -84,8 +84,8 @@ def read_launch(
     import_external_models()
     hf_config = AutoConfig.from_pretrained(model.path)
     refuse_unfaithful(hf_config, on_gpu=bool(gpu_ids), return_routes=return_routes)
-    if adapter is not None:
-        refuse_layout(config, adapter, num_nodes)
+    if adapters is not None:
+        refuse_layout(config, adapters, num_nodes)
     weights = config.return_routing_weights
     if weights:
         refuse_weights(on_gpu=bool(gpu_ids), return_routes=return_routes)
@@ -98,15 +98,15 @@ def read_launch(
         return_routes=return_routes,
         first_version=first_version,
         keep_weights_on_host=keep_weights_on_host,
-        adapter=adapter,
+        adapters=adapters,
     )
     environment = server_environment(
         gpu_ids,
         ranks,
         first_rank=node_rank * (ranks // num_nodes),
-        true_on_policy=config.true_on_policy,
+        batch_invariant=config.true_on_policy or config.batch_invariant,
         return_routing_weights=weights,
-        serves_adapter=adapter is not None,
+        serves_adapter=adapters is not None,
     )
     shape = route_shape(hf_config, with_weights=weights) if return_routes else None
     return Launch(hf_config, context_len, shape, settings, environment, seed, node_rank, num_nodes)

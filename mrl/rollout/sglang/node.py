@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.config.adapter import Adapter
+from mrl.config.adapter import Adapter, AdapterLimits
 from mrl.rollout.sglang.launch import read_launch
 from mrl.rollout.sglang.process import ServerProcess
 
@@ -46,7 +46,7 @@ class EngineNode:
             keep_weights_on_host=keep_weights_on_host,
             num_nodes=num_nodes,
             node_rank=node_rank,
-            adapter=adapter,
+            adapters=AdapterLimits.around([adapter]) if adapter is not None else None,
         )
         self._process = ServerProcess(self._launch.settings, self._launch.environment, log_path)
         self._num_starts = 0

@@ -32,11 +32,15 @@ def check_requests(requests: Sequence[Request], context_len: int) -> None:
 
 
 def sequence_logprobs(
-    server: Server, sequences: Sequence[Tensor], adapter: str | None = None
+    server: Server,
+    sequences: Sequence[Tensor],
+    adapter: str | None = None,
+    *,
+    timeout_s: float | None = None,
 ) -> list[Tensor]:
     """Return log-probs f32[T] of sequences i64[T] under the server's weights; 0 for the first token.
 
-    `adapter` is the name of the one in force; None is the base.
+    `adapter` is the name of the one in force; None is the base. `timeout_s` as in `Server.post`.
     """
     body: dict[str, Any] = {
         "input_ids": [sequence.tolist() for sequence in sequences],
@@ -46,7 +50,7 @@ def sequence_logprobs(
     }
     if adapter is not None:
         body["lora_path"] = adapter
-    answers = server.post("/generate", body)
+    answers = server.post("/generate", body, timeout_s=timeout_s)
     found = []
     for sequence, answer in zip(sequences, answers, strict=True):
         entries = answer["meta_info"]["input_token_logprobs"]

@@ -18,6 +18,7 @@ import base64
 import ctypes
 import json
 import os
+import threading
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -72,6 +73,8 @@ class RouteReader:
     def __init__(self) -> None:
         self._memory = SharedBytes()
         self._number = CLOSED
+        self._num_calls = 0
+        self._counting = threading.Lock()
         self.is_open = True
         """Takes effect with the next `begin`. A reader that is not open gets base64 in JSON."""
         self.begin()
@@ -83,6 +86,18 @@ class RouteReader:
         """Return the environment variables that the server needs."""
         handle = self._memory.handle
         return {VARIABLE: json.dumps([handle.pid, handle.fd, handle.nonce.hex()])}
+
+    def open_call(self) -> None:
+        """Note that a call of generate() begins; any thread may."""
+        with self._counting:
+            if not self._num_calls:
+                self.begin()
+            self._num_calls += 1
+
+    def close_call(self) -> None:
+        """Note that a call of generate() is over."""
+        with self._counting:
+            self._num_calls -= 1
 
     def begin(self) -> None:
         """Start anew before a call of generate(), with none in progress."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.config.adapter import Adapter
+from mrl.config.adapter import AdapterLimits
 from mrl.rollout.sglang.adapter.manifest import sglang_modules
 from mrl.rollout.sglang.arguments import check_server_args
 
@@ -19,9 +19,9 @@ ON_POLICY_PLUGIN = PLUGINS / "on_policy"
 ROUTING_WEIGHTS_PLUGIN = PLUGINS / "routing_weights"
 ADAPTER_PLUGIN = PLUGINS / "adapter"
 CPU_ADAPTER_PLUGIN = PLUGINS / "cpu_adapter"
-ADAPTER_SLOTS = 3
-"""Adapters in a batch: the newest version, one that is still in flight, and the base. Requests of more
-versions wait for a slot. Each slot is as large as the adapter and stays on the device."""
+SLOT_WAIT_S = 10.0
+"""After so many seconds in the queue an adapter without a slot gets the next one that can be emptied:
+requests of an adapter that has one would keep it for as long as they come."""
 CPU_MAX_TOTAL_TOKENS = 16_384
 
 
@@ -34,7 +34,7 @@ def server_settings(
     return_routes: bool,
     first_version: int,
     keep_weights_on_host: bool,
-    adapter: Adapter | None = None,
+    adapters: AdapterLimits | None = None,
 ) -> dict[str, Any]:
     """Return the fields of SGLang's ServerArgs, less host, port, api_key and random_seed.
 
@@ -72,7 +72,7 @@ def server_settings(
             "enable_memory_saver": True,
             "enable_weights_cpu_backup": keep_weights_on_host,
         }
-        if config.true_on_policy:
+        if config.true_on_policy or config.batch_invariant:
             settings["enable_deterministic_inference"] = True
     else:
         settings |= {
@@ -83,23 +83,24 @@ def server_settings(
             "sleep_on_idle": True,
         }
         settings.setdefault("max_total_tokens", CPU_MAX_TOTAL_TOKENS)
-    return settings | adapter_settings(adapter, on_gpu=on_gpu) | config.server_args
+    return settings | adapter_settings(adapters, on_gpu=on_gpu) | config.server_args
 
 
-def adapter_settings(adapter: Adapter | None, *, on_gpu: bool) -> dict[str, Any]:
-    """Return the fields of an engine that serves an adapter beside the base; none without one."""
-    if adapter is None:
+def adapter_settings(adapters: AdapterLimits | None, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the fields of an engine that serves adapters beside the base; none without any."""
+    if adapters is None:
         return {}
     settings: dict[str, Any] = {
         "enable_lora": True,
-        "max_lora_rank": adapter.rank,
-        "max_loras_per_batch": ADAPTER_SLOTS,
+        "max_lora_rank": adapters.rank,
+        "max_loras_per_batch": adapters.num_slots,
+        "lora_drain_wait_threshold": SLOT_WAIT_S,
     }
-    modules = sglang_modules(adapter)
-    if adapter.experts != "none":
+    modules = sglang_modules(adapters)
+    if adapters.experts != "none":
         # Without all three SGLang wraps no expert, and would drop their matrices without a word.
         modules += ["gate_proj", "up_proj", "down_proj"]
-        settings["experts_shared_outer_loras"] = adapter.experts == "shared_outer"
+        settings["experts_shared_outer_loras"] = adapters.experts == "shared_outer"
     settings["lora_target_modules"] = list(dict.fromkeys(modules))
     if not on_gpu:  # the default (csgmv) and the others are triton kernels
         settings["lora_backend"] = "torch_native"
@@ -111,7 +112,7 @@ def server_environment(
     tensor_parallel_size: int,
     *,
     first_rank: int = 0,
-    true_on_policy: bool = False,
+    batch_invariant: bool = False,
     return_routing_weights: bool = False,
     serves_adapter: bool = False,
 ) -> dict[str, str]:
@@ -131,7 +132,7 @@ def server_environment(
             "NCCL_GRAPH_REGISTER": "0",
             **compile_caches(),
         }
-    plugins += [CPU_STUBS] + [ON_POLICY_PLUGIN] * true_on_policy
+    plugins += [CPU_STUBS] + [ON_POLICY_PLUGIN] * batch_invariant
     plugins += [ROUTING_WEIGHTS_PLUGIN] * return_routing_weights
     plugins += [CPU_ADAPTER_PLUGIN] * serves_adapter
     environment = {

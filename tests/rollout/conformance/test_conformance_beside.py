@@ -252,7 +252,7 @@ def test_a_stale_prefix_does_not_pass_for_new_weights(
     """The cache gives a new request what older weights computed, since there are no keys."""
     running = start(make_call("a", 1), stale_prefixes=planted == "marked")
     if planted == "refused":  # mrl believes that there are keys
-        monkeypatch.setattr(flights, "version_key", lambda version: None)
+        monkeypatch.setattr(flights, "version_key", lambda *_: None)
     next(running)
     update(engine, new_weights, 1, "in_place")
     engine.abort()
@@ -274,7 +274,7 @@ def test_a_wrong_stamp_is_refused(engine, start, toy_weights):
     """The server says another version than was pushed."""
     running = start(make_call("a", 1))
     next(running)
-    engine._server.post("/update_weight_version", {"new_version": "7", "abort_all_requests": False})
+    engine.server.post("/update_weight_version", {"new_version": "7", "abort_all_requests": False})
     with pytest.raises(RuntimeError, match="sampled with weight version 7, expected 0"):
         list(running)
 

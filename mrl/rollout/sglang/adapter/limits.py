@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from mrl.config import RolloutConfig
-from mrl.config.adapter import Adapter
+from mrl.config.adapter import Adapter, AdapterLimits
 from mrl.errors import InputError
 
 SGLANG_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -34,8 +34,9 @@ def refuse_modules(adapter: Adapter, modules: Collection[str]) -> None:
         )
 
 
-def refuse_layout(config: RolloutConfig, adapter: Adapter, num_nodes: int) -> None:
-    """Raise InputError where an engine of this layout, on `num_nodes`, does not serve the adapter."""
+def refuse_layout(config: RolloutConfig, adapter: Adapter | AdapterLimits, num_nodes: int) -> None:
+    """Raise InputError where an engine of this layout, on `num_nodes`, does not serve the adapter, or
+    the adapters."""
     if num_nodes > 1:
         raise InputError(
             f"lora.rollout=adapter: the engine spans {num_nodes} nodes, and an adapter goes through "

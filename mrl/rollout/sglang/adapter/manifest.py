@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from mrl.config.adapter import Adapter, lora_name
+from mrl.config.adapter import Adapter, AdapterLimits, lora_name
 from mrl.errors import InputError
 from mrl.rollout.sglang.adapter.limits import SGLANG_NAMES, refuse_modules
 from mrl.rollout.sglang.manifest import Arrivals, Shapes
@@ -49,7 +49,7 @@ class AdapterManifest(Arrivals):
         """The shapes of what SGLang wants beside the adapter's own, and that adds nothing."""
 
 
-def sglang_modules(adapter: Adapter) -> list[str]:
+def sglang_modules(adapter: Adapter | AdapterLimits) -> list[str]:
     """Return the names by which SGLang knows the adapted modules."""
     return [SGLANG_NAMES.get(name, name) for name in adapter.target_modules]
 

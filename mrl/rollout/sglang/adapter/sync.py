@@ -29,13 +29,24 @@ class AdapterSync:
     update() is for one thread at a time, the other methods are for any.
     """
 
-    def __init__(self, server: Poster, manifest: AdapterManifest, *, num_ranks: int) -> None:
-        """`num_ranks` tensor-parallel ranks, all of them on this machine."""
+    def __init__(
+        self,
+        server: Poster,
+        manifest: AdapterManifest,
+        *,
+        num_ranks: int,
+        name: str = "mrl",
+        stacks: bool | None = None,
+    ) -> None:
+        """`num_ranks` tensor-parallel ranks, all of them on this machine. `name` is that of the adapter
+        in the engine, and `stacks` as in `AdapterForm`."""
         self._server = server
+        self._name = name
         self._adapter = manifest.adapter
         self._num_ranks = num_ranks
         self._manifest = manifest
-        self._form = AdapterForm({**manifest.required, **manifest.zeros}, manifest.adapter)
+        shapes = {**manifest.required, **manifest.zeros}
+        self._form = AdapterForm(shapes, manifest.adapter, stacks=stacks)
         self._loaded: dict[int, str] = {}
         """Names of what the server has, by version, the newest last."""
         self._changing = threading.Lock()
@@ -114,7 +125,7 @@ class AdapterSync:
         handle = file_handle(laid_out.memory.path, laid_out.num_bytes)
         config = self._adapter.peft_config()
         body = {
-            "lora_name": adapter_name(version),
+            "lora_name": adapter_name(version, self._name),
             "config_dict": {**config, "target_modules": sglang_modules(self._adapter)},
             "serialized_named_tensors": serialize_bucket(
                 laid_out.places, [handle] * self._num_ranks
@@ -126,15 +137,19 @@ class AdapterSync:
                 self._unload(version)
         self._server.post("/load_lora_adapter_from_tensors", body)
         with self._changing:
-            self._loaded[version] = adapter_name(version)
+            self._loaded[version] = adapter_name(version, self._name)
             self._is_base = False
 
     def _check(self, version: int, came: dict[str, int]) -> None:
         expected = came | dict.fromkeys(self._manifest.zeros, 0)
-        sent = {self._form.sent_name(name): digest for name, digest in expected.items()}
+        sent = {
+            wire: digest
+            for name, digest in expected.items()
+            for wire in self._form.sent_names(name)
+        }
         try:
             answer = self._server.post(
-                "/weights_checker", {"action": ACTION + adapter_name(version)}
+                "/weights_checker", {"action": ACTION + adapter_name(version, self._name)}
             )
             check_adapter_held(answer, sent, self._adapter.scale, self._num_ranks)
         except BaseException:
@@ -150,6 +165,12 @@ class AdapterSync:
             for version in list(self._loaded)[:-1]:
                 if version not in used:
                     self._unload(version)
+
+    def drop_all(self) -> None:
+        """Make SGLang unload every version, when no request uses it any more."""
+        with self._changing:
+            for version in list(self._loaded):
+                self._unload(version)
 
     def _unload(self, version: int) -> None:
         name = self._loaded.pop(version)

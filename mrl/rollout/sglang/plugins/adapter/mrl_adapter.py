@@ -131,7 +131,11 @@ def matrices(key, weights, rows):
 
 
 def in_slot(manager, adapter_id):
-    """Yield the modules whose slot holds something else of this adapter than it should."""
+    """Yield the modules whose slot holds something else of this adapter than it should.
+
+    A slot has room for the largest rank; what is beyond the adapter's own is of no account to dense
+    layers, and 0 of experts. Modules that the adapter has not are 0: an earlier one may have had them.
+    """
     import torch
     from sglang.srt.lora.layers import FusedMoEWithLoRA
 
@@ -148,43 +152,50 @@ def in_slot(manager, adapter_id):
         weights = adapter.layers[layer].weights
         for name, module in modules.items():
             if isinstance(module, FusedMoEWithLoRA):
-                parts = of_experts(pool, module, weights, held, adapter.scaling)
+                parts = of_experts(pool, module, weights, held, adapter)
             else:
-                parts = of_linear(pool, name, module, weights)
-            for target, matrix, expected in parts:
-                found = held[matrix][target]
+                parts = of_linear(pool, name, module, weights, held, adapter.config.r)
+            for target, matrix, found, expected in parts:
                 if not torch.equal(found, expected.to(found)):
                     yield f"{name}.{target}.lora_{matrix}"
 
 
-def of_linear(pool, name, module, weights):
-    """Yield (buffer, A or B, this rank's part of the matrix)."""
-    from sglang.srt.lora.utils import get_target_module_name
+def of_linear(pool, name, module, weights, held, rank):
+    """Yield (buffer, A or B, what is read of the slot, this rank's part of the matrix)."""
+    import torch
+    from sglang.srt.lora.utils import get_stacked_multiply, get_target_module_name
 
     target = get_target_module_name(name, pool.target_modules)
+    num_rows = rank * get_stacked_multiply(target, pool.base_model)
     for matrix, cut in (("A", module.slice_lora_a_weights), ("B", module.slice_lora_b_weights)):
-        for key, own in weights.items():
-            if f".{name}.lora_{matrix}." in f".{key}":
-                yield target, matrix, cut(own)
+        found = held[matrix][target]
+        found = found[:num_rows] if matrix == "A" else found[:, :rank]
+        own = [each for key, each in weights.items() if f".{name}.lora_{matrix}." in f".{key}"]
+        yield target, matrix, found, cut(own[0]) if own else torch.zeros_like(found)
 
 
-def of_experts(pool, module, weights, held, scale):
-    """Yield (buffer, A or B, what it should hold of all experts of this rank); B has the scale in it,
-    as mem_pool.py puts it there."""
+def of_experts(pool, module, weights, held, adapter):
+    """Yield (buffer, A or B, the slot, what it should hold of all experts of this rank); B has the
+    scale in it, as mem_pool.py puts it there."""
     import torch
 
     cuts = {"A": module.slice_moe_lora_a_weights, "B": module.slice_moe_lora_b_weights}
-    rank = module.base_layer.moe_tp_rank
+    tp_rank, rank, room = module.base_layer.moe_tp_rank, adapter.config.r, pool.max_lora_rank
     for fused in ("gate_up_proj", "down_proj"):
         target = f"{fused}_moe"
         for matrix, cut in cuts.items():
             end = f".{fused}.lora_{matrix}.weight"
             own = {k: w for k, w in weights.items() if ".experts." in k and k.endswith(end)}
-            expected = torch.zeros_like(held[matrix][target], device="cpu")
-            mine = functools.partial(cut, tp_rank=rank, target_module=target)
+            found = held[matrix][target]
+            expected = torch.zeros_like(found, device="cpu")
+            mine = functools.partial(cut, tp_rank=tp_rank, target_module=target)
             for expert, part in by_expert(pool, own, mine):
-                expected[expert] = part * scale if matrix == "B" else part
-            yield target, matrix, expected
+                if matrix == "B":
+                    expected[expert, :, :rank] = part * adapter.scaling
+                    continue
+                for number, rows in enumerate(part.split(rank)):  # gate and up, each with room
+                    expected[expert, number * room : number * room + rank] = rows
+            yield target, matrix, found, expected
 
 
 def by_expert(pool, own, cut):

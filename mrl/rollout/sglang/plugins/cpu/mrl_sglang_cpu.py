@@ -5,7 +5,9 @@ Two gaps of the CPU build are closed here, and its start is made cheaper; nothin
 1. Captured routes live in a host buffer whose allocator pins memory, which needs CUDA.
 2. A request's `sampling_seed` counts only under `--enable-deterministic-inference`, which is refused
    on CPUs, and its hash is a triton kernel. Here every batch carries its requests' seeds, and the
-   same numbers are computed in torch: a token is a function of (weights, prefix, seed).
+   same numbers are computed in torch: a token is a function of (weights, prefix, seed). Where a
+   request of a batch truncates its distribution, SGLang lays its seeds over sorted tokens, for every
+   request of the batch. Here those that truncate nothing are drawn as they are among their like.
 3. SGLang spawns its scheduler and detokenizer, because CUDA does not survive a fork, and each of
    them imports all of SGLang again: two thirds of a start's CPU time. Here they are forked.
 """
@@ -27,6 +29,9 @@ def register():
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_unpinned
     HookRegistry.register(
         "sglang.srt.layers.sampler.multinomial_with_seed", multinomial_with_seed, HookType.REPLACE
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.sampler.Sampler._sample_from_probs", sample_by_kind, HookType.AROUND
     )
     HookRegistry.register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
@@ -88,6 +93,24 @@ def attach_seeds(info, cls, batch, vocab_size):
     seeds = [DEFAULT_SEED if seed is None else seed for seed in seeds]
     info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
     return info
+
+
+def sample_by_kind(original, sampler, probs, info, positions, is_simple):
+    """Sampler._sample_from_probs of a batch in which some truncate and others do not, probs [B, V]."""
+    ids, capture = original(sampler, probs, info, positions, is_simple)
+    if is_simple:
+        return ids, capture
+    greedy = info.top_ks == 1
+    ids = torch.where(greedy, probs.argmax(-1).to(ids.dtype), ids)
+    whole = ((info.top_ks >= probs.shape[1]) & (info.top_ps >= 1) & (info.min_ps <= 0)).nonzero()[
+        :, 0
+    ]
+    if len(whole):
+        # As SGLang's sampling_from_probs_torch does it where nobody truncates.
+        seeds, places = info.sampling_seed[whole], positions[whole]
+        drawn = multinomial_with_seed(torch.log(probs[whole]), seeds, places)
+        ids[whole] = drawn.view(-1).to(ids.dtype)
+    return ids, capture
 
 
 def multinomial_with_seed(logprobs, seed, positions):

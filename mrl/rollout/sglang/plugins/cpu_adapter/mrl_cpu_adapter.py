@@ -6,17 +6,26 @@
    slot of each token. Here they are torch.
 3. On CPUs SGLang pads the inside of an expert until every rank has a multiple of its block, and cuts
    adapters as if it had not. Here they are padded first, too.
+4. Under `rollout.batch_invariant` (the plugin mrl_on_policy is on the path, too) products and
+   activation are mrl.kernels.invariant's, so the update of a token does not depend on the tokens
+   beside it, nor on the ranks of other adapters: only the rows and columns of its own rank are read.
 
 Dimensions: n tokens, K experts a token, E experts of this rank, S slots of adapters, H hidden size, r
 rank.
 """
 
+from importlib.util import find_spec
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+linear, silu = F.linear, F.silu
+
 
 def register():
+    global linear, silu
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     manager = "sglang.srt.lora.lora_manager.LoRAManager"
@@ -28,6 +37,13 @@ def register():
     HookRegistry.register(f"{layer}._forward_with_lora", run_layer, HookType.REPLACE)
     HookRegistry.register(f"{layer}.slice_moe_lora_a_weights", with_padded_inputs, HookType.AROUND)
     HookRegistry.register(f"{layer}.slice_moe_lora_b_weights", with_padded_outputs, HookType.AROUND)
+    if find_spec("mrl_on_policy") is not None:
+        from mrl.kernels import invariant
+
+        linear, silu = invariant.linear, invariant.silu
+        backend = "sglang.srt.lora.backend.torch_backend"
+        HookRegistry.register(f"{backend}.sgemm_lora_a_fwd", multiply_a, HookType.REPLACE)
+        HookRegistry.register(f"{backend}.sgemm_lora_b_fwd", multiply_b, HookType.REPLACE)
 
 
 class Unpinned(TorchFunctionMode):
@@ -115,40 +131,77 @@ def run_layer(layer, hidden_states, topk_output, info, **options):
 
 
 def run_experts(x, ids, weights, w13, w2, info):
-    """Return [n, H] of x [n, H] with experts ids [n, K], of which -1 is another rank's."""
-    slots = info.token_lora_mapping.long()
-    slots = torch.where(info.lora_ranks[slots] > 0, slots, -1)
+    """Return [n, H] of x [n, H] with experts ids [n, K], of which -1 is another rank's. A token's
+    experts are weighted and summed up as Megatron does it, and as mrl_on_policy."""
+    slots, ranks = info.token_lora_mapping.long(), info.lora_ranks.tolist()
+    up_a, up_b = info.gate_up_lora_a_weights, info.gate_up_lora_b_weights
+    down_a, down_b = info.down_lora_a_weights, info.down_lora_b_weights
     out = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         if expert < 0:
             continue
         rows, places = (ids == expert).nonzero(as_tuple=True)
         own, of_own = x[rows], slots[rows]
-        up_a, up_b = info.gate_up_lora_a_weights, info.gate_up_lora_b_weights
-        gate, up = (F.linear(own, w13[expert]) + update(own, of_own, up_a, up_b, expert)).chunk(
-            2, -1
+        both = linear(own, w13[expert]) + update(own, of_own, ranks, up_a, up_b, expert)
+        gate, up = both.chunk(2, -1)
+        inner = silu(gate) * up * weights[rows, places, None].to(x.dtype)
+        out[rows] += linear(inner, w2[expert]) + update(
+            inner, of_own, ranks, down_a, down_b, expert
         )
-        inner = F.silu(gate) * up
-        down_a, down_b = info.down_lora_a_weights, info.down_lora_b_weights
-        done = F.linear(inner, w2[expert]) + update(inner, of_own, down_a, down_b, expert)
-        out.index_add_(0, rows, done * weights[rows, places, None].to(done.dtype))
     return out
 
 
-def update(x, slots, a, b, expert):
+def update(x, slots, ranks, a, b, expert):
     """Return B A x of x [n, inputs] with the adapter in each token's slot, -1 of none.
 
     a [S, E or 1, parts * r, inputs] and b [S, E or 1, outputs, r], whose `parts` equal parts are
-    matrices of their own; 1 is shared by all experts. B has the scale in it.
+    matrices of their own; 1 is shared by all experts. Of the r rows an adapter has `ranks[slot]`, 0 of
+    the base. B has the scale in it.
     """
     a, b = (each[:, expert if each.shape[1] > 1 else 0] for each in (a, b))
     out = x.new_zeros(len(x), b.shape[1])
     num_parts = a.shape[1] // b.shape[2]
     for slot in slots.unique().tolist():
-        if slot < 0:
+        if slot < 0 or not ranks[slot]:
             continue
-        rows = slots == slot
-        inner = F.linear(x[rows], a[slot]).chunk(num_parts, -1)
-        parts = zip(inner, b[slot].chunk(num_parts, 0), strict=True)
-        out[rows] = torch.cat([F.linear(part, matrix) for part, matrix in parts], -1)
+        rows, rank = slots == slot, ranks[slot]
+        parts = zip(a[slot].chunk(num_parts), b[slot].chunk(num_parts), strict=True)
+        out[rows] = torch.cat(
+            [linear(linear(x[rows], part_a[:rank]), part_b[:, :rank]) for part_a, part_b in parts],
+            -1,
+        )
     return out
+
+
+def multiply_a(inputs, weights, batch_info, num_slices=1):
+    """Return the scaled A x [n, slices * R] of x [n, inputs], for each token with the matrices
+    [slices * r, inputs] of its slot, in its first columns. R is the largest rank."""
+    out = inputs.new_zeros(len(inputs), weights.shape[1])
+    for rows, slot, rank in segments(batch_info):
+        product = linear(inputs[rows], weights[slot, : num_slices * rank])
+        out[rows, : num_slices * rank] = product * batch_info.scalings_cpu[slot]
+    return out
+
+
+def multiply_b(inputs, weights, batch_info, slice_offsets, base_output=None):
+    """Add to the base's output [n, outputs], in place, B y of y [n, slices * R] from `multiply_a`."""
+    offsets = slice_offsets.tolist()
+    if base_output is None:
+        base_output = inputs.new_zeros(len(inputs), offsets[-1])
+    for rows, slot, rank in segments(batch_info):
+        for number, (start, end) in enumerate(pairwise(offsets)):
+            part = inputs[rows, number * rank : (number + 1) * rank]
+            base_output[rows, start:end] += linear(part, weights[slot, start:end, :rank])
+    return base_output
+
+
+def segments(batch_info):
+    """Yield (tokens, slot, rank) of neighbouring tokens that have one adapter."""
+    start = 0
+    for slot, length in zip(
+        batch_info.weight_indices_cpu.tolist(), batch_info.seg_lens_cpu.tolist(), strict=True
+    ):
+        rank = int(batch_info.lora_ranks_cpu[slot])
+        if length and rank:
+            yield slice(start, start + length), slot, rank
+        start += length

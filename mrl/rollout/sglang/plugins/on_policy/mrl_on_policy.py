@@ -1,6 +1,7 @@
 """SGLang plugin of `rollout.true_on_policy` on CPUs: the engine computes what mrl's trainer computes.
 
-On the path only in that mode. Each function here takes the place of one of SGLang's, and gives every
+On the path only in that mode, and in `rollout.batch_invariant`, for which the second half of the next
+sentence counts. Each function here takes the place of one of SGLang's, and gives every
 token the bits that Megatron's layers give it (parallel/layers/invariant.py), whatever else is in the
 batch: products, attention and activation are mrl.kernels.invariant's, log-probs the trainer's own
 kernel, and where both sides use torch, formula and order are Megatron's. docs/on_policy.md goes
@@ -39,7 +40,7 @@ def register():
 
 def apply_linear(method, layer, x, bias=None):
     if bias is not None:
-        raise ValueError("true_on_policy: a linear layer has a bias, which the trainer's have not")
+        raise ValueError("batch_invariant: a linear layer has a bias, which the trainer's have not")
     return linear(x, layer.weight)
 
 
@@ -121,7 +122,7 @@ def choose_experts(
     """Router logits [n, E] -> weights f32[n, K], ids [n, K], as Megatron's router makes them: where
     the weights of a token add up to 1, the softmax runs over the chosen experts only."""
     if correction_bias is not None or scoring_func != "softmax":
-        raise ValueError("true_on_policy: expected a softmax router without a bias")
+        raise ValueError("batch_invariant: expected a softmax router without a bias")
     if renormalize:
         scores, ids = torch.topk(gating_output, topk, dim=1)
         return torch.softmax(scores, dim=-1, dtype=torch.float32), ids
@@ -151,6 +152,9 @@ def sample(original, sampler, logits_output, sampling_info, return_logprob, *res
     logits = logits_output.next_token_logits.clone() if return_logprob else None
     ids = original(sampler, logits_output, sampling_info, return_logprob, *rest, **options)
     if logits is not None:
+        # Beside requests that sample, greedy ones are drawn from probabilities, which have more ties.
+        greedy = sampling_info.top_ks == 1
+        ids = torch.where(greedy, logits.argmax(-1).to(ids.dtype), ids)
         logits_output.next_token_logprobs = logprobs(logits, ids, temperatures(sampling_info))
     return ids
 

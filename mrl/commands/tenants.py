@@ -1,0 +1,225 @@
+"""`mrl tenants add | list | pause | resume | remove | status` is for the tenants of a service."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mrl.commands.recipe_arguments import add_recipe
+from mrl.errors import InputError
+
+VARIABLE = "MRL_SERVICE"
+POLL_S = 1.0
+"""Seconds between two looks of `status --watch`."""
+
+
+def add_to(commands: Any) -> None:
+    tenants = commands.add_parser(
+        "tenants",
+        help="add tenants to a service, pause, remove and watch them",
+        description="Change and show the tenants of a service, which has one base model and trains a "
+        "LoRA adapter for each of them (docs/tenants.md).",
+    )
+    actions = tenants.add_subparsers(required=True, metavar="ACTION")
+
+    def action(name: str, run: Callable[[argparse.Namespace], None], text: str) -> Any:
+        command = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        command.add_argument(
+            "--service",
+            type=Path,
+            default=os.environ.get(VARIABLE),
+            metavar="FOLDER",
+            help=f"the output_dir of the service; by default the variable {VARIABLE}",
+        )
+        command.set_defaults(run=run)
+        return command
+
+    def one(name: str, run: Callable[[argparse.Namespace], None], text: str) -> Any:
+        command = action(name, run, text)
+        command.add_argument("name", metavar="NAME", help="a tenant, see mrl tenants list")
+        return command
+
+    add = action(
+        "add", run_add, "queue a recipe with a lora branch, which may omit the service's keys"
+    )
+    add_recipe(add)
+    add.add_argument("--name", metavar="NAME", help="its name; by default that of the file")
+    add.add_argument(
+        "--weight", type=float, default=1.0, metavar="W", help="share of the training (default 1)"
+    )
+    action("list", run_list, "list the tenants, also where no service runs")
+    pause = one("pause", run_pause, "pause a tenant after the step that it is in")
+    pause.add_argument("--reason", metavar="TEXT", help="what `list` shows as the reason")
+    one("resume", run_resume, "put a paused tenant back into the queue")
+    one("remove", run_remove, "remove a tenant after the step that it is in; its run folder stays")
+    status = one("status", run_status, "show a tenant and its newest metrics")
+    status.add_argument("--watch", action="store_true", help="print a line a step until it stops")
+
+
+def run_add(args: argparse.Namespace) -> None:
+    from mrl.run.source import is_run, read_source
+    from mrl.tenants.record import check_name
+
+    path: Path = args.recipe
+    # The config.yaml of a run has all keys, also those that its own service decided.
+    is_record = path.is_dir() or (path.name == "config.yaml" and is_run(path.parent))
+    if is_record:
+        tree = read_source(path, args.overrides).model_dump(mode="json")
+    else:
+        tree = _read(path, args.overrides)
+    if isinstance(tree.get("output_dir"), str):
+        tree["output_dir"] = os.path.abspath(tree["output_dir"])
+    name = args.name if args.name is not None else _name_of(path)
+    added = _client(args).add(check_name(name), tree, args.weight, is_record=is_record)
+    print(f"{name} is {added['state']}; its run folder is {_shown(added['output_dir'])}")
+    print(f"next: mrl tenants status {name} --watch")
+
+
+def run_list(args: argparse.Namespace) -> None:
+    from mrl.run import console
+
+    tenants, note = _from_service_or_disk(args)
+    rows = [
+        (
+            each["name"],
+            each["state"],
+            f"{each['steps_done']}/{each['num_steps'] or '?'}",
+            f"{each['weight']:g}",
+            _number(each["metrics"].get("reward/mean")),
+            each["reason"] or each["output_dir"],
+        )
+        for each in tenants
+    ]
+    if rows:
+        head = ("name", "state", "steps", "weight", "reward", "run folder, or reason")
+        console.table(f"{len(rows)} tenants", head, rows)
+    else:
+        print("there are no tenants")
+    if note:
+        print(note)
+
+
+def run_pause(args: argparse.Namespace) -> None:
+    paused = _client(args).pause(args.name, args.reason)
+    print(f"{args.name} is paused ({_shown(paused['reason'])}); mrl tenants resume {args.name}")
+
+
+def run_resume(args: argparse.Namespace) -> None:
+    print(f"{args.name} is {_client(args).resume(args.name)['state']}")
+
+
+def run_remove(args: argparse.Namespace) -> None:
+    removed = _client(args).remove(args.name)
+    print(f"{args.name} is removed; its run stays in {_shown(removed['output_dir'])}")
+
+
+def run_status(args: argparse.Namespace) -> None:
+    from mrl.run import console
+
+    tenants, note = _from_service_or_disk(args, args.name)
+    (tenant,) = tenants
+    rows = [
+        (name, str(tenant[name]))
+        for name in ("name", "state", "reason", "sequence", "weight", "output_dir")
+        if tenant[name] != ""
+    ]
+    rows.append(("steps", f"{tenant['steps_done']} of {tenant['num_steps'] or '?'}"))
+    metrics = tenant["metrics"]
+    rows += [
+        (key, _number(metrics[key])) for key in ("reward/mean", "loss/total") if key in metrics
+    ]
+    console.pairs(rows)
+    if note:
+        print(note)
+    elif args.watch:
+        _watch(args)
+
+
+def _watch(args: argparse.Namespace) -> None:
+    """Print a line a step until the tenant is paused, done or removed."""
+    from mrl.run import console
+    from mrl.run.folder import RunFolder
+
+    args.after_interrupt = f"{args.name} continues"
+    client, shown = _client(args), -1
+    while True:
+        tenant = client.tenant(args.name)
+        for row in RunFolder(tenant["output_dir"]).read_metrics():
+            if row["step"] > shown:
+                shown = row["step"]
+                console.step_line(row, num_steps=tenant["num_steps"] or None)
+        if tenant["state"] not in ("queued", "running"):
+            why = f": {_shown(tenant['reason'])}" if tenant["reason"] else ""
+            print(f"{args.name} is {tenant['state']}{why}")
+            return
+        time.sleep(POLL_S)
+
+
+def _from_service_or_disk(
+    args: argparse.Namespace, name: str | None = None
+) -> tuple[list[dict[str, Any]], str]:
+    """Return tenants as the service tells, or as its folder does where none listens, with a note that
+    says so. `name`: that one alone."""
+    from mrl.tenants.client import NobodyListens
+    from mrl.tenants.record import check_name, describe, read_tenants
+
+    client = _client(args)
+    try:
+        return [client.tenant(name)] if name else client.tenants(), ""
+    except NobodyListens as error:
+        note = f"{error}; shown is what is on disk"
+    found = [each for each in read_tenants(args.service) if name or each.state != "removed"]
+    if name is not None:
+        found = [each for each in found if each.name == check_name(name)]
+        if not found:
+            raise InputError(f"{args.service} has no tenant {name!r}; see mrl tenants list")
+    return [describe(each) for each in found], note
+
+
+def _client(args: argparse.Namespace) -> Any:
+    from mrl.tenants.client import ControlClient
+
+    if args.service is None:
+        raise InputError(
+            f"which service? give --service FOLDER, its output_dir, or set the variable {VARIABLE}"
+        )
+    args.service = Path(args.service)
+    if not (args.service / "service.yaml").is_file():
+        raise InputError(
+            f"--service {args.service} is not the folder of a service: it has no service.yaml; give "
+            "the output_dir of one"
+        )
+    return ControlClient(args.service)
+
+
+def _read(path: Path, overrides: list[str]) -> dict[str, Any]:
+    """Return the keys of a recipe as JSON has them. Raises InputError."""
+    from mrl.config.load import read_tree
+
+    try:
+        return json.loads(json.dumps(read_tree(path, overrides)))
+    except TypeError as error:  # such as a date
+        raise InputError(f"recipe {path} has a value that no key takes: {error}") from None
+
+
+def _name_of(path: Path) -> str:
+    """Return the name of a recipe's file or folder, made one that a tenant may have."""
+    place = path.absolute()
+    stem = place.parent.name if place.name == "config.yaml" else place.stem
+    return re.sub(r"[^a-z0-9_-]+", "-", stem.lower()).strip("-_")[:63]
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, (int, float)) else "-"
+
+
+def _shown(text: str) -> str:
+    from mrl.run.console import escape
+
+    return escape(text)

@@ -1,0 +1,123 @@
+"""Requests that are none, of every kind that comes to mind, from a seed."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+PATHS = (
+    "/", "//", "/tenant", "/tenants/", "/tenants//", "/tenants/..", "/tenants/../tenants",
+    "/tenants/%2e%2e", "/tenants/..%2f..%2fetc/passwd", "/tenants/a%00", "/tenants/A",
+    "/tenants/-a", "/tenants/.removed", "/tenants/a/../../x", "/tenants/a/pause/", "/tenants/a/x",
+    "/tenants?watch=1", "/tenants/a?watch=1", "/tenants#a", "/tenants;a", "/metrics/x", "/Metrics",
+    "/tenants/" + "a" * 64, "/tenants/\\..\\", "/" + "x" * 900, "/tenants/a/pause?x", "/proc/self",
+)  # fmt: skip
+TARGETS = ("*", "http://localhost/tenants", "tenants", "", "/ten ants", "/\xe4", "/" + "x" * 2000)
+BODIES: tuple[Any, ...] = (
+    None, True, 3, -1.5, "text", [], [[]], [{}], {}, {"name": "a"}, {"recipe": {}},
+    {"name": None, "recipe": None}, {"name": 1, "recipe": 1}, {"name": ["a"], "recipe": {}},
+    {"name": "a", "recipe": "text"}, {"name": "..", "recipe": {}}, {"name": "a/b", "recipe": {}},
+    {"name": "a", "recipe": {}}, {"name": "a", "recipe": {"model": 3}}, {"name": "a\n", "recipe": {}},
+    {"name": "a", "recipe": {"train": [], "rollout": {}, "data": None}}, {"name": "", "recipe": {}},
+    {"name": "a", "recipe": {}, "weight": "1"}, {"name": "a", "recipe": {}, "weight": None},
+    {"name": "a", "recipe": {}, "weight": 10**400}, {"name": "a", "recipe": {}, "extra": 1},
+    {"name": "a", "recipe": {"output_dir": "\0"}}, {"name": "a", "recipe": {"output_dir": "../x"}},
+    {"name": "a", "recipe": {"": {"": {}}}}, {"name": "a", "recipe": {}, "is_record": "yes"},
+)  # fmt: skip
+TEXTS = (
+    b"", b"{", b"}", b"nul", b"{'name': 'a'}", b'{"name": "a", "name": "b", "recipe": {}}', b"\xff\xfe",
+    b'{"recipe": {"a": 1, "a": 2}, "name": "a"}', b'{"name": "a", "recipe": {}} {}', b"NaN", b"[1,]",
+    b'{"name": "a", "recipe": {}, "weight": NaN}', b'{"name": "a", "recipe": {}, "weight": 1e999}',
+    b'{"name": "\\ud800", "recipe": {}}', b'{"name": "a", "recipe": {"x": "\\ud800"}}', b"\0" * 50,
+    b'{"name": "a", "recipe": {"x": "\\u0000"}}', b"[" * 100_000, b'{"a":' * 40 + b"1" + b"}" * 40,
+    b'{"name": "a", "recipe": {}, "weight": ' + b"1" * 5000 + b"}", b"\xef\xbb\xbf{}", b'"' * 999,
+)  # fmt: skip
+HEADERS = (
+    "Content-Length: -1", "Content-Length: x", "Content-Length: 1e3", "Content-Length: +2",
+    "Content-Length:", "Content-Length: 1, 1", "Content-Length: 2\r\nContent-Length: 2",
+    "Content-Length: 99999999999999999999", "Content-Length: 2000000", "Content-Length: 1048577",
+    "Transfer-Encoding: chunked", "transfer-encoding: gzip", "Host: evil.example", "Host: 10.0.0.1",
+    "Host: [::1", "Host: localhost\r\nhost: localhost", "Origin: http://localhost", "Origin: null",
+    "no colon", ": no name", "Na me: x", "Name : x", " folded: x", "A: b\r\n folded", "A: \x01",
+    "A: b\nB: c", "X: " + "y" * 20_000, "\r\n".join(f"H{n}: x" for n in range(100)), "A: \xe9",
+    "\r\n".join(f"H{n}: {'x' * 300}" for n in range(60)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    parts: tuple[bytes, ...]
+    """What is sent, with a pause between the parts."""
+    pause_s: float = 0.0
+    half_closes: bool = False
+    """Nothing more is sent after the parts, and the server is told so."""
+
+
+def cases(rng: random.Random) -> list[Case]:
+    """Return more than 1,000 cases, which the same seed makes again."""
+    made = [
+        *(Case("random bytes", (_noise(rng),), half_closes=True) for _ in range(200)),
+        *(Case("flipped", (_flipped(rng),), half_closes=True) for _ in range(150)),
+        *(Case("cut off", (_cut(rng),), half_closes=True) for _ in range(150)),
+        *(Case("header", (_request(headers=(each,)),), half_closes=True) for each in HEADERS * 4),
+        *(Case("path", (_request(path=each),)) for each in PATHS * 4),
+        *(Case("target", (f"GET {each} HTTP/1.1\r\n\r\n".encode("latin-1"),)) for each in TARGETS),
+        *(Case("JSON type", (_post(json.dumps(each).encode()),)) for each in BODIES * 5),
+        *(Case("JSON text", (_post(each),)) for each in TEXTS * 5),
+        *(Case("version", (f"GET /tenants HTTP/{v}\r\n\r\n".encode(),)) for v in ("2.0", "1", "9")),
+        *(
+            Case("method", (_request(method=m),))
+            for m in ("HEAD", "PUT", "TRACE", "PRI", "OPTIONS")
+        ),
+        *(Case("method", (f"{m} / HTTP/1.1\r\n\r\n".encode(),)) for m in ("get", "G" * 99, "GE T")),
+        Case("nothing", (), half_closes=True),
+        Case("old HTTP", (b"GET /tenants\r\n\r\n",)),
+        Case("line ends", (b"GET /tenants HTTP/1.1\n\n",), half_closes=True),
+        Case("TLS", (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500),)),
+        *(Case("huge body", _huge(rng)) for _ in range(5)),
+        *(Case("slow", _drops(rng), pause_s=0.3) for _ in range(20)),
+        *(Case("silent", (_cut(rng),)) for _ in range(20)),
+        *(Case("pipelined", (_request() * 2 + b"x",)) for _ in range(5)),
+    ]
+    rng.shuffle(made)
+    return made
+
+
+def _request(method: str = "GET", path: str = "/tenants/a", headers: tuple[str, ...] = ()) -> bytes:
+    """A request that is right but for its arguments; there is no tenant a."""
+    return "\r\n".join([f"{method} {path} HTTP/1.1", *headers, "", ""]).encode("latin-1")
+
+
+def _post(body: bytes) -> bytes:
+    return _request("POST", "/tenants", (f"Content-Length: {len(body)}",)) + body
+
+
+def _noise(rng: random.Random) -> bytes:
+    return rng.randbytes(rng.choice((1, 5, 60, 600, 40_000)))
+
+
+def _flipped(rng: random.Random) -> bytes:
+    """A right request with a few wrong bytes in its first line."""
+    data = bytearray(_request())
+    for _ in range(rng.randint(1, 4)):
+        data[rng.randrange(20)] = rng.randrange(256)
+    return bytes(data)
+
+
+def _cut(rng: random.Random) -> bytes:
+    data = _post(b'{"name": "a", "recipe": {}}')
+    return data[: rng.randrange(1, len(data))]
+
+
+def _huge(rng: random.Random) -> tuple[bytes, ...]:
+    """More body than is read, in one piece and with its true length."""
+    length = rng.choice((1 << 21, 1 << 22))
+    return (_request("POST", "/tenants", (f"Content-Length: {length}",)), b" " * length)
+
+
+def _drops(rng: random.Random) -> tuple[bytes, ...]:
+    """A request byte by byte, which is never whole."""
+    return tuple(bytes([byte]) for byte in _cut(rng)[: rng.randint(4, 8)])

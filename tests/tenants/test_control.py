@@ -1,0 +1,262 @@
+"""The control socket: what it answers, who may call it, and 1,000 requests that are none."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.errors import InputError, RunFailed
+from mrl.tenants.client import ControlClient, NobodyListens
+from mrl.tenants.control import Change, Control
+from mrl.tenants.http import JsonServer, Limits
+from mrl.tenants.registry import Registry
+from mrl.tenants.sockets import connect_unix, open_tcp, open_unix, read_token
+from tests.tenants.malformed import Case, cases
+from tests.tenants.parts import make_model, service, tenant
+from tests.waiting import LIMIT_S
+
+REQUEST_S = 1.0
+"""How long a request may take to arrive in these tests."""
+
+
+@pytest.fixture(scope="module")
+def model(made_once: Callable[..., Path]) -> Path:
+    return made_once("tenants_model", make_model)
+
+
+@pytest.fixture
+def control(tmp_path: Path, model: Path) -> Iterator[Control]:
+    with (
+        Registry(service(tmp_path, model)) as registry,
+        Control(registry, Limits(request_s=LIMIT_S)) as made,
+    ):
+        yield made
+
+
+@pytest.fixture
+def client(control: Control) -> ControlClient:
+    return ControlClient(control.registry.root)
+
+
+def told(control: Control) -> list[Change]:
+    return [control.changes.get_nowait() for _ in range(control.changes.qsize())]
+
+
+def test_a_tenant_from_its_start_to_its_end(
+    control: Control, client: ControlClient, tmp_path: Path
+) -> None:
+    assert client.tenants() == []
+    added = client.add("a", tenant(tmp_path / "a"), 2.0)
+    assert (added["state"], added["weight"], added["num_steps"]) == ("queued", 2.0, 3)
+    assert client.tenant("a") == added
+    assert client.pause("a")["reason"] == "a user paused it"
+    assert client.resume("a")["state"] == "queued"
+    control.registry.move("a", "running")
+    assert client.pause("a", "lunch")["reason"] == "lunch"
+    assert [each["name"] for each in client.tenants()] == ["a"]
+    assert client.remove("a")["state"] == "removed"
+    assert client.tenants() == []
+    states = ("queued", "paused", "queued", "paused", "removed")
+    assert told(control) == [Change("a", state) for state in states]
+
+
+def test_refusals_reach_the_user_in_one_line(client: ControlClient, tmp_path: Path) -> None:
+    for body, says in (
+        ({}, "name is missing"),
+        ({"name": "a"}, "recipe is missing"),
+        ({"name": "a", "recipe": []}, "recipe is of type list"),
+        ({"name": 3, "recipe": {}}, "name is of type int"),
+        ({"name": "a", "recipe": {}, "weight": True}, "weight is of type bool"),
+        ({"name": "a", "recipe": {}, "weight": 10**400}, "weight is too large"),
+        ({"name": "a", "recipe": {}, "is_record": 1}, "is_record is of type int"),
+        ({"name": "a", "recipe": {}, "wait": 1}, "unknown key 'wait'"),
+        ({"name": "A", "recipe": {}}, "the name of a tenant is 'A'"),
+        ({"name": "a", "recipe": {}}, "train: required"),
+        ({"name": "a", "recipe": {"model": "m"}}, "did you mean model.path"),
+        ({"name": "a", "recipe": tenant(Path("relative"))}, "expected an absolute path"),
+        ({"name": "a", "recipe": tenant(tmp_path, lora={"rank": 99})}, "lora.max_rank=8"),
+    ):
+        with pytest.raises(InputError) as error:
+            client.call("POST", "/tenants", body)
+        assert says in str(error.value)
+        assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match="there is no tenant 'b'; there are: none"):
+        client.tenant("b")
+    client.add("a", tenant(tmp_path / "a"))
+    with pytest.raises(InputError, match="a is queued; it cannot become queued from there"):
+        client.resume("a")
+    with pytest.raises(InputError, match="expected no body"):
+        client.call("POST", "/tenants/a/pause", {"reason": 3})
+    with pytest.raises(InputError, match="expected GET or DELETE, got POST"):
+        client.call("POST", "/tenants/a")
+    with pytest.raises(InputError, match="GET takes no body here"):
+        client.call("GET", "/tenants", {"a": 1})
+
+
+def test_metrics_are_those_of_the_loop(control: Control, client: ControlClient) -> None:
+    assert client.metrics() == {}
+    control.publish({"round": 3, "loss": float("nan")})
+    assert client.metrics() == {"round": 3, "loss": None}
+
+
+def test_what_a_fault_of_ours_says(
+    control: Control, client: ControlClient, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(control.registry, "tenants", lambda: 1 // 0)
+    with pytest.raises(RunFailed, match="ZeroDivisionError, which mrl does not foresee"):
+        client.tenants()
+    assert "integer division" in capsys.readouterr().err
+    assert client.metrics() == {}
+
+
+def test_the_socket_is_its_owners_and_ends_with_the_service(
+    control: Control, client: ControlClient
+) -> None:
+    place = control.registry.root / "control.sock"
+    assert stat.S_IMODE(place.stat().st_mode) == 0o600
+    control.close()
+    assert not place.exists()
+    with pytest.raises(NobodyListens, match=r"no service listens in .*mrl serve .*service\.yaml"):
+        client.tenants()
+
+
+def test_the_socket_of_a_killed_service_is_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    open_unix(folder).close()
+    with pytest.raises(ConnectionRefusedError):
+        connect_unix(folder, 1.0)
+    with JsonServer(lambda request: (200, {"path": request.path})) as server:
+        server.listen(open_unix(folder))
+        assert ControlClient(folder).call("GET", "/x") == {"path": "/x"}
+
+
+def exchange(connection: socket.socket, data: bytes) -> tuple[int, dict[str, Any], bytes]:
+    """Status, message and head of what is answered to `data`, which may end in the middle."""
+    with connection:
+        connection.settimeout(LIMIT_S)
+        with suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(data)
+        return answer_of(connection)
+
+
+def answer_of(connection: socket.socket) -> tuple[int, dict[str, Any], bytes]:
+    """Status, message and head of an answer. Behind it the connection may be reset: the rest of what
+    was sent is never read."""
+    answer = b""
+    with suppress(ConnectionResetError):
+        while part := connection.recv(1 << 16):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert body.find(b"\n") == len(body) - 1 >= 0, answer
+    assert b"Connection: close" in head
+    return int(head.split()[1]), json.loads(body), head
+
+
+def test_over_tcp_a_token_is_asked_for(tmp_path: Path) -> None:
+    token = read_token(tmp_path)
+    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
+    assert read_token(tmp_path) == token
+    listener = open_tcp(0)
+    address = listener.getsockname()
+    assert address[0] == "127.0.0.1"
+    with JsonServer(lambda request: (200, {})) as server:
+        server.listen(listener, token)
+        for given, status in (
+            ("", 401),
+            ("Authorization: Bearer\r\n", 401),
+            (f"Authorization: Bearer {token[:-1]}\r\n", 401),
+            (f"Authorization: {token}\r\n", 401),
+            (f"Authorization: Bearer {token}\r\n", 200),
+            (f"Authorization: Bearer {token}\r\nOrigin: http://localhost\r\n", 403),
+            (f"Authorization: Bearer {token}\r\nHost: evil.example\r\n", 403),
+            (f"Authorization: Bearer {token}\r\nHost: localhost:80\r\n", 200),
+        ):
+            head = f"GET /x HTTP/1.1\r\n{given}\r\n".encode()
+            answer = exchange(socket.create_connection(address), head)
+            assert answer[0] == status, given
+            assert (b"WWW-Authenticate: Bearer" in answer[2]) == (status == 401)
+            assert token not in str(answer[1])
+
+
+def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    read_token(tmp_path)
+    file.chmod(0o640)
+    with pytest.raises(InputError, match="others can read it"):
+        read_token(tmp_path)
+    file.unlink()
+    (tmp_path / "other").write_text("0" * 64)
+    file.symlink_to(tmp_path / "other")
+    with pytest.raises(InputError, match="remove it"):
+        read_token(tmp_path)
+    file.unlink()
+    file.touch(0o600)
+    with pytest.raises(InputError, match="holds no token"):
+        read_token(tmp_path)
+
+
+def test_callers_are_limited(tmp_path: Path) -> None:
+    with JsonServer(lambda request: (200, {}), Limits(connections=2)) as server:
+        server.listen(open_unix(tmp_path))
+        waiting = [connect_unix(tmp_path, LIMIT_S) for _ in range(2)]
+        status, message, _ = exchange(connect_unix(tmp_path, LIMIT_S), b"")
+        assert (status, list(message)) == (503, ["error"])
+        for connection in waiting:
+            assert exchange(connection, b"GET /x HTTP/1.1\r\n\r\n")[0] == 200
+
+
+def send(folder: Path, case: Case) -> int:
+    """Send a case, and return the status; the answer has to be one line with an error."""
+    connection = connect_unix(folder, LIMIT_S)
+    with connection:
+        for number, part in enumerate(case.parts):
+            if number:
+                time.sleep(case.pause_s)
+            try:
+                connection.sendall(part)
+            except (BrokenPipeError, ConnectionResetError):
+                break  # it has refused what it has seen so far
+        if case.half_closes:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+        status, message, _ = answer_of(connection)
+    assert list(message) == ["error"], (case.kind, message)
+    assert message["error"].strip(), case.kind
+    assert "\n" not in message["error"], case.kind
+    return status
+
+
+def test_a_thousand_malformed_requests(tmp_path: Path, model: Path) -> None:
+    limits = Limits(request_s=REQUEST_S, connections=64)
+    made = cases(random.Random(20))
+    assert len(made) >= 1000
+    with Registry(service(tmp_path, model)) as registry, Control(registry, limits) as control:
+        root, descriptors = registry.root, len(os.listdir("/proc/self/fd"))
+        with ThreadPoolExecutor(32) as pool:
+            found = list(pool.map(lambda case: (case, send(root, case)), made))
+        wrong = [(case.kind, status) for case, status in found if not 400 <= status < 500]
+        assert not wrong
+        assert {case.kind for case, _ in found} == {case.kind for case in made}
+        client = ControlClient(root)
+        assert client.tenants() == []
+        client.add("a", tenant(tmp_path / "a"))
+        assert told(control) == [Change("a", "queued")]
+        assert [p.name for p in (root / "tenants").iterdir() if p.name != ".removed"] == ["a"]
+        end = time.monotonic() + LIMIT_S
+        while len(os.listdir("/proc/self/fd")) > descriptors and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(os.listdir("/proc/self/fd")) <= descriptors
+        assert threading.active_count() < 40
