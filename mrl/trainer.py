@@ -28,6 +28,7 @@ from mrl.exchange.sharing import gather_lines
 from mrl.learn.advantages import count_loss_tokens, set_reward_advantages, shaping_metrics
 from mrl.learn.critic import make_critic
 from mrl.learn.learner import Learner
+from mrl.learn.policy import make_policy
 from mrl.learn.rollout_metrics import episode_metrics, rollout_metrics, source_metrics
 from mrl.learn.saves import has_lost_a_save, make_checkpoints, make_snapshots
 from mrl.learn.sft import run_sft
@@ -45,7 +46,6 @@ from mrl.trackers import Trackers
 from mrl.types import Max, SampleGroup, Statistics
 from parallel.checkpoint.checkpoints import Loaded
 from parallel.ledger import device_memory, memory_statistics
-from parallel.lora.weights import lora_setup
 from parallel.mesh import Mesh
 from parallel.policy import Policy
 from parallel.reduce import reduce_statistics
@@ -99,8 +99,17 @@ class Trainer:
             )
             undo.pop_all()
 
-    def _make_policy(self) -> Policy:
-        return make_policy(self.plan, self.mesh, trains=True)
+    def _make_policy(self, **shared: Any) -> Policy:
+        plan = self.plan
+        return make_policy(
+            plan.recipe,
+            plan.model,
+            self.mesh,
+            plan.adapter,
+            trains=True,
+            reference=plan.reference,
+            **shared,
+        )
 
     def _make_collector(self) -> Collector:
         return make_collector(self.plan, self.mesh, self.folder)
@@ -135,6 +144,17 @@ class Trainer:
         finally:
             self.collector.close()
             self.trackers.close(failed=self.step < recipe.train.num_steps)
+
+    def leave(self) -> None:
+        """Save the steps that are done, where no checkpoint has them yet, and wait for what is being
+        written. A collective."""
+        self.checkpoints.finish()
+        saved = [self.folder.saved_step()]
+        dist.broadcast_object_list(saved)
+        if saved[0] != self.step:
+            self._save()
+            self.checkpoints.finish()
+        self.snapshots.close()
 
     def close(self) -> None:
         """Let go of the weights, for a process that lives on."""
@@ -315,27 +335,6 @@ class Trainer:
 
     def _own_state(self) -> dict[str, Any]:
         return {"collector": self.collector.state_dict(), "learner": self.learner.state_dict()}
-
-
-def make_policy(plan: Plan, mesh: Mesh, *, trains: bool, **shared: Any) -> Policy:
-    """Build the policy of a recipe and load its weights; without an optimizer unless it trains.
-    `shared`: the `base` that it has together with other policies, and its `name` among them."""
-    recipe = plan.recipe
-    return Policy(
-        plan.model,
-        mesh,
-        recipe.model,
-        recipe.optimizer if trains else None,
-        recompute=recipe.train.recompute,
-        temperature=recipe.rollout.temperature,
-        reference=plan.reference if trains else None,
-        moe=recipe.moe,
-        true_on_policy=recipe.rollout.true_on_policy,
-        megatron=recipe.megatron,
-        logprob_chunk_tokens=recipe.train.logprob_chunk_tokens,
-        lora=lora_setup(plan.adapter, recipe),
-        **shared,
-    )
 
 
 def make_collector(plan: Plan, mesh: Mesh, folder: RunFolder) -> Collector:

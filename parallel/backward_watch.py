@@ -68,7 +68,9 @@ class BackwardWatch:
         self._num_seen[id(layer)] = number + 1
         hidden = args[0] if args else kwargs["hidden_states"]
         if hidden.requires_grad:
-            hidden.register_hook(lambda grad: self._bad.append((number, ~grad.isfinite().all())))
+            # The graph must not keep the layers, which keep tensors of it: see `MegatronModel.close`.
+            bad = self._bad
+            hidden.register_hook(lambda grad: bad.append((number, ~grad.isfinite().all())))
 
 
 def gather_samples(own: list[int]) -> list[int]:

@@ -58,7 +58,12 @@ class EngineSlot:
     @property
     def is_active(self) -> bool:
         """Whether there is an engine here that is needed and not lost."""
-        return self.engine is not None and self.is_needed and self._lost is None
+        return self.engine is not None and self.is_needed and not self.is_lost
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the engine here was lost and no other has been started yet."""
+        return self._lost is not None
 
     def wake_weights(self) -> None:
         """Let the engine take device memory back for its weights, which are not loaded yet."""

@@ -41,21 +41,18 @@ class LiveCollector(RoundCollector):
 
     start_text = "starting the rollout engine"
 
-    def __init__(self, plan: Plan, mesh: Mesh, folder: RunFolder) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        folder: RunFolder,
+        place: tuple[EngineSlot, EngineGroup] | None = None,
+    ) -> None:
+        """`place`: this rank's engine and the ranks that it spans, where others have made it."""
         super().__init__(plan, mesh, folder)
         recipe = plan.recipe
-        tp = recipe.rollout.tensor_parallel_size
-        self.engine_number = mesh.rank // tp
-        group = EngineGroup.create(
-            mesh.rank, dist.get_world_size(), tp, timeout_s=recipe.longest_wait_s
-        )
-        self.slot = EngineSlot(
-            make_engine(plan, mesh.rank, mesh.device, folder, group.exchange),
-            self.engine_number,
-            recipe.rollout.max_restarts,
-            MemoryWatch(mesh.device, console.warning),
-            keeps_weights=served_adapter(plan) is not None,
-        )
+        self.engine_number = mesh.rank // recipe.rollout.tensor_parallel_size
+        self.slot, group = place or make_place(plan, mesh, folder)
         self.weight_sync = WeightSync(
             recipe.rollout,
             recipe.model,
@@ -106,6 +103,13 @@ class LiveCollector(RoundCollector):
 
     @phase("rollout")
     def rollout(self, clock: Clock) -> None:
+        self.generate(clock)
+        with clock.part("rollout"):
+            self.slot.sleep()
+        self.end_generation(was_lost=self.slot.replace_lost(clock))
+
+    def generate(self, clock: Clock) -> None:
+        """Generate what is left of the round on this rank's engine, until the engine is lost."""
         assert self._round is not None
         engine = self.slot.engine
         if engine is not None and self.slot.is_active:
@@ -113,9 +117,10 @@ class LiveCollector(RoundCollector):
                 for task in self._round.remaining:
                     with clock.part(task.clock_name):
                         task.run(engine)  # groups are scored as they finish
-            with clock.part("rollout"):
-                self.slot.sleep()
-        was_lost = self.slot.replace_lost(clock)
+
+    def end_generation(self, *, was_lost: bool) -> None:
+        """Find out whether the round is generated. A collective. `was_lost`: whether any engine was."""
+        assert self._round is not None
         self.slot.is_needed = bool(self._round.remaining)
         self._round.is_generated = not (was_lost and sum_over_ranks(self.slot.is_needed))
 
@@ -159,3 +164,20 @@ class LiveCollector(RoundCollector):
             for each in (self.scoring, self.eval_tasks):
                 if each is not None:
                     each.close()
+
+
+def make_place(plan: Plan, mesh: Mesh, folder: RunFolder) -> tuple[EngineSlot, EngineGroup]:
+    """Return this rank's place for an engine, not started, and the ranks that the engine spans. A
+    collective."""
+    recipe, tp = plan.recipe, plan.recipe.rollout.tensor_parallel_size
+    group = EngineGroup.create(
+        mesh.rank, dist.get_world_size(), tp, timeout_s=recipe.longest_wait_s
+    )
+    slot = EngineSlot(
+        make_engine(plan, mesh.rank, mesh.device, folder, group.exchange),
+        mesh.rank // tp,
+        recipe.rollout.max_restarts,
+        MemoryWatch(mesh.device, console.warning),
+        keeps_weights=served_adapter(plan) is not None,
+    )
+    return slot, group

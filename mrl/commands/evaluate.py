@@ -94,7 +94,7 @@ def evaluate_checkpoint(
     folder.logs = folder.evals / "logs"  # not the engines' of a run that trains meanwhile
     folder.logs.mkdir(parents=True, exist_ok=True)
     with progress("loading the model"):
-        policy = make_policy(plan, mesh, trains=False)
+        policy = make_policy(plan.recipe, plan.model, mesh, plan.adapter, trains=False)
     collector = make_collector(plan, mesh, folder)
     try:
         with progress(collector.start_text):

@@ -39,7 +39,7 @@ class ServiceMoeConfig(Branch):
     """Weight of the router z-loss, as in a recipe."""
 
 
-class AdapterLimits(Branch):
+class LoraLimits(Branch):
     """What the adapters of tenants may be: the engine reserves memory for the largest."""
 
     max_rank: int = Field(default=32, ge=1)
@@ -101,7 +101,7 @@ class ServiceConfig(Branch):
     rollout: EngineConfig = EngineConfig()
     moe: ServiceMoeConfig = ServiceMoeConfig()
     watch: WatchConfig = WatchConfig()
-    lora: AdapterLimits = AdapterLimits()
+    lora: LoraLimits = LoraLimits()
     tenants: TenantLimits = TenantLimits()
     schedule: ScheduleConfig = ScheduleConfig()
     control: ControlConfig = ControlConfig()

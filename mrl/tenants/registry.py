@@ -151,15 +151,12 @@ class Registry(Closing):
         A tenant that leaves `paused` for the queue is compared with the service anew. Raises NoTenant,
         WrongState where its present state does not allow it, and InputError.
         """
+        self._check_state(self.get(name), state)
+        if state == "queued":
+            self.recipe(name)  # which imports code of the tenant: not while others wait
         with self._changing, refusing(self.root):
             tenant = self.get(name)
-            if state not in AFTER[tenant.state]:
-                why = f" ({tenant.reason})" if tenant.reason else ""
-                raise WrongState(
-                    f"tenant {name} is {tenant.state}{why}; it cannot become {state} from there"
-                )
-            if state == "queued":
-                self.recipe(name)
+            self._check_state(tenant, state)
             words = " ".join(reason.split())[:MAX_REASON_CHARS] if state == "paused" else ""
             tenant = tenant.model_copy(update={"state": state, "reason": words})
             self._write(tenant)
@@ -173,6 +170,13 @@ class Registry(Closing):
         except (NoTenant, WrongState):
             return False
         return True
+
+    def _check_state(self, tenant: Tenant, state: State) -> None:
+        if state not in AFTER[tenant.state]:
+            why = f" ({tenant.reason})" if tenant.reason else ""
+            raise WrongState(
+                f"tenant {tenant.name} is {tenant.state}{why}; it cannot become {state} from there"
+            )
 
     def _claim(self) -> IO[str]:
         lock = (self.root / ".lock").open("w")

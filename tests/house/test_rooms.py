@@ -60,8 +60,8 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.exchange", "mrl.learn", "mrl.preflight", "mrl.run", "mrl.trackers", "parallel"),
     },
     "mrl.tenants": {
-        *("mrl.algorithms", "mrl.collect", "mrl.learn", "mrl.preflight", "mrl.rewards"),
-        *("mrl.rollout", "mrl.run", "mrl.trainer", "parallel"),
+        *("mrl.algorithms", "mrl.collect", "mrl.exchange", "mrl.learn", "mrl.preflight"),
+        *("mrl.rewards", "mrl.rollout", "mrl.run", "mrl.trainer", "parallel"),
     },
     "mrl.launch": {"mrl.run"},
     "mrl.watch": {"mrl.run"},

@@ -119,6 +119,7 @@ def check_over_commit(schedule: ModuleType, seed: int) -> None:
     admission = schedule.Admission(max_over_commit=3.0)
     longest = {"a": 100, "b": 3000}
     assert {name: admission.tokens_each(name, longest[name]) for name in longest} == longest
+    each: dict[str, int] = {}
     flying: list[tuple[str, int, int]] = []
     for now in range(300):
         for tenant, _, length in [each for each in flying if each[1] <= now]:

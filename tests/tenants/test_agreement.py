@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from mrl.config import Recipe, dump_recipe, load_recipe
+from mrl.config.suggest import all_keys
 from mrl.errors import InputError
 from mrl.tenants.agreement import resolve_tenant
 from tests.tenants.parts import make_model, service, tenant
@@ -151,3 +154,28 @@ def test_a_model_by_another_name_is_the_same(tmp_path: Path, model: Path) -> Non
     tree = tenant(tmp_path / "a", model={"path": str(tmp_path / "link")})
     ours = service(tmp_path, model)
     assert resolve_tenant(ours, tree, "a").model.path == ours.model.path
+
+
+WRONG = (None, True, -1, 1.5, "x", "a.py:b", "reward_model:", "**/[", [], [[]], [3], {"": 1},
+         {"a": {"b": []}}, [{"name": "x", "path": 3}], "x" * 5000, "a\nb")  # fmt: skip
+
+
+def test_whatever_a_key_holds_is_refused_in_one_line_or_stored(tmp_path: Path, model: Path) -> None:
+    ours, rng = service(tmp_path, model), random.Random(20)
+    refusals: list[str] = []
+    for key in all_keys():
+        tree = branch = tenant(tmp_path / "a")
+        *parents, leaf = key.split(".")
+        for name in parents:
+            inner = branch.get(name)
+            branch[name] = branch = inner if isinstance(inner, dict) else {}
+        branch[leaf] = rng.choice(WRONG)
+        try:
+            recipe = resolve_tenant(ours, tree, "a")
+        except InputError as error:
+            refusals.append(str(error))
+        else:
+            stored = json.loads(recipe.model_dump_json())
+            assert resolve_tenant(ours, stored, "a", is_record=True) == recipe
+    assert len(refusals) > 150
+    assert not [each for each in refusals if "\n" in each]

@@ -199,6 +199,7 @@ def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
         read_token(tmp_path)
     file.unlink()
     (tmp_path / "other").write_text("0" * 64)
+    (tmp_path / "other").chmod(0o600)
     file.symlink_to(tmp_path / "other")
     with pytest.raises(InputError, match="remove it"):
         read_token(tmp_path)
@@ -237,6 +238,57 @@ def send(folder: Path, case: Case) -> int:
     assert message["error"].strip(), case.kind
     assert "\n" not in message["error"], case.kind
     return status
+
+
+def head(*headers: str) -> bytes:
+    return "\r\n".join(["POST /tenants HTTP/1.1", *headers, "", ""]).encode()
+
+
+def with_body(text: str) -> bytes:
+    return head(f"Content-Length: {len(text)}") + text.encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "says"),
+    [
+        (b"\xff", 400, "no printable ASCII text"),
+        (b"GET /tenants HTTP/1.1\r\nA: \x01\r\n\r\n", 400, "a header is not NAME: VALUE"),
+        (b"GET /tenants\r\n\r\n", 400, "the first line is not METHOD /PATH HTTP/1.1"),
+        (b"X" * 17_000, 431, "has more than 16384 bytes"),
+        (head(*(f"H{n}: x" for n in range(65))), 431, "more than 64 headers"),
+        (head("Content-Length: 2", "content-length: 2"), 400, "content-length is there twice"),
+        (head("Content-Length: 2x"), 400, "Content-Length is not a number"),
+        (head("Content-Length: 1048577"), 413, "has 1048577 bytes; at most 1048576"),
+        (head("Transfer-Encoding: chunked"), 411, "and not in chunks"),
+        (head("Content-Length: 1") + b"{}", 400, "more bytes follow"),
+        (with_body('{"name": "a", "recipe": {}, "name": "a"}'), 400, "`name` is there twice"),
+        (with_body('{"weight": NaN}'), 400, "NaN is no number of JSON"),
+        (with_body('{"weight": 1e999}'), 400, "a number is too large"),
+        (with_body('{"name": "\\ud800"}'), 400, "surrogates not allowed"),
+        (with_body('{"name": "\\u0000"}'), 400, "a text has the character NUL"),
+        (with_body('{"a":' * 40 + "1" + "}" * 40), 400, "too deep in each other"),
+        (with_body("[" * 100_000), 400, "has more than 32 levels"),
+        (with_body("[]"), 400, "the body is a list; expected a JSON object"),
+    ],
+)
+def test_each_refusal_has_its_reason(control: Control, data: bytes, status: int, says: str) -> None:
+    answer = exchange(connect_unix(control.registry.root, LIMIT_S), data)
+    assert answer[0] == status
+    assert says in answer[1]["error"]
+
+
+def test_a_request_has_one_time_limit_however_slowly_it_comes(tmp_path: Path) -> None:
+    with JsonServer(lambda request: (200, {}), Limits(request_s=0.3)) as server:
+        server.listen(open_unix(tmp_path))
+        with connect_unix(tmp_path, LIMIT_S) as connection:
+            num_sent = 0
+            with suppress(BrokenPipeError, ConnectionResetError):
+                while num_sent < 200:
+                    connection.sendall(b"G")
+                    num_sent += 1
+                    time.sleep(0.05)
+            assert num_sent < 200
+            assert answer_of(connection)[0] == 408
 
 
 def test_a_thousand_malformed_requests(tmp_path: Path, model: Path) -> None:

@@ -123,14 +123,17 @@ def test_a_removed_name_comes_again_only_with_another_folder(
         registry.add("a", tenant(tmp_path / "run"))
     assert registry.add("a", tenant(tmp_path / "second")).sequence == 2
     registry.move("a", "removed")
+    registry.add("a", tenant(tmp_path / "last"))
+    registry.move("a", "removed")
+    with pytest.raises(InputError, match="holds the run of the tenant a that was removed"):
+        registry.add("a", tenant(tmp_path / "second"))
     with reopened(registry) as again:
         with pytest.raises(InputError, match="holds the run of the tenant a that was removed"):
             again.add("a", tenant(tmp_path / "run"))
-        assert again.add("b", tenant(tmp_path / "run")).sequence == 3
-        assert again.add("a", tenant(tmp_path / "third")).sequence == 4
+        assert again.add("b", tenant(tmp_path / "run")).sequence == 4
+        assert again.add("a", tenant(tmp_path / "new")).sequence == 5
         assert [past.output_dir for past in read_past(again.root)] == [
-            str(tmp_path / "run"),
-            str(tmp_path / "second"),
+            str(tmp_path / name) for name in ("run", "second", "last")
         ]
 
 
@@ -169,7 +172,8 @@ def test_links_and_damage_are_named(registry: Registry, tmp_path: Path) -> None:
             Registry(registry.service)
         assert "\n" not in str(error.value)
     (place / "a/state.json").unlink()
-    (place / "a/state.json").symlink_to(tmp_path / "secret")
+    (tmp_path / "elsewhere").write_text(state)
+    (place / "a/state.json").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InputError, match="is damaged"):
         read_tenants(registry.root)
 

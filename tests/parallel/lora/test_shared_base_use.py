@@ -17,6 +17,7 @@ from mrl.types import LossOutput, Sample
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.checkpoint.random_state import pack_random_state
 from parallel.hf_config import HfModel
+from parallel.ledger import optimizer_tensors
 from parallel.lora.rules import read_adapter
 from parallel.lora.shared_base import SharedBase
 from parallel.lora.weights import LoraSetup
@@ -157,15 +158,21 @@ def life(path: Path, samples: list[Sample], root: Path) -> dict[str, Any]:
     for _ in range(3):
         other = make("c", path, mesh, base)
         step("c", other, mesh, samples)
+        held = [*other._parameter_tensors(), *optimizer_tensors(other.optimizer)]
         other.close()
-        del other
+        found["held"] = sum(tensor.untyped_storage().nbytes() for tensor in held)
+        del other, held
         b.mount()
         sizes.append(tensor_bytes())
         b.unmount()
-    found["sizes"], found["host"] = sizes, base.ledger.host_buffer_bytes
+    found["sizes"] = sizes
     b.mount()
     steps.append({**step("b", b, mesh, samples), **state(b)})
     found["different"] = differences(steps, expected)
+    a.close()
+    b.close()
+    base.close()
+    found["host"] = base.ledger.host_buffer_bytes
     return found
 
 
@@ -187,6 +194,7 @@ def test_nothing_of_one_policy_reaches_another(
         device > 0 and not host and not freed for device, host, freed in found["where"].values()
     )
     assert found["sizes"][2] == found["sizes"][1]
+    assert found["held"] == found["host"] == 0  # no bytes, whoever still holds the tensors
 
 
 def exchange(path: Path, samples: list[Sample], root: Path) -> dict[str, list[str]]:

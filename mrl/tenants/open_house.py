@@ -1,0 +1,98 @@
+"""Builds what the tenants of a service share: the base model on all ranks, and an engine beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mrl.collect.engine_nodes import EngineNodes, gpu_ids
+from mrl.collect.engine_slot import EngineSlot
+from mrl.config import LoraConfig, ServiceConfig
+from mrl.config.adapter import AdapterLimits
+from mrl.errors import InputError
+from mrl.preflight.engine_layout import check_engine_sizes, engine_layout
+from mrl.rollout.base import engine_seed
+from mrl.rollout.engine_group import EngineGroup
+from mrl.rollout.sglang.tenants import TenantEngines
+from mrl.run import console
+from mrl.system.memory_watch import MemoryWatch
+from mrl.tenants.house import House
+from parallel.base import BaseSetup
+from parallel.dims import ParallelDims
+from parallel.hf_config import HfModel
+from parallel.lora.rules import read_adapter
+from parallel.lora.shared_base import SharedBase
+from parallel.mesh import Mesh
+from parallel.options.read import read_options
+
+
+def service_dims(config: ServiceConfig, world: int) -> ParallelDims:
+    """Return the layout of a service on `world` ranks. Raises InputError where they do not fit it."""
+    dims = ParallelDims.create(config.parallel, world)
+    model = HfModel.read(config.model.path, config.model.architecture)
+    dims.check_model(model.sizes)
+    check_engine_sizes(config.rollout_config(), model.sizes)
+    if engine_layout(config.rollout_config(), world).num_nodes > 1:
+        raise InputError(
+            "rollout.tensor_parallel_size: an engine of adapters stays on one node; lower it to the "
+            "ranks of a node"
+        )
+    return dims
+
+
+def open_house(config: ServiceConfig, mesh: Mesh, logs: Path) -> House:
+    """Load the base and make this rank's place for an engine, which is not started. A collective.
+
+    Raises InputError for a model that cannot be served so.
+    """
+    model = HfModel.read(config.model.path, config.model.architecture)
+    native = config.model.model_copy(update={"transformer_impl": "local"})
+    setup = BaseSetup(
+        model,
+        native,
+        config.train.recompute,
+        config.moe_config(),
+        options=read_options(config.megatron),
+        logprob_chunk_tokens=config.train.logprob_chunk_tokens,
+        is_adapted=True,
+    )
+    limits = engine_limits(config, model)
+    base = SharedBase(setup, mesh)
+    rollout, world = config.rollout_config(), dist.get_world_size()
+    layout = engine_layout(rollout, world)
+    number, leads = mesh.rank // layout.ranks, mesh.rank % layout.ranks == 0
+    engines = None
+    if leads:
+        engines = TenantEngines(
+            model=native,
+            config=rollout,
+            log_path=logs / f"engine_{number:02d}.log",
+            limits=limits,
+            return_routes=config.moe.capture_routes,
+            gpu_ids=gpu_ids(mesh.device, layout.ranks),
+            seed=engine_seed(0, number, 0),
+        )
+    group = EngineGroup.create(mesh.rank, world, layout.ranks, timeout_s=rollout.request_timeout_s)
+    whole: Any = engines  # the slot starts, wakes and stops it, and asks nothing else of it
+    slot = EngineSlot(
+        EngineNodes(whole, None, None),
+        number,
+        rollout.max_restarts,
+        MemoryWatch(mesh.device, console.warning),
+        keeps_weights=True,
+    )
+    return House(mesh, base, slot, group, engines)
+
+
+def engine_limits(config: ServiceConfig, model: HfModel) -> AdapterLimits:
+    """Return what the engine is made for: the largest adapters that tenants may bring."""
+    allowed = config.lora
+    adapters = [
+        read_adapter(
+            LoraConfig(rank=allowed.max_rank, targets=allowed.targets, experts=experts), model
+        )
+        for experts in allowed.experts
+    ]
+    return AdapterLimits.around(adapters, allowed.slots + 1)  # the base has one, too

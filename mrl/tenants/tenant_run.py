@@ -1,0 +1,146 @@
+"""A tenant's run is its recipe's run, on a base model and an engine that it shares with others."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from mrl.collect.base import Collector
+from mrl.config import Recipe
+from mrl.errors import InputError
+from mrl.preflight import check
+from mrl.run.folder import RunFolder
+from mrl.system.clock import Clock
+from mrl.tenants.house import House, TenantCollector
+from mrl.trainer import Trainer
+from parallel.lora.shared_base import SwapReport
+from parallel.policy import Policy
+
+
+@dataclasses.dataclass
+class TenantTrainer(Trainer):
+    """Trains one tenant: the service calls the parts of its steps."""
+
+    house: House = dataclasses.field(kw_only=True)
+    name: str = dataclasses.field(kw_only=True)
+
+    def _make_policy(self, **shared: Any) -> Policy:
+        return super()._make_policy(base=self.house.base, name=self.name, **shared)
+
+    def _make_collector(self) -> Collector:
+        return TenantCollector(self.plan, self.folder, self.house, self.name)
+
+
+class TenantRun:
+    """A `TenantRun` lives from the moment a tenant joins until it is paused, removed or done.
+
+    Every method but the properties is a collective: all ranks call them in the same order.
+    """
+
+    def __init__(self, name: str, recipe: Recipe, world: int, house: House) -> None:
+        """Check the recipe and bring the tenant to its newest checkpoint.
+
+        Raises InputError for a recipe that cannot start, RunFailed where its checkpoint cannot be read.
+        """
+        self.name, self._house = name, house
+        plan = check(recipe, world)
+        if plan.adapter is None:
+            raise InputError(
+                "lora: got none, but a tenant trains an adapter; give it a lora branch"
+            )
+        with ExitStack() as undo:
+            self.folder = RunFolder(plan.recipe.output_dir)
+            undo.callback(self.folder.close)
+            if house.mesh.rank == 0:
+                self.folder.open(plan.recipe, plan.update, plan.resume_step or 0)
+            self.trainer = TenantTrainer(plan, house.mesh, self.folder, house=house, name=name)
+            undo.callback(self.trainer.close)
+            collector = self.trainer.collector
+            assert isinstance(collector, TenantCollector)
+            self.collector = collector
+            undo.callback(collector.close)
+            self.trainer.begin()  # the policy is mounted since it was made
+            undo.pop_all()
+        self.clock = Clock()
+        self.swap = SwapReport(0.0, 0)
+        """What it took to bring the tenant to the device for its newest update."""
+        self.update_s = 0.0
+        """Seconds of its newest update, without the swap."""
+        rollout = plan.recipe.rollout
+        num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
+        longest = max(len(prompt.token_ids) for prompt in plan.prompts) + rollout.max_response_len
+        self.tokens_of_step = num_samples * longest
+        """The most tokens that a step of it can hold."""
+        self._is_evaluated = not plan.recipe.eval.every
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of its steps are trained."""
+        return self.trainer.step >= self.trainer.plan.recipe.train.num_steps
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its final weights are evaluated too, where the recipe evaluates."""
+        return self.is_done and self._is_evaluated
+
+    def begin(self) -> None:
+        """Choose the prompts of the next step, or those that evaluate the final weights."""
+        if not self.is_done:
+            self.clock = self.trainer.begin_step()
+        else:
+            self.clock = Clock()
+            self.collector.begin_evaluation(self.trainer.step)
+
+    def prepare_sync(self) -> None:
+        """Compute what the engine must answer to the canaries. The base is on the device."""
+        with self.clock.part("sync"):
+            self.trainer.policy.mount(adapter_only=True)
+            self.collector.prepare_sync(self.trainer.policy)
+
+    def send(self) -> None:
+        """Send the adapter to the engine, which is awake."""
+        with self.clock.part("sync"):
+            self.trainer.policy.mount(adapter_only=True)
+            self.collector.send(self.trainer.policy, self.trainer.step)
+
+    def check_sync(self) -> None:
+        """Compare the engine's canaries with the trainer's, once its cache is awake."""
+        with self.clock.part("sync"):
+            self.collector.check_sync()
+
+    def score(self) -> None:
+        """Give all ranks the groups of a round that is whole, with their rewards."""
+        self.collector.score(self.clock)
+        self._is_evaluated |= self.is_done and self.collector.is_over
+
+    def train(self) -> dict[str, float]:
+        """Train on the groups that were collected, write the metrics, and save where it is due."""
+        self.swap = self.trainer.policy.mount()
+        start = time.perf_counter()
+        metrics = self.trainer.learn(self.clock)
+        self.trainer.record_step(metrics)
+        self.update_s = time.perf_counter() - start
+        return metrics
+
+    def disk_bytes(self) -> int:
+        """Return the size of the run folder, as rank 0 sees it; 0 on the others."""
+        if self._house.mesh.rank:
+            return 0
+        return sum(f.lstat().st_size for f in self.folder.root.rglob("*") if not f.is_dir())
+
+    def leave(self, *, saves: bool) -> None:
+        """End the run. `saves`: with a checkpoint of the steps done, where there is none yet."""
+        try:
+            if saves:
+                self.trainer.policy.mount()
+                self.trainer.leave()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of everything, without a save. Harmless when repeated."""
+        self.collector.close()
+        self.trainer.close()
+        self.folder.close()

@@ -1,0 +1,162 @@
+"""A service with the real engine on a toy model, and the runs of its tenants alone to compare with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from mrl.config.load import load_service
+from mrl.system.files import write_whole
+from mrl.tenants.client import ControlClient
+from mrl.tenants.record import read_tenants
+from mrl.tenants.registry import Registry
+from parallel.checkpoint.saved_tensors import SavedTensors
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 400.0
+TIMED = ("time/", "throughput/", "memory/")
+"""Metrics that no two runs have alike."""
+TENANTS: dict[str, dict[str, Any]] = {
+    "ann": {
+        "lora": {"rank": 8, "alpha": 16, "experts": "per_expert"},
+        "algorithm": {"name": "gspo"},
+        "seed": 1,
+    },
+    "bob": {
+        "lora": {"rank": 4, "alpha": 4, "experts": "none"},
+        "algorithm": {"name": "grpo"},
+        "optimizer": {"lr": 1e-2},
+        "seed": 2,
+    },
+    "cec": {
+        "lora": {"rank": 2, "alpha": 8, "experts": "per_expert", "targets": ["q_proj", "o_proj"]},
+        "algorithm": {"name": "gspo", "kl_coef": 0.01},
+        "seed": 3,
+    },
+}
+"""Tenants that differ in rank, targets, experts, algorithm, learning rate and seed."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service folder, and how to run the service and its tenants."""
+
+    folder: Path
+    model: Path
+
+    @property
+    def config(self) -> Path:
+        return self.folder.with_suffix(".yaml")
+
+    def write(self, **more: Any) -> None:
+        """Write the configuration of a service in deterministic mode."""
+        tree = {
+            "model": {"path": str(self.model), "dtype": "float32"},
+            "rollout": {"batch_invariant": True, "context_len": 64, "max_total_tokens": 2048},
+            "lora": {"max_rank": 8, "experts": ["none", "per_expert"]},
+            "output_dir": str(self.folder),
+            **more,
+        }
+        write_whole(self.config, yaml.safe_dump(tree))
+
+    def run_of(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def recipe(self, name: str, num_steps: int, **more: Any) -> dict[str, Any]:
+        """Return the keys of a tenant's recipe."""
+        return {
+            "train": {"num_steps": num_steps, "micro_batch_tokens": 512},
+            "rollout": {
+                "prompts_per_step": 4, "samples_per_prompt": 4, "max_response_len": 12,
+            },
+            "moe": {"routing_replay": "r3"},
+            "reward": "first_char",
+            "data": {"path": str(ROOT / "launch/recipes/data/first_char.jsonl")},
+            "checkpoint": {"save_every": 1},
+            "optimizer": {"lr": 3e-3},
+            "output_dir": str(self.run_of(name)),
+            **TENANTS.get(name, TENANTS["ann"]),
+            **more,
+        }  # fmt: skip
+
+    def add(self, *names: str, num_steps: int, **more: Any) -> None:
+        """Put tenants into the queue of a service that does not run."""
+        with Registry(load_service(self.config)) as registry:
+            for name in names:
+                registry.add(name, self.recipe(name, num_steps, **more))
+
+    def states(self) -> dict[str, tuple[str, str]]:
+        """Return state and reason of each tenant that was not removed."""
+        tenants = [each for each in read_tenants(self.folder) if each.state != "removed"]
+        return {each.name: (each.state, each.reason) for each in tenants}
+
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        log = self.folder.with_suffix(".log").open("ab")
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "mrl", "serve", str(self.config), *words],
+            cwd=ROOT, stdout=log, stderr=log, env=environment(),
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Serve until no tenant is left that could run."""
+        code = self.start("--until-done").wait(LIMIT_S)
+        assert code == 0, self.folder.with_suffix(".log").read_text()[-4000:]
+
+    def client(self) -> ControlClient:
+        return ControlClient(self.folder)
+
+    def train_alone(self, name: str, output: Path) -> None:
+        """Run a tenant's recipe by `mrl train`, with nobody beside it."""
+        recipe = self.folder / "tenants" / name / "recipe.yaml"
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "mrl", "train", str(recipe), f"output_dir={output}"],
+            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run, less those that no two runs have alike."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
+
+
+def require_same_bits(one: Path, other: Path) -> None:
+    """Assert that two runs have the same metrics, samples and final weights."""
+    ours, theirs = rows_of(one), rows_of(other)
+    for mine, its in zip(ours, theirs, strict=True):
+        different = {
+            k: (mine.get(k), its.get(k)) for k in {*mine, *its} if mine.get(k) != its.get(k)
+        }
+        assert not different
+    step = len(ours)
+    for file in sorted(f.name for f in (other / "rollouts").glob("*.jsonl")):
+        assert (one / "rollouts" / file).read_bytes() == (other / "rollouts" / file).read_bytes()
+    saved = [SavedTensors(run / f"checkpoints/iter_{step:07d}") for run in (one, other)]
+    first, second = ({k: s[k] for k in s if not k.startswith("random.")} for s in saved)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
+    """Return when the condition holds. Fails where the service ends before."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert process.poll() is None, "the service ended"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
