@@ -13,7 +13,8 @@ across devices it also replaces the parameter's gradient accumulator, on which M
 hooks: training would continue with gradients of zero, silently.
 
 Host buffers are kept and used again, by size: pinning memory takes longer than the copy into it. They
-stay allocated while their contents are on the device; `host_buffer_bytes` counts them all.
+stay allocated while their contents are on the device; `host_buffer_bytes` counts them all. A storage
+that never changes, such as a frozen weight, keeps its own: it is copied to the host once.
 
 The copies to and from pinned memory have not run on a GPU yet; that nothing is lost or unhooked is
 tested on a CPU.
@@ -48,9 +49,12 @@ class _Owner:
     """Asked each time: Adam makes its moments in the first step."""
     disposable: bool
     stays_on_host: bool
+    keeps_frozen: bool
     place: Place = "device"
     away: list[tuple[UntypedStorage, int, Tensor | None]] = field(default_factory=list)
     """Emptied storages: (storage, bytes, host copy or None where freed)."""
+    copies: dict[int, tuple[UntypedStorage, Tensor]] = field(default_factory=dict)
+    """The host copies of frozen storages, wherever these are, by `_cdata`."""
 
 
 class Ledger:
@@ -70,15 +74,17 @@ class Ledger:
         *,
         disposable: bool = False,
         on_host: bool = False,
+        keeps_frozen: bool = False,
     ) -> None:
         """Enter a kind. Storages that an earlier kind names stay with that one.
 
         `disposable`: the contents are nothing between steps, so the kind may be freed. `on_host`: the
-        tensors live on the host for good and never move.
+        tensors live on the host for good and never move. `keeps_frozen`: weights that are not trained
+        have their values for good when the kind first moves; their host copies are kept.
         """
         assert kind not in self._owners, f"the ledger has {kind!r} already"
         place: Place = "host" if on_host else "device"
-        self._owners[kind] = _Owner(tensors, disposable, on_host, place)
+        self._owners[kind] = _Owner(tensors, disposable, on_host, keeps_frozen, place)
 
     def place(self, kind: str) -> Place:
         return self._owners[kind].place
@@ -94,17 +100,24 @@ class Ledger:
             raise RuntimeError(f"memory ledger: expected {kinds} on the device, got {away}")
 
     def to_host(self, kind: str) -> int:
-        """Copy a kind to the host and give its device memory back; return the number of its bytes.
-        Raises RuntimeError where it is not on the device."""
-        owner = self._expect(kind, "to_host", ("device",))
+        """Copy a kind to the host and give its device memory back; return the number of bytes that were
+        copied. Raises RuntimeError where it is not on the device."""
+        owner, num_copied = self._expect(kind, "to_host", ("device",)), 0
         storages = self._on_device()[kind]
+        changing = {t.untyped_storage()._cdata for t in owner.tensors() if not _is_frozen(t)}
         for storage in storages:
-            host = self._host_buffer(storage.nbytes())
-            host.untyped_storage().copy_(storage, non_blocking=self._pinned)
+            if storage._cdata in owner.copies:
+                _, host = owner.copies[storage._cdata]
+            else:
+                host = self._host_buffer(storage.nbytes())
+                host.untyped_storage().copy_(storage, non_blocking=self._pinned)
+                num_copied += storage.nbytes()
+                if owner.keeps_frozen and storage._cdata not in changing:
+                    owner.copies[storage._cdata] = (storage, host)
             owner.away.append((storage, storage.nbytes(), host))
         self._empty(storages)
         owner.place = "host"
-        return sum(num_bytes for _, num_bytes, _ in owner.away)
+        return num_copied
 
     def free(self, kind: str) -> None:
         """Give back the memory of a disposable kind without a copy; raises RuntimeError for others."""
@@ -131,7 +144,8 @@ class Ledger:
             else:
                 storage.copy_(host.untyped_storage(), non_blocking=self._pinned)
                 # A later copy into this buffer is queued behind this one on the same stream.
-                self._spare.setdefault(num_bytes, []).append(host)
+                if storage._cdata not in owner.copies:
+                    self._spare.setdefault(num_bytes, []).append(host)
         owner.away.clear()
         owner.place = "device"
         return num_copied
@@ -146,7 +160,9 @@ class Ledger:
         storages = self._storages()[kind]
         owner = self._owners.pop(kind)
         for storage in storages:
-            if (spare := self._spare.get(storage.nbytes())) and not owner.stays_on_host:
+            if storage._cdata in owner.copies:
+                self._host_buffer_bytes -= storage.nbytes()
+            elif (spare := self._spare.get(storage.nbytes())) and not owner.stays_on_host:
                 spare.pop()
                 self._host_buffer_bytes -= storage.nbytes()
             if storage.resizable():
@@ -241,6 +257,11 @@ def parameter_tensors(chunks: list[Any]) -> Iterator[Tensor]:
         yield from chunk.parameters()
         for _, buffer in chunk.named_buffers():  # DDP's own `buffers` are its gradient buffers
             yield buffer
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    """Whether this is a weight that is not trained; buffers, which may change, are none."""
+    return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:

@@ -119,7 +119,7 @@ class MegatronModel:
             self.attachments.add(replayed)
         watched = map(unwrap, self.chunks) if ddp is not None else ()
         self._backward_watch = self.attachments.add(BackwardWatch(watched))
-        ledger.own(prefix + "parameters", self._parameter_tensors)
+        ledger.own(prefix + "parameters", self._parameter_tensors, keeps_frozen=True)
         if ddp is not None:
             self._prepare_training(ddp.overlap_grad_reduce)
 

@@ -57,7 +57,7 @@ class SharedBase(Base):
             chunk.requires_grad_(False)
         WeightMap(setup.model, mesh, self.chunks).load()
         self.ledger = Ledger(mesh.device)
-        self.ledger.own(KIND, self._tensors)
+        self.ledger.own(KIND, self._tensors, keeps_frozen=True)
         self._random = pack_random_state(mesh.device)
         self._random_of: dict[str, Tensor] = {}
         """The random states of the policies, as they were when they were taken out."""

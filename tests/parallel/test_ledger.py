@@ -200,3 +200,26 @@ def test_a_storage_belongs_to_the_first_kind_that_names_it() -> None:
     assert refusals(ledger, [("to_device", "reference")]) == [
         "memory ledger: to_device('reference'): it stays on the host"
     ]
+
+
+def test_what_never_changes_is_copied_to_the_host_once() -> None:
+    shared = torch.ones(4)
+    frozen, weight = torch.nn.Parameter(torch.ones(3), requires_grad=False), torch.ones(5)
+    half = torch.nn.Parameter(shared[:2], requires_grad=False)
+    tensors = [frozen, weight, half, shared[2:]]  # the other half is trained
+    ledger = Ledger(torch.device("cpu"))
+    ledger.own("parameters", lambda: tensors, keeps_frozen=True)
+    for value in (2.0, 3.0):
+        ledger.to_host("parameters")
+        assert ledger.where()["parameters"] == (0, 48, 0)
+        ledger.to_device("parameters")
+        for tensor in (frozen.data, weight, shared):
+            tensor.fill_(value)
+    ledger.to_host("parameters")
+    ledger.to_device("parameters")
+    assert frozen.tolist() == [1, 1, 1]  # what was written behind the ledger's back was not copied
+    assert weight.tolist() == [3] * 5
+    assert shared.tolist() == [3] * 4
+    assert ledger.host_buffer_bytes == 48
+    ledger.drop("parameters")
+    assert ledger.host_buffer_bytes == 0

@@ -64,6 +64,7 @@ class Host:
         self.config = config
         self.shape = self._launch.shape
         self.context_len = self._launch.context_len
+        self.vocab_size = self._launch.vocab_size
         self.manifest = Manifest(Path(model.path), self._launch.hf_config)
         self.stacks_experts = adapters is not None and adapters.experts == "shared_outer"
         """The engine takes one tensor for all experts of a layer."""

@@ -41,6 +41,11 @@ class Launch:
     node_rank: int
     num_nodes: int
 
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids that the model has."""
+        return self.hf_config.get_text_config().vocab_size
+
     def start_settings(self, num_starts: int, address: str) -> dict[str, Any]:
         """What is new at a start: fields of ServerArgs. `address` (host:port) is where nodes meet.
 

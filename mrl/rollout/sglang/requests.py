@@ -34,13 +34,15 @@ def check_requests(requests: Sequence[Request], context_len: int) -> None:
 def sequence_logprobs(
     server: Server,
     sequences: Sequence[Tensor],
+    vocab_size: int,
     adapter: str | None = None,
     *,
     timeout_s: float | None = None,
 ) -> list[Tensor]:
     """Return log-probs f32[T] of sequences i64[T] under the server's weights; 0 for the first token.
 
-    `adapter` is the name of the one in force; None is the base. `timeout_s` as in `Server.post`.
+    `vocab_size` is that of the model. `adapter` is the name of the one in force; None is the base.
+    `timeout_s` as in `Server.post`.
     """
     body: dict[str, Any] = {
         "input_ids": [sequence.tolist() for sequence in sequences],
@@ -54,7 +56,9 @@ def sequence_logprobs(
     found = []
     for sequence, answer in zip(sequences, answers, strict=True):
         entries = answer["meta_info"]["input_token_logprobs"]
-        if [entry[1] for entry in entries] != sequence.tolist():
+        # SGLang calls the last id of the vocabulary 0 (logprob_result_processor.py).
+        names = [0 if token == vocab_size - 1 else token for token in sequence.tolist()]
+        if [entry[1] for entry in entries] != names:
             raise RuntimeError(
                 "sequence_logprobs: the log-probs belong to other tokens than those sent"
             )

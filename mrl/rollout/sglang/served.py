@@ -195,16 +195,17 @@ class Served:
                 self.drop_unused()
 
     def sequence_logprobs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
-        server, config = self._host.server, self._host.config
+        server, config, vocab_size = self._host.server, self._host.config, self._host.vocab_size
         if self._shares:  # requests of others may be in the queue before these
             version = self.ready_version("sequence_logprobs", may_be_busy=True)
             name, limit_s = self._adapter_name(version), config.request_timeout_s
-            return sequence_logprobs(server, sequences, name, timeout_s=limit_s)
+            return sequence_logprobs(server, sequences, vocab_size, name, timeout_s=limit_s)
         with self.flights.quiet(lambda: self.require_ready("sequence_logprobs")):
             self._drop_cache()
             assert self._version is not None
             self.flights.fill_cache(self._version)
-            return sequence_logprobs(server, sequences, self._adapter_name(self._version))
+            name = self._adapter_name(self._version)
+            return sequence_logprobs(server, sequences, vocab_size, name)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         for flight in self.flights.flights():

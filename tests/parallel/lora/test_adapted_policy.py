@@ -165,3 +165,43 @@ def test_recomputed_layers_train_the_same_adapter(
     assert norms[0] > 0
     for name, value in kept.items():
         assert (recomputed[name] - value).norm() <= 1e-6 * value.norm(), name
+
+
+def moves(model_path: Path, samples: list[Sample]) -> dict[str, Any]:
+    """Three steps, one of two equal policies away and back after each -> the bytes that were copied."""
+    mesh = join_mesh(model_path, {})
+    stays, leaves = (adapted(model_path, mesh) for _ in range(2))
+    ledger, copied = leaves.ledger, []
+    make_buffer = ledger._host_buffer
+
+    def counted(num_bytes: int) -> Tensor:
+        copied[-1] += num_bytes
+        return make_buffer(num_bytes)
+
+    ledger._host_buffer = counted
+    for _ in range(3):
+        for policy in (stays, leaves):
+            batch, _ = ready_batch(policy, mesh, samples)
+            policy.train_step(batch, loss, Replay.rollout)
+        copied.append(0)
+        ledger.to_host("parameters")
+        ledger.to_device("parameters")
+    values = [dict(own(policy)) for policy in (stays, leaves)]
+    return {
+        "copied": copied,
+        "same": all(torch.equal(value, values[1][name]) for name, value in values[0].items()),
+        "all": ledger.where()["parameters"].device,
+        "adapter": sum(p.nbytes for n, p in own(leaves) if is_adapter(n)),
+        "buffers": sum(b.nbytes for chunk in leaves.chunks for _, b in chunk.named_buffers()),
+    }
+
+
+def test_the_base_is_copied_to_the_host_once(
+    model_path: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    write_lora(model_path, KIND)
+    (found,) = run_ranks(1, moves, model_path, samples, folder=tmp_path)
+    assert found["same"]
+    changing = found["adapter"] + found["buffers"]
+    assert found["copied"] == [found["all"], changing, changing]
+    assert changing < found["all"]

@@ -93,6 +93,8 @@ def test_routes_after_want_of_memory(engine, oracle):
 
 def test_score_equals_transformers(engine, oracle):
     sequences = [p.token_ids for p in make_prompts(3, num_tokens=40)]
+    last = oracle.config.vocab_size - 1  # an id that SGLang reports under another name
+    sequences.append(torch.tensor([last, 5, last, 0, last, 7]))
     for sequence, got in zip(sequences, engine.sequence_logprobs(sequences), strict=True):
         expected, _ = score(oracle, sequence, 1, 1.0)
         assert got[0] == 0
