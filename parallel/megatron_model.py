@@ -191,7 +191,8 @@ class MegatronModel:
         where Python's garbage collector does not find them: without this a process that trains again
         would hold both models.
         """
-        self.base.release(self)
+        if not self.base.release(self):
+            return  # it is closed already, and another policy may have its name
         for kind in self.own_kinds:
             self.ledger.drop(kind)
         # The layers keep tensors of their last pass, whose graph keeps the gradient accumulators, whose

@@ -23,6 +23,8 @@ class LoraConfig(Branch):
     the A of gate and up projection and the B of the down projection over the experts of a layer."""
     dropout: float = 0.0
     """Only 0: the engine has no dropout, so trainer and engine would be two policies."""
+    base_dtype: str | None = None
+    """Only null: the base is stored in `model.dtype`, as the engine holds it."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """How A begins, as in PEFT: `kaiming` is uniform within 1 / sqrt(inputs), `gaussian` is normal with
     a standard deviation of 1 / rank. B begins with 0, so training begins with the base."""
@@ -40,5 +42,15 @@ class LoraConfig(Branch):
             raise ValueError(
                 "expected 0, because the engine has no dropout and would sample from another policy; "
                 "leave it out"
+            )
+        return value
+
+    @field_validator("base_dtype")
+    @classmethod
+    def _has_the_dtype_of_the_model(cls, value: str | None) -> str | None:
+        if value is not None:
+            raise ValueError(
+                "expected null, because a base that is rounded is another model than the engine and "
+                "the checkpoint's folder hold; give model.dtype, which is that of both"
             )
         return value

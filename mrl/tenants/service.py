@@ -74,7 +74,7 @@ class Service:
                     else:
                         time.sleep(IDLE_S)
                 for run in list(self._runs.values()):
-                    self._attempt(run, lambda run=run: run.leave(saves=True))
+                    self._attempt(run, run.leave)
                 return told
             finally:
                 self.close()
@@ -129,7 +129,7 @@ class Service:
         wanted = self._wanted()
         for name in [name for name in self._runs if name not in wanted]:
             run = self._runs[name]
-            self._attempt(run, lambda run=run: run.leave(saves=True))
+            self._attempt(run, run.leave)
             self._forget(name)
         for name, (weight, tree) in wanted.items():
             if name not in self._runs:
@@ -261,7 +261,7 @@ class Service:
             )
 
     def _finish(self, run: TenantRun) -> None:
-        if self._attempt(run, lambda: run.leave(saves=True)):
+        if self._attempt(run, run.leave):
             self._note(run.name, "done")
             self._forget(run.name)
 

@@ -130,17 +130,18 @@ class TenantRun:
             return 0
         return sum(f.lstat().st_size for f in self.folder.root.rglob("*") if not f.is_dir())
 
-    def leave(self, *, saves: bool) -> None:
-        """End the run. `saves`: with a checkpoint of the steps done, where there is none yet."""
+    def leave(self) -> None:
+        """Save the steps that are done, where no checkpoint has them yet, and end the run."""
         try:
-            if saves:
-                self.trainer.policy.mount()
-                self.trainer.leave()
+            self.trainer.policy.mount()
+            self.trainer.leave()
         finally:
             self.close()
 
     def close(self) -> None:
         """Let go of everything, without a save. Harmless when repeated."""
+        self.trainer.checkpoints.rescue()
+        self.trainer.trackers.close(failed=not self.is_done)
         self.collector.close()
         self.trainer.close()
         self.folder.close()

@@ -59,13 +59,13 @@ class SharedBase(Base):
         self.ledger = Ledger(mesh.device)
         self.ledger.own(KIND, self._tensors, keeps_frozen=True)
         self._random = pack_random_state(mesh.device)
-        self._random_of: dict[str, Tensor] = {}
-        """The random states of the policies, as they were when they were taken out."""
+        self._random_of: dict[Any, Tensor] = {}
+        """The policies, with their random states as they were when they were taken out."""
 
     @property
     def names(self) -> list[str]:
         """The names of the policies, in the order in which they came."""
-        return list(self._random_of)
+        return [policy.name for policy in self._random_of]
 
     def _tensors(self) -> Iterator[Tensor]:
         for chunk in self.chunks:
@@ -80,22 +80,23 @@ class SharedBase(Base):
         Its random states follow from `seed`, and not from who came before it. Raises ValueError for a
         name that is empty, or that another policy has.
         """
-        if not model.name or model.name in self._random_of:
+        if not model.name or model.name in self.names:
             raise ValueError(
                 f"policies over one base need names of their own: got {model.name!r}, there are "
                 f"{self.names}"
             )
         self._take_out()
-        self._random_of[model.name] = self._random
+        self._random_of[model] = self._random
         self._let_in(model)
         reseed(seed, 0)
 
-    def release(self, model: Any) -> None:
-        """Let go of a policy that is closed. Its memory does not move: its owner frees it."""
+    def release(self, model: Any) -> bool:
+        """Let go of a policy that is closed; return whether it was there. Its memory does not move: the
+        policy frees it."""
         if self.mounted is model:
             model.attachments.detach()
             self.mounted = None
-        self._random_of.pop(model.name, None)
+        return self._random_of.pop(model, None) is not None
 
     def mount(self, policy: Any, *, adapter_only: bool = False) -> SwapReport:
         """Put a policy into the layers, in the place of the one that is there, and bring it and the
@@ -104,7 +105,7 @@ class SharedBase(Base):
         What is there already stays, so a second call brings the rest. Raises RuntimeError for a policy
         that was closed.
         """
-        if policy.name not in self._random_of:
+        if policy not in self._random_of:
             raise RuntimeError(f"policy {policy.name!r} is closed, there are {self.names}")
         start, num_bytes = time.perf_counter(), 0
         if self.mounted is not policy:
@@ -139,14 +140,14 @@ class SharedBase(Base):
 
     def _let_in(self, policy: Any) -> None:
         self.mounted = policy
-        restore_random_state(self._random_of[policy.name], self.mesh.device)
+        restore_random_state(self._random_of[policy], self.mesh.device)
 
     def _take_out(self) -> int:
         """Return the number of bytes that were copied to the host."""
         policy, num_bytes = self.mounted, 0
         if policy is None:
             return 0
-        self._random_of[policy.name] = pack_random_state(self.mesh.device)
+        self._random_of[policy] = pack_random_state(self.mesh.device)
         if self.ledger.place(policy.own_kinds[0]) == "device":
             policy.gather_parameters()
         policy.attachments.detach()

@@ -57,6 +57,7 @@ def test_what_an_adapter_refuses(key: str, parts: list[str], command: list[str])
         ("lora.targets=[q_porj]", ["lora.targets: got 'q_porj'; give `attention`, or some of"]),
         ("lora.targets=[gate]", ["got 'gate': the router stays that of the base"]),
         ("lora.dropout=0.1", ["lora.dropout"]),
+        ("lora.base_dtype=bfloat16", ["lora.base_dtype", "expected null", "give model.dtype"]),
         ("lora.rank=0", ["lora.rank"]),
         ("lora.experts=all", ["lora.experts"]),
     ],

@@ -78,6 +78,9 @@ def make(
 ) -> Policy:
     """Policy NAME over a base, or without one as a run of its own makes it."""
     model, tenant = HfModel.read(path), TENANTS[name[0]]
+    lora = tenant.lora
+    if model.architecture.model_type == "deepseek_v3" and lora.targets != ("o_proj",):
+        lora = lora.model_copy(update={"targets": "attention"})  # it has other projections
     return Policy(
         model,
         mesh,
@@ -89,7 +92,7 @@ def make(
         moe=tenant.moe,
         megatron=tenant.megatron,
         logprob_chunk_tokens=24,
-        lora=LoraSetup(read_adapter(tenant.lora, model), tenant.lora.init, tenant.seed),
+        lora=LoraSetup(read_adapter(lora, model), lora.init, tenant.seed),
         base=base,
         name="" if base is None else name,
     )

@@ -16,6 +16,7 @@ from parallel.policy import Policy
 from tests.parallel.conftest import make_samples
 from tests.parallel.layouts import join_mesh
 from tests.parallel.lora.tenants import differences, make, make_base, state, step
+from tests.parallel.models import tiny_samples, write_tiny
 from tests.ranks import run_ranks
 
 STEPS = {"a": 3, "b": 4, "c": 3, "a2": 1}
@@ -122,3 +123,12 @@ def test_so_have_those_on_two_ranks(
     arguments = model_path, sizes, make_samples(), dtype, seed
     for found in run_ranks(2, interleaved, *arguments, folder=tmp_path):
         check(found)
+
+
+@pytest.mark.release
+def test_so_have_those_over_latent_attention(tmp_path: Path) -> None:
+    path = write_tiny("deepseek_v3", tmp_path / "model")
+    samples = tiny_samples(path, [7, 31, 12, 40, 9, 22, 17, 5, 28, 33, 6, 14, 19])
+    arguments = path, {}, samples, "float32", 3
+    (found,) = run_ranks(1, interleaved, *arguments, folder=tmp_path / "out")
+    check(found)

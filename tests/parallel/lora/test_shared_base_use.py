@@ -70,6 +70,11 @@ def refusals(path: Path, mesh: Mesh, root: Path) -> dict[str, str]:
     found = {name: refusal(kind, call) for name, (kind, call) in calls.items()}
     a.close()
     found["closed"] = refusal(RuntimeError, a.mount)
+    again = make("a", path, mesh, base)
+    a.close()  # of the old one: the new one is still there
+    found["again"] = refusal(RuntimeError, a.mount)
+    exported(again)
+    again.close()
     base.unmount()
     found["none"] = refusal(RuntimeError, lambda: b.forward_only([], Replay.off))
     return found
@@ -90,6 +95,7 @@ def test_what_is_not_mounted_or_does_not_fit_is_refused(model_path: Path, tmp_pa
     assert "got '', there are ['a', 'b']" in found["no name"]
     assert "always mounted" in found["alone"]
     assert found["closed"] == "policy 'a' is closed, there are ['b']"
+    assert found["again"] == "policy 'a' is closed, there are ['b', 'a']"
     assert found["none"] == "policy 'b' is not mounted, no policy is; call mount() first"
 
 
