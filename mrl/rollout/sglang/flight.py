@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mrl.rollout.base import EngineLost, Request
+from mrl.rollout.gate import Line
 from mrl.rollout.sglang.body import build_request
 from mrl.rollout.sglang.decode import finish_reason
 from mrl.rollout.sglang.http import EventStream, ServerError
@@ -57,8 +58,12 @@ OnSend = Callable[[Sequence[str], Sequence[Request]], Sending]
 """Called with what is about to be sent, and with the ids that SGLang will know the requests by."""
 
 
+LineUp = Callable[[Sequence[Request], Callable[[], None]], Line]
+"""Lets requests wait at a gate; calls the second argument when some of them may be sent."""
+
+
 class _Event(NamedTuple):
-    """What a reading thread saw."""
+    """What a reading thread saw. Without any ids: requests were admitted."""
 
     rids: Sequence[str]
     answer: dict[str, Any] | None
@@ -79,8 +84,12 @@ class Flight:
         stall_timeout_s: float,
         on_send: OnSend = lambda rids, requests: Sending(),
         is_alone: bool = True,
+        line_up: LineUp | None = None,
     ) -> None:
-        """`is_alone`: no other flight can be open on this server while this one is."""
+        """`is_alone`: no other flight can be open on this server while this one is. `line_up`: requests
+        wait at a gate."""
+        self._line_up = line_up
+        self._line: Line | None = None
         self._server = server
         self._on_send = on_send
         self._is_alone = is_alone
@@ -133,9 +142,12 @@ class Flight:
         """
         deadline = time.monotonic() + self._request_timeout_s
         try:
-            self._send(self._requests)
-            while self._pending:
+            self._begin()
+            while self._pending or self._is_waiting:
                 event = self._next_event(deadline)
+                if self._line is not None and not event.rids:
+                    self._send(self._line.take())
+                    continue
                 if isinstance(event.error, ServerError) and event.error.status == MALFORMED:
                     raise RuntimeError(f"generate: {event.error}")
                 if event.answer is None:
@@ -151,9 +163,27 @@ class Flight:
         finally:
             self.close()
 
+    def _begin(self) -> None:
+        if self._line_up is None:
+            self._send(self._requests)
+        else:
+            admitted = _Event([], None, None)
+            self._line = self._line_up(self._requests, lambda: self._events.put(admitted))
+            self._send(self._line.take())
+
+    @property
+    def _is_waiting(self) -> bool:
+        return self._line is not None and not self._line.is_empty
+
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """Ask for what there is of these requests, or of all; they come as usual."""
         wanted = None if request_ids is None else set(request_ids)
+        for request in [] if self._line is None else self._line.withdraw(wanted):
+            rid = self._server.new_request_id()
+            with self._lock:
+                self._pending[rid], self._num_updates[rid] = request, 0
+                self._aborting.add(rid)
+            self._events.put(_Event([rid], ABORTED, None))
         with self._lock:
             rids = [
                 rid
@@ -209,10 +239,19 @@ class Flight:
             for answer in stream:
                 self._heard = time.monotonic()
                 if finish_reason(answer) is not None:
-                    self._events.put(_Event([rids[answer["index"]]], answer, None))
+                    rid = rids[answer["index"]]
+                    self._give_back(rid, answer)
+                    self._events.put(_Event([rid], answer, None))
         except Exception as failure:  # whatever it is, the consumer must hear of it
             error = failure
         self._events.put(_Event(rids, None, error))
+
+    def _give_back(self, rid: str, answer: dict[str, Any]) -> None:
+        """Let the gate know that the engine holds nothing more of a request."""
+        request = self._pending.get(rid)
+        if self._line is not None and request is not None:
+            is_whole = finish_reason(answer) != "abort"
+            self._line.finish(request, len(answer["output_ids"]) if is_whole else None)
 
     def _next_event(self, deadline: float) -> _Event:
         while True:
@@ -266,6 +305,8 @@ class Flight:
         if self._pending and self._lost is None:
             with contextlib.suppress(RuntimeError):  # EngineLost among them
                 self._tell_to_abort_these(self.pending, are_all=True)
+        if self._line is not None:
+            self._line.close()
         for stream in self._streams:
             stream.close()
         for thread in self._threads:

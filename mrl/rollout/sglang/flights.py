@@ -19,7 +19,7 @@ from mrl.errors import WrongWeights
 from mrl.rollout.base import Completion, EngineLost, Request
 from mrl.rollout.sglang.body import version_key
 from mrl.rollout.sglang.decode import Expected, RouteShape, decode_completion, was_retracted
-from mrl.rollout.sglang.flight import Answer, Flight, Sending
+from mrl.rollout.sglang.flight import Answer, Flight, LineUp, Sending
 from mrl.rollout.sglang.prefixes import KnownPrefixes
 from mrl.rollout.sglang.route_memory import RouteReader
 from mrl.rollout.sglang.server import REAP_S, Server
@@ -65,9 +65,11 @@ class Flights:
         adapter_of: Callable[[int], str | None] | None = None,
         *,
         shares_server: bool = False,
+        line_up: LineUp | None = None,
     ) -> None:
         """`shape`: None where routes are off. Of `config` the time limits of requests count.
-        `shares_server`: requests that are in no call of these run there too.
+        `shares_server`: requests that are in no call of these run there too. `line_up`: requests wait
+        at a gate.
 
         `adapter_of` is given where weights are versions of an adapter, and returns the name of one:
         a request then keeps the version that it was sent under, whatever comes later.
@@ -78,6 +80,7 @@ class Flights:
         self._config = config
         self._adapter_of = adapter_of
         self._shares_server = shares_server
+        self._line_up = line_up
         self._open: list[OpenFlight] = []
         self._changed = threading.Condition()
         self._known = KnownPrefixes()
@@ -174,6 +177,7 @@ class Flights:
                 stall_timeout_s=self._config.stall_timeout_s,
                 on_send=functools.partial(self._sending, opened),
                 is_alone=is_alone and not self._shares_server,
+                line_up=self._line_up,
             )
             self._open.append(opened)
             return opened

@@ -15,6 +15,7 @@ from torch import Tensor
 from mrl.rollout.base import WEIGHTS, Completion, EngineLost, Request, SyncReport
 from mrl.rollout.sglang.adapter.manifest import AdapterManifest
 from mrl.rollout.sglang.adapter.sync import AdapterSync
+from mrl.rollout.sglang.flight import LineUp
 from mrl.rollout.sglang.flights import Flights
 from mrl.rollout.sglang.host import Host
 from mrl.rollout.sglang.requests import check_requests, sequence_logprobs
@@ -33,12 +34,14 @@ class Served:
         adapter: AdapterManifest | None = None,
         first_version: int | None = None,
         shares: bool = False,
+        line_up: LineUp | None = None,
     ) -> None:
         """`adapter`: updates bring its matrices; `name` is what the engine calls it.
 
         `first_version` is that of the checkpoint's weights; with None requests need an update first.
         `shares`: requests of other policies run beside those of this one, so it never asks for the
-        engine as a whole: it takes a new key where it would drop the prefix cache.
+        engine as a whole: it takes a new key where it would drop the prefix cache. `line_up`: requests
+        wait at a gate.
         """
         self._host = host
         self._name = name
@@ -56,6 +59,7 @@ class Served:
             host.config,
             None if adapter is None else self._adapter_name,
             shares_server=shares,
+            line_up=line_up,
         )
 
     @property

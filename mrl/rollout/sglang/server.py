@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import secrets
 import threading
 import time
@@ -200,6 +201,12 @@ class Server:
         if client is None:
             raise self.loss or EngineLost("engine: the SGLang server was stopped")
         return client
+
+    def kv_tokens(self) -> int:
+        """Return how many tokens the KV cache holds, over all replicas of the attention."""
+        _, text = self._running_client().get("/server_info", timeout_s=CONTROL_TIMEOUT_S)
+        states = json.loads(text)["internal_states"]
+        return sum(int(state["memory_usage"]["token_capacity"]) for state in states)
 
     def offers(self, path: str) -> bool:
         """Whether the server knows a POST endpoint; a GET tells without doing it."""

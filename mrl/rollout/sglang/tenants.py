@@ -14,14 +14,17 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.config.adapter import Adapter, AdapterLimits
 from mrl.rollout.base import MEMORY_TAGS, PauseMode
+from mrl.rollout.gate import UNLIMITED, Gate, Policy
 from mrl.rollout.sglang.adapter.manifest import AdapterManifest
 from mrl.rollout.sglang.adapter.sync import AdapterSync
+from mrl.rollout.sglang.flight import LineUp
 from mrl.rollout.sglang.host import Host
 from mrl.rollout.sglang.served import Served
 
@@ -36,8 +39,8 @@ class TenantEngine(Served):
     engine as a whole is started, put to sleep and stopped by `TenantEngines` alone.
     """
 
-    def __init__(self, host: Host, name: str, adapter: AdapterManifest) -> None:
-        super().__init__(host, name=name, adapter=adapter, shares=True)
+    def __init__(self, host: Host, name: str, adapter: AdapterManifest, line_up: LineUp) -> None:
+        super().__init__(host, name=name, adapter=adapter, shares=True, line_up=line_up)
         self.name = name
         self._is_gone = False
 
@@ -116,9 +119,11 @@ class TenantEngines(Host):
         gpu_ids: Sequence[int | str] = (),
         seed: int = 0,
         num_nodes: int = 1,
+        policy: Policy | None = None,
     ) -> None:
-        """Nothing is started yet. `limits` say what the adapters of tenants may have; the other
-        arguments are those of `mrl.rollout.sglang.engine.Engine`, which raises the same errors."""
+        """Nothing is started yet. `limits` say what the adapters of tenants may have, and `policy`
+        which requests are sent when; without one all are sent at once. The other arguments are those of
+        `mrl.rollout.sglang.engine.Engine`, which raises the same errors."""
         super().__init__(
             model=model,
             config=config,
@@ -131,14 +136,29 @@ class TenantEngines(Host):
         )
         self._limits = limits
         self._changing = threading.Lock()
+        self._gate = Gate(policy)
 
     @property
     def tenants(self) -> list[str]:
         """The names of the tenants that are there."""
         return [policy.name for policy in self.policies if isinstance(policy, TenantEngine)]
 
-    def tenant(self, name: str, adapter: Adapter) -> TenantEngine:
+    def start(self, address: str = "", meanwhile: Callable[[], None] | None = None) -> None:
+        super().start(address, meanwhile)
+        self._gate.capacity_tokens = self.server.kv_tokens()
+
+    def tenant(
+        self,
+        name: str,
+        adapter: Adapter,
+        *,
+        weight: float = 1.0,
+        max_tokens_in_flight: int = UNLIMITED,
+    ) -> TenantEngine:
         """Add a tenant, before or after the start, and return its view of the engine.
+
+        `weight` and `max_tokens_in_flight` (tokens of prompts and answers in the engine) are for the
+        policy that admits requests.
 
         Raises ValueError for a name that is no name or is taken, and InputError for an adapter that
         the engine has no room for or does not serve.
@@ -146,11 +166,13 @@ class TenantEngines(Host):
         if not NAME.fullmatch(name):
             raise ValueError(f"tenant: got the name {name!r}, expected {NAME.pattern}")
         self._limits.check(adapter)
-        view = TenantEngine(self, name, AdapterManifest(self.manifest.required, adapter))
+        manifest = AdapterManifest(self.manifest.required, adapter)
+        view = TenantEngine(self, name, manifest, partial(self._gate.line_up, name))
         with self._changing:
             if name in self.tenants:
                 raise ValueError(f"tenant: {name!r} is there already, expected another name")
             self.policies.append(view)
+        self._gate.enter(name, weight=weight, max_tokens_in_flight=max_tokens_in_flight)
         if self.server.client is not None:
             view.begin()
         return view
@@ -168,4 +190,5 @@ class TenantEngines(Host):
                     f"{', '.join(self.tenants) or 'none'}"
                 )
             self.policies.remove(found[0])
+        self._gate.leave(name)
         found[0].leave()

@@ -1,0 +1,281 @@
+"""A gate before an engine that several tenants share: it says which waiting requests are sent now.
+
+An engine serves what it has been sent in the order in which it came, so that the thousand requests of
+one tenant would starve those of another. Behind a gate requests wait in the trainer's process, and a
+policy from outside (mrl/tenants/schedule.py) admits them by what is left of the KV memory. Without a
+policy all are admitted at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mrl.rollout.base import Request
+
+UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Says what a tenant wants of an engine's KV memory; tokens of prompt and answer."""
+
+    tenant: str
+    weight: float
+    num_waiting: int
+    """Requests that are not in the engine yet."""
+    tokens_each: int
+    """What one of them is expected to hold in the end: `Policy.tokens_each`."""
+    tokens_in_flight: int
+    """What its requests in the engine are expected to hold in the end."""
+    max_tokens_in_flight: int
+    """The tenant's limit."""
+
+
+class Policy(Protocol):
+    """A policy decides; `mrl.tenants.schedule.Admission` is one. The gate calls it from any thread, one
+    call at a time."""
+
+    def tokens_each(self, tenant: str, max_tokens: int) -> int:
+        """Return how many tokens a request of the tenant is expected to hold, at most `max_tokens`."""
+        ...
+
+    def admit(
+        self, free_tokens: int, capacity_tokens: int, demands: Sequence[Demand]
+    ) -> Mapping[str, int]:
+        """Return how many of the waiting requests of each tenant are sent now. `free_tokens` is
+        `capacity_tokens` less what is in flight."""
+        ...
+
+    def finished(self, tenant: str, num_tokens: int) -> None:
+        """Note the tokens, prompt and answer, of a request that finished."""
+        ...
+
+    def leave(self, tenant: str) -> None:
+        """Forget a tenant."""
+        ...
+
+
+class AdmitAll:
+    """The policy that admits every request at once."""
+
+    def tokens_each(self, tenant: str, max_tokens: int) -> int:
+        return max_tokens
+
+    def admit(
+        self, free_tokens: int, capacity_tokens: int, demands: Sequence[Demand]
+    ) -> Mapping[str, int]:
+        return {demand.tenant: demand.num_waiting for demand in demands}
+
+    def finished(self, tenant: str, num_tokens: int) -> None:
+        pass
+
+    def leave(self, tenant: str) -> None:
+        pass
+
+
+@dataclass
+class _Tenant:
+    """Holds what the gate knows of a tenant."""
+
+    weight: float
+    max_tokens_in_flight: int
+    lines: list[Line] = field(default_factory=list)
+    """Those that have requests left, in the order in which they came."""
+    in_flight: int = 0
+    """Tokens that are expected of the requests in the engine."""
+
+
+class Gate:
+    """The gate of one engine. Any thread may use it."""
+
+    def __init__(self, policy: Policy | None = None, capacity_tokens: int = UNLIMITED) -> None:
+        """`capacity_tokens` is the size of the engine's KV memory, which may be set later."""
+        self.capacity_tokens = capacity_tokens
+        self._policy: Policy = policy or AdmitAll()
+        self._lock = threading.Lock()
+        self._tenants: dict[str, _Tenant] = {}
+
+    def enter(
+        self, tenant: str, *, weight: float = 1.0, max_tokens_in_flight: int = UNLIMITED
+    ) -> None:
+        """Add a tenant, or change its weight and its limit."""
+        with self._lock:
+            known = self._tenants.setdefault(tenant, _Tenant(weight, max_tokens_in_flight))
+            known.weight, known.max_tokens_in_flight = weight, max_tokens_in_flight
+        self._look()
+
+    def leave(self, tenant: str) -> None:
+        """Forget a tenant and its requests."""
+        with self._lock:
+            self._tenants.pop(tenant, None)
+            self._policy.leave(tenant)
+        self._look()
+
+    def line_up(
+        self, tenant: str, requests: Sequence[Request], on_admitted: Callable[[], None]
+    ) -> Line:
+        """Return a line of these requests. `on_admitted` is called, from any thread, when some of them
+        may be sent. Raises RuntimeError for a tenant that is not there."""
+        line = Line(self, tenant, requests, on_admitted)
+        with self._lock:
+            if tenant not in self._tenants:
+                raise RuntimeError(f"generate: tenant {tenant!r} is not at the gate of this engine")
+            self._tenants[tenant].lines.append(line)
+        self._look()
+        return line
+
+    def _look(self) -> None:
+        """Ask the policy, and tell the lines whose requests may be sent."""
+        with self._lock:
+            told = self._admit()
+        for line in told:
+            line.on_admitted()
+
+    def _admit(self) -> list[Line]:
+        demands = [self._demand(name, tenant) for name, tenant in self._tenants.items()]
+        waiting = [demand for demand in demands if demand.num_waiting]
+        if not waiting:
+            return []
+        in_flight = sum(demand.tokens_in_flight for demand in demands)
+        free_tokens = max(0, self.capacity_tokens - in_flight)
+        granted = dict(self._policy.admit(free_tokens, self.capacity_tokens, demands))
+        if not in_flight and not any(granted.values()):
+            granted = {waiting[0].tenant: 1}  # or nothing would ever change
+        told: list[Line] = []
+        for name, number in granted.items():
+            tenant = self._tenants[name]
+            for _ in range(number):
+                line = tenant.lines[0]
+                tenant.in_flight += line.admit_next(self._policy)
+                told += [line] if line not in told else []
+                if not line.num_waiting:
+                    tenant.lines.pop(0)
+        return told
+
+    def _demand(self, name: str, tenant: _Tenant) -> Demand:
+        longest = max((line.longest for line in tenant.lines), default=0)
+        return Demand(
+            tenant=name,
+            weight=tenant.weight,
+            num_waiting=sum(line.num_waiting for line in tenant.lines),
+            tokens_each=self._policy.tokens_each(name, longest) if longest else 0,
+            tokens_in_flight=tenant.in_flight,
+            max_tokens_in_flight=tenant.max_tokens_in_flight,
+        )
+
+    def give_back(self, name: str, expected: int, num_tokens: int | None) -> None:
+        """Note that the engine holds nothing more of a request, of which `expected` tokens were
+        expected. It came to `num_tokens`; None where it ended before its time."""
+        with self._lock:
+            if (tenant := self._tenants.get(name)) is not None:
+                tenant.in_flight -= expected
+                if num_tokens is not None:
+                    self._policy.finished(name, num_tokens)
+        self._look()
+
+    def withdraw(
+        self, name: str, line: Line, request_ids: Collection[str] | None = None
+    ) -> list[Request]:
+        """Take these requests, or all, out of a line, and return those that had not been admitted."""
+        with self._lock:
+            taken = line.remove(request_ids)
+            tenant = self._tenants.get(name)
+            if tenant is not None and not line.num_waiting and line in tenant.lines:
+                tenant.lines.remove(line)
+        return taken
+
+
+class Line:
+    """The requests of one call of generate(), in their order. Made by `Gate.line_up`."""
+
+    def __init__(
+        self, gate: Gate, tenant: str, requests: Sequence[Request], on_admitted: Callable[[], None]
+    ) -> None:
+        self.on_admitted = on_admitted
+        self.longest = max(map(most_tokens, requests), default=0)
+        self._gate, self._tenant = gate, tenant
+        self._waiting = deque(requests)
+        self._admitted: list[Request] = []
+        self._expected: dict[str, int] = {}
+        """Tokens of the requests that were admitted and are not over, by their ids."""
+        self._changing = threading.Lock()
+
+    @property
+    def num_waiting(self) -> int:
+        """The requests that were not admitted yet."""
+        return len(self._waiting)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left to be sent."""
+        with self._changing:
+            return not self._waiting and not self._admitted
+
+    def take(self) -> list[Request]:
+        """Return the requests that were admitted since the last time."""
+        with self._changing:
+            taken, self._admitted = self._admitted, []
+        return taken
+
+    def finish(self, request: Request, num_new: int | None) -> None:
+        """Note that a request is over after `num_new` tokens, None where it was aborted."""
+        with self._changing:
+            expected = self._expected.pop(request.request_id, None)
+        if expected is not None:
+            num_tokens = None if num_new is None else request.token_ids.numel() + num_new
+            self._gate.give_back(self._tenant, expected, num_tokens)
+
+    def withdraw(self, request_ids: Collection[str] | None = None) -> list[Request]:
+        """Take these requests, or all, out of the line, and return those that were not sent."""
+        unsent = self._gate.withdraw(self._tenant, self, request_ids)
+        with self._changing:
+            taken, kept = _split(self._admitted, request_ids)
+            self._admitted = kept
+        for request in taken:
+            self.finish(request, None)
+        return unsent + taken
+
+    def close(self) -> None:
+        """Note that nothing more of these requests is sent, and that none is in the engine."""
+        self.withdraw()
+        with self._changing:
+            expected, self._expected = self._expected, {}
+        for tokens in expected.values():
+            self._gate.give_back(self._tenant, tokens, None)
+
+    def admit_next(self, policy: Policy) -> int:
+        """Admit one request, and return the tokens that are expected of it. For the gate alone."""
+        with self._changing:
+            request = self._waiting.popleft()
+            expected = policy.tokens_each(self._tenant, most_tokens(request))
+            self._admitted.append(request)
+            self._expected[request.request_id] = expected
+        return expected
+
+    def remove(self, request_ids: Collection[str] | None) -> list[Request]:
+        """Remove what waits of these, or all. For the gate alone."""
+        with self._changing:
+            taken, kept = _split(self._waiting, request_ids)
+            self._waiting = deque(kept)
+        return taken
+
+
+def most_tokens(request: Request) -> int:
+    """Return how many tokens a request can come to hold."""
+    return request.token_ids.numel() + request.sampling.max_new_tokens
+
+
+def _split(
+    requests: Iterable[Request], request_ids: Collection[str] | None
+) -> tuple[list[Request], list[Request]]:
+    """Return those with these ids, all for None, and the others."""
+    taken, kept = [], []
+    for request in requests:
+        (taken if request_ids is None or request.request_id in request_ids else kept).append(
+            request
+        )
+    return taken, kept
