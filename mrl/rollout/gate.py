@@ -60,7 +60,7 @@ class Policy(Protocol):
 
 
 class AdmitAll:
-    """The policy that admits every request at once."""
+    """Admits every request at once."""
 
     def tokens_each(self, tenant: str, max_tokens: int) -> int:
         return max_tokens
@@ -90,7 +90,7 @@ class _Tenant:
 
 
 class Gate:
-    """The gate of one engine. Any thread may use it."""
+    """A gate stands before one engine. Any thread may use it."""
 
     def __init__(self, policy: Policy | None = None, capacity_tokens: int = UNLIMITED) -> None:
         """`capacity_tokens` is the size of the engine's KV memory, which may be set later."""
@@ -190,7 +190,7 @@ class Gate:
 
 
 class Line:
-    """The requests of one call of generate(), in their order. Made by `Gate.line_up`."""
+    """A line holds the requests of one call of generate(), in their order. `Gate.line_up` makes it."""
 
     def __init__(
         self, gate: Gate, tenant: str, requests: Sequence[Request], on_admitted: Callable[[], None]

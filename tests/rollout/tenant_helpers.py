@@ -14,6 +14,7 @@ from torch import Tensor
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.config.adapter import Adapter, AdapterLimits
 from mrl.rollout.base import Completion, Request, RolloutEngine
+from mrl.rollout.gate import Policy
 from mrl.rollout.sglang.adapter.sync import AdapterSync
 from mrl.rollout.sglang.tenants import TenantEngine, TenantEngines
 from mrl.types import WeightBucket
@@ -36,7 +37,11 @@ def buckets_of(matrices: Mapping[str, Tensor], version: int) -> Iterator[WeightB
 
 
 def make_tenants(
-    folder: Path, log_path: Path, limits: AdapterLimits = LIMITS, **config: object
+    folder: Path,
+    log_path: Path,
+    limits: AdapterLimits = LIMITS,
+    policy: Policy | None = None,
+    **config: object,
 ) -> TenantEngines:
     settings = {
         "max_response_len": 32,
@@ -49,6 +54,7 @@ def make_tenants(
         config=RolloutConfig.model_validate(settings),
         log_path=log_path,
         limits=limits,
+        policy=policy,
     )
 
 

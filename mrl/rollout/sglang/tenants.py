@@ -136,7 +136,7 @@ class TenantEngines(Host):
         )
         self._limits = limits
         self._changing = threading.Lock()
-        self._gate = Gate(policy)
+        self.gate = Gate(policy)
 
     @property
     def tenants(self) -> list[str]:
@@ -145,7 +145,7 @@ class TenantEngines(Host):
 
     def start(self, address: str = "", meanwhile: Callable[[], None] | None = None) -> None:
         super().start(address, meanwhile)
-        self._gate.capacity_tokens = self.server.kv_tokens()
+        self.gate.capacity_tokens = self.server.kv_tokens()
 
     def tenant(
         self,
@@ -167,12 +167,12 @@ class TenantEngines(Host):
             raise ValueError(f"tenant: got the name {name!r}, expected {NAME.pattern}")
         self._limits.check(adapter)
         manifest = AdapterManifest(self.manifest.required, adapter)
-        view = TenantEngine(self, name, manifest, partial(self._gate.line_up, name))
+        view = TenantEngine(self, name, manifest, partial(self.gate.line_up, name))
         with self._changing:
             if name in self.tenants:
                 raise ValueError(f"tenant: {name!r} is there already, expected another name")
             self.policies.append(view)
-        self._gate.enter(name, weight=weight, max_tokens_in_flight=max_tokens_in_flight)
+        self.gate.enter(name, weight=weight, max_tokens_in_flight=max_tokens_in_flight)
         if self.server.client is not None:
             view.begin()
         return view
@@ -190,5 +190,5 @@ class TenantEngines(Host):
                     f"{', '.join(self.tenants) or 'none'}"
                 )
             self.policies.remove(found[0])
-        self._gate.leave(name)
+        self.gate.leave(name)
         found[0].leave()
