@@ -60,7 +60,7 @@ class Policy(Protocol):
 
 
 class AdmitAll:
-    """Admits every request at once."""
+    """This policy admits every request at once."""
 
     def tokens_each(self, tenant: str, max_tokens: int) -> int:
         return max_tokens
