@@ -60,7 +60,7 @@ class Policy(Protocol):
 
 
 class AdmitAll:
-    """This policy admits every request at once."""
+    """The default policy, which is to admit every request at once."""
 
     def tokens_each(self, tenant: str, max_tokens: int) -> int:
         return max_tokens
