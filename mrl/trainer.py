@@ -60,6 +60,8 @@ class Trainer:
     folder: RunFolder
     callbacks: Sequence[Callback] = ()
     """What is told of every step, in order, on every rank."""
+    name: str = ""
+    """Which of several runs in one process it is."""
 
     def __post_init__(self) -> None:
         recipe = self.plan.recipe
@@ -100,16 +102,8 @@ class Trainer:
             undo.pop_all()
 
     def _make_policy(self, **shared: Any) -> Policy:
-        plan = self.plan
-        return make_policy(
-            plan.recipe,
-            plan.model,
-            self.mesh,
-            plan.adapter,
-            trains=True,
-            reference=plan.reference,
-            **shared,
-        )
+        plan, shared = self.plan, {"reference": self.plan.reference, **shared}
+        return make_policy(plan.recipe, plan.model, self.mesh, plan.adapter, trains=True, **shared)
 
     def _make_collector(self) -> Collector:
         return make_collector(self.plan, self.mesh, self.folder)
@@ -255,7 +249,8 @@ class Trainer:
         if self.is_main:
             self.folder.add_metrics(metrics)
             self.trackers.follow()
-            console.step_line(metrics, num_steps=self.plan.recipe.train.num_steps)
+            num_steps = self.plan.recipe.train.num_steps
+            console.step_line(metrics, num_steps=num_steps, name=self.name)
         self._call_back(metrics)
         self.checkpoints.poll()
         self._save_if_due()

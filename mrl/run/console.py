@@ -76,9 +76,13 @@ def table(
 
 
 def step_line(
-    metrics: Mapping[str, float], *, num_steps: int | None = None, console: Console | None = None
+    metrics: Mapping[str, float],
+    *,
+    num_steps: int | None = None,
+    name: str = "",
+    console: Console | None = None,
 ) -> None:
-    """Print one aligned line; a metric that is off shows as `-`.
+    """Print one aligned line; a metric that is off shows as `-`. `name`: whose step it is.
 
     The step is the number in metrics.jsonl, which counts from 0, before that of the run's last step.
     """
@@ -94,7 +98,8 @@ def step_line(
     )
     waits = who_waits(metrics) if WAIT in metrics else ""
     fits = console.width >= WIDE + WAITS_WIDTH
-    _line(console, f"{count:>9}{cells}" + (f"  {waits}" if fits and waits else ""))
+    more = [text for text in (name, waits if fits else "") if text]
+    _line(console, "  ".join([f"{count:>9}{cells}", *more]))
     if waits and not fits:
         _line(console, f"{'':>9}  {waits}", style="dim")
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
 from mrl.config import Recipe, ServiceConfig
-from mrl.errors import DiskFailed, EngineGone, OutOfMemory, RankLost
+from mrl.errors import DiskFailed, EngineGone, InputError, OutOfMemory, RankLost
 from mrl.exchange.sharing import share_bytes, sum_over_ranks
 from mrl.rollout.base import EngineLost
 from mrl.run import console
@@ -141,17 +141,26 @@ class Service:
         The recipe is empty where the run is open."""
         said = b""
         if self._registry is not None:
-            wanted: dict[str, object] = {}
+            wanted: dict[str, tuple[float, dict[str, object]]] = {}
             for tenant in self._registry.tenants():
                 if tenant.state in ("queued", "running"):
-                    is_open = tenant.name in self._runs
-                    recipe = {} if is_open else self._registry.recipe(tenant.name)
-                    wanted[tenant.name] = (
-                        tenant.weight,
-                        (recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else {}),
-                    )
+                    with self._pausing(tenant.name):
+                        wanted[tenant.name] = tenant.weight, self._recipe_of(tenant.name)
             said = json.dumps(wanted).encode()
         return json.loads(share_bytes(said)[0])
+
+    def _recipe_of(self, name: str) -> dict[str, object]:
+        """Return the recipe of a tenant that is yet to open, and nothing for one that is open."""
+        assert self._registry is not None
+        return {} if name in self._runs else self._registry.recipe(name).model_dump(mode="json")
+
+    @contextlib.contextmanager
+    def _pausing(self, name: str) -> Iterator[None]:
+        """Pause a tenant whose stored recipe is refused in the block; for rank 0."""
+        try:
+            yield
+        except InputError as error:
+            self._note(name, "paused", str(error))
 
     def _open(self, name: str, weight: float, recipe: Recipe) -> None:
         world = dist.get_world_size()

@@ -24,7 +24,6 @@ class TenantTrainer(Trainer):
     """Trains one tenant: the service calls the parts of its steps."""
 
     house: House = dataclasses.field(kw_only=True)
-    name: str = dataclasses.field(kw_only=True)
 
     def _make_policy(self, **shared: Any) -> Policy:
         return super()._make_policy(base=self.house.base, name=self.name, **shared)
