@@ -12,7 +12,8 @@ from mrl.collect.live import LiveCollector
 from mrl.config.adapter import Adapter
 from mrl.preflight import Plan
 from mrl.rollout.engine_group import EngineGroup
-from mrl.rollout.sglang.tenants import TenantEngines
+from mrl.rollout.gate import UNLIMITED
+from mrl.rollout.sglang.tenants import TenantEngine, TenantEngines
 from mrl.run.folder import RunFolder
 from mrl.system.clock import Clock
 from parallel.lora.shared_base import SharedBase
@@ -34,9 +35,19 @@ class House:
     engines: TenantEngines | None
     """The engine in the slot, on the rank that leads it."""
 
-    def tenant_slot(self, name: str, adapter: Adapter) -> TenantSlot:
-        """Return the place of a tenant's part of the engine."""
-        return TenantSlot(self.slot, self.engines, name, adapter)
+    max_tokens_in_flight: int | None = None
+    """What the engine may hold for one tenant at a time; None sets no limit."""
+
+    def tenant_slot(self, name: str, adapter: Adapter, weight: float) -> TenantSlot:
+        """Return the place of a tenant's part of the engine.
+
+        Raises InputError for an adapter that the engine has no room for.
+        """
+        part = None
+        if self.engines is not None:
+            limit = self.max_tokens_in_flight or UNLIMITED
+            part = self.engines.tenant(name, adapter, weight=weight, max_tokens_in_flight=limit)
+        return TenantSlot(self.slot, self.engines, part)
 
 
 class TenantSlot(EngineSlot):
@@ -47,12 +58,10 @@ class TenantSlot(EngineSlot):
     """
 
     def __init__(
-        self, shared: EngineSlot, engines: TenantEngines | None, name: str, adapter: Adapter
+        self, shared: EngineSlot, engines: TenantEngines | None, part: TenantEngine | None
     ) -> None:
-        """Raises InputError for an adapter that the engine has no room for."""
-        part = None if engines is None else engines.tenant(name, adapter)
         super().__init__(EngineNodes(part, None, None), 0, 0, shared.watch, keeps_weights=True)
-        self._shared, self._engines, self._name = shared, engines, name
+        self._shared, self._engines, self._part = shared, engines, part
 
     @property
     def is_active(self) -> bool:
@@ -84,16 +93,19 @@ class TenantSlot(EngineSlot):
 
     def stop(self) -> None:
         """Let the engine forget this tenant, and go on for the others."""
-        if self._engines is not None and self._name in self._engines.tenants:
-            self._engines.drop(self._name)
+        part, self._part = self._part, None
+        if self._engines is not None and part is not None:
+            self._engines.drop(part.name)
 
 
 class TenantCollector(LiveCollector):
     """Collects the groups of one tenant, beside those of the others: the service calls its parts."""
 
-    def __init__(self, plan: Plan, folder: RunFolder, house: House, name: str) -> None:
+    def __init__(
+        self, plan: Plan, folder: RunFolder, house: House, name: str, weight: float
+    ) -> None:
         assert plan.adapter is not None
-        slot = house.tenant_slot(name, plan.adapter)
+        slot = house.tenant_slot(name, plan.adapter, weight)
         super().__init__(plan, house.mesh, folder, (slot, house.group))
 
     start_text = "the tenant begins"

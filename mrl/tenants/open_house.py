@@ -19,6 +19,7 @@ from mrl.rollout.sglang.tenants import TenantEngines
 from mrl.run import console
 from mrl.system.memory_watch import MemoryWatch
 from mrl.tenants.house import House
+from mrl.tenants.schedule import Admission
 from parallel.base import BaseSetup
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
@@ -73,6 +74,7 @@ def open_house(config: ServiceConfig, mesh: Mesh, logs: Path) -> House:
             return_routes=config.moe.capture_routes,
             gpu_ids=gpu_ids(mesh.device, layout.ranks),
             seed=engine_seed(0, number, 0),
+            policy=Admission(),
         )
     group = EngineGroup.create(mesh.rank, world, layout.ranks, timeout_s=rollout.request_timeout_s)
     whole: Any = engines  # the slot starts, wakes and stops it, and asks nothing else of it
@@ -83,7 +85,7 @@ def open_house(config: ServiceConfig, mesh: Mesh, logs: Path) -> House:
         MemoryWatch(mesh.device, console.warning),
         keeps_weights=True,
     )
-    return House(mesh, base, slot, group, engines)
+    return House(mesh, base, slot, group, engines, config.tenants.max_tokens_in_flight)
 
 
 def engine_limits(config: ServiceConfig, model: HfModel) -> AdapterLimits:

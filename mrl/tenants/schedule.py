@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mrl.rollout.gate import Demand
+
 ROUNDING_S = 1e-9
 FORGETS = 0.9
 """What is expected of a tenant's update falls by this factor with each update that is shorter."""
@@ -201,22 +203,6 @@ def _positive(name: str, value: float) -> float:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name}: got {value}, expected a finite number > 0")
     return value
-
-
-@dataclass(frozen=True)
-class Demand:
-    """Says what a tenant wants of an engine's KV memory; tokens of prompt and answer."""
-
-    tenant: str
-    weight: float
-    num_waiting: int
-    """Requests that are not in the engine yet."""
-    tokens_each: int
-    """What one of them is expected to hold in the end: `Admission.tokens_each`."""
-    tokens_in_flight: int
-    """What its requests in the engine are expected to hold in the end, or hold if that is more."""
-    max_tokens_in_flight: int
-    """The tenant's limit."""
 
 
 class Admission:

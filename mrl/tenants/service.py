@@ -166,7 +166,7 @@ class Service:
         world = dist.get_world_size()
         failure = ""
         try:
-            run = TenantRun(name, recipe, world, self._house)
+            run = TenantRun(name, weight, recipe, world, self._house)
         except SERVICE_FAULTS:
             raise
         except Exception as error:

@@ -24,12 +24,13 @@ class TenantTrainer(Trainer):
     """Trains one tenant: the service calls the parts of its steps."""
 
     house: House = dataclasses.field(kw_only=True)
+    weight: float = dataclasses.field(kw_only=True)
 
     def _make_policy(self, **shared: Any) -> Policy:
         return super()._make_policy(base=self.house.base, name=self.name, **shared)
 
     def _make_collector(self) -> Collector:
-        return TenantCollector(self.plan, self.folder, self.house, self.name)
+        return TenantCollector(self.plan, self.folder, self.house, self.name, self.weight)
 
 
 class TenantRun:
@@ -38,7 +39,7 @@ class TenantRun:
     Every method but the properties is a collective: all ranks call them in the same order.
     """
 
-    def __init__(self, name: str, recipe: Recipe, world: int, house: House) -> None:
+    def __init__(self, name: str, weight: float, recipe: Recipe, world: int, house: House) -> None:
         """Check the recipe and bring the tenant to its newest checkpoint.
 
         Raises InputError for a recipe that cannot start, RunFailed where its checkpoint cannot be read.
@@ -54,7 +55,9 @@ class TenantRun:
             undo.callback(self.folder.close)
             if house.mesh.rank == 0:
                 self.folder.open(plan.recipe, plan.update, plan.resume_step or 0)
-            self.trainer = TenantTrainer(plan, house.mesh, self.folder, house=house, name=name)
+            self.trainer = TenantTrainer(
+                plan, house.mesh, self.folder, name=name, house=house, weight=weight
+            )
             undo.callback(self.trainer.close)
             collector = self.trainer.collector
             assert isinstance(collector, TenantCollector)
