@@ -24,6 +24,7 @@ from mrl.run.json_lines import add_line
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import begin_step, phase
 from mrl.system.stop import StopRequest
+from mrl.tenants.crashes import REASON, Crashes
 from mrl.tenants.house import House
 from mrl.tenants.record import State
 from mrl.tenants.registry import Registry
@@ -56,6 +57,7 @@ class Service:
         self._queue = TrainingQueue(config.schedule.max_wait_s)
         self._phase = Phase(config.lora.slots, config.schedule.max_wait_s)
         self._stop = StopRequest()
+        self._crashes = Crashes(None if registry is None else registry.root)
         self._round = 0
 
     def serve(self, *, until_done: bool = False) -> int:
@@ -63,6 +65,8 @@ class Service:
 
         `until_done`: also end when no tenant is queued or running. Every tenant is saved at the end.
         """
+        for name in self._crashes.take_culprits():
+            self._note(name, "paused", REASON)
         with self._stop.heeding_signals():
             self._start_engine()
             try:
@@ -129,8 +133,8 @@ class Service:
         wanted = self._wanted()
         for name in [name for name in self._runs if name not in wanted]:
             run = self._runs[name]
-            self._attempt(run, run.leave)
-            self._forget(name)
+            if self._attempt(run, run.leave):  # else it is forgotten already
+                self._forget(name)
         for name, (weight, tree) in wanted.items():
             if name not in self._runs:
                 self._open(name, weight, Recipe.model_validate(tree))
@@ -163,21 +167,17 @@ class Service:
             self._note(name, "paused", str(error))
 
     def _open(self, name: str, weight: float, recipe: Recipe) -> None:
-        world = dist.get_world_size()
-        failure = ""
-        try:
-            run = TenantRun(name, weight, recipe, world, self._house)
-        except SERVICE_FAULTS:
-            raise
-        except Exception as error:
-            run, failure = None, describe(error)
-        if failure := self._first(failure):
-            if run is not None:
+        opened: list[TenantRun] = []
+
+        def open_run() -> None:
+            opened.append(TenantRun(name, weight, recipe, dist.get_world_size(), self._house))
+
+        if failure := self._failure_of(name, open_run):
+            for run in opened:
                 run.close()
             self._note(name, "paused", failure)
             return
-        assert run is not None
-        self._runs[name] = run
+        (self._runs[name],) = opened
         self._queue.join(name, weight)
         self._note(name, "running")
 
@@ -249,9 +249,11 @@ class Service:
             begun, start = time.time(), time.perf_counter()
             waits[name] = begun - now
             run = self._runs[name]
-            self._attempt(run, run.train)
+            failure = self._failure_of(name, run.train)
             if self._is_main:
                 self._queue.done(time.perf_counter() - start)
+            if failure:
+                self._pause(run, failure)
             self._attempt(run, lambda run=run: self._check_disk(run))
         return waits
 
@@ -278,16 +280,24 @@ class Service:
         """Do something for one tenant, and pause it where that fails; return whether it succeeded."""
         if run.name not in self._runs:
             return False
+        if failure := self._failure_of(run.name, action):
+            self._pause(run, failure)
+        return not failure
+
+    def _failure_of(self, name: str, action: Callable[[], object]) -> str:
+        """Do something that is one tenant's; return what went wrong on any rank, empty for nothing."""
         failure = ""
+        step = self._runs[name].trainer.step if name in self._runs else -1
+        self._crashes.begin(name, step)
         try:
             action()
         except SERVICE_FAULTS:
-            raise
-        except Exception as error:
+            raise  # an end of the service during this tenant's work
+        except (Exception, SystemExit) as error:
             failure = describe(error)
-        if failure := self._first(failure):
-            self._pause(run, failure)
-        return not failure
+        failure = self._first(failure)
+        self._crashes.end()
+        return failure
 
     def _first(self, failure: str) -> str:
         """Return what went wrong on the first rank on which anything did; empty for none."""
@@ -305,6 +315,7 @@ class Service:
     def _forget(self, name: str) -> None:
         self._runs.pop(name, None)
         self._queue.leave(name)
+        self._crashes.forget(name)
 
     def _note(self, name: str, state: State, reason: str = "") -> None:
         """Write a tenant's state down, unless a user was faster."""

@@ -142,8 +142,10 @@ class TenantRun:
 
     def close(self) -> None:
         """Let go of everything, without a save. Harmless when repeated."""
-        self.trainer.checkpoints.rescue()
-        self.trainer.trackers.close(failed=not self.is_done)
-        self.collector.close()
-        self.trainer.close()
-        self.folder.close()
+        failed = not self.is_done
+        with ExitStack() as closing:  # whatever one of them raises, the others are closed
+            closing.callback(self.folder.close)
+            closing.callback(self.trainer.close)
+            closing.callback(self.collector.close)
+            closing.callback(lambda: self.trainer.trackers.close(failed=failed))
+            closing.callback(self.trainer.checkpoints.rescue)

@@ -53,6 +53,7 @@ class Service:
 
     folder: Path
     model: Path
+    ranks: int = 1
 
     @property
     def config(self) -> Path:
@@ -68,6 +69,14 @@ class Service:
             **more,
         }
         write_whole(self.config, yaml.safe_dump(tree))
+
+    @property
+    def _mrl(self) -> list[str]:
+        """How mrl is started on all ranks."""
+        if self.ranks == 1:
+            return [sys.executable, "-W", "ignore", "-m", "mrl"]
+        ranks = ["--standalone", f"--nproc-per-node={self.ranks}"]
+        return [sys.executable, "-W", "ignore", "-m", "mrl.launch", *ranks, "-m", "mrl"]
 
     def run_of(self, name: str) -> Path:
         return self.folder / "runs" / name
@@ -103,7 +112,7 @@ class Service:
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         log = self.folder.with_suffix(".log").open("ab")
         return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "mrl", "serve", str(self.config), *words],
+            [*self._mrl, "serve", str(self.config), *words],
             cwd=ROOT, stdout=log, stderr=log, env=environment(),
         )  # fmt: skip
 
@@ -119,7 +128,7 @@ class Service:
         """Run a tenant's recipe by `mrl train`, with nobody beside it."""
         recipe = self.folder / "tenants" / name / "recipe.yaml"
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "mrl", "train", str(recipe), f"output_dir={output}"],
+            [*self._mrl, "train", str(recipe), f"output_dir={output}"],
             cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-4000:]

@@ -1,0 +1,42 @@
+"""Services on two ranks: each tenant has the bits of `mrl train` alone on two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.toy_model import write_toy_model
+from tests.tenants.serving import Service, require_same_bits
+
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.release]
+
+ROLLOUT = {"batch_invariant": True, "context_len": 64, "max_total_tokens": 2048}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data_parallel": {},
+    "tensor_parallel": {
+        "parallel": {"tensor_model_parallel_size": 2},
+        "rollout": {**ROLLOUT, "tensor_parallel_size": 2},
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def model(made_once: Callable[..., Path]) -> Path:
+    return made_once("toy", write_toy_model)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tenants_on_two_ranks_have_the_bits_of_their_runs_alone(
+    model: Path, tmp_path: Path, layout: str
+) -> None:
+    service = Service(tmp_path / "service", model, ranks=2)
+    service.write(**LAYOUTS[layout])
+    service.add("ann", "bob", num_steps=3)
+    service.run()
+    assert {state for state, _ in service.states().values()} == {"done"}
+    for name in ("ann", "bob"):
+        service.train_alone(name, tmp_path / name)
+        require_same_bits(service.run_of(name), tmp_path / name)
