@@ -23,6 +23,7 @@ from mrl.data.completions import completions
 from mrl.data.eval_sets import EvalSet
 from mrl.exchange.sharing import gather_lines
 from mrl.preflight import Plan
+from mrl.rewards.budget import Budget
 from mrl.run.folder import RunFolder, as_lines, parts_of_sample
 from mrl.run.rollouts import is_held
 from mrl.system.clock import Clock
@@ -35,8 +36,8 @@ from parallel.policy import Policy
 class EvalTasks:
     """Makes the tasks of one engine, one for each evaluation set, again and again."""
 
-    def __init__(self, plan: Plan, engine_number: int) -> None:
-        self._plan, self._number = plan, engine_number
+    def __init__(self, plan: Plan, engine_number: int, budget: Budget | None = None) -> None:
+        self._plan, self._number, self._budget = plan, engine_number, budget
         self._scorings: dict[str, Scoring] = {}
 
     def begin(self) -> list[Task]:
@@ -46,7 +47,7 @@ class EvalTasks:
     def _task(self, eval_set: EvalSet) -> Task:
         name, recipe = eval_set.config.name, eval_set.recipe
         if name not in self._scorings:
-            self._scorings[name] = Scoring(recipe, self._plan.tokenizer)
+            self._scorings[name] = Scoring(recipe, self._plan.tokenizer, self._budget)
         started = start_groups(eval_set.prompts, recipe.rollout.samples_per_prompt)
         local = started[self._number :: self._plan.num_engines]
         return make_task(

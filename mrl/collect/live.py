@@ -24,6 +24,7 @@ from mrl.collect.task import Task, make_step_task
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.exchange.sharing import sum_over_ranks
 from mrl.preflight import Plan
+from mrl.rewards.budget import Budget
 from mrl.rollout.base import RolloutEngine
 from mrl.rollout.engine_group import EngineGroup
 from mrl.run import console
@@ -64,8 +65,10 @@ class LiveCollector(RoundCollector):
         self.exchange = RolloutExchange(mesh)
         """Moves groups that wait for another step to the engine that continues them."""
         leads = self.slot.engine is not None
-        self.scoring = Scoring(recipe, plan.tokenizer) if leads else None
-        self.eval_tasks = EvalTasks(plan, self.engine_number) if leads else None
+        self.budget = Budget()
+        """What rewards and environments may take in a step; nothing limits them in a run of its own."""
+        self.scoring = Scoring(recipe, plan.tokenizer, self.budget) if leads else None
+        self.eval_tasks = EvalTasks(plan, self.engine_number, self.budget) if leads else None
 
     @phase("start")
     def start(self, policy: Policy) -> None:
@@ -82,6 +85,7 @@ class LiveCollector(RoundCollector):
 
     def _forget(self) -> None:
         super()._forget()
+        self.budget.begin_step()
         self.slot.begin_step()
         self.weight_sync.begin_step()
 

@@ -12,6 +12,7 @@ from mrl.config import Recipe
 from mrl.data.completions import completions
 from mrl.environments.beside import EpisodesBeside
 from mrl.environments.runner import EnvironmentRunner
+from mrl.rewards.budget import Budget
 from mrl.rewards.runner import RewardRunner, shown_rows
 from mrl.run import console
 from mrl.system.heartbeat import beat
@@ -21,7 +22,8 @@ from mrl.types import SampleGroup
 class Scoring:
     """Runs the reward function or the environments of one engine's share, in processes of their own."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Any, budget: Budget | None = None) -> None:
+        """`budget` is what all calls of a step may take together."""
         self._tokenizer = tokenizer
         self._step_samples = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
         self._rewards: RewardRunner | None = None
@@ -37,11 +39,11 @@ class Scoring:
         with ExitStack() as undo:  # where one cannot be loaded, the others' processes end
             undo.callback(self.close)
             if recipe.environment is not None:
-                self.environments = EnvironmentRunner(recipe.environment)
+                self.environments = EnvironmentRunner(recipe.environment, budget)
             elif recipe.reward is not None:
-                self._rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s)
+                self._rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s, budget)
             for key, rewards in recipe.data.rewards.items():
-                self._of_sources[key] = RewardRunner(rewards, recipe.reward_timeout_s)
+                self._of_sources[key] = RewardRunner(rewards, recipe.reward_timeout_s, budget)
             undo.pop_all()
 
     def begin_step(self) -> None:

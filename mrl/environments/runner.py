@@ -21,6 +21,7 @@ from mrl.config import EnvironmentConfig
 from mrl.environments.base import RESERVED_COLUMNS, Observation, StepResult
 from mrl.environments.episodes import EpisodeFailed, Start
 from mrl.errors import InputError
+from mrl.rewards.budget import Budget
 from mrl.rewards.runner import check_failures
 from mrl.system.processes import Closing, JsonWorker, WorkerLost, WorkerNotStarted
 from mrl.types import Prompt
@@ -40,8 +41,8 @@ class _Episode:
 class _Worker:
     """Runs a share of the episodes in one process, which is started anew when it is lost."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._time_limit_s = config.time_limit_s
+    def __init__(self, config: EnvironmentConfig, budget: Budget) -> None:
+        self._time_limit_s, self._budget = config.time_limit_s, budget
         self._what = f"environment {config.name!r}"
         self._process = JsonWorker(
             "mrl.environments.worker",
@@ -116,7 +117,8 @@ class _Worker:
         if self._not_started:  # once a turn: an import may take long, and there are many episodes
             return {"error": self._not_started}
         try:
-            return self._process.call(request, self._time_limit_s)
+            with self._budget.spending(self._time_limit_s) as limit_s:
+                return self._process.call(request, limit_s)
         except WorkerLost as error:
             self._number += 1
             if isinstance(error, WorkerNotStarted):
@@ -130,11 +132,12 @@ class EnvironmentRunner(Closing):
     It is an `Episodes`. Raises InputError if the environment cannot be loaded.
     """
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self.config = config
+    def __init__(self, config: EnvironmentConfig, budget: Budget | None = None) -> None:
+        """An answer may take the config's time limit, and what is left of `budget` if that is less."""
+        self.config, budget = config, budget or Budget()
         self.what = f"environment {config.name!r}"
         """The environment's name, for messages."""
-        self._workers = [_Worker(config) for _ in range(config.num_workers)]
+        self._workers = [_Worker(config, budget) for _ in range(config.num_workers)]
         # Threads that live as long as the runner: a worker dies with the thread that started it, so
         # each worker has one thread of its own.
         self._threads = [ThreadPoolExecutor(max_workers=1) for _ in self._workers]

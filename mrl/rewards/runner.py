@@ -17,6 +17,7 @@ from torch import Tensor
 from mrl.config import RewardConfig
 from mrl.errors import InputError, RunFailed
 from mrl.rewards.base import Entry
+from mrl.rewards.budget import Budget
 from mrl.rewards.terms import combined, terms_of
 from mrl.rewards.worker_calls import call_worker, reward_worker
 from mrl.system.processes import Closing
@@ -58,8 +59,14 @@ class RewardRunner(Closing):
     thread that lives as long as the run (the workers die with the thread that started them).
     """
 
-    def __init__(self, rewards: str | Sequence[RewardConfig], timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        rewards: str | Sequence[RewardConfig],
+        timeout_s: float,
+        budget: Budget | None = None,
+    ) -> None:
+        """A call may take `timeout_s`, and what is left of `budget` if that is less."""
+        self._timeout_s, self._budget = timeout_s, budget or Budget()
         self._terms = terms_of(rewards)
         self._workers = [reward_worker(term.path, timeout_s) for term in self._terms]
         self.report = RewardReport()
@@ -166,7 +173,8 @@ class RewardRunner(Closing):
 
     def _call(self, number: int, request: dict[str, Any]) -> list[Entry]:
         """Make one call. Raises RewardFailed; a hung or dead worker is gone by then."""
-        reply = call_worker(self._workers[number], request, self._timeout_s)
+        with self._budget.spending(self._timeout_s) as timeout_s:
+            reply = call_worker(self._workers[number], request, timeout_s)
         if "error" in reply:
             name = f"{self._terms[number].name}: " if len(self._terms) > 1 else ""
             raise (RewardBroken if reply["broken"] else RewardFailed)(name + reply["error"])

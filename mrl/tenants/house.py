@@ -35,6 +35,9 @@ class House:
     engines: TenantEngines | None
     """The engine in the slot, on the rank that leads it."""
 
+    max_reward_s: float
+    """Wall seconds that rewards and environments of a tenant may take in a step."""
+
     max_tokens_in_flight: int | None = None
     """What the engine may hold for one tenant at a time; None sets no limit."""
 
@@ -107,6 +110,7 @@ class TenantCollector(LiveCollector):
         assert plan.adapter is not None
         slot = house.tenant_slot(name, plan.adapter, weight)
         super().__init__(plan, house.mesh, folder, (slot, house.group))
+        self.budget.limit_s = house.max_reward_s
 
     start_text = "the tenant begins"
 

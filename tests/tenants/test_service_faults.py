@@ -22,6 +22,7 @@ REWARDS = {
     "raises": "raise ValueError('no reward today')",
     "hangs": "time.sleep(1000)",
     "nan": "return [float('nan')] * len(completions)",
+    "slow": "time.sleep(0.9)\n    return [0.0] * len(completions)",
 }
 LOSSES = {
     "late": "if next(CALLS) == 2: raise ValueError('no loss today')",
@@ -59,13 +60,13 @@ def test_faults_of_some_tenants_change_nothing_of_another(model: Path, tmp_path:
     service = Service(tmp_path / "service", model)
     rollout = {"batch_invariant": True, "context_len": 64, "max_total_tokens": 8192}
     lora = {"max_rank": 8, "experts": ["none", "per_expert"], "slots": 12}
-    limit = {"tenants": {"max_disk_bytes": 50_000_000}}
+    limit = {"tenants": {"max_disk_bytes": 50_000_000, "max_reward_s": 2}}
     service.write(rollout=rollout, lora=lora, **limit)
     good = ROOT / "launch/recipes/data/first_char.jsonl"
     gone = Path(shutil.copy(good, tmp_path / "gone.jsonl"))
     bad = written(tmp_path / "bad.jsonl", good.read_text() + '{"prompt": 7, "answer"\n')
     for name in REWARDS:
-        service.add(name, num_steps=4, reward=reward(tmp_path, name), reward_timeout_s=1.0)
+        service.add(name, num_steps=4, reward=reward(tmp_path, name), reward_timeout_s=1.5)
     for name, text in LOSSES.items():
         guards = {"guards": {"max_nonfinite_steps": 1}}
         service.add(name, num_steps=4, **algorithm(tmp_path, name, text), **guards)
@@ -84,7 +85,8 @@ def test_faults_of_some_tenants_change_nothing_of_another(model: Path, tmp_path:
     assert states.pop("bob") == ("done", "")
     said = {
         "raises": "no reward today",
-        "hangs": "1 s",
+        "hangs": "no answer within 1",  # what max_reward_s leaves, or reward_timeout_s
+        "slow": "max_reward_s",
         "nan": "nan, expected a finite number",
         "late": "no loss today",
         "loss": "not finite",
