@@ -10,6 +10,7 @@ from mrl.collect.engine_nodes import EngineNodes
 from mrl.collect.engine_slot import EngineSlot
 from mrl.collect.live import LiveCollector
 from mrl.config.adapter import Adapter
+from mrl.config.service import TenantLimits
 from mrl.preflight import Plan
 from mrl.rollout.engine_group import EngineGroup
 from mrl.rollout.gate import UNLIMITED
@@ -34,12 +35,8 @@ class House:
 
     engines: TenantEngines | None
     """The engine in the slot, on the rank that leads it."""
-
-    max_reward_s: float
-    """Wall seconds that rewards and environments of a tenant may take in a step."""
-
-    max_tokens_in_flight: int | None = None
-    """What the engine may hold for one tenant at a time; None sets no limit."""
+    limits: TenantLimits
+    """What each tenant may use."""
 
     def tenant_slot(self, name: str, adapter: Adapter, weight: float) -> TenantSlot:
         """Return the place of a tenant's part of the engine.
@@ -48,7 +45,7 @@ class House:
         """
         part = None
         if self.engines is not None:
-            limit = self.max_tokens_in_flight or UNLIMITED
+            limit = self.limits.max_tokens_in_flight or UNLIMITED
             part = self.engines.tenant(name, adapter, weight=weight, max_tokens_in_flight=limit)
         return TenantSlot(self.slot, self.engines, part)
 
@@ -110,7 +107,7 @@ class TenantCollector(LiveCollector):
         assert plan.adapter is not None
         slot = house.tenant_slot(name, plan.adapter, weight)
         super().__init__(plan, house.mesh, folder, (slot, house.group))
-        self.budget.limit_s = house.max_reward_s
+        self.budget.limit_s = house.limits.max_reward_s
 
     start_text = "the tenant begins"
 

@@ -85,10 +85,7 @@ def open_house(config: ServiceConfig, mesh: Mesh, logs: Path) -> House:
         MemoryWatch(mesh.device, console.warning),
         keeps_weights=True,
     )
-    allowed = config.tenants
-    return House(
-        mesh, base, slot, group, engines, allowed.max_reward_s, allowed.max_tokens_in_flight
-    )
+    return House(mesh, base, slot, group, engines, config.tenants)
 
 
 def engine_limits(config: ServiceConfig, model: HfModel) -> AdapterLimits:
