@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults kills soak watchdog fuzz async placement lora slurm stability rollout-bench gpu-check audit wheel site clean
+.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults kills soak watchdog fuzz async placement lora tenants slurm stability rollout-bench gpu-check audit wheel site clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -97,6 +97,9 @@ placement: setup  ## Colocated, synchronous, asynchronous: speed, idle time, rew
 
 lora: setup  ## LoRA beside all weights: reward, engine against trainer, weight syncs; continues; 15 minutes
 	$(BIN)/python -m benchmarks.lora $(BENCH_ARGS)
+
+tenants: setup  ## Three tenants one after another and at once: steps per core-hour, swaps; 10 minutes
+	$(BIN)/python -m benchmarks.tenants $(BENCH_ARGS)
 
 slurm: setup  ## What befalls a job, on a real SLURM on this machine, as root; 6 minutes
 	bash requirements/slurm.sh

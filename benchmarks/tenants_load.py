@@ -1,0 +1,270 @@
+"""This module runs one load of `benchmarks.tenants` on a service of its own, in a process of its own:
+`python -m benchmarks.tenants_load MODEL FOLDER LOAD REPEATS STEPS`, which writes FOLDER/LOAD.json.
+
+Service, engine and base stay for all variants: nothing of their start is in a figure, and a tenant that
+nobody counts has used them before. A variant puts tenants into the queue and runs the service's own
+rounds until they are done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mrl.config import ServiceConfig
+from mrl.config.load import load_service
+from mrl.system.files import write_whole
+from mrl.tenants.house import House
+from mrl.tenants.open_house import open_house, service_dims
+from mrl.tenants.registry import Registry
+from mrl.tenants.service import Service
+from parallel import prepare
+from parallel.checkpoint.saved_tensors import SavedTensors
+from parallel.mesh import destroy_mesh, init_mesh
+
+ROOT = Path(__file__).parents[1]
+SEEDS = {"ann": 1, "bob": 2, "cec": 3}
+"""The tenants, which differ in their seeds: prompts, samples and initial adapters."""
+LOOK_S = 0.02
+"""Seconds between two looks at the requests in flight."""
+PROMPT_TOKENS = 7
+"""Tokens of a prompt of repeat.jsonl at most."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load says what a step of each tenant asks of the engine, and how large the engine is."""
+
+    tells: str
+    prompts: int
+    samples: int
+    min_response_len: int
+    max_response_len: int
+    max_running_requests: int
+    max_total_tokens: int
+    variants: dict[str, tuple[tuple[str, ...], ...]]
+    """The tenants that are there at once, one group after another."""
+
+    @property
+    def room(self) -> int:
+        """The requests that the engine can run at once if all grow to their full length."""
+        each = PROMPT_TOKENS + self.max_response_len
+        return min(self.max_running_requests, self.max_total_tokens // each)
+
+
+_ALONE = tuple((name,) for name in SEEDS)
+LOADS = {
+    "long_tail": Load(
+        "long-tailed answers: half below 12 tokens, some of up to 192", 8, 4, 0, 192, 64, 65536,
+        {"one": _ALONE, "two": (("ann", "bob"),), "three": (tuple(SEEDS),)},
+    ),
+    "saturated": Load(
+        "KV-saturated: 16 answers of 48 tokens, and a KV cache for 16", 4, 4, 48, 48, 64, 16 * 55,
+        {"one": _ALONE, "three": (tuple(SEEDS),)},
+    ),
+}  # fmt: skip
+
+
+def service_tree(load: Load, model: Path, folder: Path) -> dict[str, Any]:
+    """Return the keys of a service with the engine of a load."""
+    engine = {
+        "batch_invariant": True,
+        "context_len": PROMPT_TOKENS + load.max_response_len + 8,
+        "max_total_tokens": load.max_total_tokens,
+        "max_running_requests": load.max_running_requests,
+    }
+    return {
+        "model": {"path": str(model), "dtype": "float32"},
+        "rollout": engine,
+        "lora": {"max_rank": 8},
+        "output_dir": str(folder),
+    }
+
+
+def recipe_tree(load: Load, name: str, num_steps: int, output: Path) -> dict[str, Any]:
+    """Return the keys of a tenant's recipe: those of launch/recipes/long_tail.yaml, and an adapter."""
+    return {
+        "train": {"num_steps": num_steps, "micro_batch_tokens": 4096},
+        "optimizer": {"lr": 1e-3},
+        "rollout": {
+            "prompts_per_step": load.prompts, "samples_per_prompt": load.samples,
+            "min_response_len": load.min_response_len, "max_response_len": load.max_response_len,
+        },
+        "algorithm": {"name": "gspo"},
+        "lora": {"rank": 8, "alpha": 16},
+        "moe": {"routing_replay": "r3"},
+        "reward": "repeat",
+        "data": {"path": str(ROOT / "launch/recipes/data/repeat.jsonl")},
+        "checkpoint": {"save_every": 0},
+        "seed": SEEDS[name],
+        "output_dir": str(output),
+    }  # fmt: skip
+
+
+class Occupancy:
+    """Counts the requests that the engine runs, from the answers that are still to come.
+
+    The requests beyond the engine's room wait in it and are not counted.
+    """
+
+    def __init__(self, house: House, room: int) -> None:
+        self._house, self._room = house, room
+        self.request_s = 0.0
+        """Seconds of all requests that ran."""
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count in a thread of its own."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._count, args=(ended,), name="occupancy")
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _count(self, ended: threading.Event) -> None:
+        before = time.perf_counter()
+        while not ended.wait(LOOK_S):
+            assert self._house.engines is not None
+            flights = [f for p in list(self._house.engines.policies) for f in p.flights.flights()]
+            running = min(self._room, sum(len(flight.pending) for flight in flights))
+            now = time.perf_counter()
+            self.request_s += running * (now - before)
+            before = now
+
+
+@dataclass
+class Measured:
+    """Holds a service and what it says of its rounds."""
+
+    config: ServiceConfig
+    load: Load
+    registry: Registry
+    house: House
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    places: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the ledger said at the end of a round of three tenants, by kind."""
+
+    def __post_init__(self) -> None:
+        self.service = Service(self.config, self.house, self.registry, self.rounds.append)
+
+    def run(self, label: str, groups: Sequence[Sequence[str]], num_steps: int) -> dict[str, Any]:
+        """Run these groups of tenants one after another; return what their rounds took, and digests of
+        what came out of them."""
+        self.rounds.clear()
+        counted, tenants = Occupancy(self.house, self.load.room), {}
+        for group in groups:
+            first = len(self.rounds)
+            self._run_group(label, group, num_steps, counted)
+            seconds = sum(row["time/round_s"] for row in self.rounds[first:])
+            for name in group:
+                run = Path(self.registry.get(f"{name}-{label}").output_dir)
+                tenants[name] = {"group_s": seconds, "digest": digest_of(run), **answers_of(run)}
+        return {**self._figures(counted), "tenants": tenants, "num_steps": num_steps * len(tenants)}
+
+    def _run_group(
+        self, label: str, group: Sequence[str], num_steps: int, counted: Occupancy
+    ) -> None:
+        for name in group:
+            output = self.registry.root / "runs" / f"{name}-{label}"
+            self.registry.add(f"{name}-{label}", recipe_tree(self.load, name, num_steps, output))
+        while self.service._heed_users():
+            with counted.counting():
+                self.service.run_round()
+            if len(group) == len(SEEDS) and len(self.house.base.names) == len(group):
+                found = self.house.base.ledger.where()
+                self.places = {kind: each._asdict() for kind, each in found.items()}
+        for name in group:
+            tenant = self.registry.get(f"{name}-{label}")
+            if tenant.state != "done":
+                raise RuntimeError(f"tenant {tenant.name} is {tenant.state}: {tenant.reason}")
+
+    def _figures(self, counted: Occupancy) -> dict[str, Any]:
+        def total(key: str) -> float:
+            return sum(row.get(f"time/{key}_s", 0.0) for row in self.rounds)
+
+        def each(key: str) -> list[float]:
+            return [v for row in self.rounds for k, v in row.items() if k.endswith(key)]
+
+        whole = self.load.room
+        return {
+            "wall_s": total("round"),
+            **{f"{key}_s": total(key) for key in ("rollout", "train", "sync", "score")},
+            "running": counted.request_s / total("rollout"),
+            "occupancy": counted.request_s / total("rollout") / whole,
+            "occupancy_of_wall": counted.request_s / total("round") / whole,
+            "swap_s": each("/swap_s"),
+            "swap_bytes": each("/swap_bytes"),
+        }
+
+
+def digest_of(run: Path) -> str:
+    """Return a digest of a tenant's samples and of its final adapter and optimizer state."""
+    digest = hashlib.sha256()
+    for file in sorted((run / "rollouts").glob("*.jsonl")):
+        digest.update(file.read_bytes())
+    saved = SavedTensors(max((run / "checkpoints").glob("iter_*")))
+    for key in sorted(k for k in saved if not k.startswith("random.")):
+        digest.update(key.encode() + saved[key].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def answers_of(run: Path) -> dict[str, Any]:
+    """Return the median, the mean and the longest of a tenant's answers in tokens."""
+    lengths = sorted(
+        json.loads(line)["response_len"]
+        for file in (run / "rollouts").glob("*.jsonl")
+        for line in file.read_text().splitlines()
+    )
+    return {
+        "median_len": lengths[len(lengths) // 2],
+        "mean_len": sum(lengths) / len(lengths),
+        "max_len": lengths[-1],
+    }
+
+
+def measure(model: Path, folder: Path, name: str, repeats: int, num_steps: int) -> dict[str, Any]:
+    """Run all variants of a load `repeats` times, each time in another order; return what each took."""
+    load = LOADS[name]
+    file = folder / f"{name}.yaml"
+    write_whole(file, yaml.safe_dump(service_tree(load, model, folder / name)))
+    config = load_service(file)
+    prepare()
+    found: list[dict[str, Any]] = []
+    with Registry(config) as registry:
+        mesh = init_mesh(service_dims(config, 1), seed=0)
+        house = open_house(config, mesh, registry.root / "logs")
+        measured = Measured(config, load, registry, house)
+        measured.service._start_engine()
+        try:
+            measured.run("warm", (("ann",),), 2)
+            variants = list(load.variants)
+            for repeat in range(repeats):
+                turn = repeat % len(variants)
+                for variant in variants[turn:] + variants[:turn]:
+                    label = f"{variant}-{repeat}"
+                    row = measured.run(label, load.variants[variant], num_steps)
+                    found.append({"variant": variant, "repeat": repeat, **row})
+                    print(f"{name} {label}: {row['wall_s']:.1f} s", flush=True)
+        finally:
+            measured.service.close()
+    destroy_mesh()
+    return {"runs": found, "places": measured.places}
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[2])
+    result = measure(Path(sys.argv[1]), place, sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
+    write_whole(place / f"{sys.argv[3]}.json", json.dumps(result))
