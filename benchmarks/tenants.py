@@ -133,6 +133,7 @@ def memory_of(places: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
     tenants: dict[str, dict[str, Any]] = {}
     for kind, bytes_of in places.items():
         name, _, part = kind.rpartition("/")
+        name = name.partition("-")[0]
         row = tenants.setdefault(name or part, {"device": 0, "host": 0, "freed": 0, "parts": {}})
         for place, num_bytes in bytes_of.items():
             row[place] += num_bytes
@@ -257,7 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--work", type=Path, default=ROOT / "runs/tenants")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="steps of each tenant")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each tenant")
     parser.add_argument("--short", action="store_true", help="one repeat of 2 steps")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
