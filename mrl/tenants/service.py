@@ -100,11 +100,11 @@ class Service:
         self._collect([self._runs[name] for name in members], clock)
         with clock.part("train"):
             waits = self._train([run for run in self._present(members) if not run.is_done])
+        if self._is_main:
+            self._note_round(members, waits, clock)
         for run in [run for run in self._present(members) if run.is_over]:
             self._finish(run)
         self._wanting = [name for name in self._wanting if name not in members]
-        if self._is_main:
-            self._note_round(members, waits, clock)
         self._round += 1
 
     def _present(self, names: Iterable[str]) -> list[TenantRun]:
