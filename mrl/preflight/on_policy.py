@@ -28,7 +28,6 @@ def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
             _refuse("rollout.batch_invariant", _of_engine(recipe), model)
         return
     wanted = [
-        *_of_engine(recipe),
         ("parallel.tensor_model_parallel_size", dims.tp, 1),
         ("parallel.expert_tensor_parallel_size", dims.etp, 1),
         ("parallel.context_parallel_size", dims.cp, 1),
@@ -43,6 +42,8 @@ def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
         check_invariant_engine()
     else:
         wanted.append(("model.dtype", dtype, "float32"))
+    # The engine's last: its dtype follows from the model's, which is then the one to name.
+    wanted += _of_engine(recipe)
     wanted.append(("rollout.dtype", _dtype(recipe.rollout.engine_dtype(recipe.model)), dtype))
     _refuse("rollout.true_on_policy", wanted, model)
 

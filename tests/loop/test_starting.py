@@ -59,7 +59,9 @@ def test_a_trainer_that_cannot_be_made_leaves_no_worker(monkeypatch: pytest.Monk
     monkeypatch.setattr(trainer, "make_policy", part("policy"))
     monkeypatch.setattr(trainer, "make_collector", part("collector"))
     monkeypatch.setattr(trainer, "RolloutExchange", refuse)
-    plan: Any = SimpleNamespace(recipe=load_recipe(TOY_RECIPE))
+    plan: Any = SimpleNamespace(
+        recipe=load_recipe(TOY_RECIPE), model=None, adapter=None, reference=None
+    )
     mesh: Any = SimpleNamespace(rank=1)
     folder: Any = SimpleNamespace(saved_step=lambda: None)
     with pytest.raises(RuntimeError, match="no"):
