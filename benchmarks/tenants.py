@@ -7,7 +7,7 @@ that one tenant alone fills: there is nothing for others to fill. Medians over r
 the order of the variants changes; the start of the service is in no figure.
 
 The seed's asynchronous experiment is not measured, as `mrl serve` is synchronous so far. Its sizes are
-simulated (`benchmarks.tenants_model`), beside what the seed reports. Writes
+simulated (`benchmarks.tenants_model`), beside what the article reports. Writes
 benchmarks/results/tenants.json and the tables of docs/tenants.md; of a shorter study, tenants.json and
 tenants.md in --work.
 """
@@ -32,7 +32,7 @@ from benchmarks.evidence.result import finish, summary, write_result
 from benchmarks.stability_study.report import between_markers
 from benchmarks.tenants_engine import ASYNC, COLOCATED, SPLIT
 from benchmarks.tenants_load import LOADS, ROOT
-from benchmarks.tenants_model import SEED, tenants_model
+from benchmarks.tenants_model import ARTICLE, tenants_model
 from mrl.system.files import write_whole
 
 NUM_CORES = 2
@@ -198,7 +198,7 @@ def measured_table(result: Mapping[str, Any], load: str) -> str:
 
 
 def model_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the simulation's gains against one tenant, and the seed's."""
+    """Return the simulation's gains against one tenant, and the article's."""
     sizes = sorted({row["num_gpus"] for row in rows})
     lines = []
     for mode in (SPLIT, COLOCATED, ASYNC):
@@ -212,8 +212,8 @@ def model_table(rows: Sequence[Mapping[str, Any]]) -> str:
             gains = [f"{own[tenants, int(size)]:+.0%}" for size in sizes]
             lines.append((f"{name} (simulated)", str(tenants), *gains))
     lines += [
-        (f"the seed reports, {mode}: {said}", "2, 3", *[""] * len(sizes))
-        for mode, said in SEED.items()
+        (f"the article reports, {mode}: {said}", "2, 3", *[""] * len(sizes))
+        for mode, said in ARTICLE.items()
     ]
     return table(("arrangement", "tenants", *(f"{size:.0f} GPUs" for size in sizes)), lines)
 

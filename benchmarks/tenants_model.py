@@ -1,4 +1,4 @@
-"""This module computes what sharing a base model should bring at the seed's sizes, with mrl's own
+"""This module computes what sharing a base model should bring at the article's sizes, with mrl's own
 scheduler: `python -m benchmarks.tenants_model`. Nothing of it has run on GPUs.
 
 The seed, "Sharing is Scaling: Efficient RL Fine-tuning with Multi-tenancy", trains Qwen3-4B with LoRA
@@ -10,7 +10,7 @@ asynchronous experiment compares tenants that are all split.
 The simulation goes from event to event. An engine, one on each rollout GPU, decodes its batch token by
 token in a time that a roofline gives. `Admission` decides what it starts, `TrainingQueue` whose turn it
 is to be trained, and `Phase` who shares a phase (mrl/tenants/schedule.py). The figures of `Assumptions`
-are all that goes in. None was fitted to the seed's results.
+are all that goes in. None was fitted to the article's results.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from benchmarks.tenants_engine import ASYNC, COLOCATED, SPLIT, Assumptions, Engi
 from mrl.tenants.schedule import Phase, TrainingQueue
 
 SIZES = (4, 8, 16, 32)
-"""GPUs: the first three are 1, 2 and 4 nodes of 4 (the seed's), the last three 1, 2 and 4 of 8."""
-SEED = {
+"""GPUs: the first three are 1, 2 and 4 nodes of 4 (the article's), the last three 1, 2 and 4 of 8."""
+ARTICLE = {
     SPLIT: "parity or less at few nodes, +45% at many",
     ASYNC: "0%, +20%, +48% at 1, 2, 4 nodes",
 }
-"""What the seed reports of 2 or 3 tenants against one."""
+"""What the article reports of 2 or 3 tenants against one."""
 
 
 @dataclass
@@ -298,8 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     figures = tenants_model(options.sizes, options.steps, range(options.seeds))
     print(json.dumps(figures["assumptions"], indent=1))
     print(table(figures))
-    for mode, said in SEED.items():
-        print(f"the seed reports for {mode}: {said}")
+    for mode, said in ARTICLE.items():
+        print(f"the article reports for {mode}: {said}")
     print(f"simulated in {time.monotonic() - began:.0f} s; nothing of it has run on GPUs")
     return figures
 

@@ -47,8 +47,8 @@ class LoraLimits(Branch):
     targets: Literal["attention"] | tuple[str, ...] = "attention"
     """Modules outside the experts that an adapter may have: `attention`, or Hugging Face's names."""
     experts: tuple[Experts, ...] = ("none",)
-    """Values that `lora.experts` may have. Any but `none` makes the engine reserve room for adapters of
-    the experts in every slot."""
+    """Values that `lora.experts` may have beside `none`, which always fits. Any but `none` makes the
+    engine reserve room for adapters of the experts in every slot."""
     slots: int = Field(default=4, ge=1)
     """Adapters that the engine computes with at a time. The others wait in the host's memory, and their
     requests wait for a slot."""

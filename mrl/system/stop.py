@@ -75,13 +75,17 @@ class StopRequest:
     """Keeps what this rank was asked; the ranks of a run decide together."""
 
     def __init__(
-        self, limit_s: float = 25.0, saved_step: Callable[[], int | None] = lambda: None
+        self,
+        limit_s: float = 25.0,
+        saved_step: Callable[[], int | None] = lambda: None,
+        lost: str = "",
     ) -> None:
         """`limit_s`: seconds from SIGTERM or SIGHUP to the end of the process. `saved_step` returns the
-        steps done in the newest checkpoint, None where there is none."""
+        steps done in the newest checkpoint, None where there is none. `lost` says what is lost where
+        the limit is over, for what is no run."""
         self.asked = NOBODY
         self._limit_s = limit_s
-        self._saved_step = saved_step
+        self._saved_step, self._lost = saved_step, lost
         self._timer: threading.Timer | None = None
 
     def from_callback(self) -> None:
@@ -147,10 +151,12 @@ class StopRequest:
         if os.environ.get("RANK", "0") == "0":
             saved = self._saved_step()
             kept = "no checkpoint is there" if saved is None else f"{saved} steps are saved"
+            lost = self._lost or (
+                "the step was not over and saved after "
+                f"checkpoint.stop_limit_s={self._limit_s:g} s; {kept}, what was trained since is lost"
+            )
             sys.stderr.write(
-                f"mrl: {signal.Signals(number).name}: the step was not over and saved after "
-                f"checkpoint.stop_limit_s={self._limit_s:g} s; {kept}, what was trained since is lost; "
-                "start again to continue\n"
+                f"mrl: {signal.Signals(number).name}: {lost}; start again to continue\n"
             )
             sys.stderr.flush()
         os._exit(128 + number)

@@ -150,7 +150,7 @@ def _beyond(service: ServiceConfig, recipe: Recipe) -> Iterator[str]:
     ):  # fmt: skip
         if value is not None and limit is not None and value > limit:
             yield f"{key} is {value:g}, but the service has {limit_key}={limit:g}; give at most that"
-    if recipe.lora is not None and recipe.lora.experts not in service.lora.experts:
+    if recipe.lora is not None and recipe.lora.experts not in ("none", *service.lora.experts):
         kinds = ", ".join(service.lora.experts)
         yield f"lora.experts is {recipe.lora.experts}, but the service has lora.experts=[{kinds}]"
     if recipe.captures_routes and not service.moe.capture_routes:

@@ -34,8 +34,15 @@ def service_dims(config: ServiceConfig, world: int) -> ParallelDims:
     dims = ParallelDims.create(config.parallel, world)
     model = HfModel.read(config.model.path, config.model.architecture)
     dims.check_model(model.sizes)
-    check_engine_sizes(config.rollout_config(), model.sizes)
-    if engine_layout(config.rollout_config(), world).num_nodes > 1:
+    rollout = config.rollout_config()
+    check_engine_sizes(rollout, model.sizes)
+    if rollout.batch_invariant and rollout.tensor_parallel_size > 1:
+        raise InputError(
+            "rollout.batch_invariant: an engine of several ranks adds up in another order than that of "
+            f"one, and rollout.tensor_parallel_size is {rollout.tensor_parallel_size}; set it to 1, or "
+            "leave batch_invariant out"
+        )
+    if engine_layout(rollout, world).num_nodes > 1:
         raise InputError(
             "rollout.tensor_parallel_size: an engine of adapters stays on one node; lower it to the "
             "ranks of a node"

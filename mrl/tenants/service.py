@@ -34,6 +34,12 @@ from mrl.tenants.tenant_run import TenantRun
 SERVICE_FAULTS = (EngineGone, EngineLost, RankLost, OutOfMemory, MemoryError, dist.DistError)
 """Errors that end the service, whoever's work they came from: nobody can go on after them."""
 Publish = Callable[[dict[str, float]], None]
+STOP_LIMIT_S = 25.0
+"""Seconds from SIGTERM or SIGHUP to the end of the process."""
+LOST = (
+    f"the round was not over and saved after {STOP_LIMIT_S:g} s; every tenant goes back to its newest "
+    "checkpoint"
+)
 IDLE_S = 0.1
 """Seconds between two looks for tenants while there are none."""
 
@@ -56,7 +62,7 @@ class Service:
         """Tenants that want samples, in the order in which they began to."""
         self._queue = TrainingQueue(config.schedule.max_wait_s)
         self._phase = Phase(config.lora.slots, config.schedule.max_wait_s)
-        self._stop = StopRequest()
+        self._stop = StopRequest(STOP_LIMIT_S, lost=LOST)
         self._crashes = Crashes(None if registry is None else registry.root)
         self._round = 0
 
@@ -94,6 +100,7 @@ class Service:
     def run_round(self) -> None:
         """Collect the samples of all tenants at once, then train each with its own."""
         begin_step(self._round)
+        self._house.slot.begin_step()
         clock = Clock()
         self._wanting += [name for name in self._runs if name not in self._wanting]
         members = self._members()

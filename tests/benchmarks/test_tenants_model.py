@@ -1,4 +1,4 @@
-"""The model of many tenants at the seed's sizes: its engine by hand, and its shortest form."""
+"""The model of many tenants at the article's sizes: its engine by hand, and its shortest form."""
 
 from __future__ import annotations
 

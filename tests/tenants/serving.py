@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Service:
         tree = {
             "model": {"path": str(self.model), "dtype": "float32"},
             "rollout": {"batch_invariant": True, "context_len": 64, "max_total_tokens": 2048},
-            "lora": {"max_rank": 8, "experts": ["none", "per_expert"]},
+            "lora": {"max_rank": 8, "experts": ["per_expert"]},
             "output_dir": str(self.folder),
             **more,
         }
@@ -145,12 +145,14 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
 
 
-def require_same_bits(one: Path, other: Path) -> None:
-    """Assert that two runs have the same metrics, samples and final weights."""
+def require_same_bits(one: Path, other: Path, but: Sequence[str] = ()) -> None:
+    """Assert that two runs have the same metrics, less those of `but`, samples and final weights."""
     ours, theirs = rows_of(one), rows_of(other)
     for mine, its in zip(ours, theirs, strict=True):
         different = {
-            k: (mine.get(k), its.get(k)) for k in {*mine, *its} if mine.get(k) != its.get(k)
+            k: (mine.get(k), its.get(k))
+            for k in {*mine, *its} - {*but}
+            if mine.get(k) != its.get(k)
         }
         assert not different
     step = len(ours)

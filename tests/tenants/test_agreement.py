@@ -149,6 +149,13 @@ def test_an_adapter_may_be_too_large(tmp_path: Path, model: Path) -> None:
             resolve_tenant(ours, tenant(tmp_path / "a"), "a")
 
 
+def test_an_adapter_without_experts_fits_every_service(tmp_path: Path, model: Path) -> None:
+    ours = service(tmp_path, model, lora={"experts": ["per_expert"]})
+    recipe = resolve_tenant(ours, tenant(tmp_path / "a"), "a")
+    assert recipe.lora is not None
+    assert recipe.lora.experts == "none"
+
+
 def test_a_model_by_another_name_is_the_same(tmp_path: Path, model: Path) -> None:
     (tmp_path / "link").symlink_to(model / "model")
     tree = tenant(tmp_path / "a", model={"path": str(tmp_path / "link")})

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -83,9 +84,9 @@ def test_states(registry: Registry, tmp_path: Path, path: list, allowed: bool) -
 @pytest.mark.parametrize(
     "name", ["", "A", "-a", "a/b", "..", "../a", "a" * 64, "a b", "ä", "a\n", ".new", None, 3]
 )
-def test_bad_names(registry: Registry, tmp_path: Path, name: object) -> None:
+def test_bad_names(registry: Registry, tmp_path: Path, name: Any) -> None:
     with pytest.raises(InputError, match="the name of a tenant is"):
-        registry.add(name, tenant(tmp_path / "run"))  # type: ignore[arg-type]
+        registry.add(name, tenant(tmp_path / "run"))
     assert not registry.tenants()
 
 

@@ -10,17 +10,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mrl.toy_model import write_toy_model
 from tests.loop.test_run import processes_of
-from tests.tenants.serving import LIMIT_S, Service, require_same_bits
+from tests.tenants.serving import LIMIT_S, Service, require_same_bits, rows_of, wait_for
 
 pytestmark = [pytest.mark.timeout(3000), pytest.mark.release]
 
 SHARED_MEMORY = Path("/dev/shm")
 KILLS = int(os.environ.get("MRL_TENANT_KILLS", "3"))
-"""The issue's 10 take a quarter of an hour on two cores."""
+"""Ten take a quarter of an hour on two cores."""
 NUM_STEPS = 6
 GONE_S = 60.0
 
@@ -78,6 +79,26 @@ def test_every_tenant_survives_kills(
     for name in ("ann", "bob"):
         service.train_alone(name, tmp_path / name)
         require_same_bits(service.run_of(name), tmp_path / name)
+
+
+def test_an_engine_that_is_lost_again_and_again_is_replaced(model: Path, tmp_path: Path) -> None:
+    """Four engines are lost, one in a round at most: `rollout.max_restarts` counts those of a round."""
+    service = Service(tmp_path / "service", model)
+    service.write()
+    service.add("ann", "bob", num_steps=NUM_STEPS)
+    process = service.start("--until-done")
+    for number in range(4):
+        wait_for(lambda number=number: num_rows(service) >= 2 * (number + 1), process)
+        for each in psutil.Process(process.pid).children(recursive=True):
+            if each.name().startswith("sglang::sched"):
+                each.kill()
+    assert process.wait(LIMIT_S) == 0
+    lost = "rollout/engine_restarts"
+    for name in ("ann", "bob"):
+        restarts = [row[lost] for row in rows_of(service.run_of(name))]
+        assert sum(restarts) >= 4
+        service.train_alone(name, tmp_path / name)
+        require_same_bits(service.run_of(name), tmp_path / name, but=[lost])
 
 
 def test_a_tenant_whose_work_ends_the_process_is_left_out_at_the_fourth_start(
