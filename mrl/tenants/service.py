@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch.distributed as dist
 
 from mrl.config import Recipe, ServiceConfig
-from mrl.errors import DiskFailed, EngineGone, InputError, OutOfMemory, RankLost
+from mrl.errors import EngineGone, InputError, OutOfMemory, RankLost
 from mrl.exchange.sharing import share_bytes, sum_over_ranks
 from mrl.rollout.base import EngineLost
 from mrl.run import console
@@ -261,22 +261,13 @@ class Service:
                 self._queue.done(time.perf_counter() - start)
             if failure:
                 self._pause(run, failure)
-            self._attempt(run, lambda run=run: self._check_disk(run))
+            self._attempt(run, run.check_disk)
         return waits
 
     def _next(self) -> str:
         """Return who is trained next, as rank 0's clock has it; empty where nobody waits."""
         name = self._queue.take(time.time()) if self._is_main else None
         return share_bytes((name or "").encode())[0].decode()
-
-    def _check_disk(self, run: TenantRun) -> None:
-        """Raise DiskFailed where a tenant's run folder has grown beyond its limit."""
-        limit = self._config.tenants.max_disk_bytes
-        if limit is not None and (used := run.disk_bytes()) > limit:
-            raise DiskFailed(
-                f"output_dir {run.folder.root} holds {used} bytes, and the service allows "
-                f"tenants.max_disk_bytes={limit}; remove old checkpoints, then resume the tenant"
-            )
 
     def _finish(self, run: TenantRun) -> None:
         if self._attempt(run, run.leave):

@@ -9,7 +9,7 @@ from typing import Any
 
 from mrl.collect.base import Collector
 from mrl.config import Recipe
-from mrl.errors import InputError
+from mrl.errors import DiskFailed, InputError
 from mrl.preflight import check
 from mrl.run.folder import RunFolder
 from mrl.system.clock import Clock
@@ -126,11 +126,17 @@ class TenantRun:
         self.update_s = time.perf_counter() - start
         return metrics
 
-    def disk_bytes(self) -> int:
-        """Return the size of the run folder, as rank 0 sees it; 0 on the others."""
-        if self._house.mesh.rank:
-            return 0
-        return sum(f.lstat().st_size for f in self.folder.root.rglob("*") if not f.is_dir())
+    def check_disk(self) -> None:
+        """Raise DiskFailed where the run folder has grown beyond its limit; rank 0 looks."""
+        limit, root = self._house.limits.max_disk_bytes, self.folder.root
+        if limit is None or self._house.mesh.rank:
+            return
+        used = sum(file.lstat().st_size for file in root.rglob("*") if not file.is_dir())
+        if used > limit:
+            raise DiskFailed(
+                f"output_dir {root} holds {used} bytes, and the service allows "
+                f"tenants.max_disk_bytes={limit}; remove old checkpoints, then resume the tenant"
+            )
 
     def leave(self) -> None:
         """Save the steps that are done, where no checkpoint has them yet, and end the run."""
