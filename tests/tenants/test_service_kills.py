@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.timeout(3000), pytest.mark.release]
 
 SHARED_MEMORY = Path("/dev/shm")
 KILLS = int(os.environ.get("MRL_TENANT_KILLS", "3"))
-"""Ten take a quarter of an hour on two cores."""
+"""Ten take four minutes on two cores."""
 NUM_STEPS = 6 * max(1, KILLS // 3)
 GONE_S = 60.0
 
