@@ -24,10 +24,10 @@ import yaml
 from mrl.config import ServiceConfig
 from mrl.config.load import load_service
 from mrl.system.files import write_whole
-from mrl.tenants.house import House
+from mrl.tenants.colocated import ColocatedService
+from mrl.tenants.colocated_house import ColocatedHouse
 from mrl.tenants.open_house import open_house, service_dims
 from mrl.tenants.registry import Registry
-from mrl.tenants.service import Service
 from parallel import prepare
 from parallel.checkpoint.saved_tensors import SavedTensors
 from parallel.mesh import destroy_mesh, init_mesh
@@ -117,7 +117,7 @@ class Occupancy:
     The requests beyond the engine's room wait in it and are not counted.
     """
 
-    def __init__(self, house: House, room: int) -> None:
+    def __init__(self, house: ColocatedHouse, room: int) -> None:
         self._house, self._room = house, room
         self.request_s = 0.0
         """Seconds of all requests that ran."""
@@ -152,13 +152,13 @@ class Measured:
     config: ServiceConfig
     load: Load
     registry: Registry
-    house: House
+    house: ColocatedHouse
     rounds: list[dict[str, float]] = field(default_factory=list)
     places: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What the ledger said at the end of a round of three tenants, by kind."""
 
     def __post_init__(self) -> None:
-        self.service = Service(self.config, self.house, self.registry, self.rounds.append)
+        self.service = ColocatedService(self.config, self.house, self.registry, self.rounds.append)
 
     def run(self, label: str, groups: Sequence[Sequence[str]], num_steps: int) -> dict[str, Any]:
         """Run these groups of tenants one after another; return what their rounds took, and digests of
@@ -180,9 +180,9 @@ class Measured:
         for name in group:
             output = self.registry.root / "runs" / f"{name}-{label}"
             self.registry.add(f"{name}-{label}", recipe_tree(self.load, name, num_steps, output))
-        while self.service._heed_users():
+        while self.service.heed_users():
             with counted.counting():
-                self.service.run_round()
+                self.service.run_turn()
             if len(group) == len(SEEDS) and len(self.house.base.names) == len(group):
                 found = self.house.base.ledger.where()
                 self.places = {kind: each._asdict() for kind, each in found.items()}
@@ -247,7 +247,7 @@ def measure(model: Path, folder: Path, name: str, repeats: int, num_steps: int) 
         mesh = init_mesh(service_dims(config, 1), seed=0)
         house = open_house(config, mesh, registry.root / "logs")
         measured = Measured(config, load, registry, house)
-        measured.service._start_engine()
+        house.start()
         try:
             measured.run("warm", (("ann",),), 2)
             variants = list(load.variants)

@@ -54,10 +54,10 @@ def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int
     and 0 where it ended by itself."""
     from mrl.preflight.machine import check_machine, local_ranks
     from mrl.run import console
+    from mrl.tenants.colocated import ColocatedService
     from mrl.tenants.control import Control
     from mrl.tenants.open_house import open_house, service_dims
     from mrl.tenants.registry import Registry
-    from mrl.tenants.service import Service
     from parallel import prepare
     from parallel.mesh import init_mesh
 
@@ -70,7 +70,9 @@ def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int
         mesh = init_mesh(dims, seed=0, timeout_s=config.rollout.request_timeout_s)
         house = open_house(config, mesh, Path(config.output_dir) / "logs")
         if registry is None:
-            return Service(config, house, None).serve(until_done=until_done)
+            return ColocatedService(config, house, None).serve(until_done=until_done)
         control = undo.enter_context(Control(registry))
         console.pairs([("service", str(registry.root)), ("model", config.model.path)])
-        return Service(config, house, registry, control.publish).serve(until_done=until_done)
+        return ColocatedService(config, house, registry, control.publish).serve(
+            until_done=until_done
+        )

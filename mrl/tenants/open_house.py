@@ -18,7 +18,7 @@ from mrl.rollout.engine_group import EngineGroup
 from mrl.rollout.sglang.tenants import TenantEngines
 from mrl.run import console
 from mrl.system.memory_watch import MemoryWatch
-from mrl.tenants.house import House
+from mrl.tenants.colocated_house import ColocatedHouse
 from mrl.tenants.schedule import Admission
 from parallel.base import BaseSetup
 from parallel.dims import ParallelDims
@@ -50,7 +50,7 @@ def service_dims(config: ServiceConfig, world: int) -> ParallelDims:
     return dims
 
 
-def open_house(config: ServiceConfig, mesh: Mesh, logs: Path) -> House:
+def open_house(config: ServiceConfig, mesh: Mesh, logs: Path) -> ColocatedHouse:
     """Load the base and make this rank's place for an engine, which is not started. A collective.
 
     Raises InputError for a model that cannot be served so.
@@ -92,7 +92,7 @@ def open_house(config: ServiceConfig, mesh: Mesh, logs: Path) -> House:
         MemoryWatch(mesh.device, console.warning),
         keeps_weights=True,
     )
-    return House(mesh, base, slot, group, engines, config.tenants)
+    return ColocatedHouse(mesh, base, config.tenants, slot, group, engines)
 
 
 def engine_limits(config: ServiceConfig, model: HfModel) -> AdapterLimits:

@@ -1,8 +1,7 @@
-"""The loop of a service: tenants join and leave, roll out together, and are trained in turn.
+"""The loop of a service: tenants join, take their turns, fail by themselves, and leave.
 
-Every rank runs it. Rank 0 reads what users want and says it to the others, so that all do the same. A
-round is one rollout phase, in which the requests of all tenants share the engine, and then one update
-of each tenant that has its samples.
+Every rank runs it. Rank 0 reads what users want and says it to the others, so that all do the same. How
+samples come and who is trained when is in colocated.py and disaggregated.py.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -21,19 +21,18 @@ from mrl.exchange.sharing import share_bytes, sum_over_ranks
 from mrl.rollout.base import EngineLost
 from mrl.run import console
 from mrl.run.json_lines import add_line
-from mrl.system.clock import Clock
-from mrl.system.heartbeat import begin_step, phase
 from mrl.system.stop import StopRequest
+from mrl.tenants.colocated_house import ColocatedHouse
 from mrl.tenants.crashes import REASON, Crashes
-from mrl.tenants.house import House
 from mrl.tenants.record import State
 from mrl.tenants.registry import Registry
-from mrl.tenants.schedule import Phase, TrainingQueue
+from mrl.tenants.schedule import TrainingQueue
 from mrl.tenants.tenant_run import TenantRun
 
 SERVICE_FAULTS = (EngineGone, EngineLost, RankLost, OutOfMemory, MemoryError, dist.DistError)
 """Errors that end the service, whoever's work they came from: nobody can go on after them."""
 Publish = Callable[[dict[str, float]], None]
+Run = TypeVar("Run", bound=TenantRun)
 STOP_LIMIT_S = 25.0
 """Seconds from SIGTERM or SIGHUP to the end of the process."""
 LOST = (
@@ -44,41 +43,39 @@ IDLE_S = 0.1
 """Seconds between two looks for tenants while there are none."""
 
 
-class Service:
+class Service(ABC, Generic[Run]):
     """Serves the tenants of a registry until it is told to stop. Every method is a collective."""
 
     def __init__(
         self,
         config: ServiceConfig,
-        house: House,
+        house: ColocatedHouse,
         registry: Registry | None,
         publish: Publish = lambda metrics: None,
     ) -> None:
-        """`registry`: None on all ranks but the first. `publish` is told the metrics of each round."""
-        self._config, self._house, self._registry, self._publish = config, house, registry, publish
+        """`registry`: None on all ranks but the first. `publish` is told the metrics of the service."""
+        self._config, self._registry, self._publish = config, registry, publish
+        self._house = house
         self._is_main = registry is not None
-        self._runs: dict[str, TenantRun] = {}
-        self._wanting: list[str] = []
-        """Tenants that want samples, in the order in which they began to."""
+        self._runs: dict[str, Run] = {}
         self._queue = TrainingQueue(config.schedule.max_wait_s)
-        self._phase = Phase(config.lora.slots, config.schedule.max_wait_s)
         self._stop = StopRequest(STOP_LIMIT_S, lost=LOST)
         self._crashes = Crashes(None if registry is None else registry.root)
-        self._round = 0
 
     def serve(self, *, until_done: bool = False) -> int:
-        """Run rounds until a signal comes; return its number in `mrl.system.stop`, 0 for none.
+        """Let tenants have their turns until a signal comes; return its number in `mrl.system.stop`, 0
+        for none.
 
         `until_done`: also end when no tenant is queued or running. Every tenant is saved at the end.
         """
         for name in self._crashes.take_culprits():
             self._note(name, "paused", REASON)
         with self._stop.heeding_signals():
-            self._start_engine()
             try:
+                self._house.start()
                 while not (told := self._told()):
-                    if self._heed_users():
-                        self.run_round()
+                    if self.heed_users():
+                        self.run_turn()
                     elif until_done:
                         break
                     else:
@@ -90,52 +87,29 @@ class Service:
                 self.close()
 
     def close(self) -> None:
-        """Let go of the tenants without a save, and stop the engine. Harmless when repeated."""
+        """Let go of the tenants without a save, and stop the engines. Harmless when repeated."""
         for run in self._runs.values():
             with contextlib.suppress(RuntimeError):
                 run.close()
         self._runs.clear()
-        self._house.slot.stop()
+        self._house.close()
 
-    def run_round(self) -> None:
-        """Collect the samples of all tenants at once, then train each with its own."""
-        begin_step(self._round)
-        self._house.slot.begin_step()
-        clock = Clock()
-        self._wanting += [name for name in self._runs if name not in self._wanting]
-        members = self._members()
-        self._collect([self._runs[name] for name in members], clock)
-        with clock.part("train"):
-            waits = self._train([run for run in self._present(members) if not run.is_done])
-        if self._is_main:
-            self._note_round(members, waits, clock)
-        for run in [run for run in self._present(members) if run.is_over]:
-            self._finish(run)
-        self._wanting = [name for name in self._wanting if name not in members]
-        self._round += 1
+    @abstractmethod
+    def run_turn(self) -> None:
+        """Bring the tenants further: one or several of them by a step, or by a part of one."""
 
-    def _present(self, names: Iterable[str]) -> list[TenantRun]:
+    @abstractmethod
+    def _new_run(self, name: str, weight: float, recipe: Recipe) -> Run:
+        """Return the run of a tenant that joins. Raises what is wrong with it."""
+
+    def _present(self, names: Iterable[str]) -> list[Run]:
         """Return the runs of these tenants, less those that have ended meanwhile."""
         return [self._runs[name] for name in names if name in self._runs]
-
-    def _members(self) -> list[str]:
-        """Return who takes part in the next rollout phase."""
-        self._wanting = [name for name in self._wanting if name in self._runs]
-        wanting = {name: self._runs[name].tokens_of_step for name in self._wanting}
-        capacity = self._config.rollout.max_total_tokens
-        return self._phase.start(capacity or sum(wanting.values()), wanting)
 
     def _told(self) -> int:
         return max((int(said) for said in share_bytes(b"%d" % self._stop.asked)), default=0)
 
-    @phase("start")
-    def _start_engine(self) -> None:
-        self._house.base.offload()
-        dist.barrier()
-        self._house.slot.start()
-        dist.barrier()
-
-    def _heed_users(self) -> bool:
+    def heed_users(self) -> bool:
         """Open and end runs as the registry says; return whether any is left."""
         wanted = self._wanted()
         for name in [name for name in self._runs if name not in wanted]:
@@ -174,10 +148,10 @@ class Service:
             self._note(name, "paused", str(error))
 
     def _open(self, name: str, weight: float, recipe: Recipe) -> None:
-        opened: list[TenantRun] = []
+        opened: list[Run] = []
 
         def open_run() -> None:
-            opened.append(TenantRun(name, weight, recipe, dist.get_world_size(), self._house))
+            opened.append(self._new_run(name, weight, recipe))
 
         if failure := self._failure_of(name, open_run):
             for run in opened:
@@ -188,93 +162,27 @@ class Service:
         self._queue.join(name, weight)
         self._note(name, "running")
 
-    def _collect(self, runs: Sequence[TenantRun], clock: Clock) -> None:
-        """Generate and score the samples of one step of each tenant."""
-        names = [run.name for run in runs]
-        for run in runs:
-            self._attempt(run, run.begin)
-        while open_runs := [run for run in self._present(names) if not run.collector.is_over]:
-            slot = self._house.slot
-            slot.is_needed = any(run.collector.num_remaining for run in open_runs)
-            with clock.part("sync"):
-                self._sync(open_runs)
-            with clock.part("rollout"):
-                self._generate([run for run in open_runs if run.name in self._runs])
-                slot.sleep()
-            was_lost = slot.replace_lost(clock)
-            with clock.part("score"):
-                for run in [run for run in open_runs if run.name in self._runs]:
-                    run.collector.end_generation(was_lost=was_lost)
-                    self._attempt(run, run.score)
-
-    @phase("sync")
-    def _sync(self, runs: Sequence[TenantRun]) -> None:
-        """Give the device to the engine, which then holds the adapters of these tenants."""
-        house = self._house
-        house.base.onload()
-        for run in runs:
-            self._attempt(run, run.prepare_sync)
-        dist.barrier()  # an engine wakes on the devices of several ranks
-        house.slot.wake_weights()
-        for run in [run for run in runs if run.name in self._runs]:
-            self._attempt(run, run.send)
-        house.base.unmount()
-        house.base.offload()
-        dist.barrier()
-        house.slot.wake_cache()
-        for run in [run for run in runs if run.name in self._runs]:
-            self._attempt(run, run.check_sync)
-
-    @phase("rollout")
-    def _generate(self, runs: Sequence[TenantRun]) -> None:
-        """Generate for all tenants at once, each in a thread of its own."""
-        failures = dict.fromkeys((run.name for run in runs), "")
-
-        def generate(run: TenantRun) -> None:
-            try:
-                run.collector.generate(run.clock)
-            except SERVICE_FAULTS:
-                raise
-            except Exception as error:
-                failures[run.name] = describe(error)
-
-        with ThreadPoolExecutor(max(1, len(runs)), thread_name_prefix="tenant") as pool:
-            for future in [pool.submit(generate, run) for run in runs]:
-                future.result()
-        for run in runs:
-            if failure := self._first(failures[run.name]):
-                self._pause(run, failure)
-
-    def _train(self, runs: Sequence[TenantRun]) -> dict[str, float]:
-        """Train each tenant with what was collected for it, in the order of the queue; return how long
-        each has waited for it, in seconds."""
-        self._house.base.onload()
-        now, waits = time.time(), {}
-        for run in runs:
-            self._queue.ready(run.name, now)
-        while name := self._next():
-            begun, start = time.time(), time.perf_counter()
-            waits[name] = begun - now
-            run = self._runs[name]
-            failure = self._failure_of(name, run.train)
-            if self._is_main:
-                self._queue.done(time.perf_counter() - start)
-            if failure:
-                self._pause(run, failure)
-            self._attempt(run, run.check_disk)
-        return waits
+    def _train(self, name: str) -> None:
+        """Train the tenant whom the queue has chosen."""
+        run, start = self._runs[name], time.perf_counter()
+        failure = self._failure_of(name, run.train)
+        if self._is_main:
+            self._queue.done(time.perf_counter() - start)
+        if failure:
+            self._pause(run, failure)
+        self._attempt(run, run.check_disk)
 
     def _next(self) -> str:
         """Return who is trained next, as rank 0's clock has it; empty where nobody waits."""
         name = self._queue.take(time.time()) if self._is_main else None
         return share_bytes((name or "").encode())[0].decode()
 
-    def _finish(self, run: TenantRun) -> None:
+    def _finish(self, run: Run) -> None:
         if self._attempt(run, run.leave):
             self._note(run.name, "done")
             self._forget(run.name)
 
-    def _attempt(self, run: TenantRun, action: Callable[[], object]) -> bool:
+    def _attempt(self, run: Run, action: Callable[[], object]) -> bool:
         """Do something for one tenant, and pause it where that fails; return whether it succeeded."""
         if run.name not in self._runs:
             return False
@@ -303,7 +211,7 @@ class Service:
             return ""
         return next(said.decode() for said in share_bytes(failure.encode()) if said)
 
-    def _pause(self, run: TenantRun, reason: str) -> None:
+    def _pause(self, run: Run, reason: str) -> None:
         """End a run that failed; its newest checkpoint is where it goes on."""
         with contextlib.suppress(RuntimeError, OSError):
             run.close()
@@ -322,17 +230,9 @@ class Service:
                 console.warning(f"tenant {name} is paused: {reason}")
             self._registry.try_move(name, state, reason)
 
-    def _note_round(self, members: Sequence[str], waits: Mapping[str, float], clock: Clock) -> None:
+    def _write_row(self, row: dict[str, float]) -> None:
+        """Write and publish metrics of the service; for rank 0."""
         assert self._registry is not None
-        row: dict[str, float] = {"round": self._round, "service/phase_tenants": len(members)}
-        row |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
-        row |= {"time/round_s": clock.elapsed_s, "time/timestamp": time.time()}
-        row["service/queue_age_s"] = max(waits.values(), default=0.0)
-        for run in self._present(members):
-            row[f"service/{run.name}/swap_s"] = run.swap.seconds
-            row[f"service/{run.name}/swap_bytes"] = run.swap.num_bytes
-            row[f"service/{run.name}/update_s"] = run.update_s
-            row[f"service/{run.name}/queue_age_s"] = waits.get(run.name, 0.0)
         add_line(self._registry.root / "metrics.jsonl", row)
         self._publish(row)
 

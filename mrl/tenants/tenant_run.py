@@ -13,7 +13,7 @@ from mrl.errors import DiskFailed, InputError
 from mrl.preflight import check
 from mrl.run.folder import RunFolder
 from mrl.system.clock import Clock
-from mrl.tenants.house import House, TenantCollector
+from mrl.tenants.house import House
 from mrl.trainer import Trainer
 from parallel.lora.shared_base import SwapReport
 from parallel.policy import Policy
@@ -30,7 +30,7 @@ class TenantTrainer(Trainer):
         return super()._make_policy(base=self.house.base, name=self.name, **shared)
 
     def _make_collector(self) -> Collector:
-        return TenantCollector(self.plan, self.folder, self.house, self.name, self.weight)
+        return self.house.make_collector(self.plan, self.folder, self.name, self.weight)
 
 
 class TenantRun:
@@ -59,22 +59,16 @@ class TenantRun:
                 plan, house.mesh, self.folder, name=name, house=house, weight=weight
             )
             undo.callback(self.trainer.close)
-            collector = self.trainer.collector
-            assert isinstance(collector, TenantCollector)
-            self.collector = collector
-            undo.callback(collector.close)
+            self.collector = self.trainer.collector
+            undo.callback(self.collector.close)
             self.trainer.begin()  # the policy is mounted since it was made
             undo.pop_all()
+        self.plan = plan
         self.clock = Clock()
         self.swap = SwapReport(0.0, 0)
         """What it took to bring the tenant to the device for its newest update."""
         self.update_s = 0.0
         """Seconds of its newest update, without the swap."""
-        rollout = plan.recipe.rollout
-        num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
-        longest = max(len(prompt.token_ids) for prompt in plan.prompts) + rollout.max_response_len
-        self.tokens_of_step = num_samples * longest
-        """The most tokens that a step of it can hold."""
         self._is_evaluated = not plan.recipe.eval.every
 
     @property
@@ -95,23 +89,6 @@ class TenantRun:
             self.clock = Clock()
             self.collector.begin_evaluation(self.trainer.step)
 
-    def prepare_sync(self) -> None:
-        """Compute what the engine must answer to the canaries. The base is on the device."""
-        with self.clock.part("sync"):
-            self.trainer.policy.mount(adapter_only=True)
-            self.collector.prepare_sync(self.trainer.policy)
-
-    def send(self) -> None:
-        """Send the adapter to the engine, which is awake."""
-        with self.clock.part("sync"):
-            self.trainer.policy.mount(adapter_only=True)
-            self.collector.send(self.trainer.policy, self.trainer.step)
-
-    def check_sync(self) -> None:
-        """Compare the engine's canaries with the trainer's, once its cache is awake."""
-        with self.clock.part("sync"):
-            self.collector.check_sync()
-
     def score(self) -> None:
         """Give all ranks the groups of a round that is whole, with their rewards."""
         self.collector.score(self.clock)
@@ -125,6 +102,16 @@ class TenantRun:
         self.trainer.record_step(metrics)
         self.update_s = time.perf_counter() - start
         return metrics
+
+    def metrics(self, queue_age_s: float) -> dict[str, float]:
+        """Return what the service notes of its newest update, which waited for `queue_age_s`."""
+        found = {
+            "swap_s": self.swap.seconds,
+            "swap_bytes": float(self.swap.num_bytes),
+            "update_s": self.update_s,
+            "queue_age_s": queue_age_s,
+        }
+        return {f"service/{self.name}/{key}": value for key, value in found.items()}
 
     def check_disk(self) -> None:
         """Raise DiskFailed where the run folder has grown beyond its limit; rank 0 looks."""

@@ -1,0 +1,198 @@
+"""A service whose engines are on the trainer's devices: rollout and training take turns.
+
+A turn is a round: one rollout phase, in which the requests of all tenants share the engine, and then
+one update of each tenant that has its samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from mrl.config import Recipe, ServiceConfig
+from mrl.system.clock import Clock
+from mrl.system.heartbeat import begin_step, phase
+from mrl.tenants.colocated_house import ColocatedHouse, TenantCollector
+from mrl.tenants.registry import Registry
+from mrl.tenants.schedule import Phase
+from mrl.tenants.service import SERVICE_FAULTS, Publish, Service, describe
+from mrl.tenants.tenant_run import TenantRun
+
+
+class ColocatedRun(TenantRun):
+    """A `ColocatedRun` gets its samples in the service's rollout phases."""
+
+    def __init__(
+        self, name: str, weight: float, recipe: Recipe, world: int, house: ColocatedHouse
+    ) -> None:
+        super().__init__(name, weight, recipe, world, house)
+        assert isinstance(self.collector, TenantCollector)
+        self._live = self.collector
+        rollout, prompts = self.plan.recipe.rollout, self.plan.prompts
+        longest = max(len(prompt.token_ids) for prompt in prompts) + rollout.max_response_len
+        self.tokens_of_step = rollout.prompts_per_step * rollout.samples_per_prompt * longest
+        """The most tokens that a step of it can hold."""
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether nothing is left to be generated in this phase."""
+        return self._live.is_over
+
+    @property
+    def num_remaining(self) -> int:
+        """The tasks of this rank's engine that are not over."""
+        return self._live.num_remaining
+
+    def prepare_sync(self) -> None:
+        """Compute what the engine must answer to the canaries. The base is on the device."""
+        with self.clock.part("sync"):
+            self.trainer.policy.mount(adapter_only=True)
+            self._live.prepare_sync(self.trainer.policy)
+
+    def send(self) -> None:
+        """Send the adapter to the engine, which is awake."""
+        with self.clock.part("sync"):
+            self.trainer.policy.mount(adapter_only=True)
+            self._live.send(self.trainer.policy, self.trainer.step)
+
+    def check_sync(self) -> None:
+        """Compare the engine's canaries with the trainer's, once its cache is awake."""
+        with self.clock.part("sync"):
+            self._live.check_sync()
+
+    def generate(self) -> None:
+        """Generate what is left of the round on this rank's engine. This is no collective."""
+        self._live.generate(self.clock)
+
+    def end_generation(self, *, was_lost: bool) -> None:
+        """Find out whether the round is generated. `was_lost`: whether any engine was."""
+        self._live.end_generation(was_lost=was_lost)
+
+
+class ColocatedService(Service[ColocatedRun]):
+    """Serves tenants in rounds."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        house: ColocatedHouse,
+        registry: Registry | None,
+        publish: Publish = lambda metrics: None,
+    ) -> None:
+        super().__init__(config, house, registry, publish)
+        self._slot, self._base = house.slot, house.base
+        self._own_house = house
+        self._wanting: list[str] = []
+        """Tenants that want samples, in the order in which they began to."""
+        self._phase = Phase(config.lora.slots, config.schedule.max_wait_s)
+        self._round = 0
+
+    def _new_run(self, name: str, weight: float, recipe: Recipe) -> ColocatedRun:
+        return ColocatedRun(name, weight, recipe, dist.get_world_size(), self._own_house)
+
+    def run_turn(self) -> None:
+        """Collect the samples of all tenants at once, then train each with its own."""
+        begin_step(self._round)
+        self._slot.begin_step()
+        clock = Clock()
+        self._wanting += [name for name in self._runs if name not in self._wanting]
+        members = self._members()
+        self._collect([self._runs[name] for name in members], clock)
+        with clock.part("train"):
+            waits = self._train_all([run for run in self._present(members) if not run.is_done])
+        if self._is_main:
+            self._write_row(self._row(members, waits, clock))
+        for run in [run for run in self._present(members) if run.is_over]:
+            self._finish(run)
+        self._wanting = [name for name in self._wanting if name not in members]
+        self._round += 1
+
+    def _members(self) -> list[str]:
+        """Return who takes part in the next rollout phase."""
+        self._wanting = [name for name in self._wanting if name in self._runs]
+        wanting = {name: self._runs[name].tokens_of_step for name in self._wanting}
+        capacity = self._config.rollout.max_total_tokens
+        return self._phase.start(capacity or sum(wanting.values()), wanting)
+
+    def _collect(self, runs: Sequence[ColocatedRun], clock: Clock) -> None:
+        """Generate and score the samples of one step of each tenant."""
+        names = [run.name for run in runs]
+        for run in runs:
+            self._attempt(run, run.begin)
+        while open_runs := [run for run in self._present(names) if not run.has_samples]:
+            slot = self._slot
+            slot.is_needed = any(run.num_remaining for run in open_runs)
+            with clock.part("sync"):
+                self._sync(open_runs)
+            with clock.part("rollout"):
+                self._generate([run for run in open_runs if run.name in self._runs])
+                slot.sleep()
+            was_lost = slot.replace_lost(clock)
+            with clock.part("score"):
+                for run in [run for run in open_runs if run.name in self._runs]:
+                    run.end_generation(was_lost=was_lost)
+                    self._attempt(run, run.score)
+
+    @phase("sync")
+    def _sync(self, runs: Sequence[ColocatedRun]) -> None:
+        """Give the device to the engine, which then holds the adapters of these tenants."""
+        self._base.onload()
+        for run in runs:
+            self._attempt(run, run.prepare_sync)
+        dist.barrier()  # an engine wakes on the devices of several ranks
+        self._slot.wake_weights()
+        for run in [run for run in runs if run.name in self._runs]:
+            self._attempt(run, run.send)
+        self._base.unmount()
+        self._base.offload()
+        dist.barrier()
+        self._slot.wake_cache()
+        for run in [run for run in runs if run.name in self._runs]:
+            self._attempt(run, run.check_sync)
+
+    @phase("rollout")
+    def _generate(self, runs: Sequence[ColocatedRun]) -> None:
+        """Generate for all tenants at once, each in a thread of its own."""
+        failures = dict.fromkeys((run.name for run in runs), "")
+
+        def generate(run: ColocatedRun) -> None:
+            try:
+                run.generate()
+            except SERVICE_FAULTS:
+                raise
+            except Exception as error:
+                failures[run.name] = describe(error)
+
+        with ThreadPoolExecutor(max(1, len(runs)), thread_name_prefix="tenant") as pool:
+            for future in [pool.submit(generate, run) for run in runs]:
+                future.result()
+        for run in runs:
+            if failure := self._first(failures[run.name]):
+                self._pause(run, failure)
+
+    def _train_all(self, runs: Sequence[ColocatedRun]) -> dict[str, float]:
+        """Train each tenant with what was collected for it, in the order of the queue; return how long
+        each has waited for it, in seconds."""
+        self._base.onload()
+        now, waits = time.time(), {}
+        for run in runs:
+            self._queue.ready(run.name, now)
+        while name := self._next():
+            waits[name] = time.time() - now
+            self._train(name)
+        return waits
+
+    def _row(
+        self, members: Sequence[str], waits: Mapping[str, float], clock: Clock
+    ) -> dict[str, float]:
+        """Return the metrics of a round."""
+        row: dict[str, float] = {"round": self._round, "service/phase_tenants": len(members)}
+        row |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
+        row |= {"time/round_s": clock.elapsed_s, "time/timestamp": time.time()}
+        row["service/queue_age_s"] = max(waits.values(), default=0.0)
+        for run in self._present(members):
+            row |= run.metrics(waits.get(run.name, 0.0))
+        return row
