@@ -63,7 +63,7 @@ class Simulation:
         num = num_gpus if mode == COLOCATED else num_gpus // 2
         self.engines = [Engine(assumptions, mode) for _ in range(num)]
         self.num_trainers = num_gpus if mode == COLOCATED else num_gpus - num
-        self.queue, self.phase = TrainingQueue(3600.0), Phase(num_tenants, 3600.0)
+        self.queue, self.phase = TrainingQueue(3600.0), Phase(num_tenants)
         self.tenants = {
             f"t{n}": Tenant(f"t{n}", random.Random(1000 * assumptions.seed + n))
             for n in range(num_tenants)
@@ -122,8 +122,7 @@ class Simulation:
             return
         switch = 0.0
         if self.members:  # a phase is under way
-            waited = {n: None if self.tenants[n].flying else 0.0 for n in self.members}
-            if not self.phase.over(waited):
+            if any(self.tenants[name].flying for name in self.members):
                 return
             for name in self.members:
                 self.queue.ready(name, self.now)

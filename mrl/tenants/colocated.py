@@ -87,7 +87,7 @@ class ColocatedService(Service[ColocatedRun]):
         self._own_house = house
         self._wanting: list[str] = []
         """Tenants that want samples, in the order in which they began to."""
-        self._phase = Phase(config.lora.slots, config.schedule.max_wait_s)
+        self._phase = Phase(config.lora.slots)
         self._round = 0
 
     def _new_run(self, name: str, weight: float, recipe: Recipe) -> ColocatedRun:

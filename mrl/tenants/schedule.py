@@ -4,8 +4,8 @@ TrainingQueue   which tenant that has its samples is trained next
 Admission       which waiting requests go to an engine now, by what is left of its KV memory
 Phase           which tenants roll out together where trainer and engine share the GPUs
 
-All of it is deterministic and reads no clock: `now` is in seconds on any clock that does not go back
-(since the epoch, if the service is to continue on another day). state_dict() returns plain JSON data.
+All of it is deterministic and reads no clock: `now` is in seconds on any clock that does not go back.
+Nothing is kept over a restart: nobody owes anything then, and each update tells its cost anew.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from mrl.rollout.gate import Demand
 
@@ -156,37 +155,19 @@ class TrainingQueue:
     def done(self, seconds: float) -> None:
         """End the update under way, which took `seconds` > 0 with its swap. Then call ready() again
         if the tenant has samples for another. Raises ValueError, RuntimeError."""
-        seconds, entry = _positive("seconds", seconds), self._end()
+        seconds = _positive("seconds", seconds)
+        if self.running is None:
+            raise RuntimeError("no update is under way; call take() first")
+        entry, self.running = self._entries[self.running], None
         entry.has_samples = False
         entry.debt_s += seconds
         entry.expected_s = max(seconds, FORGETS * (entry.expected_s or 0.0))
-
-    def cancel(self) -> None:
-        """Put the tenant that is running back in its place in line, as after a restart."""
-        self._end()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain data."""
-        own = {"running": self.running, "started": self._started, "count": self._count}
-        return own | {"entries": [asdict(entry) for entry in self._entries.values()]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what state_dict() returned; `max_wait_s` stays that of this queue."""
-        self._entries = {entry["tenant"]: _Entry(**entry) for entry in state["entries"]}
-        self.running, self._started = state["running"], state["started"]
-        self._count = state["count"]
 
     def _line(self) -> list[_Entry]:
         """Return the tenants in line, first come first."""
         line = [e for e in self._entries.values() if e.has_samples and not e.paused]
         others = (entry for entry in line if entry.tenant != self.running)
         return sorted(others, key=lambda entry: entry.place)
-
-    def _end(self) -> _Entry:
-        if self.running is None:
-            raise RuntimeError("no update is under way; call take() first")
-        tenant, self.running = self.running, None
-        return self._entries[tenant]
 
 
 def _keeps_promises(chosen: _Entry, line: Sequence[_Entry], now: float) -> bool:
@@ -276,20 +257,6 @@ class Admission:
                 break
         return granted
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain data."""
-        lengths = {tenant: list(pair) for tenant, pair in self._lengths.items()}
-        return {"lengths": lengths, "passed": self._passed.copy()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what state_dict() returned."""
-        self._lengths = {t: (number, mean) for t, (number, mean) in state["lengths"].items()}
-        self._passed = dict(state["passed"])
-
-
-Waited = Mapping[str, float | None]
-"""The members of a phase, each with how long it has had its samples, or None if it has not."""
-
 
 @dataclass(frozen=True)
 class Phase:
@@ -302,35 +269,13 @@ class Phase:
 
     max_tenants: int
     """Tenants whose adapters the engine holds at once."""
-    max_wait_s: float
-    """Nobody is added to a phase in which a tenant that has its samples has waited so long."""
     fill: float = 4.0
     """A phase starts with at most `fill` times the KV memory: with more, the engine is no fuller, and
     those who have their samples wait for the others."""
 
     def start(self, capacity_tokens: int, wanting: Mapping[str, int]) -> list[str]:
         """Return who takes part: those that fit, the first of them in any case."""
-        chosen = self._first(self.fill * capacity_tokens, self.max_tenants, wanting)
-        return chosen or list(wanting)[:1]
-
-    def add(
-        self, free_tokens: int, num_waiting: int, waited_s: Waited, wanting: Mapping[str, int]
-    ) -> list[str]:
-        """Return who joins the phase under way: those that fit, once no request of it is waiting."""
-        longest = max((waited for waited in waited_s.values() if waited is not None), default=0.0)
-        if num_waiting or longest >= self.max_wait_s or self.over(waited_s):
-            return []
-        others = {tenant: tokens for tenant, tokens in wanting.items() if tenant not in waited_s}
-        return self._first(free_tokens, self.max_tenants - len(waited_s), others)
-
-    @staticmethod
-    def over(waited_s: Waited) -> bool:
-        """Whether the phase ends: all of its members have their samples."""
-        return None not in waited_s.values()
-
-    @staticmethod
-    def _first(room: float, num: int, wanting: Mapping[str, int]) -> list[str]:
-        """Return the first `num` tenants whose tokens fit in `room` together, none passed over."""
         ends = itertools.accumulate(wanting.values())
+        room = self.fill * capacity_tokens
         fits = [tenant for tenant, end in zip(wanting, ends, strict=True) if end <= room]
-        return fits[: max(0, num)]
+        return fits[: self.max_tenants] or list(wanting)[:1]
