@@ -1,4 +1,5 @@
-"""Writes the command that continues a run as it was started: alone, with mrl.launch, or with sbatch."""
+"""Writes the command that continues a run, or a service, as it was started: alone, with mrl.launch, or
+with sbatch."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from mrl.run.failure import SERVICE_FILE
 from mrl.run.folder import RunFolder
 
 
@@ -17,12 +19,22 @@ def train_command(folder: RunFolder, *overrides: str, env: Mapping[str, str] = o
 
     It can be pasted into a shell in the current directory: its paths are as the run was given them.
     """
-    run, config = shlex.quote(str(folder.root)), shlex.quote(str(folder.config))
     keys = " ".join(shlex.quote(override) for override in overrides)
-    script = folder.root / "train.sbatch"  # which the job copied there
-    if "SLURM_JOB_ID" in env and script.exists():
-        return f"sbatch {_nodes(env)} {shlex.quote(str(script))} {config} {run} {keys}".rstrip()
-    return f"{_program(env)} train {config} {keys}".rstrip()
+    return f"{_command('train', folder.root, folder.config, env)} {keys}".rstrip()
+
+
+def serve_command(folder: Path, env: Mapping[str, str] = os.environ) -> str:
+    """Return the command that starts the service in `folder` again, as `train_command` does."""
+    return _command("serve", folder, folder / SERVICE_FILE, env)
+
+
+def _command(name: str, root: Path, config: Path, env: Mapping[str, str]) -> str:
+    run, file = shlex.quote(str(root)), shlex.quote(str(config))
+    script = root / "train.sbatch"  # which the job copied there
+    if "SLURM_JOB_ID" not in env or not script.exists():
+        return f"{_program(env)} {name} {file}"
+    is_service = "SERVE=1 " if name == "serve" else ""
+    return f"{is_service}sbatch {_nodes(env)} {shlex.quote(str(script))} {file} {run}"
 
 
 def _nodes(env: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from mrl.commands.launcher import train_command
-from mrl.config import Recipe
+from mrl.config import Recipe, ServiceConfig
 from mrl.rollout.base import EngineLost
 from mrl.run.folder import RunFolder
 from mrl.system.memory_error import Where, noted_bytes, out_of_memory
@@ -32,6 +32,34 @@ def memory_advice(error: BaseException, recipe: Recipe, folder: RunFolder) -> st
             return _of_engine(found[0], recipe, folder)
         if where := out_of_memory(each):
             return _of_trainer(text, where, phase, held, recipe, folder)
+    return None
+
+
+def memory_advice_of_service(
+    error: BaseException, config: ServiceConfig, command: str
+) -> str | None:
+    """Return one line for a service that ended for want of memory; None where `error` is another one.
+    `command` starts it again."""
+    chain = list(_chain(error))
+    held = next((found for each in chain if (found := noted_bytes(each))), "")
+    tenant = next((found for each in chain if (found := getattr(each, "tenant", ""))), "")
+    for each in chain:
+        text = str(each)
+        is_engine = isinstance(each, EngineLost) and OF_ENGINE.search(text)
+        if not is_engine and not out_of_memory(each):
+            continue
+        who = "the rollout engine" if is_engine else "the trainer"
+        whose = f" in the work of tenant {tenant}" if tenant else ""
+        owners = f" Rank {os.environ.get('RANK', '0')} holds: {held}." if held else ""
+        share = config.rollout.mem_fraction_static
+        most = config.tenants.max_micro_batch_tokens
+        limit = "no limit" if most is None else str(most)
+        return (
+            f"{who} ran out of memory{whose} ({text.splitlines()[0] if text else 'no more is known'})."
+            f"{owners} Change rollout.mem_fraction_static ({share} now) or "
+            f"tenants.max_micro_batch_tokens ({limit} now), or give that tenant a smaller "
+            f"train.micro_batch_tokens. Continue with: {command}"
+        )
     return None
 
 

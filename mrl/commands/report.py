@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mrl.commands.launcher import train_command
-from mrl.commands.out_of_memory import memory_advice
-from mrl.config import Recipe
 from mrl.errors import (
     DiskFailed,
     EngineGone,
@@ -30,10 +27,9 @@ from mrl.run.failure import (
     RUN_FILE,
     SAVED_FILE,
     Failure,
-    newest_snapshot,
-    newest_step,
     print_failure,
     read_failure,
+    saved_in,
     tail_of,
     write_failure,
 )
@@ -45,25 +41,30 @@ _NO_PEER = re.compile(
     r"NCCL communicator was aborted|Connection refused"
 )
 _OF_COLLECTIVE = re.compile(r"gloo|nccl|TCPStore|c10d|ProcessGroup", re.IGNORECASE)
+Advice = Callable[[Exception], str | None]
+"""Says what to do where memory ran out; returns None for another error."""
 _LOG = re.compile(r"(?:its log is|see) (\S.*?\.log)\b")
 
 
 @contextmanager
-def reporting(folder: Path, recipe: Recipe, step: Callable[[], int | None]) -> Iterator[None]:
+def reporting(
+    folder: Path, command: str, advice: Advice, step: Callable[[], int | None]
+) -> Iterator[None]:
     """Write RUN/failure.json where the block raises, and raise what was foreseen as a RunFailed of its
     class.
 
-    `step` returns the number of steps done, None before the first could begin. Bad input and Ctrl-C are
-    no failures of a run.
+    `command` continues the run. `step` returns the number of steps done, None before the first could
+    begin. Bad input and Ctrl-C are no failures of a run.
     """
-    note_run_folder(folder)
+    note_run_folder(folder, command)
     try:
         yield
     except (InputError, KeyboardInterrupt):
         raise
     except Exception as error:
-        found = classified(error, recipe, folder)
-        failure = failure_of(found, folder, step())
+        found = classified(error, advice, folder)
+        found.__cause__ = None if found is error else error
+        failure = failure_of(found, folder, command, step())
         with suppress(OSError):  # the disk may be what failed
             write_failure(folder, failure)
         setattr(found, _ATTRIBUTE, (folder, failure))
@@ -77,13 +78,11 @@ def reporting(folder: Path, recipe: Recipe, step: Callable[[], int | None]) -> I
 _ATTRIBUTE = "__mrl_failure__"
 
 
-def note_run_folder(folder: Path) -> None:
-    """Tell `mrl.launch`, where it started this rank, where the run is."""
-    from mrl.run.folder import RunFolder
-
+def note_run_folder(folder: Path, command: str) -> None:
+    """Tell `mrl.launch`, where it started this rank, where the run is, and what continues it."""
     if place := os.environ.get(LAUNCH_FOLDER):
         with suppress(OSError):
-            write_whole(Path(place) / COMMAND_FILE, train_command(RunFolder(folder)))
+            write_whole(Path(place) / COMMAND_FILE, command)
             write_whole(Path(place) / RUN_FILE, str(folder.absolute()))
 
 
@@ -112,14 +111,12 @@ def show(error: BaseException) -> bool:
     return True
 
 
-def classified(error: Exception, recipe: Recipe, folder: Path) -> Exception:
+def classified(error: Exception, advice: Advice, folder: Path) -> Exception:
     """Return `error`, or the RunFailed that says what it means for the run."""
-    from mrl.run.folder import RunFolder
-
     if isinstance(error, RunFailed) and error.exit_code != ExitCode.FAILED:
         return error
-    if advice := memory_advice(error, recipe, RunFolder(folder)):
-        return OutOfMemory(advice)
+    if text := advice(error):
+        return OutOfMemory(text)
     if text := refusal(error, folder):
         return DiskFailed(text)
     for each in chain(error):
@@ -132,28 +129,26 @@ def classified(error: Exception, recipe: Recipe, folder: Path) -> Exception:
     return error
 
 
-def failure_of(error: Exception, folder: Path, step: int | None) -> Failure:
+def failure_of(error: Exception, folder: Path, command: str, step: int | None) -> Failure:
     """Return the record of `error` on this rank."""
-    from mrl.run.folder import RunFolder
-
     is_foreseen = isinstance(error, RunFailed)
     text = str(error) if is_foreseen else f"{type(error).__name__}: {error}"
     log = next((m[1] for m in _LOG.finditer(text) if Path(m[1]).is_file()), "")
-    phases = (getattr(each, "phase", None) for each in chain(error))
-    phase = next((phase for phase in phases if phase), None)
-    command = re.search(r"Continue with: (.*)$", text)
+    phase = next((p for each in chain(error) if (p := getattr(each, "phase", ""))), None)
+    of_tenant = next((each for each in chain(error) if hasattr(each, "tenant")), None)
+    said = re.search(r"Continue with: (.*)$", text)
     return Failure(
         what=text,
         exit_code=int(error.exit_code) if isinstance(error, RunFailed) else ExitCode.UNFORESEEN,
         rank=int(os.environ.get("RANK", "0")),
         phase=phase or ("start" if step is None else None),
-        step=step,
+        step=step if of_tenant is None else getattr(of_tenant, "step", step),
+        tenant=getattr(of_tenant, "tenant", ""),
         log=log,
         log_tail=tail_of(log) if log else [],
-        saved_step=newest_step(folder),
-        snapshot_step=newest_snapshot(folder),
-        command=command[1] if command else train_command(RunFolder(folder)),
+        command=said[1] if said else command,
         is_echo=isinstance(error, RankLost),
+        **saved_in(folder),
     )
 
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mrl.commands.launcher import serve_command
+from mrl.commands.report import note_saved, reporting
 from mrl.config import ServiceConfig
 from mrl.errors import ExitCode
 from mrl.system.processes import die_with_torchrun
 from mrl.system.stop import WHO, remember_signals, remembering_signals
+
+if TYPE_CHECKING:
+    from mrl.tenants.registry import Registry
+    from parallel.dims import ParallelDims
 
 
 def add_to(commands: Any) -> None:
@@ -38,13 +44,13 @@ def run(args: argparse.Namespace) -> None:
     from mrl.config.load import load_service
     from parallel.mesh import destroy_mesh, world_size
 
-    told = serve(
-        load_service(args.service, args.overrides), world_size(), until_done=args.until_done
-    )
+    config = load_service(args.service, args.overrides)
+    told = serve(config, world_size(), until_done=args.until_done)
     destroy_mesh()
     if told:
         if os.environ.get("RANK", "0") == "0":
             print(f"mrl: {WHO[told]}: all tenants are saved", file=sys.stderr)
+            note_saved()
         sys.exit(ExitCode.SAVED)
 
 
@@ -54,25 +60,57 @@ def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int
     and 0 where it ended by itself."""
     from mrl.preflight.machine import check_machine, local_ranks
     from mrl.run import console
-    from mrl.tenants.colocated import ColocatedService
-    from mrl.tenants.control import Control
-    from mrl.tenants.open_house import open_house, service_dims
+    from mrl.run.failure import clear_failure
+    from mrl.system.disk import refusing
+    from mrl.tenants.open_house import service_dims
     from mrl.tenants.registry import Registry
     from parallel import prepare
-    from parallel.mesh import init_mesh
 
     is_main = os.environ.get("RANK", "0") == "0"
     check_machine(local_ranks(world), console.warning if is_main else lambda text: None)
     dims = service_dims(config, world)
     prepare()
+    with Registry(config) if is_main else nullcontext() as registry:
+        if registry is not None:
+            with refusing(registry.root):
+                clear_failure(registry.root)
+        return _serve(config, dims, registry, until_done=until_done)
+
+
+def _serve(
+    config: ServiceConfig, dims: ParallelDims, registry: Registry | None, *, until_done: bool
+) -> int:
+    """Make what the ranks share, and serve under the eyes of the watchdog."""
+    from mrl.commands.out_of_memory import memory_advice_of_service
+    from mrl.run import console
+    from mrl.tenants.colocated import ColocatedService
+    from mrl.tenants.control import Control
+    from mrl.tenants.open_house import open_house
+    from mrl.watch.start import least_limits_of_service, watching
+    from parallel.clocks import compare_clocks
+    from parallel.mesh import init_mesh
+
+    folder = Path(config.output_dir)
+    command, least = serve_command(folder), least_limits_of_service(config)
+    made: list[ColocatedService] = []
     with ExitStack() as undo:
-        registry = undo.enter_context(Registry(config)) if is_main else None
-        mesh = init_mesh(dims, seed=0, timeout_s=config.rollout.request_timeout_s)
-        house = open_house(config, mesh, Path(config.output_dir) / "logs")
-        if registry is None:
-            return ColocatedService(config, house, None).serve(until_done=until_done)
-        control = undo.enter_context(Control(registry))
-        console.pairs([("service", str(registry.root)), ("model", config.model.path)])
-        return ColocatedService(config, house, registry, control.publish).serve(
-            until_done=until_done
+        undo.enter_context(
+            reporting(
+                folder,
+                command,
+                lambda error: memory_advice_of_service(error, config, command),
+                lambda: made[0].num_turns if made else None,
+            )
         )
+        mesh = init_mesh(dims, seed=0, timeout_s=config.longest_wait_s)
+        if (apart := compare_clocks()) and registry is not None:
+            console.warning(apart)
+        undo.enter_context(watching(config.watch, least, folder, command))
+        house = open_house(config, mesh, folder / "logs")
+        if registry is None:
+            made.append(ColocatedService(config, house, None))
+        else:
+            control = undo.enter_context(Control(registry))
+            console.pairs([("service", str(registry.root)), ("model", config.model.path)])
+            made.append(ColocatedService(config, house, registry, control.publish))
+        return made[0].serve(until_done=until_done)

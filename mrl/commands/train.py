@@ -113,19 +113,26 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
 
     prepare()
     from mrl.commands.bytes_held import bytes_held
+    from mrl.commands.out_of_memory import memory_advice
     from mrl.run import console
     from mrl.trainer import Trainer
-    from mrl.watch.start import watching
+    from mrl.watch.start import least_limits, watching
     from parallel.clocks import compare_clocks
     from parallel.mesh import init_mesh
 
     made: list[Trainer] = []
-    with reporting(folder.root, plan.recipe, lambda: made[0].step if made else None):
-        mesh = init_mesh(plan.dims, plan.recipe.seed, timeout_s=plan.recipe.longest_wait_s)
+    recipe, command = plan.recipe, train_command(folder)
+    with reporting(
+        folder.root,
+        command,
+        lambda error: memory_advice(error, recipe, folder),
+        lambda: made[0].step if made else None,
+    ):
+        mesh = init_mesh(plan.dims, recipe.seed, timeout_s=recipe.longest_wait_s)
         if (apart := compare_clocks()) and mesh.rank == 0:
             console.warning(apart)
         with (
-            watching(plan.recipe, folder.root, train_command(folder)),
+            watching(recipe.watch, least_limits(recipe), folder.root, command),
             closing(Trainer(plan, mesh, folder, callbacks)) as trainer,
         ):
             made.append(trainer)

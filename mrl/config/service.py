@@ -118,6 +118,12 @@ class ServiceConfig(Branch):
             )
         return value
 
+    @property
+    def longest_wait_s(self) -> float:
+        """The time that a rank may wait for another: one engine may serve tenants that the other one
+        does not have, with requests that wait for each other. The watchdog finds what hangs earlier."""
+        return 600 + max(self.rollout.start_timeout_s, 8 * self.rollout.request_timeout_s)
+
     def rollout_config(self) -> RolloutConfig:
         """Return what an engine is made with. What a tenant decides has its default there; each request
         brings its own."""

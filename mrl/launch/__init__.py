@@ -31,10 +31,9 @@ from mrl.run.failure import (
     RUN_FILE,
     SAVED_FILE,
     Failure,
-    newest_snapshot,
-    newest_step,
     print_failure,
     read_failure,
+    saved_in,
     write_failure,
 )
 from mrl.system.oom_killer import OomKills, read_oom_kills
@@ -202,8 +201,7 @@ def _report(error: Any, folder: Path, killed: OomKills) -> int:
             cause=cause,
             log="" if found is None else found.log,
             step=None if found is None else found.step,
-            saved_step=newest_step(run) if run else None,
-            snapshot_step=newest_snapshot(run) if run else None,
+            **(saved_in(run) if run else {}),
             command=_text(folder / COMMAND_FILE) or shlex.join(_own_command()),
         )
         found = lost

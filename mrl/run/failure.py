@@ -18,13 +18,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from mrl.errors import MEANINGS, ExitCode
 from mrl.system.files import write_whole
 from parallel.checkpoint.snapshot_note import note_to_resume
 
 FILE = "failure.json"
+SERVICE_FILE = "service.yaml"
+"""The file by which the folder of a service is known."""
 EARLIER = "failures.jsonl"
 """The records of earlier starts of a run, one a line."""
 LAUNCH_FOLDER = "MRL_LAUNCH_FOLDER"
@@ -54,6 +56,8 @@ class Failure:
     host: str = field(default_factory=socket.gethostname)
     phase: str | None = None
     step: int | None = None
+    tenant: str = ""
+    """Whose work it was, where a service works for several."""
     since_s: float | None = None
     """How long it had lasted when it was found."""
     cause: str = ""
@@ -66,6 +70,8 @@ class Failure:
     """The steps done in the newest checkpoint; None where there is none."""
     snapshot_step: int | None = None
     """The steps done in the snapshot on the nodes; None where it is not newer than every checkpoint."""
+    is_service: bool = False
+    """Whether it is the end of a service, whose tenants have checkpoints of their own."""
     command: str = ""
     """What continues the run."""
     is_echo: bool = False
@@ -136,7 +142,7 @@ def lines_of(failure: Failure) -> Iterator[str]:
     yield from (f"            | {_safe(line)}" for line in failure.ranks[:MAX_RANKS])
     if len(failure.ranks) > MAX_RANKS:
         yield f"            | and {len(failure.ranks) - MAX_RANKS} more in {FILE}"
-    yield _row("saved", _saved(failure.saved_step, failure.snapshot_step))
+    yield _row("saved", _saved(failure))
     yield _row("exit code", f"{failure.exit_code}: {_meaning(failure.exit_code)}")
     if failure.command:
         yield _row("next", failure.command)
@@ -159,6 +165,15 @@ def newest_snapshot(folder: str | Path) -> int | None:
     return None
 
 
+def saved_in(folder: str | Path) -> dict[str, Any]:
+    """Return what is saved in the folder of a run or a service, as fields of a Failure."""
+    return {
+        "saved_step": newest_step(folder),
+        "snapshot_step": newest_snapshot(folder),
+        "is_service": (Path(folder) / SERVICE_FILE).exists(),
+    }
+
+
 def tail_of(log: str | Path, lines: int = TAIL_LINES) -> list[str]:
     """Return the last lines of a log; none where it cannot be read."""
     with suppress(OSError), open(log, "rb") as file:
@@ -179,11 +194,15 @@ def _where(failure: Failure) -> str:
         f"host {failure.host}" if failure.host else "",
         f"phase {failure.phase}" if failure.phase else "",
         "" if failure.step is None else f"step {failure.step}",
+        f"tenant {failure.tenant}" if failure.tenant else "",
     ]
     return ", ".join(part for part in parts if part)
 
 
-def _saved(step: int | None, snapshot: int | None) -> str:
+def _saved(failure: Failure) -> str:
+    step, snapshot = failure.saved_step, failure.snapshot_step
+    if failure.is_service:
+        return "each tenant's newest checkpoint; the next start continues with all tenants"
     kept = "no checkpoint" if step is None else f"a checkpoint with {step} steps done"
     if snapshot is not None:
         return f"{kept}, and a snapshot on the nodes with {snapshot} steps done"

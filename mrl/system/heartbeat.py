@@ -22,12 +22,14 @@ PHASES = (
 `log` everything between the phases of a step: metrics, trackers, callbacks."""
 LEFT = "left"
 """What the page of a rank says that is through with the run."""
-_FORM = struct.Struct("=16sqqq")
+_FORM = struct.Struct("=16sqqq64s")
 _COLLECTIVE = struct.Struct("=16s64sqq")
-_COLLECTIVE_AT = 64
+_COLLECTIVE_AT = 128
 _END = struct.Struct("=q")
 _END_AT = _COLLECTIVE_AT + _COLLECTIVE.size - _END.size
 SIZE = mmap.PAGESIZE
+_STRIDE = 1000
+"""Positions that belong to the work for one tenant: more than it passes phases."""
 
 
 class Pulse(NamedTuple):
@@ -41,6 +43,14 @@ class Pulse(NamedTuple):
     number is the rank that is furthest behind."""
     beats: int
     """How often it has shown progress."""
+    tenant: str = ""
+    """Whom a service works for now; the step is that tenant's. Empty where it is nobody's work."""
+
+    @property
+    def where(self) -> str:
+        """The phase, the step and the tenant in words."""
+        of_tenant = f" of tenant {self.tenant}" if self.tenant else ""
+        return f"{self.phase} of step {max(self.step, 0)}{of_tenant}"
 
 
 class Collective(NamedTuple):
@@ -70,12 +80,13 @@ class _Page:
         os.ftruncate(self.fd, SIZE)
         self.memory = mmap.mmap(self.fd, SIZE)
         self.phase, self.outside, self.step, self.position, self.beats = "start", "start", -1, 0, 0
+        self.tenant = ""
         self.collectives = 0
         self.write()
 
     def write(self) -> None:
-        name = self.phase.encode()
-        _FORM.pack_into(self.memory, 0, name, self.step, self.position, self.beats)
+        name, tenant = self.phase.encode(), self.tenant.encode()
+        _FORM.pack_into(self.memory, 0, name, self.step, self.position, self.beats, tenant)
 
     def go_to(self, phase: str) -> None:
         self.phase = phase
@@ -116,8 +127,8 @@ def num_beats() -> int:
 
 def read_page(memory: mmap.mmap) -> Pulse:
     """Return what a page says that was mapped with `SIZE` bytes."""
-    name, step, position, beats = _FORM.unpack_from(memory, 0)
-    return Pulse(_text(name), step, position, beats)
+    name, step, position, beats, tenant = _FORM.unpack_from(memory, 0)
+    return Pulse(_text(name), step, position, beats, _text(tenant))
 
 
 def read_collective(memory: mmap.mmap) -> Collective:
@@ -159,6 +170,30 @@ def phase(name: str) -> Iterator[None]:
     finally:
         for page in _pages:
             page.go_to(page.outside if before in ("", "start", "log") else before)
+
+
+@contextmanager
+def working_for(tenant: str, step: int) -> Iterator[None]:
+    """Mark that this rank works for one tenant of a service in the block, which is at `step`.
+
+    The ranks have the same position again when all have left the block, also where it raised on some
+    of them only, and these came through fewer phases. An error that leaves it gets the attributes
+    `tenant` and `step`, for the report.
+    """
+    before = [(page, page.step, page.position) for page in _pages]
+    for page in _pages:
+        page.tenant, page.step = tenant, step
+        page.go_to(page.phase)
+    try:
+        yield
+    except Exception as error:
+        setattr(error, "tenant", tenant)  # noqa: B010
+        setattr(error, "step", step)  # noqa: B010
+        raise
+    finally:
+        for page, step_before, position in before:
+            page.tenant, page.step, page.position = "", step_before, position + _STRIDE
+            page.go_to(page.phase)
 
 
 def begin_step(step: int) -> None:

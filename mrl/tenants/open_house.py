@@ -83,7 +83,7 @@ def open_house(config: ServiceConfig, mesh: Mesh, logs: Path) -> ColocatedHouse:
             seed=engine_seed(0, number, 0),
             policy=Admission(),
         )
-    group = EngineGroup.create(mesh.rank, world, layout.ranks, timeout_s=rollout.request_timeout_s)
+    group = EngineGroup.create(mesh.rank, world, layout.ranks, timeout_s=config.longest_wait_s)
     whole: Any = engines  # the slot starts, wakes and stops it, and asks nothing else of it
     slot = EngineSlot(
         EngineNodes(whole, None, None),

@@ -21,6 +21,8 @@ from mrl.exchange.sharing import share_bytes, sum_over_ranks
 from mrl.rollout.base import EngineLost
 from mrl.run import console
 from mrl.run.json_lines import add_line
+from mrl.system.heartbeat import beat, working_for
+from mrl.system.memory_error import noting_bytes, out_of_memory
 from mrl.system.stop import StopRequest
 from mrl.tenants.colocated_house import ColocatedHouse
 from mrl.tenants.crashes import REASON, Crashes
@@ -61,6 +63,8 @@ class Service(ABC, Generic[Run]):
         self._queue = TrainingQueue(config.schedule.max_wait_s)
         self._stop = StopRequest(STOP_LIMIT_S, lost=LOST)
         self._crashes = Crashes(None if registry is None else registry.root)
+        self.num_turns = 0
+        """The turns that are over."""
 
     def serve(self, *, until_done: bool = False) -> int:
         """Let tenants have their turns until a signal comes; return its number in `mrl.system.stop`, 0
@@ -72,19 +76,26 @@ class Service(ABC, Generic[Run]):
             self._note(name, "paused", REASON)
         with self._stop.heeding_signals():
             try:
-                self._house.start()
-                while not (told := self._told()):
-                    if self.heed_users():
-                        self.run_turn()
-                    elif until_done:
-                        break
-                    else:
-                        time.sleep(IDLE_S)
-                for run in list(self._runs.values()):
-                    self._attempt(run, run.leave)
-                return told
+                with noting_bytes(self._house.bytes_held):
+                    self._house.start()
+                    told = self._take_turns(until_done=until_done)
+                    for run in list(self._runs.values()):
+                        self._attempt(run, run.leave)
+                    return told
             finally:
                 self.close()
+
+    def _take_turns(self, *, until_done: bool) -> int:
+        while not (told := self._told()):
+            if self.heed_users():
+                self.run_turn()
+                self.num_turns += 1
+            elif until_done:
+                break
+            else:
+                beat()  # to wait for users is no hang
+                time.sleep(IDLE_S)
+        return told
 
     def close(self) -> None:
         """Let go of the tenants without a save, and stop the engines. Harmless when repeated."""
@@ -195,13 +206,16 @@ class Service(ABC, Generic[Run]):
         failure = ""
         step = self._runs[name].trainer.step if name in self._runs else -1
         self._crashes.begin(name, step)
-        try:
-            action()
-        except SERVICE_FAULTS:
-            raise  # an end of the service during this tenant's work
-        except (Exception, SystemExit) as error:
-            failure = describe(error)
-        failure = self._first(failure)
+        with working_for(name, step):
+            try:
+                action()
+            except SERVICE_FAULTS:
+                raise  # an end of the service during this tenant's work
+            except (Exception, SystemExit) as error:
+                if out_of_memory(error):
+                    raise
+                failure = describe(error)
+            failure = self._first(failure)
         self._crashes.end()
         return failure
 

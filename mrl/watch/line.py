@@ -139,9 +139,9 @@ def _left(seen: Seen) -> Seen:
 def _seen(values: Any) -> Seen:
     fields, state, last = values
     pulse, collective = Pulse(*fields), Collective(*last)
-    texts = (state, pulse.phase, collective.name, collective.group)
+    texts = (state, pulse.phase, pulse.tenant, collective.name, collective.group)
     if not all(isinstance(text, str) for text in texts):
-        raise TypeError("a phase, a state or a collective is no text")
+        raise TypeError("a phase, a state, a tenant or a collective is no text")
     numbers = (pulse.step, pulse.position, pulse.beats, collective.number, collective.is_over)
     if not all(isinstance(number, int) for number in numbers):
         raise TypeError("a step, a position, the beats or a collective is no number")

@@ -27,9 +27,8 @@ from mrl.run.failure import (
     ENDED_FILE,
     LAUNCH_FOLDER,
     Failure,
-    newest_snapshot,
-    newest_step,
     print_failure,
+    saved_in,
     write_failure,
 )
 from mrl.system.files import write_whole
@@ -165,6 +164,7 @@ def end(
         host=hosts.get(found.rank, socket.gethostname()),
         phase=found.pulse.phase,
         step=max(found.pulse.step, 0),
+        tenant=found.pulse.tenant,
         since_s=found.since_s,
         cause=cause.get(found.how, "a user, a debugger or the scheduler"),
         log_tail=innermost(stacks.get(found.rank, "")),
@@ -175,7 +175,7 @@ def end(
 
     def report() -> None:
         log = write_stacks(folder, stacks).get(found.rank, "")
-        failure = dataclasses.replace(said, log=log, **saved_steps(folder))
+        failure = dataclasses.replace(said, log=log, **saved_in(folder))
         written.append(write_failure(folder, failure))
 
     within(REPORT_S, report)
@@ -185,11 +185,6 @@ def end(
         head.tell({"kill": said.exit_code})
         head.finish()
     kill_all(job, ranks, said.exit_code)
-
-
-def saved_steps(folder: str | Path) -> dict[str, Any]:
-    """Return what is saved, as fields of a Failure."""
-    return {"saved_step": newest_step(folder), "snapshot_step": newest_snapshot(folder)}
 
 
 def write_stacks(folder: Path, stacks: Mapping[int, str]) -> dict[int, str]:
@@ -252,7 +247,7 @@ def end_alone(job: dict[str, Any], ranks: list[Process], silent_s: float) -> Non
         command=job["command"],
     )
     saved: dict[str, Any] = {}
-    within(PRINT_S, lambda: saved.update(saved_steps(job["folder"])))
+    within(PRINT_S, lambda: saved.update(saved_in(job["folder"])))
     within(PRINT_S, lambda: print_failure(dataclasses.replace(said, **saved)))
     kill_all(job, ranks, said.exit_code)
 

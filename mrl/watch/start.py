@@ -11,14 +11,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from mrl.config import Recipe
+from mrl.config import Recipe, ServiceConfig
+from mrl.config.rollout import EngineConfig
+from mrl.config.watch import WatchConfig
 from mrl.system import heartbeat
 from mrl.system.processes import children_without_usr1
 from mrl.system.rendezvous import listen_for
@@ -35,9 +37,14 @@ _FILES_S = 600.0
 
 
 @contextmanager
-def watching(recipe: Recipe, folder: Path, command: str) -> Iterator[None]:
-    """Watch the ranks during the block; `command` continues the run. A collective."""
-    if not recipe.watch.enabled:
+def watching(
+    config: WatchConfig, least: Mapping[str, float], folder: Path, command: str
+) -> Iterator[None]:
+    """Watch the ranks during the block; `command` continues the run in `folder`. A collective.
+
+    `least`: the seconds that the own waits of a phase may take, by its name.
+    """
+    if not config.enabled:
         yield
         return
     with ExitStack() as undo:
@@ -56,9 +63,9 @@ def watching(recipe: Recipe, folder: Path, command: str) -> Iterator[None]:
         job |= {"command": command, **line}
         if own["rank"] == 0:
             job["limits"] = {
-                "given": recipe.watch.limits,
-                "least": least_limits(recipe),
-                "first_s": recipe.watch.first_limit_s,
+                "given": config.limits,
+                "least": dict(least),
+                "first_s": config.first_limit_s,
             }
         monitor = None
         if nodes[_node()][0]["rank"] == own["rank"]:
@@ -109,18 +116,26 @@ def _meet(
 def least_limits(recipe: Recipe) -> dict[str, float]:
     """Return, by phase, the seconds that its own waits may take by the recipe: calls of an engine, the
     start of another one, reward calls. The watchdog must not end what these would recover."""
-    rollout = recipe.rollout
+    rewards = (recipe.rollout.samples_per_prompt + 1) * recipe.reward_timeout_s
+    return _least_limits(recipe.watch, recipe.rollout, rewards)
+
+
+def least_limits_of_service(config: ServiceConfig) -> dict[str, float]:
+    """Return what `least_limits` does for a service, whose tenants' rewards have a limit for a step."""
+    return _least_limits(config.watch, config.rollout, config.tenants.max_reward_s)
+
+
+def _least_limits(watch: WatchConfig, rollout: EngineConfig, rewards: float) -> dict[str, float]:
     engine = rollout.stall_timeout_s + rollout.start_timeout_s
     request = rollout.request_timeout_s + engine
-    rewards = (rollout.samples_per_prompt + 1) * recipe.reward_timeout_s
     return {
-        "start": recipe.watch.first_limit_s,
+        "start": watch.first_limit_s,
         "sync": engine,
         "rollout": request + rewards,
         "evaluate": request + rewards,
         "score": rewards,
         "save": _FILES_S,
-        "log": recipe.watch.first_limit_s,  # user code, as in callbacks, and trackers
+        "log": watch.first_limit_s,  # user code, as in callbacks, and trackers
     }
 
 

@@ -61,7 +61,7 @@ class Seen(NamedTuple):
         if self.pulse == UNKNOWN:
             return "not known"
         last = self.collective.text()
-        parts = [f"{self.pulse.phase} of step {max(self.pulse.step, 0)}", self.state or "gone"]
+        parts = [self.pulse.where, self.state or "gone"]
         return ", ".join([*parts, *([last] if last else [])])
 
 
@@ -82,15 +82,19 @@ class Verdict(NamedTuple):
         if self.node:
             return (
                 f"{self.node} is not heard from: {self.since_s:.1f} s, at most {self.limit_s:g} s; "
-                f"before, rank {self.rank} was in phase {self.pulse.phase} of step {self.pulse.step}"
+                f"before, rank {self.rank} was in phase {self.pulse.where}"
             )
         how = {"stopped": "is stopped (SIGSTOP)", "gone": "is gone"}.get(
             self.how, "makes no progress"
         )
         return (
-            f"rank {self.rank} {how}: {self.since_s:.1f} s in phase {self.pulse.phase} of step "
-            f"{self.pulse.step}, whose limit is {self.limit_s:g} s"
+            f"rank {self.rank} {how}: {self.since_s:.1f} s in phase {self.pulse.where}, whose limit "
+            f"is {self.limit_s:g} s"
         )
+
+
+_Work = tuple[str, str]
+"""A phase and the tenant whose work it is: one tenant's steps say nothing of another's."""
 
 
 @dataclass
@@ -108,9 +112,9 @@ class Watch:
 
     limits: Limits
     _ranks: list[_Rank] = field(default_factory=list)
-    _longest_s: dict[str, float] = field(default_factory=dict)
-    _through: dict[str, set[int]] = field(default_factory=dict)
-    """The ranks that have been through a phase, by its name."""
+    _longest_s: dict[_Work, float] = field(default_factory=dict)
+    _through: dict[_Work, set[int]] = field(default_factory=dict)
+    """The ranks that have been through a phase."""
     _warned: set[tuple[int, int]] = field(default_factory=set)
 
     def tick(self, seconds: float, ranks: Sequence[Seen]) -> Verdict | None:
@@ -140,11 +144,11 @@ class Watch:
         if seen.pulse == before.pulse:
             rank.age_s += seconds
             return
-        phase = before.pulse.phase
+        work = before.pulse.phase, before.pulse.tenant
         if before.state not in STOPPED:  # what a user stopped and continued teaches nothing
-            self._longest_s[phase] = max(self._longest_s.get(phase, 0.0), rank.age_s)
+            self._longest_s[work] = max(self._longest_s.get(work, 0.0), rank.age_s)
         if seen.pulse.position != before.pulse.position:
-            self._through.setdefault(phase, set()).add(number)
+            self._through.setdefault(work, set()).add(number)
         rank.age_s = 0.0
 
     def _worst(self, share: float) -> Verdict | None:
@@ -182,7 +186,8 @@ class Watch:
         return self._ranks[number].seen.pulse.phase not in (LEFT, UNKNOWN.phase)
 
     def _limit(self, number: int, *, is_stopped: bool = False) -> float:
-        phase = self._ranks[number].seen.pulse.phase
-        is_through = len(self._through.get(phase, ())) == len(self._ranks)
-        longest = self._longest_s.get(phase, 0.0) if is_through else None
-        return self.limits.of(phase, longest, is_stopped=is_stopped)
+        pulse = self._ranks[number].seen.pulse
+        work = pulse.phase, pulse.tenant
+        is_through = len(self._through.get(work, ())) == len(self._ranks)
+        longest = self._longest_s.get(work, 0.0) if is_through else None
+        return self.limits.of(pulse.phase, longest, is_stopped=is_stopped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 
 import pytest
 
@@ -108,6 +109,18 @@ def test_a_limit_is_learned_once_all_ranks_were_through_the_phase() -> None:
     assert found.limit_s == pytest.approx(5 * 530, abs=5)
 
 
+def test_what_one_tenant_needs_says_nothing_of_another() -> None:
+    follower, quick = watch(), Pulse("train", 3, 9, 9, "quick")
+    for beats in range(9, 20):
+        follower.tick(0.5, [Seen(quick._replace(beats=beats, position=beats), "R")])
+    assert run(follower, 61, Seen(quick._replace(position=20), "R")) is not None
+    slow = Seen(Pulse("train", 0, 30, 30, "slow"), "R")
+    assert run(follower, 1799, slow) is None  # its first step
+    found = run(follower, 2, slow)
+    assert found is not None
+    assert "in phase train of step 0 of tenant slow, whose limit is 1800 s" in found.text()
+
+
 def test_a_monitor_that_did_not_run_blames_nobody() -> None:
     follower = watch({"train": 60.0})
     assert follower.tick(0.5, [seen("train", 1, 1)]) is None
@@ -146,6 +159,30 @@ def test_a_page_says_what_the_rank_does() -> None:
     heartbeat.beat()
     with heartbeat.phase("train"):  # nothing is open
         pass
+
+
+def test_ranks_are_level_again_after_work_for_a_tenant_that_failed_on_some() -> None:
+    """A rank whose work raises comes through fewer phases than the others."""
+    positions = []
+    for fails in (False, True):
+        path = heartbeat.open_page()
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+            memory = mmap.mmap(descriptor, heartbeat.SIZE, access=mmap.ACCESS_READ)
+            os.close(descriptor)
+            heartbeat.begin_step(7)
+            with suppress(ValueError), heartbeat.working_for("ann", 2):
+                assert heartbeat.read_page(memory).where == "log of step 2 of tenant ann"
+                if fails:
+                    raise ValueError
+                with heartbeat.phase("train"), heartbeat.phase("save"):
+                    assert heartbeat.read_page(memory).where == "save of step 2 of tenant ann"
+            pulse = heartbeat.read_page(memory)
+            assert pulse.where == "log of step 7"
+            positions.append(pulse.position)
+        finally:
+            heartbeat.close_page()
+    assert positions[0] == positions[1]
 
 
 def test_the_recipe_names_every_phase() -> None:
