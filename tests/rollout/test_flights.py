@@ -249,7 +249,7 @@ def test_calls_of_a_lost_server():
     assert not flights.any_open
     assert not flights.is_paused
     with pytest.raises(EngineLost, match="gone"):
-        opened.flight._next_event(0.0)
+        opened.flight._next_event()
 
 
 def test_a_key_is_renewed_when_a_request_looks_for_a_prefix(monkeypatch):

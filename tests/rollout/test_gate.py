@@ -156,20 +156,37 @@ class Stream:
         self.server.answering.release(self.num)
 
 
+def make_flight(gate: Gate, server: Server, num: int, request_timeout_s: float) -> Flight:
+    """A call of tenant ada."""
+    return Flight(
+        server,  # pyright: ignore[reportArgumentType]
+        requests_of("a", num),
+        return_routes=False,
+        request_timeout_s=request_timeout_s,
+        stall_timeout_s=20,
+        is_alone=False,
+        line_up=lambda requests, told: gate.line_up("ada", requests, told),
+    )
+
+
+def test_the_time_limit_of_a_request_begins_when_it_is_sent():
+    gate, server = Gate(Fewest(), capacity_tokens=10), Server()
+    for name in ("ada", "bob"):
+        gate.enter(name)
+    (other,) = requests_of("b", 1)
+    bob = gate.line_up("bob", [other], lambda: None)  # the engine is full
+    answers = make_flight(gate, server, 2, request_timeout_s=0.3).answers()
+    threading.Timer(1.0, bob.finish, (other, 6)).start()
+    server.answering.release()
+    assert next(answers).request.request_id == "a0"  # after more than the limit
+    with pytest.raises(TimeoutError, match="for 1 of 2 samples"):
+        next(answers)
+
+
 def test_a_call_sends_what_is_admitted_and_aborts_what_waits():
     gate, server = Gate(Fewest(), capacity_tokens=20), Server()
     gate.enter("ada")
-    requests = requests_of("a", 5)
-    line_up = lambda requests, told: gate.line_up("ada", requests, told)  # noqa: E731
-    flight = Flight(
-        server,  # pyright: ignore[reportArgumentType]
-        requests,
-        return_routes=False,
-        request_timeout_s=20,
-        stall_timeout_s=20,
-        is_alone=False,
-        line_up=line_up,
-    )
+    flight = make_flight(gate, server, 5, request_timeout_s=20)
     answers = flight.answers()
     server.answering.release()
     assert next(answers).request.request_id == "a0"

@@ -102,6 +102,8 @@ class Flight:
         self._lock = threading.Lock()
         self._pending: dict[str, Request] = {}
         """Requests by the id that SGLang knows; it changes with each try."""
+        self._sent_at: dict[str, float] = {}
+        """When each request without an answer was first sent, by its own id, in that order."""
         self._num_updates: dict[str, int] = {}
         self._lost: EngineLost | None = None
         self._ended: RuntimeError | None = None
@@ -138,13 +140,12 @@ class Flight:
         """Yield SGLang's answer to each request. Leaving early aborts the rest.
 
         Raises EngineLost, TimeoutError past `request_timeout_s`, RuntimeError where SGLang calls a
-        request malformed.
+        request malformed. The time that a request waits at a gate does not count.
         """
-        deadline = time.monotonic() + self._request_timeout_s
         try:
             self._begin()
             while self._pending or self._is_waiting:
-                event = self._next_event(deadline)
+                event = self._next_event()
                 if self._line is not None and not event.rids:
                     self._send(self._line.take())
                     continue
@@ -159,6 +160,7 @@ class Flight:
                     continue
                 request = self._take(rid)
                 if request is not None:
+                    self._sent_at.pop(request.request_id, None)
                     yield Answer(rid, request, self._num_updates.pop(rid), event.answer)
         finally:
             self.close()
@@ -212,6 +214,9 @@ class Flight:
             with self._lock:
                 self._pending |= dict(zip(rids, batch, strict=True))
             sending = self._on_send(rids, batch)
+            now = time.monotonic()
+            for request in batch:
+                self._sent_at.setdefault(request.request_id, now)
             with self._lock:
                 self._num_updates |= dict.fromkeys(rids, sending.num_updates)
             body = build_request(
@@ -253,7 +258,7 @@ class Flight:
             is_whole = finish_reason(answer) != "abort"
             self._line.finish(request, len(answer["output_ids"]) if is_whole else None)
 
-    def _next_event(self, deadline: float) -> _Event:
+    def _next_event(self) -> _Event:
         while True:
             self._check_ended()
             with contextlib.suppress(queue.Empty):
@@ -264,12 +269,18 @@ class Flight:
             if time.monotonic() - self._heard > PROBE_AFTER_S:
                 self._server.check_answers(self._stall_timeout_s)
                 self._heard = time.monotonic()
-            if time.monotonic() > deadline:
+            if self._waited_s > self._request_timeout_s:
                 raise TimeoutError(
                     f"generate: no answer within rollout.request_timeout_s="
                     f"{self._request_timeout_s:g} s for {len(self._pending)} of "
                     f"{len(self._requests)} samples; its log is {self._server.process.log_path}"
                 )
+
+    @property
+    def _waited_s(self) -> float:
+        """How long the oldest request in the engine has been without an answer."""
+        now = time.monotonic()
+        return now - next(iter(self._sent_at.values()), now)
 
     def _check_ended(self) -> None:
         if self._ended is not None:
