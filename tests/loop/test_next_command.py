@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl.cli import main
-from mrl.commands.launcher import train_command
+from mrl.commands.launcher import serve_command, train_command
 from mrl.config import dump_recipe, load_recipe
 from mrl.run.folder import RunFolder
 from tests.loop.conftest import TOY_RECIPE, Toy
@@ -32,6 +32,11 @@ def test_the_launcher_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "train.sbatch").touch()
     batch = f"sbatch --nodes=2 {tmp_path}/train.sbatch {config} {tmp_path} a=1"
     assert train_command(folder, "a=1", env=JOB) == batch
+    assert serve_command(tmp_path, JOB) == (
+        f"SERVE=1 sbatch --nodes=2 {tmp_path}/train.sbatch {tmp_path}/service.yaml {tmp_path}"
+    )
+    serve = one.replace("train", "serve")
+    assert serve_command(tmp_path, ONE_NODE) == f"{serve}{tmp_path}/service.yaml"
     parts = {"NUM_NODES": ("2", "4"), "PARTITION": ("big", "small")}
     env = {f"SLURM_JOB_{name}_HET_GROUP_{i}": parts[name][i] for name in parts for i in range(2)}
     assert train_command(folder, env={**JOB, "SLURM_HET_SIZE": "2", **env}) == (
