@@ -12,9 +12,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mrl.rollout.base import Request
+from mrl.rollout.gate_times import GateTimes
 
 UNLIMITED = 1 << 62
 
@@ -77,6 +78,16 @@ class AdmitAll:
         pass
 
 
+class Sent(NamedTuple):
+    """A request that was admitted and is not over."""
+
+    request: Request
+    expected: int
+    """The tokens that the gate counts it with."""
+    since: float
+    """When it was admitted, by the clock of `GateTimes`."""
+
+
 @dataclass
 class _Tenant:
     """Holds what the gate knows of a tenant."""
@@ -92,12 +103,29 @@ class _Tenant:
 class Gate:
     """A gate stands before one engine. Any thread may use it."""
 
-    def __init__(self, policy: Policy | None = None, capacity_tokens: int = UNLIMITED) -> None:
-        """`capacity_tokens` is the size of the engine's KV memory, which may be set later."""
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        capacity_tokens: int = UNLIMITED,
+        times: GateTimes | None = None,
+    ) -> None:
+        """`capacity_tokens` is the size of the engine's KV memory; `resize` sets it later."""
         self.capacity_tokens = capacity_tokens
         self._policy: Policy = policy or AdmitAll()
+        self._times = times or GateTimes()
         self._lock = threading.Lock()
         self._tenants: dict[str, _Tenant] = {}
+
+    def resize(self, capacity_tokens: int, max_running: int) -> None:
+        """Note the size of the engine's KV memory, and how many requests it can run at once."""
+        with self._lock:
+            self.capacity_tokens = capacity_tokens
+            self._times.resize(max_running, capacity_tokens)
+
+    def take_times(self) -> dict[str, float]:
+        """Return what passed the gate since the last time, as `GateTimes.take` does."""
+        with self._lock:
+            return self._times.take()
 
     def enter(
         self, tenant: str, *, weight: float = 1.0, max_tokens_in_flight: int = UNLIMITED
@@ -113,6 +141,7 @@ class Gate:
         with self._lock:
             self._tenants.pop(tenant, None)
             self._policy.leave(tenant)
+            self._times.leave(tenant)
         self._look()
 
     def line_up(
@@ -125,6 +154,7 @@ class Gate:
             if tenant not in self._tenants:
                 raise RuntimeError(f"generate: tenant {tenant!r} is not at the gate of this engine")
             self._tenants[tenant].lines.append(line)
+            self._times.come(tenant, line.num_waiting)
         self._look()
         return line
 
@@ -150,7 +180,7 @@ class Gate:
             tenant = self._tenants[name]
             for _ in range(number):
                 line = tenant.lines[0]
-                tenant.in_flight += line.admit_next(self._policy)
+                tenant.in_flight += line.admit_next(self._policy, self._times)
                 told += [line] if line not in told else []
                 if not line.num_waiting:
                     tenant.lines.pop(0)
@@ -167,14 +197,15 @@ class Gate:
             max_tokens_in_flight=tenant.max_tokens_in_flight,
         )
 
-    def give_back(self, name: str, expected: int, num_tokens: int | None) -> None:
-        """Note that the engine holds nothing more of a request, of which `expected` tokens were
-        expected. It came to `num_tokens`; None where it ended before its time."""
+    def give_back(self, name: str, sent: Sent, num_new: int, *, is_whole: bool) -> None:
+        """Note that the engine holds nothing more of a request, which has `num_new` new tokens."""
+        num_prompt = sent.request.token_ids.numel()
         with self._lock:
             if (tenant := self._tenants.get(name)) is not None:
-                tenant.in_flight -= expected
-                if num_tokens is not None:
-                    self._policy.finished(name, num_tokens)
+                tenant.in_flight -= sent.expected
+                self._times.end(name, sent.expected, sent.since, num_prompt, num_new)
+                if is_whole:
+                    self._policy.finished(name, num_prompt + num_new)
         self._look()
 
     def withdraw(
@@ -184,8 +215,10 @@ class Gate:
         with self._lock:
             taken = line.remove(request_ids)
             tenant = self._tenants.get(name)
-            if tenant is not None and not line.num_waiting and line in tenant.lines:
-                tenant.lines.remove(line)
+            if tenant is not None:
+                self._times.withdraw(name, len(taken))
+                if not line.num_waiting and line in tenant.lines:
+                    tenant.lines.remove(line)
         return taken
 
 
@@ -200,8 +233,8 @@ class Line:
         self._gate, self._tenant = gate, tenant
         self._waiting = deque(requests)
         self._admitted: list[Request] = []
-        self._expected: dict[str, int] = {}
-        """Tokens of the requests that were admitted and are not over, by their ids."""
+        self._sent: dict[str, Sent] = {}
+        """By the ids of the requests."""
         self._changing = threading.Lock()
 
     @property
@@ -221,13 +254,12 @@ class Line:
             taken, self._admitted = self._admitted, []
         return taken
 
-    def finish(self, request: Request, num_new: int | None) -> None:
-        """Note that a request is over after `num_new` tokens, None where it was aborted."""
+    def finish(self, request: Request, num_new: int, *, is_whole: bool = True) -> None:
+        """Note that a request is over after `num_new` tokens. `is_whole`: it was not aborted."""
         with self._changing:
-            expected = self._expected.pop(request.request_id, None)
-        if expected is not None:
-            num_tokens = None if num_new is None else request.token_ids.numel() + num_new
-            self._gate.give_back(self._tenant, expected, num_tokens)
+            sent = self._sent.pop(request.request_id, None)
+        if sent is not None:
+            self._gate.give_back(self._tenant, sent, num_new, is_whole=is_whole)
 
     def withdraw(self, request_ids: Collection[str] | None = None) -> list[Request]:
         """Take these requests, or all, out of the line, and return those that were not sent."""
@@ -236,24 +268,25 @@ class Line:
             taken, kept = _split(self._admitted, request_ids)
             self._admitted = kept
         for request in taken:
-            self.finish(request, None)
+            self.finish(request, 0, is_whole=False)
         return unsent + taken
 
     def close(self) -> None:
         """Note that nothing more of these requests is sent, and that none is in the engine."""
         self.withdraw()
         with self._changing:
-            expected, self._expected = self._expected, {}
-        for tokens in expected.values():
-            self._gate.give_back(self._tenant, tokens, None)
+            left, self._sent = self._sent, {}
+        for sent in left.values():
+            self._gate.give_back(self._tenant, sent, 0, is_whole=False)
 
-    def admit_next(self, policy: Policy) -> int:
+    def admit_next(self, policy: Policy, times: GateTimes) -> int:
         """Admit one request, and return the tokens that are expected of it. For the gate alone."""
         with self._changing:
             request = self._waiting.popleft()
             expected = policy.tokens_each(self._tenant, most_tokens(request))
             self._admitted.append(request)
-            self._expected[request.request_id] = expected
+            since = times.send(self._tenant, expected)
+            self._sent[request.request_id] = Sent(request, expected, since)
         return expected
 
     def remove(self, request_ids: Collection[str] | None) -> list[Request]:

@@ -85,7 +85,7 @@ def test_a_late_tenant_gets_what_is_freed():
     ada.finish(first[0], 2)  # said twice, as after a broken connection
     assert names(bob.take()) == ["b0"]
     assert ada.take() == []
-    ada.finish(first[1], None)
+    ada.finish(first[1], 1, is_whole=False)
     assert names(bob.take()) == ["b1"]
     assert policy.lengths == [("ada", 6)]  # of those that finished alone
     assert told == ["ada", "bob", "bob"]

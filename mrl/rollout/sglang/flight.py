@@ -256,7 +256,7 @@ class Flight:
         request = self._pending.get(rid)
         if self._line is not None and request is not None:
             is_whole = finish_reason(answer) != "abort"
-            self._line.finish(request, len(answer["output_ids"]) if is_whole else None)
+            self._line.finish(request, len(answer["output_ids"]), is_whole=is_whole)
 
     def _next_event(self) -> _Event:
         while True:

@@ -202,11 +202,15 @@ class Server:
             raise self.loss or EngineLost("engine: the SGLang server was stopped")
         return client
 
-    def kv_tokens(self) -> int:
-        """Return how many tokens the KV cache holds, over all replicas of the attention."""
+    def room(self) -> tuple[int, int]:
+        """Return how many tokens the KV cache holds and how many requests can run at once, over all
+        replicas of the attention."""
         _, text = self._running_client().get("/server_info", timeout_s=CONTROL_TIMEOUT_S)
         states = json.loads(text)["internal_states"]
-        return sum(int(state["memory_usage"]["token_capacity"]) for state in states)
+        return (
+            sum(int(state["memory_usage"]["token_capacity"]) for state in states),
+            sum(int(state["effective_max_running_requests_per_dp"]) for state in states),
+        )
 
     def offers(self, path: str) -> bool:
         """Whether the server knows a POST endpoint; a GET tells without doing it."""

@@ -145,7 +145,7 @@ class TenantEngines(Host):
 
     def start(self, address: str = "", meanwhile: Callable[[], None] | None = None) -> None:
         super().start(address, meanwhile)
-        self.gate.capacity_tokens = self.server.kv_tokens()
+        self.gate.resize(*self.server.room())
 
     def tenant(
         self,
