@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from mrl.errors import InputError
 VARIABLE = "MRL_SERVICE"
 POLL_S = 1.0
 """Seconds between two looks of `status --watch`."""
+NUM_ROUNDS = 20
+"""The newest rounds from which `list` computes shares and waits."""
 
 
 def add_to(commands: Any) -> None:
@@ -83,8 +86,12 @@ def run_add(args: argparse.Namespace) -> None:
 
 def run_list(args: argparse.Namespace) -> None:
     from mrl.run import console
+    from mrl.tenants.over_rounds import over_rounds
+    from mrl.tenants.record import newest_rows
 
     tenants, note = _from_service_or_disk(args)
+    rounds = islice(newest_rows(args.service), NUM_ROUNDS)
+    shares = over_rounds(rounds, [each["name"] for each in tenants])
     rows = [
         (
             each["name"],
@@ -92,12 +99,14 @@ def run_list(args: argparse.Namespace) -> None:
             f"{each['steps_done']}/{each['num_steps'] or '?'}",
             f"{each['weight']:g}",
             _number(each["metrics"].get("reward/mean")),
+            _share(shares[each["name"]].trainer_share),
+            _seconds(shares[each["name"]].gate_wait_s, shares[each["name"]].queue_age_s),
             each["reason"] or each["output_dir"],
         )
         for each in tenants
     ]
     if rows:
-        head = ("name", "state", "steps", "weight", "reward", "run folder, or reason")
+        head = ("name", "state", "steps", "weight", "reward", "trainer", "waits", "run or reason")
         console.table(f"{len(rows)} tenants", head, rows)
     else:
         print("there are no tenants")
@@ -217,6 +226,16 @@ def _name_of(path: Path) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, (int, float)) else "-"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _seconds(*values: float | None) -> str:
+    """Return the sum of what is there, in seconds."""
+    present = [value for value in values if value is not None]
+    return f"{sum(present):.1f}s" if present else "-"
 
 
 def _shown(text: str) -> str:

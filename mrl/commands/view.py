@@ -1,4 +1,5 @@
-"""`mrl view RUN [--output FILE] [--steps a:b] [--max-samples N]` writes the page of a run."""
+"""`mrl view FOLDER [--output FILE] [--steps a:b] [--max-samples N]` writes the page of a run or a
+service."""
 
 from __future__ import annotations
 
@@ -9,15 +10,19 @@ from typing import Any
 from mrl.errors import InputError
 from mrl.system.files import write_whole
 
+MAX_SAMPLES = 16
+
 
 def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "view",
         help="write a run's curves and samples as one HTML file",
-        description="Write a run as one HTML file with its curves, samples and diagnosis. It opens in "
-        "any browser, without a server or a network.",
+        description="Write a run as one HTML file with its curves, samples and diagnosis, or a service "
+        "with its tenants and curves. It opens in any browser, without a server or a network.",
     )
-    command.add_argument("folder", type=Path, metavar="RUN", help="output_dir of a run")
+    command.add_argument(
+        "folder", type=Path, metavar="RUN", help="output_dir of a run, or of a service"
+    )
     command.add_argument(
         "--output", type=Path, metavar="FILE", help="the file to write; by default RUN/view.html"
     )
@@ -29,30 +34,49 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--max-samples",
         type=int,
-        default=16,
         metavar="N",
-        help="samples of a step at most (default 16)",
+        help=f"samples of a step at most (default {MAX_SAMPLES})",
     )
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.max_samples < 0:
-        raise InputError(f"--max-samples is {args.max_samples}; expected 0 or more")
-    steps = None if args.steps is None else read_steps(args.steps)
-    from mrl.view.collect import collect
-    from mrl.view.render import render
+    from mrl.view.render import RUN, SERVICE, render
+    from mrl.view.service import is_service
 
-    data = collect(args.folder, steps, args.max_samples)
     target = args.output or args.folder / "view.html"
+    of_service = is_service(args.folder)
+    data = _read_service(args, target) if of_service else _read_run(args)
     # A name that JSON or a path gave may hold half a character: it shows as `?`.
-    page = render(data).encode("utf-8", errors="replace")
+    page = render(data, SERVICE if of_service else RUN).encode("utf-8", errors="replace")
     write(target, page)
     for note in data["notes"]:
         print(note)
     print(
         f"wrote {target}, {len(page) / 1e6:.1f} MB: open it in a browser, here or copied elsewhere"
     )
+
+
+def _read_run(args: argparse.Namespace) -> dict[str, Any]:
+    max_samples = MAX_SAMPLES if args.max_samples is None else args.max_samples
+    if max_samples < 0:
+        raise InputError(f"--max-samples is {max_samples}; expected 0 or more")
+    steps = None if args.steps is None else read_steps(args.steps)
+    from mrl.view.collect import collect
+
+    return collect(args.folder, steps, max_samples)
+
+
+def _read_service(args: argparse.Namespace, target: Path) -> dict[str, Any]:
+    for name in ("steps", "max_samples"):
+        if getattr(args, name) is not None:
+            raise InputError(
+                f"--{name.replace('_', '-')} is about samples, and {args.folder} is the folder of a "
+                "service, which has none; give it with the folder of a tenant's run"
+            )
+    from mrl.view.service import collect_service
+
+    return collect_service(args.folder, target)
 
 
 def read_steps(text: str) -> range:

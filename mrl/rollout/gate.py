@@ -79,7 +79,7 @@ class AdmitAll:
 
 
 class Sent(NamedTuple):
-    """A request that was admitted and is not over."""
+    """Holds a request that was admitted and is not over."""
 
     request: Request
     expected: int
@@ -234,7 +234,7 @@ class Line:
         self._waiting = deque(requests)
         self._admitted: list[Request] = []
         self._sent: dict[str, Sent] = {}
-        """By the ids of the requests."""
+        """Requests that were admitted and are not over, by their ids."""
         self._changing = threading.Lock()
 
     @property

@@ -15,18 +15,22 @@ from collections.abc import Callable
 class GateTimes:
     """Keeps the sums of one gate, which calls it under its lock.
 
-    A sum whose name ends in `_s` is over time: `sent_s` has one second for each second that a request
-    was in the engine. All sums can be added to those of other gates and other times.
+    A sum whose name ends in `_s` is over time: a request that was in the engine for 3 seconds adds 3 to
+    `sent_s`. All sums can be added to those of other gates and other times.
 
     seconds    the time itself
     room_s     the requests that the engine can run at once
-    running_s  requests in the engine, but no more than it can run
+    sent_s     requests in the engine, which keeps some of them waiting where it has no room
+    running_s  the same, but no more of them than it can run
     cache_s    the tokens that its KV cache holds
     held_s     tokens of prompts and answers, as if each answer grew evenly; counted when a request ends
     counted_s  tokens that the gate expects of the requests in the engine, which is what it admits by
     busy_s     the time in which any request is in the engine
     mix_s      the tenants that have requests in the engine
-    NAME/sent_s, NAME/waited_s     a tenant's requests in the engine, and those at the gate
+
+    and of each tenant:
+
+    NAME/sent_s, NAME/waited_s     its requests in the engine, and those that wait at the gate
     NAME/requests, NAME/tokens     its requests that no longer wait, and the tokens generated for it
     """
 
@@ -92,6 +96,7 @@ class GateTimes:
         for name, number in (
             ("seconds", 1),
             ("room_s", self._max_running),
+            ("sent_s", in_engine),
             ("running_s", min(in_engine, self._max_running)),
             ("cache_s", self._cache_tokens),
             ("counted_s", self._counted.total()),

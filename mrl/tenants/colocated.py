@@ -16,6 +16,7 @@ from mrl.config import Recipe, ServiceConfig
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import begin_step, phase
 from mrl.tenants.colocated_house import ColocatedHouse, TenantCollector
+from mrl.tenants.phase_times import add_up, add_up_ranks, engine_metrics, trainer_shares
 from mrl.tenants.registry import Registry
 from mrl.tenants.schedule import Phase
 from mrl.tenants.service import SERVICE_FAULTS, Publish, Service, describe
@@ -100,11 +101,12 @@ class ColocatedService(Service[ColocatedRun]):
         clock = Clock()
         self._wanting += [name for name in self._runs if name not in self._wanting]
         members = self._members()
-        self._collect([self._runs[name] for name in members], clock)
+        times = self._collect([self._runs[name] for name in members], clock)
         with clock.part("train"):
             waits = self._train_all([run for run in self._present(members) if not run.is_done])
+        times = add_up_ranks(times)
         if self._is_main:
-            self._write_row(self._row(members, waits, clock))
+            self._write_row(self._row(members, waits, clock) | engine_metrics(times))
         for run in [run for run in self._present(members) if run.is_over]:
             self._finish(run)
         self._wanting = [name for name in self._wanting if name not in members]
@@ -117,9 +119,10 @@ class ColocatedService(Service[ColocatedRun]):
         capacity = self._config.rollout.max_total_tokens
         return self._phase.start(capacity or sum(wanting.values()), wanting)
 
-    def _collect(self, runs: Sequence[ColocatedRun], clock: Clock) -> None:
-        """Generate and score the samples of one step of each tenant."""
-        names = [run.name for run in runs]
+    def _collect(self, runs: Sequence[ColocatedRun], clock: Clock) -> dict[str, float]:
+        """Generate and score the samples of one step of each tenant. Return what passed the gate of
+        this rank's engine meanwhile, as `GateTimes` does."""
+        names, times = [run.name for run in runs], []
         for run in runs:
             self._attempt(run, run.begin)
         while open_runs := [run for run in self._present(names) if not run.has_samples]:
@@ -128,13 +131,16 @@ class ColocatedService(Service[ColocatedRun]):
             with clock.part("sync"):
                 self._sync(open_runs)
             with clock.part("rollout"):
+                self._own_house.take_times()  # the time before the phase is not part of it
                 self._generate([run for run in open_runs if run.name in self._runs])
+                times.append(self._own_house.take_times())
                 slot.sleep()
             was_lost = slot.replace_lost(clock)
             with clock.part("score"):
                 for run in [run for run in open_runs if run.name in self._runs]:
                     run.end_generation(was_lost=was_lost)
                     self._attempt(run, run.score)
+        return add_up(times)
 
     @phase("sync")
     def _sync(self, runs: Sequence[ColocatedRun]) -> None:
@@ -193,6 +199,7 @@ class ColocatedService(Service[ColocatedRun]):
         row |= {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
         row |= {"time/round_s": clock.elapsed_s, "time/timestamp": time.time()}
         row["service/queue_age_s"] = max(waits.values(), default=0.0)
-        for run in self._present(members):
-            row |= run.metrics(waits.get(run.name, 0.0))
-        return row
+        trained = self._present(waits)
+        for run in trained:
+            row |= run.metrics(waits[run.name])
+        return row | trainer_shares({run.name: run.trainer_s for run in trained})

@@ -49,6 +49,10 @@ class ColocatedHouse(House):
     def close(self) -> None:
         self.slot.stop()
 
+    def take_times(self) -> dict[str, float]:
+        """Return what passed the gate of this rank's engine since the last time: see `GateTimes`."""
+        return {} if self.engines is None else self.engines.gate.take_times()
+
     def tenant_slot(self, name: str, adapter: Adapter, weight: float) -> TenantSlot:
         """Return the place of a tenant's part of the engine.
 

@@ -99,19 +99,26 @@ def tenant_folder(service: Path, name: str) -> Path:
 
 def newest_row(run: Path) -> dict[str, Any] | None:
     """Return the newest whole row of a run's metrics; None where there is none."""
+    return next(newest_rows(run), None)
+
+
+def newest_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield whole rows of the metrics of a run or a service, the newest first, from the end of the file
+    alone."""
     try:
-        with (run / "metrics.jsonl").open("rb") as stream:
+        with (folder / "metrics.jsonl").open("rb") as stream:
             end = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, end - MAX_ROW_BYTES))
             lines = stream.read().split(b"\n")
     except OSError:
-        return None
+        return
     for line in reversed(lines[:-1]):
         try:
-            return json.loads(line)
+            row = json.loads(line)
         except ValueError:
             continue
-    return None
+        if isinstance(row, dict):
+            yield row
 
 
 def describe(tenant: Tenant) -> dict[str, Any]:

@@ -103,6 +103,11 @@ class TenantRun:
         self.update_s = time.perf_counter() - start
         return metrics
 
+    @property
+    def trainer_s(self) -> float:
+        """Seconds that its newest update took of the trainer, with the swap before it."""
+        return self.swap.seconds + self.update_s
+
     def metrics(self, queue_age_s: float) -> dict[str, float]:
         """Return what the service notes of its newest update, which waited for `queue_age_s`."""
         found = {

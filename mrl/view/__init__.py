@@ -1,8 +1,10 @@
-"""Writes a run folder as one HTML file that needs no server and no network (`mrl view RUN`).
+"""Writes a run or a service folder as one HTML file that needs no server and no network (`mrl view`).
 
 series.py    metrics.jsonl as thinned curves
+facts.py     config.yaml or service.yaml as the facts at the top
 timeline.py  timeline.jsonl and the staleness of all groups, for the lanes of trainer and engines
 samples.py   token records (tokens/step_*.safetensors) as bounded plain data, for the sample browser
-collect.py   everything the page shows, as plain data
-render.py    that data inside the page: page/page.html.j2, page/*.css, page/*.js
+collect.py   everything that the page of a run shows, as plain data
+service.py   everything that the page of a service shows, as plain data
+render.py    that data inside a page: page/*.html.j2, page/*.css, page/*.js
 """

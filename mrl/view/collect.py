@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import json
 import platform
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from mrl import __version__
 from mrl.diagnosis.findings import find, usual_mismatch
 from mrl.diagnosis.tokens import load_tokens
 from mrl.errors import InputError
+from mrl.view.facts import local_time, named_values, read_config, value_of
 from mrl.view.samples import pack_step
 from mrl.view.series import curves, read_rows, short
 from mrl.view.timeline import read_timeline
-from mrl.view.units import unit_of
+from mrl.view.units import units_of
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 from parallel.versions import installed_version
 
@@ -60,23 +58,28 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
     """
     metrics, config = run / "metrics.jsonl", run / "config.yaml"
     if not (metrics.exists() or config.exists()):
-        what = "has neither metrics.jsonl nor config.yaml" if run.is_dir() else "is not a folder"
-        raise InputError(f"{run} {what}; give the output_dir of a run")
+        what = "is not a folder"
+        if run.is_dir():
+            what = (
+                "has neither metrics.jsonl nor config.yaml, as a run has, nor service.yaml and "
+                "tenants, as a service has"
+            )
+        raise InputError(f"{run} {what}; give the output_dir of a run or of a service")
     rows, num_bad = read_rows(metrics)
     notes = [f"Lines of metrics.jsonl that could not be read: {num_bad}."] if num_bad else []
-    recipe, config_text = _read_config(config, notes)
+    recipe, config_text = read_config(config, notes)
     drawn = curves(rows)
     if drawn["thinned"]:
         notes.append("Long curves are thinned; the extremes of every stretch of steps are kept.")
     packed = _read_samples(run, rows, steps, max_samples, notes)
     return {
-        "run": str(run),
-        "summary": _summary(recipe),
+        "folder": str(run),
+        "summary": named_values(recipe, SUMMARY),
         "config": config_text,
         "state": _state(rows, recipe, metrics),
         "versions": _versions(run, notes),
-        "metrics": drawn | {"units": {key: unit_of(key) for key in drawn["series"]}},
-        "timeline": read_timeline(run, rows, steps, _get(recipe, "rollout.placement")),
+        "metrics": drawn | {"step": "step", "units": units_of(drawn["series"])},
+        "timeline": read_timeline(run, rows, steps, value_of(recipe, "rollout.placement")),
         "diagnosis": _read_diagnosis(run, notes),
         "findings": _worst_and_last(packed),
         "steps": packed,
@@ -177,55 +180,16 @@ def _worst_and_last(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"step": step["step"], **finding} for step in shown for finding in step["findings"][:2]]
 
 
-def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, Any], str]:
-    if not path.exists():
-        notes.append("config.yaml is missing.")
-        return {}, ""
-    text = path.read_text(errors="replace")
-    try:
-        recipe = yaml.safe_load(text)
-    except yaml.YAMLError:
-        recipe = None
-    if not isinstance(recipe, dict):
-        notes.append("config.yaml is not a recipe.")
-    return recipe if isinstance(recipe, dict) else {}, text
-
-
-def _summary(recipe: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = []
-    for name, *keys in SUMMARY:
-        values = [_get(recipe, key) for key in keys]
-        if any(value not in (None, []) for value in values):
-            rows.append((name, " x ".join(map(_shown, values))))
-    return rows
-
-
-def _shown(value: Any) -> str:
-    """Return a value of the recipe in one line; of sources of the data, their paths."""
-    if isinstance(value, list):
-        parts = [each.get("path") if isinstance(each, dict) else each for each in value]
-        return ", ".join(map(_shown, parts))
-    return "-" if value is None else str(value)
-
-
-def _get(recipe: dict[str, Any], key: str) -> Any:
-    value: Any = recipe
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
 def _state(rows: list[dict[str, Any]], recipe: dict[str, Any], metrics: Path) -> str:
-    planned = _get(recipe, "train.num_steps")
+    planned = value_of(recipe, "train.num_steps")
     total = f" of {planned}" if isinstance(planned, int) else ""
     if not rows:
         return f"no step{total} is done"
     done = rows[-1]["step"] + 1
     # Of runs before there were timestamps only the file tells, which a copy makes new.
     ended = rows[-1].get("time/timestamp") or metrics.stat().st_mtime
-    when = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(ended))
     finished = "finished: " if done == planned else ""
-    return f"{finished}{done}{total} steps, the last at {when}"
+    return f"{finished}{done}{total} steps, the last at {local_time(ended)}"
 
 
 def _versions(run: Path, notes: list[str]) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Renders the page: one template, its styles and scripts in line, its data as JSON.
+"""Renders a page: one template, its styles and scripts in line, its data as JSON.
 
 What a model wrote is on this page, so nothing of the data is ever markup. Jinja2 escapes it. In the
 JSON block `<` is written as an escape, so that no text can end the block. The scripts make text nodes
@@ -12,30 +12,36 @@ import base64
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 PAGE = Path(__file__).parent / "page"
-SCRIPTS = (
-    "base",
-    "chart",
-    "heatmap",
-    "curves",
-    "timeline",
-    "mismatch",
-    "tokens",
-    "samples",
-    "main",
+
+
+class Kind(NamedTuple):
+    """Says what a kind of page is made of."""
+
+    template: str
+    scripts: tuple[str, ...]
+    """The scripts, which run in this order and in one scope."""
+    drawn: tuple[str, ...]
+    """What the scripts read of the data."""
+
+
+RUN = Kind(
+    "page.html.j2",
+    ("base", "chart", "heatmap", "curves", "timeline", "mismatch", "tokens", "samples", "main"),
+    ("metrics", "timeline", "diagnosis", "steps"),
 )
-"""The scripts, which run in this order and in one scope."""
+SERVICE = Kind("service.html.j2", ("base", "chart", "curves", "service"), ("metrics",))
 
 
-def render(data: dict[str, Any]) -> str:
-    """Render the data of `collect` as HTML."""
+def render(data: dict[str, Any], kind: Kind = RUN) -> str:
+    """Render the data of `collect`, or for SERVICE that of `collect_service`, as HTML."""
     style = "\n".join((PAGE / f"{name}.css").read_text() for name in ("page", "parts"))
-    parts = "\n".join((PAGE / f"{name}.js").read_text() for name in SCRIPTS)
+    parts = "\n".join((PAGE / f"{name}.js").read_text() for name in kind.scripts)
     script = f'(() => {{\n"use strict";\n{parts}\n}})();\n'
     assert "</" not in script
     assert "<!--" not in script
@@ -43,8 +49,8 @@ def render(data: dict[str, Any]) -> str:
     environment = Environment(
         loader=FileSystemLoader(PAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    drawn = {key: data[key] for key in ("metrics", "timeline", "diagnosis", "steps")}
-    return environment.get_template("page.html.j2").render(
+    drawn = {key: data[key] for key in kind.drawn}
+    return environment.get_template(kind.template).render(
         **data,
         policy=policy(script, style),
         style=Markup(style),

@@ -20,6 +20,7 @@ TOGETHER = (
     re.compile(r"time/.+_s"),
     re.compile(r"async/staleness/.+"),
     re.compile(r"reward/(mean|std)"),
+    *(re.compile(rf"service/[^/]+/{part}") for part in ("batch_share", "tokens", "trainer_share")),
 )
 """Keys that the page adds up: parts of a step, and a mean with its band. Those of one pattern, the
 first that fits, are thinned at the same steps, as a sum at a step where a part is left out is wrong."""
@@ -34,17 +35,19 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     Of a step that is there twice, the later line counts. A line cut short by a crash, or anything else
     that is not an object with a whole `step`, is counted and left out.
     """
+    objects, num_bad = read_objects(path)
+    found = [row for row in map(_row, objects) if row is not None]
+    rows = {row["step"]: row for row in found}
+    return [rows[step] for step in sorted(rows)], num_bad + len(objects) - len(found)
+
+
+def read_objects(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return (the objects of a JSON Lines file in their order, number of lines that are none)."""
     if not path.exists():
         return [], 0
-    rows: dict[int, dict[str, Any]] = {}
-    num_bad = 0
-    for line in path.read_text(errors="replace").splitlines():
-        row = _row(line)
-        if row is None:
-            num_bad += bool(line.strip())
-        else:
-            rows[row["step"]] = row
-    return [rows[step] for step in sorted(rows)], num_bad
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    found = [row for row in map(_object, lines) if row is not None]
+    return found, len(lines) - len(found)
 
 
 def curves(rows: list[dict[str, Any]], max_points: int = MAX_POINTS) -> dict[str, Any]:
@@ -118,12 +121,17 @@ def short(value: Any, digits: int) -> float | int | None:
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
-def _row(line: str) -> dict[str, Any] | None:
+def _object(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    step = row.get("step") if isinstance(row, dict) else None
+    return row if isinstance(row, dict) else None
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a row with its step as an integer; None where it has no step."""
+    step = row.get("step")
     if isinstance(step, bool) or not isinstance(step, (int, float)) or not abs(step) < 2**63:
         return None
     return {**row, "step": int(step)} if step == int(step) else None

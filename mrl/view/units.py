@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 UNITS = (
     ("step", "number"),
@@ -25,7 +26,10 @@ UNITS = (
     ("memory/leak_bytes_per_cycle", "bytes a step"),
     (".*_bytes|routing/wire_bytes_per_token", "bytes"),
     ("time/.*_s|time/timestamp|service/.*_s", "s"),
-    ("service/phase_tenants", "tenants"),
+    ("service/(phase|batch)_tenants", "tenants"),
+    ("service/running_requests", "requests"),
+    ("service/(engine_occupancy|kv_occupancy|kv_counted)", "share"),
+    ("service/[^/]+/tokens", "tokens"),
     ("loss/.*|moe/(aux|z)_loss", "loss"),
     ("value/squared_error", "return²"),
     ("value/explained_variance", "at most 1"),
@@ -60,3 +64,8 @@ _UNITS = tuple((re.compile(pattern, re.DOTALL), unit) for pattern, unit in UNITS
 def unit_of(key: str) -> str:
     """Return the unit of a metric; `value` for a key that is not mrl's."""
     return next((unit for pattern, unit in _UNITS if pattern.fullmatch(key)), "value")
+
+
+def units_of(keys: Iterable[str]) -> dict[str, str]:
+    """Return the units of metrics by their keys."""
+    return {key: unit_of(key) for key in keys}

@@ -54,7 +54,6 @@ ROOMS: dict[str, set[str]] = {
         ),
         *("mrl.rollout", "mrl.run", "parallel"),
     },
-    "mrl.view": {"mrl.diagnosis", "mrl.run", "parallel"},
     "mrl.trainer": {
         *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.diagnosis", "mrl.disaggregated"),
         *("mrl.exchange", "mrl.learn", "mrl.preflight", "mrl.run", "mrl.trackers", "parallel"),
@@ -63,6 +62,7 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.algorithms", "mrl.collect", "mrl.exchange", "mrl.learn", "mrl.preflight"),
         *("mrl.rewards", "mrl.rollout", "mrl.run", "mrl.trainer", "parallel"),
     },
+    "mrl.view": {"mrl.diagnosis", "mrl.run", "mrl.tenants", "parallel"},
     "mrl.launch": {"mrl.run"},
     "mrl.watch": {"mrl.run"},
     "mrl.drill": {"mrl.run", "parallel.checkpoint"},

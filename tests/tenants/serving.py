@@ -145,6 +145,25 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
 
 
+def require_sane_rounds(service: Path, *names: str) -> None:
+    """Assert that the metrics of a service say how full the engine was, and whose requests and updates
+    these were. All of these tenants are in every round."""
+    lines = (service / "metrics.jsonl").read_text().splitlines()
+    assert lines
+    for row in map(json.loads, lines):
+        for key in ("engine_occupancy", "kv_occupancy", "kv_counted"):
+            assert 0 < row[f"service/{key}"] <= 1, row
+        assert 0 < row["service/running_requests"] <= 16 * len(names)
+        assert 1 <= row["service/batch_tenants"] <= len(names)
+        for share in ("batch_share", "trainer_share"):
+            parts = [row[f"service/{name}/{share}"] for name in names]
+            assert min(parts) > 0
+            assert abs(sum(parts) - 1) < 1e-9
+        for name in names:
+            assert row[f"service/{name}/tokens"] >= 16  # answers to 4 prompts, 4 to each
+            assert 0 <= row[f"service/{name}/gate_wait_s"] < row["time/rollout_s"]
+
+
 def require_same_bits(one: Path, other: Path, but: Sequence[str] = ()) -> None:
     """Assert that two runs have the same metrics, less those of `but`, samples and final weights."""
     ours, theirs = rows_of(one), rows_of(other)

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from mrl.toy_model import write_toy_model
-from tests.tenants.serving import TENANTS, Service, require_same_bits, rows_of, wait_for
+from tests.tenants.serving import (
+    TENANTS,
+    Service,
+    require_same_bits,
+    require_sane_rounds,
+    rows_of,
+    wait_for,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -47,6 +54,7 @@ def test_three_tenants_have_the_bits_of_their_runs_alone(service: Service, tmp_p
     service.add(*TENANTS, num_steps=4)
     service.run()
     assert {state for state, _ in service.states().values()} == {"done"}
+    require_sane_rounds(service.folder, *TENANTS)
     for name in TENANTS:
         service.train_alone(name, tmp_path / name)
         require_same_bits(service.run_of(name), tmp_path / name)

@@ -3,6 +3,7 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const STEPS = DATA.metrics.steps;
 const SERIES = DATA.metrics.series;
+const STEP = DATA.metrics.step; // what the numbers of STEPS count: step, or round
 
 /** An element. Children are elements or text; text never becomes markup. `on*` attributes are listeners. */
 function h(tag, attributes = {}, ...children) {

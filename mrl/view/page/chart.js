@@ -6,7 +6,7 @@ const MAX_DOTS = 40;
 let chartNumber = 0;
 
 /**
- * A figure with curves. `spec`: title, keys, labels (of the keys), log (to begin with), stacked (areas on
+ * A figure with curves. `spec`: title, keys, labels (of the keys), label (makes one of a key), log (to begin with), stacked (areas on
  * top of each other), rest (keys that are one curve, their sum), format (of values), spread ({key, by}: a
  * band of value +- another key's).
  */
@@ -41,10 +41,10 @@ function chart(spec) {
   }
 
   function readout(step) {
-    at.textContent = step === null ? "" : `step ${step}`;
+    at.textContent = step === null ? "" : `${STEP} ${step}`;
     parts.forEach(({ series }, i) => {
       const place = step === null ? series.v.length - 1 : nearest(stepsOf(series), step);
-      const other = step !== null && stepsOf(series)[place] !== step ? ` (step ${stepsOf(series)[place]})` : "";
+      const other = step !== null && stepsOf(series)[place] !== step ? ` (${STEP} ${stepsOf(series)[place]})` : "";
       values[i].textContent = (series.v[place] === null ? "not finite" : show(series.v[place])) + other;
     });
     if (!state.x || !state.line) return;
@@ -72,7 +72,7 @@ function chart(spec) {
 /** The curves of a chart. */
 function partsOf(spec) {
   const keys = spec.keys.filter((key) => SERIES[key]);
-  const labels = spec.labels || shortLabels(keys);
+  const labels = spec.labels || (spec.label ? keys.map(spec.label) : shortLabels(keys));
   const parts = keys.map((key, i) => ({ key, label: labels[i], series: SERIES[key] }));
   if (!spec.rest) return parts;
   const sum = stack(spec.rest.map((key) => curveOf(SERIES[key]))).pop();
@@ -121,7 +121,7 @@ function drawPlot(spec, parts, log, width, show) {
     spec.stacked ? null : lines.map((curve, i) => drawLine(curve, x, y.at, log, `c${i % 8}`)),
     notFinite.map((step) => svg("text", { class: "not-finite", x: x(step), y: EDGE.top + 8, "text-anchor": "middle" }, "\u00d7")),
     line);
-  const notes = [empty.length ? `No finite value at any step: ${shortLabels(empty.map(({ key }) => key)).join(", ")}.` : "", notFinite.length ? `\u00d7: not finite at ${notFinite.length} step(s).` : "", hidden ? `${hidden} value(s) of 0 or less have no place on a log scale.` : ""];
+  const notes = [empty.length ? `No finite value at any ${STEP}: ${shortLabels(empty.map(({ key }) => key)).join(", ")}.` : "", notFinite.length ? `\u00d7: not finite at ${notFinite.length} ${STEP}(s).` : "", hidden ? `${hidden} value(s) of 0 or less have no place on a log scale.` : ""];
   return { element, x, stepAt, line, note: notes.filter(Boolean).join(" ") };
 }
 
@@ -163,7 +163,7 @@ function axes(x, y, first, last, width, show, unit) {
     svg("line", { class: "gridline", x1: EDGE.left, x2: width - EDGE.right, y1: y.at(value), y2: y.at(value) }),
     svg("text", { class: "mark", x: EDGE.left - 6, y: y.at(value) + 4, "text-anchor": "end" }, show(value))]);
   const steps = first === last ? [first] : ticks(first, last, width / 90, true);
-  const names = [svg("text", { class: "mark axis", x: width - EDGE.right, y: HEIGHT - 2, "text-anchor": "end" }, "step"),
+  const names = [svg("text", { class: "mark axis", x: width - EDGE.right, y: HEIGHT - 2, "text-anchor": "end" }, STEP),
     unit ? svg("text", { class: "mark axis", x: 2, y: 9 }, unit) : null];
   return [marks, names, steps.map((step) =>
     svg("text", { class: "mark", x: x(step), y: below + 15, "text-anchor": "middle" }, String(step)))].flat(2);

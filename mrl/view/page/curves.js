@@ -49,7 +49,7 @@ function chartGrid(specs) {
     zeros.push(...keys.filter((key) => !telling.includes(key)));
     return split(spec, telling).map(chart);
   });
-  const note = zeros.length ? h("p", { class: "note" }, `Not drawn here, as they are 0 at every step: ${zeros.length} of the keys under All metrics.`) : null;
+  const note = zeros.length ? h("p", { class: "note" }, `Not drawn here, as they are 0 at every ${STEP}: ${zeros.length} of the keys under All metrics.`) : null;
   return h("div", {}, h("div", { class: "grid" }, charts), note);
 }
 

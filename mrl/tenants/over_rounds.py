@@ -1,0 +1,71 @@
+"""Says what each tenant had over several rounds, from rows of the service's metrics.jsonl: who holds
+whom up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class OverRounds(NamedTuple):
+    """Is what one tenant had over some rounds; None where no round has it."""
+
+    trainer_share: float | None
+    """Its swaps and updates over those of all tenants."""
+    tokens: float
+    """Tokens that were generated for it."""
+    tokens_share: float | None
+    gate_wait_s: float | None
+    """How long its requests waited to be sent to the engine, a mean over its rounds."""
+    queue_age_s: float | None
+    """How long it waited with its samples to be trained, a mean over its rounds."""
+
+
+def over_rounds(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[str, OverRounds]:
+    """Return what each of these tenants had over these rounds; the shares are of what all of them had.
+
+    A row may hold anything: what is not a finite number is left out.
+    """
+    totals, counts = _add_up(rows)
+
+    def total(name: str, *parts: str) -> float:
+        return sum(totals.get(f"service/{name}/{part}", 0.0) for part in parts)
+
+    def mean(name: str, part: str) -> float | None:
+        return _ratio(total(name, part), counts.get(f"service/{name}/{part}", 0))
+
+    trainer_s = {name: total(name, "swap_s", "update_s") for name in names}
+    tokens = {name: total(name, "tokens") for name in names}
+    return {
+        name: OverRounds(
+            _ratio(trainer_s[name], sum(trainer_s.values())),
+            tokens[name],
+            _ratio(tokens[name], sum(tokens.values())),
+            mean(name, "gate_wait_s"),
+            mean(name, "queue_age_s"),
+        )
+        for name in names
+    }
+
+
+def finite(value: Any) -> float | None:
+    """Return a value that is a finite number; None for any other."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
+
+
+def _add_up(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, int]]:
+    """Return of each key the sum over the rows, and the number of rows that have it."""
+    totals: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for row in rows:
+        for key, value in row.items():
+            if (number := finite(value)) is not None:
+                totals[key] = totals.get(key, 0.0) + number
+                counts[key] = counts.get(key, 0) + 1
+    return totals, counts
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

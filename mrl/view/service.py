@@ -1,0 +1,172 @@
+"""Reads a service folder as plain data for its page; the service may run, have ended or never started.
+
+A round is a line of metrics.jsonl. Rounds are numbered on, as each start of a service counts from 0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from mrl.tenants.over_rounds import OverRounds, finite, over_rounds
+from mrl.tenants.record import Tenant, describe, read_past, read_tenants
+from mrl.tenants.sockets import connect_unix
+from mrl.view.facts import local_time, named_values, read_config
+from mrl.view.series import curves, read_objects
+from mrl.view.units import units_of
+
+CONNECT_S = 2.0
+NOTHING = "\u2013"
+"""What stands for a number that is not there."""
+SUMMARY = (
+    ("model", "model.path"),
+    ("tensor x pipeline x expert x context", *(f"parallel.{kind}_parallel_size" for kind in (
+        "tensor_model", "pipeline_model", "expert_model", "context"))),
+    ("placement", "rollout.placement"),
+    ("KV cache, tokens", "rollout.max_total_tokens"),
+    ("requests at once", "rollout.max_running_requests"),
+    ("adapter slots", "lora.slots"),
+    ("largest rank", "lora.max_rank"),
+    ("tenants at most", "tenants.max_number"),
+    ("bound on the wait, s", "schedule.max_wait_s"),
+)  # fmt: skip
+"""(name in the header, keys of service.yaml)."""
+NEWEST = (("reward", "reward/mean"), ("length", "response_len/mean"),
+          ("gradient", "grad_norm"), ("mismatch", "mismatch/logprob_abs_max"))  # fmt: skip
+"""(heading, metric) of a tenant's newest step."""
+OVER_ROUNDS = ("trainer", "tokens", "of all", "at the gate, s", "for trainer, s")
+"""Headings of what a tenant has over all rounds; `_in_words` fills them in."""
+
+Row = dict[str, Any]
+
+
+def is_service(folder: Path) -> bool:
+    """Whether a folder is that of a service."""
+    return (folder / "service.yaml").is_file() and (folder / "tenants").is_dir()
+
+
+def collect_service(folder: Path, page: Path) -> dict[str, Any]:
+    """Return everything that the page of a service shows; `page` is where it will be.
+
+    Raises InputError where the state of a tenant is damaged.
+    """
+    notes: list[str] = []
+    config, text = read_config(folder / "service.yaml", notes)
+    found, num_bad = read_objects(folder / "metrics.jsonl")
+    if num_bad:
+        notes.append(f"Lines of metrics.jsonl that could not be read: {num_bad}.")
+    rows = list(_numbered(found))
+    drawn = curves(rows)
+    if drawn["thinned"]:
+        notes.append("Long curves are thinned; the extremes of every stretch of rounds are kept.")
+    present, past = read_tenants(folder), read_past(folder)
+    if past:
+        notes.append(
+            "Some names belonged to other tenants before. The rounds of all tenants of a name are "
+            "counted for the one that has it now."
+        )
+    return {
+        "folder": str(folder),
+        "state": _state(folder, rows),
+        "summary": named_values(config, SUMMARY),
+        "config": text,
+        "tenants": _table(present, past, rows, page.parent),
+        "newest": [name for name, _ in NEWEST],
+        "over_rounds": list(OVER_ROUNDS),
+        "metrics": drawn | {"step": "round", "units": units_of(drawn["series"])},
+        "notes": notes,
+    }
+
+
+def _numbered(found: Sequence[Row]) -> Iterator[Row]:
+    """Yield the rounds with their number as `step`. A number that does not rise is that of a service
+    which was started again."""
+    first, last = 0, -1
+    for row in found:
+        number = row.get("round")
+        if not isinstance(number, int) or abs(number) > 2**53:
+            number = last + 1 - first
+        if first + number <= last:
+            first = last + 1 - number
+        last = first + number
+        yield {key: value for key, value in row.items() if key != "round"} | {"step": last}
+
+
+def _state(folder: Path, rows: Sequence[Row]) -> str:
+    runs = "it ran" if _listens(folder) else "no service ran in it here"
+    done = "no round" if not rows else f"{len(rows)} round{'s' * (len(rows) > 1)}"
+    ended = finite(rows[-1].get("time/timestamp")) if rows else None
+    when = "" if ended is None else f", the last at {local_time(ended)}"
+    return f"service: {done}{when}; {runs} when this page was made"
+
+
+def _listens(folder: Path) -> bool:
+    try:
+        connect_unix(folder, CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _table(
+    present: Sequence[Tenant], past: Sequence[Tenant], rows: Sequence[Row], near: Path
+) -> list[dict[str, Any]]:
+    """Return the rows of the table of tenants, those that were removed last."""
+    table = []
+    found = over_rounds(rows, [tenant.name for tenant in present])
+    for tenant in sorted([*present, *past], key=lambda t: (t.state == "removed", t.sequence)):
+        shown = describe(tenant)
+        newest = [_short(shown["metrics"].get(key)) for _, key in NEWEST]
+        whole = [NOTHING] * len(OVER_ROUNDS) if tenant in past else _in_words(found[tenant.name])
+        link, words = _link(Path(tenant.output_dir), tenant, near)
+        done = NOTHING if not link and tenant.state != "queued" else shown["steps_done"]
+        table.append(
+            {
+                "name": tenant.name,
+                "state": tenant.state,
+                "reason": tenant.reason,
+                "steps": f"{done} of {tenant.num_steps or '?'}",
+                "weight": f"{tenant.weight:g}",
+                "numbers": newest + whole,
+                "link": link,
+                "link_words": words,
+            }
+        )
+    return table
+
+
+def _in_words(found: OverRounds) -> list[str]:
+    """Return what a tenant had over all rounds, in the order of OVER_ROUNDS."""
+    return [
+        _percent(found.trainer_share),
+        f"{found.tokens:,.0f}" if found.tokens else NOTHING,
+        _percent(found.tokens_share),
+        _short(found.gate_wait_s),
+        _short(found.queue_age_s),
+    ]
+
+
+def _link(run: Path, tenant: Tenant, near: Path) -> tuple[str, str]:
+    """Return the address of a tenant's page, or else of its run folder, as seen from the folder `near`,
+    and the words of the link. The address is empty where there is no folder."""
+    path = os.path.relpath(run, os.path.realpath(near))
+    words = path if not path.startswith("..") else str(run)
+    if (run / "view.html").is_file():
+        return quote(f"{path}/view.html"), words
+    if run.is_dir():
+        return quote(f"{path}/"), f"{words} (folder)"
+    return "", f"{words} (not there{' yet' * (tenant.state == 'queued')})"
+
+
+def _short(value: Any) -> str:
+    number = finite(value)
+    if number is None:
+        return NOTHING
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
+
+
+def _percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{share:.0%}"
