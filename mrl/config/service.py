@@ -85,6 +85,12 @@ class ScheduleConfig(Branch):
     tenants allows that."""
 
 
+class ServiceCheckpointConfig(Branch):
+    stop_limit_s: float = Field(default=25.0, gt=0)
+    """Seconds that SIGTERM and SIGHUP leave to end the round and save all tenants. After them the
+    process ends, and every tenant goes back to its newest checkpoint. SIGUSR1 has no limit."""
+
+
 class ControlConfig(Branch):
     tcp: int | None = Field(default=None, ge=1, le=65535)
     """A port on loopback where the control socket is reached too, with the token of
@@ -104,6 +110,7 @@ class ServiceConfig(Branch):
     lora: LoraLimits = LoraLimits()
     tenants: TenantLimits = TenantLimits()
     schedule: ScheduleConfig = ScheduleConfig()
+    checkpoint: ServiceCheckpointConfig = ServiceCheckpointConfig()
     control: ControlConfig = ControlConfig()
     output_dir: str = Field(min_length=1)
     """The service folder. A service that was there already continues with its tenants."""

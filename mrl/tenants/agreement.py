@@ -25,7 +25,7 @@ from parallel.implementation import choose_dtype
 from parallel.lora.rules import read_adapter
 from parallel.lora.shapes import adapter_shapes
 
-SHARED = ("model", "parallel", "megatron", "train", "rollout", "moe", "watch")
+SHARED = ("model", "parallel", "megatron", "train", "rollout", "moe", "watch", "checkpoint")
 """Branches whose keys belong to the service, where a service has them."""
 OWN_MEANING = ("moe.capture_routes", "rollout.context_len")
 """Keys among them that are compared in another way than by equality."""

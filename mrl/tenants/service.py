@@ -17,13 +17,15 @@ import torch.distributed as dist
 
 from mrl.config import Recipe, ServiceConfig
 from mrl.errors import EngineGone, InputError, OutOfMemory, RankLost
-from mrl.exchange.sharing import share_bytes, sum_over_ranks
+from mrl.exchange.sharing import share_bytes
 from mrl.rollout.base import EngineLost
 from mrl.run import console
 from mrl.run.json_lines import add_line
 from mrl.system.heartbeat import beat, working_for
 from mrl.system.memory_error import noting_bytes, out_of_memory
 from mrl.system.stop import StopRequest
+from mrl.tenants import accord
+from mrl.tenants.accord import Accord
 from mrl.tenants.colocated_house import ColocatedHouse
 from mrl.tenants.crashes import REASON, Crashes
 from mrl.tenants.record import State
@@ -35,11 +37,9 @@ SERVICE_FAULTS = (EngineGone, EngineLost, RankLost, OutOfMemory, MemoryError, di
 """Errors that end the service, whoever's work they came from: nobody can go on after them."""
 Publish = Callable[[dict[str, float]], None]
 Run = TypeVar("Run", bound=TenantRun)
-STOP_LIMIT_S = 25.0
-"""Seconds from SIGTERM or SIGHUP to the end of the process."""
 LOST = (
-    f"the round was not over and saved after {STOP_LIMIT_S:g} s; every tenant goes back to its newest "
-    "checkpoint"
+    "what was under way was not over and saved after checkpoint.stop_limit_s={:g} s; every tenant goes "
+    "back to its newest checkpoint"
 )
 IDLE_S = 0.1
 """Seconds between two looks for tenants while there are none."""
@@ -61,7 +61,9 @@ class Service(ABC, Generic[Run]):
         self._is_main = registry is not None
         self._runs: dict[str, Run] = {}
         self._queue = TrainingQueue(config.schedule.max_wait_s)
-        self._stop = StopRequest(STOP_LIMIT_S, lost=LOST)
+        limit_s = config.checkpoint.stop_limit_s
+        self._stop = StopRequest(limit_s, lost=LOST.format(limit_s))
+        self._accord = Accord(config.longest_wait_s)
         self._crashes = Crashes(None if registry is None else registry.root)
         self.num_turns = 0
         """The turns that are over."""
@@ -215,15 +217,13 @@ class Service(ABC, Generic[Run]):
                 if out_of_memory(error):
                     raise
                 failure = describe(error)
-            failure = self._first(failure)
+            failure = self._accord.first(failure, limit_s=accord.ALONE_S)
         self._crashes.end()
         return failure
 
     def _first(self, failure: str) -> str:
         """Return what went wrong on the first rank on which anything did; empty for none."""
-        if not sum_over_ranks(bool(failure)):
-            return ""
-        return next(said.decode() for said in share_bytes(failure.encode()) if said)
+        return self._accord.first(failure)
 
     def _pause(self, run: Run, reason: str) -> None:
         """End a run that failed; its newest checkpoint is where it goes on."""

@@ -45,7 +45,7 @@ def test_short_forms_and_overrides(tmp_path: Path) -> None:
 
 
 def test_keys_that_a_recipe_has_too_are_of_the_same_type_and_default() -> None:
-    shared = ("model", "parallel", "megatron", "train", "rollout", "moe", "watch")
+    shared = ("model", "parallel", "megatron", "train", "rollout", "moe", "watch", "checkpoint")
     ours, theirs = ({key.name: key for key in keys_of_branch(b)} for b in (ServiceConfig, Recipe))
     compared = 0
     for name in shared:

@@ -53,6 +53,7 @@ def test_every_key_that_differs_is_named_in_one_message(tmp_path: Path, model: P
         megatron={"bucket_size": 3},
         watch={"limits": {"save": 9.0}},
         train={"recompute": True},
+        checkpoint={"stop_limit_s": 9.0, "save_every": 2},
     )
     with pytest.raises(InputError) as error:
         resolve_tenant(service(tmp_path, model), tree, "a")
@@ -66,9 +67,11 @@ def test_every_key_that_differs_is_named_in_one_message(tmp_path: Path, model: P
         "megatron.bucket_size is 3 and not set in the service",
         "watch.limits.save is 9.0 and not set in the service",
         "train.recompute is True and False in the service",
+        "checkpoint.stop_limit_s is 9.0 and 25.0 in the service",
         "leave these keys out",
     ):
         assert part in words
+    assert "save_every" not in words
     assert "\n" not in words
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,51 @@ def test_a_tenant_that_hangs_ends_the_service_and_an_idle_service_goes_on(
     assert "in loss" in "".join(found.log_tail)
     assert json.loads((service.folder / "under_way.json").read_text())["under_way"] == "hangs"
     assert "of tenant hangs" in service.folder.with_suffix(".log").read_text()
+
+
+def test_a_stop_limit_ends_what_does_not_end_by_itself(model: Path, tmp_path: Path) -> None:
+    service = Service(tmp_path / "service", model)
+    service.write(checkpoint={"stop_limit_s": 1.0})
+    code = tmp_path / "hangs.py"
+    code.write_text(HANGS)
+    service.add("hangs", num_steps=2, algorithm={"name": str(code)})
+    process = service.start()
+    row = service.folder / "under_way.json"
+    wait_for(lambda: row.exists() and '"hangs", "step": 0' in row.read_text(), process)
+    time.sleep(5)  # into the loss
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == ExitCode.TERMINATED
+    said = service.folder.with_suffix(".log").read_text()
+    assert "not over and saved after checkpoint.stop_limit_s=1 s; every tenant goes back" in said
+
+
+def test_a_tenant_that_fails_on_one_rank_is_paused_at_the_fourth_start(
+    model: Path, tmp_path: Path
+) -> None:
+    """The other rank waits for it in a collective of the update."""
+    service = Service(tmp_path / "service", model, ranks=2)
+    service.write()
+    code = tmp_path / "apart.py"
+    code.write_text(
+        "import os\nfrom mrl.algorithms import grpo\nfrom mrl.algorithms.grpo import *\n"
+        "from mrl.tenants import accord\naccord.ALONE_S = 3.0\n\n"
+        "def loss(logprobs, batch, config):\n"
+        "    if os.environ['RANK'] == '1':\n        raise ValueError('no loss on this rank')\n"
+        "    return grpo.loss(logprobs, batch, config)\n"
+    )
+    service.add("apart", num_steps=2, algorithm={"name": str(code)})
+    service.add("bob", num_steps=5)
+    for _ in range(3):
+        assert service.start("--until-done").wait(LIMIT_S) == ExitCode.HUNG_RANK
+        found = read_failure(service.folder)
+        assert found is not None
+        assert "rank 1 failed alone (no loss on this rank)" in found.what
+        assert (found.rank, found.tenant) == (1, "apart")
+    service.run()
+    states = service.states()
+    assert states["bob"] == ("done", "")
+    assert states["apart"][0] == "paused"
+    assert "the service ended 3 times during this tenant's work" in states["apart"][1]
 
 
 def test_a_stopped_rank_ends_the_service_which_then_continues(model: Path, tmp_path: Path) -> None:
