@@ -209,6 +209,35 @@ def test_a_start_that_would_end_in_the_same_way_is_not_requeued(code, cluster, t
     assert "requeue" not in (seen / "scontrol").read_text()
 
 
+def test_a_service_is_started_and_requeued_where_a_run_would_not_be(cluster, tmp_path):
+    environ, seen = cluster
+    environ |= {"SERVE": "1", "SLURM_RESTART_COUNT": "0", "CHECK_CODE": "2"}
+    code, log = submit(tmp_path / "out", environ, RANK_CODE="77")  # its tenant is paused at last
+    assert (code, log.splitlines()[-1]) == (77, "mrl: exit code 77: requeue")
+    assert torchrun_saw(seen)[0][-5:-2] == ["mrl", "serve", "r.yaml"]
+    assert not (seen / "check").exists()  # mrl check is for recipes
+    code, log = submit(tmp_path / "out", environ, RANK_CODE="2")
+    assert (code, "not requeued, as another start" in log) == (2, True)
+
+
+def test_an_idle_service_may_be_requeued_for_ever(cluster, tmp_path):
+    environ, seen = cluster
+    out = tmp_path / "out"
+    environ |= {"SERVE": "1", "MAX_RESTARTS_WITHOUT_STEP": "1", "RANK_SECONDS": str(LIMIT_S)}
+    for number in range(2):
+        command = ["bash", str(SBATCH), "r.yaml", str(out)]
+        (seen / "rank_started").unlink(missing_ok=True)
+        with subprocess.Popen(command, env=environ | {"SLURM_RESTART_COUNT": str(number)}) as job:
+            wait_until((seen / "rank_started").exists)
+            job.send_signal(signal.SIGUSR1)
+            job.wait(timeout=LIMIT_S)
+        assert (seen / "scontrol").read_text().count("requeue 42") == number + 1
+    for number in range(2, 4):  # one that is lost again and again without a round is not
+        given = {"RANK_SECONDS": "0", "RANK_CODE": "71", "SLURM_RESTART_COUNT": str(number)}
+        _, log = submit(out, environ, **given)
+    assert "1 restarts in a row kept no round after round 0; to continue with round 0" in log
+
+
 def test_restarts_are_bounded_unless_a_checkpoint_is_newer(cluster, tmp_path):
     environ, seen = cluster
     out, starts = tmp_path / "out", 0

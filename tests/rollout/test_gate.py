@@ -175,8 +175,8 @@ def test_the_time_limit_of_a_request_begins_when_it_is_sent():
         gate.enter(name)
     (other,) = requests_of("b", 1)
     bob = gate.line_up("bob", [other], lambda: None)  # the engine is full
-    answers = make_flight(gate, server, 2, request_timeout_s=0.3).answers()
-    threading.Timer(1.0, bob.finish, (other, 6)).start()
+    answers = make_flight(gate, server, 2, request_timeout_s=0.2).answers()
+    threading.Timer(0.5, bob.finish, (other, 6)).start()
     server.answering.release()
     assert next(answers).request.request_id == "a0"  # after more than the limit
     with pytest.raises(TimeoutError, match="for 1 of 2 samples"):

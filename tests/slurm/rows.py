@@ -237,6 +237,17 @@ def final_code(bench: Bench) -> str:
     return "ended with that code, not requeued"
 
 
+@row("a service (SERVE=1) is told to leave, and then runs out of memory")
+def service(bench: Bench) -> str:
+    bench.submit(HOLD, {"steps": 1, "codes": [77, 1]}, {}, SERVE="1")
+    bench.at_step(3)
+    bench.scancel("--batch", "--signal=USR1")
+    bench.check("COMPLETED", restarts=2)
+    assert " -m mrl serve recipe.yaml " in (bench.out / "words_1").read_text()
+    assert "exit code 77: requeue" in bench.log(), bench.told()
+    return "saved, requeued, continued; requeued, continued"
+
+
 @row("a callback stops the run (exit code 75 that nobody asked for)")
 def callback(bench: Bench) -> str:
     bench.submit({"steps": 2, "code": 75})

@@ -73,6 +73,8 @@ def train(arguments: list[str]) -> None:
         step, num_done = step + 1, num_done + 1
         if rank == 0:
             latest.write_text(f"{step}\n")
+            with (out / "metrics.jsonl").open("a") as file:  # by which a service has come further
+                file.write("{}\n")
     note(out, rank, start, "done")
     end(engine, 0)
 
