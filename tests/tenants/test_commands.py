@@ -12,6 +12,7 @@ import yaml
 from mrl.cli import main
 from mrl.config import dump_recipe
 from mrl.run.folder import RunFolder
+from mrl.run.json_lines import add_line
 from mrl.tenants.control import Control
 from mrl.tenants.registry import Registry
 from tests.tenants.parts import make_model, service, tenant
@@ -71,6 +72,33 @@ def test_from_add_to_remove(
     assert "its run stays in" in said(capsys)
     mrl("list")
     assert "there are no tenants" in said(capsys)
+
+
+def test_the_list_says_who_holds_whom_up(
+    control: Control, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It tells of the newest 20 rounds alone, and of those that a tenant took part in."""
+    for name in ("slow", "quick", "new"):
+        write(tmp_path / f"{name}.yaml", output_dir=str(tmp_path / "runs" / name))
+        mrl("add", f"{name}.yaml")
+    for number in range(40):
+        row = {
+            "service/slow/swap_s": 1.0,
+            "service/slow/update_s": 8.0,
+            "service/slow/gate_wait_s": 0.5,
+        }
+        row |= {"service/slow/queue_age_s": 0.0, "service/quick/swap_s": 0.0}
+        row |= {
+            "service/quick/update_s": 1.0 if number >= 20 else 500.0,
+            "service/quick/queue_age_s": 9.0,
+        }
+        add_line(tmp_path / "service/metrics.jsonl", {"round": number, **row})
+    with (tmp_path / "service/metrics.jsonl").open("a") as file:
+        file.write('{"round": 40, "service/quick/upd')
+    capsys.readouterr()
+    mrl("list")
+    rows = [line.split()[5:7] for line in said(capsys).split("\n")[2:6]]
+    assert rows == [["trainer", "waits"], ["90%", "0.5s"], ["10%", "9.0s"], ["0%", "-"]]
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
