@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mrl.toy_model import write_toy_model
+from mrl.view.service import collect_service
 from tests.tenants.serving import (
     TENANTS,
     Service,
@@ -76,6 +77,10 @@ def test_joining_pausing_and_leaving_change_nobodys_bits(service: Service, tmp_p
         client.add("bob", service.recipe("bob", 4))
         client.add("cec", service.recipe("cec", 8))
         wait_for(lambda: steps("bob") >= 1 and steps("cec") >= 1, process)
+        assert 0 < client.metrics()["service/engine_occupancy"] <= 1
+        page = collect_service(service.folder, service.folder / "view.html")
+        assert "it ran when this page was made" in page["state"]
+        assert [each["state"] for each in page["tenants"]] == ["running"] * 3
         client.pause("bob")
         client.remove("cec")
         before = steps("ann")
