@@ -86,9 +86,9 @@ def _numbered(found: Sequence[Row]) -> Iterator[Row]:
     which was started again."""
     first, last = 0, -1
     for row in found:
-        number = row.get("round")
-        if not isinstance(number, int) or abs(number) > 2**53:
-            number = last + 1 - first
+        given = finite(row.get("round"))
+        is_number = given is not None and abs(given) < 2**31
+        number = int(given) if is_number else last + 1 - first
         if first + number <= last:
             first = last + 1 - number
         last = first + number

@@ -125,8 +125,10 @@ def test_a_service_with_all_that_can_be_missing(registry: Registry, page: Page) 
 
 
 def test_rounds_of_a_service_that_was_started_again_are_numbered_on(registry: Registry) -> None:
-    data = collect_service(fill(registry), registry.root / "view.html")
-    assert data["metrics"]["steps"] == [0, 1, 2]
+    for number in (0.0, 1.0, 0, 3, 3, None, "x", 1e300):
+        add_line(registry.root / "metrics.jsonl", {"round": number, "time/round_s": 1.0})
+    data = collect_service(registry.root, registry.root / "view.html")
+    assert data["metrics"]["steps"] == [0, 1, 2, 5, 6, 7, 8, 9]
 
 
 def test_a_service_that_never_had_a_tenant_or_a_round(registry: Registry, page: Page) -> None:
