@@ -87,8 +87,7 @@ def _numbered(found: Sequence[Row]) -> Iterator[Row]:
     first, last = 0, -1
     for row in found:
         given = finite(row.get("round"))
-        is_number = given is not None and abs(given) < 2**31
-        number = int(given) if is_number else last + 1 - first
+        number = last + 1 - first if given is None or abs(given) > 2**31 else int(given)
         if first + number <= last:
             first = last + 1 - number
         last = first + number
