@@ -28,6 +28,7 @@ from mrl.run.folder import RunFolder, as_lines, parts_of_sample
 from mrl.run.rollouts import is_held
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
+from mrl.system.worker_user import WorkerUser
 from mrl.types import SampleGroup
 from parallel.mesh import Mesh
 from parallel.policy import Policy
@@ -36,8 +37,15 @@ from parallel.policy import Policy
 class EvalTasks:
     """Makes the tasks of one engine, one for each evaluation set, again and again."""
 
-    def __init__(self, plan: Plan, engine_number: int, budget: Budget | None = None) -> None:
-        self._plan, self._number, self._budget = plan, engine_number, budget
+    def __init__(
+        self,
+        plan: Plan,
+        engine_number: int,
+        budget: Budget | None = None,
+        user: WorkerUser | None = None,
+    ) -> None:
+        """`budget` and `user`: see `Scoring`."""
+        self._plan, self._number, self._budget, self._user = plan, engine_number, budget, user
         self._scorings: dict[str, Scoring] = {}
 
     def begin(self) -> list[Task]:
@@ -47,7 +55,7 @@ class EvalTasks:
     def _task(self, eval_set: EvalSet) -> Task:
         name, recipe = eval_set.config.name, eval_set.recipe
         if name not in self._scorings:
-            self._scorings[name] = Scoring(recipe, self._plan.tokenizer, self._budget)
+            self._scorings[name] = Scoring(recipe, self._plan.tokenizer, self._budget, self._user)
         started = start_groups(eval_set.prompts, recipe.rollout.samples_per_prompt)
         local = started[self._number :: self._plan.num_engines]
         return make_task(

@@ -32,6 +32,7 @@ from mrl.run.folder import RunFolder
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
 from mrl.system.memory_watch import MemoryWatch
+from mrl.system.worker_user import WorkerUser
 from mrl.types import SampleGroup, Statistics
 from parallel.mesh import Mesh
 from parallel.policy import Policy
@@ -48,8 +49,10 @@ class LiveCollector(RoundCollector):
         mesh: Mesh,
         folder: RunFolder,
         place: tuple[EngineSlot, EngineGroup] | None = None,
+        user: WorkerUser | None = None,
     ) -> None:
-        """`place`: this rank's engine and the ranks that it spans, where others have made it."""
+        """`place`: this rank's engine and the ranks that it spans, where others have made it. `user`:
+        as whom rewards and environments run; None is that of this process."""
         super().__init__(plan, mesh, folder)
         recipe = plan.recipe
         self.engine_number = mesh.rank // recipe.rollout.tensor_parallel_size
@@ -67,8 +70,8 @@ class LiveCollector(RoundCollector):
         leads = self.slot.engine is not None
         self.budget = Budget()
         """What rewards and environments may take in a step; nothing limits them in a run of its own."""
-        self.scoring = Scoring(recipe, plan.tokenizer, self.budget) if leads else None
-        self.eval_tasks = EvalTasks(plan, self.engine_number, self.budget) if leads else None
+        self.scoring = Scoring(recipe, plan.tokenizer, self.budget, user) if leads else None
+        self.eval_tasks = EvalTasks(plan, self.engine_number, self.budget, user) if leads else None
 
     @phase("start")
     def start(self, policy: Policy) -> None:

@@ -16,14 +16,22 @@ from mrl.rewards.budget import Budget
 from mrl.rewards.runner import RewardRunner, shown_rows
 from mrl.run import console
 from mrl.system.heartbeat import beat
+from mrl.system.worker_user import WorkerUser
 from mrl.types import SampleGroup
 
 
 class Scoring:
     """Runs the reward function or the environments of one engine's share, in processes of their own."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, budget: Budget | None = None) -> None:
-        """`budget` is what all calls of a step may take together."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer: Any,
+        budget: Budget | None = None,
+        user: WorkerUser | None = None,
+    ) -> None:
+        """`budget` is what all calls of a step may take together, `user` whom the processes belong to;
+        None is that of this process."""
         self._tokenizer = tokenizer
         self._step_samples = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
         self._rewards: RewardRunner | None = None
@@ -39,11 +47,11 @@ class Scoring:
         with ExitStack() as undo:  # where one cannot be loaded, the others' processes end
             undo.callback(self.close)
             if recipe.environment is not None:
-                self.environments = EnvironmentRunner(recipe.environment, budget)
+                self.environments = EnvironmentRunner(recipe.environment, budget, user)
             elif recipe.reward is not None:
-                self._rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s, budget)
+                self._rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s, budget, user)
             for key, rewards in recipe.data.rewards.items():
-                self._of_sources[key] = RewardRunner(rewards, recipe.reward_timeout_s, budget)
+                self._of_sources[key] = RewardRunner(rewards, recipe.reward_timeout_s, budget, user)
             undo.pop_all()
 
     def begin_step(self) -> None:

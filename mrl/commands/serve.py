@@ -64,16 +64,19 @@ def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int
     from mrl.system.disk import refusing
     from mrl.tenants.open_house import service_dims
     from mrl.tenants.registry import Registry
+    from mrl.tenants.reward_user import close_folder, prepare_reward_user
     from parallel import prepare
 
     is_main = os.environ.get("RANK", "0") == "0"
     check_machine(local_ranks(world), console.warning if is_main else lambda text: None)
     dims = service_dims(config, world)
+    prepare_reward_user(config.tenants.reward_user, is_main=is_main)
     prepare()
     with Registry(config) if is_main else nullcontext() as registry:
         if registry is not None:
             with refusing(registry.root):
                 clear_failure(registry.root)
+            close_folder(registry.root, config.tenants.reward_user)
         return _serve(config, dims, registry, until_done=until_done)
 
 

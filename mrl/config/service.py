@@ -75,6 +75,10 @@ class TenantLimits(Branch):
     max_reward_s: float = Field(default=600.0, gt=0)
     """Wall seconds that the rewards and environments of a tenant may take in a step; also the largest
     `reward_timeout_s` and `environment.time_limit_s`."""
+    reward_user: str | None = Field(default=None, min_length=1)
+    """The user that rewards and environments run as, such as `nobody`; only root can give another than
+    its own. The files that they need have to be readable for that user. Null is the user of the
+    service."""
     max_disk_bytes: int | None = Field(default=None, ge=1)
     """Bytes in a tenant's output_dir; null sets no limit."""
 

@@ -24,6 +24,7 @@ from mrl.errors import InputError
 from mrl.rewards.budget import Budget
 from mrl.rewards.runner import check_failures
 from mrl.system.processes import Closing, JsonWorker, WorkerLost, WorkerNotStarted
+from mrl.system.worker_user import WorkerUser
 from mrl.types import Prompt
 
 CLOSE_LIMIT_S = 5.0
@@ -41,7 +42,7 @@ class _Episode:
 class _Worker:
     """Runs a share of the episodes in one process, which is started anew when it is lost."""
 
-    def __init__(self, config: EnvironmentConfig, budget: Budget) -> None:
+    def __init__(self, config: EnvironmentConfig, budget: Budget, user: WorkerUser | None) -> None:
         self._time_limit_s, self._budget = config.time_limit_s, budget
         self._what = f"environment {config.name!r}"
         self._process = JsonWorker(
@@ -49,6 +50,7 @@ class _Worker:
             self._what,
             config.name,
             json.dumps(config.arguments),
+            user=user,
         )
         self._number = 0
         """The number of processes that were lost."""
@@ -132,12 +134,18 @@ class EnvironmentRunner(Closing):
     It is an `Episodes`. Raises InputError if the environment cannot be loaded.
     """
 
-    def __init__(self, config: EnvironmentConfig, budget: Budget | None = None) -> None:
-        """An answer may take the config's time limit, and what is left of `budget` if that is less."""
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        budget: Budget | None = None,
+        user: WorkerUser | None = None,
+    ) -> None:
+        """An answer may take the config's time limit, and what is left of `budget` if that is less. The
+        workers run as `user`; None is that of this process."""
         self.config, budget = config, budget or Budget()
         self.what = f"environment {config.name!r}"
         """The environment's name, for messages."""
-        self._workers = [_Worker(config, budget) for _ in range(config.num_workers)]
+        self._workers = [_Worker(config, budget, user) for _ in range(config.num_workers)]
         # Threads that live as long as the runner: a worker dies with the thread that started it, so
         # each worker has one thread of its own.
         self._threads = [ThreadPoolExecutor(max_workers=1) for _ in self._workers]

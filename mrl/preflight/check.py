@@ -80,6 +80,7 @@ def check(
     allowed: Sequence[str] | None = (),
     elsewhere: bool = False,
     deep: bool = False,
+    imports_rewards: bool = True,
 ) -> Plan:
     """Validate a recipe for `world` ranks; the plan's recipe has the numbers that follow from others.
 
@@ -87,6 +88,7 @@ def check(
     `elsewhere`: the ranks have GPUs that this machine does not have; what depends on them is left out.
     `deep`: read every number of the weights.
     `allowed`: the keys that may change in a run that is continued, see `RunFolder.check`.
+    `imports_rewards`: False leaves the user's rewards and environments to workers of another user.
     Raises InputError with the first thing that is wrong.
     """
     is_main = os.environ.get("RANK", "0") == "0"
@@ -112,26 +114,29 @@ def check(
     check_shaping(recipe)
     check_dynamic_sampling(recipe)
     check_group_size(recipe, algorithm)
-    check_task(recipe)
+    check_task(recipe, imports_rewards=imports_rewards)
     tokenizer = load_tokenizer(model)
     sources = _sources(recipe, tokenizer, context_len)
     prompts = [prompt for source in sources for prompt in source.prompts]
     check_rows(prompts, warn)
     check_started(recipe.rollout, len(prompts))
     recipe = with_schedule(recipe, len(prompts))
-    _check_prompts(prompts, tokenizer, recipe, warn)
+    _check_prompts(prompts, tokenizer, recipe, warn, imports_rewards)
     sft_examples = _sft_examples(recipe, tokenizer, context_len)
-    eval_sets = _eval_sets(recipe, model, tokenizer, context_len, warn)
+    eval_sets = _eval_sets(recipe, model, tokenizer, context_len, warn, imports_rewards)
     update = _check_folder(folder, recipe, allowed, algorithm, adapter)
     checkpoint_step = resume_step(folder, warn)
     step = snapshot_step(folder, recipe, warn) or checkpoint_step
-    if recipe.debug.load_rollouts is not None:
-        left = range(step or 0, recipe.train.num_steps)
-        check_saved_steps(recipe.debug.load_rollouts, saved_steps or left)
+    _check_saved_steps(recipe, saved_steps or range(step or 0, recipe.train.num_steps))
     return Plan(
         recipe, roles, dims, model, adapter, reference, critic, algorithm, tokenizer, sources,
         sft_examples, eval_sets, context_len, step, checkpoint_step, update,
     )  # fmt: skip
+
+
+def _check_saved_steps(recipe: Recipe, steps: range) -> None:
+    if recipe.debug.load_rollouts is not None:
+        check_saved_steps(recipe.debug.load_rollouts, steps)
 
 
 def _read_model(recipe: Recipe, dims: ParallelDims, *, elsewhere: bool, deep: bool) -> HfModel:
@@ -175,7 +180,11 @@ def _sources(recipe: Recipe, tokenizer: Any, context_len: int) -> list[Source]:
 
 
 def _check_prompts(
-    prompts: list[Prompt], tokenizer: Any, recipe: Recipe, warn: Callable[[str], None]
+    prompts: list[Prompt],
+    tokenizer: Any,
+    recipe: Recipe,
+    warn: Callable[[str], None],
+    imports_rewards: bool,
 ) -> None:
     """Check that the prompts fit the reward, or the environment where it is a conversation."""
     is_conversation = recipe.environment is not None
@@ -185,7 +194,9 @@ def _check_prompts(
         if any(isinstance(prompt.content, list) for prompt in prompts):
             ChatTurns(tokenizer, recipe.data.chat_template_kwargs).check()
     elif recipe.debug.load_rollouts is None:
-        check_reward_columns(prompts, recipe.reward, recipe.data.rewards, warn)
+        check_reward_columns(
+            prompts, recipe.reward, recipe.data.rewards, warn, imports_rewards=imports_rewards
+        )
 
 
 def _eval_sets(
@@ -194,13 +205,14 @@ def _eval_sets(
     tokenizer: Any,
     context_len: int,
     warn: Callable[[str], None],
+    imports_rewards: bool,
 ) -> list[EvalSet]:
     found = read_eval_sets(recipe, tokenizer, context_len)
     for each in found:
-        check_task(each.recipe, each.config.name)
+        check_task(each.recipe, each.config.name, imports_rewards=imports_rewards)
         where = f"eval set {each.config.name}: rollout"
         check_sampling(each.recipe.rollout, model.sizes.vocab_size, where)
-        _check_prompts(each.prompts, tokenizer, each.recipe, warn)
+        _check_prompts(each.prompts, tokenizer, each.recipe, warn, imports_rewards)
     return found
 
 

@@ -21,10 +21,13 @@ def check_reward_columns(
     reward: str | Sequence[RewardConfig] | None,
     of_sources: Mapping[str, str | Sequence[RewardConfig]],
     warn: Callable[[str], None] = lambda text: None,
+    *,
+    imports_rewards: bool = True,
 ) -> None:
     """Check every prompt against `reward`, or against the reward of its own source.
 
-    `of_sources` is `DataConfig.rewards`.
+    `of_sources` is `DataConfig.rewards`. Where not `imports_rewards`, only mrl's own are asked what
+    they need.
 
     Raises InputError that names the first row, its columns, and how many rows are like it. `warn(text)`
     names the first null, for which mrl's own rewards give none; a column of nothing else is refused for
@@ -40,7 +43,8 @@ def check_reward_columns(
         num_prompts += 1
         for spec in whole if prompt.reward is None else specs[prompt.reward]:
             if spec not in needed:
-                needed[spec] = needed_columns(spec)
+                is_asked = imports_rewards or spec in reward_names()
+                needed[spec] = needed_columns(spec) if is_asked else []
             for name in needed[spec]:
                 if name not in prompt.columns:
                     missing.setdefault((spec, name), []).append(prompt)

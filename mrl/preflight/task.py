@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from mrl.config import Recipe
 from mrl.data.reader import source_name
-from mrl.environments import resolve_environment
+from mrl.environments.base import environment_names, resolve_environment
 from mrl.errors import InputError
-from mrl.rewards import resolve_reward
+from mrl.rewards import resolve_reward, reward_names
 from mrl.rewards.terms import all_terms
 
 
-def check_task(recipe: Recipe, eval_set: str | None = None) -> None:
+def check_task(
+    recipe: Recipe, eval_set: str | None = None, *, imports_rewards: bool = True
+) -> None:
     """Check that there is either a reward for every sample or an environment, and load it.
 
-    `recipe` is that of the run, or of the evaluation set with the name `eval_set`. Raises InputError.
+    `recipe` is that of the run, or of the evaluation set with the name `eval_set`. `imports_rewards`:
+    see `mrl.preflight.check`. Raises InputError.
     """
     reward, environment = recipe.reward, recipe.environment
     if environment is not None and recipe.data.rewards:
@@ -32,10 +35,11 @@ def check_task(recipe: Recipe, eval_set: str | None = None) -> None:
         )
     if recipe.debug.load_rollouts is not None:
         return
-    if environment is not None:
+    if environment is not None and (imports_rewards or environment.name in environment_names()):
         resolve_environment(environment.name)
     for term in all_terms(recipe):
-        resolve_reward(term.path)
+        if imports_rewards or term.path in reward_names():
+            resolve_reward(term.path)
 
 
 def _who_needs_it(recipe: Recipe, eval_set: str | None) -> str:

@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl
 
 from mrl.errors import InputError
 from mrl.rewards.answers import END_OF_TEXT
+from mrl.system.worker_user import check_open
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_SANE_LEN = 10_000_000
@@ -127,6 +128,9 @@ def _device(name: str) -> str:
 
 def _check_folder(spec: str, folder: Path) -> None:
     """Check what can be known without loading the model."""
+    check_open(folder, f"reward {spec!r}")
+    for file in sorted(folder.glob("*")):
+        check_open(file, f"reward {spec!r}")
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:

@@ -21,6 +21,7 @@ from mrl.rewards.budget import Budget
 from mrl.rewards.terms import combined, terms_of
 from mrl.rewards.worker_calls import call_worker, reward_worker
 from mrl.system.processes import Closing
+from mrl.system.worker_user import WorkerUser
 from mrl.types import Prompt, SampleGroup
 
 MAX_FAILED_SHARE = 0.05
@@ -64,11 +65,13 @@ class RewardRunner(Closing):
         rewards: str | Sequence[RewardConfig],
         timeout_s: float,
         budget: Budget | None = None,
+        user: WorkerUser | None = None,
     ) -> None:
-        """A call may take `timeout_s`, and what is left of `budget` if that is less."""
+        """A call may take `timeout_s`, and what is left of `budget` if that is less. The workers run as
+        `user`; None is that of this process."""
         self._timeout_s, self._budget = timeout_s, budget or Budget()
         self._terms = terms_of(rewards)
-        self._workers = [reward_worker(term.path, timeout_s) for term in self._terms]
+        self._workers = [reward_worker(term.path, timeout_s, user) for term in self._terms]
         self.report = RewardReport()
         """The report of the last `score`."""
         try:

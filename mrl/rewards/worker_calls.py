@@ -8,13 +8,14 @@ from typing import Any
 from mrl.rewards.base import HANG, RewardError
 from mrl.rewards.resolve import REWARD_MODEL
 from mrl.system.processes import START_TIMEOUT_S, JsonWorker, WorkerLost
+from mrl.system.worker_user import WorkerUser
 
 MODEL_START_TIMEOUT_S = 1800.0
 """The time limit for reading a reward model."""
 
 
-def reward_worker(spec: str, timeout_s: float) -> JsonWorker:
-    """Return the process that calls the function, not yet started."""
+def reward_worker(spec: str, timeout_s: float, user: WorkerUser | None = None) -> JsonWorker:
+    """Return the process that calls the function, not yet started; `user`: None is that of this one."""
     is_model = spec.startswith(REWARD_MODEL)
     return JsonWorker(
         "mrl.rewards.worker",
@@ -22,6 +23,7 @@ def reward_worker(spec: str, timeout_s: float) -> JsonWorker:
         spec,
         repr(timeout_s),
         start_timeout_s=MODEL_START_TIMEOUT_S if is_model else START_TIMEOUT_S,
+        user=user,
     )
 
 

@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from mrl.errors import InputError
+from mrl.system.worker_user import check_open
 
 _ROOT = Path(__file__).parents[2]
 _TEXT = "__mrl_digest__"
@@ -150,6 +151,7 @@ def _unknown(kind: Kind, spec: str, otherwise: str) -> str:
 
 def _import_file(kind: Kind, spec: str, path: Path) -> ModuleType:
     """Run a file, once for each text that it has while the process lives."""
+    check_open(path, f"{kind.noun} {spec!r}")
     if not path.is_file():
         raise InputError(f"{kind.noun} {spec!r}: no file {path}")
     path = path.resolve()

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from mrl.errors import InputError
+from mrl.system.worker_user import WorkerUser
 
 PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 120.0
@@ -89,7 +90,8 @@ class Closing:
 
 
 class JsonWorker:
-    """Runs the user's code `what` in `python -m MODULE SPEC PARENT_PID ARGUMENTS...`.
+    """Runs the user's code `what` in `python -m MODULE SPEC PARENT_PID ARGUMENTS...`, as `user` where
+    one is given (worker_guard.py).
 
     Use it from a thread that lives as long as the run: the worker dies with the thread that started
     it. close() may come from another.
@@ -102,9 +104,12 @@ class JsonWorker:
         spec: str,
         *arguments: str,
         start_timeout_s: float = START_TIMEOUT_S,
+        user: WorkerUser | None = None,
     ) -> None:
         """Start nothing yet. `what` is for messages: "reward 'first_char'"."""
-        self._command = [sys.executable, "-m", module, spec, str(os.getpid()), *arguments]
+        guard = ["mrl.system.worker_guard", user.name] if user else []
+        self._command = [sys.executable, "-m", *guard, module, spec, str(os.getpid()), *arguments]
+        self._environment = {**os.environ, **user.environment} if user else None
         self._what = what
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -156,6 +161,7 @@ class JsonWorker:
         with children_without_usr1():
             self._process = subprocess.Popen(
                 self._command,
+                env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C reaches the trainer alone; killpg reaches all of it

@@ -20,6 +20,7 @@ from mrl.config.load import recipe_of
 from mrl.errors import InputError
 from mrl.run.changes import Kind, flatten, is_in, rule_of
 from mrl.system.files import bytes_in_words
+from mrl.tenants.bounds import beyond_bounds
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_dtype
 from parallel.lora.rules import read_adapter
@@ -61,7 +62,7 @@ def check_tenant(service: ServiceConfig, recipe: Recipe, *, is_record: bool = Fa
         shared.append(
             "leave these keys out, as they belong to the service, or start another service"
         )
-    problems = [*_impossible(recipe), *_beyond(service, recipe), *shared]
+    problems = [*_impossible(recipe), *_beyond(service, recipe), *beyond_bounds(recipe), *shared]
     if not problems and recipe.lora is not None:
         problems += _beyond_slots(service, recipe)
     if problems:

@@ -19,6 +19,7 @@ from mrl.rollout.sglang.tenants import TenantEngine, TenantEngines
 from mrl.run.folder import RunFolder
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
+from mrl.system.worker_user import worker_user
 from mrl.tenants.house import House
 from parallel.policy import Policy
 
@@ -121,7 +122,8 @@ class TenantCollector(LiveCollector):
     ) -> None:
         assert plan.adapter is not None
         slot = house.tenant_slot(name, plan.adapter, weight)
-        super().__init__(plan, house.mesh, folder, (slot, house.group))
+        user = worker_user(house.limits.reward_user)
+        super().__init__(plan, house.mesh, folder, (slot, house.group), user)
         self.budget.limit_s = house.limits.max_reward_s
 
     start_text = "the tenant begins"

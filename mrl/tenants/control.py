@@ -118,10 +118,7 @@ class Control(Closing):
                 raise Refused(400, f"{key} is of type {type(value).__name__}")
         if missing := [key for key in ("name", "recipe") if key not in body]:
             raise Refused(400, f"{missing[0]} is missing")
-        try:
-            weight = float(body.get("weight", 1.0))
-        except OverflowError:
-            raise Refused(400, "weight is too large") from None
+        weight = float(body.get("weight", 1.0))
         tenant = self.registry.add(
             body["name"], body["recipe"], weight=weight, is_record=body.get("is_record", False)
         )

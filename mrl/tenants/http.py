@@ -28,6 +28,8 @@ REQUEST = re.compile(rb"([A-Z]{1,16}) (/[!-~]{0,1023}) HTTP/1\.[01]")
 HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([ -~\t]*?)[ \t]*")
 PLAIN = re.compile(rb"[\t\r\n -~]*")
 MAX_ERROR_CHARS = 2000
+LARGEST = {bool: 2, int: 1 << 63, float: float("inf")}
+"""Numbers of these types are smaller: seeds and sizes have 64 bits."""
 ANSWER_S = 5.0
 """Seconds in which a caller has to take its answer."""
 
@@ -250,7 +252,7 @@ def _check(value: Any, depth: int) -> None:
     elif isinstance(value, list):
         for inner in value:
             _check(inner, depth - 1)
-    elif isinstance(value, float) and value in (float("inf"), float("-inf")):
+    elif isinstance(value, (int, float)) and not abs(value) < LARGEST[type(value)]:
         raise ValueError("a number is too large")
 
 

@@ -99,14 +99,18 @@ def tenant_folder(service: Path, name: str) -> Path:
 
 def newest_row(run: Path) -> dict[str, Any] | None:
     """Return the newest whole row of a run's metrics; None where there is none."""
-    return next(newest_rows(run), None)
+    rows = (row for row in newest_rows(run) if isinstance(row.get("step", -1), int))
+    return next(rows, None)
 
 
 def newest_rows(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield whole rows of the metrics of a run or a service, the newest first, from the end of the file
     alone."""
+    file = folder / "metrics.jsonl"
     try:
-        with (folder / "metrics.jsonl").open("rb") as stream:
+        if not file.is_file():  # a pipe would never answer
+            return
+        with file.open("rb") as stream:
             end = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, end - MAX_ROW_BYTES))
             lines = stream.read().split(b"\n")
@@ -115,7 +119,7 @@ def newest_rows(folder: Path) -> Iterator[dict[str, Any]]:
     for line in reversed(lines[:-1]):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             yield row
@@ -124,7 +128,7 @@ def newest_rows(folder: Path) -> Iterator[dict[str, Any]]:
 def describe(tenant: Tenant) -> dict[str, Any]:
     """Return a tenant as the socket and the commands show it: its record, and its newest metrics."""
     row = newest_row(Path(tenant.output_dir))
-    done = 0 if row is None else int(row.get("step", -1)) + 1
+    done = 0 if row is None else row.get("step", -1) + 1
     return {**tenant.model_dump(), "steps_done": done, "metrics": row or {}}
 
 

@@ -7,7 +7,6 @@ called from any thread.
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import shutil
 import threading
@@ -45,6 +44,7 @@ AFTER: Mapping[str, tuple[State, ...]] = {
 }
 """The states that may follow a state. A running one that is paused may have ended with that step."""
 MAX_REASON_CHARS = 500
+MIN_WEIGHT = 1e-6
 RUNS = "runs"
 """The folder of a service in which output_dirs may lie."""
 
@@ -124,8 +124,10 @@ class Registry(Closing):
         Raises InputError for whatever is wrong with it, and where there is no place for it.
         """
         check_name(name)
-        if not (math.isfinite(weight) and 0 < weight <= 1e6):
-            raise InputError(f"weight is {weight:g}; expected a number above 0, at most 1e6")
+        if not MIN_WEIGHT <= weight <= 1 / MIN_WEIGHT:
+            raise InputError(
+                f"weight is {weight:g}; expected a number from {MIN_WEIGHT:g} to {1 / MIN_WEIGHT:g}"
+            )
         recipe = resolve_tenant(self.service, tree, f"the recipe of {name}", is_record=is_record)
         recipe = self._admit(recipe)
         output = self._output_dir(recipe)

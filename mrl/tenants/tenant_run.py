@@ -14,6 +14,7 @@ from mrl.preflight import check
 from mrl.run.folder import RunFolder
 from mrl.system.clock import Clock
 from mrl.tenants.house import House
+from mrl.tenants.reward_user import warn_of_open_folder
 from mrl.trainer import Trainer
 from parallel.lora.shared_base import SwapReport
 from parallel.policy import Policy
@@ -45,7 +46,8 @@ class TenantRun:
         Raises InputError for a recipe that cannot start, RunFailed where its checkpoint cannot be read.
         """
         self.name, self._house = name, house
-        plan = check(recipe, world)
+        # Where workers are another user's, no line of theirs may run here.
+        plan = check(recipe, world, imports_rewards=house.limits.reward_user is None)
         if plan.adapter is None:
             raise InputError(
                 "lora: got none, but a tenant trains an adapter; give it a lora branch"
@@ -55,6 +57,7 @@ class TenantRun:
             undo.callback(self.folder.close)
             if house.mesh.rank == 0:
                 self.folder.open(plan.recipe, plan.update, plan.resume_step or 0)
+                warn_of_open_folder(self.folder.root, house.limits.reward_user)
             self.trainer = TenantTrainer(
                 plan, house.mesh, self.folder, name=name, house=house, weight=weight
             )

@@ -116,6 +116,24 @@ def test_a_record_keeps_to_what_may_not_change_freely(tmp_path: Path, model: Pat
         ({"reward_timeout_s": 61}, "reward_timeout_s is 61, but the service has tenants.max_rew"),
         ({"rollout": {"context_len": 65}}, "rollout.context_len is 65, but the service has"),
         ({"diagnosis": {"capture_routes": True}}, "moe.capture_routes=false"),
+        ({"rollout": {"samples_per_prompt": 10**9}}, "at most 65536 samples a step"),
+        ({"rollout": {"over_sampling": 1e308}}, "at most 65536 samples a step"),
+        ({"rollout": {"dynamic_sampling_rounds": 65}}, "give at most 64"),
+        ({"rollout": {"canary_prompts": 0}}, "rollout.canary_prompts is 0"),
+        (
+            {"eval": {"sets": [{"name": "e", "path": "e", "samples_per_prompt": 10**9}]}},
+            "set e: sam",
+        ),
+        ({"reward": None, "environment": {"name": "n", "num_workers": 65}}, "take 65 processes"),
+        (
+            {
+                "reward": [{"name": f"r{n}"} for n in range(20)],
+                "eval": {"sets": [{"name": f"e{n}", "path": "e"} for n in range(3)]},
+            },
+            "take 80 processes",
+        ),
+        ({"data": {"path": ["data.jsonl", "/dev/zero"]}}, "/dev/zero is a device, a pipe or a"),
+        ({"sft": {"path": "/dev/null", "num_steps": 1, "batch_size": 1, "lr": 1}}, "/dev/null is"),
     ],
 )
 def test_what_a_service_cannot_do_is_refused_with_the_reason(

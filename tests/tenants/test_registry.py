@@ -147,9 +147,9 @@ def test_a_service_is_full(tmp_path: Path, model: Path) -> None:
         registry.add("b", tenant(tmp_path / "b"))
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf"), 2e6])
+@pytest.mark.parametrize("weight", [0.0, -1.0, 5e-324, float("nan"), float("inf"), 2e6])
 def test_bad_weights(registry: Registry, tmp_path: Path, weight: float) -> None:
-    with pytest.raises(InputError, match="expected a number above 0"):
+    with pytest.raises(InputError, match="expected a number from 1e-06 to"):
         registry.add("a", tenant(tmp_path / "a"), weight=weight)
 
 
@@ -216,6 +216,13 @@ def test_progress_is_read_from_the_run(registry: Registry, tmp_path: Path) -> No
     (tmp_path / "a/metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 3, "rew')
     assert describe(added)["steps_done"] == 3
     assert newest_row(tmp_path / "a") == {"step": 2, "reward/mean": 1.0}
+    for odd in ("[1]", '{"step": "x"}', '{"step": NaN}', "[" * 100_000, "3"):
+        with (tmp_path / "a/metrics.jsonl").open("a") as file:
+            file.write(f"\n{odd}\n")
+        assert describe(added)["steps_done"] == 3
+    (tmp_path / "a/metrics.jsonl").unlink()
+    os.mkfifo(tmp_path / "a/metrics.jsonl")
+    assert describe(added)["steps_done"] == 0
 
 
 def test_threads_of_one_name(registry: Registry, tmp_path: Path) -> None:
