@@ -48,11 +48,6 @@ def beyond_bounds(recipe: Recipe) -> Iterator[str]:
             f"rollout.dynamic_sampling_rounds is {rollout.dynamic_sampling_rounds}, but the other "
             f"tenants wait for them; give at most {MAX_ROUNDS}"
         )
-    if not rollout.canary_prompts:
-        yield (
-            "rollout.canary_prompts is 0, but canaries keep weights that are not finite from the "
-            "engine of all tenants; leave it out"
-        )
     for path in _data_paths(recipe):
         if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
             yield f"{path} is a device, a pipe or a socket, but data is read from files; name a file"

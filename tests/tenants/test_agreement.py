@@ -119,7 +119,6 @@ def test_a_record_keeps_to_what_may_not_change_freely(tmp_path: Path, model: Pat
         ({"rollout": {"samples_per_prompt": 10**9}}, "at most 65536 samples a step"),
         ({"rollout": {"over_sampling": 1e308}}, "at most 65536 samples a step"),
         ({"rollout": {"dynamic_sampling_rounds": 65}}, "give at most 64"),
-        ({"rollout": {"canary_prompts": 0}}, "rollout.canary_prompts is 0"),
         (
             {"eval": {"sets": [{"name": "e", "path": "e", "samples_per_prompt": 10**9}]}},
             "set e: sam",
