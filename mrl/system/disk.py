@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mrl.errors import DISK_ERRORS, DiskFailed, InputError
@@ -27,6 +27,16 @@ def refusal(error: BaseException, place: Path) -> str:
             what = f"a file in {place}" if named is None else os.fsdecode(named)
             return _in_words(number, what, place if named is None else Path(os.fsdecode(named)))
     return ""
+
+
+def bytes_below(folder: Path) -> int:
+    """Return the bytes of all files below a folder; those that go meanwhile count as nothing."""
+    num_bytes = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                num_bytes += os.lstat(os.path.join(place, name)).st_size
+    return num_bytes
 
 
 def describe(error: Exception, place: Path) -> str:

@@ -13,6 +13,7 @@ from mrl.errors import DiskFailed, InputError
 from mrl.preflight import check
 from mrl.run.folder import RunFolder
 from mrl.system.clock import Clock
+from mrl.system.disk import bytes_below
 from mrl.tenants.house import House
 from mrl.tenants.reward_user import warn_of_open_folder
 from mrl.trainer import Trainer
@@ -126,7 +127,7 @@ class TenantRun:
         limit, root = self._house.limits.max_disk_bytes, self.folder.root
         if limit is None or self._house.mesh.rank:
             return
-        used = sum(file.lstat().st_size for file in root.rglob("*") if not file.is_dir())
+        used = bytes_below(root)  # while checkpoints are written and removed in the background
         if used > limit:
             raise DiskFailed(
                 f"output_dir {root} holds {used} bytes, and the service allows "

@@ -75,7 +75,9 @@ def tried(service, other_run, *, is_alone):
                 managed[name] = repr(error)
     numbers = os.listdir("/proc/self/fd")
     held = {os.readlink(f"/proc/self/fd/{n}") for n in numbers if os.path.exists(f"/dev/fd/{n}")}
+    status = Path("/proc/self/status").read_text().splitlines()
     return {
+        "rights": [line.split() for line in status if line.startswith(("CapEff", "NoNewPrivs"))],
         "managed": managed,
         "uid": os.getresuid(),
         "groups": os.getgroups(),

@@ -138,6 +138,7 @@ def test_a_hostile_reward_manages_nothing(python: str, public: Path) -> None:
 def check_report(file: Path) -> None:
     said = json.loads(file.read_text())
     assert said["managed"] == {}
+    assert said["rights"] == [["CapEff:", "0" * 16], ["NoNewPrivs:", "1"]]
     assert 0 not in said["uid"] + said["groups"]
     assert said["files"] == []  # not even the log of the service
     assert said["processes"] < 6  # its own
