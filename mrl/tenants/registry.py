@@ -19,10 +19,12 @@ import yaml
 
 from mrl.config import Recipe, ServiceConfig, dump_recipe
 from mrl.errors import InputError
+from mrl.run import console
 from mrl.system.disk import refusing
 from mrl.system.files import sync, write_whole
 from mrl.system.processes import Closing
 from mrl.tenants.agreement import resolve_tenant
+from mrl.tenants.crashes import REASON, Crashes
 from mrl.tenants.record import (
     RECIPE,
     REMOVED,
@@ -82,8 +84,7 @@ class Registry(Closing):
             self._tenants = {tenant.name: tenant for tenant in read_tenants(self.root)}
             self._past = read_past(self.root)
             dump_recipe(service, self.root / "service.yaml")
-            for tenant in self.tenants():
-                self._settle(tenant)
+            self._settle_all()
             undo.pop_all()
 
     def close(self) -> None:
@@ -154,11 +155,14 @@ class Registry(Closing):
         WrongState where its present state does not allow it, and InputError.
         """
         self._check_state(self.get(name), state)
+        recipe = None
         if state == "queued":
-            self.recipe(name)  # which imports code of the tenant: not while others wait
+            recipe = self.recipe(name)  # which imports code of the tenant: not while others wait
         with self._changing, refusing(self.root):
             tenant = self.get(name)
             self._check_state(tenant, state)
+            if recipe is not None:
+                dump_recipe(recipe, tenant_folder(self.root, name) / RECIPE)
             words = " ".join(reason.split())[:MAX_REASON_CHARS] if state == "paused" else ""
             tenant = tenant.model_copy(update={"state": state, "reason": words})
             self._write(tenant)
@@ -191,15 +195,25 @@ class Registry(Closing):
             ) from None
         return lock
 
+    def _settle_all(self) -> None:
+        """Settle the tenants that are to run, and pause those in whose work the service ended again and
+        again, which may have been here."""
+        crashes = Crashes(self.root)
+        for name in crashes.take_culprits():
+            if self.try_move(name, "paused", REASON):
+                console.warning(f"tenant {name} is paused: {REASON}")
+        for tenant in self.tenants():
+            if tenant.state in ("queued", "running"):
+                crashes.begin(tenant.name, -1)
+                self._settle(tenant)
+        crashes.end()
+
     def _settle(self, tenant: Tenant) -> None:
         """Bring the stored recipe to the present values of the service, or pause the tenant."""
-        if not tenant.is_active:
-            return
         try:
-            recipe = self.recipe(tenant.name)
+            recipe = self.recipe(tenant.name)  # which imports code of the tenant
         except InputError as error:
-            if tenant.state != "paused":
-                self.move(tenant.name, "paused", str(error))
+            self.move(tenant.name, "paused", str(error))
             return
         dump_recipe(recipe, tenant_folder(self.root, tenant.name) / RECIPE)
 

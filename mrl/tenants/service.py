@@ -27,7 +27,7 @@ from mrl.system.stop import StopRequest
 from mrl.tenants import accord
 from mrl.tenants.accord import Accord
 from mrl.tenants.colocated_house import ColocatedHouse
-from mrl.tenants.crashes import REASON, Crashes
+from mrl.tenants.crashes import Crashes
 from mrl.tenants.record import State
 from mrl.tenants.registry import Registry
 from mrl.tenants.schedule import TrainingQueue
@@ -74,8 +74,6 @@ class Service(ABC, Generic[Run]):
 
         `until_done`: also end when no tenant is queued or running. Every tenant is saved at the end.
         """
-        for name in self._crashes.take_culprits():
-            self._note(name, "paused", REASON)
         with self._stop.heeding_signals():
             try:
                 with noting_bytes(self._house.bytes_held):

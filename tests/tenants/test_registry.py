@@ -19,6 +19,8 @@ import yaml
 
 from mrl.config import ServiceConfig, load_recipe
 from mrl.errors import InputError
+from mrl.tenants import agreement
+from mrl.tenants.crashes import MAX_ENDS, REASON
 from mrl.tenants.record import describe, newest_row, read_past, read_tenants
 from mrl.tenants.registry import NoTenant, Registry, WrongState
 from tests.tenants.parts import make_model, service, tenant
@@ -206,6 +208,36 @@ def test_the_recipe_that_is_admitted_is_stored(tmp_path: Path, model: Path) -> N
         with pytest.raises(InputError, match="the data is empty"):
             registry.add("b", tenant(tmp_path / "b", seed=1))
         assert len(registry.tenants()) == 1
+
+
+class Ended(BaseException):
+    """Stands for the end of the process."""
+
+
+def test_a_tenant_whose_code_ends_every_start_is_paused(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.add("a", tenant(tmp_path / "a"))
+    registry.add("b", tenant(tmp_path / "b", algorithm={"name": "grpo"}))
+    real = agreement.load_algorithm
+
+    def load(name: str) -> Any:
+        if name == "grpo":
+            raise Ended
+        return real(name)
+
+    monkeypatch.setattr(agreement, "load_algorithm", load)
+    for _ in range(MAX_ENDS):
+        with pytest.raises(Ended):
+            reopened(registry)
+    with reopened(registry) as again:
+        assert [tenant.state for tenant in again.tenants()] == ["queued", "paused"]
+        assert again.get("b").reason == REASON
+        with pytest.raises(Ended):
+            again.move("b", "queued")
+    monkeypatch.undo()
+    with reopened(again) as once_more:
+        assert once_more.move("b", "queued").state == "queued"
 
 
 def test_progress_is_read_from_the_run(registry: Registry, tmp_path: Path) -> None:
