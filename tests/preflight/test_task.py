@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mrl.config.load import recipe_of
 from mrl.config.recipe import Recipe
 from mrl.errors import InputError
+from mrl.preflight.reward_columns import check_reward_columns
 from mrl.preflight.task import check_task
+from mrl.types import Prompt
 
 OWN = {"path": "a.jsonl", "reward": "first_char"}
 SEVERAL = {"path": "b.jsonl", "reward": [{"path": "first_char"}, {"path": "repeat", "weight": 2}]}
@@ -36,3 +40,19 @@ def test_a_reward_in_a_list_of_a_source_must_exist():
         check_task(recipe([OWN, broken]))
     with pytest.raises(InputError, match="an environment gives the rewards itself"):
         check_task(recipe([SEVERAL], environment={"name": "guess_letter"}))
+
+
+def test_code_of_the_user_is_left_to_its_worker_where_that_is_asked_for(tmp_path: Path) -> None:
+    code = tmp_path / "code.py"
+    code.write_text(f"open('{tmp_path}/imported', 'w')\n")
+    prompt = Prompt("1", torch.tensor([1]), "p", {}, "rows.jsonl:1")
+    rewards = f"{code}:score"
+    check_task(recipe([OWN, SEVERAL], reward=rewards), imports_rewards=False)
+    check_task(recipe([{"path": "a"}], environment={"name": f"{code}:E"}), imports_rewards=False)
+    check_reward_columns([prompt], rewards, {}, imports_rewards=False)
+    assert not (tmp_path / "imported").exists()
+    with pytest.raises(InputError, match="no column `answer`"):  # mrl's own are asked
+        check_reward_columns([prompt], "exact_match", {}, imports_rewards=False)
+    with pytest.raises(InputError, match="no function 'score' in it"):
+        check_task(recipe([OWN], reward=rewards))
+    assert (tmp_path / "imported").exists()

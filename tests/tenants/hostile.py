@@ -12,6 +12,8 @@ from pathlib import Path
 
 MARK = "left-behind-by-a-hostile-reward"
 PR_SET_PDEATHSIG, PTRACE_ATTACH = 1, 16
+if (OUT := Path(__file__).parent / "out").is_dir():
+    (OUT / f"imported_by_{os.geteuid()}").touch()
 REFUSALS = (errno.EPERM, errno.EACCES, errno.ESRCH)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from tests.tenants.serving import ROOT, Service, wait_for
 from tests.waiting import LIMIT_S, wait_until
 
 USER = "nobody"
+UID, GID = pwd.getpwnam(USER)[2:4]
 ENVIRONMENT = """
 import os
 from mrl.environments import StepResult
@@ -51,7 +53,7 @@ def python(monkeypatch: pytest.MonkeyPatch) -> str:
         try:
             done = subprocess.run(
                 [found, "-c", "import mrl.rewards.worker"],
-                user=USER, group="nogroup", extra_groups=[], cwd="/", capture_output=True, check=False,
+                user=UID, group=GID, extra_groups=[], cwd="/", capture_output=True, check=False,
             )  # fmt: skip
         except OSError:
             continue
@@ -178,7 +180,7 @@ def test_environments_run_as_the_user(python: str, public: Path) -> None:
         runner.reset({0: start}, step_samples=1)
         result = runner.step({0: "a"})[0]
     assert not isinstance(result, EpisodeFailed)
-    assert result.reward not in (0, os.getuid())
+    assert result.reward == UID
 
 
 @pytest.mark.release
@@ -205,6 +207,7 @@ def test_a_hostile_reward_of_a_service(python: str, public: Path) -> None:
     assert states["una"][0] == "paused"
     assert f"user {USER} may not read {public}/closed/mine.py" in states["una"][1]
     check_report(report)
+    assert [file.name for file in report.parent.glob("imported_by_*")] == [f"imported_by_{UID}"]
     assert not left_behind()
     assert bob.stat().st_mode & 0o077 == 0
     assert service.folder.stat().st_mode & 0o077 == 0
