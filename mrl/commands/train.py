@@ -100,10 +100,10 @@ def train(
 
 def _roll_out(recipe: Recipe, roles: Roles, rank: int, allowed: Sequence[str]) -> str:
     """Lead engines, or give them this rank's device, until the trainers are done."""
-    from mrl.disaggregated.supervisor import supervise
+    from mrl.disaggregated.supervisor import job_of_run, supervise
     from parallel.mesh import join_store
 
-    if code := supervise(recipe, roles, rank, join_store()[0], allowed):
+    if code := supervise(job_of_run(recipe, allowed), roles, rank, join_store()[0]):
         sys.exit(code)
     return ""
 

@@ -13,6 +13,7 @@ import traceback
 from typing import Any
 
 from mrl.config.load import recipe_of
+from mrl.disaggregated.engine_place import OwnEngine
 from mrl.disaggregated.free_worker import FreeWorker
 from mrl.disaggregated.wire import WireClosed
 from mrl.disaggregated.worker import Worker
@@ -43,7 +44,7 @@ def _work(settings: dict[str, Any]) -> int:
         recipe = recipe_of(settings["recipe"], [], "recipe")
         plan = check(recipe, int(settings["world"]), allowed=settings["allowed"])
         kind = FreeWorker if recipe.asynchronous.is_free else Worker
-        kind(plan, settings).run()
+        kind(plan, OwnEngine(plan, int(settings["engine"])), settings).run()
     except WireClosed:
         return ExitCode.LOST_RANK  # the trainer's launcher says what has ended it
     except InputError as error:

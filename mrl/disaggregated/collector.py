@@ -9,13 +9,11 @@ workers; the other trainer ranks follow in collectives, and send their part of t
 from __future__ import annotations
 
 import base64
-import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
@@ -25,9 +23,9 @@ from mrl.collect.evaluation import Evaluation
 from mrl.collect.rounds import Round, RoundCollector, as_statistics, step_seed
 from mrl.disaggregated.engine_times import Span
 from mrl.disaggregated.measures import add_round, staleness
+from mrl.disaggregated.meeting import LauncherMeeting, Meeting
 from mrl.disaggregated.server import Server
 from mrl.disaggregated.staging import Canaries
-from mrl.disaggregated.supervisor import ADDRESS, OVER, PREFIX, read_hosts
 from mrl.disaggregated.weights import WeightSender
 from mrl.disaggregated.work import Delivered, Work
 from mrl.preflight import Plan
@@ -38,8 +36,12 @@ from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
 from mrl.types import SampleGroup, Statistics
 from parallel.implementation import choose_dtype
-from parallel.mesh import Mesh, join_store
+from parallel.mesh import Mesh
 from parallel.policy import Policy
+
+Outlook = Literal["send", "take", "wait"]
+"""What a collector whose engines are shared can do: send the weights, take the samples, or wait."""
+T = TypeVar("T")
 
 
 @dataclass
@@ -56,9 +58,13 @@ class DisaggregatedCollector(RoundCollector):
 
     start_text = "starting the engines of the rollout ranks"
 
-    def __init__(self, plan: Plan, mesh: Mesh, folder: RunFolder) -> None:
+    def __init__(
+        self, plan: Plan, mesh: Mesh, folder: RunFolder, meeting: Meeting | None = None
+    ) -> None:
+        """`meeting` brings the workers, by default those of the launcher's rollout ranks."""
         super().__init__(plan, mesh, folder)
         recipe = plan.recipe
+        self._meeting = meeting or LauncherMeeting(plan.roles, recipe.longest_wait_s)
         self._ahead = recipe.asynchronous.max_staleness
         self._server: Server | None = None
         self._batches: dict[int, _Batch] = {}
@@ -79,25 +85,47 @@ class DisaggregatedCollector(RoundCollector):
 
     @phase("start")
     def start(self, policy: Policy) -> None:
-        recipe, roles = self.plan.recipe, self.plan.roles
-        where: list[Any] = [None]
+        recipe = self.plan.recipe
         if self.mesh.rank == 0:
-            meeting = dist.PrefixStore(PREFIX, join_store()[0])
-            meeting.set_timeout(timedelta(seconds=recipe.longest_wait_s))
-            hosts = read_hosts(meeting, roles.num_rollout)
-            self._server = self._make_server(hosts)
-            server = {"server": self._server.address, "token": self._server.token}
-            meeting.set(ADDRESS, json.dumps(server))
-            where = [self._server.store_address]
-        dist.broadcast_object_list(where)
-        self._sender = WeightSender(where[0], recipe.asynchronous.worker_timeout_s)
+            self._server = self._make_server(self._meeting.hosts())
+            self._meeting.invite(self._server)
+        where = self._from_server(lambda server: server.store_address)
+        self._sender = WeightSender(where, recipe.asynchronous.worker_timeout_s)
+        if self._meeting.is_shared:
+            return
         if self._server is not None:
             self._server.wait_until_started(recipe.rollout.start_timeout_s)
             self._server.times.restart()
         dist.barrier()
 
+    def _from_server(self, ask: Callable[[Server], T]) -> T:
+        """Return what rank 0's server answers; what it raises is raised on every rank. A collective."""
+        said: list[Any] = [None, None]
+        if self._server is not None:
+            try:
+                said[0] = ask(self._server)
+            except Exception as error:
+                said[1] = error
+        dist.broadcast_object_list(said)
+        if said[1] is not None:
+            raise said[1]
+        return said[0]
+
+    def outlook(self, version: int, *, has_sent: bool) -> Outlook:
+        """Return what can be done now without a wait; rank 0 asks it. `version` is that of the weights,
+        `has_sent` whether they were sent since the round began. Raises as a wait would."""
+        assert self._server is not None
+        seen = self._server.look(self._work_ids, version)
+        if not has_sent:
+            return "send" if seen.can_send or seen.all_have else "wait"
+        if seen.is_delivered:
+            return "take"
+        return "send" if seen.can_send else "wait"
+
     def begin(self, step: int, clock: Clock) -> None:
         super().begin(step, clock)
+        if self._meeting.is_shared:
+            return
         with phase("rollout"), clock.part("rollout"):
             # An engine has room for these weights when it is through with the work of older ones.
             with self._waits():
@@ -176,12 +204,7 @@ class DisaggregatedCollector(RoundCollector):
         self._policy = policy
         assert self._sender is not None
         expected = policy.sequence_logprobs(self._canaries) if self._canaries else []
-        said: list[Any] = [None, None]
-        if self._server is not None:
-            self._server.wait_until_free(version)
-            said = [self._server.begin_update(version), self._server.pair_names()]
-        dist.broadcast_object_list(said)
-        pairs, living = said
+        pairs, living = self._from_server(lambda server: server.next_update(version))
         if not pairs:
             return  # all have them already
         self._sender.keep(living)
@@ -251,9 +274,7 @@ class DisaggregatedCollector(RoundCollector):
         """Wait until works are delivered; return False where weights are to be sent first. A
         collective."""
         with self._waits():
-            said = [self._server is not None and self._server.wait_for(work_ids, version)]
-        dist.broadcast_object_list(said)
-        return said[0]
+            return self._from_server(lambda server: server.wait_for(work_ids, version))
 
     def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
         super().load_state_dict(state, other_data=other_data)
@@ -272,6 +293,5 @@ class DisaggregatedCollector(RoundCollector):
         if self._sender is not None:
             self._sender.close()
         if self._server is not None:
-            with suppress(RuntimeError):  # the launcher's store may be gone
-                dist.PrefixStore(PREFIX, join_store()[0]).set(OVER, "1")
+            self._meeting.end()
             self._server.close()

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
 from mrl.collect.backlog import StepPrompts
 from mrl.collect.rounds import Round, RoundCollector
-from mrl.disaggregated.collector import DisaggregatedCollector
+from mrl.disaggregated.collector import DisaggregatedCollector, Outlook
 from mrl.disaggregated.lease_server import LeaseServer
+from mrl.disaggregated.server import Server
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
 
@@ -61,16 +60,34 @@ class FreeCollector(DisaggregatedCollector):
     def _take_batch(self) -> bool:
         """Take the groups of the step from the queue, once; return False where weights are to be sent
         first. A collective."""
-        said = [self._has_batch]
-        if self._leases is not None and not self._has_batch:
-            with self._waits():
-                batch = self._leases.wait_for_batch(self._step)
-            said = [batch is not None]
-            if batch is not None:
-                self._delivered[-1].add(batch)
-        dist.broadcast_object_list(said)
-        self._has_batch = said[0]
-        return said[0]
+
+        def take(_: Server) -> bool:
+            if self._leases is not None and not self._has_batch:
+                with self._waits():
+                    batch = self._leases.wait_for_batch(self._step)
+                if batch is not None:
+                    self._delivered[-1].add(batch)
+                    self._has_batch = True
+            return self._has_batch
+
+        self._has_batch = self._from_server(take)
+        return self._has_batch
+
+    def outlook(self, version: int, *, has_sent: bool) -> Outlook:
+        assert self._leases is not None
+        assert self._round is not None
+        seen = self._leases.look(self._work_ids, version)
+        if seen.can_send and not has_sent:
+            return "send"
+        if self._round.prompts is not None and not self._has_batch:
+            batch = self._leases.take_batch(self._step)
+            if batch is None:
+                return "send" if seen.can_send else "wait"
+            self._delivered[-1].add(batch)
+            self._has_batch = True
+        if seen.is_delivered:
+            return "take"
+        return "send" if seen.can_send else "wait"
 
     def _forget(self) -> None:
         super()._forget()

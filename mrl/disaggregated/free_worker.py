@@ -16,6 +16,7 @@ from typing import Any
 from mrl.collect.backlog import Started
 from mrl.collect.engine_nodes import served_adapter
 from mrl.collect.task import Rollout, make_rollout
+from mrl.disaggregated.engine_place import EnginePlace
 from mrl.disaggregated.leasing import default_groups
 from mrl.disaggregated.worker import Event, Worker
 from mrl.environments.beside import EpisodesBeside
@@ -40,8 +41,8 @@ class _Held:
 class FreeWorker(Worker):
     """Generates the prompts that it has leases of, until the trainer says that the run is over."""
 
-    def __init__(self, plan: Plan, settings: dict[str, Any]) -> None:
-        super().__init__(plan, settings)
+    def __init__(self, plan: Plan, place: EnginePlace, settings: dict[str, Any]) -> None:
+        super().__init__(plan, place, settings)
         config = plan.recipe.asynchronous
         self._interrupts = config.in_flight_updates == "interrupt"
         self._pause_mode: PauseMode = "in_place" if config.kv == "keep" else "retract"
@@ -180,7 +181,7 @@ class FreeWorker(Worker):
 
     def _replace_engine(self) -> None:
         """Start another engine, and begin again what the lost one left."""
-        self._start_another(EngineLost(f"rollout engine {self._number} was lost"))
+        self._start_another(EngineLost(f"rollout engine {self._place.number} was lost"))
         if self._staged:
             self._load_newest()
         else:

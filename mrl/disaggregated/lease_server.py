@@ -63,6 +63,11 @@ class LeaseServer(Server):
         self._wait(over)
         return taken[0] if taken else None
 
+    def take_batch(self, step: int) -> Delivered | None:
+        """Return the groups of a step if they are there, without a wait."""
+        with self._changed:
+            return self._leasing.take(step)
+
     def wait_until_free(self, version: int) -> None:
         """Return at once: the trainer waits for no engine."""
 

@@ -29,6 +29,17 @@ class Pair(NamedTuple):
     """Another one for each worker: the prefix under which both ends meet in the store."""
 
 
+class Seen(NamedTuple):
+    """Is what the server sees of some weights and works at a moment."""
+
+    can_send: bool
+    """Whether the weights can be sent."""
+    all_have: bool
+    """Whether all workers have the weights already."""
+    is_delivered: bool
+    """Whether all works are delivered."""
+
+
 class Peer:
     """A `Peer` is what the server knows of a worker that has joined."""
 

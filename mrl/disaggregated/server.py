@@ -7,8 +7,6 @@ left of the engine's work. Threads read what workers say; the trainer's thread w
 
 from __future__ import annotations
 
-import secrets
-import socket
 import threading
 import time
 from collections import Counter
@@ -17,15 +15,15 @@ from contextlib import suppress
 from typing import Any
 
 from mrl.config.asynchronous import AsyncConfig
+from mrl.disaggregated.doorway import Doorway
 from mrl.disaggregated.engine_times import EngineTimes
 from mrl.disaggregated.measures import MEASURED, add_worker, in_flight, oldest_versions
-from mrl.disaggregated.peers import ERRORS, Absences, Pair, Peer, never_started, open_store
-from mrl.disaggregated.wire import Wire, WireClosed, is_token
+from mrl.disaggregated.peers import ERRORS, Absences, Pair, Peer, Seen, never_started, open_store
+from mrl.disaggregated.wire import Wire, WireClosed
 from mrl.disaggregated.work import Delivered, Result, Work
 from mrl.errors import EngineGone, RunFailed
 from mrl.run import console
 from mrl.system.heartbeat import beat
-from mrl.system.rendezvous import listen_for
 
 POLL_S = 0.5
 ABSENT_S = 600.0
@@ -57,14 +55,11 @@ class Server:
         self._measured: dict[str, float] = {}
         self.times = EngineTimes(num_engines)
         self._newest = 0  # weights of the trainer
-        is_here = set(hosts) == {socket.gethostname()}
-        self._listener = socket.create_server(("127.0.0.1", 0)) if is_here else listen_for(hosts)
-        self.token = secrets.token_hex(32)
-        host, port = self._listener.getsockname()[:2]
-        self.address: tuple[str, int] = (host, port)
-        self._store, self.store_address = open_store(host)
+        self._doorway = Doorway(hosts, self._serve)
+        self.address, self.token = self._doorway.address, self._doorway.token
+        self._store, self.store_address = open_store(self.address[0])
         """The store in which pairs meet, which a late worker can reach, too."""
-        threading.Thread(target=self._accept, name="mrl-join", daemon=True).start()
+        self._doorway.open()
 
     def new_id(self) -> int:
         """Return the id of another work."""
@@ -95,6 +90,14 @@ class Server:
         """Wait until every worker has room for the weights `version`, or has them."""
         self._wait(lambda: bool(self._takers(version)) or self._all_have(version))
 
+    def next_update(self, version: int) -> tuple[list[Pair], list[str]]:
+        """Return the pairs to which the weights `version` are to be sent, once there is room for them,
+        and the names of all pairs whose workers are there."""
+        self.wait_until_free(version)
+        with self._changed:
+            pairs = self.begin_update(version)
+            return pairs, [worker.pair.name for worker in self._workers.values()]
+
     def begin_update(self, version: int) -> list[Pair]:
         """Tell the workers that lack the weights `version` to receive them; return their pairs.
 
@@ -109,11 +112,6 @@ class Server:
                 worker.sent, worker.can_receive = version, False
                 self._tell(worker, {"type": "receive", "version": version})
             return [worker.pair for worker in takers if not worker.is_lost]
-
-    def pair_names(self) -> list[str]:
-        """Return the names of the pairs whose workers are there."""
-        with self._changed:
-            return [worker.pair.name for worker in self._workers.values()]
 
     def lose_pairs(self, names: Sequence[str]) -> None:
         """Lose the workers to which weights could not be sent."""
@@ -156,6 +154,13 @@ class Server:
         self._wait(over)
         return self._done.issuperset(work_ids)
 
+    def look(self, work_ids: Sequence[int], version: int) -> Seen:
+        """Return what there is now, without a wait. Raises what a wait would raise."""
+        with self._changed:
+            self._check()
+            can_send, is_delivered = bool(self._takers(version)), self._done.issuperset(work_ids)
+            return Seen(can_send, self._all_have(version), is_delivered)
+
     def take(self, work_id: int) -> Result:
         """Return what was delivered for a work, and forget it."""
         with self._changed:
@@ -179,16 +184,20 @@ class Server:
         progress = -1
         with self._changed:
             while True:
-                self._find_silent()
-                self._absences.check(ABSENT_S)
-                if self._failure is not None:
-                    raise self._failure
+                self._check()
                 if condition():
                     return
                 if (now := sum(worker.progress for worker in self._workers.values())) != progress:
                     progress = now
                     beat()
                 self._changed.wait(POLL_S)
+
+    def _check(self) -> None:
+        """Raise what has gone wrong with the workers."""
+        self._find_silent()
+        self._absences.check(ABSENT_S)
+        if self._failure is not None:
+            raise self._failure
 
     def _find_silent(self) -> None:
         for worker in list(self._workers.values()):
@@ -224,19 +233,11 @@ class Server:
         except WireClosed as error:
             self._lose(worker, str(error))
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # the server was closed
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, wire: Wire, hello: dict[str, Any]) -> None:
         """Read what one worker says until it leaves."""
-        wire, worker = Wire(connection, is_trusted=False), None
+        worker = None
         try:
-            worker = self._join(wire)
+            worker = self._join(wire, hello)
             while worker is not None:
                 message, body = wire.receive()
                 with self._changed:
@@ -255,15 +256,11 @@ class Server:
             with self._changed:
                 self._lose(worker, why)
 
-    def _join(self, wire: Wire) -> Peer | None:
-        """Return the worker behind a connection; None for a stranger."""
-        hello, _ = wire.receive()
+    def _join(self, wire: Wire, hello: dict[str, Any]) -> Peer | None:
+        """Return the worker behind a connection; None for one that has no place here."""
         number = hello.get("engine")
-        if not is_token(hello.get("token"), self.token) or self._is_closed:
+        if self._is_closed or not isinstance(number, int) or not 0 <= number < self._num_engines:
             return None
-        if not isinstance(number, int) or not 0 <= number < self._num_engines:
-            return None
-        wire.trust()
         with self._changed:
             if (former := self._workers.get(number)) is not None:
                 self._lose(former, "another one took its place")
@@ -338,9 +335,7 @@ class Server:
             for worker in workers:
                 with suppress(WireClosed):
                     worker.wire.send({"type": "stop"})
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # close() alone does not wake its thread
-        self._listener.close()
+        self._doorway.close()
         deadline = time.monotonic() + GOODBYE_S
         for worker in workers:
             while not worker.wire.is_closed and time.monotonic() < deadline:

@@ -14,14 +14,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from mrl.config import Recipe
+from mrl.config import Recipe, RolloutConfig
 from mrl.errors import ExitCode, InputError
 from mrl.preflight.roles import Roles, check_engine_on_node
 from mrl.run import console
@@ -38,9 +39,28 @@ ENDED_S = 60.0
 _HEEDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def supervise(
-    recipe: Recipe, roles: Roles, rank: int, store: dist.Store, allowed: Sequence[str]
-) -> int:
+@dataclass(frozen=True)
+class Job:
+    """Says what the workers of a job are."""
+
+    module: str
+    """`python -m MODULE` is a worker; it gets its settings as JSON on stdin."""
+    settings: Mapping[str, Any]
+    rollout: RolloutConfig
+    wait_s: float
+    """How long the trainers may take to start."""
+    worker_timeout_s: float
+    """Seconds without a sign after which a worker is killed."""
+
+
+def job_of_run(recipe: Recipe, allowed: Sequence[str]) -> Job:
+    """Return the job of a run of its own; `allowed` are the keys that may change in it."""
+    settings = {"recipe": recipe.model_dump(mode="json"), "allowed": list(allowed)}
+    timeout_s = recipe.asynchronous.worker_timeout_s
+    return Job("mrl.disaggregated", settings, recipe.rollout, recipe.longest_wait_s, timeout_s)
+
+
+def supervise(job: Job, roles: Roles, rank: int, store: dist.Store) -> int:
     """Run the part of a rollout rank until the trainer says that the run is over; return the exit code.
 
     Only the first rank of an engine has a worker; the others hold a place, and a GPU, for the engine.
@@ -52,11 +72,11 @@ def supervise(
         signal.signal(number, lambda number, frame: told.append(number))
     place = rank - roles.num_trainers
     meeting = dist.PrefixStore(PREFIX, store)
-    meeting.set_timeout(timedelta(seconds=recipe.longest_wait_s))
-    engine, part = divmod(place, recipe.rollout.tensor_parallel_size)
+    meeting.set_timeout(timedelta(seconds=job.wait_s))
+    engine, part = divmod(place, job.rollout.tensor_parallel_size)
     try:
-        _tell_host(meeting, recipe, roles, rank)
-        deadline = time.monotonic() + recipe.longest_wait_s
+        _tell_host(meeting, job.rollout, roles, rank)
+        deadline = time.monotonic() + job.wait_s
         while not meeting.check([ADDRESS]) and time.monotonic() < deadline:
             if signal.SIGTERM in told:  # no step has begun that is to be saved
                 return ExitCode.TERMINATED
@@ -69,17 +89,16 @@ def supervise(
         return ExitCode.LOST_RANK
     settings = {
         **address,
+        **job.settings,
         "engine": engine,
         "world": roles.world,
-        "allowed": list(allowed),
         "parent": os.getpid(),
-        "recipe": recipe.model_dump(mode="json"),
     }
     while True:
         if part:
             code = _wait_for_the_trainer(address["server"])
         else:
-            code = _run_worker(settings, recipe.asynchronous.worker_timeout_s)
+            code = _run_worker(job.module, settings, job.worker_timeout_s)
         if code in (ExitCode.DONE, ExitCode.BAD_INPUT):
             return code
         if not _answers(address["server"]):
@@ -91,13 +110,13 @@ def supervise(
         console.warning(f"rollout rank {rank}: its worker {how}; starting another one")
 
 
-def _tell_host(meeting: dist.Store, recipe: Recipe, roles: Roles, rank: int) -> None:
+def _tell_host(meeting: dist.Store, rollout: RolloutConfig, roles: Roles, rank: int) -> None:
     """Tell rank 0 where this rank is, or why it cannot lead its engine. Raises InputError."""
     number = int(os.environ.get("LOCAL_RANK", str(rank)))
     last = rank - number + int(os.environ.get("LOCAL_WORLD_SIZE", str(roles.world))) - 1
     told = {"host": socket.gethostname(), "network": own_network(), "error": ""}
     try:
-        check_engine_on_node(roles, recipe.rollout, rank, last)
+        check_engine_on_node(roles, rollout, rank, last)
     except InputError as error:
         told["error"] = str(error)
         raise
@@ -123,12 +142,12 @@ def read_hosts(meeting: dist.Store, num_rollout: int) -> list[str]:
     ]
 
 
-def _run_worker(settings: dict[str, Any], timeout_s: float) -> int:
+def _run_worker(module: str, settings: dict[str, Any], timeout_s: float) -> int:
     """Run a worker and return its exit code; it is killed where it falls silent for `timeout_s`."""
     reader, writer = os.pipe()
     with children_without_usr1():
         process = subprocess.Popen(
-            [sys.executable, "-m", "mrl.disaggregated"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             pass_fds=(writer,),
         )

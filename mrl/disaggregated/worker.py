@@ -17,23 +17,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mrl.collect.canary import check_canaries, default_tolerance
-from mrl.collect.engine_nodes import make_engine
 from mrl.collect.evaluation import EvalTasks
 from mrl.collect.scoring import Scoring
 from mrl.collect.task import Task, make_step_task
 from mrl.disaggregated.activity import ActivityLog
+from mrl.disaggregated.engine_place import EnginePlace
 from mrl.disaggregated.staging import Staging
 from mrl.disaggregated.weights import WeightReceiver
 from mrl.disaggregated.wire import Wire, WireClosed
 from mrl.disaggregated.work import Delivered, Work
 from mrl.errors import EngineGone, InputError, RunFailed
 from mrl.preflight import Plan
-from mrl.rollout.base import EngineLost, RolloutEngine
-from mrl.run import console
-from mrl.run.folder import RunFolder
+from mrl.rollout.base import EngineLost
 from mrl.system.heartbeat import num_beats
 from parallel.implementation import choose_dtype
-from parallel.mesh import local_device
 
 PULSE_S = 1.0
 JOIN_S = 60.0
@@ -72,9 +69,11 @@ class Event:
 class Worker:
     """Does the work of one engine by a fixed schedule, until the trainer says that the run is over."""
 
-    def __init__(self, plan: Plan, settings: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, place: EnginePlace, settings: dict[str, Any]) -> None:
+        """`settings`: `server`, the address, and `token` of the trainer's server; `pulse`, the end of a
+        pipe to the supervisor."""
         recipe = plan.recipe
-        self.plan, self._number = plan, int(settings["engine"])
+        self.plan, self._place, self._engine = plan, place, place.engine
         self._supervisor = int(settings["pulse"])
         """The end of a pipe whose other end sees that this process lives."""
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -90,15 +89,10 @@ class Worker:
         self._measured = _Measured()
         self._activity = ActivityLog("start")
         self._undo = ExitStack()
-        folder = RunFolder(recipe.output_dir)
-        rank = self._number * recipe.rollout.tensor_parallel_size
-        nodes = make_engine(plan, rank, local_device(), folder, lambda said: [said])
-        assert nodes.engine is not None
-        self._engine: RolloutEngine = nodes.engine
-        self._undo.callback(self._engine.stop)
-        self._scoring = Scoring(recipe, plan.tokenizer)
+        self._undo.callback(place.stop)
+        self._scoring = Scoring(recipe, plan.tokenizer, place.budget)
         self._undo.callback(self._scoring.close)
-        self._evaluations = EvalTasks(plan, self._number)
+        self._evaluations = EvalTasks(plan, place.number, place.budget)
         self._undo.callback(self._evaluations.close)
         dtypes = recipe.model.dtype, recipe.rollout.engine_dtype(recipe.model)
         self._tolerance = recipe.rollout.canary_tolerance or default_tolerance(
@@ -110,7 +104,7 @@ class Worker:
         except OSError as error:  # the run may be over by now
             raise WireClosed(f"the trainer at {address} does not answer: {error}") from None
         self._undo.callback(self._wire.close)
-        self._wire.send({"type": "hello", "token": settings["token"], "engine": self._number})
+        self._wire.send({"type": "hello", "token": settings["token"], "engine": place.number})
         welcome, _ = self._wire.receive()
         self._receiver = WeightReceiver(
             tuple(welcome["store"]), welcome["pair"], recipe.asynchronous.worker_timeout_s
@@ -123,12 +117,13 @@ class Worker:
             for name, target in (("mrl-wire", self._read), ("mrl-pulse", self._pulse)):
                 threading.Thread(target=target, name=name, daemon=True).start()
             try:
-                self._engine.start()
+                self._place.start()
                 self._wire.send({"type": "started"})
                 self._heed_events()
-            except (InputError, RunFailed) as error:
-                kind = "EngineGone" if isinstance(error, EngineGone) else type(error).__name__
-                self._wire.send({"type": "failed", "error": kind, "text": str(error)})
+            except WireClosed:
+                raise
+            except self._place.reported as error:
+                self._wire.send({"type": "failed", **kind_and_text(error)})
                 raise
 
     def _heed_events(self) -> None:
@@ -216,6 +211,7 @@ class Worker:
 
     def _do(self, work: Work) -> None:
         """Generate and score a work, and deliver it."""
+        self._place.budget.begin_step()
         self._activity.enter("evaluate" if work.kind == "evaluation" else "generate")
         tasks = self._tasks(work)
         while remaining := [task for task in tasks if not task.is_over]:
@@ -238,6 +234,7 @@ class Worker:
     def _report(self) -> None:
         """Say what was measured since the last report."""
         self._wire.send({"type": "measured", "metrics": self._measured.metrics()})
+        self._place.begin_batch()
         self._measured = _Measured(sync_bytes=self._measured.sync_bytes)
 
     def _tasks(self, work: Work) -> list[Task]:
@@ -247,28 +244,9 @@ class Worker:
 
     def _start_another(self, error: EngineLost) -> None:
         """Start an engine in the place of a lost one. Raises EngineGone after too many."""
-        with self._activity.during("start"):
-            self._try_to_start(error)
-
-    def _try_to_start(self, error: EngineLost) -> None:
-        most = self.plan.recipe.rollout.max_restarts
         begin = time.perf_counter()
-        while True:
-            self._measured.restarts += 1
-            if self._measured.restarts > most:
-                raise EngineGone(
-                    f"{self._measured.restarts} engines were lost in one batch, more than "
-                    f"rollout.max_restarts={most}; {error}"
-                ) from None
-            console.warning(f"{error}")
-            console.warning(f"rollout engine {self._number}: starting another one")
-            try:
-                self._engine.start()
-                break
-            except InputError:
-                raise
-            except RuntimeError as again:
-                error = again if isinstance(again, EngineLost) else EngineLost(str(again))
+        with self._activity.during("start"):
+            self._measured.restarts += self._place.replace(error)
         self._measured.recovery_s += time.perf_counter() - begin
 
     def _receive(self, version: int) -> None:
@@ -304,3 +282,12 @@ class Worker:
                 known = {"version": self._version, "activity": self._activity.take()}
                 self._wire.send({"type": "pulse", "progress": num_beats(), **known})
                 self._activity.wait(PULSE_S)
+
+
+def kind_and_text(error: Exception) -> dict[str, str]:
+    """Return what the trainer is told of an error, as `mrl.disaggregated.peers.ERRORS` has it."""
+    for kind in (EngineGone, InputError):
+        if isinstance(error, kind):
+            return {"error": kind.__name__, "text": str(error)}
+    text = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
+    return {"error": "RunFailed", "text": " ".join(text.split())}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mrl.config import Recipe, load_recipe
 from mrl.disaggregated.peers import Absences
-from mrl.disaggregated.supervisor import HOST, read_hosts, supervise
+from mrl.disaggregated.supervisor import HOST, job_of_run, read_hosts, supervise
 from mrl.errors import ExitCode, InputError, RankLost
 from mrl.preflight.roles import check_engine_on_node, roles_of
 from mrl.toy_model import write_toy_model
@@ -56,7 +56,7 @@ def test_rank_0_raises_what_a_rollout_rank_has_found(monkeypatch: pytest.MonkeyP
     given = recipe(*PAIRS)
     store = dist.HashStore()
     with pytest.raises(InputError) as found:
-        supervise(given, roles_of(given, 3), 1, store, ())
+        supervise(job_of_run(given, ()), roles_of(given, 3), 1, store)
     with pytest.raises(InputError, match="must be on one node") as again:
         read_hosts(dist.PrefixStore("mrl_rollout", store), 1)
     assert str(again.value) == str(found.value)
@@ -93,7 +93,7 @@ def test_a_rollout_rank_whose_trainers_never_come_ends(
         assert launcher.stdout is not None
         port = int(launcher.stdout.readline())
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        assert supervise(given, roles_of(given, 3), 1, store, ()) == ExitCode.LOST_RANK
+        assert supervise(job_of_run(given, ()), roles_of(given, 3), 1, store) == ExitCode.LOST_RANK
     assert "the trainers are gone" in capsys.readouterr().out
 
 
