@@ -13,7 +13,7 @@ from mrl.config.describe import keys_of_branch
 
 PAGE = Path(__file__).parents[1] / "docs/tenants.md"
 BEGIN, END = "<!-- table: python -m benchmarks.service_table -->\n", "<!-- end of table -->\n"
-AS_IN_RECIPES = ("model", "parallel", "megatron", "rollout", "watch")
+AS_IN_RECIPES = ("model", "parallel", "megatron", "rollout", "async", "watch")
 """Sections whose keys docs/recipes.md explains."""
 
 

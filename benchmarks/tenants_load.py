@@ -26,7 +26,7 @@ from mrl.config.load import load_service
 from mrl.system.files import write_whole
 from mrl.tenants.colocated import ColocatedService
 from mrl.tenants.colocated_house import ColocatedHouse
-from mrl.tenants.open_house import open_house, service_dims
+from mrl.tenants.open_house import open_colocated, service_dims, service_roles
 from mrl.tenants.registry import Registry
 from parallel import prepare
 from parallel.checkpoint.saved_tensors import SavedTensors
@@ -244,8 +244,8 @@ def measure(model: Path, folder: Path, name: str, repeats: int, num_steps: int) 
     prepare()
     found: list[dict[str, Any]] = []
     with Registry(config) as registry:
-        mesh = init_mesh(service_dims(config, 1), seed=0)
-        house = open_house(config, mesh, registry.root / "logs")
+        mesh = init_mesh(service_dims(config, service_roles(config, 1)), seed=0)
+        house = open_colocated(config, mesh)
         measured = Measured(config, load, registry, house)
         house.start()
         try:

@@ -17,7 +17,9 @@ from mrl.system.processes import die_with_torchrun
 from mrl.system.stop import WHO, remember_signals, remembering_signals
 
 if TYPE_CHECKING:
+    from mrl.preflight.roles import Roles
     from mrl.tenants.registry import Registry
+    from mrl.tenants.service import Service
     from parallel.dims import ParallelDims
 
 
@@ -62,14 +64,18 @@ def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int
     from mrl.run import console
     from mrl.run.failure import clear_failure
     from mrl.system.disk import refusing
-    from mrl.tenants.open_house import service_dims
+    from mrl.tenants.open_house import service_dims, service_roles
     from mrl.tenants.registry import Registry
     from mrl.tenants.reward_user import close_folder, prepare_reward_user
     from parallel import prepare
 
-    is_main = os.environ.get("RANK", "0") == "0"
+    rank = int(os.environ.get("RANK", "0"))
+    roles = service_roles(config, world)
+    dims = service_dims(config, roles)
+    if roles.is_rollout(rank):
+        return _roll_out(config, roles, rank)
+    is_main = rank == 0
     check_machine(local_ranks(world), console.warning if is_main else lambda text: None)
-    dims = service_dims(config, world)
     prepare_reward_user(config.tenants.reward_user, is_main=is_main)
     prepare()
     with Registry(config) if is_main else nullcontext() as registry:
@@ -77,25 +83,29 @@ def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int
             with refusing(registry.root):
                 clear_failure(registry.root)
             close_folder(registry.root, config.tenants.reward_user)
-        return _serve(config, dims, registry, until_done=until_done)
+        return _serve(config, roles, dims, registry, until_done=until_done)
 
 
 def _serve(
-    config: ServiceConfig, dims: ParallelDims, registry: Registry | None, *, until_done: bool
+    config: ServiceConfig,
+    roles: Roles,
+    dims: ParallelDims,
+    registry: Registry | None,
+    *,
+    until_done: bool,
 ) -> int:
     """Make what the ranks share, and serve under the eyes of the watchdog."""
     from mrl.commands.out_of_memory import memory_advice_of_service
     from mrl.run import console
-    from mrl.tenants.colocated import ColocatedService
     from mrl.tenants.control import Control
-    from mrl.tenants.open_house import open_house
+    from mrl.tenants.open_house import open_service
     from mrl.watch.start import least_limits_of_service, watching
     from parallel.clocks import compare_clocks
     from parallel.mesh import init_mesh
 
     folder = Path(config.output_dir)
     command, least = serve_command(folder), least_limits_of_service(config)
-    made: list[ColocatedService] = []
+    made: list[Service[Any]] = []
     with ExitStack() as undo:
         undo.enter_context(
             reporting(
@@ -109,11 +119,22 @@ def _serve(
         if (apart := compare_clocks()) and registry is not None:
             console.warning(apart)
         undo.enter_context(watching(config.watch, least, folder, command))
-        house = open_house(config, mesh, folder / "logs")
         if registry is None:
-            made.append(ColocatedService(config, house, None))
+            made.append(open_service(config, roles, mesh, None))
         else:
             control = undo.enter_context(Control(registry))
-            console.pairs([("service", str(registry.root)), ("model", config.model.path)])
-            made.append(ColocatedService(config, house, registry, control.publish))
+            pairs = [("service", str(registry.root)), ("model", config.model.path)]
+            console.pairs([*pairs, ("placement", roles.describe())])
+            made.append(open_service(config, roles, mesh, registry, control.publish))
         return made[0].serve(until_done=until_done)
+
+
+def _roll_out(config: ServiceConfig, roles: Roles, rank: int) -> int:
+    """Lead engines, or give them this rank's device, until the trainers are done."""
+    from mrl.disaggregated.supervisor import supervise
+    from mrl.tenants.disaggregated_house import job_of_service
+    from parallel.mesh import join_store
+
+    if code := supervise(job_of_service(config), roles, rank, join_store()[0]):
+        sys.exit(code)
+    return 0

@@ -9,7 +9,18 @@ from pydantic import Field
 from mrl.config.branch import Branch
 
 
-class AsyncConfig(Branch):
+class WorkerConfig(Branch):
+    """The keys of the processes of rollout ranks, which all tenants of a service have alike."""
+
+    worker_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds without a sign from the process of a rollout rank after which it is lost: another one is
+    started in its place."""
+    max_worker_restarts: int = Field(default=3, ge=0)
+    """Losses of a rollout rank's process, without a finished batch between them, before the run
+    gives up."""
+
+
+class AsyncConfig(WorkerConfig):
     """How far rollout may run ahead of training; only for `rollout.placement: disaggregated`."""
 
     max_staleness: int = Field(default=0, ge=0)
@@ -36,12 +47,6 @@ class AsyncConfig(Branch):
     groups_in_flight: int | None = Field(default=None, ge=1)
     """Groups that an engine works on at a time, where it runs freely; by default twice its share of a
     step."""
-    worker_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds without a sign from the process of a rollout rank after which it is lost: another one is
-    started in its place."""
-    max_worker_restarts: int = Field(default=3, ge=0)
-    """Losses of a rollout rank's process, without a finished batch between them, before the run
-    gives up."""
 
     @property
     def is_free(self) -> bool:

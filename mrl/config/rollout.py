@@ -18,6 +18,12 @@ class EngineConfig(Branch):
     engine: str = "sglang"
     """An engine of mrl/rollout/, or your own: `path/file.py` or `package.module`, with `:NAME` where it
     is neither `Engine` nor `build_engine`."""
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """`colocated`: every rank trains, and engines take turns with the trainer on the same devices.
+    `disaggregated`: the last `num_ranks` ranks lead engines only; see docs/async.md."""
+    num_ranks: int | None = Field(default=None, ge=1)
+    """Ranks that lead engines and do not train, a multiple of tensor_parallel_size; for
+    `placement: disaggregated` only."""
     dtype: Dtype = "auto"
     """What the engine holds and computes in; `auto`: as the trainer (`model.dtype`). Weights are cast
     on the way to it, before they are digested."""
@@ -67,12 +73,6 @@ class EngineConfig(Branch):
 
 
 class RolloutConfig(EngineConfig):
-    placement: Literal["colocated", "disaggregated"] = "colocated"
-    """`colocated`: every rank trains, and engines take turns with the trainer on the same devices.
-    `disaggregated`: the last `num_ranks` ranks lead engines only; see docs/async.md."""
-    num_ranks: int | None = Field(default=None, ge=1)
-    """Ranks that lead engines and do not train, a multiple of tensor_parallel_size; for
-    `placement: disaggregated` only."""
     prompts_per_step: int = Field(default=16, ge=1)
     """Prompts that each step trains on."""
     samples_per_prompt: int = Field(default=8, ge=1)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from mrl.config.adapter import Experts
+from mrl.config.asynchronous import WorkerConfig
 from mrl.config.branch import Branch, one_or_several
 from mrl.config.rollout import EngineConfig, RolloutConfig
 from mrl.config.training import ModelConfig, MoeConfig, ParallelConfig
@@ -102,6 +103,8 @@ class ControlConfig(Branch):
 
 
 class ServiceConfig(Branch):
+    model_config = ConfigDict(serialize_by_alias=True)  # `async` is a word of Python
+
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     megatron: dict[str, Any] = Field(default_factory=dict)
@@ -109,6 +112,7 @@ class ServiceConfig(Branch):
     their own names, for all tenants; see docs/megatron.md."""
     train: ServiceTrainConfig = ServiceTrainConfig()
     rollout: EngineConfig = EngineConfig()
+    asynchronous: WorkerConfig = Field(default=WorkerConfig(), alias="async")
     moe: ServiceMoeConfig = ServiceMoeConfig()
     watch: WatchConfig = WatchConfig()
     lora: LoraLimits = LoraLimits()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from mrl.collect.engine_nodes import make_engine
@@ -11,6 +12,7 @@ from mrl.rewards.budget import Budget
 from mrl.rollout.base import EngineLost, RolloutEngine
 from mrl.run import console
 from mrl.run.folder import RunFolder
+from mrl.system.worker_user import WorkerUser
 from parallel.mesh import local_device
 
 
@@ -19,11 +21,15 @@ class EnginePlace(Protocol):
 
     number: int
     """That of the engine in the run."""
-    engine: RolloutEngine
     budget: Budget
     """What rewards and environments may take in a step."""
+    user: WorkerUser | None
+    """Whom their processes belong to; None for the user of this one."""
     reported: tuple[type[Exception], ...]
     """Errors of the work that the trainer is told; after others another worker tries again."""
+
+    @property
+    def engine(self) -> RolloutEngine: ...
 
     def start(self) -> None:
         """Start the engine. Raises InputError and RunFailed."""
@@ -53,8 +59,10 @@ class Restarts:
         """Count from 0 again."""
         self._count = 0
 
-    def start_another(self, engine: RolloutEngine, error: EngineLost) -> int:
-        """Start an engine; return how many starts it took. Raises EngineGone after too many."""
+    def start_another(self, start: Callable[[], None], error: EngineLost) -> int:
+        """Start an engine by `start`; return how many starts it took.
+
+        Raises EngineGone after too many."""
         before = self._count
         while True:
             self._count += 1
@@ -66,7 +74,7 @@ class Restarts:
             console.warning(f"{error}")
             console.warning(f"rollout engine {self._number}: starting another one")
             try:
-                engine.start()
+                start()
             except InputError:
                 raise
             except RuntimeError as again:
@@ -79,6 +87,7 @@ class OwnEngine:
     """The engine of a worker that has it to itself. See `EnginePlace`."""
 
     reported: tuple[type[Exception], ...] = (InputError, RunFailed)
+    user: WorkerUser | None = None
 
     def __init__(self, plan: Plan, number: int) -> None:
         rollout, folder = plan.recipe.rollout, RunFolder(plan.recipe.output_dir)
@@ -95,7 +104,7 @@ class OwnEngine:
         self._restarts.begin_batch()
 
     def replace(self, error: EngineLost) -> int:
-        return self._restarts.start_another(self.engine, error)
+        return self._restarts.start_another(self.engine.start, error)
 
     def stop(self) -> None:
         self.engine.stop()

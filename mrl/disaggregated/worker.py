@@ -90,9 +90,9 @@ class Worker:
         self._activity = ActivityLog("start")
         self._undo = ExitStack()
         self._undo.callback(place.stop)
-        self._scoring = Scoring(recipe, plan.tokenizer, place.budget)
+        self._scoring = Scoring(recipe, plan.tokenizer, place.budget, place.user)
         self._undo.callback(self._scoring.close)
-        self._evaluations = EvalTasks(plan, place.number, place.budget)
+        self._evaluations = EvalTasks(plan, place.number, place.budget, place.user)
         self._undo.callback(self._evaluations.close)
         dtypes = recipe.model.dtype, recipe.rollout.engine_dtype(recipe.model)
         self._tolerance = recipe.rollout.canary_tolerance or default_tolerance(
@@ -125,6 +125,10 @@ class Worker:
             except self._place.reported as error:
                 self._wire.send({"type": "failed", **kind_and_text(error)})
                 raise
+
+    def leave(self) -> None:
+        """Close the connection to the trainer; from any thread. run() then raises WireClosed."""
+        self._wire.close()
 
     def _heed_events(self) -> None:
         while True:

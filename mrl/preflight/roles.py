@@ -58,7 +58,16 @@ class Roles:
 
 def roles_of(recipe: Recipe, world: int) -> Roles:
     """Return the roles of `world` ranks. Raises InputError where the recipe's do not fit."""
-    rollout = recipe.rollout
+    if recipe.debug.load_rollouts is not None and recipe.rollout.placement == "disaggregated":
+        raise InputError(
+            f"{PLACEMENT} is disaggregated, but debug.load_rollouts starts no engine; set "
+            f"{PLACEMENT}=colocated"
+        )
+    return roles_of_engines(recipe.rollout, world)
+
+
+def roles_of_engines(rollout: RolloutConfig, world: int) -> Roles:
+    """Return the roles of `world` ranks. Raises InputError where they do not fit the engines."""
     if rollout.placement == "colocated":
         if rollout.num_ranks is not None:
             raise InputError(
@@ -66,11 +75,6 @@ def roles_of(recipe: Recipe, world: int) -> Roles:
                 f"rank trains; set {PLACEMENT}=disaggregated, or leave num_ranks out"
             )
         return Roles(world, 0)
-    if recipe.debug.load_rollouts is not None:
-        raise InputError(
-            f"{PLACEMENT} is disaggregated, but debug.load_rollouts starts no engine; set "
-            f"{PLACEMENT}=colocated"
-        )
     if rollout.num_ranks is None:
         raise InputError(
             f"{PLACEMENT} is disaggregated, and rollout.num_ranks is missing; set how many of the "

@@ -15,7 +15,7 @@ from typing import Any
 
 from mrl.algorithms import load_algorithm, traits
 from mrl.config import Recipe, ServiceConfig
-from mrl.config.asynchronous import AsyncConfig
+from mrl.config.asynchronous import AsyncConfig, WorkerConfig
 from mrl.config.load import recipe_of
 from mrl.errors import InputError
 from mrl.run.changes import Kind, flatten, is_in, rule_of
@@ -26,7 +26,17 @@ from parallel.implementation import choose_dtype
 from parallel.lora.rules import read_adapter
 from parallel.lora.shapes import adapter_shapes
 
-SHARED = ("model", "parallel", "megatron", "train", "rollout", "moe", "watch", "checkpoint")
+SHARED = (
+    "model",
+    "parallel",
+    "megatron",
+    "train",
+    "rollout",
+    "async",
+    "moe",
+    "watch",
+    "checkpoint",
+)
 """Branches whose keys belong to the service, where a service has them."""
 OWN_MEANING = ("moe.capture_routes", "rollout.context_len")
 """Keys among them that are compared in another way than by equality."""
@@ -62,7 +72,12 @@ def check_tenant(service: ServiceConfig, recipe: Recipe, *, is_record: bool = Fa
         shared.append(
             "leave these keys out, as they belong to the service, or start another service"
         )
-    problems = [*_impossible(recipe), *_beyond(service, recipe), *beyond_bounds(recipe), *shared]
+    problems = [
+        *_impossible(service, recipe),
+        *_beyond(service, recipe),
+        *beyond_bounds(recipe),
+        *shared,
+    ]
     if not problems and recipe.lora is not None:
         problems += _beyond_slots(service, recipe)
     if problems:
@@ -82,8 +97,8 @@ def with_service(service: ServiceConfig, recipe: Recipe) -> Recipe:
 
 
 def _differences(service: ServiceConfig, recipe: Recipe, *, is_record: bool) -> Iterator[str]:
-    given = flatten(recipe.model_dump(mode="json", exclude_unset=True, include=set(SHARED)))
-    ours = flatten(service.model_dump(mode="json", include=set(SHARED)))
+    given = flatten(_shared(recipe.model_dump(mode="json", exclude_unset=True)))
+    ours = flatten(_shared(service.model_dump(mode="json")))
     for key, value in given.items():
         is_shared = key in ours or any(is_in(key, branch) for branch in FREE_FORM)
         if not is_shared or key in OWN_MEANING or _same(key, value, ours.get(key)):
@@ -91,6 +106,10 @@ def _differences(service: ServiceConfig, recipe: Recipe, *, is_record: bool) -> 
         if not (is_record and rule_of(key).kind is Kind.FREE):
             there = repr(ours[key]) if key in ours else "not set"
             yield f"{key} is {value!r} and {there} in the service"
+
+
+def _shared(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {branch: tree[branch] for branch in SHARED if branch in tree}
 
 
 def _same(key: str, given: Any, ours: Any) -> bool:
@@ -101,8 +120,8 @@ def _same(key: str, given: Any, ours: Any) -> bool:
     return given == ours
 
 
-def _impossible(recipe: Recipe) -> Iterator[str]:
-    """Yield what no service can do, with the reason."""
+def _impossible(service: ServiceConfig, recipe: Recipe) -> Iterator[str]:
+    """Yield what the service cannot do, with the reason."""
     algorithm, rollout = recipe.algorithm, recipe.rollout
     if recipe.lora is None:
         yield (
@@ -118,10 +137,12 @@ def _impossible(recipe: Recipe) -> Iterator[str]:
             f"algorithm.name is {algorithm.name}, which trains a critic: a second model, for which a "
             "service has no place; take an algorithm without one, such as grpo or gspo"
         )
-    if rollout.placement != "colocated" or recipe.asynchronous != AsyncConfig():
+    own = recipe.asynchronous.model_dump(exclude=set(WorkerConfig.model_fields))
+    ahead = [key for key, value in own.items() if value != getattr(AsyncConfig(), key)]
+    if ahead and service.rollout.placement == "colocated":
         yield (
-            "rollout.placement is disaggregated or `async` is set, but a service's engines and trainer "
-            "take turns; leave both out"
+            f"async.{ahead[0]} is set, but the service has rollout.placement=colocated, where engines "
+            "and trainer take turns; leave it out"
         )
     samples = "a service trains what its engine samples"
     trace = "a trace would have what all tenants do; profile the recipe with mrl train"

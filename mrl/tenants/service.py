@@ -26,8 +26,8 @@ from mrl.system.memory_error import noting_bytes, out_of_memory
 from mrl.system.stop import StopRequest
 from mrl.tenants import accord
 from mrl.tenants.accord import Accord
-from mrl.tenants.colocated_house import ColocatedHouse
 from mrl.tenants.crashes import Crashes
+from mrl.tenants.house import House
 from mrl.tenants.record import State
 from mrl.tenants.registry import Registry
 from mrl.tenants.schedule import TrainingQueue
@@ -51,7 +51,7 @@ class Service(ABC, Generic[Run]):
     def __init__(
         self,
         config: ServiceConfig,
-        house: ColocatedHouse,
+        house: House,
         registry: Registry | None,
         publish: Publish = lambda metrics: None,
     ) -> None:

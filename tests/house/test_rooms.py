@@ -44,23 +44,16 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.rewards", "mrl.rollout", "mrl.run", "moe", "parallel"),
     },
     "mrl.disaggregated": {
-        *(
-            "mrl.algorithms",
-            "mrl.collect",
-            "mrl.data",
-            "mrl.environments",
-            "mrl.exchange",
-            "mrl.preflight",
-        ),
-        *("mrl.rollout", "mrl.run", "parallel"),
+        *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.environments", "mrl.exchange"),
+        *("mrl.preflight", "mrl.rewards", "mrl.rollout", "mrl.run", "parallel"),
     },
     "mrl.trainer": {
         *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.diagnosis", "mrl.disaggregated"),
         *("mrl.exchange", "mrl.learn", "mrl.preflight", "mrl.run", "mrl.trackers", "parallel"),
     },
     "mrl.tenants": {
-        *("mrl.algorithms", "mrl.collect", "mrl.exchange", "mrl.learn", "mrl.preflight"),
-        *("mrl.rewards", "mrl.rollout", "mrl.run", "mrl.trainer", "parallel"),
+        *("mrl.algorithms", "mrl.collect", "mrl.disaggregated", "mrl.exchange", "mrl.learn"),
+        *("mrl.preflight", "mrl.rewards", "mrl.rollout", "mrl.run", "mrl.trainer", "parallel"),
     },
     "mrl.view": {"mrl.diagnosis", "mrl.run", "mrl.tenants", "parallel"},
     "mrl.launch": {"mrl.run"},

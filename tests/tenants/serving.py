@@ -24,7 +24,7 @@ from parallel.checkpoint.saved_tensors import SavedTensors
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400.0
-TIMED = ("time/", "throughput/", "memory/")
+TIMED = ("time/", "throughput/", "memory/", "async/trainer_idle", "async/rollout_idle")
 """Metrics that no two runs have alike."""
 TENANTS: dict[str, dict[str, Any]] = {
     "ann": {

@@ -100,8 +100,11 @@ def test_a_record_keeps_to_what_may_not_change_freely(tmp_path: Path, model: Pat
         ({"lora": None}, "lora is not set, but all tenants share one base"),
         ({"lora": {"rollout": "merged"}}, "lora.rollout is merged"),
         ({"algorithm": {"name": "ppo"}}, "algorithm.name is ppo, which trains a critic"),
-        ({"rollout": {"placement": "disaggregated", "num_ranks": 1}}, "engines and trainer take"),
-        ({"async": {"max_staleness": 1}}, "engines and trainer take turns"),
+        (
+            {"rollout": {"placement": "disaggregated", "num_ranks": 1}},
+            "'disaggregated' and 'colocated' in the service",
+        ),
+        ({"async": {"max_staleness": 1}}, "and trainer take turns"),
         ({"rollout": {"true_on_policy": True}}, "rollout.true_on_policy is set"),
         ({"algorithm": {"reference_path": "m"}}, "algorithm.reference_path is set"),
         ({"moe": {"expert_bias_update_rate": 0.1}}, "moe.expert_bias_update_rate is set"),

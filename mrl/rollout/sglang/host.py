@@ -61,6 +61,7 @@ class Host:
             adapters=adapters,
         )
         self._num_starts = 0
+        self._is_starting = False
         self.config = config
         self.shape = self._launch.shape
         self.context_len = self._launch.context_len
@@ -84,6 +85,11 @@ class Host:
         return self.server.process.pid
 
     @property
+    def is_running(self) -> bool:
+        """Whether there is a server that is not lost."""
+        return self.server.client is not None and not self._is_starting
+
+    @property
     def memory_state(self) -> str:
         """What is on the device, in words."""
         if self.server.client is None:
@@ -100,6 +106,13 @@ class Host:
     def start(self, address: str = "", meanwhile: Callable[[], None] | None = None) -> None:
         if self.server.client is not None:
             raise RuntimeError(f"engine: start() while it runs; it is {self.state}")
+        self._is_starting = True
+        try:
+            self._start(address, meanwhile)
+        finally:
+            self._is_starting = False
+
+    def _start(self, address: str, meanwhile: Callable[[], None] | None) -> None:
         for policy in self.policies:
             policy.end()  # of a server that was lost
             policy.lose(EngineLost("engine: it was lost or stopped, and starts anew"))
@@ -170,6 +183,8 @@ class Host:
 
     def require_running(self, action: str) -> None:
         """Raise EngineLost, or RuntimeError where none was started."""
+        if self._is_starting:  # a tenant's view asks while another thread starts an engine
+            raise EngineLost(f"{action}: the engine starts anew")
         if self.server.client is None:
             kind = RuntimeError if self.server.loss is None else EngineLost
             raise kind(f"{action}: the engine is {self.state}; start() it first")

@@ -49,6 +49,8 @@ class Served:
         self._first_version = first_version
         self._shares = shares
         self._version: int | None = None
+        self._is_lost = False
+        """Whether the server was lost since the newest update."""
         self._num_caches = 0
         self.sync: WeightSync | AdapterSync | None = None
         """None until the server has started."""
@@ -98,6 +100,7 @@ class Served:
 
     def lose(self, error: EngineLost) -> None:
         """Note that the server is no more: open calls raise `error`."""
+        self._is_lost |= self._version is not None
         self._version = None
         self.flights.lose_all(error)
 
@@ -138,6 +141,7 @@ class Served:
                 self._drop_cache()
                 self.flights.forget_cache()
             self._version = in_force = version
+            self._is_lost = False
         finally:
             self.flights.end_update(in_force)
         self.drop_unused()
@@ -238,7 +242,8 @@ class Served:
         if not may_be_busy:
             self.require_idle(action)
         if self._host.memory.asleep or self._version is None:
-            raise RuntimeError(
+            kind = EngineLost if self._shares and self._is_lost else RuntimeError
+            raise kind(
                 f"{action}: the engine is {self.state}; wake() it and update_weights() first"
             )
         return self._version

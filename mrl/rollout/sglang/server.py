@@ -69,7 +69,8 @@ class Server:
         again while the server starts, and may raise RuntimeError to give up. Raises RuntimeError where
         the server dies or is not ready in time; nothing is left running then.
         """
-        self.loss = None
+        with self._losing:  # another thread may still clear a lost one away
+            self.loss = None
         self.process.server_args |= settings
         # The processes on other nodes were given the address too: mrl.collect.engine_nodes starts
         # all of them again.
@@ -186,8 +187,9 @@ class Server:
 
     def _lose(self, what: str) -> EngineLost:
         error = self._with_log(EngineLost(f"engine: {what}; {self.process.why()}"))
-        self.stop()
-        self.loss = error
+        self.loss = error  # before the rest: other threads ask meanwhile
+        self.client = None
+        self.process.stop()
         return error
 
     def _with_log(self, error: Failure) -> Failure:
