@@ -105,13 +105,11 @@ def _become_worker(saying: int, user: str, target: list[str], arguments: list[st
     try:
         entry = pwd.getpwnam(user)
         with suppress(OSError):
-            # Written by root, the user cannot lower it: where memory runs out, the worker goes first.
+            # So the worker goes first where memory runs out; with CAP_SYS_RESOURCE it stays so.
             Path("/proc/self/oom_score_adj").write_text("1000")
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core holds what the worker was sent
         os.umask(0o077)
-        os.setgroups(os.getgrouplist(user, entry.pw_gid))
-        os.setresgid(*[entry.pw_gid] * 3)
-        os.setresuid(*[entry.pw_uid] * 3)
+        _become(entry)
         if ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
             raise InputError(
                 "Linux does not know PR_SET_NO_NEW_PRIVS, without which sudo stays open"
@@ -124,6 +122,17 @@ def _become_worker(saying: int, user: str, target: list[str], arguments: list[st
         os.write(1, line.encode() + b"\n")
     finally:
         os._exit(1)
+
+
+def _become(entry: pwd.struct_passwd) -> None:
+    try:
+        os.setgroups(os.getgrouplist(entry.pw_name, entry.pw_gid))
+        os.setresgid(*[entry.pw_gid] * 3)
+        os.setresuid(*[entry.pw_uid] * 3)
+    except PermissionError:
+        raise InputError(
+            "this root may not change its user; give it CAP_SETUID and CAP_SETGID"
+        ) from None
 
 
 def _code(status: int) -> int:
