@@ -3,11 +3,12 @@
 Three tenants, which differ in their seeds, train the same number of steps on the toy model with real
 Megatron and real SGLang, on two cores, synchronous and colocated: one after another, two at once and
 three at once. One load has long-tailed answers. The other has answers of one length, with a KV cache
-that one tenant alone fills: there is nothing for others to fill. Medians over repeats, between which
-the order of the variants changes; the start of the service is in no figure.
+that one tenant alone fills: there is nothing for others to fill. The long-tailed load runs again with
+the engine on a rank of its own, where it waits for the newest weights or runs a step ahead
+(`benchmarks.tenants_split`). Medians over repeats, between which the order of the variants changes;
+the start of the service is in no figure.
 
-The seed's asynchronous experiment is not measured, as `mrl serve` is synchronous so far. Its sizes are
-simulated (`benchmarks.tenants_model`), beside what the article reports. Writes
+The sizes of the article are simulated (`benchmarks.tenants_model`), beside what it reports. Writes
 benchmarks/results/tenants.json and the tables of docs/tenants.md; of a shorter study, tenants.json and
 tenants.md in --work.
 """
@@ -33,6 +34,7 @@ from benchmarks.stability_study.report import between_markers
 from benchmarks.tenants_engine import ASYNC, COLOCATED, SPLIT
 from benchmarks.tenants_load import LOADS, ROOT
 from benchmarks.tenants_model import ARTICLE, tenants_model
+from benchmarks.tenants_split import MODES, SPREAD, rows_of_mode
 from mrl.system.files import write_whole
 
 NUM_CORES = 2
@@ -41,9 +43,13 @@ GOAL = 1.3
 PAGE, MARKER = ROOT / "docs/tenants.md", "gains"
 LIMIT_S = 900.0
 NAMES = {"one": "one after another", "two": "two at once", "three": "three at once"}
-NOT_MEASURED = (
-    "The asynchronous experiment is not measured: `mrl serve` is synchronous so far. The rows below "
-    "are simulated: steps per GPU-hour against one tenant. Nothing of it has run on a GPU."
+SPLIT_TELLS = {
+    "split": "the engine on a rank of its own, synchronous: it waits for the newest weights",
+    "ahead": "the engine on a rank of its own, asynchronous: it runs one step ahead",
+}
+SIMULATED = (
+    "The rows below are simulated: steps per GPU-hour against one tenant. Nothing of it has run on a "
+    "GPU."
 )
 
 
@@ -58,19 +64,13 @@ def ensure_start(work: Path) -> Path:
     return model
 
 
-def run_load(name: str, model: Path, work: Path, repeats: int, num_steps: int) -> dict[str, Any]:
+def run_load(
+    module: str, name: str, model: Path, work: Path, repeats: int, num_steps: int
+) -> dict[str, Any]:
     """Run a load in a process of its own, and return what it wrote."""
     # Not below `work`: the paths of sockets are limited to 107 letters.
     with tempfile.TemporaryDirectory(prefix="mrl-tenants-") as scratch:
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "benchmarks.tenants_load",
-            str(model),
-            scratch,
-        ]
+        command = [sys.executable, "-W", "ignore", "-m", module, str(model), scratch]
         process = subprocess.Popen([*command, name, str(repeats), str(num_steps)], cwd=ROOT)
         try:
             code = process.wait(LIMIT_S)
@@ -148,7 +148,10 @@ def waits_on_host(memory: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def checks_of(
-    found: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+    found: Mapping[str, Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
+    split: Mapping[str, Mapping[str, Any]],
+    split_rows: Sequence[Mapping[str, Any]],
 ) -> dict[str, bool]:
     """Return whether each claim holds."""
     ratio = {row["load"]: row["ratio"][0] for row in rows if row["variant"] == "three"}
@@ -160,7 +163,12 @@ def checks_of(
             ratio["saturated"] < ratio["long_tail"]
         ),
     }
-    for name, load in found.items():
+    for row in split_rows:
+        if row["variant"] == "three":
+            checks[f"{row['mode']}: three at once make more steps per core-hour"] = (
+                row["ratio"][0] > 1
+            )
+    for name, load in [*found.items(), *split.items()]:
         checks[f"{name}: each tenant has the same bits in all variants"] = is_one_digest(
             load["runs"]
         )
@@ -197,6 +205,21 @@ def measured_table(result: Mapping[str, Any], load: str) -> str:
     return table(heads, lines)
 
 
+def split_table(rows: Sequence[Mapping[str, Any]], mode: str) -> str:
+    """Return what was measured with the engine on a rank of its own."""
+    lines = [
+        (
+            NAMES[row["variant"]],
+            format(row["steps_per_core_hour"][0], ".0f"),
+            "{:.2f} ({:.2f} to {:.2f})".format(*row["ratio"]),
+            format(row["occupancy"][0], ".0%"),
+        )
+        for row in rows
+        if row["mode"] == mode
+    ]
+    return table(("tenants", "steps per core-hour", "ratio", "engine full"), lines)
+
+
 def model_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the simulation's gains against one tenant, and the article's."""
     sizes = sorted({row["num_gpus"] for row in rows})
@@ -227,6 +250,8 @@ def page_part(result: Mapping[str, Any]) -> str:
     ]
     for name, load in LOADS.items():
         parts += [f"**{load.tells}**", measured_table(result, name)]
+    for mode, tells in SPLIT_TELLS.items():
+        parts += [f"**long-tailed answers, {tells}**", split_table(result["split"], mode)]
     parts.append(
         f"**A swap** takes {swap['median_ms']:.1f} ms in the median (at most {swap['max_ms']:.1f}) and "
         f"the service counts {swap['bytes_median']:,.0f} bytes. Where the bytes were after a round:"
@@ -236,7 +261,7 @@ def page_part(result: Mapping[str, Any]) -> str:
         for row in result["memory"]
     ]
     parts.append(table(("of", "bytes on the device", "on the host", "freed"), lines))
-    return "\n\n".join([*parts, NOT_MEASURED, model_table(result["model"])])
+    return "\n\n".join([*parts, SIMULATED, model_table(result["model"])])
 
 
 def swap_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -268,12 +293,20 @@ def main() -> None:
     work, start = options.work.absolute(), time.monotonic()
     work.mkdir(parents=True, exist_ok=True)
     model = ensure_start(work)
-    found = {name: run_load(name, model, work, repeats, steps) for name in LOADS}
+    sizes = (model, work, repeats, steps)
+    found = {name: run_load("benchmarks.tenants_load", name, *sizes) for name in LOADS}
     rows = [row for name, load in found.items() for row in rows_of(name, load["runs"])]
-    checks = checks_of(found, rows)
+    split = {mode: run_load("benchmarks.tenants_split", mode, *sizes) for mode in MODES}
+    split_rows = [
+        {**row, **{key: spread(row[key]) for key in SPREAD}}
+        for mode, load in split.items()
+        for row in rows_of_mode(mode, load["runs"], NUM_CORES)
+    ]
+    checks = checks_of(found, rows, split, split_rows)
     content = {
         "settings": {"cores": NUM_CORES, "repeats": repeats, "steps": steps},
         "rows": rows,
+        "split": split_rows,
         "swap": swap_of(found["long_tail"]["runs"]),
         "memory": memory_of(found["long_tail"]["places"]),
         "answers": {name: load["runs"][0]["tenants"] for name, load in found.items()},

@@ -40,6 +40,8 @@ MODES: dict[str, dict[str, Any]] = {
     },
 }
 """What each mode adds to the recipes: engines wait for the newest weights, or run a step ahead."""
+SPREAD = ("steps_per_core_hour", "ratio", "occupancy")
+"""Figures of a row that are lists, one number for each repeat."""
 LIMIT_S = 300.0
 POLL_S = 0.1
 
@@ -139,7 +141,9 @@ def _joined(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**figures, "tenants": tenants}
 
 
-def rows_of(mode: str, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def rows_of_mode(
+    mode: str, runs: Sequence[Mapping[str, Any]], num_cores: int
+) -> list[dict[str, Any]]:
     """Return a row for each variant: rates, and ratios against one after another in the same repeat."""
     rates = {(run["variant"], run["repeat"]): run["num_updates"] / run["wall_s"] for run in runs}
     rows = []
@@ -149,7 +153,9 @@ def rows_of(mode: str, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             {
                 "mode": mode,
                 "variant": variant,
-                "updates_per_s": [rates[variant, run["repeat"]] for run in own],
+                "steps_per_core_hour": [
+                    3600 / num_cores * rates[variant, run["repeat"]] for run in own
+                ],
                 "ratio": [
                     rates[variant, run["repeat"]] / rates["one", run["repeat"]] for run in own
                 ],

@@ -99,7 +99,7 @@ TARGETS = (
            ("benchmarks.tenants",), ("tenants",),
            (*STEP, "mrl/tenants", "parallel/lora", "launch/recipes/long_tail.yaml",
             "benchmarks/tenants.py", "benchmarks/tenants_load.py", "benchmarks/tenants_model.py",
-            "benchmarks/tenants_engine.py"), 10,
+            "benchmarks/tenants_engine.py", "benchmarks/tenants_split.py"), 12,
            short="tests/benchmarks/test_tenants.py"),
     Target("training-pass", "the log-prob and training pass beside transformers",
            ("benchmarks.training_pass",), ("training_pass",),

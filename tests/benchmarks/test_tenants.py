@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.tenants import checks_of, is_one_digest, rows_of, waits_on_host
 from benchmarks.tenants_load import LOADS, ROOT, SEEDS
+from benchmarks.tenants_split import rows_of_mode
 
 
 def made_up(load: str, three_s: float, repeats: int = 3) -> list[dict[str, Any]]:
@@ -63,7 +64,26 @@ def test_a_gain_that_is_too_small_fails(three_s: float, failed: int) -> None:
         "saturated": {"runs": made_up("saturated", 25.0), "places": {}},
     }
     rows = [row for name, load in found.items() for row in rows_of(name, load["runs"])]
-    assert list(checks_of(found, rows).values()).count(False) == failed
+    assert list(checks_of(found, rows, {}, []).values()).count(False) == failed
+
+
+def test_updates_on_a_rank_of_its_own_are_compared_by_their_rates() -> None:
+    sizes = {"one": (18, 36.0), "two": (14, 14.0), "three": (21, 10.5)}
+    runs = [
+        {"variant": name, "repeat": 0, "num_updates": number, "wall_s": wall_s, "occupancy": 0.5}
+        for name, (number, wall_s) in sizes.items()
+    ]
+    rows = rows_of_mode("ahead", runs, num_cores=2)
+    assert [row["ratio"] for row in rows] == [[1.0], [2.0], [4.0]]
+    assert rows[0]["steps_per_core_hour"] == [900.0]
+    checks = checks_of(
+        {"long_tail": {"runs": made_up("long_tail", 15.0), "places": {}}},
+        rows_of("long_tail", made_up("long_tail", 15.0))
+        + rows_of("saturated", made_up("saturated", 25.0)),
+        {},
+        [{**rows[2], "ratio": [0.9, 0.8, 1.0]}],
+    )
+    assert not checks["ahead: three at once make more steps per core-hour"]
 
 
 def test_other_bits_and_a_tenant_that_stays_on_the_device_are_seen() -> None:
