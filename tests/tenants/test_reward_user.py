@@ -185,17 +185,21 @@ def test_environments_run_as_the_user(python: str, public: Path) -> None:
 
 @pytest.mark.release
 @pytest.mark.timeout(1200)
-def test_a_hostile_reward_of_a_service(python: str, public: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2], ids=["colocated", "disaggregated"])
+def test_a_hostile_reward_of_a_service(python: str, public: Path, ranks: int) -> None:
     model = public / "model"
     write_toy_model(model, seed=0)
-    service = Service(public / "service", model)
+    service = Service(public / "service", model, ranks)
     (public / "closed").mkdir(mode=0o700)
     shutil.copy(public / "hostile.py", public / "closed/mine.py")
     bob, report = public / "bob", public / "out/report.json"
     where = {"where": f"{service.folder}|{bob}|{report}"}
     rows = [{"prompt": f"row {n}", **where} for n in range(8)]
     (public / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    service.write(tenants={"reward_user": USER})
+    rollout: dict[str, Any] = {"context_len": 64, "max_total_tokens": 2048}
+    if ranks > 1:
+        rollout |= {"placement": "disaggregated", "num_ranks": 1}
+    service.write(tenants={"reward_user": USER}, rollout=rollout)
     service.add("bob", num_steps=2, output_dir=str(bob))
     own: dict[str, Any] = {"data": {"path": str(public / "rows.jsonl")}, "num_steps": 3}
     service.add("eve", reward=f"{public}/hostile.py:reward", **own)
