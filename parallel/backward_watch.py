@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.errors import NotFinite
 from mrl.types import MicroBatch
+from parallel.mesh import Mesh
 
 MAX_NAMED = 8
 """Samples that a message names."""
@@ -51,6 +53,27 @@ class BackwardWatch:
         """Forget the step before."""
         self._num_seen.clear()
         self._bad.clear()
+
+    def require_finite(
+        self, gradients: Iterable[Tensor], batches: Sequence[MicroBatch], mesh: Mesh
+    ) -> None:
+        """Raise NotFinite, on all ranks, where a gradient of any rank is not finite. A collective.
+
+        Megatron's own check raises on the rank that has it while the others wait in a collective.
+        """
+        norms = [tensor.norm() for tensor in gradients]
+        norms = norms or [torch.zeros((), device=mesh.device)]  # a stage without an adapter
+        bad = (~torch.stack(norms).isfinite()).any().float()
+        if mesh.dims.world > 1:
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        if not bool(bad):
+            return
+        ids = gather_samples(self.samples(batches))
+        where = f", in the micro-batches of the samples {named(ids)}" if ids else ""
+        raise NotFinite(
+            "a gradient of the weights is not finite, though those of its outputs are: the "
+            f"backward pass of the model overflowed{where}"
+        )
 
     def samples(self, batches: Sequence[MicroBatch]) -> list[int]:
         """Return the ids of the samples of this rank's micro-batches that overflowed."""

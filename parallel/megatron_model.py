@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
 from moe.align import router_rows
@@ -22,10 +21,10 @@ from mrl.errors import NotFinite
 from mrl.system.heartbeat import phase
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
 from parallel.attachments import Attachments, GatherHooks
-from parallel.backward_watch import BackwardWatch, gather_samples, named
+from parallel.backward_watch import BackwardWatch
 from parallel.base import Base
 from parallel.forward import Head, LossFunction, Observe, PassOutput, PipelineRunner
-from parallel.layers.balancing import RouterLosses
+from parallel.layers.balancing import RouterLosses, expert_biases
 from parallel.ledger import Ledger, gradient_tensors, optimizer_tensors, parameter_tensors
 from parallel.lora.adapted import Adaptation
 from parallel.lora.weights import AdapterMap, LoraSetup
@@ -258,72 +257,74 @@ class MegatronModel:
         """Compute the gradients of the global batch, then take one optimizer step; `before_update` runs
         between them and may raise, on all ranks or on none.
 
-        Raises NotFinite, on all ranks, when a gradient of any rank is not finite, and RuntimeError for
-        a model that was made without an optimizer. Where it or `before_update` raises between the two,
-        weights, buffers, optimizer state and learning-rate schedule are those before the call, bit for
-        bit.
+        Raises NotFinite, on all ranks, when a gradient of any rank is not finite, and RuntimeError
+        without an optimizer. Where it or `before_update` raises, weights, buffers, optimizer state and
+        learning-rate schedule are those before the call, bit for bit.
         """
-        self._require_trainable()
-        self.require_state()
+        output = self.compute_gradients(batch, loss, replay, before_update)
+        grad_norm, lr = self.apply_gradients()
+        return StepOutput(grad_norm, lr, self.statistics(output), output)
+
+    def compute_gradients(
+        self,
+        batch: TrainBatch,
+        loss: LossFunction,
+        replay: Replay,
+        before_update: Callable[[], None] | None = None,
+    ) -> PassOutput:
+        """Do the first half of `train_step`: leave the gradients, summed over ranks, in the buffers."""
+        self.zero_gradients()
         for chunk in self.chunks:
             chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
         micro_batches = batch.micro_batches
         counted = sum(int(router_rows(b, slice(None)).counted.sum()) for b in micro_batches)
         num_tokens = torch.tensor(counted, device=self.mesh.device)
         self.router_losses.begin_step(num_tokens, self.mesh.dp)
         self._backward_watch.begin_step()
-        biases = [(bias, bias.clone()) for bias in self._expert_biases()]
+        biases = [(bias, bias.clone()) for bias in expert_biases(self.chunks)]
         output = self.runner.run(micro_batches, loss, replay)
         try:
             if before_update is not None:
                 before_update()
-            self._require_finite_gradients(micro_batches)
+            gradients = gradient_tensors(self.chunks)
+            self._backward_watch.require_finite(gradients, micro_batches, self.mesh)
         except BaseException:
             for bias, before in biases:  # Megatron moves them where it finishes the gradients
                 bias.copy_(before)
             raise
+        return output
+
+    def apply_gradients(self, lr: float | None = None) -> tuple[float, float]:
+        """Do the second half of `train_step`: take one optimizer step with the gradients that are in
+        the buffers. Return their norm before clipping, and the learning rate.
+
+        `lr` takes the place of the schedule's in this step. Raises NotFinite where a gradient is not.
+        """
         groups = self.optimizer.param_groups
-        lr = float(groups[0]["lr"] if groups else self.scheduler.get_lr({}))
+        if lr is not None:
+            for group in groups:
+                group["lr"] = lr
+        used = float(groups[0]["lr"] if groups else self.scheduler.get_lr({}))
         ok, grad_norm, _ = self.optimizer.step()
         if not ok:
             raise NotFinite("the optimizer refused the step: a gradient is not finite")
         self.scheduler.step(1)
         free_gradient_copies(self.optimizer)
-        return StepOutput(float(grad_norm), lr, self._statistics(output), output)
+        return float(grad_norm), used
 
-    def _expert_biases(self) -> Iterator[torch.Tensor]:
-        """Yield the buffers by which routers balance their experts without a loss."""
+    def zero_gradients(self) -> None:
+        """Set the gradient buffers to zero. Raises RuntimeError for a model without an optimizer."""
+        self._require_trainable()
+        self.require_state()
         for chunk in self.chunks:
-            for name, buffer in chunk.named_buffers():
-                if name.endswith("expert_bias"):
-                    yield buffer
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
-    def _statistics(self, output: PassOutput) -> Statistics:
+    def statistics(self, output: PassOutput) -> Statistics:
         """Return this rank's share of what the losses of a step report."""
         if not self.mesh.reports_loss:
             return {}
         return merge([{**loss.stats, self.loss_key: Sum(loss.loss_sum)} for loss in output.losses])
-
-    def _require_finite_gradients(self, batches: Sequence[MicroBatch]) -> None:
-        """Raise NotFinite, on all ranks, where a gradient of any rank is not finite. A collective.
-
-        Megatron's own check raises on the rank that has it while the others wait in a collective.
-        """
-        norms = [tensor.norm() for tensor in gradient_tensors(self.chunks)]
-        norms = norms or [torch.zeros((), device=self.mesh.device)]  # a stage without an adapter
-        bad = (~torch.stack(norms).isfinite()).any().float()
-        if self.mesh.dims.world > 1:
-            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        if not bool(bad):
-            return
-        ids = gather_samples(self._backward_watch.samples(batches))
-        where = f", in the micro-batches of the samples {named(ids)}" if ids else ""
-        raise NotFinite(
-            "a gradient of the weights is not finite, though those of its outputs are: the "
-            f"backward pass of the model overflowed{where}"
-        )
 
     def offload_optimizer(self) -> None:
         """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""

@@ -173,8 +173,8 @@ class Policy(MegatronModel):
         with swapped, adapter_off, self.runner.replaying_gates(False):
             yield
 
-    def _statistics(self, output: PassOutput) -> Statistics:
-        return merge([super()._statistics(output), output.routing])
+    def statistics(self, output: PassOutput) -> Statistics:
+        return merge([super().statistics(output), output.routing])
 
     def export_bytes(self, dtype: torch.dtype | None = None) -> int:
         """About what `export` sends in all; the same on every rank of a pipeline stage."""

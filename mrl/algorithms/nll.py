@@ -30,7 +30,12 @@ def advantages(rewards: Sequence[Tensor], config: AlgorithmConfig) -> list[Tenso
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Sum over loss tokens of -seq_weight * logp, f64[]; reads no advantages, no old log-probs."""
+    """Sum over loss tokens of -seq_weight * logp, f64[]; reads no old log-probs.
+
+    Where tokens have weights of their own, these are `token_advantages`, and count as factors.
+    """
     lengths = batch.cu_seqlens.diff().long()
     weights = batch.seq_weight.double().repeat_interleave(lengths, output_size=logprobs.numel())
+    if batch.token_advantages is not None:
+        weights = weights * batch.token_advantages.double()
     return LossOutput(torch.where(batch.loss_mask, -weights * logprobs.double(), 0.0).sum())

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,14 @@ from torch.distributed import ProcessGroup
 from moe.align import RouterRows
 from mrl.config import MoeConfig
 from mrl.types import Mean, Statistics
+
+
+def expert_biases(chunks: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the buffers by which routers balance their experts without a loss."""
+    for chunk in chunks:
+        for name, buffer in chunk.named_buffers():
+            if name.endswith("expert_bias"):
+                yield buffer
 
 
 def z_loss_sum(logits: Tensor, counted: Tensor) -> Tensor:

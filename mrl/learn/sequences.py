@@ -1,0 +1,168 @@
+"""Trains on token sequences that come with a factor for each token, as loops outside of mrl send them.
+
+S sequences, T tokens of one, N packed tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.routes import Replay
+from mrl.learn.named_losses import NamedLoss
+from mrl.config import AlgorithmConfig
+from mrl.exchange.rollouts import RolloutExchange
+from mrl.exchange.sharing import share_bytes
+from mrl.learn.batching import make_train_batches
+from mrl.learn.guards import UpdateGuard, check_finite
+from mrl.types import LossOutput, MicroBatch, RoutingTrace, Sample, TrainBatch, VersionSpan
+from parallel.mesh import Mesh
+from parallel.policy import Policy
+from parallel.reduce import reduce_statistics
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A sequence of tokens with what each counts in a loss. Index t of a field describes token t."""
+
+    token_ids: Tensor
+    """i64[T], T at least 2."""
+    factors: Tensor
+    """f32[T]: weights or advantages; a token with 0 is not in the loss, nor is the first one."""
+    old_logprobs: Tensor | None = None
+    """f32[T]: those that the tokens were sampled with, where the loss compares with them."""
+    weight: float = 1.0
+    """What the sequence counts in the loss."""
+    routing: RoutingTrace | None = None
+    """The engine's routes of the first T-1 tokens, where they are replayed."""
+
+
+class Passed(NamedTuple):
+    """What a pass over sequences gave; the same on every rank."""
+
+    logprobs: list[list[float]]
+    """T numbers a sequence; 0 where a token is not in the loss."""
+    metrics: dict[str, float]
+
+
+@dataclass
+class SequenceTrainer:
+    """Computes log-probs and gradients of sequences on one rank. Every method is a collective."""
+
+    policy: Policy
+    mesh: Mesh
+    exchange: RolloutExchange
+    micro_batch_tokens: int
+
+    def forward(self, sequences: Sequence[Weighted]) -> Passed:
+        """Return the log-probs under the present weights. Raises NotFinite."""
+        batch, replay = self._batch(sequences)
+        output = self.policy.forward_only(batch.micro_batches, replay)
+        check_finite(0, "log-probs", batch.micro_batches, output.logprobs)
+        return Passed(self._by_sequence(batch, output.logprobs, sequences), {})
+
+    def compute_gradients(
+        self, sequences: Sequence[Weighted], named: NamedLoss, config: AlgorithmConfig
+    ) -> Passed:
+        """Leave the gradients of a loss in the policy's buffers, and the weights as they are.
+
+        Raises NotFinite, on all ranks, where a log-prob, the loss or a gradient is not finite.
+        """
+
+        def loss(logprobs: Tensor, batch: MicroBatch) -> LossOutput:
+            return named.loss(logprobs, batch, config)
+
+        batch, replay = self._batch(sequences)
+        rows = [f"sequence {number}" for number in range(len(sequences))]
+        guard = UpdateGuard(0, same_weights=False, clip=None, rows=rows)
+        output = self.policy.compute_gradients(batch, guard.watch(loss), replay, guard.check)
+        metrics = reduce_statistics(self.policy.statistics(output))
+        return Passed(self._by_sequence(batch, output.logprobs, sequences), metrics)
+
+    def _batch(self, sequences: Sequence[Weighted]) -> tuple[TrainBatch, Replay]:
+        """Pack this rank's share of the sequences, and say whether routes are replayed."""
+        samples = [_sample(number, each) for number, each in enumerate(sequences)]
+        has_routes = any(each.routing is not None for each in sequences)
+        (batch,) = make_train_batches(
+            [(samples, [0.0] * len(samples))],
+            _Given(torch.tensor([each.weight for each in sequences])),
+            self.mesh,
+            self.micro_batch_tokens,
+            self.exchange.deliver if has_routes else None,
+        )
+        micro_batches = [_with_factors(each, sequences) for each in batch.micro_batches]
+        replay = Replay.rollout if has_routes else Replay.off
+        return dataclasses.replace(batch, micro_batches=micro_batches), replay
+
+    def _by_sequence(
+        self, batch: TrainBatch, found: Sequence[Tensor], sequences: Sequence[Weighted]
+    ) -> list[list[float]]:
+        """Return f32[T] of each sequence, from the ranks that have them."""
+        own: dict[int, list[float]] = {}
+        if self.mesh.reports_loss:
+            for micro, logprobs in zip(batch.micro_batches, found, strict=True):
+                for number, place in _places(micro):
+                    num_tokens = len(sequences[number].token_ids)
+                    own[number] = logprobs[place : place + num_tokens].cpu().tolist()
+        merged: dict[int, list[float]] = {}
+        for part in filter(None, share_bytes(json.dumps(list(own.items())).encode())):
+            merged |= dict(json.loads(part))
+        return [merged[number] for number in range(len(sequences))]
+
+
+class _Given:
+    """Stands in for an algorithm whose sequences bring their weights."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self._weights = weights
+
+    def sequence_weights(self, num_loss_tokens: Tensor, *_: Any) -> Tensor:
+        return torch.where(num_loss_tokens > 0, self._weights, 0.0)
+
+    def advantages(self, rewards: Any, config: Any) -> Any:
+        raise NotImplementedError
+
+    def loss(self, logprobs: Any, batch: Any, config: Any) -> Any:
+        raise NotImplementedError
+
+
+def _sample(number: int, given: Weighted) -> Sample:
+    num_tokens = len(given.token_ids)
+    in_loss = given.factors != 0
+    in_loss[0] = False
+    old, routing = given.old_logprobs, given.routing
+    rows = () if routing is None else routing.row_versions
+    return Sample(
+        group_id=number,
+        token_ids=given.token_ids,
+        prompt_len=1,
+        loss_mask=in_loss,
+        rollout_logprobs=torch.zeros(num_tokens) if old is None else old,
+        weight_versions=tuple(VersionSpan(row.version, 1, num_tokens) for row in rows[:1]),
+        finish_reason="length",
+        routing=routing,
+    )
+
+
+def _with_factors(batch: MicroBatch, sequences: Sequence[Weighted]) -> MicroBatch:
+    """Return the micro-batch with the factors f32[N] of its tokens and their old log-probs."""
+    factors = torch.zeros(batch.num_tokens)
+    for number, place in _places(batch):
+        own = sequences[number].factors
+        factors[place : place + len(own)] = own
+    return dataclasses.replace(
+        batch, token_advantages=factors, old_logprobs=batch.rollout_logprobs
+    )
+
+
+def _places(batch: MicroBatch) -> list[tuple[int, int]]:
+    """Return the number and the first token of each sequence, without padding."""
+    assert batch.sample_ids is not None
+    starts = batch.cu_seqlens.tolist()
+    return [(n, s) for n, s in zip(batch.sample_ids.tolist(), starts, strict=False) if n >= 0]
