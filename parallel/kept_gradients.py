@@ -31,7 +31,9 @@ class KeptGradients:
     def add(self) -> None:
         """Add what the newest pass has left in the buffers."""
         self._model.require_state()
-        found = [each.detach().to("cpu", copy=True) for each in gradient_tensors(self._model.chunks)]
+        found = [
+            each.detach().to("cpu", copy=True) for each in gradient_tensors(self._model.chunks)
+        ]
         if self._sums:
             for total, own in zip(self._sums, found, strict=True):
                 total.add_(own)
@@ -45,6 +47,10 @@ class KeptGradients:
         with torch.no_grad():
             for buffer, total in zip(buffers, self._sums, strict=True):
                 buffer.copy_(total)
+        for chunk in self._model.chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                # A swap has gathered the weights, and those after the step are others.
+                group.param_gather_dispatched = False
 
     def clear(self) -> None:
         """Forget all sums."""

@@ -44,22 +44,24 @@ class SingleTurnRollout:
     def __init__(
         self,
         groups: Sequence[SampleGroup],
-        sampling: SamplingParams,
+        sampling: SamplingParams | Sequence[SamplingParams],
         seed: int | Sequence[int],
         num_wanted: int | None = None,
         on_sample: Callable[[SampleGroup, int], None] | None = None,
     ) -> None:
         """Sample k of a group is drawn with `sample_seed(seed, prompt_id, k)`, whatever happens.
 
-        `seed` is one for all groups, or one for each. The rollout is over when `num_wanted` groups are
-        whole, by default all; the others are aborted then, and stay in `partial`. `sampling` describes
-        whole samples: of a sample that has C tokens already, C less are requested. `on_sample(group,
-        k)` is called when sample k of a group is whole and others of the group are not.
+        `seed` and `sampling` are one for all groups, or one for each. The rollout is over when
+        `num_wanted` groups are whole, by default all; the others are aborted then, and stay in
+        `partial`. `sampling` describes whole samples: of a sample that has C tokens already, C less
+        are requested. `on_sample(group, k)` is called when sample k of a group is whole and others of
+        the group are not.
         """
         self._groups = {group.samples[0].group_id: group for group in groups}
         seeds = [seed] * len(groups) if isinstance(seed, int) else seed
         self._seeds = dict(zip(self._groups, seeds, strict=True))
-        self._sampling = sampling
+        samplings = [sampling] * len(groups) if isinstance(sampling, SamplingParams) else sampling
+        self._samplings = dict(zip(self._groups, samplings, strict=True))
         self._num_left = len(groups) if num_wanted is None else num_wanted
         self._on_sample = on_sample
 
@@ -110,7 +112,7 @@ class SingleTurnRollout:
                     request_id=f"{group.prompt.source} group {group_id} sample {k}",
                     token_ids=sample.token_ids,
                     seed=sample_seed(self._seeds[group_id], group.prompt.prompt_id, k),
-                    sampling=_remaining(self._sampling, len(sample.response_ids)),
+                    sampling=_remaining(self._samplings[group_id], len(sample.response_ids)),
                 )
         return requests
 

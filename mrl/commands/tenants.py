@@ -96,7 +96,7 @@ def run_list(args: argparse.Namespace) -> None:
         (
             each["name"],
             each["state"],
-            f"{each['steps_done']}/{each['num_steps'] or '?'}",
+            _steps(each, "/"),
             f"{each['weight']:g}",
             _number(each["metrics"].get("reward/mean")),
             _share(shares[each["name"]].trainer_share),
@@ -138,7 +138,9 @@ def run_status(args: argparse.Namespace) -> None:
         for name in ("name", "state", "reason", "sequence", "weight", "output_dir")
         if tenant[name] != ""
     ]
-    rows.append(("steps", f"{tenant['steps_done']} of {tenant['num_steps'] or '?'}"))
+    rows.append(("steps", _steps(tenant, " of ")))
+    if "session" in tenant:
+        rows.append(("waiting", f"{tenant['session']['queued']} operations"))
     metrics = tenant["metrics"]
     rows += [
         (key, _number(metrics[key])) for key in ("reward/mean", "loss/total") if key in metrics
@@ -222,6 +224,13 @@ def _name_of(path: Path) -> str:
     place = path.absolute()
     stem = place.parent.name if place.name == "config.yaml" else place.stem
     return re.sub(r"[^a-z0-9_-]+", "-", stem.lower()).strip("-_")[:63]
+
+
+def _steps(tenant: dict[str, Any], of: str) -> str:
+    """Return the steps that are done, and of how many; a session has no last one."""
+    if tenant["loop"] == "client":
+        return f"{tenant['steps_done']} by a client"
+    return f"{tenant['steps_done']}{of}{tenant['num_steps'] or '?'}"
 
 
 def _number(value: Any) -> str:

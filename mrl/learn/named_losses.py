@@ -1,4 +1,4 @@
-"""The losses that a training loop outside of mrl names: a factor per token, and no advantages of groups.
+"""The losses that a training loop outside of mrl can name: it gives a factor for each token.
 
 Each is an algorithm's own loss over `MicroBatch.token_advantages`. Sequences count as they are given:
 nothing divides by the number of tokens or samples.
@@ -34,9 +34,7 @@ class NamedLoss:
         return self.factors == "advantages"
 
 
-def importance_sampling(
-    logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig
-) -> LossOutput:
+def importance_sampling(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
     """Sum -r_t A_t over loss tokens, with r_t = exp(logp - old) and no clip. Raises ValueError without
     `old_logprobs`."""
     return ratio_loss(logprobs, batch, config, ratio="token", clip=Clip("none"))

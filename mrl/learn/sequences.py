@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from moe.routes import Replay
-from mrl.learn.named_losses import NamedLoss
 from mrl.config import AlgorithmConfig
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.exchange.sharing import share_bytes
 from mrl.learn.batching import make_train_batches
 from mrl.learn.guards import UpdateGuard, check_finite
+from mrl.learn.named_losses import NamedLoss
 from mrl.types import LossOutput, MicroBatch, RoutingTrace, Sample, TrainBatch, VersionSpan
 from parallel.mesh import Mesh
 from parallel.policy import Policy
@@ -122,7 +122,14 @@ class _Given:
     def __init__(self, weights: Tensor) -> None:
         self._weights = weights
 
-    def sequence_weights(self, num_loss_tokens: Tensor, *_: Any) -> Tensor:
+    def sequence_weights(
+        self,
+        num_loss_tokens: Tensor,
+        num_loss_tokens_total: int,
+        num_samples_total: int,
+        config: AlgorithmConfig,
+        max_response_len: int,
+    ) -> Tensor:
         return torch.where(num_loss_tokens > 0, self._weights, 0.0)
 
     def advantages(self, rewards: Any, config: Any) -> Any:
@@ -156,9 +163,7 @@ def _with_factors(batch: MicroBatch, sequences: Sequence[Weighted]) -> MicroBatc
     for number, place in _places(batch):
         own = sequences[number].factors
         factors[place : place + len(own)] = own
-    return dataclasses.replace(
-        batch, token_advantages=factors, old_logprobs=batch.rollout_logprobs
-    )
+    return dataclasses.replace(batch, token_advantages=factors, old_logprobs=batch.rollout_logprobs)
 
 
 def _places(batch: MicroBatch) -> list[tuple[int, int]]:

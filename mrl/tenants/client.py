@@ -36,9 +36,17 @@ class ControlClient:
         return self.call("GET", f"/tenants/{check_name(name)}")
 
     def add(
-        self, name: str, recipe: dict[str, Any], weight: float = 1.0, *, is_record: bool = False
+        self,
+        name: str,
+        recipe: dict[str, Any],
+        weight: float = 1.0,
+        *,
+        is_record: bool = False,
+        loop: str = "recipe",
     ) -> dict[str, Any]:
         body = {"name": name, "recipe": recipe, "weight": weight, "is_record": is_record}
+        if loop != "recipe":
+            body["loop"] = loop
         return self.call("POST", "/tenants", body)
 
     def pause(self, name: str, reason: str | None = None) -> dict[str, Any]:
@@ -50,6 +58,13 @@ class ControlClient:
 
     def remove(self, name: str) -> dict[str, Any]:
         return self.call("DELETE", f"/tenants/{check_name(name)}")
+
+    def post(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Put an operation into the queue of a session, and return its id."""
+        return self.call("POST", f"/tenants/{check_name(name)}/operations", body)
+
+    def operation(self, name: str, operation: str) -> dict[str, Any]:
+        return self.call("GET", f"/tenants/{check_name(name)}/operations/{operation}")
 
     def metrics(self) -> dict[str, Any]:
         return self.call("GET", "/metrics")

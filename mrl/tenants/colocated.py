@@ -9,17 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch.distributed as dist
 
 from mrl.config import Recipe, ServiceConfig
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import begin_step, phase
+from mrl.tenants.accord import ALONE_S
 from mrl.tenants.colocated_house import ColocatedHouse, TenantCollector
 from mrl.tenants.phase_times import add_up, add_up_ranks, engine_metrics, trainer_shares
 from mrl.tenants.registry import Registry
 from mrl.tenants.schedule import Phase
 from mrl.tenants.service import SERVICE_FAULTS, Publish, Service, describe
+from mrl.tenants.sessions.run import SessionRun
 from mrl.tenants.tenant_run import TenantRun
 
 
@@ -73,7 +76,10 @@ class ColocatedRun(TenantRun):
         self._live.end_generation(was_lost=was_lost)
 
 
-class ColocatedService(Service[ColocatedRun]):
+Runs = ColocatedRun | SessionRun
+
+
+class ColocatedService(Service[Runs]):
     """Serves tenants in rounds."""
 
     def __init__(
@@ -94,16 +100,22 @@ class ColocatedService(Service[ColocatedRun]):
     def _new_run(self, name: str, weight: float, recipe: Recipe) -> ColocatedRun:
         return ColocatedRun(name, weight, recipe, dist.get_world_size(), self._own_house)
 
+    def _new_session(self, name: str, weight: float, recipe: Recipe) -> SessionRun:
+        operations = None if self._registry is None else self._registry.operations
+        agree = partial(self._accord.first, limit_s=ALONE_S)
+        return SessionRun(name, weight, recipe, self._own_house, operations, agree)
+
     def run_turn(self) -> None:
         """Collect the samples of all tenants at once, then train each with its own."""
         begin_step(self._round)
         self._slot.begin_step()
         clock = Clock()
-        self._wanting += [name for name in self._runs if name not in self._wanting]
+        wanting = (name for name, run in self._runs.items() if run.wants_turn)
+        self._wanting += [name for name in wanting if name not in self._wanting]
         members = self._members()
         times = self._collect([self._runs[name] for name in members], clock)
         with clock.part("train"):
-            waits = self._train_all([run for run in self._present(members) if not run.is_done])
+            waits = self._train_all([run for run in self._present(members) if run.trains])
         times = add_up_ranks(times)
         if self._is_main:
             self._write_row(self._row(members, waits, clock) | engine_metrics(times))
@@ -119,7 +131,7 @@ class ColocatedService(Service[ColocatedRun]):
         capacity = self._config.rollout.max_total_tokens
         return self._phase.start(capacity or sum(wanting.values()), wanting)
 
-    def _collect(self, runs: Sequence[ColocatedRun], clock: Clock) -> dict[str, float]:
+    def _collect(self, runs: Sequence[Runs], clock: Clock) -> dict[str, float]:
         """Generate and score the samples of one step of each tenant. Return what passed the gate of
         this rank's engine meanwhile, as `GateTimes` does."""
         names, times = [run.name for run in runs], []
@@ -143,7 +155,7 @@ class ColocatedService(Service[ColocatedRun]):
         return add_up(times)
 
     @phase("sync")
-    def _sync(self, runs: Sequence[ColocatedRun]) -> None:
+    def _sync(self, runs: Sequence[Runs]) -> None:
         """Give the device to the engine, which then holds the adapters of these tenants."""
         self._base.onload()
         for run in runs:
@@ -160,11 +172,11 @@ class ColocatedService(Service[ColocatedRun]):
             self._attempt(run, run.check_sync)
 
     @phase("rollout")
-    def _generate(self, runs: Sequence[ColocatedRun]) -> None:
+    def _generate(self, runs: Sequence[Runs]) -> None:
         """Generate for all tenants at once, each in a thread of its own."""
         failures = dict.fromkeys((run.name for run in runs), "")
 
-        def generate(run: ColocatedRun) -> None:
+        def generate(run: Runs) -> None:
             try:
                 run.generate()
             except SERVICE_FAULTS:
@@ -179,7 +191,7 @@ class ColocatedService(Service[ColocatedRun]):
             if failure := self._first(failures[run.name]):
                 self._pause(run, failure)
 
-    def _train_all(self, runs: Sequence[ColocatedRun]) -> dict[str, float]:
+    def _train_all(self, runs: Sequence[Runs]) -> dict[str, float]:
         """Train each tenant with what was collected for it, in the order of the queue; return how long
         each has waited for it, in seconds."""
         self._base.onload()

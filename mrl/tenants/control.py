@@ -1,11 +1,14 @@
 """The control socket of a service: users add tenants, pause, resume, remove and look at them.
 
-    POST   /tenants               {"name": ..., "recipe": {...}, "weight": 1.0, "is_record": false}
+    POST   /tenants               {"name": ..., "recipe": {...}, "weight": 1.0, "is_record": false,
+                                   "loop": "recipe"}
     GET    /tenants
     GET    /tenants/NAME
     POST   /tenants/NAME/pause    {"reason": ...}, which may be left out
     POST   /tenants/NAME/resume
     DELETE /tenants/NAME
+    POST   /tenants/NAME/operations     {"kind": ...}, for a session
+    GET    /tenants/NAME/operations/ID
     GET    /metrics
 
 It answers from threads of rank 0. A change is in the registry, on disk, before the answer; the loop of
@@ -17,6 +20,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from mrl.errors import DiskFailed, InputError
@@ -25,9 +29,18 @@ from mrl.system.processes import Closing
 from mrl.tenants.http import JsonServer, Limits, Refused, Request
 from mrl.tenants.record import State, Tenant, check_name, describe
 from mrl.tenants.registry import NoTenant, Registry, WrongState
+from mrl.tenants.sessions.bodies import Bounds, read_body
+from mrl.tenants.sessions.operations import NoOperation, OtherLife, TooMany
 from mrl.tenants.sockets import SOCKET, open_tcp, open_unix, read_token
+from parallel.hf_config import HfModel
 
-NEW_KEYS: dict[str, Any] = {"name": str, "recipe": dict, "weight": (int, float), "is_record": bool}
+NEW_KEYS: dict[str, Any] = {
+    "name": str,
+    "recipe": dict,
+    "weight": (int, float),
+    "is_record": bool,
+    "loop": str,
+}
 """The keys of the body of POST /tenants, with their types."""
 REASON = "a user paused it"
 Answer = tuple[int, dict[str, Any]]
@@ -48,6 +61,7 @@ class Control(Closing):
         self.registry = registry
         self.changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
         self._metrics: dict[str, Any] = {}
+        self._operations = registry.operations
         tcp = registry.service.control.tcp
         with ExitStack() as undo:
             self._server = undo.enter_context(JsonServer(self.answer, limits))
@@ -69,10 +83,12 @@ class Control(Closing):
         """Return status and message for a request. Raises Refused."""
         try:
             return self._route(request)
-        except NoTenant as error:
+        except (NoTenant, NoOperation) as error:
             raise Refused(404, str(error)) from None
-        except WrongState as error:
+        except (WrongState, OtherLife) as error:
             raise Refused(409, str(error)) from None
+        except TooMany as error:
+            raise Refused(429, str(error)) from None
         except InputError as error:
             raise Refused(400, str(error)) from None
         except DiskFailed as error:
@@ -99,6 +115,12 @@ class Control(Closing):
             case ["tenants", name, "resume"]:
                 check_name(name)
                 return _method(request, {"POST": lambda _: self._move(name, "queued")})
+            case ["tenants", name, "operations"]:
+                check_name(name)
+                return _method(request, {"POST": lambda b: self._post(name, b)}, body="POST")
+            case ["tenants", name, "operations", operation]:
+                check_name(name)
+                return _method(request, {"GET": lambda _: self._look(name, operation)})
         raise Refused(404, f"there is no {request.path[:80]}; docs/tenants.md lists the addresses")
 
     def _get_metrics(self, _body: dict[str, Any]) -> Answer:
@@ -119,8 +141,13 @@ class Control(Closing):
         if missing := [key for key in ("name", "recipe") if key not in body]:
             raise Refused(400, f"{missing[0]} is missing")
         weight = float(body.get("weight", 1.0))
+        loop, is_record = body.get("loop", "recipe"), body.get("is_record", False)
+        if loop not in ("recipe", "client") or (is_record and loop == "client"):
+            raise Refused(
+                400, 'loop is "recipe", or "client" for a session, which is no record of a run'
+            )
         tenant = self.registry.add(
-            body["name"], body["recipe"], weight=weight, is_record=body.get("is_record", False)
+            body["name"], body["recipe"], weight=weight, is_record=is_record, loop=loop
         )
         return 201, self._changed(tenant)
 
@@ -133,12 +160,39 @@ class Control(Closing):
     def _move(self, name: str, state: State, reason: str = "") -> Answer:
         return 200, self._changed(self.registry.move(name, state, reason))
 
+    def _post(self, name: str, body: dict[str, Any]) -> Answer:
+        tenant = self._session(name)
+        if tenant.state not in ("queued", "running"):
+            why = f" ({tenant.reason})" if tenant.reason else ""
+            raise Refused(409, f"session {name} is {tenant.state}{why}; it takes no operations")
+        life = body.get("life")
+        if not isinstance(life, str | None):
+            raise Refused(400, f"life is of type {type(life).__name__}")
+        asked = read_body({k: v for k, v in body.items() if k != "life"}, self._bounds)
+        return 201, {"id": self._operations.post(name, asked, life)}
+
+    def _look(self, name: str, operation: str) -> Answer:
+        return 200, self._operations.look(self._session(name).name, operation)
+
+    def _session(self, name: str) -> Tenant:
+        tenant = self.registry.get(name)
+        if tenant.loop != "client":
+            raise Refused(409, f"tenant {name} has a recipe's loop, and takes no operations")
+        return tenant
+
+    @cached_property
+    def _bounds(self) -> Bounds:
+        service = self.registry.service
+        model = HfModel.read(service.model.path, service.model.architecture)
+        return Bounds(model.sizes.vocab_size, service.rollout.context_len or model.context_len)
+
     def _changed(self, tenant: Tenant) -> dict[str, Any]:
         self.changes.put(Change(tenant.name, tenant.state))
         return self._shown(tenant)
 
     def _shown(self, tenant: Tenant) -> dict[str, Any]:
-        return describe(tenant)
+        session = {"session": self._operations.show(tenant.name)} if tenant.loop == "client" else {}
+        return describe(tenant) | session
 
 
 def _method(

@@ -26,6 +26,7 @@ from mrl.system.processes import Closing
 
 REQUEST = re.compile(rb"([A-Z]{1,16}) (/[!-~]{0,1023}) HTTP/1\.[01]")
 HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([ -~\t]*?)[ \t]*")
+OPERATIONS = re.compile(rb"/tenants/[a-z0-9_-]{1,63}/operations")
 PLAIN = re.compile(rb"[\t\r\n -~]*")
 MAX_ERROR_CHARS = 2000
 LARGEST = {bool: 2, int: 1 << 63, float: float("inf")}
@@ -49,6 +50,8 @@ class Limits:
     head_bytes: int = 16 << 10
     num_headers: int = 64
     body_bytes: int = 1 << 20
+    operation_bytes: int = 8 << 20
+    """Of the body of a session's operation, which may hold many tokens."""
     depth: int = 32
     """Objects and lists in each other, in the body."""
     request_s: float = 10.0
@@ -154,8 +157,9 @@ def read_request(connection: socket.socket, limits: Limits, token: str | None) -
     length = headers.get("content-length", "0")
     if not re.fullmatch("[0-9]{1,15}", length):
         raise Refused(400, "Content-Length is not a number of bytes")
-    if int(length) > limits.body_bytes:
-        raise Refused(413, f"the body has {length} bytes; at most {limits.body_bytes} are read")
+    most = limits.operation_bytes if OPERATIONS.fullmatch(asked[2]) else limits.body_bytes
+    if int(length) > most:
+        raise Refused(413, f"the body has {length} bytes; at most {most} are read")
     if headers.get("expect", "").lower() == "100-continue":
         connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
     body = source.body(rest, int(length))

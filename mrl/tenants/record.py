@@ -27,6 +27,8 @@ from mrl.system.json_text import parse_json
 NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 """What a tenant may be called: its name is a folder, a part of an address and of the engine's names."""
 State = Literal["queued", "running", "paused", "done", "removed"]
+Loop = Literal["recipe", "client"]
+"""Whose loop trains a tenant: that of its recipe, or one that a client brings (a session)."""
 RECIPE, STATE, REMOVED = "recipe.yaml", "state.json", ".removed"
 MAX_ROW_BYTES = 1 << 20
 """How far from its end a file of metrics is read for its newest row."""
@@ -46,7 +48,8 @@ class Tenant(Branch):
     output_dir: str
     """Its run folder, without links."""
     num_steps: int
-    """The steps of the whole run."""
+    """The steps of the whole run; 0 for a session."""
+    loop: Loop = "recipe"
 
     @property
     def is_active(self) -> bool:

@@ -29,6 +29,7 @@ from mrl.tenants.record import (
     RECIPE,
     REMOVED,
     STATE,
+    Loop,
     State,
     Tenant,
     check_name,
@@ -36,6 +37,8 @@ from mrl.tenants.record import (
     read_tenants,
     tenant_folder,
 )
+from mrl.tenants.sessions.operations import Operations
+from mrl.tenants.sessions.recipe import check_session, session_tree
 
 AFTER: Mapping[str, tuple[State, ...]] = {
     "queued": ("running", "paused", "done", "removed"),
@@ -73,6 +76,8 @@ class Registry(Closing):
         self.service, self._admit = service, admit
         self.root = Path(os.path.realpath(service.output_dir))
         self._changing = threading.RLock()
+        self.operations = Operations()
+        """What clients ask of the sessions among the tenants; it is not on disk."""
         with ExitStack() as undo, refusing(self.root):
             (self.root / "tenants" / REMOVED).mkdir(parents=True, exist_ok=True)
             self._lock = self._claim()
@@ -117,9 +122,15 @@ class Registry(Closing):
         return resolve_tenant(self.service, tree, str(file), is_record=True)
 
     def add(
-        self, name: str, tree: Mapping[str, Any], *, weight: float = 1.0, is_record: bool = False
+        self,
+        name: str,
+        tree: Mapping[str, Any],
+        *,
+        weight: float = 1.0,
+        is_record: bool = False,
+        loop: Loop = "recipe",
     ) -> Tenant:
-        """Add a tenant to the queue, and return it.
+        """Add a tenant to the queue, and return it; with `loop` "client" it is a session.
 
         `tree` and `is_record`: see `mrl.tenants.agreement.resolve_tenant`; its output_dir is absolute.
         Raises InputError for whatever is wrong with it, and where there is no place for it.
@@ -129,7 +140,11 @@ class Registry(Closing):
             raise InputError(
                 f"weight is {weight:g}; expected a number from {MIN_WEIGHT:g} to {1 / MIN_WEIGHT:g}"
             )
+        if loop == "client":
+            tree = session_tree(tree)
         recipe = resolve_tenant(self.service, tree, f"the recipe of {name}", is_record=is_record)
+        if loop == "client":
+            check_session(recipe)
         recipe = self._admit(recipe)
         output = self._output_dir(recipe)
         recipe = recipe.model_copy(update={"output_dir": str(output)})
@@ -143,6 +158,7 @@ class Registry(Closing):
                 weight=weight,
                 output_dir=str(output),
                 num_steps=recipe.train.num_steps,
+                loop=loop,
             )
             self._write_new(tenant, recipe)
             self._tenants[name] = tenant

@@ -11,7 +11,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -25,24 +25,39 @@ from mrl.system.heartbeat import beat, working_for
 from mrl.system.memory_error import noting_bytes, out_of_memory
 from mrl.system.stop import StopRequest
 from mrl.tenants import accord
-from mrl.tenants.accord import Accord
+from mrl.tenants.accord import Accord, FailedAlone
 from mrl.tenants.crashes import Crashes
 from mrl.tenants.house import House
-from mrl.tenants.record import State
+from mrl.tenants.record import Loop, State
 from mrl.tenants.registry import Registry
 from mrl.tenants.schedule import TrainingQueue
+from mrl.tenants.sessions.run import SessionRun
 from mrl.tenants.tenant_run import TenantRun
 
-SERVICE_FAULTS = (EngineGone, EngineLost, RankLost, OutOfMemory, MemoryError, dist.DistError)
+SERVICE_FAULTS = (
+    *(EngineGone, EngineLost, RankLost, OutOfMemory, MemoryError, dist.DistError),
+    FailedAlone,
+)
 """Errors that end the service, whoever's work they came from: nobody can go on after them."""
 Publish = Callable[[dict[str, float]], None]
-Run = TypeVar("Run", bound=TenantRun)
+Run = TypeVar("Run", bound=TenantRun | SessionRun)
 LOST = (
     "what was under way was not over and saved after checkpoint.stop_limit_s={:g} s; every tenant goes "
     "back to its newest checkpoint"
 )
 IDLE_S = 0.1
 """Seconds between two looks for tenants while there are none."""
+
+
+class Wanted(NamedTuple):
+    """What rank 0 tells the others of a tenant that is to run."""
+
+    weight: float
+    loop: Loop
+    waiting_tokens: int
+    """What waits in the queue of a session."""
+    tree: dict[str, object]
+    """Its recipe; empty where the run is open."""
 
 
 class Service(ABC, Generic[Run]):
@@ -113,6 +128,10 @@ class Service(ABC, Generic[Run]):
     def _new_run(self, name: str, weight: float, recipe: Recipe) -> Run:
         """Return the run of a tenant that joins. Raises what is wrong with it."""
 
+    def _new_session(self, name: str, weight: float, recipe: Recipe) -> Run:
+        """Return the run of a session that joins. Raises what is wrong with it."""
+        raise InputError(f"{name} is a session, which only a colocated service can have; remove it")
+
     def _present(self, names: Iterable[str]) -> list[Run]:
         """Return the runs of these tenants, less those that have ended meanwhile."""
         return [self._runs[name] for name in names if name in self._runs]
@@ -121,29 +140,32 @@ class Service(ABC, Generic[Run]):
         return max((int(said) for said in share_bytes(b"%d" % self._stop.asked)), default=0)
 
     def heed_users(self) -> bool:
-        """Open and end runs as the registry says; return whether any is left."""
+        """Open and end runs as the registry says; return whether any has something to do."""
         wanted = self._wanted()
         for name in [name for name in self._runs if name not in wanted]:
             run = self._runs[name]
             if self._attempt(run, run.leave):  # else it is forgotten already
                 self._forget(name)
-        for name, (weight, tree) in wanted.items():
+        for name, each in wanted.items():
             if name not in self._runs:
-                self._open(name, weight, Recipe.model_validate(tree))
-        return bool(self._runs)
+                self._open(name, each)
+            if name in self._runs:
+                self._runs[name].heed(each.waiting_tokens)
+        return any(run.wants_turn for run in self._runs.values())
 
-    def _wanted(self) -> dict[str, tuple[float, dict[str, object]]]:
-        """Return weight and recipe of each tenant that is to run, in the order in which they joined.
-        The recipe is empty where the run is open."""
+    def _wanted(self) -> dict[str, Wanted]:
+        """Return what is known of each tenant that is to run, in the order in which they joined."""
         said = b""
         if self._registry is not None:
-            wanted: dict[str, tuple[float, dict[str, object]]] = {}
+            wanted: dict[str, Wanted] = {}
             for tenant in self._registry.tenants():
                 if tenant.state in ("queued", "running"):
                     with self._pausing(tenant.name):
-                        wanted[tenant.name] = tenant.weight, self._recipe_of(tenant.name)
+                        waiting = self._registry.operations.waiting_tokens(tenant.name)
+                        tree = self._recipe_of(tenant.name)
+                        wanted[tenant.name] = Wanted(tenant.weight, tenant.loop, waiting, tree)
             said = json.dumps(wanted).encode()
-        return json.loads(share_bytes(said)[0])
+        return {name: Wanted(*each) for name, each in json.loads(share_bytes(said)[0]).items()}
 
     def _recipe_of(self, name: str) -> dict[str, object]:
         """Return the recipe of a tenant that is yet to open, and nothing for one that is open."""
@@ -158,11 +180,12 @@ class Service(ABC, Generic[Run]):
         except InputError as error:
             self._note(name, "paused", str(error))
 
-    def _open(self, name: str, weight: float, recipe: Recipe) -> None:
-        opened: list[Run] = []
+    def _open(self, name: str, wanted: Wanted) -> None:
+        recipe, opened = Recipe.model_validate(wanted.tree), list[Run]()
+        make = self._new_session if wanted.loop == "client" else self._new_run
 
         def open_run() -> None:
-            opened.append(self._new_run(name, weight, recipe))
+            opened.append(make(name, wanted.weight, recipe))
 
         if failure := self._failure_of(name, open_run):
             for run in opened:
@@ -170,7 +193,7 @@ class Service(ABC, Generic[Run]):
             self._note(name, "paused", failure)
             return
         (self._runs[name],) = opened
-        self._queue.join(name, weight)
+        self._queue.join(name, wanted.weight)
         self._note(name, "running")
 
     def _train(self, name: str) -> None:
@@ -204,7 +227,7 @@ class Service(ABC, Generic[Run]):
     def _failure_of(self, name: str, action: Callable[[], object]) -> str:
         """Do something that is one tenant's; return what went wrong on any rank, empty for nothing."""
         failure = ""
-        step = self._runs[name].trainer.step if name in self._runs else -1
+        step = self._runs[name].step if name in self._runs else -1
         self._crashes.begin(name, step)
         with working_for(name, step):
             try:

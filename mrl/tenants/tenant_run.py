@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from mrl.collect.base import Collector
 from mrl.config import Recipe
+from mrl.config.service import TenantLimits
 from mrl.errors import DiskFailed, InputError
 from mrl.preflight import check
 from mrl.run.folder import RunFolder
@@ -76,6 +78,24 @@ class TenantRun:
         self._is_evaluated = not plan.recipe.eval.every
 
     @property
+    def step(self) -> int:
+        """The steps that are done."""
+        return self.trainer.step
+
+    def heed(self, waiting_tokens: int) -> None:
+        """Be told what waits in a queue of operations, which a recipe has none of."""
+
+    @property
+    def wants_turn(self) -> bool:
+        """Whether it has something to do: always."""
+        return True
+
+    @property
+    def trains(self) -> bool:
+        """Whether a step of it is to be trained, once it has its samples."""
+        return not self.is_done
+
+    @property
     def is_done(self) -> bool:
         """Whether all of its steps are trained."""
         return self.trainer.step >= self.trainer.plan.recipe.train.num_steps
@@ -124,15 +144,8 @@ class TenantRun:
 
     def check_disk(self) -> None:
         """Raise DiskFailed where the run folder has grown beyond its limit; rank 0 looks."""
-        limit, root = self._house.limits.max_disk_bytes, self.folder.root
-        if limit is None or self._house.mesh.rank:
-            return
-        used = bytes_below(root)  # while checkpoints are written and removed in the background
-        if used > limit:
-            raise DiskFailed(
-                f"output_dir {root} holds {used} bytes, and the service allows "
-                f"tenants.max_disk_bytes={limit}; remove old checkpoints, then resume the tenant"
-            )
+        if self._house.mesh.rank == 0:
+            check_disk(self.folder.root, self._house.limits)
 
     def leave(self) -> None:
         """Save the steps that are done, where no checkpoint has them yet, and end the run."""
@@ -151,3 +164,16 @@ class TenantRun:
             closing.callback(self.collector.close)
             closing.callback(lambda: self.trainer.trackers.close(failed=failed))
             closing.callback(self.trainer.checkpoints.rescue)
+
+
+def check_disk(root: Path, limits: TenantLimits) -> None:
+    """Raise DiskFailed where a tenant's run folder has grown beyond its limit."""
+    limit = limits.max_disk_bytes
+    if limit is None:
+        return
+    used = bytes_below(root)  # while checkpoints are written and removed in the background
+    if used > limit:
+        raise DiskFailed(
+            f"output_dir {root} holds {used} bytes, and the service allows "
+            f"tenants.max_disk_bytes={limit}; remove old checkpoints, then resume the tenant"
+        )

@@ -56,6 +56,7 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.preflight", "mrl.rewards", "mrl.rollout", "mrl.run", "mrl.trainer", "parallel"),
     },
     "mrl.view": {"mrl.diagnosis", "mrl.run", "mrl.tenants", "parallel"},
+    "mrl.client": {"mrl.tenants"},
     "mrl.launch": {"mrl.run"},
     "mrl.watch": {"mrl.run"},
     "mrl.drill": {"mrl.run", "parallel.checkpoint"},

@@ -1,0 +1,65 @@
+"""The recipe of a session: what a client decides of it, filled up to a whole recipe without a loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.config import Recipe
+from mrl.errors import InputError
+
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "lora": (),
+    "optimizer": (),
+    "seed": (),
+    "output_dir": (),
+    "moe": ("routing_replay",),
+    "train": ("micro_batch_tokens",),
+    "rollout": ("temperature",),
+    "checkpoint": ("keep",),
+}
+"""The keys of a session's recipe, with those below them; none means all."""
+NO_DATA = "/dev/null"
+"""What stands for the data of a session in its recipe."""
+
+
+def session_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a session's recipe with those that every recipe must have.
+
+    Raises InputError for keys that a session has no use for.
+    """
+    unknown = [
+        key if key not in KEYS else f"{key}.{inner}"
+        for key, value in tree.items()
+        for inner in (value if key in KEYS and KEYS[key] and isinstance(value, dict) else [""])
+        if key not in KEYS or (inner and inner not in KEYS[key])
+    ]
+    if unknown:
+        known = [f"{key}.{inner}" for key, below in KEYS.items() for inner in below]
+        known += [key for key, below in KEYS.items() if not below]
+        raise InputError(
+            f"a session has no {', '.join(unknown)[:200]}: its loop is the client's; expected "
+            f"{', '.join(sorted(known))}"
+        )
+    filled = copy.deepcopy(dict(tree))
+    filled["data"] = {"path": NO_DATA}
+    for key, inner, value in (("train", "num_steps", 0), ("rollout", "max_response_len", 1)):
+        if isinstance(branch := filled.setdefault(key, {}), dict):
+            branch[inner] = value
+    return filled
+
+
+def check_session(recipe: Recipe) -> None:
+    """Raise InputError for what no session can do."""
+    optimizer = recipe.optimizer
+    if recipe.moe.routing_replay == "r2":
+        raise InputError(
+            "moe.routing_replay is r2, which replays a pass before the update: operations have none; "
+            "take r3 or off"
+        )
+    if optimizer.lr_decay_style != "constant" and optimizer.lr_decay_steps is None:
+        raise InputError(
+            f"optimizer.lr_decay_style is {optimizer.lr_decay_style}, and a session does not know how "
+            "many steps there will be; give optimizer.lr_decay_steps"
+        )

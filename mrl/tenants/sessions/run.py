@@ -1,0 +1,256 @@
+"""A session's run is open from the moment when it joins until it is paused or removed.
+
+It has the parts of a `ColocatedRun`, and a turn of it is one of the queue of its operations: samples
+first, then what trains, up to the next sample.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
+
+from mrl.config import Recipe
+from mrl.errors import EngineGone, InputError, OutOfMemory, RankLost
+from mrl.exchange.sharing import first_text, share_bytes
+from mrl.learn.policy import make_policy
+from mrl.preflight.lora import check_lora
+from mrl.preflight.resume import check_adapter, resume_step
+from mrl.rollout.base import EngineLost
+from mrl.run import console
+from mrl.run.folder import RunFolder
+from mrl.system.heartbeat import beat, phase
+from mrl.system.memory_error import out_of_memory
+from mrl.tenants.colocated_house import ColocatedHouse
+from mrl.tenants.sessions.bodies import KINDS, Body, SampleBody
+from mrl.tenants.sessions.operations import Operations
+from mrl.tenants.sessions.recipe import check_session
+from mrl.tenants.sessions.sampling import SessionSampler
+from mrl.tenants.sessions.trainer import SessionTrainer
+from mrl.tenants.tenant_run import check_disk
+from parallel.hf_config import HfModel
+from parallel.lora.shared_base import SwapReport
+
+ENDS_SERVICE = (EngineGone, EngineLost, RankLost, OutOfMemory, MemoryError, dist.DistError)
+
+
+class SessionRun:
+    """Carries out the operations of one session. Every method but the properties is a collective."""
+
+    is_done = is_over = False
+    """A session has no last step."""
+
+    def __init__(
+        self,
+        name: str,
+        weight: float,
+        recipe: Recipe,
+        house: ColocatedHouse,
+        operations: Operations | None,
+    ) -> None:
+        """Bring the session to its newest checkpoint. `operations`: None on all ranks but the first.
+
+        Raises InputError for a recipe that cannot start, RunFailed where its checkpoint cannot be read.
+        """
+        self.name, self._house, self._operations = name, house, operations
+        check_session(recipe)
+        model = HfModel.read(recipe.model.path, recipe.model.architecture)
+        if (adapter := check_lora(recipe, model)) is None:
+            raise InputError(
+                "lora: got none, but a session trains an adapter; give it a lora branch"
+            )
+        native = recipe.model.model_copy(update={"transformer_impl": "local"})
+        self._recipe = recipe = recipe.model_copy(update={"model": native})
+        mesh = house.mesh
+        self.folder = RunFolder(recipe.output_dir)
+        check_adapter(self.folder, adapter)
+        update = self.folder.check(recipe)
+        warn = console.warning if mesh.rank == 0 else lambda text: None
+        step = resume_step(self.folder, warn)
+        with ExitStack() as undo:
+            undo.callback(self.folder.close)
+            if mesh.rank == 0:
+                self.folder.open(recipe, update, step or 0)
+            self.policy = make_policy(
+                recipe, model, mesh, adapter, trains=True, base=house.base, name=name
+            )
+            undo.callback(self.policy.close)
+            keeps_routes = recipe.captures_routes
+            place = house.tenant_slot(name, adapter, weight), house.group
+            self._sampler = SessionSampler(
+                recipe, mesh, place, model.sizes.vocab_size, keeps_routes=keeps_routes
+            )
+            undo.callback(self._sampler.close)
+            self._trainer = SessionTrainer(
+                recipe, mesh, self.folder, self.policy, self._sampler.samples
+            )
+            self._trainer.resume(step)
+            undo.pop_all()
+        if operations is not None:
+            operations.begin(name, self._trainer.version)
+        self._waiting_tokens = 0
+        self._turn: list[tuple[str, Body]] = []
+        """What is left of the turn, by the ids of the operations."""
+        self.swap = SwapReport(0.0, 0)
+        """What it took to bring the session to the device for its newest turn."""
+        self.update_s = 0.0
+        """Seconds of its newest turn's training, without the swap."""
+
+    @property
+    def step(self) -> int:
+        """The version of its weights."""
+        return self._trainer.version
+
+    @property
+    def wants_turn(self) -> bool:
+        """Whether an operation waits, as rank 0 said last."""
+        return self._waiting_tokens > 0
+
+    @property
+    def tokens_of_step(self) -> int:
+        """The most tokens that the samples of the next turn can hold."""
+        return self._waiting_tokens
+
+    @property
+    def trains(self) -> bool:
+        """Whether the turn has something for the trainer."""
+        return bool(self._turn)
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether nothing is left to be generated in this phase."""
+        return self._sampler.is_over
+
+    @property
+    def num_remaining(self) -> int:
+        """Return 1 where this rank's engine has something left to generate."""
+        return self._sampler.num_remaining
+
+    def heed(self, waiting_tokens: int) -> None:
+        """Be told what waits, as rank 0 knows it: tokens of the next turn's samples, 0 for nothing."""
+        self._waiting_tokens = waiting_tokens
+
+    def begin(self) -> None:
+        """Take the operations of the next turn from the queue."""
+        said = b""
+        if self._operations is not None:
+            taken = self._operations.take(self.name)
+            bodies = [(each.id, each.body.model_dump(mode="json")) for each in taken]
+            said = json.dumps(bodies).encode()
+        turn: list[tuple[str, Body]] = [
+            (name, KINDS[body["kind"]].model_validate(body))
+            for name, body in json.loads(share_bytes(said)[0])
+        ]
+        asked = {
+            name: (body, self._seed(name) if body.seed is None else body.seed)
+            for name, body in turn
+            if isinstance(body, SampleBody)
+        }
+        self._turn = [(name, body) for name, body in turn if name not in asked]
+        self._sampler.begin(asked)
+
+    def _seed(self, operation: str) -> int:
+        """Return the seed of a sample operation that gives none."""
+        return self._recipe.seed * 1_000_003 + int(operation.partition("-")[2])
+
+    def prepare_sync(self) -> None:
+        """Compute what the engine must answer to the canaries. The base is on the device."""
+        self.policy.mount(adapter_only=True)
+        self._sampler.prepare_sync(self.policy, self.step)
+
+    def send(self) -> None:
+        """Send the adapter to the engine, which is awake, unless it has this version."""
+        self.policy.mount(adapter_only=True)
+        self._sampler.send(self.policy, self.step)
+
+    def check_sync(self) -> None:
+        """Compare the engine's canaries with the trainer's, once its cache is awake."""
+        self._sampler.check_sync()
+
+    def generate(self) -> None:
+        """Generate what is left of the turn on this rank's engine. This is no collective."""
+        self._sampler.generate()
+
+    def end_generation(self, *, was_lost: bool) -> None:
+        """Find out whether the turn is generated. `was_lost`: whether any engine was."""
+        self._sampler.end_generation(was_lost=was_lost)
+
+    def score(self) -> None:
+        """Answer the sample operations of a turn that is generated."""
+        asked = self._sampler.asked
+        if (found := self._sampler.finish()) is None:
+            return
+        results, failure = found
+        for name in asked:
+            self._answer(name, results.get(name), failure)
+
+    @phase("train")
+    def train(self) -> None:
+        """Carry out and answer the other operations of the turn, one after the other."""
+        self.swap = self.policy.mount()
+        start = time.perf_counter()
+        while self._turn:
+            name, body = self._turn.pop(0)
+            beat()
+            result, failure = self._carried_out(name, body)
+            if failure:
+                self._trainer.note_failure(name, body)
+            self._answer(name, result, failure)
+        self.update_s = time.perf_counter() - start
+
+    def _carried_out(self, name: str, body: Body) -> tuple[Any, str]:
+        """Return the result of an operation, or what went wrong with it on any rank."""
+        result, failure = None, ""
+        try:
+            result = self._trainer.run(name, body)
+        except ENDS_SERVICE:
+            raise
+        except (ValueError, RuntimeError, OSError) as error:
+            if out_of_memory(error):
+                raise
+            failure = " ".join(str(error).split()) or type(error).__name__
+        return result, first_text(failure)
+
+    def _answer(self, name: str, result: Any, failure: str) -> None:
+        if self._operations is not None:
+            self._operations.answer(
+                self.name, name, result=result, error=failure, version=self.step
+            )
+
+    def metrics(self, queue_age_s: float) -> dict[str, float]:
+        """Return what the service notes of its newest turn, which waited for `queue_age_s`."""
+        found = {
+            "swap_s": self.swap.seconds,
+            "swap_bytes": float(self.swap.num_bytes),
+            "update_s": self.update_s,
+            "queue_age_s": queue_age_s,
+        }
+        return {f"service/{self.name}/{key}": value for key, value in found.items()}
+
+    def check_disk(self) -> None:
+        """Raise DiskFailed where the run folder has grown beyond its limit; rank 0 looks."""
+        if self._house.mesh.rank == 0:
+            check_disk(self.folder.root, self._house.limits)
+
+    def leave(self) -> None:
+        """Save the present version, where no checkpoint has it yet, and end the run. Gradients that no
+        optimizer step has used are forgotten."""
+        try:
+            self.policy.mount()
+            self._trainer.save()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of everything, without a save; what waits in the queue is lost. Harmless when
+        repeated."""
+        with ExitStack() as closing:  # whatever one of them raises, the others are closed
+            closing.callback(self.folder.close)
+            closing.callback(self.policy.close)
+            closing.callback(self._sampler.close)
+            closing.callback(self._trainer.checkpoints.rescue)
+            if self._operations is not None:
+                self._operations.end(self.name)

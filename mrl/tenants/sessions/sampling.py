@@ -1,0 +1,230 @@
+"""Draws the samples of a session from the service's engine, beside the requests of the tenants."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.collect.engine_slot import EngineSlot
+from mrl.collect.single_turn import SingleTurnRollout, start_groups
+from mrl.collect.sync import WeightSync
+from mrl.config import Recipe
+from mrl.errors import InputError
+from mrl.exchange.sharing import first_text, share_bytes, sum_over_ranks
+from mrl.rollout.engine_group import EngineGroup
+from mrl.run.rollouts import decode_groups, encode_groups
+from mrl.tenants.sessions.bodies import SampleBody
+from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup
+from parallel.mesh import Mesh
+from parallel.policy import Policy
+
+MAX_ROUTE_BYTES = 256 << 20
+"""Bytes of routes that are kept of a session's samples, on each rank; the oldest ones go first."""
+CANARY_TOKENS = 16
+
+
+class Samples:
+    """Keeps the routes of the newest samples, so that training can replay them by the sample's id."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Sample] = OrderedDict()
+        self._num_bytes = 0
+
+    def keep(self, name: str, sample: Sample) -> None:
+        """Keep a sample that has routes, and drop the oldest ones beyond the limit."""
+        if sample.routing is None:
+            return
+        self._kept[name] = sample
+        self._num_bytes += _route_bytes(sample)
+        while self._num_bytes > MAX_ROUTE_BYTES and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._num_bytes -= _route_bytes(oldest)
+
+    def routes_of(self, name: str, tokens: Tensor) -> RoutingTrace:
+        """Return the routes of a sample. Raises InputError where they are not kept, or `tokens` i64[T]
+        are others than the sample's."""
+        if (sample := self._kept.get(name)) is None or sample.routing is None:
+            raise InputError(
+                f"the routes of sample {name[:80]!r} are not kept: it is none of the newest samples "
+                "since the session was opened; sample again, or leave `sample` out"
+            )
+        if not torch.equal(sample.token_ids, tokens):
+            raise InputError(
+                f"the tokens are not those of sample {name}, its prompt and its answer; give the same "
+                "ones, or leave `sample` out"
+            )
+        return sample.routing
+
+
+class SessionSampler:
+    """Generates what the sample operations of one turn ask for, on one rank of the trainer.
+
+    Every method is a collective, but for `generate`, which runs in a thread.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        mesh: Mesh,
+        place: tuple[EngineSlot, EngineGroup],
+        vocab_size: int,
+        *,
+        keeps_routes: bool,
+    ) -> None:
+        """`place`: this rank's part of the engine, and the ranks that it spans."""
+        self._recipe, self._mesh = recipe, mesh
+        self.slot, group = place
+        tp = recipe.rollout.tensor_parallel_size
+        self._number, self._num_engines = mesh.rank // tp, mesh.dims.world // tp
+        self._weights = WeightSync(
+            recipe.rollout,
+            recipe.model,
+            _canaries(vocab_size, recipe.rollout.canary_prompts),
+            self.slot,
+            group,
+            sends_adapter=True,
+        )
+        self._keeps_routes = keeps_routes
+        self.samples = Samples()
+        self._asked: dict[str, SampleBody] = {}
+        self._rollout: SingleTurnRollout | None = None
+        """What this rank's engine generates; None where there is nothing or no engine."""
+        self._done: list[SampleGroup] = []
+        self._failure = ""
+        self._sends = False
+        self._is_generated = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is asked for that is not answered."""
+        return not self._asked
+
+    @property
+    def asked(self) -> list[str]:
+        """The ids of the operations that are not answered."""
+        return list(self._asked)
+
+    @property
+    def num_remaining(self) -> int:
+        """Return 1 while this rank's engine has something left to generate."""
+        return int(self._rollout is not None and not self._rollout.is_over and not self._failure)
+
+    def begin(self, asked: Mapping[str, tuple[SampleBody, int]]) -> None:
+        """Begin the sample operations of a turn, by their ids, each with its seed."""
+        self._asked = {name: body for name, (body, _) in asked.items()}
+        self._done, self._failure, self._rollout = [], "", None
+        self._is_generated = not asked
+        groups: list[SampleGroup] = []
+        samplings, seeds = [], []
+        for name, (body, seed) in asked.items():
+            prompts = [_prompt(name, i, tokens) for i, tokens in enumerate(body.prompts)]
+            groups += start_groups(prompts, body.n, len(groups))
+            samplings += [body.sampling(self._recipe.rollout.temperature)] * len(prompts)
+            seeds += [seed] * len(prompts)
+        share = slice(self._number, None, self._num_engines)
+        if self.slot.engine is not None and groups[share]:
+            self._rollout = SingleTurnRollout(groups[share], samplings[share], seeds[share])
+        self.slot.is_needed = bool(self.num_remaining)
+
+    def prepare_sync(self, policy: Policy, version: int) -> None:
+        """Find out whether an engine lacks this version, and what it must answer to canaries."""
+        engine = self.slot.engine
+        lacks = engine is not None and self.slot.is_active and engine.weight_version != version
+        self._sends = bool(sum_over_ranks(lacks))
+        if self._sends:
+            self._weights.expect_canaries(policy)
+
+    def send(self, policy: Policy, version: int) -> None:
+        """Send the adapter, where an engine lacks it."""
+        if self._sends:
+            with self._weights.export(policy, version) as buckets:
+                self._weights.update(buckets, version)
+            self._weights.raise_failures()
+
+    def check_sync(self) -> None:
+        """Compare the engine's canaries. Raises RunFailed."""
+        if self._sends:
+            self._weights.check_canaries()
+
+    def generate(self) -> None:
+        """Generate what is left, until the engine is lost. Raises nothing that is wrong with a request:
+        `finish` says so."""
+        engine, rollout = self.slot.engine, self._rollout
+        if engine is None or rollout is None or not self.slot.is_active:
+            return
+        try:
+            with self.slot.noting_loss():
+                for group in rollout.finished(engine):
+                    self._done.append(group)
+        except (ValueError, TimeoutError) as error:
+            self._failure = " ".join(str(error).split())
+
+    def end_generation(self, *, was_lost: bool) -> None:
+        """Find out whether all is generated; `was_lost`: whether any engine was."""
+        self.slot.is_needed = bool(self.num_remaining)
+        self._is_generated = not (was_lost and sum_over_ranks(self.slot.is_needed))
+
+    def finish(self) -> tuple[dict[str, dict[str, Any]], str] | None:
+        """Return the result of each operation by its id, on every rank, and what went wrong; None while
+        an engine that was lost has left something to generate."""
+        if not self._is_generated:
+            return None
+        failure, asked = first_text(self._failure), self._asked
+        self._asked, self._rollout = {}, None
+        if failure:
+            return {}, failure
+        groups = self._done
+        if self._mesh.dims.world > 1:
+            mine = encode_groups(groups, with_routes=self._keeps_routes) if groups else b""
+            parts = [decode_groups(part) for part in share_bytes(mine) if part]
+            groups = [group for part in parts for group in part]
+        groups = sorted(groups, key=lambda group: group.samples[0].group_id)
+        results: dict[str, list[Any]] = {name: [] for name in asked}
+        for group in groups:
+            name, number = group.prompt.source, len(results[group.prompt.source])
+            results[name].append([])
+            for k, sample in enumerate(group.samples):
+                own = f"{name}/{number}/{k}"
+                if self._keeps_routes:
+                    self.samples.keep(own, sample)
+                results[name][-1].append(_shown(own, sample))
+        return {name: {"samples": found} for name, found in results.items()}, ""
+
+    def close(self) -> None:
+        """Let the engine forget this session."""
+        self.slot.stop()
+
+
+def _prompt(name: str, number: int, tokens: Sequence[int]) -> Prompt:
+    return Prompt(str(number), torch.tensor(tokens), "", {}, source=name)
+
+
+def _canaries(vocab_size: int, count: int) -> list[Prompt]:
+    """Return prompts of tokens that are the same in every session of a model."""
+    draw = random.Random("canaries of a session")
+    lists = [[draw.randrange(vocab_size) for _ in range(CANARY_TOKENS)] for _ in range(count)]
+    return [_prompt("canary", number, tokens) for number, tokens in enumerate(lists)]
+
+
+def _shown(name: str, sample: Sample) -> dict[str, Any]:
+    """Return an answer as the client gets it."""
+    return {
+        "id": name,
+        "tokens": sample.response_ids.tolist(),
+        "logprobs": sample.rollout_logprobs[sample.prompt_len :].tolist(),
+        "version": sample.weight_versions[-1].version,
+        "stop_reason": sample.finish_reason,
+    }
+
+
+def _route_bytes(sample: Sample) -> int:
+    trace = sample.routing
+    if trace is None:
+        return 0
+    weights = 0 if trace.expert_weights is None else trace.expert_weights.nbytes
+    return trace.expert_ids.nbytes + weights
