@@ -12,6 +12,7 @@ PATHS = (
     "/tenants/%2e%2e", "/tenants/..%2f..%2fetc/passwd", "/tenants/a%00", "/tenants/A",
     "/tenants/-a", "/tenants/.removed", "/tenants/a/../../x", "/tenants/a/pause/", "/tenants/a/x",
     "/tenants?watch=1", "/tenants/a?watch=1", "/tenants#a", "/tenants;a", "/metrics/x", "/Metrics",
+    "/tenants/a/operations/", "/tenants/a/operations/x/y", "/tenants/a/operations/1-1",
     "/tenants/" + "a" * 64, "/tenants/\\..\\", "/" + "x" * 900, "/tenants/a/pause?x", "/proc/self",
 )  # fmt: skip
 TARGETS = ("*", "http://localhost/tenants", "tenants", "", "/ten ants", "/\xe4", "/" + "x" * 2000)
@@ -26,6 +27,34 @@ BODIES: tuple[Any, ...] = (
     {"name": "a", "recipe": {"output_dir": "\0"}}, {"name": "a", "recipe": {"output_dir": "../x"}},
     {"name": "a", "recipe": {"": {"": {}}}}, {"name": "a", "recipe": {}, "is_record": "yes"},
 )  # fmt: skip
+OPERATIONS: tuple[Any, ...] = (
+    {}, {"kind": None}, {"kind": "train"}, {"kind": ["sample"]}, {"kind": "save", "x": 1},
+    {"kind": "sample"}, {"kind": "sample", "prompts": [], "max_tokens": 1},
+    {"kind": "sample", "prompts": [[]], "max_tokens": 1}, {"kind": "save", "life": 3},
+    {"kind": "sample", "prompts": [["1"]], "max_tokens": 1}, {"kind": "save", "life": "other"},
+    {"kind": "sample", "prompts": [[1]], "max_tokens": 0}, {"kind": "load", "version": -1},
+    {"kind": "sample", "prompts": [[1]], "max_tokens": 1, "temperature": -1}, {"kind": "load"},
+    {"kind": "sample", "prompts": [[1]], "max_tokens": 1, "n": 10**9}, {"kind": "optim_step", "lr": 0},
+    {"kind": "sample", "prompts": [[1 << 40]], "max_tokens": 1}, {"kind": "optim_step", "lr": "1"},
+    {"kind": "sample", "prompts": [[True]], "max_tokens": 1}, {"kind": "load", "version": "1"},
+    {"kind": "sample", "prompts": [[1]], "max_tokens": 1, "stop": [""]}, {"kind": "forward"},
+    {"kind": "forward", "sequences": [{"tokens": [1]}]}, {"kind": "forward", "sequences": [[1, 2]]},
+    {"kind": "forward", "sequences": [{"tokens": [1, -2]}]}, {"kind": "forward", "sequences": 1},
+    {"kind": "forward", "sequences": [{"tokens": [1, 2], "weights": [1, 1]}]},
+    {"kind": "forward_backward", "loss": "mse", "sequences": [{"tokens": [1, 2]}]},
+    {"kind": "forward_backward", "loss": "ppo", "sequences": [{"tokens": [1, 2]}]},
+    {"kind": "forward_backward", "loss": "cross_entropy", "sequences": [
+        {"tokens": [1, 2], "weights": [1]}]},
+    {"kind": "forward_backward", "loss": "cross_entropy", "sequences": [
+        {"tokens": [1, 2], "weights": [1, 0]}]},
+    {"kind": "forward_backward", "loss": "cross_entropy", "sequences": [
+        {"tokens": [1, 2], "weight": 1e39}]},
+    {"kind": "forward_backward", "loss": "cross_entropy", "clip_low": 0.1, "sequences": [
+        {"tokens": [1, 2]}]},
+    {"kind": "forward_backward", "loss": "cross_entropy", "sequences": [
+        {"tokens": [1, 2], "sample": 5}]},
+)  # fmt: skip
+"""Operations of a session that are none."""
 TEXTS = (
     b"", b"{", b"}", b"nul", b"{'name': 'a'}", b'{"name": "a", "name": "b", "recipe": {}}', b"\xff\xfe",
     b'{"recipe": {"a": 1, "a": 2}, "name": "a"}', b'{"name": "a", "recipe": {}} {}', b"NaN", b"[1,]",
@@ -66,6 +95,7 @@ def cases(rng: random.Random) -> list[Case]:
         *(Case("path", (_request(path=each),)) for each in PATHS * 4),
         *(Case("target", (f"GET {each} HTTP/1.1\r\n\r\n".encode("latin-1"),)) for each in TARGETS),
         *(Case("JSON type", (_post(json.dumps(each).encode()),)) for each in BODIES * 5),
+        *(Case("operation", (_operation(each),)) for each in OPERATIONS),
         *(Case("JSON text", (_post(each),)) for each in TEXTS * 5),
         *(Case("version", (f"GET /tenants HTTP/{v}\r\n\r\n".encode(),)) for v in ("2.0", "1", "9")),
         *(
@@ -93,6 +123,13 @@ def _request(method: str = "GET", path: str = "/tenants/a", headers: tuple[str, 
 
 def _post(body: bytes) -> bytes:
     return _request("POST", "/tenants", (f"Content-Length: {len(body)}",)) + body
+
+
+def _operation(body: Any) -> bytes:
+    """Return an operation of the session s, which there may be."""
+    data = json.dumps(body).encode()
+    length = f"Content-Length: {len(data)}"
+    return _request("POST", "/tenants/s/operations", (length,)) + data
 
 
 def _noise(rng: random.Random) -> bytes:

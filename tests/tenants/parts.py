@@ -39,3 +39,8 @@ def tenant(output: Path, **keys: Any) -> dict[str, Any]:
     for name, value in keys.items():
         tree[name] = tree.get(name, {}) | value if isinstance(value, dict) else value
     return tree
+
+
+def session(output: Path) -> dict[str, Any]:
+    """The keys of a session's recipe."""
+    return {"lora": {"rank": 4}, "output_dir": str(output)}

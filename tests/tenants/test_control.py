@@ -24,7 +24,7 @@ from mrl.tenants.http import JsonServer, Limits
 from mrl.tenants.registry import Registry
 from mrl.tenants.sockets import connect_unix, open_tcp, open_unix, read_token
 from tests.tenants.malformed import Case, cases
-from tests.tenants.parts import make_model, service, tenant
+from tests.tenants.parts import make_model, service, session, tenant
 from tests.waiting import LIMIT_S
 
 REQUEST_S = 1.0
@@ -299,16 +299,17 @@ def test_a_thousand_malformed_requests(tmp_path: Path, model: Path) -> None:
     assert len(made) >= 1000
     with Registry(service(tmp_path, model)) as registry, Control(registry, limits) as control:
         root, descriptors = registry.root, len(os.listdir("/proc/self/fd"))
+        registry.add("s", session(tmp_path / "s"), loop="client")
         with ThreadPoolExecutor(32) as pool:
             found = list(pool.map(lambda case: (case, send(root, case)), made))
         wrong = [(case.kind, status) for case, status in found if not 400 <= status < 500]
         assert not wrong
         assert {case.kind for case, _ in found} == {case.kind for case in made}
         client = ControlClient(root)
-        assert client.tenants() == []
+        assert [(t["name"], t["session"]["queued"]) for t in client.tenants()] == [("s", 0)]
         client.add("a", tenant(tmp_path / "a"))
         assert told(control) == [Change("a", "queued")]
-        assert [p.name for p in (root / "tenants").iterdir() if p.name != ".removed"] == ["a"]
+        assert {p.name for p in (root / "tenants").iterdir()} == {".removed", "a", "s"}
         end = time.monotonic() + LIMIT_S
         while len(os.listdir("/proc/self/fd")) > descriptors and time.monotonic() < end:
             time.sleep(0.01)

@@ -1,0 +1,186 @@
+"""Training by operations: an SFT loop of a client has the bits of mrl's own SFT."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mrl.config import OptimizerConfig, Recipe, SftConfig
+from mrl.data import SftExample
+from mrl.errors import InputError, NotFinite
+from mrl.learn.sft import run_sft
+from mrl.run.folder import RunFolder
+from mrl.tenants.sessions.bodies import Bounds, read_body
+from mrl.tenants.sessions.sampling import Samples
+from mrl.tenants.sessions.trainer import SessionTrainer
+from mrl.types import Sample
+from parallel.mesh import Mesh
+from parallel.policy import Policy
+from tests.parallel.conftest import make_samples, write_model
+from tests.parallel.layouts import exported, join_mesh
+from tests.parallel.lora.tenants import differences, make, make_base
+from tests.ranks import run_ranks
+
+NUM_STEPS, BATCH, LR = 3, 4, 1e-3
+BOUNDS = Bounds(vocab_size=1 << 20, context_len=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def model_path(made_once: Callable[..., Path]) -> Path:
+    return made_once("untied", write_model)
+
+
+def recipe_of(path: Path, output: Path) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"path": str(path)},
+            "train": {"num_steps": 0, "micro_batch_tokens": 64},
+            "rollout": {"max_response_len": 1},
+            "data": {"path": "/dev/null"},
+            "checkpoint": {"async_save": False},
+            "output_dir": str(output),
+        }
+    )
+
+
+def of_sft(path: Path, mesh: Mesh, recipe: Recipe, examples: list[SftExample]) -> dict[str, Any]:
+    """The adapter after `sft:` of a recipe."""
+    policy = make("b", path, mesh)
+    config = SftConfig(path="/dev/null", num_steps=NUM_STEPS, batch_size=BATCH, lr=LR)
+    run_sft(examples, config, recipe, policy, mesh)
+    found = exported(policy)
+    policy.close()
+    return found
+
+
+def operation(trainer: SessionTrainer, kind: str, **keys: Any) -> dict[str, Any]:
+    body = read_body({"kind": kind, **keys}, BOUNDS)
+    try:
+        return trainer.run(kind, body)
+    except Exception:
+        trainer.note_failure(kind, body)
+        raise
+
+
+def of_client(
+    trainer: SessionTrainer, policy: Policy, other: Policy, examples: list[SftExample]
+) -> dict[str, Any]:
+    """The adapter after a client's loop over the same rows, another policy's turn in each step."""
+    order = random.Random("warm start/0")
+    for _ in range(NUM_STEPS):
+        rows = [examples[i] for i in order.sample(range(len(examples)), BATCH)]
+        count = sum(len(row.token_ids) - row.prompt_len for row in rows)
+        sequences = [
+            {
+                "tokens": row.token_ids.tolist(),
+                "weights": [float(t >= row.prompt_len) for t in range(len(row.token_ids))],
+                "weight": float(torch.tensor(1.0 / count)),
+            }
+            for row in rows
+        ]
+        policy.mount()
+        operation(trainer, "forward_backward", loss="cross_entropy", sequences=sequences)
+        other.mount()
+        policy.mount()
+        operation(trainer, "optim_step")
+    return exported(policy)
+
+
+def trained(path: Path, sizes: dict[str, int], samples: list[Sample], root: Path) -> dict[str, Any]:
+    mesh = join_mesh(path, sizes)
+    recipe = recipe_of(path, root / "run")
+    examples = [SftExample(s.token_ids, s.prompt_len, f"row {i}") for i, s in enumerate(samples)]
+    own = of_sft(path, mesh, recipe, examples)
+    base = make_base(path, mesh)
+    policy, other = make("b", path, mesh, base), make("a", path, mesh, base)
+    policy.mount()
+    policy.make_optimizer(OptimizerConfig(lr=LR))
+    folder, kept = RunFolder(recipe.output_dir), Samples()
+    if mesh.rank == 0:
+        folder.open(recipe)
+    trainer = SessionTrainer(recipe, mesh, folder, policy, kept)
+    before = exported(policy)
+    found: dict[str, Any] = {"same": differences(of_client(trainer, policy, other, examples), own)}
+    found["moved"] = differences(exported(policy), before)
+    tokens = samples[0].token_ids.tolist()
+    one = {"tokens": tokens, "logprobs": [0.0] * len(tokens), "advantages": [1.0] * len(tokens)}
+    after, refusals = exported(policy), found.setdefault("refusals", [])
+
+    def refused(kind: type[Exception], name: str, **keys: Any) -> None:
+        with pytest.raises(kind) as error:
+            operation(trainer, name, **keys)
+        refusals.append(str(error.value))
+
+    refused(InputError, "optim_step")
+    huge = {**one, "logprobs": [-1e30] * len(tokens), "advantages": [-1.0] * len(tokens)}
+    refused(NotFinite, "forward_backward", loss="importance_sampling", sequences=[one, huge])
+    refused(InputError, "optim_step")
+    refused(InputError, "forward_backward", loss="ppo", sequences=[{**one, "sample": "x-1/0/0"}])
+    kept.keep("x-1/0/0", samples[0])
+    refused(
+        InputError, "forward_backward", loss="ppo",
+        sequences=[{**one, "tokens": [*tokens[:-1], tokens[-1] ^ 1], "sample": "x-1/0/0"}],
+    )  # fmt: skip
+    found["after"] = differences(exported(policy), after)
+    with pytest.raises(InputError, match="gradients are missing"):
+        operation(trainer, "optim_step")
+    (passed,) = operation(trainer, "forward", sequences=[{"tokens": tokens, "sample": "x-1/0/0"}])[
+        "logprobs"
+    ]
+    found["apart"] = [passed[0], max(passed[1:]), len(passed) - len(tokens)]
+    ratio = {**one, "logprobs": passed, "sample": "x-1/0/0"}
+    given = operation(trainer, "forward_backward", loss="ppo", sequences=[ratio])
+    found["loss"] = [given["loss"], len(tokens) - 1]
+    found["replay"] = given["metrics"]["routing/replay_coverage"]
+    saved = operation(trainer, "save")
+    operation(trainer, "optim_step", lr=1e-2)
+    found["versions"] = [saved["version"], trainer.version]
+    refused(InputError, "load", version=77)
+    operation(trainer, "load", version=saved["version"])
+    found["loaded"] = differences(exported(policy), after)
+    found["versions"].append(trainer.version)
+    found["steps"] = [row["step"] for row in folder.read_metrics()]
+    return found
+
+
+def check(found: dict[str, Any]) -> None:
+    assert found["moved"]
+    assert not found["same"]
+    assert not found["after"]
+    says = (
+        "there are no gradients",
+        "are not finite in the rows sequence 1",
+        "forward_backward failed",
+        "are not kept",
+        "the tokens are not those of sample",
+        "there is no checkpoint of version 77",
+    )
+    for said, expected in zip(found["refusals"], says, strict=True):
+        assert expected in said
+    first, largest, length = found["apart"]
+    assert (first, length) == (0.0, 0)
+    assert largest < 0
+    assert found["loss"][0] == pytest.approx(-found["loss"][1], rel=1e-6)
+    assert found["replay"] == 1.0
+    assert found["versions"] == [3, 4, 5]
+    assert not found["loaded"]
+    assert found["steps"] == [0, 1, 2, 3, 4]
+
+
+def test_an_sft_loop_of_a_client_has_the_bits_of_sft(model_path: Path, tmp_path: Path) -> None:
+    arguments = model_path, {}, make_samples(), tmp_path
+    (found,) = run_ranks(1, trained, *arguments, folder=tmp_path / "out")
+    check(found)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("sizes", [{}, {"expert": 2}, {"pipeline": 2}, {"tensor": 2}])
+def test_so_has_one_on_two_ranks(sizes: dict[str, int], model_path: Path, tmp_path: Path) -> None:
+    arguments = model_path, sizes, make_samples(), tmp_path
+    for found in run_ranks(2, trained, *arguments, folder=tmp_path / "out"):
+        check(found)
