@@ -88,14 +88,6 @@ def sum_over_ranks(number: int | bool) -> int:
     return int(total)
 
 
-def first_text(text: str) -> str:
-    """Return what the first rank said of those that said anything, on every rank; empty where none
-    did. A collective."""
-    if not sum_over_ranks(bool(text)):
-        return ""
-    return next(said.decode() for said in share_bytes(text.encode()) if said)
-
-
 def _sizes(size: int) -> list[int]:
     """Return i64[W]: how many bytes each rank gives."""
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from mrl.config import Recipe
 from mrl.errors import EngineGone, InputError, OutOfMemory, RankLost
-from mrl.exchange.sharing import first_text, share_bytes
+from mrl.exchange.sharing import share_bytes
 from mrl.learn.policy import make_policy
 from mrl.preflight.lora import check_lora
 from mrl.preflight.resume import check_adapter, resume_step
@@ -50,12 +51,15 @@ class SessionRun:
         recipe: Recipe,
         house: ColocatedHouse,
         operations: Operations | None,
+        agree: Callable[[str], str],
     ) -> None:
         """Bring the session to its newest checkpoint. `operations`: None on all ranks but the first.
+        `agree` returns what went wrong on the first rank on which anything did (`Accord.first`).
 
         Raises InputError for a recipe that cannot start, RunFailed where its checkpoint cannot be read.
         """
         self.name, self._house, self._operations = name, house, operations
+        self._agree = agree
         check_session(recipe)
         model = HfModel.read(recipe.model.path, recipe.model.architecture)
         if (adapter := check_lora(recipe, model)) is None:
@@ -181,7 +185,7 @@ class SessionRun:
     def score(self) -> None:
         """Answer the sample operations of a turn that is generated."""
         asked = self._sampler.asked
-        if (found := self._sampler.finish()) is None:
+        if (found := self._sampler.finish(self._agree)) is None:
             return
         results, failure = found
         for name in asked:
@@ -212,13 +216,18 @@ class SessionRun:
             if out_of_memory(error):
                 raise
             failure = " ".join(str(error).split()) or type(error).__name__
-        return result, first_text(failure)
+        return result, self._agree(failure)
 
     def _answer(self, name: str, result: Any, failure: str) -> None:
         if self._operations is not None:
             self._operations.answer(
                 self.name, name, result=result, error=failure, version=self.step
             )
+
+    @property
+    def trainer_s(self) -> float:
+        """Seconds that its newest turn took of the trainer, with the swap before it."""
+        return self.swap.seconds + self.update_s
 
     def metrics(self, queue_age_s: float) -> dict[str, float]:
         """Return what the service notes of its newest turn, which waited for `queue_age_s`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.collect.sync import WeightSync
 from mrl.config import Recipe
 from mrl.errors import InputError
-from mrl.exchange.sharing import first_text, share_bytes, sum_over_ranks
+from mrl.exchange.sharing import share_bytes, sum_over_ranks
 from mrl.rollout.engine_group import EngineGroup
 from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.tenants.sessions.bodies import SampleBody
@@ -169,12 +169,12 @@ class SessionSampler:
         self.slot.is_needed = bool(self.num_remaining)
         self._is_generated = not (was_lost and sum_over_ranks(self.slot.is_needed))
 
-    def finish(self) -> tuple[dict[str, dict[str, Any]], str] | None:
+    def finish(self, agree: Callable[[str], str]) -> tuple[dict[str, dict[str, Any]], str] | None:
         """Return the result of each operation by its id, on every rank, and what went wrong; None while
         an engine that was lost has left something to generate."""
         if not self._is_generated:
             return None
-        failure, asked = first_text(self._failure), self._asked
+        failure, asked = agree(self._failure), self._asked
         self._asked, self._rollout = {}, None
         if failure:
             return {}, failure
