@@ -1,4 +1,4 @@
-"""The client of a service: a training loop of your own in Python, on its base model and engine.
+"""A client brings a training loop of its own, in Python, to the base model and engine of a service.
 
 docs/client.md explains it. Neither torch nor a GPU is needed here.
 """

@@ -1,4 +1,4 @@
-"""A session of a service, operation by operation."""
+"""This module asks a session of a service for one operation after the other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OperationLost(RunFailed):
 
 
 class Passed(NamedTuple):
-    """What `forward_backward` gave."""
+    """A `Passed` holds what `forward_backward` gave."""
 
     loss: float
     """The sum over sequences."""
@@ -39,7 +39,7 @@ class Passed(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What `optim_step` gave."""
+    """A `Stepped` holds what `optim_step` gave."""
 
     version: int
     """That of the new weights."""
@@ -49,7 +49,7 @@ class Stepped(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Where a checkpoint is."""
+    """A `Saved` says where a checkpoint is."""
 
     version: int
     folder: Path

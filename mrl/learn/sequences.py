@@ -29,7 +29,7 @@ from parallel.reduce import reduce_statistics
 
 @dataclass(frozen=True)
 class Weighted:
-    """A sequence of tokens with what each counts in a loss. Index t of a field describes token t."""
+    """A `Weighted` holds a sequence of tokens with what each counts in a loss. Index t of a field describes token t."""
 
     token_ids: Tensor
     """i64[T], T at least 2."""
@@ -44,7 +44,7 @@ class Weighted:
 
 
 class Passed(NamedTuple):
-    """What a pass over sequences gave; the same on every rank."""
+    """A `Passed` holds what a pass over sequences gave; it is the same on every rank."""
 
     logprobs: list[list[float]]
     """T numbers a sequence; 0 where a token is not in the loss."""

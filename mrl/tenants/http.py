@@ -51,7 +51,7 @@ class Limits:
     num_headers: int = 64
     body_bytes: int = 1 << 20
     operation_bytes: int = 8 << 20
-    """Of the body of a session's operation, which may hold many tokens."""
+    """The bytes that the body of a session's operation may have: it may hold many tokens."""
     depth: int = 32
     """Objects and lists in each other, in the body."""
     request_s: float = 10.0

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 UNITS = (
     ("step", "number"),
-    ("weight_version", "version"),
+    ("weight_version|session/loaded_version", "version"),
     ("lr|.*/lr", "learning rate"),
     ("grad_norm|.*/grad_norm", "norm"),
     ("kl/coef", "factor"),

@@ -34,15 +34,15 @@ class Bounds:
 
 
 class SequenceBody(Branch):
-    """A sequence to train on. Index t of a list describes token t, the first of which is in no loss."""
+    """This is a sequence to train on. Index t of a list describes token t; the first is in no loss."""
 
     tokens: list[TokenId] = Field(min_length=2)
     weights: list[Number] | None = None
-    """For cross_entropy: what each token counts; by default 1."""
+    """What each token counts in cross_entropy; by default 1."""
     advantages: list[Number] | None = None
-    """For the other losses: the advantage of each token; one with 0 is not in the loss."""
+    """The advantage of each token in the other losses; one with 0 is not in the loss."""
     logprobs: list[Number] | None = None
-    """For the other losses: what each token was sampled with."""
+    """What each token was sampled with; the other losses compare with it."""
     weight: Number = 1.0
     """What the whole sequence counts."""
     sample: Annotated[str, Field(max_length=100)] | None = None
@@ -104,7 +104,7 @@ class ForwardBackwardBody(Branch):
 class OptimStepBody(Branch):
     kind: Literal["optim_step"]
     lr: Annotated[float, Strict(), Field(gt=0, le=1e3)] | None = None
-    """In the place of that of the recipe, in this step."""
+    """Takes the place of that of the recipe in this step."""
 
 
 class SampleBody(Branch):
@@ -116,7 +116,7 @@ class SampleBody(Branch):
     """Tokens of the longest answer."""
     min_tokens: Annotated[int, Strict(), Field(ge=0)] = 0
     temperature: Number | None = None
-    """By default that of the session's recipe; 0 takes the likeliest token."""
+    """0 takes the likeliest token; null takes that of the session's recipe."""
     top_p: Number = 1.0
     top_k: Annotated[int, Strict()] = -1
     stop: list[Annotated[str, Field(max_length=1000)]] = Field(
