@@ -29,7 +29,10 @@ from parallel.reduce import reduce_statistics
 
 @dataclass(frozen=True)
 class Weighted:
-    """A `Weighted` holds a sequence of tokens with what each counts in a loss. Index t of a field describes token t."""
+    """A `Weighted` holds a sequence of tokens with what each counts in a loss.
+
+    Index t of a field describes token t.
+    """
 
     token_ids: Tensor
     """i64[T], T at least 2."""

@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from mrl.preflight.check import load_tokenizer
 from mrl.toy_model import write_toy_model
 from parallel.checkpoint.saved_tensors import SavedTensors
 from parallel.hf_config import HfModel
-from tests.tenants.serving import Service, require_same_bits, wait_for
+from tests.tenants.serving import ROOT, Service, environment, require_same_bits, wait_for
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.release]
 
@@ -197,3 +198,23 @@ def test_a_session_on_two_ranks_replays_its_routes(model: Path, tmp_path: Path) 
         session = new_session(client, service, "ann")
         reinforce(session, 2)
         assert session.save().result().version == 2
+
+
+def test_the_example_learns(model: Path, tmp_path: Path) -> None:
+    service = Service(tmp_path / "service", model)
+    service.write()
+    with served(service) as (client, _):
+        words = ["launch/client_loop.py", str(service.folder), "--steps", "8"]
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert client.control.tenants() == []
+    losses, rewards = (
+        [float(number) for number in line.split()[-8:]] for line in done.stdout.splitlines()[:2]
+    )
+    assert losses[-1] < losses[0] - 0.3
+    assert sum(rewards[-3:]) > sum(rewards[:3])
+    folder = service.run_of("loop") / "checkpoints"
+    assert f"mrl export {folder}" in done.stdout

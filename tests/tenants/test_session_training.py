@@ -133,6 +133,9 @@ def trained(path: Path, sizes: dict[str, int], samples: list[Sample], root: Path
         "logprobs"
     ]
     found["apart"] = [passed[0], max(passed[1:]), len(passed) - len(tokens)]
+    half = {"tokens": tokens, "weights": [0.5] * len(tokens), "weight": 4.0, "sample": "x-1/0/0"}
+    given = operation(trainer, "forward_backward", loss="cross_entropy", sequences=[half])
+    found["half"] = [given["loss"], -2.0 * sum(passed)]
     ratio = {**one, "logprobs": passed, "sample": "x-1/0/0"}
     given = operation(trainer, "forward_backward", loss="ppo", sequences=[ratio])
     found["loss"] = [given["loss"], len(tokens) - 1]
@@ -166,6 +169,7 @@ def check(found: dict[str, Any]) -> None:
     assert (first, length) == (0.0, 0)
     assert largest < 0
     assert found["loss"][0] == pytest.approx(-found["loss"][1], rel=1e-6)
+    assert found["half"][0] == pytest.approx(found["half"][1], rel=1e-6)
     assert found["replay"] == 1.0
     assert found["versions"] == [3, 4, 5]
     assert not found["loaded"]
