@@ -40,6 +40,7 @@ def model(made_once: Callable[..., Path]) -> Path:
 @contextmanager
 def served(service: Service) -> Iterator[tuple[ServiceClient, subprocess.Popen[bytes]]]:
     """Run a service in the block."""
+    (service.folder / "control.sock").unlink(missing_ok=True)  # that of a service that was killed
     process = service.start()
     try:
         wait_for((service.folder / "control.sock").exists, process)
