@@ -42,7 +42,7 @@ def reward(answer: Sample) -> float:
     return float(np.mean(answer.tokens < NUM_IDS))
 
 
-def reinforced(session: Session, num_steps: int, group: int = 8) -> list[float]:
+def reinforced(session: Session, num_steps: int, group: int = 16) -> list[float]:
     """Reward small ids with PPO's clipped loss; return the mean reward of each step."""
     means = []
     for step in range(num_steps):
@@ -60,7 +60,7 @@ def reinforced(session: Session, num_steps: int, group: int = 8) -> list[float]:
             rewards += scored.tolist()
         if data:
             session.forward_backward(data, "ppo", clip_low=0.2, clip_high=0.28)
-            session.optim_step(lr=3e-3)
+            session.optim_step()
         means.append(float(np.mean(rewards)))
     return means
 
@@ -69,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train on a service by a loop of your own.")
     parser.add_argument("service", type=Path, help="the output_dir of a service")
     parser.add_argument("--name", default="loop", help="the name of the session")
-    parser.add_argument("--steps", type=int, default=10, help="of each of the two loops")
+    parser.add_argument("--steps", type=int, default=12, help="of each of the two loops")
     args = parser.parse_args()
     session = ServiceClient(args.service).create_session(
         args.name,

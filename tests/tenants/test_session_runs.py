@@ -183,7 +183,8 @@ def test_a_session_survives_kill_9(model: Path, tmp_path: Path) -> None:
         killed = again.save().result()
         assert killed.version == 5
         other = new_session(client, service, "bob")
-        reinforce(other, 5)
+        reinforce(other, 2)
+        reinforce(other, 3)
         whole = other.save().result()
         again.pause()
         again.resume()
@@ -205,7 +206,7 @@ def test_the_example_learns(model: Path, tmp_path: Path) -> None:
     service = Service(tmp_path / "service", model)
     service.write()
     with served(service) as (client, _):
-        words = ["launch/client_loop.py", str(service.folder), "--steps", "8"]
+        words = ["launch/client_loop.py", str(service.folder), "--steps", "12"]
         done = subprocess.run(
             [sys.executable, *words],
             cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600, check=False,
@@ -213,9 +214,9 @@ def test_the_example_learns(model: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert client.control.tenants() == []
     losses, rewards = (
-        [float(number) for number in line.split()[-8:]] for line in done.stdout.splitlines()[:2]
+        [float(number) for number in line.split()[-12:]] for line in done.stdout.splitlines()[:2]
     )
     assert losses[-1] < losses[0] - 0.3
-    assert sum(rewards[-3:]) > sum(rewards[:3])
+    assert sum(rewards[-6:]) / 6 > sum(rewards[:3]) / 3 + 0.04
     folder = service.run_of("loop") / "checkpoints"
     assert f"mrl export {folder}" in done.stdout
