@@ -20,8 +20,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "checkpoint": ("keep",),
 }
 """The keys of a session's recipe, with those below them; none means all."""
-NO_DATA = "/dev/null"
-"""What stands for the data of a session in its recipe."""
+NO_DATA = "/none"
+"""What stands for the data of a session in its recipe: a path where nothing is."""
 
 
 def session_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
