@@ -159,6 +159,14 @@ def test_recipes_of_sessions_are_checked(
     assert says in str(error.value)
 
 
+def test_a_disaggregated_service_has_no_sessions(tmp_path: Path, model: Path) -> None:
+    rollout = {"placement": "disaggregated", "num_ranks": 1}
+    with Registry(service(tmp_path, model, rollout=rollout)) as registry:
+        keys = {"lora": {"rank": 2}, "output_dir": str(tmp_path / "x")}
+        with pytest.raises(InputError, match="engines that take turns"):
+            registry.add("ann", keys, loop="client")
+
+
 def test_a_restart_keeps_sessions(tmp_path: Path, model: Path) -> None:
     config = service(tmp_path, model)
     with Registry(config) as registry:
