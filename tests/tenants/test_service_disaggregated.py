@@ -14,7 +14,7 @@ from mrl.tenants.client import NobodyListens
 from mrl.toy_model import write_toy_model
 from tests.tenants.serving import Service, require_same_bits, rows_of, wait_for
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.release]
+pytestmark = pytest.mark.timeout(1200)
 
 AHEAD: dict[str, dict[str, Any]] = {
     "ann": {},
@@ -60,6 +60,16 @@ def service(model: Path, tmp_path: Path) -> Service:
     return made
 
 
+def test_a_tenant_trains_while_the_engine_is_a_step_ahead(service: Service) -> None:
+    service.add("bob", num_steps=3, **AHEAD["bob"])
+    service.run()
+    assert service.states()["bob"] == ("done", "")
+    rows = rows_of(service.run_of("bob"))
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1]
+    assert all(row["routing/replay_coverage"] == 1.0 for row in rows)
+
+
+@pytest.mark.release
 def test_tenants_of_different_bounds_have_the_bits_of_their_runs_alone(
     service: Service, tmp_path: Path
 ) -> None:
@@ -72,6 +82,7 @@ def test_tenants_of_different_bounds_have_the_bits_of_their_runs_alone(
         require_same_bits(service.run_of(name), tmp_path / name, but=MOMENTARY)
 
 
+@pytest.mark.release
 def test_a_lost_engine_and_a_lost_worker_cost_time_only(service: Service, tmp_path: Path) -> None:
     """First the engine's processes are killed, then the whole worker; both without a warning."""
     for name in ("ann", "bob"):
@@ -97,6 +108,7 @@ def test_a_lost_engine_and_a_lost_worker_cost_time_only(service: Service, tmp_pa
     assert max(row["async/lost_workers"] for row in rows) == 1
 
 
+@pytest.mark.release
 def test_what_goes_wrong_with_one_tenant_on_a_rollout_rank_pauses_it_alone(
     service: Service, tmp_path: Path
 ) -> None:
@@ -123,6 +135,7 @@ def test_what_goes_wrong_with_one_tenant_on_a_rollout_rank_pauses_it_alone(
     require_same_bits(service.run_of("ann"), tmp_path / "ann")
 
 
+@pytest.mark.release
 def test_a_killed_service_continues_with_the_same_bits(service: Service, tmp_path: Path) -> None:
     for name, more in AHEAD.items():
         service.add(name, num_steps=6, **more)
@@ -138,6 +151,7 @@ def test_a_killed_service_continues_with_the_same_bits(service: Service, tmp_pat
         require_same_bits(service.run_of(name), tmp_path / name, but=MOMENTARY)
 
 
+@pytest.mark.release
 def test_tenants_whose_engines_run_freely(service: Service) -> None:
     free = {"async": {"max_staleness": 2}, "algorithm": {"name": "gspo", "importance": "tis"}}
     service.add("ann", num_steps=5, **free)
