@@ -140,7 +140,7 @@ def run_status(args: argparse.Namespace) -> None:
     ]
     rows.append(("steps", _steps(tenant, " of ")))
     if "session" in tenant:
-        rows.append(("waiting", f"{tenant['session']['queued']} operations"))
+        rows.append(("waiting", f"{tenant['session']['queued']} operation(s)"))
     metrics = tenant["metrics"]
     rows += [
         (key, _number(metrics[key])) for key in ("reward/mean", "loss/total") if key in metrics

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mrl.cli import main
 from mrl.client import Datum, OperationFailed, OperationLost, Sample, ServiceClient, Session
 from mrl.errors import InputError
 from mrl.tenants.control import Control
 from mrl.tenants.registry import Registry
 from mrl.tenants.sessions import operations
+from mrl.tenants.sessions.bodies import Bounds, read_body
 from mrl.tenants.sessions.operations import Operations
 from tests.tenants.parts import make_model, service, tenant
+from tests.tenants.serving import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +162,38 @@ def test_recipes_of_sessions_are_checked(
     with pytest.raises(InputError) as error:
         client.create_session("ann", output_dir=tmp_path, **{"lora": {"rank": 4}, **keys})
     assert says in str(error.value)
+
+
+def test_answers_of_few_past_lives_are_kept(queue: Operations) -> None:
+    body = read_body({"kind": "save"}, Bounds(10, 10))
+    ids = {f"s{n}": queue.post(f"s{n}", body) for n in range(operations.MAX_PAST + 1)}
+    for name, operation in ids.items():
+        queue.answer(name, operation, result={}, version=0)
+        queue.end(name)
+    states = [queue.look(name, operation)["state"] for name, operation in ids.items()]
+    assert states == ["lost", *["done"] * operations.MAX_PAST]
+
+
+def test_the_commands_show_sessions(
+    session: Session, control: Control, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.save()
+    folder = str(control.registry.root)
+    main(["tenants", "list", "--service", folder])
+    assert "0 by a client" in capsys.readouterr().out
+    main(["tenants", "status", "ann", "--service", folder])
+    shown = capsys.readouterr().out
+    assert "0 by a client" in shown
+    assert "1 operation(s)" in shown
+    main(["tenants", "pause", "ann", "--service", folder])
+    main(["tenants", "resume", "ann", "--service", folder])
+    main(["tenants", "remove", "ann", "--service", folder])
+    assert "ann is removed" in capsys.readouterr().out
+
+
+def test_the_client_needs_no_torch() -> None:
+    code = "import sys, mrl.client; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_a_disaggregated_service_has_no_sessions(tmp_path: Path, model: Path) -> None:

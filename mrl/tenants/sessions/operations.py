@@ -26,6 +26,8 @@ MAX_QUEUED_TOKENS = 1 << 20
 MAX_KEPT = 64
 """Answers of a session that are kept, the newest ones."""
 MAX_KEPT_BYTES = 64 << 20
+MAX_PAST = 8
+"""Sessions whose answers are kept although their life is over."""
 KEPT_S = 3600.0
 """How long an answer is kept, in seconds."""
 ID = re.compile(r"([0-9a-f]{8})-([1-9][0-9]{0,11})")
@@ -84,8 +86,8 @@ class Operations:
 
     def __init__(self) -> None:
         self._lives: dict[str, _Life] = {}
-        self._past: dict[str, _Life] = {}
-        """The lives before those, whose answers can still be asked for."""
+        self._past: OrderedDict[str, _Life] = OrderedDict()
+        """The lives before those, whose answers can still be asked for, the newest last."""
         self._changing = threading.Lock()
 
     def post(self, session: str, body: Body, life: str | None = None) -> str:
@@ -155,7 +157,10 @@ class Operations:
             for each in mine.waiting:
                 mine.answers[each.id] = _Answer("lost", json.dumps(LOST).encode(), time.monotonic())
             mine.waiting.clear()
+            self._past.pop(session, None)
             self._past[session] = mine
+            while len(self._past) > MAX_PAST:
+                self._past.popitem(last=False)
 
     def waiting_tokens(self, session: str) -> int:
         """Return how many tokens the operations of a session's next turn have, at least 1 where any
