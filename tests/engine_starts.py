@@ -1,6 +1,6 @@
 """Starts SGLang servers as forks of one process that has imported SGLang, for the whole test session.
 
-A server start costs 11 CPU seconds here, 8 of which go into imports. `Template` is a process with the
+A server start costs 11 CPU seconds here, 10 of which go into imports. `Template` is a process with the
 environment and the plug-ins that `mrl.rollout.sglang` gives to a server on CPUs, one for each set of
 plug-ins. Each fork of it becomes the process that `ServerProcess` would have started: a session of
 its own, the same settings on stdin, its log as stdout and stderr, and
@@ -306,6 +306,10 @@ def main() -> None:
     import sglang.launch_server
     import sglang.srt.entrypoints.http_server
     import sglang.srt.managers.scheduler
+
+    # The scheduler imports all of SGLang's models, and Megatron with one of them.
+    import sglang.srt.model_executor.model_runner
+    import sglang.srt.models.registry
     import sglang.srt.server_args  # noqa: F401
 
     # Its first call finds the memory of the title by way of the environment, which forks replace.

@@ -34,6 +34,7 @@ def is_server(process: psutil.Process) -> bool:
     return False
 
 
+@pytest.mark.release
 @pytest.mark.timeout(300)
 def test_two_ranks_train_on_saved_rollouts(toy: Toy, recorded: Path, tmp_path: Path) -> None:
     """New Pythons that meet by torchrun's rendezvous take the step of the recorded run."""
