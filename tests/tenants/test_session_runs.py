@@ -13,11 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from mrl.cli import main
-from mrl.client import Datum, OperationFailed, OperationLost, ServiceClient, Session
+from mrl.client import (
+    Datum,
+    Future,
+    OperationFailed,
+    OperationLost,
+    Sample,
+    ServiceClient,
+    Session,
+)
 from mrl.config import DataConfig
 from mrl.data import read_sft_examples
 from mrl.preflight.check import load_tokenizer
@@ -200,6 +209,34 @@ def test_a_session_on_two_ranks_replays_its_routes(model: Path, tmp_path: Path) 
         session = new_session(client, service, "ann")
         reinforce(session, 2)
         assert session.save().result().version == 2
+
+
+def test_samples_survive_the_loss_of_an_engine(model: Path, tmp_path: Path) -> None:
+    service = Service(tmp_path / "service", model)
+    service.write()
+    with served(service) as (client, process):
+        session = new_session(client, service, "ann")
+        reinforce(session, 1)
+
+        def drawn() -> Future[list[list[Sample]]]:
+            return session.sample([[5, 6], [7, 8, 9]], n=64, max_tokens=40, seed=3)
+
+        whole, broken = drawn().result(), drawn()
+        while session.status()["session"]["queued"] and not broken.done():
+            found = client.control.operation("ann", broken.id)
+            if found["state"] == "running":
+                break
+        for each in psutil.Process(process.pid).children(recursive=True):
+            if each.name().startswith("sglang::sched"):
+                each.kill()
+        ours, theirs = (
+            [[(a.tokens.tolist(), a.logprobs.tolist()) for a in answers] for answers in groups]
+            for groups in (broken.result(), whole)
+        )
+        assert ours == theirs
+        reinforce(session, 1)
+        assert session.save().result().version == 2
+    assert "starting another one" in service.folder.with_suffix(".log").read_text()
 
 
 def test_the_example_learns(model: Path, tmp_path: Path) -> None:
