@@ -11,10 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +32,6 @@ from parallel.mesh import destroy_mesh, init_mesh
 ROOT = Path(__file__).parents[1]
 SEEDS = {"ann": 1, "bob": 2, "cec": 3}
 """The tenants, which differ in their seeds: prompts, samples and initial adapters."""
-LOOK_S = 0.02
-"""Seconds between two looks at the requests in flight."""
 PROMPT_TOKENS = 7
 """Tokens of a prompt of repeat.jsonl at most."""
 
@@ -111,40 +106,6 @@ def recipe_tree(load: Load, name: str, num_steps: int, output: Path) -> dict[str
     }  # fmt: skip
 
 
-class Occupancy:
-    """Counts the requests that the engine runs, from the answers that are still to come.
-
-    The requests beyond the engine's room wait in it and are not counted.
-    """
-
-    def __init__(self, house: ColocatedHouse, room: int) -> None:
-        self._house, self._room = house, room
-        self.request_s = 0.0
-        """Seconds of all requests that ran."""
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count in a thread of its own."""
-        ended = threading.Event()
-        thread = threading.Thread(target=self._count, args=(ended,), name="occupancy")
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-
-    def _count(self, ended: threading.Event) -> None:
-        before = time.perf_counter()
-        while not ended.wait(LOOK_S):
-            assert self._house.engines is not None
-            flights = [f for p in list(self._house.engines.policies) for f in p.flights.flights()]
-            running = min(self._room, sum(len(flight.pending) for flight in flights))
-            now = time.perf_counter()
-            self.request_s += running * (now - before)
-            before = now
-
-
 @dataclass
 class Measured:
     """Holds a service and what it says of its rounds."""
@@ -164,25 +125,22 @@ class Measured:
         """Run these groups of tenants one after another; return what their rounds took, and digests of
         what came out of them."""
         self.rounds.clear()
-        counted, tenants = Occupancy(self.house, self.load.room), {}
+        tenants = {}
         for group in groups:
             first = len(self.rounds)
-            self._run_group(label, group, num_steps, counted)
+            self._run_group(label, group, num_steps)
             seconds = sum(row["time/round_s"] for row in self.rounds[first:])
             for name in group:
                 run = Path(self.registry.get(f"{name}-{label}").output_dir)
                 tenants[name] = {"group_s": seconds, "digest": digest_of(run), **answers_of(run)}
-        return {**self._figures(counted), "tenants": tenants, "num_steps": num_steps * len(tenants)}
+        return {**self._figures(), "tenants": tenants, "num_steps": num_steps * len(tenants)}
 
-    def _run_group(
-        self, label: str, group: Sequence[str], num_steps: int, counted: Occupancy
-    ) -> None:
+    def _run_group(self, label: str, group: Sequence[str], num_steps: int) -> None:
         for name in group:
             output = self.registry.root / "runs" / f"{name}-{label}"
             self.registry.add(f"{name}-{label}", recipe_tree(self.load, name, num_steps, output))
         while self.service.heed_users():
-            with counted.counting():
-                self.service.run_turn()
+            self.service.run_turn()
             if len(group) == len(SEEDS) and len(self.house.base.names) == len(group):
                 found = self.house.base.ledger.where()
                 self.places = {kind: each._asdict() for kind, each in found.items()}
@@ -191,7 +149,7 @@ class Measured:
             if tenant.state != "done":
                 raise RuntimeError(f"tenant {tenant.name} is {tenant.state}: {tenant.reason}")
 
-    def _figures(self, counted: Occupancy) -> dict[str, Any]:
+    def _figures(self) -> dict[str, Any]:
         def total(key: str) -> float:
             return sum(row.get(f"time/{key}_s", 0.0) for row in self.rounds)
 
@@ -199,12 +157,16 @@ class Measured:
             return [v for row in self.rounds for k, v in row.items() if k.endswith(key)]
 
         whole = self.load.room
+        request_s = sum(
+            row.get("service/running_requests", 0.0) * row.get("time/rollout_s", 0.0)
+            for row in self.rounds
+        )
         return {
             "wall_s": total("round"),
             **{f"{key}_s": total(key) for key in ("rollout", "train", "sync", "score")},
-            "running": counted.request_s / total("rollout"),
-            "occupancy": counted.request_s / total("rollout") / whole,
-            "occupancy_of_wall": counted.request_s / total("round") / whole,
+            "running": request_s / total("rollout"),
+            "occupancy": request_s / total("rollout") / whole,
+            "occupancy_of_wall": request_s / total("round") / whole,
             "swap_s": each("/swap_s"),
             "swap_bytes": each("/swap_bytes"),
         }
