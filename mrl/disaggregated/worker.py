@@ -201,6 +201,7 @@ class Worker:
 
     def _update(self, staging: Staging) -> None:
         assert staging.version is not None
+        self._place.budget.begin_step()
         report = self._engine.update_weights(staging.buckets(), staging.version)
         self._measured.verify_s += report.digest_s
         self._measured.sync_bytes = report.num_bytes

@@ -28,6 +28,20 @@ AHEAD: dict[str, dict[str, Any]] = {
     },
 }
 """How far the engines may run ahead of each tenant."""
+ROLLOUT = {
+    "placement": "disaggregated",
+    "num_ranks": 1,
+    "batch_invariant": True,
+    "context_len": 64,
+    "max_total_tokens": 2048,
+}
+SLOW_REWARD = """
+import time
+
+def reward(completions, **_):
+    time.sleep(0.2)
+    return [float(len(each)) for each in completions]
+"""
 MOMENTARY = (
     "async/engine_lag",
     "async/leased_groups",
@@ -48,15 +62,7 @@ def model(made_once: Callable[..., Path]) -> Path:
 @pytest.fixture
 def service(model: Path, tmp_path: Path) -> Service:
     made = Service(tmp_path / "service", model, ranks=2)
-    made.write(
-        rollout={
-            "placement": "disaggregated",
-            "num_ranks": 1,
-            "batch_invariant": True,
-            "context_len": 64,
-            "max_total_tokens": 2048,
-        }
-    )
+    made.write(rollout=ROLLOUT)
     return made
 
 
@@ -152,14 +158,19 @@ def test_a_killed_service_continues_with_the_same_bits(service: Service, tmp_pat
 
 
 @pytest.mark.release
-def test_tenants_whose_engines_run_freely(service: Service) -> None:
+def test_tenants_whose_engines_run_freely(service: Service, tmp_path: Path) -> None:
+    """The limit of the rewards' seconds is one of a step, also where rewards never pause."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(SLOW_REWARD)
+    service.write(rollout=ROLLOUT, tenants={"max_reward_s": 5.0})
     free = {"async": {"max_staleness": 2}, "algorithm": {"name": "gspo", "importance": "tis"}}
-    service.add("ann", num_steps=5, **free)
-    service.add("bob", num_steps=5)
+    limits = {"reward": f"{slow}:reward", "reward_timeout_s": 5.0}
+    service.add("ann", num_steps=10, **free, **limits)
+    service.add("bob", num_steps=5, reward_timeout_s=5.0)
     service.run()
     assert {state for state, _ in service.states().values()} == {"done"}
     rows = rows_of(service.run_of("ann"))
-    assert [row["step"] for row in rows] == list(range(5))
+    assert [row["step"] for row in rows] == list(range(10))
     assert max(row["staleness/max"] for row in rows) in (1, 2)
 
 
