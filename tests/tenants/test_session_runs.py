@@ -170,17 +170,18 @@ def test_a_session_survives_kill_9(model: Path, tmp_path: Path) -> None:
     service = Service(tmp_path / "service", model)
     service.write()
     process = service.start()
-    wait_for((service.folder / "control.sock").exists, process)
-    client = ServiceClient(service.folder)
-    session = new_session(client, service, "ann")
-    reinforce(session, 2)
-    assert session.save().result().version == 2
-    reinforce(session, 1)
-    waiting = [session.sample([[5, 6]], n=64, max_tokens=40) for _ in range(4)]
-    while session.version != 3:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    try:
+        wait_for((service.folder / "control.sock").exists, process)
+        session = new_session(ServiceClient(service.folder), service, "ann")
+        reinforce(session, 2)
+        assert session.save().result().version == 2
+        reinforce(session, 1)
+        waiting = [session.sample([[5, 6]], n=64, max_tokens=40) for _ in range(4)]
+        while session.version != 3:
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
     with served(service) as (client, _):
         with pytest.raises(OperationLost):
             waiting[-1].result(timeout_s=60)
