@@ -12,7 +12,7 @@ from mrl.system.plugins import Kind, resolve
 _KIND = Kind(
     noun="rollout.engine",
     package="mrl.rollout",
-    not_plugins=frozenset({"__init__", "base", "beside", "engine_group", "gate"}),
+    not_plugins=frozenset({"__init__", "base", "beside", "engine_group", "gate", "gate_times"}),
     attributes=("Engine", "build_engine"),
     form="class or function",
     example="Engine",

@@ -11,14 +11,14 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
 from mrl.config import Recipe, ServiceConfig, dump_recipe
-from mrl.errors import InputError
+from mrl.errors import DiskFailed, InputError
 from mrl.run import console
 from mrl.system.disk import refusing
 from mrl.system.files import sync, write_whole
@@ -78,6 +78,8 @@ class Registry(Closing):
         self._changing = threading.RLock()
         self.operations = Operations()
         """What clients ask of the sessions among the tenants; it is not on disk."""
+        self.kept: set[str] = set()
+        """Tenants whose state the disk refused: it is here alone until `write_kept` succeeds."""
         with ExitStack() as undo, refusing(self.root):
             (self.root / "tenants" / REMOVED).mkdir(parents=True, exist_ok=True)
             self._lock = self._claim()
@@ -180,23 +182,44 @@ class Registry(Closing):
         if state == "queued":
             recipe = self.recipe(name)  # which imports code of the tenant: not while others wait
         with self._changing, refusing(self.root):
-            tenant = self.get(name)
-            self._check_state(tenant, state)
+            tenant = self._moved(name, state, reason)
             if recipe is not None:
                 dump_recipe(recipe, tenant_folder(self.root, name) / RECIPE)
-            words = " ".join(reason.split())[:MAX_REASON_CHARS] if state == "paused" else ""
-            tenant = tenant.model_copy(update={"state": state, "reason": words})
             self._write(tenant)
             return tenant
 
     def try_move(self, name: str, state: State, reason: str = "") -> bool:
-        """Move a tenant as `move` does, where its state allows it: a user may have been faster. Returns
-        whether it did."""
+        """Move a tenant as `move` does, where its state allows it: a user may have been faster.
+
+        What the disk refuses is kept in memory. Returns whether the tenant was moved.
+        """
         try:
-            self.move(name, state, reason)
+            with self._changing:
+                try:
+                    self.move(name, state, reason)
+                except DiskFailed:
+                    self._tenants[name] = self._moved(name, state, reason)
+                    self.kept.add(name)
         except (NoTenant, WrongState):
             return False
         return True
+
+    def write_kept(self) -> list[str]:
+        """Write the states that were kept in memory, where the disk takes them now; return whose."""
+        written: list[str] = []
+        with self._changing:
+            for name in sorted(self.kept):
+                with suppress(OSError):
+                    self._write(self._tenants[name])
+                    written.append(name)
+        return written
+
+    def _moved(self, name: str, state: State, reason: str) -> Tenant:
+        """Return a tenant with another state. Raises NoTenant and WrongState."""
+        tenant = self.get(name)
+        self._check_state(tenant, state)
+        words = " ".join(reason.split())[:MAX_REASON_CHARS] if state == "paused" else ""
+        return tenant.model_copy(update={"state": state, "reason": words})
 
     def _check_state(self, tenant: Tenant, state: State) -> None:
         if state not in AFTER[tenant.state]:
@@ -296,6 +319,7 @@ class Registry(Closing):
         file = tenant_folder(self.root, tenant.name) / STATE
         write_whole(file, tenant.model_dump_json() + "\n", durable=True)
         self._tenants[tenant.name] = tenant
+        self.kept.discard(tenant.name)
 
 
 def _overlap(one: Path, other: Path) -> bool:

@@ -21,6 +21,7 @@ from mrl.exchange.sharing import share_bytes
 from mrl.rollout.base import EngineLost
 from mrl.run import console
 from mrl.run.json_lines import add_line
+from mrl.system import disk
 from mrl.system.heartbeat import beat, working_for
 from mrl.system.memory_error import noting_bytes, out_of_memory
 from mrl.system.stop import StopRequest
@@ -80,6 +81,7 @@ class Service(ABC, Generic[Run]):
         self._stop = StopRequest(limit_s, lost=LOST.format(limit_s))
         self._accord = Accord(config.longest_wait_s)
         self._crashes = Crashes(None if registry is None else registry.root)
+        self._loses_rows = False
         self.num_turns = 0
         """The turns that are over."""
 
@@ -96,6 +98,7 @@ class Service(ABC, Generic[Run]):
                     told = self._take_turns(until_done=until_done)
                     for run in list(self._runs.values()):
                         self._attempt(run, run.leave)
+                    self._write_kept()
                     return told
             finally:
                 self.close()
@@ -141,6 +144,7 @@ class Service(ABC, Generic[Run]):
 
     def heed_users(self) -> bool:
         """Open and end runs as the registry says; return whether any has something to do."""
+        self._write_kept()
         wanted = self._wanted()
         for name in [name for name in self._runs if name not in wanted]:
             run = self._runs[name]
@@ -263,12 +267,29 @@ class Service(ABC, Generic[Run]):
         if self._registry is not None:
             if reason:
                 console.warning(f"tenant {name} is paused: {reason}")
-            self._registry.try_move(name, state, reason)
+            if self._registry.try_move(name, state, reason) and name in self._registry.kept:
+                console.warning(
+                    f"the disk refuses the state of tenant {name} ({state}): it is written as soon as "
+                    f"there is room in {self._registry.root}, and lost where the service ends before"
+                )
+
+    def _write_kept(self) -> None:
+        """Write the states of tenants that the disk has refused so far."""
+        if self._registry is not None:
+            for name in self._registry.write_kept():
+                console.warning(f"the state of tenant {name} is on the disk now")
 
     def _write_row(self, row: dict[str, float]) -> None:
         """Write and publish metrics of the service; for rank 0."""
         assert self._registry is not None
-        add_line(self._registry.root / "metrics.jsonl", row)
+        try:
+            add_line(self._registry.root / "metrics.jsonl", row)
+            self._loses_rows = False
+        except OSError as error:
+            if not self._loses_rows:  # said once
+                why = disk.describe(error, self._registry.root)
+                console.warning(f"{why}; rows are left out until there is room")
+            self._loses_rows = True
         self._publish(row)
 
 
