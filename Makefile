@@ -98,7 +98,7 @@ placement: setup  ## Colocated, synchronous, asynchronous: speed, idle time, rew
 lora: setup  ## LoRA beside all weights: reward, engine against trainer, weight syncs; continues; 15 minutes
 	$(BIN)/python -m benchmarks.lora $(BENCH_ARGS)
 
-tenants: setup  ## Three tenants one after another and at once: steps per core-hour, swaps; 10 minutes
+tenants: setup  ## Three tenants one after another and at once: steps per core-hour, swaps; 9 minutes
 	$(BIN)/python -m benchmarks.tenants $(BENCH_ARGS)
 
 slurm: setup  ## What befalls a job, on a real SLURM on this machine, as root; 6 minutes
