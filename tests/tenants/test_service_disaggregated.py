@@ -89,6 +89,22 @@ def test_tenants_of_different_bounds_have_the_bits_of_their_runs_alone(
 
 
 @pytest.mark.release
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_several_trainers_or_engines_give_the_bits_of_a_run_alone(
+    model: Path, tmp_path: Path, num_engines: int
+) -> None:
+    service = Service(tmp_path / "service", model, ranks=3)
+    service.write(rollout={**ROLLOUT, "num_ranks": num_engines})
+    for name in ("ann", "bob"):
+        service.add(name, num_steps=3, **AHEAD[name])
+    service.run()
+    assert {state for state, _ in service.states().values()} == {"done"}
+    for name in ("ann", "bob"):
+        service.train_alone(name, tmp_path / name)
+        require_same_bits(service.run_of(name), tmp_path / name, but=MOMENTARY)
+
+
+@pytest.mark.release
 def test_a_lost_engine_and_a_lost_worker_cost_time_only(service: Service, tmp_path: Path) -> None:
     """First the engine's processes are killed, then the whole worker; both without a warning."""
     for name in ("ann", "bob"):
