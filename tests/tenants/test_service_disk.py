@@ -63,10 +63,10 @@ def a_service_on_a_full_disk(folder: Path, model: Path) -> dict[str, Any]:
     mount_disk(made.folder, 1 << 20)
     made.write()
     out = {name: str(folder / name) for name in ("ann", "bob")}
-    made.add("ann", num_steps=2, output_dir=out["ann"])
+    made.add("ann", num_steps=3, output_dir=out["ann"])
     made.add("bob", num_steps=5, output_dir=out["bob"])
     process = made.start()
-    log, rows = made.folder.with_suffix(".log"), folder / "ann/metrics.jsonl"
+    log, rows = made.folder.with_suffix(".log"), made.folder / "metrics.jsonl"
     wait_for(lambda: rows.exists() and rows.read_bytes(), process)
     file = fill(made.folder)
     wait_for(lambda: made.client().tenant("bob")["state"] == "done", process)
@@ -79,7 +79,7 @@ def a_service_on_a_full_disk(folder: Path, model: Path) -> dict[str, Any]:
     wait_for(lambda: {state for state, _ in made.states().values()} == {"done"}, process)
     process.terminate()
     found["code"] = process.wait(LIMIT_S)
-    found["rows"] = len((made.folder / "metrics.jsonl").read_text().splitlines())
+    found["rows"] = len(rows.read_text().splitlines())
     found["steps"] = [row["step"] for row in rows_of(folder / "bob")]
     return found
 
