@@ -20,7 +20,26 @@ from mrl.types import LossOutput, MicroBatch
 T = TypeVar("T")
 
 
-class Algorithm(Protocol):
+class SequenceWeights(Protocol):
+    """Says what each sequence counts: all that packing asks of an algorithm."""
+
+    def sequence_weights(
+        self,
+        num_loss_tokens: Tensor,
+        num_loss_tokens_total: int,
+        num_samples_total: int,
+        config: AlgorithmConfig,
+        max_response_len: int,
+    ) -> Tensor:
+        """Return what each sequence counts in the loss: the whole global normaliser.
+
+        Totals are over the optimizer step on all data-parallel ranks, and samples without a loss
+        token do not count. i64[S] to f32[S]; 0 for a sequence without a loss token.
+        """
+        ...
+
+
+class Algorithm(SequenceWeights, Protocol):
     """An algorithm is a module with these functions, as `mrl/algorithms/gspo.py` is. None keeps state.
 
     What else a module may have is read with `traits`, and:
@@ -41,21 +60,6 @@ class Algorithm(Protocol):
         are computed from `MicroBatch.rewards`, and the baseline is subtracted token by token. What it
         returns for an algorithm that `WHITENS` is then normalised over the loss tokens of the step.
         Raises ValueError on an infinite reward.
-        """
-        ...
-
-    def sequence_weights(
-        self,
-        num_loss_tokens: Tensor,
-        num_loss_tokens_total: int,
-        num_samples_total: int,
-        config: AlgorithmConfig,
-        max_response_len: int,
-    ) -> Tensor:
-        """Return what each sequence counts in the loss: the whole global normaliser.
-
-        Totals are over the optimizer step on all data-parallel ranks, and samples without a loss
-        token do not count. i64[S] to f32[S]; 0 for a sequence without a loss token.
         """
         ...
 

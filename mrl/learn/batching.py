@@ -12,7 +12,7 @@ import torch
 
 from moe.align import pack_traces, with_native_rows
 from moe.provenance import stale_rows, without_stale_tokens
-from mrl.algorithms.base import Algorithm
+from mrl.algorithms.base import SequenceWeights
 from mrl.config import AlgorithmConfig
 from mrl.errors import InputError
 from mrl.learn.advantages import with_advantages
@@ -68,7 +68,7 @@ def held_routes(
 
 def make_train_batches(
     parts: Sequence[tuple[Sequence[Sample], Sequence[float]]],
-    algorithm: Algorithm,
+    algorithm: SequenceWeights,
     mesh: Mesh,
     micro_batch_tokens: int,
     routes: RouteSource | None = held_routes,
@@ -130,7 +130,7 @@ def make_train_batches(
 def make_train_batch(
     samples: Sequence[Sample],
     advantages: Sequence[float],
-    algorithm: Algorithm,
+    algorithm: SequenceWeights,
     mesh: Mesh,
     micro_batch_tokens: int,
     config: AlgorithmConfig = _PUBLISHED,
@@ -261,7 +261,7 @@ class _Weights(NamedTuple):
 
 
 def _weights(
-    algorithm: Algorithm,
+    algorithm: SequenceWeights,
     config: AlgorithmConfig,
     max_response_len: int,
     samples: Sequence[Sample],

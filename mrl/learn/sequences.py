@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,7 +120,7 @@ class SequenceTrainer:
 
 
 class _Given:
-    """Stands in for an algorithm whose sequences bring their weights."""
+    """Holds the weights that the sequences bring. See `mrl.algorithms.base.SequenceWeights`."""
 
     def __init__(self, weights: Tensor) -> None:
         self._weights = weights
@@ -134,12 +134,6 @@ class _Given:
         max_response_len: int,
     ) -> Tensor:
         return torch.where(num_loss_tokens > 0, self._weights, 0.0)
-
-    def advantages(self, rewards: Any, config: Any) -> Any:
-        raise NotImplementedError
-
-    def loss(self, logprobs: Any, batch: Any, config: Any) -> Any:
-        raise NotImplementedError
 
 
 def _sample(number: int, given: Weighted) -> Sample:

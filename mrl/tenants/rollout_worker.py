@@ -6,58 +6,22 @@ does (mrl/disaggregated/worker.py), in a thread. The hub says who they are. It i
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import socket
-import sys
 import threading
 import time
-import traceback
 from contextlib import suppress
 from typing import Any
 
 from mrl.config import ServiceConfig
+from mrl.disaggregated.process import run_worker
 from mrl.disaggregated.wire import Wire, WireClosed
 from mrl.disaggregated.worker import JOIN_S, PULSE_S, kind_and_text
-from mrl.errors import ExitCode, InputError, RunFailed
-from mrl.system.heartbeat import close_page, open_page
-from mrl.system.processes import die_with_parent
+from mrl.errors import InputError, RunFailed
 from mrl.tenants.engines import make_engines
 from mrl.tenants.reward_user import prepare_reward_user
 from mrl.tenants.tenant_work import SharedEngine, TenantWork
 from parallel.mesh import local_device
-
-
-def main() -> None:
-    """Work for the service; exit with 0 when it is over."""
-    for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the trainer saves, and ends the service
-    settings = json.loads(sys.stdin.buffer.read())
-    die_with_parent(int(settings["parent"]))
-    open_page()
-    code = _work(settings)
-    close_page()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a thread may still wait for the trainer
-
-
-def _work(settings: dict[str, Any]) -> int:
-    """Work until the service is over; return the exit code."""
-    try:
-        ServiceWorker(settings).run()
-    except WireClosed:
-        return ExitCode.LOST_RANK  # the trainer's launcher says what has ended it
-    except InputError as error:
-        print(f"mrl: rollout engine {settings['engine']}: {error}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
-    except RunFailed as error:  # the trainer reports it
-        return error.exit_code
-    except Exception as error:
-        traceback.print_exception(error)
-        return ExitCode.UNFORESEEN
-    return ExitCode.DONE
 
 
 class ServiceWorker:
@@ -117,4 +81,4 @@ class ServiceWorker:
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(lambda settings: ServiceWorker(settings).run())

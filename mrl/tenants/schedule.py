@@ -33,8 +33,7 @@ class _Entry:
     debt_s: float = 0.0
     expected_s: float | None = None
     """What its next update is expected to take; None before the first."""
-    paused: bool = False
-    has_samples: bool = False  # and is in line, unless it is paused or its update is under way
+    has_samples: bool = False  # and is in line, unless its update is under way
     place: int = 0
     """Its place in line; then follow when it got there, its promised start and its expected cost."""
     since: float = 0.0
@@ -71,7 +70,7 @@ class TrainingQueue:
     *Proof.* Let A(t) be the costs in line before i. While costs are as expected, t + A(t) <= D whenever
     the trainer is free: at first t + A(t) = r + B. If one before i is trained, t grows by what A loses.
     If one behind i is, the rule says that t + A(t) <= D holds after it. Others get in line behind i;
-    pauses shorten A. The first in line overtakes nobody, so one may always be trained. So i, which
+    who leaves shortens A. The first in line overtakes nobody, so one may always be trained. So i, which
     starts when A is 0, starts by D. An update that takes e longer adds e to t.
 
     *Under which load.* If the updates of all tenants together take at most max_wait_s, so does B:
@@ -106,27 +105,10 @@ class TrainingQueue:
             raise RuntimeError(f"the update of {tenant} is under way; end it first")
         del self._entries[tenant]
 
-    def pause(self, tenant: str) -> None:
-        """Take a tenant out of line until resume(); an update under way goes on."""
-        self._entries[tenant].paused = True
-
-    def resume(self, tenant: str, now: float) -> None:
-        """Let a tenant get in line again: at the end, and at once if it has samples."""
-        entry = self._entries[tenant]
-        again = entry.paused and entry.has_samples and tenant != self.running
-        entry.paused = False
-        if again:
-            entry.has_samples = False
-            self.ready(tenant, now)
-
-    def withdraw(self, tenant: str) -> None:
-        """Take a tenant whose samples are gone out of line; an update under way goes on."""
-        self._entries[tenant].has_samples = False
-
     def ready(self, tenant: str, now: float) -> None:
         """Put a tenant that has its samples in line; nothing changes for one that is in line."""
         entry = self._entries[tenant]
-        if not entry.has_samples and not entry.paused:
+        if not entry.has_samples:
             ahead = sum(other.cost_s for other in self._line())
             if self.running is not None:
                 ahead += max(0.0, self._started + self._entries[self.running].cost_s - now)
@@ -165,7 +147,7 @@ class TrainingQueue:
 
     def _line(self) -> list[_Entry]:
         """Return the tenants in line, first come first."""
-        line = [e for e in self._entries.values() if e.has_samples and not e.paused]
+        line = [e for e in self._entries.values() if e.has_samples]
         others = (entry for entry in line if entry.tenant != self.running)
         return sorted(others, key=lambda entry: entry.place)
 

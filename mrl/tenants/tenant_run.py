@@ -37,7 +37,41 @@ class TenantTrainer(Trainer):
         return self.house.make_collector(self.plan, self.folder, self.name, self.weight)
 
 
-class TenantRun:
+class Trained:
+    """Keeps what the newest turn at the trainer took of a tenant, and looks after its disk."""
+
+    name: str
+    folder: RunFolder
+    _house: House
+
+    def __init__(self) -> None:
+        self.swap = SwapReport(0.0, 0)
+        """What it took to bring the tenant to the device for its newest turn."""
+        self.update_s = 0.0
+        """Seconds of that turn, without the swap."""
+
+    @property
+    def trainer_s(self) -> float:
+        """Seconds that its newest turn took of the trainer, with the swap before it."""
+        return self.swap.seconds + self.update_s
+
+    def metrics(self, queue_age_s: float) -> dict[str, float]:
+        """Return what the service notes of its newest turn, which waited for `queue_age_s`."""
+        found = {
+            "swap_s": self.swap.seconds,
+            "swap_bytes": float(self.swap.num_bytes),
+            "update_s": self.update_s,
+            "queue_age_s": queue_age_s,
+        }
+        return {f"service/{self.name}/{key}": value for key, value in found.items()}
+
+    def check_disk(self) -> None:
+        """Raise DiskFailed where the run folder has grown beyond its limit; rank 0 looks."""
+        if self._house.mesh.rank == 0:
+            check_disk(self.folder.root, self._house.limits)
+
+
+class TenantRun(Trained):
     """A `TenantRun` lives from the moment a tenant joins until it is paused, removed or done.
 
     Every method but the properties is a collective: all ranks call them in the same order.
@@ -71,10 +105,7 @@ class TenantRun:
             undo.pop_all()
         self.plan = plan
         self.clock = Clock()
-        self.swap = SwapReport(0.0, 0)
-        """What it took to bring the tenant to the device for its newest update."""
-        self.update_s = 0.0
-        """Seconds of its newest update, without the swap."""
+        super().__init__()
         self._is_evaluated = not plan.recipe.eval.every
 
     @property
@@ -126,26 +157,6 @@ class TenantRun:
         self.trainer.record_step(metrics)
         self.update_s = time.perf_counter() - start
         return metrics
-
-    @property
-    def trainer_s(self) -> float:
-        """Seconds that its newest update took of the trainer, with the swap before it."""
-        return self.swap.seconds + self.update_s
-
-    def metrics(self, queue_age_s: float) -> dict[str, float]:
-        """Return what the service notes of its newest update, which waited for `queue_age_s`."""
-        found = {
-            "swap_s": self.swap.seconds,
-            "swap_bytes": float(self.swap.num_bytes),
-            "update_s": self.update_s,
-            "queue_age_s": queue_age_s,
-        }
-        return {f"service/{self.name}/{key}": value for key, value in found.items()}
-
-    def check_disk(self) -> None:
-        """Raise DiskFailed where the run folder has grown beyond its limit; rank 0 looks."""
-        if self._house.mesh.rank == 0:
-            check_disk(self.folder.root, self._house.limits)
 
     def leave(self) -> None:
         """Save the steps that are done, where no checkpoint has them yet, and end the run."""

@@ -82,19 +82,16 @@ class Service:
         before = others(self.queue, tenant)
         if tenant in self.paused:
             del self.paused[tenant]
-            self.queue.resume(tenant, self.now)
-            if tenant not in [name for _, _, name in self.rolling]:
-                self.ready(tenant, self.now)
-        elif self.random.random() < 0.5:
-            self.paused[tenant] = self.now
-            self.queue.pause(tenant)
-            self.line.pop(tenant, None)
+            self.join(tenant)
         else:
             self.queue.leave(tenant)
             self.line.pop(tenant, None)
             self.rolling = [entry for entry in self.rolling if entry[2] != tenant]
             heapq.heapify(self.rolling)
-            self.join(tenant)
+            if self.random.random() < 0.5:
+                self.paused[tenant] = self.now
+            else:
+                self.join(tenant)
         assert others(self.queue, tenant) == before, f"{tenant} disturbed the others"
 
     def run(self, num_updates: int) -> Service:
@@ -204,7 +201,7 @@ def check_away(schedule: ModuleType, seed: int) -> None:
     queue.done(50.0)
     now = 50.0
     if seed % 2:
-        queue.pause("a")
+        queue.leave("a")
     for tenant in "bc" * 60:  # a is away; both others are always in line
         queue.ready("b", now)
         queue.ready("c", now)
@@ -212,7 +209,7 @@ def check_away(schedule: ModuleType, seed: int) -> None:
         now += 1.0
         queue.done(1.0)
     if seed % 2:
-        queue.resume("a", now)
+        queue.join("a")
     order = ""
     for _ in range(9):
         for tenant in "abc":
@@ -225,7 +222,7 @@ def check_away(schedule: ModuleType, seed: int) -> None:
 
 
 def check_order(schedule: ModuleType, seed: int) -> None:
-    """Equals go in the order in which they joined; who is resumed, at the end of those that wait."""
+    """Equals go in the order in which they joined; who comes again, at the end of those that wait."""
     names = random.Random(seed).sample("abcdefgh", 8)
     queue = schedule.TrainingQueue(1e-6)
     for tenant in names:
@@ -239,30 +236,13 @@ def check_order(schedule: ModuleType, seed: int) -> None:
     assert taken == names
     for number, tenant in enumerate(names):
         queue.ready(tenant, 10.0 + number)
-    queue.pause(names[0])
-    queue.resume(names[0], 50.0)
-    queue.resume(names[1], 60.0)  # it was not paused
+    queue.leave(names[0])
+    queue.join(names[0])
+    queue.ready(names[0], 50.0)
     assert list(queue.ages_s(100.0)) == [*names[1:], names[0]]
     assert queue.ages_s(100.0)[names[0]] == 50.0
-    queue.withdraw(names[1])
+    queue.leave(names[1])
     assert queue.take(100.0) == names[2], "all are at their bound: the first that came"
-
-
-def check_pause(schedule: ModuleType, seed: int) -> None:
-    """A pause pays no debt."""
-    queue = schedule.TrainingQueue(LONG_S)
-    queue.join("a")
-    queue.join("b")
-    queue.ready("a", 0.0)
-    assert queue.take(0.0) == "a"
-    queue.pause("a")
-    queue.ready("b", 1.0)
-    queue.done(5.0)
-    queue.resume("a", 5.0)
-    queue.pause("a")
-    queue.resume("a", 5.0)
-    queue.ready("a", 5.0)
-    assert queue.take(5.0) == "b"
 
 
 def check_rest(schedule: ModuleType, seed: int) -> None:
@@ -282,5 +262,5 @@ def check_rest(schedule: ModuleType, seed: int) -> None:
 
 
 QUEUE_CHECKS = [
-    check_order, check_pause, check_rest, check_away, check_weights, check_wait, check_bound,
+    check_order, check_rest, check_away, check_weights, check_wait, check_bound,
 ]  # fmt: skip

@@ -31,14 +31,13 @@ from mrl.tenants.sessions.operations import Operations
 from mrl.tenants.sessions.recipe import check_session
 from mrl.tenants.sessions.sampling import SessionSampler
 from mrl.tenants.sessions.trainer import SessionTrainer
-from mrl.tenants.tenant_run import check_disk
+from mrl.tenants.tenant_run import Trained
 from parallel.hf_config import HfModel
-from parallel.lora.shared_base import SwapReport
 
 ENDS_SERVICE = (EngineGone, EngineLost, RankLost, OutOfMemory, MemoryError, dist.DistError)
 
 
-class SessionRun:
+class SessionRun(Trained):
     """Carries out the operations of one session. Every method but the properties is a collective."""
 
     is_done = is_over = False
@@ -98,10 +97,7 @@ class SessionRun:
         self._waiting_tokens = 0
         self._turn: list[tuple[str, Body]] = []
         """What is left of the turn, by the ids of the operations."""
-        self.swap = SwapReport(0.0, 0)
-        """What it took to bring the session to the device for its newest turn."""
-        self.update_s = 0.0
-        """Seconds of its newest turn's training, without the swap."""
+        super().__init__()
 
     @property
     def step(self) -> int:
@@ -223,26 +219,6 @@ class SessionRun:
             self._operations.answer(
                 self.name, name, result=result, error=failure, version=self.step
             )
-
-    @property
-    def trainer_s(self) -> float:
-        """Seconds that its newest turn took of the trainer, with the swap before it."""
-        return self.swap.seconds + self.update_s
-
-    def metrics(self, queue_age_s: float) -> dict[str, float]:
-        """Return what the service notes of its newest turn, which waited for `queue_age_s`."""
-        found = {
-            "swap_s": self.swap.seconds,
-            "swap_bytes": float(self.swap.num_bytes),
-            "update_s": self.update_s,
-            "queue_age_s": queue_age_s,
-        }
-        return {f"service/{self.name}/{key}": value for key, value in found.items()}
-
-    def check_disk(self) -> None:
-        """Raise DiskFailed where the run folder has grown beyond its limit; rank 0 looks."""
-        if self._house.mesh.rank == 0:
-            check_disk(self.folder.root, self._house.limits)
 
     def leave(self) -> None:
         """Save the present version, where no checkpoint has it yet, and end the run. Gradients that no
