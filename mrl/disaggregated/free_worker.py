@@ -53,6 +53,8 @@ class FreeWorker(Worker):
         self._serves_adapter = served_adapter(plan) is not None
         self._running: dict[str, _Held] = {}
         """The leases whose threads run, by their id."""
+        self._has_lost_engine = False
+        """Whether another engine is to be started when no lease runs any more."""
         self._lost: list[_Held] = []
         """Leases that wait for another engine."""
         self._scored: set[str] = set()
@@ -78,6 +80,7 @@ class FreeWorker(Worker):
             del self._running[event.message["lease_id"]]
             if (held := event.message["held"]) is not None:
                 self._lost.append(held)
+                self._has_lost_engine = True
 
     def _waiting(self) -> str:
         if not self._running:
@@ -119,15 +122,15 @@ class FreeWorker(Worker):
 
     def _advance(self) -> bool:
         """Load weights, evaluate, or ask for leases; return whether there may be more to do."""
-        if self._lost and not self._running:
+        if self._has_lost_engine and not self._running:
             self._replace_engine()
             return True
         work = next(iter(self._work.values()), None)
         is_due = work is not None and work.version == self._version
-        if self._staged and self._interrupts and self._running and not self._lost:
+        if self._staged and self._interrupts and self._running and not self._has_lost_engine:
             self._interrupt()
             return True
-        if self._staged or is_due or self._lost:
+        if self._staged or is_due or self._has_lost_engine:
             self._ask(0)
             if self._running:
                 return False
@@ -171,7 +174,9 @@ class FreeWorker(Worker):
                 self._engine.pause(self._pause_mode)
                 self._update(staging)
                 self._engine.resume()
-        except EngineLost:  # the threads of the leases say so, too
+        except EngineLost:
+            # The threads of the leases end: they notice it, too, or have their samples already.
+            self._has_lost_engine = True
             self._staged.append(staging)
             return
         former, self._held, self._version = self._held, staging, staging.version
@@ -188,6 +193,6 @@ class FreeWorker(Worker):
             assert self._held is not None
             self._load(self._held)
             self._report()
-        lost, self._lost = self._lost, []
+        lost, self._lost, self._has_lost_engine = self._lost, [], False
         for held in lost:
             self._begin(held)

@@ -312,7 +312,8 @@ class Ledger:
         groups: Mapping[int, Any],
         partials: Mapping[int, Partial] | None = None,
     ) -> None:
-        """Continue from what `state_dict` returned, with the payloads by id and without any worker.
+        """Continue from what `state_dict` returned, with the payloads by id. No worker holds a lease;
+        workers that have joined already may ask for one.
 
         A finished group that `groups` lacks is generated anew, and so is one that a smaller bound of
         today's recipe forbids (`at_bound: drop` drops and counts it). Raises ValueError where `prompts`
@@ -330,7 +331,7 @@ class Ledger:
         self._finished = {
             each["id"]: Finished.restore(each, prompts, groups) for each in state["finished"]
         }
-        self._leases, self._members = {}, Members()
+        self._leases = {}
         kept = partials or {}
         self._partials = {i: kept[i] for i in self._waiting if i in kept}
         for item_id in [each for each in self._finished if each not in groups]:

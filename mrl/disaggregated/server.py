@@ -212,6 +212,7 @@ class Server:
         worker.is_lost = True
         worker.wire.close()
         number = worker.pair.engine
+        console.warning(f"rollout engine {number}: its worker is lost: {why}")
         if self._workers.get(number) is worker:
             del self._workers[number]
             self._absences.begin(number)

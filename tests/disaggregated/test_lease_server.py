@@ -86,3 +86,16 @@ def test_a_group_with_a_wrong_stamp_ends_the_run(server: LeaseServer) -> None:
     worker.wire.send({"type": "group", "lease_id": message["lease_id"], "num_failed": 0}, body)
     with pytest.raises(WrongWeights, match="engine 0 says that weights 1 sampled tokens"):
         server.wait_for_batch(0)
+
+
+def test_a_worker_that_joined_before_the_checkpoint_was_read_keeps_its_place(
+    server: LeaseServer,
+) -> None:
+    worker = Joined(server, engine=0).started()
+    server.wait_until_started(60)
+    server.load_lease_state(server.lease_state(dict)["leases"])  # as a resume does it, after start
+    server.begin_update(0)
+    worker.heard("receive")
+    asks(worker, 0)
+    worker.heard("lease")
+    assert server.num_lost == 0

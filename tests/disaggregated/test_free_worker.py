@@ -1,0 +1,60 @@
+"""A free worker whose engine dies around an interrupting update, without a real engine."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import types
+from typing import Any, cast
+
+import pytest
+
+from mrl.disaggregated.activity import ActivityLog
+from mrl.disaggregated.free_worker import FreeWorker, _Held
+from mrl.disaggregated.worker import Event
+from mrl.rollout.base import EngineLost
+from tests.waiting import wait_until
+
+
+class _DeadEngine:
+    """Every call finds that the server has died."""
+
+    num_pauses = 0
+
+    def pause(self, mode: str) -> None:
+        self.num_pauses += 1
+        raise EngineLost("pause: the engine is stopped")
+
+
+class _Worker(FreeWorker):
+    """Has one lease that runs, and newer weights that are about to come."""
+
+    def __init__(self) -> None:
+        self._events, self._work, self._staged, self._lost = queue.SimpleQueue(), {}, [], []
+        self._interrupts, self._serves_adapter, self._pause_mode = True, False, "in_place"
+        self._engine, self._activity = cast(Any, _DeadEngine()), ActivityLog("start")
+        self._version, self._held, self._scored, self._asked = 3, None, set(), {"most": 4}
+        self._has_lost_engine, self._most = False, 4
+        self._wire = cast(Any, types.SimpleNamespace(send=lambda *frame: None))
+        self._running = {"s:0": _Held("s:0", cast(Any, None), None)}
+        self.replaced: list[int] = []
+
+    def _replace_engine(self) -> None:
+        self.replaced.append(len(self._lost))
+        self._lost, self._staged, self._has_lost_engine = [], [], False
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["generating", "scoring"])
+def test_an_engine_that_dies_before_an_interrupting_update_is_replaced(is_whole: bool) -> None:
+    worker = _Worker()
+    thread = threading.Thread(target=worker._heed_events, daemon=True)
+    thread.start()
+    worker._events.put(Event(staging=cast(Any, types.SimpleNamespace(version=4))))
+    wait_until(lambda: worker._engine.num_pauses > 0)
+    held = None if is_whole else worker._running["s:0"]  # a lease that scores misses nothing
+    worker._events.put(Event({"type": "over", "lease_id": "s:0", "held": held}))
+    worker._events.put(Event({"type": "stop"}))
+    thread.join(10)
+    assert not thread.is_alive(), "the main thread spins"
+    assert worker.replaced == [0 if is_whole else 1]
+    assert worker._engine.num_pauses == 1
