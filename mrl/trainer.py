@@ -186,7 +186,8 @@ class Trainer:
         """
         other = [self.is_main and self.folder.history.has_other_data(loaded.step)]
         dist.broadcast_object_list(other)
-        self.collector.load_state_dict(loaded.trainer["collector"], other_data=other[0])
+        collected = loaded.trainer["collector"]
+        self.collector.load_state_dict(collected, loaded.step, other_data=other[0])
         self.learner.load_state_dict(loaded.trainer["learner"])
         self.step = loaded.step
 

@@ -11,16 +11,13 @@ the tokens and routes of a prompt that waits are on the rank that rolled it out.
 
 from __future__ import annotations
 
-import base64
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mrl.collect.single_turn import start_groups
+from mrl.collect.waiting import Waiting, renumbered
 from mrl.config import RolloutConfig
-from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.types import Prompt, SampleGroup
 
 SEED_SHIFT = 48
@@ -175,38 +172,26 @@ class Backlog:
             "rollout/is_long_round": float(prompts.is_long_round),
         }
 
-    def state_dict(self, groups: Sequence[SampleGroup] | None = None) -> dict[str, Any]:
-        """Return JSON-able state, with the tokens and routes of what waits; most of it is routes.
+    def records(self, groups: Sequence[SampleGroup]) -> list[Waiting]:
+        """Return the prompts that wait as a checkpoint holds them; `groups` are theirs, all whole."""
+        pairs = zip(groups, self._waiting, strict=True)
+        return [Waiting(group, one.seed) for group, one in pairs]
 
-        `groups` are those that wait, all of them whole; by default as this rank holds them.
-        """
-        if groups is None:
-            groups = [one.group for one in self._waiting]
-        data = base64.b64encode(encode_groups(groups)).decode() if groups else ""
-        return {"seeds": [one.seed for one in self._waiting], "groups": data}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with what `state_dict` returned.
+    def take_up(self, waiting: Iterable[Waiting]) -> list[Waiting]:
+        """Continue with the prompts of a checkpoint; return those that are none of a backlog.
 
         Prompts whose partial rollouts do not fit the recipe, which may have changed since, start anew.
         """
-        groups = decode_groups(base64.b64decode(state["groups"])) if state["groups"] else []
-        pairs = zip(groups, state["seeds"], strict=True)
-        size, resumes = self._config.samples_per_prompt, self._config.partial_rollouts == "resume"
-        self._waiting = [
-            Started(group, seed)
-            if resumes and len(group.samples) == size and self._has_its_masks(group)
-            else Started(start_groups([group.prompt], size)[0], seed)
-            for group, seed in pairs
-            if self._config.partial_rollouts != "drop"
-        ]
-
-    def _has_its_masks(self, group: SampleGroup) -> bool:
-        """Whether log-probs so far are of the distribution that the recipe asks for now."""
-        wanted = self._config.sampling_mask
-        return all(
-            (s.sampling_mask is not None) == wanted for s in group.samples if s.num_generated
-        )
+        size, policy = self._config.samples_per_prompt, self._config.partial_rollouts
+        self._waiting, rest = [], []
+        for one in waiting:
+            if one.seed is None or policy == "drop":
+                rest.append(one)
+            elif policy == "resume" and one.fits(self._config):
+                self._waiting.append(Started(one.group, one.seed))
+            else:
+                self._waiting.append(Started(start_groups([one.group.prompt], size)[0], one.seed))
+        return rest
 
 
 def older_tokens(groups: Sequence[SampleGroup], version: int) -> dict[str, float]:
@@ -226,5 +211,4 @@ def older_tokens(groups: Sequence[SampleGroup], version: int) -> dict[str, float
 
 
 def _numbered(one: Started, group_id: int) -> Started:
-    samples = [dataclasses.replace(sample, group_id=group_id) for sample in one.group.samples]
-    return Started(SampleGroup(one.group.prompt, samples), one.seed)
+    return Started(renumbered(one.group, group_id), one.seed)

@@ -80,9 +80,12 @@ class Collector(Protocol):
         """Return JSON-able state, on rank 0: what a resumed run needs to continue with its prompts."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
-        """Continue from what `state_dict` returned; with `other_data` only from what does not depend on
-        the prompts, and these begin with the first one."""
+    def load_state_dict(
+        self, state: dict[str, Any], step: int, *, other_data: bool = False
+    ) -> None:
+        """Continue with `step` from what `state_dict` returned, be it that of another collector; with
+        `other_data` only from what does not depend on the prompts, and these begin with the first
+        one."""
         ...
 
     def close(self) -> None:

@@ -161,8 +161,8 @@ class LiveCollector(RoundCollector):
         whole = [Started(group, one.seed) for group, one in zip(moved, resumed, strict=True)]
         return dataclasses.replace(prompts, started=[*whole, *fresh])
 
-    def _waiting(self) -> list[SampleGroup]:
-        return self.exchange.collect(super()._waiting())
+    def _backlog_groups(self) -> list[SampleGroup]:
+        return self.exchange.collect(super()._backlog_groups())
 
     def close(self) -> None:
         try:

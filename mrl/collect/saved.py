@@ -33,6 +33,8 @@ class SavedCollector:
         self.needs_masks = recipe.rollout.sampling_mask
         self.groups: list[SampleGroup] = []
         self.evaluation: dict[str, float] = {}
+        self._state: dict[str, Any] = {}
+        """Of the collector that drew prompts before this one."""
 
     def start(self, policy: Policy) -> None:
         """Do nothing: there is no engine to start."""
@@ -75,10 +77,14 @@ class SavedCollector:
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        """Return what was loaded: no prompt is drawn or trained on meanwhile."""
+        return self._state
 
-    def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
-        """Do nothing: the step number alone says which file is next."""
+    def load_state_dict(
+        self, state: dict[str, Any], step: int, *, other_data: bool = False
+    ) -> None:
+        """Keep the state for a later start; the step number alone says which file is next."""
+        self._state = {} if other_data else state
 
     def close(self) -> None:
         """Do nothing: nothing is held."""

@@ -8,9 +8,8 @@ workers; the other trainer ranks follow in collectives, and send their part of t
 
 from __future__ import annotations
 
-import base64
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -21,6 +20,7 @@ from mrl.collect.backlog import StepPrompts
 from mrl.collect.canary import canary_sequences
 from mrl.collect.evaluation import Evaluation
 from mrl.collect.rounds import Round, RoundCollector, as_statistics, step_seed
+from mrl.collect.waiting import Waiting, renumbered, whole_batches
 from mrl.disaggregated.engine_times import Span
 from mrl.disaggregated.measures import add_round, staleness
 from mrl.disaggregated.meeting import LauncherMeeting, Meeting
@@ -31,7 +31,6 @@ from mrl.disaggregated.work import Delivered, Work
 from mrl.preflight import Plan
 from mrl.run.activities import WAIT
 from mrl.run.folder import RunFolder
-from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
 from mrl.types import SampleGroup, Statistics
@@ -149,7 +148,7 @@ class DisaggregatedCollector(RoundCollector):
         for step in range(self._step, last + 1):
             if step not in self._batches:
                 self._seed = step_seed(self.plan.recipe.seed, step)
-                prompts = self.backlog.begin_step(self.cursor.next, self._seed)
+                prompts = self.backlog.begin_step(self.draws.next, self._seed)
                 self._batches[step] = _Batch(prompts, self._assign(prompts))
         self._seed = step_seed(self.plan.recipe.seed, self._step)
         return self._batches[self._step].prompts
@@ -256,19 +255,23 @@ class DisaggregatedCollector(RoundCollector):
 
     def state_dict(self) -> dict[str, Any]:
         """Wait for the batches in flight: their weights are in no checkpoint."""
-        ahead = {}
         in_flight = [work_id for batch in self._batches.values() for work_id in batch.work_ids]
         while not self._wait_for(in_flight, self._step + 1):
             self.sync(self._policy, self._step + 1)
-        if self._server is not None:
-            for step, batch in self._batches.items():
-                whole = Delivered()
-                for work_id in batch.work_ids:
-                    whole.add(self._server.peek(work_id).parts[0])
-                groups, num_failed = whole.finish()
-                data = base64.b64encode(encode_groups(groups)).decode()
-                ahead[str(step)] = {"groups": data, "num_failed": num_failed}
-        return {**super().state_dict(), "ahead": ahead}
+        return super().state_dict()
+
+    def _all_waiting(self, backlog: Sequence[SampleGroup]) -> list[Waiting]:
+        ahead: list[Waiting] = []
+        for _, batch in sorted(self._batches.items()):
+            whole = Delivered()
+            for work_id in batch.work_ids:
+                assert self._server is not None
+                whole.add(self._server.peek(work_id).parts[0])
+            groups, num_failed = whole.finish()
+            ahead += [
+                Waiting(group, num_failed=0 if i else num_failed) for i, group in enumerate(groups)
+            ]
+        return [*ahead, *super()._all_waiting(backlog)]
 
     def _wait_for(self, work_ids: list[int], version: int) -> bool:
         """Wait until works are delivered; return False where weights are to be sent first. A
@@ -276,18 +279,20 @@ class DisaggregatedCollector(RoundCollector):
         with self._waits():
             return self._from_server(lambda server: server.wait_for(work_ids, version))
 
-    def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
-        super().load_state_dict(state, other_data=other_data)
-        if other_data:
-            return
-        for step, batch in state.get("ahead", {}).items():
-            groups: list[SampleGroup] = []
+    def _take_up(
+        self, waiting: list[Waiting], step: int, state: Mapping[str, Any]
+    ) -> list[Waiting]:
+        """Make batches of the groups that are scored, as many as the bound allows."""
+        batches, rest = whole_batches(waiting, step, self.plan.recipe.rollout, self._ahead)
+        for place, batch in enumerate(batches):
             work_ids = []
             if self._server is not None:
-                groups = decode_groups(base64.b64decode(batch["groups"]))
-                work_ids = [self._server.put(Delivered(groups, int(batch["num_failed"])))]
-            prompts = StepPrompts([], len(groups), is_long_round=False, remaining=[])
-            self._batches[int(step)] = _Batch(prompts, work_ids)
+                groups = [renumbered(one.group, i) for i, one in enumerate(batch)]
+                num_failed = sum(one.num_failed for one in batch)
+                work_ids = [self._server.put(Delivered(groups, num_failed))]
+            prompts = StepPrompts([], len(batch), is_long_round=False, remaining=[])
+            self._batches[step + place] = _Batch(prompts, work_ids)
+        return super()._take_up(rest, step, state)
 
     def close(self) -> None:
         if self._sender is not None:

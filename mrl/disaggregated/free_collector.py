@@ -6,10 +6,12 @@ on the finished groups with the oldest weights. What is in the queue stays there
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mrl.collect.backlog import StepPrompts
 from mrl.collect.rounds import Round, RoundCollector
+from mrl.collect.waiting import Waiting, waiting_state
 from mrl.disaggregated.collector import DisaggregatedCollector, Outlook
 from mrl.disaggregated.lease_server import LeaseServer
 from mrl.disaggregated.server import Server
@@ -25,7 +27,7 @@ class FreeCollector(DisaggregatedCollector):
 
     def _make_server(self, hosts: list[str]) -> LeaseServer:
         plan = self.plan
-        self._leases = LeaseServer(plan.num_engines, plan.recipe, hosts, self.cursor.next)
+        self._leases = LeaseServer(plan.num_engines, plan.recipe, hosts, self.draws.next)
         return self._leases
 
     def begin(self, step: int, clock: Clock) -> None:
@@ -96,11 +98,15 @@ class FreeCollector(DisaggregatedCollector):
     def state_dict(self) -> dict[str, Any]:
         if self._leases is None:
             return {}
-        return {**self._leases.lease_state(self.cursor.state_dict), "backlog": {}}
+        with self._leases.paused() as leasing:  # prompts are drawn at any time
+            own = {"waiting": waiting_state(leasing.waiting()), "ledger": leasing.counts()}
+            return {**self.cursor.state_dict(), **own}
 
-    def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
-        if other_data:
-            return
-        self.cursor.load_state_dict(state)
-        if self._leases is not None and (leases := state.get("leases")):
-            self._leases.load_lease_state(leases)
+    def _take_up(
+        self, waiting: list[Waiting], step: int, state: Mapping[str, Any]
+    ) -> list[Waiting]:
+        if self._leases is not None:
+            counts = state.get("ledger") or state.get("leases", {}).get("ledger")
+            with self._leases.paused() as leasing:
+                return leasing.take_up(waiting, step, counts)
+        return []

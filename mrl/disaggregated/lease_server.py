@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mrl.config import Recipe
@@ -92,15 +93,11 @@ class LeaseServer(Server):
     def _queued(self) -> list[int]:
         return [group.oldest for group in self._leasing.ledger.finished]
 
-    def lease_state(self, cursor: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of the leases and, as prompts are drawn at any time, that of the cursor."""
+    @contextmanager
+    def paused(self) -> Iterator[Leasing]:
+        """Give out no lease and take in no group during the block, which has the leases."""
         with self._changed:
-            return {"leases": self._leasing.state_dict(), **cursor()}
-
-    def load_lease_state(self, state: dict[str, Any]) -> None:
-        """Continue from `lease_state`."""
-        with self._changed:
-            self._leasing.load_state_dict(state)
+            yield self._leasing
 
     def _tell_engine(self, engine: int, message: dict[str, Any], body: bytes) -> None:
         if worker := self._workers.get(engine):

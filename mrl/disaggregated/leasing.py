@@ -6,25 +6,29 @@ groups it may hold; it gets leases whenever the bound has room for that version.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import math
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mrl.algorithms.signal import has_signal
 from mrl.collect.single_turn import start_groups
+from mrl.collect.waiting import Waiting, in_order, renumbered
 from mrl.config import Recipe
+from mrl.disaggregated.admission import Bound
 from mrl.disaggregated.ledger import Ledger
 from mrl.disaggregated.records import Lease, Partial
+from mrl.disaggregated.tally import Tally
 from mrl.disaggregated.work import Delivered
 from mrl.errors import WrongWeights
-from mrl.run.rollouts import decode_groups, encode_groups
+from mrl.run.rollouts import encode_groups
 from mrl.types import Prompt, SampleGroup
 
 Send = Callable[[int, dict[str, Any], bytes], None]
 """Sends a message and a body to the worker of an engine."""
+_COUNTS = ("tally", "next_item", "next_lease")
+"""What the state of a ledger holds beside its prompts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Leasing:
         config, rollout = recipe.asynchronous, recipe.rollout
         self._draw, self._send = draw, send
         self._seed, self._size = recipe.seed, rollout.samples_per_prompt
+        self._rollout = rollout
+        self._bound = Bound(rollout.prompts_per_step, config.max_staleness)
         self.ledger = Ledger(
             session=secrets.token_hex(4),
             prompts_per_step=rollout.prompts_per_step,
@@ -105,7 +111,7 @@ class Leasing:
 
     def _tell(self, engine: int, lease: Lease) -> None:
         begun = lease.prompt if lease.partial is None else lease.partial.payload
-        (group,) = _numbered([begun], [lease.item_id])
+        group = renumbered(begun, lease.item_id)
         seed = self._seed * 1_000_003 + lease.item_id
         message = {"type": "lease", "lease_id": lease.lease_id, "seed": seed}
         self._send(engine, message, encode_groups([group]))
@@ -144,7 +150,7 @@ class Leasing:
         begun: SampleGroup = lease.prompt if former is None else former.payload
         samples = list(begun.samples)
         samples[place] = alone.samples[0]
-        (group,) = _numbered([dataclasses.replace(begun, samples=samples)], [lease.item_id])
+        group = renumbered(dataclasses.replace(begun, samples=samples), lease.item_id)
         if versions := _versions([group]):
             num_tokens = sum(sample.num_generated for sample in samples)
             self.ledger.report(lease_id, Partial(group, min(versions), num_tokens))
@@ -180,46 +186,61 @@ class Leasing:
         whole = Delivered()
         for number, finished in enumerate(batch):
             delivered: Delivered = finished.group
-            whole.groups += _numbered(delivered.groups, [number])
+            whole.groups += [renumbered(group, number) for group in delivered.groups]
             whole.num_failed += delivered.num_failed
         return whole
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return JSON-able state: the ledger, its prompts, and the groups in the queue."""
-        state, prompts = self.ledger.state_dict(), self.ledger.prompts
-        queue = {each.item_id: each.group for each in self.ledger.finished}
-        partials = self.ledger.partials
-        return {
-            "ledger": state,
-            "prompt_ids": list(prompts),
-            "prompts": _encode(list(prompts.values())),
-            "queue_ids": list(queue),
-            "queue": _encode([group for each in queue.values() for group in each.groups]),
-            "num_failed": [each.num_failed for each in queue.values()],
-            "partial_ids": list(partials),
-            "partials": _encode([each.payload for each in partials.values()]),
-            "partial_oldest": [each.oldest for each in partials.values()],
-            "partial_tokens": [each.num_tokens for each in partials.values()],
-        }
+    def counts(self) -> dict[str, Any]:
+        """Return what the ledger counts over the whole run, JSON-able."""
+        state = self.ledger.state_dict()
+        return {name: state[name] for name in _COUNTS}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        prompts = dict(zip(state["prompt_ids"], _decode(state["prompts"]), strict=True))
-        groups = _decode(state["queue"])
-        queue = {
-            item_id: Delivered([group], num_failed)
-            for item_id, group, num_failed in zip(
-                state["queue_ids"], groups, state["num_failed"], strict=True
-            )
+    def waiting(self) -> list[Waiting]:
+        """Return the groups in the queue, and then the prompts that wait or are leased."""
+        ledger = self.ledger
+        queue: list[Waiting] = []
+        for each in ledger.finished:
+            delivered: Delivered = each.group
+            (group,) = delivered.groups
+            queue.append(Waiting(group, item=each.item_id, num_failed=delivered.num_failed))
+        done = {one.item for one in queue}
+        begun = ledger.prompts | {i: each.payload for i, each in ledger.partials.items()}
+        left = [i for i in sorted(begun) if i not in done]
+        return [*in_order(queue), *(Waiting(begun[i], item=i) for i in left)]
+
+    def take_up(
+        self, waiting: Sequence[Waiting], step: int, counts: Mapping[str, Any] | None
+    ) -> list[Waiting]:
+        """Continue at `step` with the prompts of a checkpoint; return those that begin anew.
+
+        `counts` are those of the ledger that has written it; None where engines did not run freely.
+        """
+        if counts is None:  # as if they always had: every prompt has its number
+            first = step * self._rollout.prompts_per_step
+            next_item = first + len(waiting)
+            waiting = [dataclasses.replace(one, item=first + i) for i, one in enumerate(waiting)]
+            counts = {"tally": Tally().state_dict(), "next_item": next_item, "next_lease": 0}
+        prompts, queue, partials, oldest = {}, {}, {}, []
+        for one in waiting:
+            assert one.item is not None
+            (prompts[one.item],) = start_groups([one.group.prompt], self._size)
+            if not one.versions or not one.fits(self._rollout):
+                continue
+            if not one.is_scored:
+                partials[one.item] = Partial(one.group, min(one.versions), one.num_tokens)
+            elif self._bound.room(step, oldest, min(one.versions)):
+                oldest.append(min(one.versions))
+                queue[one.item] = one
+        state = {
+            **counts,
+            "step": step,
+            "waiting": [i for i in prompts if i not in queue],
+            "finished": [_outline(one) for one in queue.values()],
         }
-        found = zip(
-            _decode(state["partials"]),
-            state["partial_oldest"],
-            state["partial_tokens"],
-            strict=True,
-        )
-        partials = dict(zip(state["partial_ids"], (Partial(*each) for each in found), strict=True))
-        self.ledger.load_state_dict(state["ledger"], prompts, queue, partials)
+        groups = {i: Delivered([one.group], one.num_failed) for i, one in queue.items()}
+        self.ledger.load_state_dict(state, prompts, groups, partials)
+        kept = {*queue, *partials}
+        return [one for one in waiting if one.item not in kept]
 
 
 def default_groups(prompts_per_step: int, num_engines: int) -> int:
@@ -241,18 +262,12 @@ def _listed(versions: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(versions)))
 
 
-def _numbered(groups: list[SampleGroup], numbers: list[int]) -> list[SampleGroup]:
-    return [
-        dataclasses.replace(
-            group, samples=[dataclasses.replace(s, group_id=number) for s in group.samples]
-        )
-        for group, number in zip(groups, numbers, strict=True)
-    ]
-
-
-def _encode(groups: list[SampleGroup]) -> str:
-    return base64.b64encode(encode_groups(groups)).decode() if groups else ""
-
-
-def _decode(text: str) -> list[SampleGroup]:
-    return decode_groups(base64.b64decode(text)) if text else []
+def _outline(scored: Waiting) -> dict[str, Any]:
+    """Return a group of the queue as the ledger's state has it."""
+    versions = scored.versions
+    return {
+        "id": scored.item,
+        "oldest": min(versions),
+        "newest": max(versions),
+        "num_tokens": scored.num_tokens,
+    }

@@ -22,6 +22,7 @@ from mrl.collect.backlog import (
     older_tokens,
 )
 from mrl.collect.single_turn import is_finished
+from mrl.collect.waiting import Waiting, read_waiting, waiting_state
 from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.data import PromptCursor
 from mrl.errors import InputError
@@ -34,7 +35,7 @@ NUM_PROMPTS = 23
 
 def config_of(rng: random.Random, partial_rollouts: str) -> RolloutConfig:
     return RolloutConfig(
-        max_response_len=8,
+        max_response_len=1000,  # `grown` cuts nothing off
         prompts_per_step=rng.randint(1, 6),
         samples_per_prompt=rng.randint(1, 3),
         over_sampling=rng.uniform(1.05, 3.0),
@@ -69,6 +70,12 @@ def content(backlog: Backlog) -> list[tuple]:
         for one in backlog.waiting
         for s in one.group.samples
     ]
+
+
+def through_json(backlog: Backlog) -> list[Waiting]:
+    """What waits, as a checkpoint gives it back."""
+    records = backlog.records([one.group for one in backlog.waiting])
+    return read_waiting(json.loads(json.dumps({"waiting": waiting_state(records)})))
 
 
 def rolled_out(
@@ -128,9 +135,9 @@ def test_nothing_is_lost_or_doubled_over_random_steps_and_restarts(partial_rollo
         assert done + waiting == drawn
         if rng.random() < 0.3:  # killed and resumed
             before = content(backlog)
-            state = json.loads(json.dumps(backlog.state_dict()))
+            records = through_json(backlog)
             backlog = Backlog(config)
-            backlog.load_state_dict(state)
+            assert backlog.take_up(records) == []
             assert content(backlog) == before
     # The backlog stays small: what one step leaves, and for long rounds what gathers up to one.
     assert len(backlog.waiting) < config.num_started
@@ -264,9 +271,8 @@ def test_a_resumed_run_continues_only_log_probs_of_its_own_distribution(
         left = dataclasses.replace(left, sampling_mask=SamplingMask.of(sets))
     partial = [SampleGroup(plan.started[1].group.prompt, [left])]
     backlog.end_step(plan, [plan.started[0].group], partial, 0)
-    state = json.loads(json.dumps(backlog.state_dict()))
     other = Backlog(config.model_copy(update={"sampling_mask": wants}))
-    other.load_state_dict(state)
+    other.take_up(through_json(backlog))
     (waiting,) = other.waiting
     (sample,) = waiting.group.samples
     assert sample.num_generated == (3 if had == wants else 0)

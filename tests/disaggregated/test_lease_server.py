@@ -93,7 +93,8 @@ def test_a_worker_that_joined_before_the_checkpoint_was_read_keeps_its_place(
 ) -> None:
     worker = Joined(server, engine=0).started()
     server.wait_until_started(60)
-    server.load_lease_state(server.lease_state(dict)["leases"])  # as a resume does it, after start
+    with server.paused() as leasing:  # as a resume does it, after the start
+        leasing.take_up(leasing.waiting(), 0, leasing.counts())
     server.begin_update(0)
     worker.heard("receive")
     asks(worker, 0)

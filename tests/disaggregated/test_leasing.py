@@ -138,11 +138,9 @@ def test_a_resume_keeps_the_queue_and_gives_the_leased_prompts_again() -> None:
     for _, lease_id, group, _ in half:
         run.finish(lease_id, group, 0, 0.25, 0.75)
     assert run.leasing.take(0) is not None
-    state = run.leasing.state_dict()
-
     resumed = Run().join(0)
     resumed.num_drawn = run.num_drawn
-    resumed.leasing.load_state_dict(state)
+    resumed.leasing.take_up(run.leasing.waiting(), 1, run.leasing.counts())
     resumed.join(0)
     resumed.leasing.ask(0, 1, 100)
     again = {g.prompt.prompt_id for _, _, g, _ in resumed.told}
@@ -170,12 +168,12 @@ def test_finished_samples_of_a_group_that_is_not_whole_outlive_its_worker_and_a_
     done = dataclasses.replace(sample(4), weight_versions=(VersionSpan(0, 2, 6),))
     run.leasing.report(lease_id, 1, SampleGroup(group.prompt, [done]))
     assert run.leasing.ledger.metrics()["async/kept_tokens"] == 0
-    state = run.leasing.state_dict()
+    waiting, counts = run.leasing.waiting(), run.leasing.counts()
     run.told = []
     run.leasing.lose(0)
     run.leasing.ask(1, 0, 1)
     resumed = Run()
-    resumed.leasing.load_state_dict(state)
+    resumed.leasing.take_up(waiting, 0, counts)
     resumed.join(0)
     resumed.leasing.ask(0, 0, 1)
     for each in (run, resumed):

@@ -62,11 +62,11 @@ def test_samples_go_on_under_newer_weights(engine: Engine, oracle, moved) -> Non
     assert all(is_finished(group) for group in done)
     metrics = backlog.end_step(plan, done, left, 0)
     assert metrics["rollout/off_policy_tokens"] == 0.0
-    saved = backlog.state_dict()
+    saved = backlog.records([one.group for one in backlog.waiting])
 
     engine.update_weights(make_buckets(named_weights(model, folder), 1), 1)
     backlog = Backlog(CONFIG)
-    backlog.load_state_dict(saved)
+    backlog.take_up(saved)
     before = {one.group.prompt.prompt_id: one.group.samples for one in backlog.waiting}
     plan = backlog.begin_step(draw, seed=2)
     done, left = rolled_out(engine, plan, len(plan.started))
