@@ -5,12 +5,19 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from mrl.disaggregated.wire import Wire, WireClosed, is_token
 from mrl.system.rendezvous import listen_for
+
+MOST_STRANGERS = 64
+"""Connections without the token that may be open at a time, beside one of each rollout rank: the oldest
+makes room for the next. They have no time limit, as ranks that share an engine wait for the end of the
+run in this way (mrl/disaggregated/supervisor.py)."""
+RETRY_S = 0.2
 
 
 class Doorway:
@@ -25,6 +32,11 @@ class Doorway:
         is_here = set(hosts) == {socket.gethostname()}
         self._listener = socket.create_server(("127.0.0.1", 0)) if is_here else listen_for(hosts)
         self.token = secrets.token_hex(32)
+        self._lock = threading.Lock()
+        self._strangers: list[Wire] = []
+        """Connections that have not shown the token, the oldest first."""
+        self._most_strangers = MOST_STRANGERS + len(hosts)
+        self._is_closed = False
         host, port = self._listener.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
 
@@ -34,6 +46,7 @@ class Doorway:
 
     def close(self) -> None:
         """Let nobody in any more."""
+        self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # close() alone does not wake its thread
         self._listener.close()
@@ -42,16 +55,26 @@ class Doorway:
         while True:
             try:
                 connection, _ = self._listener.accept()
+                wire = Wire(connection, is_trusted=False)
             except OSError:
-                return  # it was closed
-            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+                if self._is_closed:
+                    return
+                time.sleep(RETRY_S)  # its caller has given up, or this process is out of files
+                continue
+            with self._lock:
+                self._strangers.append(wire)
+                surplus = self._strangers[: -self._most_strangers]
+            for other in surplus:
+                other.close()
+            threading.Thread(target=self._admit, args=(wire,), daemon=True).start()
 
-    def _admit(self, connection: socket.socket) -> None:
-        wire = Wire(connection, is_trusted=False)
+    def _admit(self, wire: Wire) -> None:
         try:
             hello, _ = wire.receive()
         except WireClosed:
             hello = {}
+        with self._lock:
+            self._strangers.remove(wire)
         if not is_token(hello.get("token"), self.token):
             wire.close()  # a stranger
             return

@@ -248,8 +248,8 @@ class Server:
             why = str(error)
         except RunFailed as error:
             self._failure, why = error, str(error)
-        except (KeyError, TypeError, ValueError) as error:
-            why = f"it sent a message that is none: {type(error).__name__}: {error}"
+        except Exception as error:  # this thread is the only one that listens to the worker
+            why = f"its message could not be read: {type(error).__name__}: {error}"
         else:
             why = ""
         wire.close()

@@ -114,8 +114,8 @@ class Worker:
     def run(self) -> None:
         """Work until the trainer says that the run is over. Raises WireClosed where it is gone."""
         with self._undo:
-            for name, target in (("mrl-wire", self._read), ("mrl-pulse", self._pulse)):
-                threading.Thread(target=target, name=name, daemon=True).start()
+            for target in (self._read, self._pulse, self._report_progress):
+                threading.Thread(target=target, name="mrl-wire", daemon=True).start()
             try:
                 self._place.start()
                 self._wire.send({"type": "started"})
@@ -280,10 +280,17 @@ class Worker:
             self._events.put(Event(error=error))
 
     def _pulse(self) -> None:
-        """Say that this process lives, whether it makes progress, and what its engine does."""
-        with suppress(WireClosed, OSError):
-            while True:
+        """Say to the supervisor that this process lives, also while a large frame is on its way to the
+        trainer. Without a connection there is nothing to live for."""
+        with suppress(OSError):
+            while not self._wire.is_closed:
                 os.write(self._supervisor, b".")
+                time.sleep(PULSE_S)
+
+    def _report_progress(self) -> None:
+        """Tell the trainer whether there is progress, and what the engine does."""
+        with suppress(WireClosed):
+            while True:
                 known = {"version": self._version, "activity": self._activity.take()}
                 self._wire.send({"type": "pulse", "progress": num_beats(), **known})
                 self._activity.wait(PULSE_S)

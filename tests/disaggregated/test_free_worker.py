@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import select
+import socket
 import threading
 import types
 from typing import Any, cast
@@ -11,7 +14,8 @@ import pytest
 
 from mrl.disaggregated.activity import ActivityLog
 from mrl.disaggregated.free_worker import FreeWorker, _Held
-from mrl.disaggregated.worker import Event
+from mrl.disaggregated.wire import Wire
+from mrl.disaggregated.worker import Event, Worker
 from mrl.rollout.base import EngineLost
 from tests.waiting import wait_until
 
@@ -58,3 +62,23 @@ def test_an_engine_that_dies_before_an_interrupting_update_is_replaced(is_whole:
     assert not thread.is_alive(), "the main thread spins"
     assert worker.replaced == [0 if is_whole else 1]
     assert worker._engine.num_pauses == 1
+
+
+def test_the_supervisor_hears_of_a_worker_whose_connection_is_busy() -> None:
+    """A large frame takes longer than `async.worker_timeout_s` on a slow network."""
+    reader, writer = os.pipe()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        there, _ = listener.accept()
+    worker = cast(Any, Worker.__new__(Worker))
+    worker._supervisor, worker._wire = writer, Wire(here)
+    worker._version, worker._activity = None, ActivityLog("start")
+    with worker._wire._lock:  # as while a frame is sent
+        for say in [getattr(worker, name) for name in ("_pulse", "_report_progress")]:
+            threading.Thread(target=say, daemon=True).start()
+        for _ in range(3):
+            assert select.select([reader], [], [], 30.0)[0], "no sign"
+            os.read(reader, 1)
+    worker._wire.close()
+    for each in (here, there):
+        each.close()

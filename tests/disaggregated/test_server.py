@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
+import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from mrl.config.asynchronous import AsyncConfig
+from mrl.disaggregated.doorway import Doorway
 from mrl.disaggregated.server import Server
 from mrl.disaggregated.wire import Wire, WireClosed
 from mrl.disaggregated.work import Delivered, Work
@@ -62,6 +65,43 @@ def test_a_stranger_is_not_told_anything(server: Server) -> None:
     stranger = socket.create_connection(server.address)
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert stranger.recv(100) == b""
+
+
+def test_strangers_who_say_nothing_keep_no_worker_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrl.disaggregated.doorway.MOST_STRANGERS", 2)
+    server = Server(1, AsyncConfig(), HERE)
+    try:
+        silent = [socket.create_connection(server.address) for _ in range(5)]
+        assert [one.recv(1) for one in silent[:2]] == [b"", b""]  # there is room for 2 + 1
+        silent[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
+        worker = Joined(server).started()
+        server.wait_until_started(60)
+        assert not worker.wire.is_closed
+    finally:
+        server.close()
+
+
+def test_a_process_that_was_out_of_files_lets_workers_in_again() -> None:
+    doorway = Doorway(HERE, lambda wire, hello: wire.send({"type": "welcome"}))
+    listener, calls = doorway._listener, []
+
+    def accept() -> tuple[socket.socket, Any]:
+        calls.append(1)
+        if len(calls) < 3:
+            raise OSError(errno.EMFILE, "too many open files")
+        return listener.accept()
+
+    doorway._listener = cast(
+        Any,
+        types.SimpleNamespace(accept=accept, shutdown=listener.shutdown, close=listener.close),
+    )
+    doorway.open()
+    wire = Wire(socket.create_connection(doorway.address))
+    wire.send({"type": "hello", "token": doorway.token})
+    assert wire.receive()[0] == {"type": "welcome"}
+    doorway.close()
 
 
 def test_work_is_given_and_delivered(server: Server) -> None:
@@ -144,12 +184,32 @@ def test_an_error_of_a_worker_ends_the_run(server: Server) -> None:
 
 
 @pytest.mark.parametrize("message", [{"type": "nonsense"}, {"typ": 1}, {"type": "part"}])
-def test_a_message_that_is_none_loses_the_worker(server: Server, message: dict[str, Any]) -> None:
+def test_a_message_that_is_none_loses_the_worker(
+    server: Server, message: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
     worker = Joined(server).started()
     server.wait_until_started(10)
     worker.wire.send(message)
     with pytest.raises(WireClosed):
         worker.wire.receive()
+    wait_until(lambda: server.num_lost)
+    said = " ".join(capfd.readouterr().out.split())
+    assert "rollout engine 0: its worker is lost: its message could not be read" in said
+
+
+def test_a_worker_is_lost_at_once_whatever_is_wrong_with_its_message(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("nobody foresaw it")
+
+    monkeypatch.setattr("mrl.disaggregated.server.add_worker", fail)
+    worker = Joined(server).started()
+    server.wait_until_started(10)
+    worker.wire.send({"type": "measured", "metrics": {}})
+    with pytest.raises(WireClosed):
+        worker.wire.receive()
+    wait_until(lambda: server.num_lost)
 
 
 def test_workers_are_sent_home(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
