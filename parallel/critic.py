@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe.routes import Replay
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
+from mrl.system.heartbeat import phase
 from mrl.types import MicroBatch
 from parallel.architectures.base import HfConfig, Rule
 from parallel.base import Base, BaseSetup
@@ -129,7 +130,8 @@ class Critic(MegatronModel):
             prefix="critic_",
             options=options,
         )
-        self.load(may_lack=(VALUE_HEAD,))
+        with phase("load/critic"):
+            self.load(may_lack=(VALUE_HEAD,))
 
     def values(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the values of the states before and after each loss token, without gradient.

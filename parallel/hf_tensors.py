@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mrl.errors import InputError
+from mrl.system.heartbeat import beat
 from mrl.system.json_text import parse_json
 from parallel.hf_config import HfModel
 
@@ -49,6 +50,7 @@ class HfTensors:
 
     def rows(self, name: str, start: int, end: int) -> Tensor:
         """Read the rows from `start` to before `end` of a tensor with at least one dimension."""
+        beat()
         return self._where[name].get_slice(name)[start:end]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -57,6 +59,7 @@ class HfTensors:
                 f"{self.path}: no weight {name!r} in {len(self._files)} safetensors file(s); the "
                 "folder does not match its config.json"
             )
+        beat()
         return self._where[name].get_tensor(name)
 
 

@@ -18,6 +18,7 @@ from mrl.learn.kl_control import KlControl
 from mrl.learn.low_ess import LowEssSteps
 from mrl.learn.nonfinite import NonFiniteSteps
 from mrl.run import console
+from mrl.system.heartbeat import phase
 from mrl.types import LossOutput, MicroBatch, TrainBatch
 from parallel.critic import Critic
 from parallel.implementation import choose_dtype
@@ -72,6 +73,10 @@ class Updates:
         self._policy_steps.in_a_row, self._critic_steps.in_a_row = found
         self._low_ess.in_a_row = state.get("low_ess_steps", 0)
 
+    def trains_policy(self, step: int) -> bool:
+        """Whether the policy is trained in a step; not while a critic warms up."""
+        return self.critic is None or step >= self.recipe.critic.warmup_steps
+
     def take(
         self, step: int, batches: list[TrainBatch], flat: list[MicroBatch], replay: Replay
     ) -> Updated:
@@ -82,7 +87,7 @@ class Updates:
         weights. Raises NotFinite after too many steps in a row that were not finite, and RunFailed
         after too many below `guards.min_ess`.
         """
-        trains_policy = self.critic is None or step >= self.recipe.critic.warmup_steps
+        trains_policy = self.trains_policy(step)
         starts = accumulate((len(batch.micro_batches) for batch in batches), initial=0)
         shares = [slice(start, end) for start, end in pairwise(starts)]
         num_empty = sum(not batch.num_loss_tokens for batch in batches)
@@ -98,7 +103,8 @@ class Updates:
             if trains_policy:
                 done = self._update_policy(step, ready, replay.of_batches(share), share.start, done)
             if self.critic is not None:
-                self._update_critic(step, ready, self.critic, done.value_steps)
+                with phase("train/critic"):
+                    self._update_critic(step, ready, self.critic, done.value_steps)
         if num_empty:
             self._warn(
                 f"step {step}: {num_empty} of {len(batches)} mini-batches have no loss token and "

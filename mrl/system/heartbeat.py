@@ -19,14 +19,21 @@ PHASES = (
     *("start", "load", "sync", "rollout", "score", "logprobs", "train", "save", "evaluate", "log"),
 )
 """What a rank may be doing. `start` is everything before the first step without a name of its own,
-`log` everything between the phases of a step: metrics, trackers, callbacks."""
+`log` everything between the phases of a step: metrics, trackers, callbacks.
+
+A name may have a part after a slash, as in `load/checkpoint`: work of another kind, whose times the
+watchdog learns by themselves. Limits of a recipe are those of the name before the slash."""
+APART = "supervise"
+"""What a rank does that leads engines: it passes none of these phases."""
 LEFT = "left"
 """What the page of a rank says that is through with the run."""
-_FORM = struct.Struct("=16sqqq64s")
+_FORM = struct.Struct("=32sqqq64s")
 _COLLECTIVE = struct.Struct("=16s64sqq")
 _COLLECTIVE_AT = 128
 _END = struct.Struct("=q")
 _END_AT = _COLLECTIVE_AT + _COLLECTIVE.size - _END.size
+_HELPER = struct.Struct("=q")
+_HELPER_AT = 256
 SIZE = mmap.PAGESIZE
 _STRIDE = 1000
 """Positions that belong to the work for one tenant: more than it passes phases."""
@@ -137,6 +144,23 @@ def read_collective(memory: mmap.mmap) -> Collective:
     return Collective(_text(name), _text(group), number, bool(is_over))
 
 
+def read_helper(memory: mmap.mmap) -> int:
+    """Return the number of the process that writes for this rank; 0 where there was none."""
+    return _HELPER.unpack_from(memory, _HELPER_AT)[0]
+
+
+def note_helper() -> None:
+    """Say, in a fork of a rank, that this process writes for it: the bytes that it moves are progress
+    of the rank where it loads or saves."""
+    for page in _pages:
+        _HELPER.pack_into(page.memory, _HELPER_AT, os.getpid())
+
+
+def kind_of(phase: str) -> str:
+    """Return the name of a phase without its part."""
+    return phase.partition("/")[0]
+
+
 def _text(field: bytes) -> str:
     return field.rstrip(b"\0").decode(errors="replace")
 
@@ -159,12 +183,12 @@ def phase(name: str) -> Iterator[None]:
     """Mark what this rank does in the block; as a decorator, in each call of the function.
 
     Every rank must come through the same phases in the same order, also where it has nothing to do. In
-    a phase within a phase the inner one counts.
+    a phase within a phase the inner one counts, but `save` within `save/snapshot` stays the latter.
     """
     before = ""
     for page in _pages:
         before = page.phase
-        page.go_to(name)
+        page.go_to(before if kind_of(before) == name else name)
     try:
         yield
     finally:
@@ -203,8 +227,16 @@ def begin_step(step: int) -> None:
         page.go_to("log")
 
 
+def supervise() -> None:
+    """Say that this rank leads engines from now on; it beats whatever its engines do."""
+    for page in _pages:
+        page.phase = page.outside = APART
+        page.write()
+
+
 def beat() -> None:
-    """Say that this rank makes progress: a micro-batch, a finished sample, a bucket of weights."""
+    """Say that this rank makes progress: a micro-batch, a finished sample, a bucket or a tensor of
+    weights. Bytes that its main thread reads or writes in `load` and `save` are seen without it."""
     for page in _pages:
         page.beats += 1
         page.write()

@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.run.failure import TAIL_LINES
-from mrl.system.heartbeat import SIZE, read_collective, read_page
+from mrl.system.heartbeat import SIZE, kind_of, read_collective, read_helper, read_page
 from mrl.watch.verdict import GONE, Seen
 
 TICK_S = 0.2
 STACKS_S = 2.0
 """How long the ranks have to write their stacks."""
+MOVES_BYTES = ("load", "save")
+"""Phases in which reading and writing files is progress; elsewhere a rank that waits may read, too."""
+BEAT_BYTES = 1 << 16
+"""The bytes that count as one sign of progress: more than polling a file takes."""
 
 
 @dataclass
@@ -45,7 +49,13 @@ class Process:
     def see(self) -> Seen:
         state, started = _stat(self.pid)
         state = state if started == self.started else ""
-        return Seen(read_page(self.page), state, read_collective(self.page))
+        pulse = read_page(self.page)
+        if kind_of(pulse.phase) in MOVES_BYTES and state:
+            moved = _moved(f"{self.pid}/task/{self.pid}")
+            if helper := read_helper(self.page):
+                moved += _moved(str(helper))
+            pulse = pulse._replace(beats=pulse.beats + moved // BEAT_BYTES)
+        return Seen(pulse, state, read_collective(self.page))
 
     def send(self, number: int) -> None:
         """Send it a signal, where it is still there."""
@@ -97,3 +107,13 @@ def _stat(pid: int) -> tuple[str, str]:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
     return "", ""
+
+
+def _moved(task: str) -> int:
+    """Return the bytes that a task of /proc has read and written, those that it has mapped included; 0
+    where the system does not say."""
+    with suppress(OSError, ValueError):
+        lines = Path(f"/proc/{task}/io").read_text().splitlines()
+        counts = dict(line.split(": ") for line in lines)
+        return sum(int(counts[name]) for name in ("rchar", "wchar", "read_bytes"))
+    return 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mrl.system.heartbeat import LEFT, Collective, Pulse
+from mrl.system.heartbeat import APART, LEFT, Collective, Pulse, kind_of
 
 LEAST_LIMIT_S = 60.0
 TIMES_LONGEST = 5.0
@@ -28,7 +28,7 @@ class Limits:
     """`Limits` are the seconds that a phase may take without progress."""
 
     given: Mapping[str, float]
-    """The recipe's `watch.limits`, by phase; they decide alone."""
+    """The recipe's `watch.limits`, by the phase without its part; they decide alone."""
     least: Mapping[str, float]
     """What the own waits of a phase may take, by its name; 0 where they have no limits."""
     first_s: float
@@ -37,14 +37,15 @@ class Limits:
     def of(self, phase: str, longest_s: float | None, *, is_stopped: bool = False) -> float:
         """Return the limit of a phase; `longest_s` is its longest time without progress so far, None
         before it was over once. A stopped rank waits for nothing that could have a limit of its own."""
-        if phase in self.given:
-            return self.given[phase]
+        kind = kind_of(phase)
+        if kind in self.given:
+            return self.given[kind]
         learned = max(LEAST_LIMIT_S, TIMES_LONGEST * (longest_s or 0.0))
         if is_stopped:
             return learned
         if longest_s is None:
             learned = max(learned, self.first_s)
-        return max(learned, self.least.get(phase, 0.0))
+        return max(learned, self.least.get(kind, 0.0))
 
 
 class Seen(NamedTuple):
@@ -145,11 +146,20 @@ class Watch:
             rank.age_s += seconds
             return
         work = before.pulse.phase, before.pulse.tenant
+        is_other = seen.pulse.position != before.pulse.position
+        if seen.pulse.tenant and is_other and seen.pulse.phase == "load":
+            self._forget(seen.pulse.tenant)
         if before.state not in STOPPED:  # what a user stopped and continued teaches nothing
             self._longest_s[work] = max(self._longest_s.get(work, 0.0), rank.age_s)
-        if seen.pulse.position != before.pulse.position:
+        if is_other:
             self._through.setdefault(work, set()).add(number)
         rank.age_s = 0.0
+
+    def _forget(self, tenant: str) -> None:
+        """Learn the times of a tenant anew: one that loads may be another one of the same name."""
+        for known in (self._longest_s, self._through):
+            for work in [work for work in known if work[1] == tenant]:
+                del known[work]
 
     def _worst(self, share: float) -> Verdict | None:
         """Return the rank at fault where it is over `share` of its limit."""
@@ -157,6 +167,11 @@ class Watch:
         if halted:
             return max(halted, key=lambda verdict: verdict.since_s)
         watched = [n for n in range(len(self._ranks)) if self._is_watched(n)]
+        for number in [n for n in watched if self._is_apart(n)]:
+            watched.remove(number)
+            rank, limit = self._ranks[number], self._limit(number)
+            if rank.age_s > share * limit:
+                return Verdict(number, "stuck", rank.seen.pulse, rank.age_s, limit)
         last = min((self._ranks[n].seen.pulse.position for n in watched), default=0)
         behind = [n for n in watched if self._ranks[n].seen.pulse.position == last]
         if not behind:
@@ -185,9 +200,14 @@ class Watch:
         """Whether a rank can be at fault: not where it has left, or nothing is known of it yet."""
         return self._ranks[number].seen.pulse.phase not in (LEFT, UNKNOWN.phase)
 
+    def _is_apart(self, number: int) -> bool:
+        """Whether a rank leads engines, and passes no phases."""
+        return self._ranks[number].seen.pulse.phase == APART
+
     def _limit(self, number: int, *, is_stopped: bool = False) -> float:
         pulse = self._ranks[number].seen.pulse
         work = pulse.phase, pulse.tenant
-        is_through = len(self._through.get(work, ())) == len(self._ranks)
+        passing = {n for n in range(len(self._ranks)) if not self._is_apart(n)}
+        is_through = passing <= self._through.get(work, set()) or self._is_apart(number)
         longest = self._longest_s.get(work, 0.0) if is_through else None
         return self.limits.of(pulse.phase, longest, is_stopped=is_stopped)

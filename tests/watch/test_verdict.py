@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from mrl.config.watch import Phase
 from mrl.system import heartbeat
 from mrl.system.heartbeat import Collective, Pulse
-from mrl.watch.process import innermost
+from mrl.watch.process import BEAT_BYTES, Process, innermost
 from mrl.watch.verdict import Limits, Seen, Verdict, Watch
 
 
@@ -121,6 +123,56 @@ def test_what_one_tenant_needs_says_nothing_of_another() -> None:
     assert "in phase train of step 0 of tenant slow, whose limit is 1800 s" in found.text()
 
 
+def test_the_first_limit_of_a_phase_does_not_come_from_other_work_under_its_name() -> None:
+    """A resume: the weights load in 4 s, then the checkpoint, with Adam's moments, in 80."""
+    follower = watch()
+    for position, phase, seconds in ((1, "load", 4), (2, "start", 30), (3, "load/checkpoint", 80)):
+        ranks = [seen(phase, position, position, step=-1)] * 2
+        assert run(follower, seconds, *ranks) is None
+    assert run(follower, 1700, *ranks) is None
+    assert run(follower, 100, *ranks) is not None
+    given = watch({"load": 10.0})
+    found = run(given, 11, seen("load/checkpoint", 1, 1))
+    assert found is not None
+    assert found.limit_s == 10.0
+
+
+def test_a_tenant_that_loads_is_learned_anew() -> None:
+    """It may be another one of the same name, with a larger adapter."""
+    follower = watch()
+    for position, phase in enumerate(("load", "train", "log", "load", "train", "log")):
+        pulse = Pulse(phase, 0, position, position, "ann")
+        if position < 4:
+            follower.tick(0.5, [Seen(pulse, "R")])
+        elif phase == "train":
+            assert run(follower, 1799, Seen(pulse, "R")) is None
+
+
+def test_a_rank_that_leads_engines_is_seen_and_holds_up_nobody() -> None:
+    leads = seen(heartbeat.APART, 0, 3, step=-1)
+    follower = watch({"train": 100.0})
+    for beats in range(30):  # the trainer works, and the supervisor, which passes no phase, beats
+        ranks = [
+            seen("train", 9, beats),
+            leads._replace(pulse=leads.pulse._replace(beats=beats)),
+        ]
+        assert run(follower, 20, *ranks) is None
+    found = run(follower, 101, seen("train", 9, beats), leads)
+    assert found is not None
+    assert (found.rank, found.how) == (0, "stuck")
+    for state, how in (("T", "stopped"), ("S", "stuck"), ("Z", "gone")):
+        follower = watch()
+        moving = (Seen(Pulse("train", 3, 9, n), "R") for n in range(200))
+        verdicts = [follower.tick(0.5, [s, leads._replace(state=state)]) for s in moving]
+        found = next(each for each in verdicts if each)
+        assert (found.rank, found.how, found.limit_s) == (1, how, 60.0)
+    trained = watch()  # ranks that pass no phases are not awaited before a limit is learned
+    for ranks in ([seen("save", 1, 1), leads], [seen("log", 2, 2), leads]):
+        trained.tick(0.5, ranks)
+    again = (leads._replace(pulse=leads.pulse._replace(beats=n)) for n in range(200))
+    assert any(trained.tick(0.5, [seen("save", 3, 3), each]) for each in again)
+
+
 def test_a_monitor_that_did_not_run_blames_nobody() -> None:
     follower = watch({"train": 60.0})
     assert follower.tick(0.5, [seen("train", 1, 1)]) is None
@@ -152,6 +204,8 @@ def test_a_page_says_what_the_rank_does() -> None:
                 assert heartbeat.read_page(memory) == Pulse("load", 4, 3, 4)
             assert heartbeat.read_page(memory).phase == "sync"
         assert heartbeat.read_page(memory).phase == "log"
+        with heartbeat.phase("save/snapshot"), heartbeat.phase("save"):
+            assert heartbeat.read_page(memory).phase == "save/snapshot"
         heartbeat.leave()
         assert heartbeat.read_page(memory).phase == heartbeat.LEFT
     finally:
@@ -159,6 +213,34 @@ def test_a_page_says_what_the_rank_does() -> None:
     heartbeat.beat()
     with heartbeat.phase("train"):  # nothing is open
         pass
+
+
+def test_bytes_that_a_rank_moves_are_progress_where_it_loads_or_saves(tmp_path: Path) -> None:
+    path, file = heartbeat.open_page(), tmp_path / "shard"
+    file.write_bytes(bytes(4 * BEAT_BYTES))
+    (tmp_path / "stacks").touch()
+    try:
+        own = Process.open(0, os.getpid(), path, str(tmp_path / "stacks"))
+        for phase, is_progress in (("load/checkpoint", True), ("save", True), ("rollout", False)):
+            with heartbeat.phase(phase):
+                before = own.see().pulse
+                assert own.see().pulse == before  # to wait is none
+                file.read_bytes()
+                assert (own.see().pulse != before) == is_progress
+        with heartbeat.phase("save/finish"):  # a fork writes for the rank
+            before, said = own.see().pulse, os.pipe()
+            if not (pid := os.fork()):
+                heartbeat.note_helper()
+                file.write_bytes(bytes(8 * BEAT_BYTES))
+                os.write(said[1], b"x")
+                signal.pause()
+            os.read(said[0], 1)
+            after = own.see().pulse
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            assert after.beats >= before.beats + 8
+    finally:
+        heartbeat.close_page()
 
 
 def test_ranks_are_level_again_after_work_for_a_tenant_that_failed_on_some() -> None:
