@@ -99,9 +99,9 @@ def _serve(
     from mrl.run import console
     from mrl.tenants.control import Control
     from mrl.tenants.open_house import open_service
-    from mrl.watch.start import least_limits_of_service, watching
+    from mrl.watch.start import Apart, least_limits_of_service, watching
     from parallel.clocks import compare_clocks
-    from parallel.mesh import init_mesh
+    from parallel.mesh import init_mesh, join_store
 
     folder = Path(config.output_dir)
     command, least = serve_command(folder), least_limits_of_service(config)
@@ -118,7 +118,9 @@ def _serve(
         mesh = init_mesh(dims, seed=0, timeout_s=config.longest_wait_s)
         if (apart := compare_clocks()) and registry is not None:
             console.warning(apart)
-        undo.enter_context(watching(config.watch, least, folder, command))
+        rest = range(roles.num_trainers, roles.world)  # lead engines, and are watched, too
+        apart = Apart(join_store()[0], rest, config.longest_wait_s) if rest else None
+        undo.enter_context(watching(config.watch, least, folder, command, apart))
         if registry is None:
             made.append(open_service(config, roles, mesh, None))
         else:
@@ -133,8 +135,11 @@ def _roll_out(config: ServiceConfig, roles: Roles, rank: int) -> int:
     """Lead engines, or give them this rank's device, until the trainers are done."""
     from mrl.disaggregated.supervisor import supervise
     from mrl.tenants.disaggregated_house import job_of_service
+    from mrl.watch.start import watched_apart
     from parallel.mesh import join_store
 
-    if code := supervise(job_of_service(config), roles, rank, join_store()[0]):
-        sys.exit(code)
+    store = join_store()[0]
+    with watched_apart(store, rank) as look:
+        if code := supervise(job_of_service(config), roles, rank, store, look):
+            sys.exit(code)
     return 0

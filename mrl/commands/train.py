@@ -101,10 +101,13 @@ def train(
 def _roll_out(recipe: Recipe, roles: Roles, rank: int, allowed: Sequence[str]) -> str:
     """Lead engines, or give them this rank's device, until the trainers are done."""
     from mrl.disaggregated.supervisor import job_of_run, supervise
+    from mrl.watch.start import watched_apart
     from parallel.mesh import join_store
 
-    if code := supervise(job_of_run(recipe, allowed), roles, rank, join_store()[0]):
-        sys.exit(code)
+    store = join_store()[0]
+    with watched_apart(store, rank) as look:
+        if code := supervise(job_of_run(recipe, allowed), roles, rank, store, look):
+            sys.exit(code)
     return ""
 
 
@@ -116,9 +119,9 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
     from mrl.commands.out_of_memory import memory_advice
     from mrl.run import console
     from mrl.trainer import Trainer
-    from mrl.watch.start import least_limits, watching
+    from mrl.watch.start import Apart, least_limits, watching
     from parallel.clocks import compare_clocks
-    from parallel.mesh import init_mesh
+    from parallel.mesh import init_mesh, join_store
 
     made: list[Trainer] = []
     recipe, command = plan.recipe, train_command(folder)
@@ -131,8 +134,10 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
         mesh = init_mesh(plan.dims, recipe.seed, timeout_s=recipe.longest_wait_s)
         if (apart := compare_clocks()) and mesh.rank == 0:
             console.warning(apart)
+        rest = range(plan.roles.num_trainers, plan.roles.world)  # they lead engines
+        apart = Apart(join_store()[0], rest, recipe.longest_wait_s) if rest else None
         with (
-            watching(recipe.watch, least_limits(recipe), folder.root, command),
+            watching(recipe.watch, least_limits(recipe), folder.root, command, apart),
             closing(Trainer(plan, mesh, folder, callbacks)) as trainer,
         ):
             made.append(trainer)

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,7 @@ from mrl.config import Recipe, RolloutConfig
 from mrl.errors import ExitCode, InputError
 from mrl.preflight.roles import Roles, check_engine_on_node
 from mrl.run import console
+from mrl.system.heartbeat import beat
 from mrl.system.processes import children_without_usr1
 from mrl.system.rendezvous import own_network
 
@@ -36,6 +37,10 @@ the trainer leaves when it has no more work."""
 POLL_S = 0.2
 ENDED_S = 60.0
 """How long a launcher may take to end its ranks after one of them has failed."""
+BEAT_S = 1.0
+"""The longest time between two signs of progress of a supervisor, whatever its worker does."""
+EXIT_S = 30.0
+"""How long a worker may take to exit once it has closed its pipe."""
 _HEEDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -60,8 +65,12 @@ def job_of_run(recipe: Recipe, allowed: Sequence[str]) -> Job:
     return Job("mrl.disaggregated", settings, recipe.rollout, recipe.longest_wait_s, timeout_s)
 
 
-def supervise(job: Job, roles: Roles, rank: int, store: dist.Store) -> int:
+def supervise(
+    job: Job, roles: Roles, rank: int, store: dist.Store, look: Callable[[], None] = beat
+) -> int:
     """Run the part of a rollout rank until the trainer says that the run is over; return the exit code.
+
+    `look` is called while the trainers start.
 
     Only the first rank of an engine has a worker; the others hold a place, and a GPU, for the engine.
     Signals that ask for a save concern the trainers, who then end the run. Raises InputError where the
@@ -80,7 +89,9 @@ def supervise(job: Job, roles: Roles, rank: int, store: dist.Store) -> int:
         while not meeting.check([ADDRESS]) and time.monotonic() < deadline:
             if signal.SIGTERM in told:  # no step has begun that is to be saved
                 return ExitCode.TERMINATED
+            look()
             time.sleep(POLL_S)
+        look()
         address = json.loads(meeting.get(ADDRESS))
     except RuntimeError as error:  # the store is in the launcher of the first node
         said = str(error).splitlines()[0]
@@ -157,23 +168,37 @@ def _run_worker(module: str, settings: dict[str, Any], timeout_s: float) -> int:
             assert process.stdin is not None
             process.stdin.write(json.dumps({**settings, "pulse": writer}).encode())
             process.stdin.close()
-        while select.select([reader], [], [], timeout_s)[0]:
-            if not os.read(reader, 4096):
-                break
-        else:
-            console.warning(
-                f"rollout engine {settings['engine']}: its worker gave no sign for {timeout_s:g} s"
-            )
-            process.kill()
-        return process.wait()
+        why = _wait_for_silence(reader, timeout_s)
+        if not why:
+            try:
+                return process.wait(EXIT_S)
+            except subprocess.TimeoutExpired:
+                why = f"did not exit within {EXIT_S:g} s of its end"
+        console.warning(f"rollout engine {settings['engine']}: its worker {why}")
+        process.kill()
+        return process.wait()  # Linux ends what is killed, but for a device that hangs
     finally:
         os.close(reader)
 
 
+def _wait_for_silence(reader: int, timeout_s: float) -> str:
+    """Wait until a worker has closed its pipe, or says nothing for long: return that."""
+    heard = time.monotonic()
+    while (silent_s := time.monotonic() - heard) < timeout_s:
+        beat()
+        if select.select([reader], [], [], min(BEAT_S, timeout_s - silent_s))[0]:
+            if not os.read(reader, 4096):
+                return ""
+            heard = time.monotonic()
+    return f"gave no sign for {timeout_s:g} s"
+
+
 def _wait_for_the_trainer(address: Sequence[Any]) -> int:
-    """Wait until the server has closed its connections."""
+    """Wait until the server has closed its connections. Where its node dies without a word, the
+    watchdog ends this rank."""
     with suppress(OSError), socket.create_connection((address[0], address[1]), 60.0) as connection:
-        connection.settimeout(None)
+        while not select.select([connection], [], [], BEAT_S)[0]:
+            beat()
         connection.recv(1)
     return ExitCode.DONE
 
@@ -182,6 +207,7 @@ def _wait_for_the_launcher(told: Sequence[int]) -> None:
     """Let the launcher end this rank: the rank that has failed is the one to report."""
     deadline = time.monotonic() + ENDED_S
     while signal.SIGTERM not in told and time.monotonic() < deadline:
+        beat()
         time.sleep(0.1)
 
 

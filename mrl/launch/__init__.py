@@ -28,6 +28,7 @@ from mrl.run.failure import (
     COMMAND_FILE,
     ENDED_FILE,
     LAUNCH_FOLDER,
+    OVER_FILE,
     RUN_FILE,
     SAVED_FILE,
     Failure,
@@ -48,6 +49,8 @@ C10D_PORT = 29400
 """The port that torch's c10d rendezvous takes where none is given."""
 ALONE_S = 20.0
 """How long torch may take to come back after the watchdog has killed the ranks."""
+STOPPED_S = 60.0
+"""How long a rank may be stopped after another one has ended: its own watchdog sees it no more."""
 TRIED_AGAIN = {
     *(ExitCode.UNFORESEEN, ExitCode.LOST_RANK, ExitCode.HUNG_RANK, ExitCode.LOST_ENGINE),
 }
@@ -99,6 +102,7 @@ def _run(args: Any) -> int:
     # torch would leave an empty folder of its own in the temporary directory at every start
     logs = args.log_dir or str(folder)
     killed = read_oom_kills()
+    threading.Thread(target=_end_stopped, args=(folder,), daemon=True).start()
     if not _is_one_node(args):
         threading.Thread(target=_leave_alone, args=(scratch,), daemon=True).start()
     try:
@@ -119,6 +123,34 @@ def _run(args: Any) -> int:
 
 def _is_one_node(args: Any) -> bool:
     return str(args.nnodes) in ("1", "1:1")
+
+
+def _end_stopped(folder: Path) -> None:
+    """Kill ranks that are stopped for long while others have ended well: torch would wait for ever.
+
+    Where one has failed, torch kills the others itself.
+    """
+    known: dict[int, float] = {}
+    while folder.exists():
+        time.sleep(1)
+        states = {pid: _state(pid) for pid in {*known, *_children()}}
+        have_ended = any(state in ("", "Z") for state in states.values())
+        for pid, state in states.items():
+            is_stopped = have_ended and state in ("T", "t")
+            known[pid] = known.get(pid, 0.0) + 1 if is_stopped else 0.0
+            if known[pid] > STOPPED_S:
+                text = f"mrl: process {pid} is stopped (SIGSTOP) for {STOPPED_S:g} s, others have ended"
+                print(f"{text}: it is killed", file=sys.stderr, flush=True)
+                with suppress(OSError):
+                    (folder / OVER_FILE).touch()
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _state(pid: int) -> str:
+    """Return the letter of the state of a process; empty where it is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 def _leave_alone(scratch: Scratch) -> None:
@@ -178,6 +210,8 @@ def _report(error: Any, folder: Path, killed: OomKills) -> int:
     if (folder / SAVED_FILE).exists():  # whichever rank torch then counts as first
         return ExitCode.SAVED
     number, first = _first(error)
+    if (folder / OVER_FILE).exists() and first.exitcode == -signal.SIGKILL:
+        return ExitCode.DONE  # the run was done before a rank was killed that did not end
     run = _text(folder / RUN_FILE)
     if first.exitcode in (
         ExitCode.BAD_INPUT, ExitCode.SAVED, ExitCode.INTERRUPTED,

@@ -37,6 +37,8 @@ SAVED_FILE = "saved"
 """The file in that folder by which rank 0 says that the run saved and left."""
 ENDED_FILE = "ended"
 """The file in that folder by which the watchdog says that it has killed the ranks: the exit code."""
+OVER_FILE = "over"
+"""The file in that folder that says of a rank that was killed: the run was done before."""
 TAIL_LINES = 15
 TAIL_BYTES = 16384
 MAX_RANKS = 16

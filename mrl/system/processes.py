@@ -38,6 +38,11 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Undo `die_with_parent`, for a process that has a limit of its own from now on."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+
+
 def die_with_torchrun() -> None:
     """Die with torchrun, where this is a rank of it: a killed torchrun would leave its ranks
     running."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from mrl.system.heartbeat import LEFT, Collective, Pulse
-from mrl.watch.verdict import UNKNOWN, Seen
+from mrl.watch.verdict import GONE, UNKNOWN, Seen
 
 SILENT_S = 60.0
 """A node that is not heard from for so long is lost; the node of rank 0 is, to the others."""
@@ -126,6 +126,11 @@ class Node:
         self.silent_s = 0.0
         self.was_heard = True
 
+    def present(self) -> list[Seen]:
+        """Return what its ranks show that are known and not through with the run."""
+        others = self.seen.values() if self.was_heard and not self.has_left else ()
+        return [seen for seen in others if seen.pulse.phase != LEFT and seen.state not in GONE]
+
 
 def report_of(seen: Mapping[int, Seen]) -> dict[str, Any]:
     """Return the message that says what ranks show."""
@@ -182,6 +187,11 @@ class Head:
         found = [n for n in self._silent(SILENT_S) if not n.was_heard and n not in self._named]
         self._named += found
         return found
+
+    def leave_out(self, rank: int) -> None:
+        """Wait no longer for the node of a rank."""
+        for node in self.nodes:
+            node.has_left |= rank in node.ranks
 
     @property
     def is_behind(self) -> bool:

@@ -1,9 +1,10 @@
 """The monitor: the process that reads the ranks' pages, and ends a run that hangs.
 
-There is one on each node, a child of the node's first rank, without torch. It exits with that rank,
-when its standard input ends, or when `DONE` comes there: the rank is through with the run. Its first
-line is a JSON object (`mrl.watch.start`). The one of rank 0 decides; the others tell it what their
-ranks show (`mrl.watch.line`). A rank that hangs cannot hinder them: they only read memory and /proc,
+There is one on each node, a child of the node's first rank, without torch. It exits with that rank or
+when its standard input ends. Where `DONE` comes there, the rank is through with the run, and the
+monitor stays until the other ranks are: nobody else sees those then. Its first line is a JSON object
+(`mrl.watch.start`). The one of rank 0 decides; the others tell it what their ranks show
+(`mrl.watch.line`). A rank that hangs cannot hinder them: they only read memory and /proc,
 and send signals. What may hang with the disk or the terminal has a limit.
 """
 
@@ -13,11 +14,12 @@ import dataclasses
 import json
 import os
 import select
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,19 +28,23 @@ from mrl.errors import ExitCode
 from mrl.run.failure import (
     ENDED_FILE,
     LAUNCH_FOLDER,
+    OVER_FILE,
     Failure,
     print_failure,
     saved_in,
     write_failure,
 )
 from mrl.system.files import write_whole
-from mrl.system.processes import die_with_parent
+from mrl.system.heartbeat import APART, LEFT
+from mrl.system.processes import die_with_parent, outlive_parent
 from mrl.watch.line import MAX_STACKS, SILENT_S, Head, Line, Node, connect, report_of
 from mrl.watch.process import STACKS_S, TICK_S, Process, innermost, kill, stacks_of
-from mrl.watch.verdict import MAX_TICK_S, Limits, Verdict, Watch
+from mrl.watch.verdict import GONE, MAX_TICK_S, Limits, Verdict, Watch
 
 DONE = b"done\n"
 """The line by which a rank says that it is through with the run; without it the rank has failed."""
+LAST_TICK_S = 0.05
+"""The tick once the rank that started this is through: the others follow at once."""
 REPORT_S = 20.0
 """How long writing the report may take: the disk may be what hangs."""
 PRINT_S = 2.0
@@ -61,20 +67,32 @@ def main() -> None:
         decide(job, ranks)
 
 
-def ticks() -> Iterator[float]:
-    """Yield the seconds since the last tick until the rank that started this is through."""
-    last = time.monotonic()
-    poll = select.poll()
-    poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
-    while not poll.poll(TICK_S * 1000):
-        now = time.monotonic()
-        yield now - last
-        last = now
+class Ticks:
+    """Counts time until the rank that started this has ended, or is through with the run as all others
+    are, too."""
 
+    def __init__(self) -> None:
+        self.is_done = False
+        """Whether the rank that started this is through with the run."""
 
-def is_done() -> bool:
-    """Return, once `ticks` are over, whether the rank that started this is through with the run."""
-    return sys.stdin.buffer.readline() == DONE
+    def until(self, all_have_left: Callable[[], bool]) -> Iterator[float]:
+        """Yield the seconds since the last tick."""
+        last = time.monotonic()
+        poll = select.poll()
+        poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
+        while True:
+            if self.is_done:
+                time.sleep(LAST_TICK_S)
+            elif poll.poll(TICK_S * 1000):
+                if sys.stdin.buffer.readline() != DONE:
+                    return
+                self.is_done = True
+                outlive_parent()
+            if self.is_done and all_have_left():
+                return
+            now = time.monotonic()
+            yield now - last
+            last = now
 
 
 def within(seconds: float, work: Callable[[], object]) -> None:
@@ -99,8 +117,15 @@ def decide(job: dict[str, Any], ranks: list[Process]) -> None:
     if job["nodes"]:
         nodes = [Node(**node) for node in job["nodes"]]
         head = Head(socket.socket(fileno=job["server"]), job["token"], nodes)
-    watch = Watch(Limits(**job["limits"]))
-    for seconds in ticks():
+    watch, ticks = Watch(Limits(**job["limits"])), Ticks()
+
+    told: set[int] = set()
+
+    def all_have_left() -> bool:
+        others = [seen for node in (head.nodes if head else ()) for seen in node.present()]
+        return not others and all(has_left(rank) for rank in ranks)
+
+    for seconds in ticks.until(all_have_left):
         seen = {rank.rank: rank.see() for rank in ranks}
         found = None
         if head is not None:
@@ -114,18 +139,49 @@ def decide(job: dict[str, Any], ranks: list[Process]) -> None:
                     "its ranks are not watched, only the timeouts of collectives hold there"
                 )
             found = lost_node(head)
+            if found is not None and ticks.is_done:
+                say(f"{found.text()}; the run is done")
+                head.leave_out(found.rank)
+                continue
             if found is None and head.is_behind:
                 continue
         found = found or watch.tick(seconds, [seen[rank] for rank in sorted(seen)])
-        if found is not None:
+        if found is not None and ticks.is_done and found.pulse.phase == APART:
+            if found.rank not in told:
+                told.add(found.rank)
+                end_last(found, ranks, head)
+        elif found is not None:
             places = [f"rank {rank}: {seen[rank].text()}" for rank in sorted(seen)]
             end(job, ranks, found, head, places)
             return
         if late := watch.late():
             say(f"{late.text()}; the others wait")
-    if head is not None and is_done():
+    if head is not None and ticks.is_done:
         head.tell({"bye": True})
         head.finish()
+
+
+def has_left(rank: Process) -> bool:
+    """Whether a rank is through with the run, or gone."""
+    seen = rank.see()
+    return seen.pulse.phase == LEFT or seen.state in GONE
+
+
+def end_last(found: Verdict, ranks: Sequence[Process], head: Head | None) -> None:
+    """Kill a rank that leads engines and does not end, though the run is done: nothing is lost."""
+    say(f"{found.text()}; the run is done, so it is killed")
+    kill_last(ranks, found.rank)
+    if head is not None:
+        head.tell({"kill_last": found.rank})
+
+
+def kill_last(ranks: Sequence[Process], number: int) -> None:
+    """Kill a rank of this node after the run, and tell the launcher that this is no failure."""
+    for rank in [rank for rank in ranks if rank.rank == number]:
+        if folder := os.environ.get(LAUNCH_FOLDER):
+            with suppress(OSError):
+                write_whole(Path(folder) / OVER_FILE, b"")
+        rank.send(signal.SIGKILL)
 
 
 def lost_node(head: Head) -> Verdict | None:
@@ -203,7 +259,8 @@ def follow(job: dict[str, Any], ranks: list[Process]) -> None:
     """Tell the monitor of rank 0 what the ranks of this node show, and do what it says."""
     line: Line | None = None
     silent_s, tries, is_over, was_heard, is_alone = 0.0, 0, False, False, False
-    for seconds in ticks():
+    ticks = Ticks()
+    for seconds in ticks.until(lambda: all(has_left(rank) for rank in ranks)):
         silent_s += min(seconds, MAX_TICK_S)
         if (line is None or not line.is_open) and not is_over:
             host, port = job["addresses"][tries % len(job["addresses"])]
@@ -220,6 +277,8 @@ def follow(job: dict[str, Any], ranks: list[Process]) -> None:
             if "write_stacks" in message and line is not None:
                 stacks = stacks_of(ranks)
                 line.send({"stacks": {str(n): text[-MAX_STACKS:] for n, text in stacks.items()}})
+            if "kill_last" in message:
+                kill_last(ranks, message["kill_last"])
             if "kill" in message:
                 kill_all(job, ranks, message["kill"])
                 return
@@ -230,7 +289,7 @@ def follow(job: dict[str, Any], ranks: list[Process]) -> None:
             is_alone = True
             own = _named([rank.rank for rank in ranks])
             say(f"the watchdog of rank 0 does not answer where {own} run: they are not watched")
-    if line is not None and is_done():
+    if line is not None and ticks.is_done:
         line.send({"bye": True})
         line.finish()
 
@@ -257,7 +316,7 @@ def kill_all(job: dict[str, Any], ranks: list[Process], code: int) -> None:
     if folder := os.environ.get(LAUNCH_FOLDER):
         with suppress(OSError):
             write_whole(Path(folder) / ENDED_FILE, str(code).encode())
-    kill(ranks, last=job["parent"])
+    kill([rank for rank in ranks if rank.see().pulse.phase != LEFT], last=job["parent"])
 
 
 def _named(ranks: list[int] | tuple[int, ...]) -> str:

@@ -1,4 +1,7 @@
-"""Starts the watchdog of a run: each rank opens its page, and the first of a node starts a monitor."""
+"""Starts the watchdog of a run: each rank opens its page, and the first of a node starts a monitor.
+
+Ranks that lead engines are in no process group: they come by the launcher's store (`Apart`).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,9 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,58 +23,113 @@ from mrl.config import Recipe, ServiceConfig
 from mrl.config.rollout import EngineConfig
 from mrl.config.watch import WatchConfig
 from mrl.system import heartbeat
-from mrl.system.processes import children_without_usr1
 from mrl.system.rendezvous import listen_for
 from mrl.watch.collectives import noting_collectives
-from mrl.watch.monitor import DONE
+from mrl.watch.minded import MindedMonitor
 
-_ROOT = Path(__file__).parents[2]
-_MONITOR = (
-    f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from mrl.watch.monitor import main; main()"
-)
+PREFIX = "mrl_watch"
+RANK, JOB = "rank", "job"
+"""Keys of the store: what a rank shows that leads engines, and what its monitor is to do."""
 _Node = tuple[str, str, str]
 _FILES_S = 600.0
 """How long a file system may take over a save without being called hung."""
 
 
+class Apart:
+    """The ranks that lead engines, as the trainers' rank 0 finds them in the launcher's store."""
+
+    def __init__(self, store: dist.Store, ranks: Sequence[int], wait_s: float) -> None:
+        """`wait_s`: how long they may take to come."""
+        self._store, self._ranks, self._wait_s = dist.PrefixStore(PREFIX, store), ranks, wait_s
+
+    def gather(self) -> list[tuple[_Node, dict[str, Any]]]:
+        """Return the node of each, and what its monitor needs. Raises RuntimeError past the limit."""
+        self._store.set_timeout(timedelta(seconds=self._wait_s))
+        said = [json.loads(self._store.get(f"{RANK}_{rank}")) for rank in self._ranks]
+        return [((node[0], node[1], node[2]), own) for node, own in said]
+
+    def tell(self, rank: int, job: Mapping[str, Any]) -> None:
+        """Let a rank start the monitor of a node on which nobody trains."""
+        self._store.set(f"{JOB}_{rank}", json.dumps(job))
+
+
+@contextmanager
+def watched_apart(store: dist.Store, rank: int) -> Iterator[Callable[[], None]]:
+    """Let this rank, which leads engines, be watched during the block, which raises where it fails.
+
+    Yields what is to be called again and again until the trainers have begun.
+    """
+    monitors: list[MindedMonitor] = []
+    meeting = dist.PrefixStore(PREFIX, store)
+    with ExitStack() as undo:
+        own = _open(undo, rank)
+        heartbeat.supervise()
+        meeting.set(f"{RANK}_{rank}", json.dumps([_node(), own]))
+
+        def look() -> None:
+            heartbeat.beat()
+            if not monitors and meeting.check([f"{JOB}_{rank}"]):
+                job = json.loads(meeting.get(f"{JOB}_{rank}"))
+                job |= {"parent": os.getpid(), "addresses": _addresses(job)}
+                monitors.append(undo.enter_context(MindedMonitor(job)))
+
+        yield look
+        heartbeat.leave()
+        for monitor in monitors:
+            monitor.finish()
+
+
 @contextmanager
 def watching(
-    config: WatchConfig, least: Mapping[str, float], folder: Path, command: str
+    config: WatchConfig,
+    least: Mapping[str, float],
+    folder: Path,
+    command: str,
+    apart: Apart | None = None,
 ) -> Iterator[None]:
     """Watch the ranks during the block; `command` continues the run in `folder`. A collective.
 
-    `least`: the seconds that the own waits of a phase may take, by its name.
+    `least`: the seconds that the own waits of a phase may take, by its name. `apart`: the ranks that
+    are in no process group.
     """
     if not config.enabled:
         yield
         return
     with ExitStack() as undo:
-        page = heartbeat.open_page()
-        undo.callback(heartbeat.close_page)
+        own = _open(undo, dist.get_rank())
         undo.enter_context(noting_collectives())
-        stacks = _heed_stacks(undo)
-        own = {"rank": dist.get_rank(), "pid": os.getpid(), "page": page, "stacks": stacks}
+        others = apart.gather() if apart is not None and own["rank"] == 0 else []
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (_node(), own))
+        dist.all_gather_object(ranks, (_node(), own, others))
+        trained = [node for node, *_ in ranks]
         nodes: dict[_Node, list[dict[str, Any]]] = {}
-        for node, rank in ranks:
+        for node, rank, *_ in [*ranks, *ranks[0][2]]:
             nodes.setdefault(node, []).append(rank)
         server, line = _meet(nodes, undo)
-        job = {"parent": os.getpid(), "ranks": nodes[_node()], "folder": str(folder)}
-        job |= {"command": command, **line}
+        job = {"folder": str(folder), "command": command, **line}
         if own["rank"] == 0:
-            job["limits"] = {
-                "given": config.limits,
-                "least": dict(least),
-                "first_s": config.first_limit_s,
-            }
+            for node in [node for node in nodes if node not in trained]:
+                assert apart is not None
+                number = list(nodes).index(node) - 1
+                apart.tell(nodes[node][0]["rank"], {**job, "ranks": nodes[node], "node": number})
+            limits = {"least": dict(least), "first_s": config.first_limit_s}
+            job |= {"limits": {"given": config.limits, **limits}}
         monitor = None
         if nodes[_node()][0]["rank"] == own["rank"]:
-            monitor = _start_monitor(job, undo, server)
+            job |= {"parent": os.getpid(), "ranks": nodes[_node()]}
+            job |= {} if own["rank"] == 0 else {"addresses": _addresses(job)}
+            monitor = undo.enter_context(MindedMonitor(job, server))
         yield
         heartbeat.leave()
         if monitor is not None:
-            _write(monitor, DONE)
+            monitor.finish()
+
+
+def _open(undo: ExitStack, rank: int) -> dict[str, Any]:
+    """Open the page of this rank, and return what its monitor needs."""
+    page = heartbeat.open_page()
+    undo.callback(heartbeat.close_page)
+    return {"rank": rank, "pid": os.getpid(), "page": page, "stacks": _heed_stacks(undo)}
 
 
 def _node() -> _Node:
@@ -100,17 +156,21 @@ def _meet(
         said = [(secrets.token_hex(32), server.getsockname()[:2])]
     dist.broadcast_object_list(said)
     token, (host, port) = said[0]
-    first = next(iter(nodes))[0]
-    if server is not None:
-        rest = [
-            {"host": name, "ranks": [rank["rank"] for rank in ranks]}
-            for (name, *_), ranks in list(nodes.items())[1:]
-        ]
-        return server, {"nodes": rest, "token": token, "server": server.fileno()}
-    # This node may know rank 0 by another address than rank 0 itself does.
-    known = dict.fromkeys((host, os.environ.get("MASTER_ADDR", ""), first))
-    addresses = [[each, port] for each in known if each]
-    return None, {"node": own - 1, "token": token, "addresses": addresses, "host": first}
+    line = {"token": token, "head": [host, port], "host": next(iter(nodes))[0]}
+    if server is None:
+        return None, {**line, "node": own - 1}
+    rest = [
+        {"host": name, "ranks": [rank["rank"] for rank in ranks]}
+        for (name, *_), ranks in list(nodes.items())[1:]
+    ]
+    return server, {**line, "nodes": rest, "server": server.fileno()}
+
+
+def _addresses(job: Mapping[str, Any]) -> list[list[Any]]:
+    """Return where rank 0's monitor may be: this node may know it by another address than it does."""
+    host, port = job["head"]
+    known = dict.fromkeys((host, os.environ.get("MASTER_ADDR", ""), job["host"]))
+    return [[each, port] for each in known if each]
 
 
 def least_limits(recipe: Recipe) -> dict[str, float]:
@@ -146,52 +206,3 @@ def _heed_stacks(undo: ExitStack) -> str:
     faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
     undo.callback(faulthandler.unregister, signal.SIGUSR2)
     return f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-def _start_monitor(
-    job: dict[str, Any], undo: ExitStack, server: socket.socket | None = None
-) -> subprocess.Popen[bytes]:
-    with children_without_usr1():
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _MONITOR],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=() if server is None else (server.fileno(),),
-            start_new_session=True,  # Ctrl-C reaches the trainer alone
-        )
-    is_over = threading.Event()
-    undo.callback(_stop_monitor, process)
-    undo.callback(is_over.set)
-    threading.Thread(target=_mind, args=(process, is_over), daemon=True).start()
-    _write(process, json.dumps(job).encode() + b"\n")
-    return process
-
-
-def _mind(process: subprocess.Popen[bytes], is_over: threading.Event) -> None:
-    """Say so where the monitor was killed or has failed, unless the run is over."""
-    code = process.wait()
-    if code and not is_over.is_set():
-        print(
-            f"mrl: the watchdog of this node ended with code {code}; a rank that hangs is not found "
-            "any more, only the timeouts of collectives hold",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _write(process: subprocess.Popen[bytes], line: bytes) -> None:
-    assert process.stdin
-    with suppress(BrokenPipeError):
-        process.stdin.write(line)
-        process.stdin.flush()
-
-
-def _stop_monitor(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin
-    with suppress(BrokenPipeError):
-        process.stdin.close()
-    try:
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,14 +16,15 @@ from typing import Any
 
 import pytest
 
-from mrl.run.failure import LAUNCH_FOLDER, read_failure
+from mrl.run.failure import LAUNCH_FOLDER, OVER_FILE, read_failure
 from mrl.system import heartbeat
 from mrl.system.heartbeat import Pulse
-from mrl.watch import monitor, start
+from mrl.watch import minded, monitor
 from mrl.watch.line import Head, Node
 from mrl.watch.monitor import DONE
 from mrl.watch.verdict import Verdict
 
+LIMITS = {"given": {}, "least": {}, "first_s": 60.0}
 STOPPED = Verdict(0, "stopped", Pulse("train", 3, 9, 40), 5.0, 4.0)
 
 
@@ -49,7 +51,7 @@ def test_only_a_rank_that_is_done_says_bye(page: str, tmp_path: Path, last: byte
         addresses = [["127.0.0.1", each.getsockname()[1]] for each in (other_port, server)]
         other_port.close()  # nobody listens at the first of the addresses
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", start._MONITOR], stdin=subprocess.PIPE
+            [sys.executable, "-I", "-S", "-c", minded.PROGRAM], stdin=subprocess.PIPE
         )
         assert process.stdin
         line = {"node": 0, "token": "secret", "addresses": addresses, "host": "here"}
@@ -59,6 +61,8 @@ def test_only_a_rank_that_is_done_says_bye(page: str, tmp_path: Path, last: byte
         while not node.was_heard:
             head.poll(0.0)
             assert time.monotonic() < deadline
+        if last == DONE:
+            heartbeat.leave()
         process.stdin.write(last)
         process.stdin.close()
         assert process.wait(60) == 0
@@ -108,15 +112,60 @@ def test_a_terminal_that_nobody_reads_does_not_keep_the_ranks_alive(
     assert (found.exit_code, found.phase) == (72, "train")
 
 
-@pytest.mark.parametrize(
-    ("code", "is_over", "is_said"), [(3, False, True), (3, True, False), (0, False, False)]
-)
-def test_a_monitor_that_dies_is_reported(
-    code: int, is_over: bool, is_said: bool, capsys: pytest.CaptureFixture[str]
+def test_a_monitor_that_is_lost_is_replaced_and_the_last_one_is_reported(
+    page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    over = threading.Event()
-    if is_over:
-        over.set()
-    start._mind(subprocess.Popen(["sh", "-c", f"exit {code}"]), over)
-    text = f"mrl: the watchdog of this node ended with code {code}; a rank that hangs"
-    assert (text in capsys.readouterr().err) == is_said
+    monkeypatch.setattr(minded, "LOOK_S", 0.05)
+    monkeypatch.setattr(minded, "STOPPED_S", 0.1)
+    monkeypatch.setattr(minded, "MAX_STARTS", 3)
+    said = json.loads(job(page, str(tmp_path / "none"), nodes=[])) | {"parent": os.getpid()}
+    watched = minded.MindedMonitor(said | {"limits": LIMITS, "ranks": []})
+    seen: set[int] = set()
+    deadline = time.monotonic() + 60
+    for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
+        while (pid := watched._process.pid) in seen:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        seen.add(pid)
+        os.kill(pid, number)
+    while (text := capsys.readouterr().err).count("only timeouts of collectives hold") == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert text or seen
+    watched.close()
+    done = minded.MindedMonitor(said | {"limits": LIMITS, "ranks": []})
+    done.finish()  # no other rank is there
+    done.close()
+    assert done._process.wait(10) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rank_that_leads_engines_is_watched_after_the_run(page: str, tmp_path: Path) -> None:
+    """A finished job would wait for ever where its supervisor is stopped."""
+    (tmp_path / "stacks").touch()
+    leads = heartbeat._Page()
+    leads.phase = heartbeat.APART
+    leads.write()
+    sleeper = subprocess.Popen(["sleep", "600"])
+    sleeper.send_signal(signal.SIGSTOP)
+    own = {"rank": 0, "pid": os.getpid(), "page": page, "stacks": str(tmp_path / "stacks")}
+    path = f"/proc/{os.getpid()}/fd/{leads.fd}"
+    other = {"rank": 1, "pid": sleeper.pid, "page": path, "stacks": str(tmp_path / "stacks")}
+    limits = LIMITS | {"given": {heartbeat.APART: 0.5}}
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", minded.PROGRAM],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, LAUNCH_FOLDER: str(tmp_path)},
+    )
+    said = {"parent": os.getpid(), "ranks": [own, other], "folder": "", "command": "", "nodes": []}
+    assert process.stdin
+    process.stdin.write(json.dumps(said | {"limits": limits}).encode() + b"\n" + DONE)
+    process.stdin.flush()
+    heartbeat.leave()  # rank 0 has done all steps
+    _, printed = process.communicate(timeout=30)
+    assert process.returncode == 0, printed
+    assert b"rank 1 is stopped (SIGSTOP)" in printed
+    assert b"the run is done, so it is killed" in printed
+    assert sleeper.wait(10) == -signal.SIGKILL
+    assert (tmp_path / OVER_FILE).exists()
