@@ -37,6 +37,7 @@ from mrl.run.failure import (
     saved_in,
     write_failure,
 )
+from mrl.system.marked import end_marked
 from mrl.system.oom_killer import OomKills, read_oom_kills
 from mrl.system.rendezvous import check_rendezvous
 from mrl.system.scratch import Scratch, sweep
@@ -49,6 +50,8 @@ C10D_PORT = 29400
 """The port that torch's c10d rendezvous takes where none is given."""
 ALONE_S = 20.0
 """How long torch may take to come back after the watchdog has killed the ranks."""
+LEFTOVERS_S = 10.0
+"""How long what the ranks have started may take to end after them, as engines do that clear up."""
 STOPPED_S = 60.0
 """How long a rank may be stopped after another one has ended: its own watchdog sees it no more."""
 TRIED_AGAIN = {
@@ -116,6 +119,7 @@ def _run(args: Any) -> int:
         print(f"mrl: the ranks could not meet: {reason}", file=sys.stderr, flush=True)
         return ExitCode.LOST_RANK
     finally:
+        end_marked(LAUNCH_FOLDER, str(folder), LEFTOVERS_S)
         del os.environ[LAUNCH_FOLDER]
         scratch.remove()
     return ExitCode.DONE

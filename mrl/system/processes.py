@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -22,11 +23,16 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from mrl.errors import InputError
+from mrl.system.marked import end_marked
 from mrl.system.worker_user import WorkerUser
 
 PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 120.0
 """Seconds for importing the user's module."""
+LOOK_S = 0.5
+"""Seconds between two looks whether a worker lives that has not answered."""
+MARK = "MRL_WORKER"
+"""The variable by which everything is known that a worker has started."""
 MAX_REPLY_BYTES = 64 << 20
 """Largest answer of a worker, which the trainer holds in its memory."""
 
@@ -114,7 +120,8 @@ class JsonWorker:
         """Start nothing yet. `what` is for messages: "reward 'first_char'"."""
         guard = ["mrl.system.worker_guard", user.name] if user else []
         self._command = [sys.executable, "-m", *guard, module, spec, str(os.getpid()), *arguments]
-        self._environment = {**os.environ, **user.environment} if user else None
+        self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._environment = {**os.environ, **(user.environment if user else {}), MARK: self._mark}
         self._what = what
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -210,6 +217,7 @@ class JsonWorker:
         if process is None:
             return
         process.wait()
+        end_marked(MARK, self._mark)  # what has left its group
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with suppress(OSError):
@@ -221,11 +229,16 @@ class JsonWorker:
         # The pipe closes a moment before the process is gone; it stays a zombie, its number taken,
         # until what it started is killed too.
         deadline = time.monotonic() + 1.0
-        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while os.waitid(os.P_PID, process.pid, look) is None and time.monotonic() < deadline:
+        while not self._has_ended() and time.monotonic() < deadline:
             time.sleep(0.01)
         self._clear()
         return f"worker process (exit code {process.returncode})"
+
+    def _has_ended(self) -> bool:
+        """Whether the worker has ended; it is not waited for, so that its number stays taken."""
+        assert self._process
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._process.pid, look) is not None
 
     def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
         """Send a line and await a line. Raises TimeoutError, EOFError, OSError, _BadReply."""
@@ -242,8 +255,12 @@ class JsonWorker:
             if unsent:
                 poll.register(out, select.POLLOUT)
             left_s = deadline - time.monotonic()
-            ready = dict(poll.poll(max(left_s, 0) * 1000))
-            if not ready:
+            has_ended = self._has_ended()
+            wait_s = 0.0 if has_ended else min(max(left_s, 0.0), LOOK_S)
+            ready = dict(poll.poll(wait_s * 1000))
+            if has_ended and into not in ready:
+                raise EOFError  # what it has started may hold the pipe open
+            if not ready and left_s <= 0:
                 raise TimeoutError
             if out in ready:
                 unsent = unsent[os.write(out, unsent[:65536]) :]

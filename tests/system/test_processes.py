@@ -1,14 +1,17 @@
 """What a run starts does not die of a signal that is meant for its ranks."""
 
+import os
 import signal
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mrl.errors import InputError
 from mrl.rollout.sglang.process import ServerProcess
-from mrl.system.processes import JsonWorker, WorkerLost
+from mrl.system.marked import find_marked
+from mrl.system.processes import MARK, JsonWorker, WorkerLost
 from tests.waiting import LIMIT_S
 
 
@@ -63,3 +66,35 @@ def test_an_engine_never_gets_sigusr1(tmp_path: Path) -> None:
         server.stop()
     blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
     assert blocked == 1 << (signal.SIGUSR1 - 1)
+
+
+LEAVES = """
+import os, subprocess, sys, time
+print('{"ready": true}', flush=True)
+for _ in sys.stdin:
+    if os.fork() == 0:
+        os.setsid()  # killpg does not reach it
+        if os.fork() == 0:  # nor does who looks for children of the worker
+            os.execvp("sleep", ["sleep", "1000"])
+        os._exit(0)
+    os.wait()
+    print('{"done": 1}', flush=True)
+"""
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["closed", "dies"])
+def test_what_a_worker_leaves_in_a_session_of_its_own_ends_with_it(
+    dies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "leaving_worker.py").write_text(LEAVES)
+    with closing(JsonWorker("leaving_worker", "a worker", "spec")) as worker:
+        assert worker.call({}, LIMIT_S) == {"done": 1}
+        (left,) = {*find_marked(MARK, worker._mark)} - {worker.pid}
+        if dies:
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGKILL)
+            with pytest.raises(WorkerLost):
+                worker.call({}, LIMIT_S)
+            assert not find_marked(MARK, worker._mark)
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE

@@ -47,9 +47,11 @@ class HttpClient:
             raise ServerError(f"POST {path}: the server reports no success: {text}", status)
         return decoded
 
-    def stream(self, path: str, body: dict[str, Any]) -> EventStream:
-        """Post, and read the answer event by event. Raises as post() does, later too."""
-        return EventStream(self._port, path, json.dumps(body).encode(), self._headers)
+    def stream(self, path: str, body: dict[str, Any], *, timeout_s: float) -> EventStream:
+        """Post within `timeout_s`, and read the answer event by event, without a limit. Raises as
+        post() does, later too."""
+        data = json.dumps(body).encode()
+        return EventStream(self._port, path, data, self._headers, timeout_s)
 
     def _request(
         self, method: str, path: str, body: bytes | None, timeout_s: float
@@ -69,12 +71,15 @@ class EventStream:
     """A stream yields the server-sent events of one answer. One thread iterates, another may
     close it."""
 
-    def __init__(self, port: int, path: str, body: bytes, headers: dict[str, str]) -> None:
+    def __init__(
+        self, port: int, path: str, body: bytes, headers: dict[str, str], timeout_s: float
+    ) -> None:
         self._what = f"POST {path}"
-        self._connection = http.client.HTTPConnection("127.0.0.1", port)
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
         self._connection.connect()
         self._socket: socket.socket = self._connection.sock
         self._connection.request("POST", path, body, headers)
+        self._socket.settimeout(None)  # who waits for the answer asks whether the server lives
 
     def __iter__(self) -> Iterator[Any]:
         """Decoded events. Raises ServerError where the server refuses, ConnectionError where it

@@ -16,7 +16,7 @@ class Patience:
     def __init__(self, first_s: float, least_s: float) -> None:
         """`first_s`: limit of a path that was never answered, `least_s`: the least limit afterwards."""
         self._first_s = max(first_s, least_s)
-        self._least_s = least_s
+        self.least_s = least_s
         self._longest_s: dict[str, float] = {}
 
     def limit_s(self, path: str) -> float:
@@ -24,7 +24,7 @@ class Patience:
         longest_s = self._longest_s.get(_name(path))
         if longest_s is None:
             return self._first_s
-        return max(self._least_s, TIMES_LONGEST * longest_s)
+        return max(self.least_s, TIMES_LONGEST * longest_s)
 
     def note(self, path: str, seconds: float) -> None:
         """Note that a call of `path` was answered after these seconds."""

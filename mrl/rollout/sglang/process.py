@@ -9,6 +9,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,10 @@ COMM_LEN = 15
 """The characters of its name that Linux keeps of a process that has died."""
 PART_PREFIX = "sglang::"
 """Schedulers and the detokenizer."""
+HALTED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+LOOK_S, MAX_LOOK_S = 0.5, 2.0
+"""Seconds between two looks for stopped processes, and what one look counts at most: where nobody
+looked, as while the trainer was stopped, too, nothing is known."""
 TORCHRUN_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} | {
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
@@ -65,11 +71,14 @@ class ServerProcess:
         self._log_start = 0
         self._shared_memory: set[Path] = set()
         self._parts: dict[int, psutil.Process] = {}
+        self._looking, self._looked = threading.Lock(), time.monotonic()
+        self._halted_s: dict[psutil.Process, float] = {}
+        """How long each of its processes that are stopped has been so, as far as it was looked at."""
 
     def start(self) -> None:
         """Spawn the server on a free loopback port; it is not ready yet."""
         self.port = _free_port()
-        self._parts = {}
+        self._parts, self._halted_s = {}, {}
         sweep()  # of engines that were killed with their trainers
         self._scratch = scratch = Scratch("sglang")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,6 +144,27 @@ class ServerProcess:
                 pass
             return f"process {pid}"
         return None
+
+    def halted_part(self, limit_s: float) -> str | None:
+        """The name and number of a process that is stopped (SIGSTOP, a debugger) for more than
+        `limit_s`. Those that still answer do not show it: a scheduler does without its detokenizer."""
+        with self._looking:
+            now = time.monotonic()
+            if now - self._looked >= LOOK_S:
+                seconds, self._looked = min(now - self._looked, MAX_LOOK_S), now
+                before = self._halted_s
+                self._halted_s = {p: before.get(p, 0.0) + seconds for p in self._halted()}
+            over = [process for process, halted_s in self._halted_s.items() if halted_s > limit_s]
+        for process in over:
+            with contextlib.suppress(psutil.Error):
+                return f"process {process.pid} ({process.name()})"
+        return None
+
+    def _halted(self) -> list[psutil.Process]:
+        found = list(self._parts.values())
+        with contextlib.suppress(psutil.Error):
+            found += [psutil.Process(self.pid)] if self.pid is not None else []
+        return [process for process in found if _is_halted(process)]
 
     def tree(self) -> list[psutil.Process]:
         """List the server and its descendants that still run: all processes of its session."""
@@ -221,6 +251,12 @@ class ServerProcess:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment["TMPDIR"] = str(folder)  # Its sockets go with the folder.
         return environment
+
+
+def _is_halted(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() in HALTED
+    return False
 
 
 def is_loopback(host: str) -> bool:

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,7 +127,8 @@ class Server:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """End the request of the block when one of the server's processes dies.
+        """End the request of the block when one of the server's processes dies, or is stopped for
+        `rollout.stall_timeout_s`.
 
         SGLang itself takes more than a minute to end without its detokenizer. The server is killed,
         which breaks the connection that the block waits for.
@@ -139,6 +140,10 @@ class Server:
                 if self.process.dead_part():
                     self.process.kill()
                     return
+                with suppress(EngineLost):  # the request of the block raises it
+                    self._check_halted()
+                    continue
+                return
 
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
@@ -149,8 +154,15 @@ class Server:
             thread.join()
 
     def stream(self, body: dict[str, Any]) -> EventStream:
-        """POST /generate. Raises EngineLost where no server is, ConnectionError where it hangs up."""
-        return self._running_client().stream("/generate", body)
+        """POST /generate. Raises EngineLost where no server is, or none that takes the request in
+        `rollout.stall_timeout_s`, ConnectionError where it hangs up."""
+        limit_s = self._patience.least_s
+        try:
+            return self._running_client().stream("/generate", body, timeout_s=limit_s)
+        except TimeoutError:
+            raise self.lost(
+                f"the SGLang server hangs: it took no request in rollout.stall_timeout_s={limit_s:g} s"
+            ) from None
 
     def check_alive(self, wait_s: float = 0.0) -> None:
         """Raise EngineLost where a process of the server has ended, also in the next `wait_s`."""
@@ -159,10 +171,19 @@ class Server:
         while (code := self.process.exit_code()) is None:
             if part := self.process.dead_part():
                 raise self.lost(f"the SGLang server's {part} died")
+            self._check_halted()
             if time.monotonic() >= deadline:
                 return
             time.sleep(wait_s / 10)
         raise self.lost(f"the SGLang server died, exit code {code}")
+
+    def _check_halted(self) -> None:
+        """Raise EngineLost where a process of the server is stopped for too long."""
+        if part := self.process.halted_part(limit_s := self._patience.least_s):
+            raise self.lost(
+                f"the SGLang server's {part} is stopped (SIGSTOP) for "
+                f"rollout.stall_timeout_s={limit_s:g} s"
+            )
 
     def check_answers(self, timeout_s: float) -> None:
         """Raise EngineLost where the scheduler does not answer within `timeout_s`."""
@@ -229,6 +250,7 @@ class Server:
             if time.monotonic() > next_look:
                 if self.process.dead_part():
                     self._end_start()
+                self._refuse_halted()
                 self.process.note_parts()
                 self.process.note_shared_memory()
                 next_look = time.monotonic() + WATCH_S
@@ -254,6 +276,15 @@ class Server:
         code = self.process.exit_code()
         if code is not None:
             text = f"engine: the SGLang server died while starting, {self.process.ending(code)}"
+            raise self._with_log(EngineGone(text))
+
+    def _refuse_halted(self) -> None:
+        """Raise EngineGone where one of the processes that start is stopped for too long."""
+        if part := self.process.halted_part(limit_s := self._patience.least_s):
+            text = (
+                f"engine: the SGLang server's {part} is stopped (SIGSTOP) while it starts, for "
+                f"rollout.stall_timeout_s={limit_s:g} s; {self.process.why()}"
+            )
             raise self._with_log(EngineGone(text))
 
     def _end_start(self) -> None:
