@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mrl.run.failure import TAIL_LINES
 from mrl.system.heartbeat import SIZE, kind_of, read_collective, read_helper, read_page
-from mrl.watch.verdict import GONE, Seen
+from mrl.watch.verdict import GONE, STOPPED, Seen
 
 TICK_S = 0.2
 STACKS_S = 2.0
@@ -52,8 +52,11 @@ class Process:
         pulse = read_page(self.page)
         if kind_of(pulse.phase) in MOVES_BYTES and state:
             moved = _moved(f"{self.pid}/task/{self.pid}")
-            if helper := read_helper(self.page):
+            helper = read_helper(self.page)
+            if helper and _parent(helper) == self.pid:
                 moved += _moved(str(helper))
+                halted = _stat(helper)[0]
+                state = halted if halted in STOPPED else state  # the rank may wait for it
             pulse = pulse._replace(beats=pulse.beats + moved // BEAT_BYTES)
         return Seen(pulse, state, read_collective(self.page))
 
@@ -107,6 +110,13 @@ def _stat(pid: int) -> tuple[str, str]:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
     return "", ""
+
+
+def _parent(pid: int) -> int:
+    """Return the parent of a process; 0 where it is gone."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 def _moved(task: str) -> int:

@@ -46,13 +46,15 @@ def overrides_of(toy: Toy, recorded: Path, output: Path) -> list[str]:
     )
 
 
-def launched(output: Path, overrides: list[str], *words: str) -> subprocess.Popen[str]:
-    """Start `mrl.launch` with two ranks."""
+def launched(
+    output: Path, overrides: list[str], *words: str, env: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start `mrl.launch` with two ranks; `env` is the environment."""
     launch = [sys.executable, "-m", "mrl.launch", "--standalone", "--nproc-per-node", "2", *words]
     return subprocess.Popen(
         [*launch, "-m", "mrl", "train", str(TOY_RECIPE), *overrides],
         cwd=REPOSITORY,
-        env=environment(MRL_TEST_RUN=str(output), PYTHONPATH=str(REPOSITORY)),
+        env={**(env or environment(PYTHONPATH=str(REPOSITORY))), "MRL_TEST_RUN": str(output)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

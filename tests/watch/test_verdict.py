@@ -236,9 +236,13 @@ def test_bytes_that_a_rank_moves_are_progress_where_it_loads_or_saves(tmp_path: 
                 signal.pause()
             os.read(said[0], 1)
             after = own.see().pulse
+            os.kill(pid, signal.SIGSTOP)
+            os.waitpid(pid, os.WUNTRACED)
+            halted = own.see().state
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             assert after.beats >= before.beats + 8
+            assert halted == "T"
     finally:
         heartbeat.close_page()
 

@@ -18,6 +18,8 @@ SHARED_MEMORY = Path("/dev/shm")
 OWN_PREFIXES = ("sglang_loads_", "sgl_shm_")
 """Names that SGLang gives; a file of the trainer's may be mapped there too."""
 TRACKER_GRACE_S = 5.0
+KILLED_S = 60.0
+"""How long Linux may take to end what is killed: a device or a disk that hangs may keep it."""
 
 
 def session_processes(session: int) -> list[psutil.Process]:
@@ -35,7 +37,8 @@ def shared_memory_files(processes: Iterable[psutil.Process]) -> set[Path]:
 
 
 def kill_session(session: int, *, spare: int | None = None) -> None:
-    """SIGKILL every process of a session but `spare`, wait until they are gone, free their memory.
+    """SIGKILL every process of a session but `spare`, wait until they are gone, free their memory; no
+    longer than KILLED_S, as a process that a device holds cannot be waited for.
 
     SIGKILL skips all of SGLang's own cleaning. Python's resource tracker is left to end by itself:
     it unlinks semaphores once the last process that used them is gone, the spared one too.
@@ -43,8 +46,11 @@ def kill_session(session: int, *, spare: int | None = None) -> None:
     files = shared_memory_files(
         session_processes(session)
     )  # the spared one has some mapped as well
-    deadline = time.monotonic() + TRACKER_GRACE_S
+    begun = time.monotonic()
+    deadline = begun + TRACKER_GRACE_S
     while left := [p for p in session_processes(session) if p.pid != spare]:
+        if time.monotonic() > begun + KILLED_S:
+            break
         files |= shared_memory_files(left)
         trackers = [p for p in left if _is_resource_tracker(p)]
         if spare is not None and len(trackers) == len(left):

@@ -222,7 +222,8 @@ class ServerProcess:
             popen.wait(TERM_GRACE_S)
         # The session's id cannot be reused while one of its processes is there.
         kill_session(popen.pid)
-        popen.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            popen.wait(TERM_GRACE_S)
         self._popen = None
         self._parts = {}
         for file in self._shared_memory:
