@@ -130,7 +130,7 @@ class Critic(MegatronModel):
             prefix="critic_",
             options=options,
         )
-        with phase("load/critic"):
+        with phase("load:critic"):
             self.load(may_lack=(VALUE_HEAD,))
 
     def values(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:

@@ -123,7 +123,7 @@ class Learner:
             if any(group.advantages is None for group in groups):
                 record(groups)
             raise
-        trains = "train" if self.updates.trains_policy(step) else "train/warm-up"
+        trains = "train" if self.updates.trains_policy(step) else "train:warm-up"
         with phase(trains), clock.part("train"):
             done = self.updates.take(step, batches, ready.batches, ready.replay)
         steps = done.steps
@@ -190,7 +190,7 @@ class Learner:
         if not self._trainer_is_old:
             flat = with_rollout_as_old(flat)
         if recipe.algorithm.kl_coef:
-            with phase("logprobs/reference"), clock.part("ref_logprob"), self.policy.reference():
+            with phase("logprobs:reference"), clock.part("ref_logprob"), self.policy.reference():
                 reference = self.policy.forward_only(flat, replay)
             check_finite(step, "the reference's log-probs", flat, reference.logprobs)
             flat = with_ref_logprobs(flat, reference)
@@ -198,7 +198,7 @@ class Learner:
             flat, metrics = self._with_advantages(step, flat, groups, clock)
             record(groups)
         if before is not None:
-            with phase("logprobs/diagnosis"), clock.part("diagnosis"):
+            with phase("logprobs:diagnosis"), clock.part("diagnosis"):
                 metrics |= self.diagnosis.before_update(step, samples, flat, before)
             # With the tokens on file.
             check_finite(step, "log-probs before the update", flat, before.logprobs)
@@ -223,7 +223,7 @@ class Learner:
             penalties = self.kl.penalties(flat, num_samples, self.mesh)
             metrics["kl/ref"] = penalties.mean
         if self.critic is not None:
-            with phase("logprobs/values"), clock.part("value"):
+            with phase("logprobs:values"), clock.part("value"):
                 values, after = self.critic.values(flat)
             for each in (values, after):
                 check_finite(step, "the critic's values", flat, each)

@@ -22,7 +22,7 @@ from parallel.mesh import Mesh
 from parallel.policy import Policy
 
 
-@phase("train/sft")
+@phase("train:sft")
 def run_sft(
     examples: Sequence[SftExample], config: SftConfig, recipe: Recipe, policy: Policy, mesh: Mesh
 ) -> None:

@@ -103,7 +103,7 @@ class Updates:
             if trains_policy:
                 done = self._update_policy(step, ready, replay.of_batches(share), share.start, done)
             if self.critic is not None:
-                with phase("train/critic"):
+                with phase("train:critic"):
                     self._update_critic(step, ready, self.critic, done.value_steps)
         if num_empty:
             self._warn(

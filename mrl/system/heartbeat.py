@@ -21,8 +21,8 @@ PHASES = (
 """What a rank may be doing. `start` is everything before the first step without a name of its own,
 `log` everything between the phases of a step: metrics, trackers, callbacks.
 
-A name may have a part after a slash, as in `load/checkpoint`: work of another kind, whose times the
-watchdog learns by themselves. Limits of a recipe are those of the name before the slash."""
+A name may have a part after a colon, as in `load:checkpoint`: work of another kind, whose times the
+watchdog learns by themselves. Limits of a recipe are those of the name before the colon."""
 APART = "supervise"
 """What a rank does that leads engines: it passes none of these phases."""
 LEFT = "left"
@@ -158,7 +158,7 @@ def note_helper() -> None:
 
 def kind_of(phase: str) -> str:
     """Return the name of a phase without its part."""
-    return phase.partition("/")[0]
+    return phase.partition(":")[0]
 
 
 def _text(field: bytes) -> str:
@@ -183,7 +183,7 @@ def phase(name: str) -> Iterator[None]:
     """Mark what this rank does in the block; as a decorator, in each call of the function.
 
     Every rank must come through the same phases in the same order, also where it has nothing to do. In
-    a phase within a phase the inner one counts, but `save` within `save/snapshot` stays the latter.
+    a phase within a phase the inner one counts, but `save` within `save:snapshot` stays the latter.
     """
     before = ""
     for page in _pages:

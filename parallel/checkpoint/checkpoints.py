@@ -154,7 +154,7 @@ class Checkpoints:
         """See to a save that is done on every rank; does not wait."""
         self._queue.maybe_finalize_async_calls(blocking=False)
 
-    @phase("save/finish")
+    @phase("save:finish")
     def finish(self) -> None:
         """Wait for the save in flight, if any."""
         self._queue.maybe_finalize_async_calls(blocking=True)
@@ -205,7 +205,7 @@ class Checkpoints:
         if self.mesh.rank in self.folder_ranks:
             shutil.rmtree(save.writer.folder, ignore_errors=True)
 
-    @phase("load/checkpoint")
+    @phase("load:checkpoint")
     def load_newest(self, policy: MegatronModel, critic: MegatronModel | None = None) -> Loaded:
         """Load the newest checkpoint that is whole; every damaged one on the way is reported and
         renamed, so that it neither counts in `keep` nor is found again.
@@ -230,7 +230,7 @@ class Checkpoints:
                 self.warn(f"checkpoint {folder.name} is kept as {aside.name}; you can delete it")
         manifest.point_to(self.root, step)
 
-    @phase("load/checkpoint")
+    @phase("load:checkpoint")
     def load(self, step: int, policy: MegatronModel, critic: MegatronModel | None = None) -> Loaded:
         """Load one checkpoint. Raises InputError when it is damaged or of another model."""
         folder = self.root / manifest.folder_name(step)

@@ -116,7 +116,7 @@ class Snapshots(Checkpoints):
         """Whether a snapshot is to be taken after `step` steps."""
         return bool(self.nodes and self.every and step % self.every == 0)
 
-    @phase("save/snapshot")
+    @phase("save:snapshot")
     def take(
         self,
         step: int,
@@ -150,7 +150,7 @@ class Snapshots(Checkpoints):
             found |= {"time/snapshot_copy_s": copying, "memory/snapshot_copy_bytes": copied}
         return found
 
-    @phase("load/snapshot")
+    @phase("load:snapshot")
     def load_newer(
         self, policy: MegatronModel, critic: MegatronModel | None = None
     ) -> Loaded | None:

@@ -60,7 +60,7 @@ def test_a_disk_that_hangs_under_a_checkpoint_is_found(
     printed, _ = process.communicate(timeout=300)
     assert process.returncode == 72, printed
     found = json.loads((output / "failure.json").read_text())
-    assert (found["rank"], found["phase"]) == (1, "load/checkpoint"), found
+    assert (found["rank"], found["phase"]) == (1, "load:checkpoint"), found
     assert LIMIT_S < found["since_s"] < 2 * LIMIT_S
     assert any("file_digest" in line for line in found["log_tail"])
     assert processes_of(output) == []
@@ -72,10 +72,10 @@ def test_a_checkpoint_that_takes_20_times_longer_than_the_weights_raises_no_alar
     output, overrides = started
     process = slowed(output, [*overrides, "train.num_steps=3"], MRL_TEST_PAUSE_S="1.5")
     rank = watched(process, set())[0]
-    seconds = seconds_in(process, rank, "load/checkpoint")
+    seconds = seconds_in(process, rank, "load:checkpoint")
     printed, _ = process.communicate(timeout=300)
     assert process.returncode == 0, printed
-    assert seconds["load/checkpoint"] > 20 * seconds["load"], seconds
-    assert seconds["load/checkpoint"] > 5 * LIMIT_S, seconds
+    assert seconds["load:checkpoint"] > 20 * seconds["load"], seconds
+    assert seconds["load:checkpoint"] > 5 * LIMIT_S, seconds
     assert "makes no progress" not in printed
     assert len(metrics(output)) == 3

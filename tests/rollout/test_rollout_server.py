@@ -11,7 +11,6 @@ import socketserver
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -27,7 +26,6 @@ from rollout_helpers import (
     score,
 )
 
-from mrl.errors import EngineGone
 from mrl.rollout.base import EngineLost, SamplingParams
 from mrl.rollout.sglang.http import HttpClient
 from mrl.rollout.sglang.leftovers import shared_memory_files
@@ -246,74 +244,9 @@ def test_hung_and_maimed_server(toy_folder, tmp_path):
     requests.append(make_requests(1, SamplingParams(2, 2), seed=1)[0])
     completions = engine.generate(requests)
     assert next(completions).request_id == "1-0"
-    detokenizer = detokenizer_of(engine)
-    detokenizer.suspend()
-    begin = time.monotonic()
-    lost = rf"process {detokenizer.pid} \(sglang::detok.*is stopped .* rollout\.stall_timeout_s=4 s"
+    detokenizer_of(engine).suspend()
+    lost = r"\(sglang::detok.*is stopped .* rollout\.stall_timeout_s=4 s"
     with pytest.raises(EngineLost, match=lost):
-        list(completions)
-    assert 4 < time.monotonic() - begin < 12
-    assert not running(tree)
-
-
-def use(engine, phase, toy_weights):
-    """What a run does with an engine in a phase. Without its detokenizer an engine still takes weights:
-    only what generates then needs it."""
-    if phase == "asleep":
-        engine.wake()
-    for version in range(1, 1000 if phase == "asleep" else 2):
-        if phase != "rollout":
-            engine.update_weights(make_buckets(toy_weights, version), version)
-        list(engine.generate(make_requests(8, SamplingParams(480, 480))))
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("name", ["scheduler", "detok", "server"])
-def test_a_process_of_the_engine_that_is_stopped_is_found_in_each_phase(
-    name, toy_folder, toy_weights, tmp_path, monkeypatch
-):
-    """While it starts, in a weight sync, in a rollout, and asleep."""
-    engine = make_engine(toy_folder, tmp_path / "engine.log", stall_timeout_s=4.0)
-
-    def part():
-        process = engine.server.process
-        tree = [psutil.Process(process.pid)] if name == "server" else process.tree()
-        return next((p for p in tree if name == "server" or p.name()[8:].startswith(name)), None)
-
-    def stop_as_it_starts():
-        while not (found := part() if engine.server.process.pid else None):
-            time.sleep(0.05)
-        time.sleep(1.0)
-        found.suspend()
-
-    threading.Thread(target=stop_as_it_starts, daemon=True).start()
-    begin = time.monotonic()
-    with pytest.raises(EngineGone, match=r"is stopped \(SIGSTOP\) while it starts"):
-        engine.start()
-    assert time.monotonic() - begin < 60
-    for phase in ("sync", "rollout", "asleep"):
-        engine.start()
-        tree = engine.server.process.tree()
-        if phase == "asleep":
-            engine.sleep(1 if engine.host.memory._can_keep else 2)
-        part().suspend()
-        begin = time.monotonic()
-        with pytest.raises(EngineLost, match=r"is stopped|gave no sign|no answer|took no request"):
-            use(engine, phase, toy_weights)
-        assert time.monotonic() - begin < 15, phase
-        assert not running(tree)
-
-
-@pytest.mark.release
-def test_a_scheduler_that_hangs_unstopped_gives_no_sign(toy_folder, tmp_path, monkeypatch):
-    engine = make_engine(toy_folder, tmp_path / "engine.log", stall_timeout_s=4.0)
-    engine.start()
-    tree = engine.server.process.tree()
-    monkeypatch.setattr(engine.server.process, "halted_part", lambda limit_s: None)
-    completions = engine.generate(make_requests(8, SamplingParams(480, 480)))
-    for process in tree:
-        process.suspend()
-    with pytest.raises(EngineLost, match=r"gave no sign for rollout\.stall_timeout_s=4 s"):
         list(completions)
     assert not running(tree)
 

@@ -126,13 +126,13 @@ def test_what_one_tenant_needs_says_nothing_of_another() -> None:
 def test_the_first_limit_of_a_phase_does_not_come_from_other_work_under_its_name() -> None:
     """A resume: the weights load in 4 s, then the checkpoint, with Adam's moments, in 80."""
     follower = watch()
-    for position, phase, seconds in ((1, "load", 4), (2, "start", 30), (3, "load/checkpoint", 80)):
+    for position, phase, seconds in ((1, "load", 4), (2, "start", 30), (3, "load:checkpoint", 80)):
         ranks = [seen(phase, position, position, step=-1)] * 2
         assert run(follower, seconds, *ranks) is None
     assert run(follower, 1700, *ranks) is None
     assert run(follower, 100, *ranks) is not None
     given = watch({"load": 10.0})
-    found = run(given, 11, seen("load/checkpoint", 1, 1))
+    found = run(given, 11, seen("load:checkpoint", 1, 1))
     assert found is not None
     assert found.limit_s == 10.0
 
@@ -204,8 +204,8 @@ def test_a_page_says_what_the_rank_does() -> None:
                 assert heartbeat.read_page(memory) == Pulse("load", 4, 3, 4)
             assert heartbeat.read_page(memory).phase == "sync"
         assert heartbeat.read_page(memory).phase == "log"
-        with heartbeat.phase("save/snapshot"), heartbeat.phase("save"):
-            assert heartbeat.read_page(memory).phase == "save/snapshot"
+        with heartbeat.phase("save:snapshot"), heartbeat.phase("save"):
+            assert heartbeat.read_page(memory).phase == "save:snapshot"
         heartbeat.leave()
         assert heartbeat.read_page(memory).phase == heartbeat.LEFT
     finally:
@@ -221,13 +221,13 @@ def test_bytes_that_a_rank_moves_are_progress_where_it_loads_or_saves(tmp_path: 
     (tmp_path / "stacks").touch()
     try:
         own = Process.open(0, os.getpid(), path, str(tmp_path / "stacks"))
-        for phase, is_progress in (("load/checkpoint", True), ("save", True), ("rollout", False)):
+        for phase, is_progress in (("load:checkpoint", True), ("save", True), ("rollout", False)):
             with heartbeat.phase(phase):
                 before = own.see().pulse
                 assert own.see().pulse == before  # to wait is none
                 file.read_bytes()
                 assert (own.see().pulse != before) == is_progress
-        with heartbeat.phase("save/finish"):  # a fork writes for the rank
+        with heartbeat.phase("save:finish"):  # a fork writes for the rank
             before, said = own.see().pulse, os.pipe()
             if not (pid := os.fork()):
                 heartbeat.note_helper()

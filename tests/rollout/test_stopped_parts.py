@@ -1,0 +1,76 @@
+"""A process of an engine that is stopped is found in every phase, whichever it is."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import psutil
+import pytest
+from rollout_helpers import make_buckets, make_engine, make_requests
+from test_rollout_server import running
+
+from mrl.errors import EngineGone
+from mrl.rollout.base import EngineLost, SamplingParams
+
+pytestmark = [pytest.mark.release, pytest.mark.timeout(600)]
+
+
+def use(engine, phase, toy_weights):
+    """What a run does with an engine in a phase. Without its detokenizer an engine still takes weights:
+    only what generates then needs it."""
+    if phase == "asleep":
+        engine.wake()
+    for version in range(1, 1000 if phase == "asleep" else 2):
+        if phase != "rollout":
+            engine.update_weights(make_buckets(toy_weights, version), version)
+        list(engine.generate(make_requests(8, SamplingParams(480, 480))))
+
+
+@pytest.mark.parametrize("name", ["scheduler", "detok", "server"])
+def test_a_process_of_the_engine_that_is_stopped_is_found_in_each_phase(
+    name, toy_folder, toy_weights, tmp_path, monkeypatch
+):
+    """While it starts, in a weight sync, in a rollout, and asleep."""
+    engine = make_engine(toy_folder, tmp_path / "engine.log", stall_timeout_s=4.0)
+
+    def part():
+        process = engine.server.process
+        tree = [psutil.Process(process.pid)] if name == "server" else process.tree()
+        return next((p for p in tree if name == "server" or p.name()[8:].startswith(name)), None)
+
+    def stop_as_it_starts():
+        while not (found := part() if engine.server.process.pid else None):
+            time.sleep(0.05)
+        time.sleep(1.0)
+        found.suspend()
+
+    threading.Thread(target=stop_as_it_starts, daemon=True).start()
+    begin = time.monotonic()
+    with pytest.raises(EngineGone, match=r"is stopped \(SIGSTOP\) while it starts"):
+        engine.start()
+    assert time.monotonic() - begin < 60
+    for phase in ("sync", "rollout", "asleep"):
+        engine.start()
+        tree = engine.server.process.tree()
+        if phase == "asleep":
+            engine.sleep(1 if engine.host.memory._can_keep else 2)
+        part().suspend()
+        begin = time.monotonic()
+        with pytest.raises(EngineLost, match=r"is stopped|gave no sign|no answer|took no request"):
+            use(engine, phase, toy_weights)
+        assert time.monotonic() - begin < 15, phase
+        assert not running(tree)
+
+
+def test_a_scheduler_that_hangs_unstopped_gives_no_sign(toy_folder, tmp_path, monkeypatch):
+    engine = make_engine(toy_folder, tmp_path / "engine.log", stall_timeout_s=4.0)
+    engine.start()
+    tree = engine.server.process.tree()
+    monkeypatch.setattr(engine.server.process, "halted_part", lambda limit_s: None)
+    completions = engine.generate(make_requests(8, SamplingParams(480, 480)))
+    for process in tree:
+        process.suspend()
+    with pytest.raises(EngineLost, match=r"gave no sign for rollout\.stall_timeout_s=4 s"):
+        list(completions)
+    assert not running(tree)
