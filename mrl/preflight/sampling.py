@@ -5,6 +5,7 @@ from __future__ import annotations
 from mrl.config import Recipe, RolloutConfig
 from mrl.errors import InputError
 from mrl.rollout.base import SamplingParams
+from mrl.rollout.sampling import check_sampling_params
 
 MASK_TOKENS = 4096
 """The most kept tokens that SGLang returns for a token, where sampling_mask_max_tokens is not set."""
@@ -15,27 +16,18 @@ def check_sampling(rollout: RolloutConfig, vocab_size: int, where: str = "rollou
 
     `where` is the branch of the recipe that has them, for the message.
     """
+    exact = rollout.max_response_len if rollout.min_response_len else 0
     try:
-        SamplingParams(1, top_k=rollout.top_k, stop=rollout.stop)
+        sampling = SamplingParams(
+            rollout.max_response_len,
+            exact,
+            top_k=rollout.top_k,
+            stop_token_ids=rollout.stop_token_ids,
+            stop=rollout.stop,
+        )
     except ValueError as error:
         raise InputError(f"{where}.{error}") from None
-    if rollout.top_k > vocab_size:
-        raise InputError(
-            f"{where}.top_k is {rollout.top_k}, but the model has only {vocab_size} tokens; give "
-            "fewer, or -1 for all"
-        )
-    for token in rollout.stop_token_ids:
-        if not 0 <= token < vocab_size:
-            raise InputError(
-                f"{where}.stop_token_ids has {token}, expected 0 to {vocab_size - 1}: the model has "
-                f"{vocab_size} tokens"
-            )
-    ends = [name for name in ("stop", "stop_token_ids") if getattr(rollout, name)]
-    if ends and rollout.min_response_len:
-        raise InputError(
-            f"{where}.{ends[0]} is given with rollout.min_response_len {rollout.min_response_len}, "
-            "which asks for completions of one exact length; leave one of them out"
-        )
+    check_sampling_params(sampling, vocab_size, f"{where}.", min_name="rollout.min_response_len")
     if rollout.stop and rollout.partial_rollouts == "resume":
         raise InputError(
             f"{where}.stop is given with rollout.partial_rollouts=resume: the engine looks for the "

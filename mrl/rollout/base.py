@@ -29,6 +29,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from mrl.errors import RunFailed
 from mrl.sampling_mask import SamplingMask
 from mrl.types import RoutingTrace, VersionSpan, WeightBucket
 
@@ -51,6 +52,11 @@ class EngineLost(RuntimeError):
 
     The message says in one line what happened, and where the log is. start() brings up another engine.
     """
+
+
+class RequestFailed(RunFailed):
+    """One request cannot be answered, while the engine goes on for the others: the engine refused it,
+    or ended with it once among others and once alone."""
 
 
 MAX_STOP_STRINGS = 32
@@ -215,9 +221,8 @@ class RolloutEngine(Protocol):
     def sequence_logprobs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Return log-probs f32[T] of sequences i64[T] under the present weights at temperature 1.
 
-        The first token has none: 0.
-
-        Needs every tag awake.
+        The first token has none: 0. Needs every tag awake. Raises ValueError for a sequence that is
+        empty or longer than the context.
         """
         ...
 
@@ -243,8 +248,9 @@ class RolloutEngine(Protocol):
 
         Leaving the iterator early aborts
         what is left. Raises ValueError, before anything is sent, for a request that is
-        empty, has another's id, or is too long for the context; RuntimeError where the engine answers
-        with other weights than it should have, with a length that does not fit, or with NaN; EngineLost
+        empty, has another's id, is too long for the context or the KV cache, or has tokens or sampling
+        that the model does not have; RequestFailed for one that the engine refuses; RuntimeError where it
+        answers with other weights than it should have, a length that does not fit, or NaN; EngineLost
         where it dies, its scheduler gives no sign for `rollout.stall_timeout_s`, or a request is
         refused again and again; TimeoutError past `rollout.request_timeout_s`. What was yielded before
         an error is good. Nothing is sent before the first completion is asked for.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,14 @@ def _first(config: Any, *names: str) -> Any:
 def finish_reason(answer: dict[str, Any]) -> str | None:
     """`stop`, `length` or `abort`; None while it is not finished."""
     return (answer["meta_info"].get("finish_reason") or {}).get("type")
+
+
+def refusal(answer: dict[str, Any]) -> str:
+    """Return why SGLang refused a request, which it says inside the stream; empty where it did not."""
+    reason = answer["meta_info"].get("finish_reason") or {}
+    if reason.get("type") != "abort" or reason.get("status_code") != HTTPStatus.BAD_REQUEST:
+        return ""
+    return " ".join(str(reason.get("message")).split())
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mrl.rollout.base import EngineLost, Request
+from mrl.rollout.base import EngineLost, Request, RequestFailed
 from mrl.rollout.gate import Line
 from mrl.rollout.sglang.body import build_request
-from mrl.rollout.sglang.decode import finish_reason
+from mrl.rollout.sglang.decode import finish_reason, refusal
 from mrl.rollout.sglang.http import EventStream, ServerError
 from mrl.rollout.sglang.server import REAP_S, Server
 
@@ -139,8 +139,8 @@ class Flight:
     def answers(self) -> Iterator[Answer]:
         """Yield SGLang's answer to each request. Leaving early aborts the rest.
 
-        Raises EngineLost, TimeoutError past `request_timeout_s`, RuntimeError where SGLang calls a
-        request malformed. The time that a request waits at a gate does not count.
+        Raises EngineLost, TimeoutError past `request_timeout_s`, RequestFailed where SGLang refuses a
+        request. The time that a request waits at a gate does not count.
         """
         try:
             self._begin()
@@ -150,12 +150,13 @@ class Flight:
                     self._send(self._line.take())
                     continue
                 if isinstance(event.error, ServerError) and event.error.status == MALFORMED:
-                    raise RuntimeError(f"generate: {event.error}")
+                    raise RequestFailed(f"generate: {event.error}")
                 if event.answer is None:
                     self._send_again(event.rids, str(event.error or "the answer never came"))
                     continue
                 (rid,) = event.rids
                 if finish_reason(event.answer) == "abort" and rid not in self._aborting:
+                    self._refuse(rid, event.answer)
                     self._send_again([rid], str(event.answer["meta_info"]["finish_reason"]))
                     continue
                 request = self._take(rid)
@@ -291,6 +292,11 @@ class Flight:
         with self._lock:
             self._aborting.discard(rid)
             return self._pending.pop(rid, None)
+
+    def _refuse(self, rid: str, answer: dict[str, Any]) -> None:
+        """Raise RequestFailed where SGLang says that it will never take this request."""
+        if (why := refusal(answer)) and (request := self._pending.get(rid)) is not None:
+            raise RequestFailed(f"{request.request_id}: the engine refused the request: {why}")
 
     def _send_again(self, rids: Sequence[str], why: str) -> None:
         """What of `rids` is still to come, under new ids. Raises EngineLost where it is hopeless."""

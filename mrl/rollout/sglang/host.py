@@ -15,6 +15,7 @@ from mrl.rollout.sglang.launch import read_launch
 from mrl.rollout.sglang.manifest import Manifest
 from mrl.rollout.sglang.occupation import Occupation
 from mrl.rollout.sglang.patience import Patience
+from mrl.rollout.sglang.requests import longest_in_cache
 from mrl.rollout.sglang.route_memory import RouteReader
 from mrl.rollout.sglang.server import Server
 from mrl.rollout.sglang.warm_up import warm_up
@@ -65,6 +66,8 @@ class Host:
         self.config = config
         self.shape = self._launch.shape
         self.context_len = self._launch.context_len
+        self.cache_len: int | None = None
+        """The most tokens of one request that the KV cache holds; None until the engine has started."""
         self.vocab_size = self._launch.vocab_size
         self.manifest = Manifest(Path(model.path), self._launch.hf_config)
         self.stacks_experts = adapters is not None and adapters.experts == "shared_outer"
@@ -79,6 +82,11 @@ class Host:
             self.server, can_keep=keeps_weights or not gpu_ids, can_drop=adapters is None
         )
         self.policies: list[Served] = []
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that the engine takes of one sequence."""
+        return min(self.context_len, self.cache_len or self.context_len)
 
     @property
     def process_id(self) -> int | None:
@@ -121,6 +129,7 @@ class Host:
         self.server.start(self.config.start_timeout_s, settings, meanwhile)
         self.memory.reset(MEMORY_TAGS)
         try:
+            self.cache_len = longest_in_cache(*self.server.cache_of_one())
             for policy in self.policies:
                 policy.begin()
             self._warm_up()

@@ -94,7 +94,12 @@ def read_launch(
     weights = config.return_routing_weights
     if weights:
         refuse_weights(on_gpu=bool(gpu_ids), return_routes=return_routes)
-    context_len: int = config.context_len or hf_config.max_position_embeddings
+    longest: int = hf_config.get_text_config().max_position_embeddings
+    context_len = config.context_len or longest
+    if context_len > longest:
+        raise InputError(
+            f"rollout.context_len {context_len} is above the model's max_position_embeddings {longest}"
+        )
     settings = server_settings(
         model,
         config,

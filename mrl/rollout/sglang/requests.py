@@ -9,13 +9,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.rollout.base import Request
+from mrl.errors import InputError
+from mrl.rollout.base import Request, SamplingParams
+from mrl.rollout.sampling import check_sampling_params
 from mrl.rollout.sglang.server import Server
 
+RESERVED_TOKENS = 7
+"""Tokens that SGLang is given beyond the context of the recipe, because it keeps so many to itself.
 
-def check_requests(requests: Sequence[Request], context_len: int) -> None:
-    """Raises ValueError for a request that is empty, has another's id, or is too long."""
+Of a `context_length` of C tokens and a KV cache of M tokens SGLang 0.5.20 takes prompts of at most
+min(C, M) - 7 (`tp_worker.get_worker_info`, `utils.validate_input_length`), and it lowers
+`max_new_tokens` without a word so that prompt and answer have at most min(C, M) - 2 together
+(`Scheduler.init_req_max_new_tokens`)."""
+
+
+def longest_in_cache(kv_tokens: int, page_size: int = 1) -> int:
+    """Return the most tokens, prompt and answer, that SGLang takes in a KV cache of `kv_tokens`.
+
+    Its cache has pages: a prompt takes whole ones, and one page more is kept for the answer.
+    """
+    return max(0, kv_tokens - max(RESERVED_TOKENS, 2 * page_size + 1))
+
+
+def check_requests(
+    requests: Sequence[Request],
+    context_len: int,
+    *,
+    cache_len: int | None = None,
+    vocab_size: int | None = None,
+) -> None:
+    """Raise ValueError for a request that the engine would refuse, cut short, or die of: one that is
+    empty, has another's id, is too long, or has tokens or sampling that the model does not have.
+
+    `cache_len` is what the KV cache holds of one request, `vocab_size` the model's; None leaves what
+    depends on them out.
+    """
     seen: set[str] = set()
+    checked: set[SamplingParams] = set()
     for request in requests:
         name, num_tokens = request.request_id, request.token_ids.numel()
         new = request.sampling.max_new_tokens
@@ -25,9 +55,37 @@ def check_requests(requests: Sequence[Request], context_len: int) -> None:
         if not num_tokens:
             raise ValueError(f"{name}: the prompt has no tokens, expected at least 1")
         if num_tokens + new > context_len:
-            raise ValueError(
+            raise InputError(
                 f"{name}: {num_tokens} prompt tokens + {new} new tokens exceed the context of "
                 f"{context_len}"
+            )
+        if cache_len is not None and num_tokens + new > cache_len:
+            raise InputError(
+                f"{name}: {num_tokens} prompt tokens + {new} new tokens exceed the {cache_len} that the "
+                "engine's KV cache holds of one request; raise rollout.max_total_tokens or "
+                "rollout.mem_fraction_static, or ask for less"
+            )
+        if vocab_size is None:
+            continue
+        low, high = int(request.token_ids.min()), int(request.token_ids.max())
+        if low < 0 or high >= vocab_size:
+            raise InputError(
+                f"{name}: token {low if low < 0 else high}, expected 0 to {vocab_size - 1}: the model "
+                f"has {vocab_size} tokens"
+            )
+        if request.sampling not in checked:
+            check_sampling_params(request.sampling, vocab_size, f"{name}: ")
+            checked.add(request.sampling)
+
+
+def check_sequences(sequences: Sequence[Tensor], longest: int) -> None:
+    """Raise InputError for a sequence i64[T] that is empty, or above the `longest` that the engine
+    takes."""
+    for sequence in sequences:
+        if not 0 < sequence.numel() <= longest:
+            raise InputError(
+                f"sequence_logprobs: a sequence of {sequence.numel()} tokens, expected 1 to {longest}, "
+                "which the engine's context and its KV cache hold"
             )
 
 

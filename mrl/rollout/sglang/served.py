@@ -18,7 +18,7 @@ from mrl.rollout.sglang.adapter.sync import AdapterSync
 from mrl.rollout.sglang.flight import LineUp
 from mrl.rollout.sglang.flights import Flights
 from mrl.rollout.sglang.host import Host
-from mrl.rollout.sglang.requests import check_requests, sequence_logprobs
+from mrl.rollout.sglang.requests import check_requests, check_sequences, sequence_logprobs
 from mrl.rollout.sglang.weight_sync import WeightSync
 from mrl.types import WeightBucket
 
@@ -168,7 +168,12 @@ class Served:
         self._host.require_running("generate")
         if not beside_others:  # one beside others may wait for the weights
             self.require_ready("generate")
-        check_requests(requests, self._host.context_len)
+        check_requests(
+            requests,
+            self._host.context_len,
+            cache_len=self._host.cache_len,
+            vocab_size=self._host.vocab_size,
+        )
         # Cached prefixes change the last bits of log-probs, and their routes are another request's.
         # The wait is for requests that an abort has ended and the scheduler has yet to drop.
         if not (reuse_cache or beside_others):
@@ -204,6 +209,7 @@ class Served:
 
     def sequence_logprobs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         server, config, vocab_size = self._host.server, self._host.config, self._host.vocab_size
+        check_sequences(sequences, self._host.longest)
         if self._shares:  # requests of others may be in the queue before these
             version = self.ready_version("sequence_logprobs", may_be_busy=True)
             name, limit_s = self._adapter_name(version), config.request_timeout_s

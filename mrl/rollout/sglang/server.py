@@ -228,12 +228,23 @@ class Server:
     def room(self) -> tuple[int, int]:
         """Return how many tokens the KV cache holds and how many requests can run at once, over all
         replicas of the attention."""
-        _, text = self._running_client().get("/server_info", timeout_s=CONTROL_TIMEOUT_S)
-        states = json.loads(text)["internal_states"]
+        states = self._states()
         return (
             sum(int(state["memory_usage"]["token_capacity"]) for state in states),
             sum(int(state["effective_max_running_requests_per_dp"]) for state in states),
         )
+
+    def cache_of_one(self) -> tuple[int, int]:
+        """Return how many tokens the KV cache of the smallest replica holds, and the size of a page."""
+        states = self._states()
+        return (
+            min(int(state["memory_usage"]["token_capacity"]) for state in states),
+            max(int(state.get("page_size") or 1) for state in states),
+        )
+
+    def _states(self) -> list[dict[str, Any]]:
+        _, text = self._running_client().get("/server_info", timeout_s=CONTROL_TIMEOUT_S)
+        return json.loads(text)["internal_states"]
 
     def offers(self, path: str) -> bool:
         """Whether the server knows a POST endpoint; a GET tells without doing it."""

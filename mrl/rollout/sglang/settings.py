@@ -11,6 +11,7 @@ from mrl.config import ModelConfig, RolloutConfig
 from mrl.config.adapter import AdapterLimits
 from mrl.rollout.sglang.adapter.manifest import sglang_modules
 from mrl.rollout.sglang.arguments import check_server_args
+from mrl.rollout.sglang.requests import RESERVED_TOKENS
 
 PLUGINS = Path(__file__).parent / "plugins"
 CPU_STUBS = PLUGINS / "cpu"
@@ -46,7 +47,7 @@ def server_settings(
         "model_path": model.path,
         "trust_remote_code": False,
         "tp_size": config.tensor_parallel_size,
-        "context_length": context_len,
+        "context_length": context_len + RESERVED_TOKENS,
         "weight_version": str(first_version),
         "enable_return_routed_experts": return_routes,
         "sampling_backend": "pytorch",
@@ -121,8 +122,11 @@ def server_environment(
     `first_rank` is the engine's first rank on this node.
     """
     plugins = [SERVER_PLUGIN] + [ADAPTER_PLUGIN] * serves_adapter
+    # SGLang is given RESERVED_TOKENS beyond a context that may be all of the model's; mrl sends no
+    # request that would have a token there.
+    common = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if gpu_ids:
-        return {
+        return common | {
             "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpu_ids),
             "PYTHONPATH": _path(plugins),
             # Without the first, the graphs' memory does not belong to the tag `cuda_graph` and stays
@@ -135,7 +139,7 @@ def server_environment(
     plugins += [CPU_STUBS] + [ON_POLICY_PLUGIN] * batch_invariant
     plugins += [ROUTING_WEIGHTS_PLUGIN] * return_routing_weights
     plugins += [CPU_ADAPTER_PLUGIN] * serves_adapter
-    environment = {
+    environment = common | {
         "SGLANG_USE_CPU_ENGINE": "1",
         # A toy model on two threads is 20 to 40 times slower than on one.
         "OMP_NUM_THREADS": "1",
