@@ -43,11 +43,13 @@ class EngineSlot:
         self._sleep_level = 1 if keeps_weights else 2
         self._lost: EngineLost | None = None
         self._restarts = 0
+        self._explained = 0
+        """Restarts that do not count: requests that are not tried again were the reason."""
         self._recovery_s = 0.0
 
     def begin_step(self) -> None:
         """Set the counts of restarts and of seconds to zero."""
-        self._restarts, self._recovery_s = 0, 0.0
+        self._restarts, self._explained, self._recovery_s = 0, 0, 0.0
 
     def start(self) -> None:
         """Start the engine and put it to sleep. A collective of the ranks that the engine spans."""
@@ -106,6 +108,9 @@ class EngineSlot:
         start = time.perf_counter()
         while num_lost:  # the next one may be lost while it starts
             self._restarts += num_lost
+            self._explained += sum_over_ranks(
+                self.engine is not None and self._lost is not None and self._lost.is_explained
+            )
             self._start_another()
             num_lost = self._count_lost()
         self._recovery_s += time.perf_counter() - start
@@ -117,9 +122,9 @@ class EngineSlot:
         return sum_over_ranks(self._lost is not None and self.engine is not None)
 
     def _start_another(self) -> None:
-        if self._restarts > self._max_restarts:
+        if (count := self._restarts - self._explained) > self._max_restarts:
             raise EngineGone(
-                f"{self._restarts} rollout engines were lost in one step, more than "
+                f"{count} rollout engines were lost in one step, more than "
                 f"rollout.max_restarts={self._max_restarts}; "
                 f"{self._lost or 'see the messages of other ranks'}"
             )

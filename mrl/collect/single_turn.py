@@ -48,13 +48,16 @@ class SingleTurnRollout:
         seed: int | Sequence[int],
         num_wanted: int | None = None,
         on_sample: Callable[[SampleGroup, int], None] | None = None,
+        context_len: int | None = None,
     ) -> None:
         """Sample k of a group is drawn with `sample_seed(seed, prompt_id, k)`, whatever happens.
 
         `seed` and `sampling` are one for all groups, or one for each. The rollout is over when
         `num_wanted` groups are whole, by default all; the others are aborted then, and stay in
         `partial`. `sampling` describes whole samples: of a sample that has C tokens already, C less
-        are requested. `on_sample(group, k)` is called when sample k of a group is whole and others of
+        are requested, and no more than a context of `context_len` has room for; where that is none, as
+        in a run that continues with shorter ones, the sample ends with the finish reason `length`.
+        `on_sample(group, k)` is called when sample k of a group is whole and others of
         the group are not.
         """
         self._groups = {group.samples[0].group_id: group for group in groups}
@@ -64,6 +67,7 @@ class SingleTurnRollout:
         self._samplings = dict(zip(self._groups, samplings, strict=True))
         self._num_left = len(groups) if num_wanted is None else num_wanted
         self._on_sample = on_sample
+        self._context_len = context_len
 
     @property
     def partial(self) -> list[SampleGroup]:
@@ -78,6 +82,7 @@ class SingleTurnRollout:
     def finished(self, engine: RolloutEngine) -> Iterator[SampleGroup]:
         """Yield groups as they become whole. Raises as generate() does; `partial` stays right."""
         for group_id, group in list(self._groups.items()):
+            self._cut_off(group_id)
             if is_finished(group) and not self.is_over:
                 yield self._take(group_id)
         requests = {} if self.is_over else self._requests()
@@ -101,6 +106,21 @@ class SingleTurnRollout:
         self._num_left -= 1
         return self._groups.pop(group_id)
 
+    def _room(self, group_id: int, sample: Sample) -> int:
+        """Return how many tokens can follow those that the sample has."""
+        room = self._samplings[group_id].max_new_tokens - len(sample.response_ids)
+        if self._context_len is None:
+            return room
+        return min(room, self._context_len - len(sample.token_ids))
+
+    def _cut_off(self, group_id: int) -> None:
+        """End the partial samples of a group that have tokens and room for none."""
+        samples = self._groups[group_id].samples
+        for k, sample in enumerate(samples):
+            is_partial = sample.finish_reason == PARTIAL and len(sample.response_ids) > 0
+            if is_partial and self._room(group_id, sample) < 1:
+                samples[k] = dataclasses.replace(sample, finish_reason="length")
+
     def _requests(self) -> dict[tuple[int, int], Request]:
         """Return what is still to be generated, by (group id, index of the sample)."""
         requests = {}
@@ -112,17 +132,21 @@ class SingleTurnRollout:
                     request_id=f"{group.prompt.source} group {group_id} sample {k}",
                     token_ids=sample.token_ids,
                     seed=sample_seed(self._seeds[group_id], group.prompt.prompt_id, k),
-                    sampling=_remaining(self._samplings[group_id], len(sample.response_ids)),
+                    sampling=_remaining(
+                        self._samplings[group_id],
+                        len(sample.response_ids),
+                        self._room(group_id, sample),
+                    ),
                 )
         return requests
 
 
-def _remaining(sampling: SamplingParams, num_done: int) -> SamplingParams:
-    return dataclasses.replace(
-        sampling,
-        max_new_tokens=sampling.max_new_tokens - num_done,
-        min_new_tokens=max(0, sampling.min_new_tokens - num_done),
-    )
+def _remaining(sampling: SamplingParams, num_done: int, room: int) -> SamplingParams:
+    """Return how a sample of `num_done` tokens goes on, which has room for `room` more."""
+    if not num_done:
+        return sampling  # whole: a prompt that is too long for it is refused
+    at_least = min(room, max(0, sampling.min_new_tokens - num_done))
+    return dataclasses.replace(sampling, max_new_tokens=room, min_new_tokens=at_least)
 
 
 def _empty_sample(group_id: int, prompt: Prompt) -> Sample:

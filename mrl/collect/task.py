@@ -123,7 +123,9 @@ def make_task(
     scoring.begin_step()
     rollout: Rollout
     if scoring.environments is None:
-        rollout = SingleTurnRollout(groups, _sampling(config), seeds, num_wanted)
+        rollout = SingleTurnRollout(
+            groups, _sampling(config), seeds, num_wanted, context_len=context_len
+        )
     else:
         rollout = _conversations(
             config, scoring.environments, groups, seeds, tokenizer, context_len, template_kwargs
@@ -197,7 +199,9 @@ def make_rollout(
     config = plan.recipe.rollout
     groups, seeds = [one.group for one in started], [one.seed for one in started]
     if episodes is None:
-        return SingleTurnRollout(groups, _sampling(config), seeds, on_sample=on_sample)
+        return SingleTurnRollout(
+            groups, _sampling(config), seeds, on_sample=on_sample, context_len=plan.context_len
+        )
     template_kwargs = plan.recipe.data.chat_template_kwargs
     return _conversations(
         config, episodes, groups, seeds, plan.tokenizer, plan.context_len, template_kwargs

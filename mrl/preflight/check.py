@@ -41,7 +41,7 @@ from mrl.preflight.resume import check_adapter, resume_step, snapshot_step
 from mrl.preflight.reward_columns import check_reward_columns
 from mrl.preflight.roles import Roles, roles_of, trainer_dims
 from mrl.preflight.rows import check_rows
-from mrl.preflight.sampling import check_recipe_sampling, check_sampling
+from mrl.preflight.sampling import check_cache, check_recipe_sampling, check_sampling
 from mrl.preflight.schedule import with_schedule
 from mrl.preflight.task import check_task
 from mrl.preflight.weights import check_weights
@@ -124,6 +124,11 @@ def check(
     _check_prompts(prompts, tokenizer, recipe, warn, imports_rewards)
     sft_examples = _sft_examples(recipe, tokenizer, context_len)
     eval_sets = _eval_sets(recipe, model, tokenizer, context_len, warn, imports_rewards)
+    on_gpu = elsewhere or torch.cuda.is_available()
+    check_cache(recipe, prompts, context_len, on_gpu=on_gpu)
+    for each in eval_sets:
+        where = f"eval set {each.config.name}: rollout"
+        check_cache(each.recipe, each.prompts, context_len, on_gpu=on_gpu, where=where)
     update = _check_folder(folder, recipe, allowed, algorithm, adapter)
     checkpoint_step = resume_step(folder, warn)
     step = snapshot_step(folder, recipe, warn) or checkpoint_step

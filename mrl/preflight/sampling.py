@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mrl.config import Recipe, RolloutConfig
 from mrl.errors import InputError
 from mrl.rollout.base import SamplingParams
 from mrl.rollout.sampling import check_sampling_params
+from mrl.rollout.sglang.limits import cache_len
+from mrl.rollout.sglang.settings import CPU_MAX_TOTAL_TOKENS
+from mrl.types import Prompt
 
 MASK_TOKENS = 4096
 """The most kept tokens that SGLang returns for a token, where sampling_mask_max_tokens is not set."""
@@ -33,6 +38,38 @@ def check_sampling(rollout: RolloutConfig, vocab_size: int, where: str = "rollou
             f"{where}.stop is given with rollout.partial_rollouts=resume: the engine looks for the "
             "text in the tokens of one request, and would miss one that begins before the sample is "
             "continued; use stop_token_ids, or partial_rollouts=drop or defer"
+        )
+
+
+def check_cache(
+    recipe: Recipe,
+    prompts: Sequence[Prompt],
+    context_len: int,
+    *,
+    on_gpu: bool,
+    where: str = "rollout",
+) -> None:
+    """Raise InputError where the engine's KV cache is too small for one request of a recipe, or of an
+    evaluation set: its longest prompt with the longest answer, or a conversation that fills the
+    context.
+
+    Where the size of the cache is not known yet, the engine refuses such a request when it is made.
+    """
+    rollout = recipe.rollout
+    if rollout.engine != "sglang" or recipe.debug.load_rollouts is not None:
+        return
+    holds = cache_len(rollout, on_gpu=on_gpu)
+    if recipe.environment is None:
+        prompt_len = max((prompt.token_ids.numel() for prompt in prompts), default=0)
+        needed, what = prompt_len + rollout.max_response_len, "its longest prompt and answer have"
+    else:
+        needed, what = context_len, "a conversation has up to rollout.context_len ="
+    if holds is not None and needed > holds:
+        size = rollout.max_total_tokens or CPU_MAX_TOTAL_TOKENS
+        raise InputError(
+            f"{where}: {what} {needed} tokens, but the engine's KV cache of {size} "
+            f"(rollout.max_total_tokens) holds {holds} of one request; give it "
+            f"{needed + size - holds}, or lower the lengths"
         )
 
 

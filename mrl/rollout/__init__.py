@@ -12,7 +12,19 @@ from mrl.system.plugins import Kind, resolve
 _KIND = Kind(
     noun="rollout.engine",
     package="mrl.rollout",
-    not_plugins=frozenset({"__init__", "base", "beside", "engine_group", "gate", "gate_times"}),
+    not_plugins=frozenset(
+        {
+            "__init__",
+            "base",
+            "beside",
+            "engine_group",
+            "gate",
+            "gate_times",
+            "line",
+            "sampling",
+            "suspects",
+        }
+    ),
     attributes=("Engine", "build_engine"),
     form="class or function",
     example="Engine",

@@ -53,10 +53,17 @@ class EngineLost(RuntimeError):
     The message says in one line what happened, and where the log is. start() brings up another engine.
     """
 
+    is_explained = False
+    """Whether requests that had the engine alone ended it, which are not tried again."""
+
 
 class RequestFailed(RunFailed):
     """One request cannot be answered, while the engine goes on for the others: the engine refused it,
     or ended with it once among others and once alone."""
+
+
+class EndsEngine(RequestFailed):
+    """A request has ended an engine twice, the second time alone."""
 
 
 MAX_STOP_STRINGS = 32
@@ -249,11 +256,11 @@ class RolloutEngine(Protocol):
         Leaving the iterator early aborts
         what is left. Raises ValueError, before anything is sent, for a request that is
         empty, has another's id, is too long for the context or the KV cache, or has tokens or sampling
-        that the model does not have; RequestFailed for one that the engine refuses; RuntimeError where it
-        answers with other weights than it should have, a length that does not fit, or NaN; EngineLost
-        where it dies, its scheduler gives no sign for `rollout.stall_timeout_s`, or a request is
-        refused again and again; TimeoutError past `rollout.request_timeout_s`. What was yielded before
-        an error is good. Nothing is sent before the first completion is asked for.
+        that the model does not have; RequestFailed for one that the engine refuses; RuntimeError where
+        it answers with other weights than it should have, with a length that does not fit, or with NaN;
+        EngineLost where it dies, its scheduler gives no sign for `rollout.stall_timeout_s`, or it fails
+        a request again and again; TimeoutError past `rollout.request_timeout_s`. What was yielded
+        before an error is good. Nothing is sent before the first completion is asked for.
         """
         ...
 

@@ -4,18 +4,22 @@ An engine serves what it has been sent in the order in which it came, so that th
 one tenant would starve those of another. Behind a gate requests wait in the trainer's process, and a
 policy from outside (mrl/tenants/schedule.py) admits them by what is left of the KV memory. Without a
 policy all are admitted at once.
+
+A call whose requests were in an engine when it ended has the next engine alone (suspects.py): what is
+in there comes to its end first, and all others wait.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from mrl.rollout.base import Request
 from mrl.rollout.gate_times import GateTimes
+from mrl.rollout.line import Line, Sent
+from mrl.rollout.suspects import Suspects
 
 UNLIMITED = 1 << 62
 
@@ -78,16 +82,6 @@ class AdmitAll:
         pass
 
 
-class Sent(NamedTuple):
-    """Holds a request that was admitted and is not over."""
-
-    request: Request
-    expected: int
-    """The tokens that the gate counts it with."""
-    since: float
-    """When it was admitted, by the clock of `GateTimes`."""
-
-
 @dataclass
 class _Tenant:
     """Holds what the gate knows of a tenant."""
@@ -115,12 +109,22 @@ class Gate:
         self._times = times or GateTimes()
         self._lock = threading.Lock()
         self._tenants: dict[str, _Tenant] = {}
+        self._suspects = Suspects()
+        self._alone: Line | None = None
+        """The line that has the engine alone."""
+        self.num_starts = 0
+        self._is_lost = False
+        """Whether the engine has ended since its newest start: nothing is admitted."""
 
     def resize(self, capacity_tokens: int, max_running: int) -> None:
-        """Note the size of the engine's KV memory, and how many requests it can run at once."""
+        """Note that an engine has started, the size of its KV memory, and how many requests it can run
+        at once."""
         with self._lock:
             self.capacity_tokens = capacity_tokens
             self._times.resize(max_running, capacity_tokens)
+            self.num_starts += 1
+            self._is_lost = False
+        self._look()
 
     def take_times(self) -> dict[str, float]:
         """Return what passed the gate since the last time, as `GateTimes.take` does."""
@@ -142,17 +146,23 @@ class Gate:
             self._tenants.pop(tenant, None)
             self._policy.leave(tenant)
             self._times.leave(tenant)
+            self._suspects.leave(tenant)
+            if self._alone is not None and self._alone.tenant == tenant:
+                self._alone = None
         self._look()
 
     def line_up(
         self, tenant: str, requests: Sequence[Request], on_admitted: Callable[[], None]
     ) -> Line:
         """Return a line of these requests. `on_admitted` is called, from any thread, when some of them
-        may be sent. Raises RuntimeError for a tenant that is not there."""
+        may be sent. Raises RuntimeError for a tenant that is not there, and EndsEngine for a request
+        that has ended two engines."""
         line = Line(self, tenant, requests, on_admitted)
         with self._lock:
             if tenant not in self._tenants:
                 raise RuntimeError(f"generate: tenant {tenant!r} is not at the gate of this engine")
+            self._suspects.refuse(tenant, line.ids)
+            line.is_suspect = self._suspects.has_any(tenant, line.ids)
             self._tenants[tenant].lines.append(line)
             self._times.come(tenant, line.num_waiting)
         self._look()
@@ -166,11 +176,13 @@ class Gate:
             line.on_admitted()
 
     def _admit(self) -> list[Line]:
+        in_flight = sum(tenant.in_flight for tenant in self._tenants.values())
+        if self._is_lost or not self._may_admit(in_flight):
+            return []
         demands = [self._demand(name, tenant) for name, tenant in self._tenants.items()]
         waiting = [demand for demand in demands if demand.num_waiting]
         if not waiting:
             return []
-        in_flight = sum(demand.tokens_in_flight for demand in demands)
         free_tokens = max(0, self.capacity_tokens - in_flight)
         granted = dict(self._policy.admit(free_tokens, self.capacity_tokens, demands))
         if not in_flight and not any(granted.values()):
@@ -179,23 +191,54 @@ class Gate:
         for name, number in granted.items():
             tenant = self._tenants[name]
             for _ in range(number):
-                line = tenant.lines[0]
+                line = self._alone or tenant.lines[0]
                 tenant.in_flight += line.admit_next(self._policy, self._times)
                 told += [line] if line not in told else []
                 if not line.num_waiting:
-                    tenant.lines.pop(0)
+                    tenant.lines.remove(line)
         return told
 
+    def _may_admit(self, in_flight: int) -> bool:
+        """Return whether any request may be sent now, after the first suspect has been given the engine
+        where that is empty."""
+        if self._alone is not None:
+            return True
+        lines = [line for tenant in self._tenants.values() for line in tenant.lines]
+        suspect = next((line for line in lines if line.is_suspect), None)
+        if suspect is not None and not in_flight:
+            self._alone = suspect
+        return suspect is None or not in_flight
+
     def _demand(self, name: str, tenant: _Tenant) -> Demand:
-        longest = max((line.longest for line in tenant.lines), default=0)
+        lines = tenant.lines
+        if self._alone is not None:
+            lines = [line for line in lines if line is self._alone]
+        longest = max((line.longest for line in lines), default=0)
         return Demand(
             tenant=name,
             weight=tenant.weight,
-            num_waiting=sum(line.num_waiting for line in tenant.lines),
+            num_waiting=sum(line.num_waiting for line in lines),
             tokens_each=self._policy.tokens_each(name, longest) if longest else 0,
             tokens_in_flight=tenant.in_flight,
             max_tokens_in_flight=tenant.max_tokens_in_flight,
         )
+
+    def blame(self, tenant: str, line: Line, ids: Collection[str]) -> bool:
+        """Note that the engine ended with these requests of a line in it; return whether the line had
+        it alone. Nothing is admitted until another engine has started."""
+        with self._lock:
+            self._is_lost |= line.num_starts == self.num_starts
+            were_alone = self._alone is line
+            self._suspects.blame(tenant, ids, were_alone=were_alone)
+            return were_alone and bool(ids)
+
+    def end(self, tenant: str, line: Line, survived: Collection[str]) -> None:
+        """Note that a line is over; the engine has survived these requests of it."""
+        with self._lock:
+            self._suspects.clear(tenant, survived)
+            if self._alone is line:
+                self._alone = None
+        self._look()
 
     def give_back(self, name: str, sent: Sent, num_new: int, *, is_whole: bool) -> None:
         """Note that the engine holds nothing more of a request, which has `num_new` new tokens."""
@@ -220,95 +263,3 @@ class Gate:
                 if not line.num_waiting and line in tenant.lines:
                     tenant.lines.remove(line)
         return taken
-
-
-class Line:
-    """A line holds the requests of one call of generate(), in their order. `Gate.line_up` makes it."""
-
-    def __init__(
-        self, gate: Gate, tenant: str, requests: Sequence[Request], on_admitted: Callable[[], None]
-    ) -> None:
-        self.on_admitted = on_admitted
-        self.longest = max(map(most_tokens, requests), default=0)
-        self._gate, self._tenant = gate, tenant
-        self._waiting = deque(requests)
-        self._admitted: list[Request] = []
-        self._sent: dict[str, Sent] = {}
-        """Requests that were admitted and are not over, by their ids."""
-        self._changing = threading.Lock()
-
-    @property
-    def num_waiting(self) -> int:
-        """The requests that were not admitted yet."""
-        return len(self._waiting)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is left to be sent."""
-        with self._changing:
-            return not self._waiting and not self._admitted
-
-    def take(self) -> list[Request]:
-        """Return the requests that were admitted since the last time."""
-        with self._changing:
-            taken, self._admitted = self._admitted, []
-        return taken
-
-    def finish(self, request: Request, num_new: int, *, is_whole: bool = True) -> None:
-        """Note that a request is over after `num_new` tokens. `is_whole`: it was not aborted."""
-        with self._changing:
-            sent = self._sent.pop(request.request_id, None)
-        if sent is not None:
-            self._gate.give_back(self._tenant, sent, num_new, is_whole=is_whole)
-
-    def withdraw(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """Take these requests, or all, out of the line, and return those that were not sent."""
-        unsent = self._gate.withdraw(self._tenant, self, request_ids)
-        with self._changing:
-            taken, kept = _split(self._admitted, request_ids)
-            self._admitted = kept
-        for request in taken:
-            self.finish(request, 0, is_whole=False)
-        return unsent + taken
-
-    def close(self) -> None:
-        """Note that nothing more of these requests is sent, and that none is in the engine."""
-        self.withdraw()
-        with self._changing:
-            left, self._sent = self._sent, {}
-        for sent in left.values():
-            self._gate.give_back(self._tenant, sent, 0, is_whole=False)
-
-    def admit_next(self, policy: Policy, times: GateTimes) -> int:
-        """Admit one request, and return the tokens that are expected of it. For the gate alone."""
-        with self._changing:
-            request = self._waiting.popleft()
-            expected = policy.tokens_each(self._tenant, most_tokens(request))
-            self._admitted.append(request)
-            since = times.send(self._tenant, expected)
-            self._sent[request.request_id] = Sent(request, expected, since)
-        return expected
-
-    def remove(self, request_ids: Collection[str] | None) -> list[Request]:
-        """Remove what waits of these, or all. For the gate alone."""
-        with self._changing:
-            taken, kept = _split(self._waiting, request_ids)
-            self._waiting = deque(kept)
-        return taken
-
-
-def most_tokens(request: Request) -> int:
-    """Return how many tokens a request can come to hold."""
-    return request.token_ids.numel() + request.sampling.max_new_tokens
-
-
-def _split(
-    requests: Iterable[Request], request_ids: Collection[str] | None
-) -> tuple[list[Request], list[Request]]:
-    """Return those with these ids, all for None, and the others."""
-    taken, kept = [], []
-    for request in requests:
-        (taken if request_ids is None or request.request_id in request_ids else kept).append(
-            request
-        )
-    return taken, kept

@@ -37,15 +37,16 @@ def check_sampling_params(
     least = sampling.min_new_tokens
     if not least:
         return
+    ends = [name for name in ("stop", "stop_token_ids") if getattr(sampling, name)]
+    if ends and least == sampling.max_new_tokens:
+        raise InputError(
+            f"{where}{ends[0]} is given with {min_name} {least}, which asks for completions of one "
+            "exact length; leave one of them out"
+        )
     if sampling.stop:
         raise InputError(
-            f"{where}stop is given with {min_name} {least}: a text ends a completion wherever it comes, "
-            "before that too; leave one of them out"
-        )
-    if sampling.stop_token_ids and least == sampling.max_new_tokens:
-        raise InputError(
-            f"{where}stop_token_ids is given with {min_name} {least}, which asks for completions of "
-            "one exact length; leave one of them out"
+            f"{where}stop is given with {min_name} {least}: a text ends a completion wherever it "
+            "comes, before that too; leave one of them out"
         )
     if 2 * len(set(sampling.stop_token_ids)) > vocab_size:
         raise InputError(

@@ -163,8 +163,16 @@ class Flight:
                 if request is not None:
                     self._sent_at.pop(request.request_id, None)
                     yield Answer(rid, request, self._num_updates.pop(rid), event.answer)
+        except EngineLost as error:
+            self.blame(error)
+            raise
         finally:
             self.close()
+
+    def blame(self, error: EngineLost) -> None:
+        """Note at the gate that the engine ended with what is pending in it."""
+        if self._line is not None and self._line.lose():
+            error.is_explained = True
 
     def _begin(self) -> None:
         if self._line_up is None:

@@ -198,7 +198,11 @@ class Flights:
                 completion = decode_completion(answer.answer, answer.request, expected)
             except RuntimeError:
                 # The routes of a server that has died since it answered cannot be read.
-                self._server.check_alive(wait_s=REAP_S)
+                try:
+                    self._server.check_alive(wait_s=REAP_S)
+                except EngineLost as error:
+                    opened.flight.blame(error)
+                    raise
                 raise
             self._note_answer(opened, answer, expected)
             yield completion

@@ -11,6 +11,8 @@ from mrl.errors import InputError
 from mrl.rollout.sglang.arguments import check_server_args
 from mrl.rollout.sglang.decode import refuse_unfaithful, refuse_weights, route_shape
 from mrl.rollout.sglang.external_models import import_external_models, refuse_unknown
+from mrl.rollout.sglang.requests import longest_in_cache
+from mrl.rollout.sglang.settings import CPU_MAX_TOTAL_TOKENS
 
 
 def check_limits(
@@ -31,6 +33,16 @@ def check_limits(
     refuse_unfaithful(hf_config, on_gpu=on_gpu, return_routes=return_routes)
     if config.return_routing_weights:
         refuse_weights(on_gpu=on_gpu, return_routes=return_routes)
+
+
+def cache_len(config: RolloutConfig, *, on_gpu: bool) -> int | None:
+    """Return the most tokens of one request that the KV cache will hold; None where that depends on the
+    memory that the engine finds."""
+    kv_tokens = config.max_total_tokens or (None if on_gpu else CPU_MAX_TOTAL_TOKENS)
+    if kv_tokens is None:
+        return None
+    page_size = config.server_args.get("page_size")
+    return longest_in_cache(kv_tokens, page_size if isinstance(page_size, int) else 1)
 
 
 def check_route_layers(

@@ -61,8 +61,8 @@ def check_requests(
             )
         if cache_len is not None and num_tokens + new > cache_len:
             raise InputError(
-                f"{name}: {num_tokens} prompt tokens + {new} new tokens exceed the {cache_len} that the "
-                "engine's KV cache holds of one request; raise rollout.max_total_tokens or "
+                f"{name}: {num_tokens} prompt tokens + {new} new tokens exceed the {cache_len} that "
+                "the engine's KV cache holds of one request; raise rollout.max_total_tokens or "
                 "rollout.mem_fraction_static, or ask for less"
             )
         if vocab_size is None:

@@ -13,6 +13,7 @@ from mrl.config.branch import Branch
 from mrl.errors import InputError
 from mrl.learn.named_losses import LOSSES
 from mrl.rollout.base import MAX_STOP_STRINGS, SamplingParams
+from mrl.rollout.sampling import check_sampling_params
 
 MAX_TOKENS = 1 << 17
 """Tokens of one operation: of its sequences, or of its prompts and the longest answers to them."""
@@ -181,6 +182,9 @@ def read_body(given: dict[str, Any], bounds: Bounds) -> Body:
         body = KINDS[kind].model_validate(given)
     except ValidationError as error:
         raise InputError(f"{kind}: {_first_problem(error)}") from None
+    if isinstance(body, SampleBody):
+        sampling = body.sampling(1.0)
+        check_sampling_params(sampling, bounds.vocab_size, "sample: ", min_name="min_tokens")
     for number, (tokens, more) in enumerate(_lengths(body)):
         _check_tokens(f"{kind}: {'prompt' if more else 'sequence'} {number}", tokens, more, bounds)
     if (total := num_tokens(body)) > MAX_TOKENS:

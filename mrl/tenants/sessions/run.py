@@ -179,13 +179,15 @@ class SessionRun(Trained):
         self._sampler.end_generation(was_lost=was_lost)
 
     def score(self) -> None:
-        """Answer the sample operations of a turn that is generated."""
+        """Answer the sample operations of a turn that is generated. Raises RunFailed where they have
+        ended the engine too often."""
         asked = self._sampler.asked
-        if (found := self._sampler.finish(self._agree)) is None:
+        if (found := self._sampler.finish()) is None:
             return
-        results, failure = found
+        results, failures = found
         for name in asked:
-            self._answer(name, results.get(name), failure)
+            self._answer(name, results.get(name), failures.get(name, ""))
+        self._sampler.check_behaviour()
 
     @phase("train")
     def train(self) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mrl.collect.engine_slot import EngineSlot
 from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.collect.sync import WeightSync
-from mrl.config import Recipe
-from mrl.errors import InputError
+from mrl.config import Recipe, RolloutConfig
+from mrl.errors import EngineGone, InputError, OutOfMemory, RankLost, RunFailed, WrongWeights
 from mrl.exchange.sharing import share_bytes, sum_over_ranks
+from mrl.rollout.base import EndsEngine, EngineLost, RolloutEngine, SamplingParams
 from mrl.rollout.engine_group import EngineGroup
 from mrl.run.rollouts import decode_groups, encode_groups
+from mrl.system.memory_error import out_of_memory
 from mrl.tenants.sessions.bodies import SampleBody
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup
 from parallel.mesh import Mesh
@@ -26,6 +30,14 @@ from parallel.policy import Policy
 MAX_ROUTE_BYTES = 256 << 20
 """Bytes of routes that are kept of a session's samples, on each rank; the oldest ones go first."""
 CANARY_TOKENS = 16
+MAX_ENDED = 3
+"""Operations of a session that may each end an engine, before the session is paused."""
+ENDS_TOO_OFTEN = (
+    f"{MAX_ENDED} samples of this session have each ended the engine twice, once among others and once "
+    "alone; no other is tried, and the session is paused: see the log of the engine, then resume it"
+)
+ENGINE_FAULTS = (EngineGone, EngineLost, RankLost, OutOfMemory, MemoryError, dist.DistError)
+"""Errors that are no operation's."""
 
 
 class Samples:
@@ -84,7 +96,7 @@ class SessionSampler:
         self._weights = WeightSync(
             recipe.rollout,
             recipe.model,
-            _canaries(vocab_size, recipe.rollout.canary_prompts),
+            _canaries(vocab_size, recipe.rollout),
             self.slot,
             group,
             sends_adapter=True,
@@ -92,10 +104,16 @@ class SessionSampler:
         self._keeps_routes = keeps_routes
         self.samples = Samples()
         self._asked: dict[str, SampleBody] = {}
-        self._rollout: SingleTurnRollout | None = None
-        """What this rank's engine generates; None where there is nothing or no engine."""
+        self._how: dict[int, tuple[SamplingParams, int]] = {}
+        """How the groups of a turn are sampled, each with its seed, by their ids."""
+        self._left: list[SingleTurnRollout] = []
+        """What this rank's engine is yet to generate, one after the other: all operations at once, or
+        one by one where that failed."""
         self._done: list[SampleGroup] = []
-        self._failure = ""
+        self._failures: dict[str, str] = {}
+        """What went wrong on this rank with which operation."""
+        self._num_ended = 0
+        """Operations that have ended an engine, since the session was opened."""
         self._sends = False
         self._is_generated = True
 
@@ -112,24 +130,28 @@ class SessionSampler:
     @property
     def num_remaining(self) -> int:
         """Return 1 while this rank's engine has something left to generate."""
-        return int(self._rollout is not None and not self._rollout.is_over and not self._failure)
+        return int(bool(self._left))
 
     def begin(self, asked: Mapping[str, tuple[SampleBody, int]]) -> None:
         """Begin the sample operations of a turn, by their ids, each with its seed."""
         self._asked = {name: body for name, (body, _) in asked.items()}
-        self._done, self._failure, self._rollout = [], "", None
+        self._done, self._failures, self._left = [], {}, []
         self._is_generated = not asked
         groups: list[SampleGroup] = []
-        samplings, seeds = [], []
+        how: list[tuple[SamplingParams, int]] = []
         for name, (body, seed) in asked.items():
             prompts = [_prompt(name, i, tokens) for i, tokens in enumerate(body.prompts)]
             groups += start_groups(prompts, body.n, len(groups))
-            samplings += [body.sampling(self._recipe.rollout.temperature)] * len(prompts)
-            seeds += [seed] * len(prompts)
-        share = slice(self._number, None, self._num_engines)
-        if self.slot.engine is not None and groups[share]:
-            self._rollout = SingleTurnRollout(groups[share], samplings[share], seeds[share])
+            how += [(body.sampling(self._recipe.rollout.temperature), seed)] * len(prompts)
+        self._how = dict(enumerate(how))
+        share = groups[self._number :: self._num_engines]
+        if self.slot.engine is not None and share:
+            self._left = [self._rollout(share)]
         self.slot.is_needed = bool(self.num_remaining)
+
+    def _rollout(self, groups: Sequence[SampleGroup]) -> SingleTurnRollout:
+        how = [self._how[group.samples[0].group_id] for group in groups]
+        return SingleTurnRollout(groups, [one for one, _ in how], [seed for _, seed in how])
 
     def prepare_sync(self, policy: Policy, version: int) -> None:
         """Find out whether an engine lacks this version, and what it must answer to canaries."""
@@ -152,39 +174,76 @@ class SessionSampler:
             self._weights.check_canaries()
 
     def generate(self) -> None:
-        """Generate what is left, until the engine is lost. Raises nothing that is wrong with a request:
-        `finish` says so."""
-        engine, rollout = self.slot.engine, self._rollout
-        if engine is None or rollout is None or not self.slot.is_active:
+        """Generate what is left, until the engine is lost. An error of one operation is its own: see
+        `finish`. Raises errors of the engine, and WrongWeights."""
+        engine = self.slot.engine
+        if engine is None or not self.slot.is_active:
             return
+        with self.slot.noting_loss():
+            while self._left:
+                self._generate(engine, self._left[0])
+        if (
+            self._left
+        ):  # the engine was lost: each is tried by itself, lest one of them is the reason
+            self._left = [each for rollout in self._left for each in self._one_by_one(rollout)]
+
+    def _generate(self, engine: RolloutEngine, rollout: SingleTurnRollout) -> None:
+        """Generate what is left of a rollout, and take it from the list. Where it fails, each of its
+        operations comes in its place; the last one's error is noted."""
+        parts: list[SingleTurnRollout] = []
         try:
-            with self.slot.noting_loss():
-                for group in rollout.finished(engine):
-                    self._done.append(group)
-        except (ValueError, TimeoutError) as error:
-            self._failure = " ".join(str(error).split())
+            for group in rollout.finished(engine):
+                self._done.append(group)
+        except (*ENGINE_FAULTS, WrongWeights):
+            raise
+        except (ValueError, TimeoutError, RuntimeError) as error:
+            if out_of_memory(error):
+                raise
+            parts = self._one_by_one(rollout)
+            if len(parts) == 1:
+                self._fail(parts.pop(), error)
+        self._left[:1] = parts
+
+    def _one_by_one(self, rollout: SingleTurnRollout) -> list[SingleTurnRollout]:
+        """Return a rollout of each operation that has something left in `rollout`."""
+        parts: dict[str, list[SampleGroup]] = {}
+        for group in rollout.partial:
+            parts.setdefault(group.prompt.source, []).append(group)
+        return [self._rollout(groups) for groups in parts.values()]
+
+    def _fail(self, rollout: SingleTurnRollout, error: Exception) -> None:
+        """Note the error of an operation. After MAX_ENDED that ended an engine no other is tried."""
+        self._failures[rollout.partial[0].prompt.source] = " ".join(str(error).split())
+        if not isinstance(error, EndsEngine):
+            return
+        self._num_ended += 1
+        if self._num_ended >= MAX_ENDED:
+            for each in self._left[1:]:
+                for group in each.partial:
+                    self._failures.setdefault(group.prompt.source, ENDS_TOO_OFTEN)
+            del self._left[1:]
 
     def end_generation(self, *, was_lost: bool) -> None:
         """Find out whether all is generated; `was_lost`: whether any engine was."""
         self.slot.is_needed = bool(self.num_remaining)
         self._is_generated = not (was_lost and sum_over_ranks(self.slot.is_needed))
 
-    def finish(self, agree: Callable[[str], str]) -> tuple[dict[str, dict[str, Any]], str] | None:
-        """Return the result of each operation by its id, on every rank, and what went wrong; None while
-        an engine that was lost has left something to generate."""
+    def finish(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]] | None:
+        """Return the results of the operations by their ids, and what went wrong with the others, on
+        every rank; None while an engine that was lost has left something to generate."""
         if not self._is_generated:
             return None
-        failure, asked = agree(self._failure), self._asked
-        self._asked, self._rollout = {}, None
-        if failure:
-            return {}, failure
-        groups = self._done
+        failures: dict[str, str] = {}
+        for said in share_bytes(json.dumps(self._failures).encode()):
+            failures = json.loads(said) | failures
+        asked, self._asked, self._left = self._asked, {}, []
+        groups = [each for each in self._done if each.prompt.source not in failures]
         if self._mesh.dims.world > 1:
             mine = encode_groups(groups, with_routes=self._keeps_routes) if groups else b""
             parts = [decode_groups(part) for part in share_bytes(mine) if part]
             groups = [group for part in parts for group in part]
         groups = sorted(groups, key=lambda group: group.samples[0].group_id)
-        results: dict[str, list[Any]] = {name: [] for name in asked}
+        results: dict[str, list[Any]] = {name: [] for name in asked if name not in failures}
         for group in groups:
             name, number = group.prompt.source, len(results[group.prompt.source])
             results[name].append([])
@@ -193,7 +252,13 @@ class SessionSampler:
                 if self._keeps_routes:
                     self.samples.keep(own, sample)
                 results[name][-1].append(_shown(own, sample))
-        return {name: {"samples": found} for name, found in results.items()}, ""
+        return {name: {"samples": found} for name, found in results.items()}, failures
+
+    def check_behaviour(self) -> None:
+        """Raise RunFailed where samples of this session have ended the engine too often. For the rank
+        that leads the engine."""
+        if self._num_ended >= MAX_ENDED:
+            raise RunFailed(ENDS_TOO_OFTEN)
 
     def close(self) -> None:
         """Let the engine forget this session."""
@@ -204,10 +269,14 @@ def _prompt(name: str, number: int, tokens: Sequence[int]) -> Prompt:
     return Prompt(str(number), torch.tensor(tokens), "", {}, source=name)
 
 
-def _canaries(vocab_size: int, count: int) -> list[Prompt]:
-    """Return prompts of tokens that are the same in every session of a model."""
-    draw = random.Random("canaries of a session")
-    lists = [[draw.randrange(vocab_size) for _ in range(CANARY_TOKENS)] for _ in range(count)]
+def _canaries(vocab_size: int, config: RolloutConfig) -> list[Prompt]:
+    """Return prompts of tokens that are the same in every session of a model and a context."""
+    draw, size = (
+        random.Random("canaries of a session"),
+        min(CANARY_TOKENS, config.context_len or CANARY_TOKENS),
+    )
+    count = config.canary_prompts
+    lists = [[draw.randrange(vocab_size) for _ in range(size)] for _ in range(count)]
     return [_prompt("canary", number, tokens) for number, tokens in enumerate(lists)]
 
 

@@ -1,0 +1,84 @@
+"""One request cannot end engine after engine for everybody: the gate's part, without an engine."""
+
+from __future__ import annotations
+
+import pytest
+from test_gate import Fewest, names, requests_of
+
+from mrl.rollout.base import EndsEngine
+from mrl.rollout.gate import Gate
+
+
+def three_tenants() -> Gate:
+    gate = Gate(Fewest(), capacity_tokens=1000)
+    for name in ("ada", "bob", "eve"):
+        gate.enter(name)
+    gate.resize(1000, 64)
+    return gate
+
+
+def test_who_was_in_an_engine_that_ended_has_the_next_one_alone():
+    gate = three_tenants()
+    lines = {n: gate.line_up(n, requests_of(n[0], 2), lambda: None) for n in ("ada", "eve")}
+    late = gate.line_up("bob", requests_of("b", 1), lambda: None)
+    assert [names(line.take()) for line in (*lines.values(), late)] == [
+        ["a0", "a1"],
+        ["e0", "e1"],
+        ["b0"],
+    ]
+    late.finish(requests_of("b", 1)[0], 6)
+    late.close()
+    for line in lines.values():  # the engine ends; nobody had it alone
+        assert not line.lose()
+        line.close()
+    waits = gate.line_up("bob", requests_of("b", 2), lambda: None)
+    assert waits.take() == []  # there is no engine
+    gate.resize(1000, 64)
+    assert names(waits.take()) == ["b0", "b1"]  # it was in no engine that ended
+    ada = gate.line_up("ada", requests_of("a", 2), lambda: None)
+    eve = gate.line_up("eve", requests_of("e", 2), lambda: None)
+    more = gate.line_up("bob", requests_of("c", 1), lambda: None)
+    assert ada.take() == eve.take() == more.take() == []
+    for request in requests_of("b", 2):
+        waits.finish(request, 6)
+    waits.close()
+    assert names(ada.take()) == ["a0", "a1"]
+    assert eve.take() == more.take() == []
+    for request in requests_of("a", 2):
+        ada.finish(request, 6)  # the engine survived them
+    assert names(eve.take()) == ["e0", "e1"]
+    assert more.take() == []
+    assert eve.lose()  # alone
+    eve.close()
+    ada.close()
+    assert not more.lose()  # it waited
+    more.close()
+    gate.resize(1000, 64)
+    with pytest.raises(EndsEngine, match="e0: the engine ended"):
+        gate.line_up("eve", requests_of("e", 2), lambda: None)
+    for name in ("ada", "bob", "eve"):  # nobody is a suspect any more
+        line = gate.line_up(name, requests_of(name[0], 2), lambda: None)
+        assert len(line.take()) == 2
+
+
+def test_a_loss_that_is_found_late_does_not_close_the_gate():
+    gate = three_tenants()
+    ada = gate.line_up("ada", requests_of("a", 1), lambda: None)
+    gate.resize(1000, 64)  # another thread has found it first, and an engine runs again
+    assert not ada.lose()
+    ada.close()
+    bob = gate.line_up("bob", requests_of("b", 1), lambda: None)
+    assert names(bob.take()) == ["b0"]
+
+
+def test_a_tenant_that_leaves_while_it_has_the_engine_alone_frees_it():
+    gate = three_tenants()
+    eve = gate.line_up("eve", requests_of("e", 1), lambda: None)
+    eve.lose()
+    eve.close()
+    gate.resize(1000, 64)
+    gate.line_up("eve", requests_of("e", 1), lambda: None)
+    bob = gate.line_up("bob", requests_of("b", 1), lambda: None)
+    assert bob.take() == []
+    gate.leave("eve")
+    assert names(bob.take()) == ["b0"]
