@@ -91,7 +91,7 @@ def run_list(args: argparse.Namespace) -> None:
 
     tenants, note = _from_service_or_disk(args)
     rounds = islice(newest_rows(args.service), NUM_ROUNDS)
-    shares = over_rounds(rounds, [each["name"] for each in tenants])
+    shares = over_rounds(rounds, {each["name"]: each["sequence"] for each in tenants})
     rows = [
         (
             each["name"],

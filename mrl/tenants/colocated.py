@@ -18,7 +18,7 @@ from mrl.system.clock import Clock
 from mrl.system.heartbeat import begin_step, phase
 from mrl.tenants.accord import ALONE_S
 from mrl.tenants.colocated_house import ColocatedHouse, TenantCollector
-from mrl.tenants.phase_times import add_up, add_up_ranks, engine_metrics, trainer_shares
+from mrl.tenants.phase_times import add_up, add_up_ranks, trainer_shares
 from mrl.tenants.registry import Registry
 from mrl.tenants.schedule import Phase
 from mrl.tenants.service import SERVICE_FAULTS, Publish, Service, describe
@@ -30,9 +30,14 @@ class ColocatedRun(TenantRun):
     """A `ColocatedRun` gets its samples in the service's rollout phases."""
 
     def __init__(
-        self, name: str, weight: float, recipe: Recipe, world: int, house: ColocatedHouse
+        self,
+        name: str,
+        weight: float,
+        recipe: Recipe,
+        house: ColocatedHouse,
+        incarnation: str,
     ) -> None:
-        super().__init__(name, weight, recipe, world, house)
+        super().__init__(name, weight, recipe, dist.get_world_size(), house, incarnation)
         assert isinstance(self.collector, TenantCollector)
         self._live = self.collector
         rollout, prompts = self.plan.recipe.rollout, self.plan.prompts
@@ -98,12 +103,16 @@ class ColocatedService(Service[Runs]):
         self._round = 0
 
     def _new_run(self, name: str, weight: float, recipe: Recipe) -> ColocatedRun:
-        return ColocatedRun(name, weight, recipe, dist.get_world_size(), self._own_house)
+        return ColocatedRun(name, weight, recipe, self._own_house, self._opened[name])
 
     def _new_session(self, name: str, weight: float, recipe: Recipe) -> SessionRun:
-        operations = None if self._registry is None else self._registry.operations
+        queue = None if self._registry is None else self._registry.operations
         agree = partial(self._accord.first, limit_s=ALONE_S)
-        return SessionRun(name, weight, recipe, self._own_house, operations, agree)
+        return SessionRun(self._opened[name], weight, recipe, self._own_house, queue, agree)
+
+    def _forget(self, name: str) -> None:
+        super()._forget(name)
+        self._wanting = [each for each in self._wanting if each != name]
 
     def run_turn(self) -> None:
         """Collect the samples of all tenants at once, then train each with its own."""
@@ -118,7 +127,7 @@ class ColocatedService(Service[Runs]):
             waits = self._train_all([run for run in self._present(members) if run.trains])
         times = add_up_ranks(times)
         if self._is_main:
-            self._write_row(self._row(members, waits, clock) | engine_metrics(times))
+            self._write_row(self._row(members, waits, clock) | self._engine_metrics(times))
         for run in [run for run in self._present(members) if run.is_over]:
             self._finish(run)
         self._wanting = [name for name in self._wanting if name not in members]

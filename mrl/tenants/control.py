@@ -4,9 +4,9 @@
                                    "loop": "recipe"}
     GET    /tenants
     GET    /tenants/NAME
-    POST   /tenants/NAME/pause    {"reason": ...}, which may be left out
-    POST   /tenants/NAME/resume
-    DELETE /tenants/NAME
+    POST   /tenants/NAME/pause    {"reason": ..., "sequence": ...}, which may be left out
+    POST   /tenants/NAME/resume   {"sequence": ...}
+    DELETE /tenants/NAME          {"sequence": ...}
     POST   /tenants/NAME/operations     {"kind": ...}, for a session
     GET    /tenants/NAME/operations/ID
     GET    /metrics
@@ -18,9 +18,10 @@ the service takes it from `changes` when it comes to it.
 from __future__ import annotations
 
 import queue
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from mrl.errors import DiskFailed, InputError
@@ -43,6 +44,8 @@ NEW_KEYS: dict[str, Any] = {
 }
 """The keys of the body of POST /tenants, with their types."""
 REASON = "a user paused it"
+KEY = re.compile("[A-Za-z0-9_-]{1,64}")
+"""What a client may call an operation, so that it is the same one when it comes again."""
 Answer = tuple[int, dict[str, Any]]
 
 
@@ -106,18 +109,19 @@ class Control(Closing):
                     request,
                     {
                         "GET": lambda _: (200, self._shown(self.registry.get(name))),
-                        "DELETE": lambda _: self._move(name, "removed"),
+                        "DELETE": partial(self._move, name, "removed"),
                     },
+                    body="DELETE",
                 )
             case ["tenants", name, "pause"]:
                 check_name(name)
-                return _method(request, {"POST": lambda b: self._pause(name, b)}, body="POST")
+                return _method(request, {"POST": partial(self._pause, name)}, body="POST")
             case ["tenants", name, "resume"]:
                 check_name(name)
-                return _method(request, {"POST": lambda _: self._move(name, "queued")})
+                return _method(request, {"POST": partial(self._move, name, "queued")}, body="POST")
             case ["tenants", name, "operations"]:
                 check_name(name)
-                return _method(request, {"POST": lambda b: self._post(name, b)}, body="POST")
+                return _method(request, {"POST": partial(self._post, name)}, body="POST")
             case ["tenants", name, "operations", operation]:
                 check_name(name)
                 return _method(request, {"GET": lambda _: self._look(name, operation)})
@@ -153,23 +157,31 @@ class Control(Closing):
 
     def _pause(self, name: str, body: dict[str, Any]) -> Answer:
         reason = body.get("reason", REASON)
-        if set(body) - {"reason"} or not isinstance(reason, str) or not reason.strip():
+        if not isinstance(reason, str) or not reason.strip():
             raise Refused(400, 'expected no body, or {"reason": "a text"}')
-        return self._move(name, "paused", reason)
+        rest = {key: value for key, value in body.items() if key != "reason"}
+        return self._move(name, "paused", rest, reason)
 
-    def _move(self, name: str, state: State, reason: str = "") -> Answer:
-        return 200, self._changed(self.registry.move(name, state, reason))
+    def _move(self, name: str, state: State, body: dict[str, Any], reason: str = "") -> Answer:
+        sequence = body.get("sequence")
+        if set(body) - {"sequence"} or (sequence is not None and type(sequence) is not int):
+            raise Refused(400, 'expected no body, or {"sequence": the number of the tenant}')
+        return 200, self._changed(self.registry.move(name, state, reason, sequence))
 
     def _post(self, name: str, body: dict[str, Any]) -> Answer:
         tenant = self._session(name)
         if tenant.state not in ("queued", "running"):
             why = f" ({tenant.reason})" if tenant.reason else ""
             raise Refused(409, f"session {name} is {tenant.state}{why}; it takes no operations")
-        life = body.get("life")
-        if not isinstance(life, str | None):
-            raise Refused(400, f"life is of type {type(life).__name__}")
-        asked = read_body({k: v for k, v in body.items() if k != "life"}, self._bounds)
-        return 201, {"id": self._operations.post(name, asked, life)}
+        life, key = body.get("life"), body.get("key")
+        for what, given in (("life", life), ("key", key)):
+            if not isinstance(given, str | None):
+                raise Refused(400, f"{what} is of type {type(given).__name__}")
+        if key is not None and (life is None or not KEY.fullmatch(key)):
+            raise Refused(400, "key is 1 to 64 letters, digits, _ and -, and comes with a life")
+        own = {k: v for k, v in body.items() if k not in ("life", "key")}
+        asked = read_body(own, self._bounds)
+        return 201, {"id": self._operations.post(tenant.incarnation, asked, life, key)}
 
     def _look(self, name: str, operation: str) -> Answer:
         return 200, self._operations.look(self._session(name).name, operation)
@@ -191,8 +203,10 @@ class Control(Closing):
         return self._shown(tenant)
 
     def _shown(self, tenant: Tenant) -> dict[str, Any]:
-        session = {"session": self._operations.show(tenant.name)} if tenant.loop == "client" else {}
-        return describe(tenant) | session
+        shown = describe(tenant)
+        if tenant.loop == "client":
+            shown["session"] = self._operations.show(tenant.incarnation)
+        return shown
 
 
 def _method(

@@ -15,7 +15,6 @@ from mrl.disaggregated.collector import DisaggregatedCollector, Outlook
 from mrl.exchange.sharing import share_bytes
 from mrl.system.heartbeat import beat
 from mrl.tenants.disaggregated_house import DisaggregatedHouse
-from mrl.tenants.phase_times import engine_metrics
 from mrl.tenants.registry import Registry
 from mrl.tenants.service import SERVICE_FAULTS, Publish, Service, describe
 from mrl.tenants.tenant_run import TenantRun
@@ -28,8 +27,15 @@ Stage = Literal["new", "rolling out", "waiting to train"]
 class DisaggregatedRun(TenantRun):
     """A `DisaggregatedRun` gets its samples from workers, whenever they are there."""
 
-    def __init__(self, name: str, weight: float, recipe: Recipe, house: DisaggregatedHouse) -> None:
-        super().__init__(name, weight, recipe, house.roles.world, house)
+    def __init__(
+        self,
+        name: str,
+        weight: float,
+        recipe: Recipe,
+        house: DisaggregatedHouse,
+        incarnation: str,
+    ) -> None:
+        super().__init__(name, weight, recipe, house.roles.world, house, incarnation)
         assert isinstance(self.collector, DisaggregatedCollector)
         self._remote = self.collector
         self.stage: Stage = "new"
@@ -81,7 +87,7 @@ class DisaggregatedService(Service[DisaggregatedRun]):
         self._row_since = time.perf_counter()
 
     def _new_run(self, name: str, weight: float, recipe: Recipe) -> DisaggregatedRun:
-        return DisaggregatedRun(name, weight, recipe, self._own_house)
+        return DisaggregatedRun(name, weight, recipe, self._own_house, self._opened[name])
 
     def run_turn(self) -> None:
         """Do what can be done now, and train the tenant that is next."""
@@ -153,5 +159,5 @@ class DisaggregatedService(Service[DisaggregatedRun]):
             row |= {"time/timestamp": time.time(), "service/queue_age_s": waited_s}
             self._row_since = now
             assert self._own_house.hub is not None
-            row |= engine_metrics(self._own_house.hub.take_times())
+            row |= self._engine_metrics(self._own_house.hub.take_times())
             self._write_row(row | run.metrics(waited_s))

@@ -4,7 +4,7 @@ whom up."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -22,12 +22,17 @@ class OverRounds(NamedTuple):
     """How long it waited with its samples to be trained, a mean over its rounds."""
 
 
-def over_rounds(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> dict[str, OverRounds]:
+def over_rounds(
+    rows: Iterable[Mapping[str, Any]], tenants: Mapping[str, int]
+) -> dict[str, OverRounds]:
     """Return what each of these tenants had over these rounds; the shares are of what all of them had.
 
-    A row may hold anything: what is not a finite number is left out.
+    `tenants`: the number of each, by its name. A row has `service/NAME/sequence`, and what it says of
+    another tenant of that name is left out; rows of an older mrl do not have it. A row may hold
+    anything: what is not a finite number is left out.
     """
-    totals, counts = _add_up(rows)
+    names = list(tenants)
+    totals, counts = _add_up(_own(row, tenants) for row in rows)
 
     def total(name: str, *parts: str) -> float:
         return sum(totals.get(f"service/{name}/{part}", 0.0) for part in parts)
@@ -53,6 +58,16 @@ def finite(value: Any) -> float | None:
     """Return a value that is a finite number; None for any other."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) else None
+
+
+def _own(row: Mapping[str, Any], tenants: Mapping[str, int]) -> dict[str, Any]:
+    """Return a row without what belongs to other tenants of these names."""
+    others = [
+        f"service/{name}/"
+        for name, number in tenants.items()
+        if row.get(f"service/{name}/sequence", number) != number
+    ]
+    return {key: value for key, value in row.items() if not key.startswith(tuple(others))}
 
 
 def _add_up(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, int]]:

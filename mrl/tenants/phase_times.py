@@ -27,6 +27,19 @@ def add_up_ranks(sums: Mapping[str, float]) -> dict[str, float]:
     return add_up(json.loads(each) for each in said if each)
 
 
+def of_names(sums: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
+    """Return the sums with the names of tenants in place of what engines call them. What is nobody's of
+    these, as that of a tenant which has left, is in the sums of all alone."""
+    found: dict[str, float] = {}
+    for key, value in sums.items():
+        called, slash, what = key.partition("/")
+        if not slash:
+            found[key] = value
+        elif called in names:
+            found[f"{names[called]}/{what}"] = value
+    return found
+
+
 def engine_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Return how full the engines were in the time of these sums, and whose requests filled them. What
     there was nothing of has no key."""

@@ -50,11 +50,34 @@ class Tenant(Branch):
     num_steps: int
     """The steps of the whole run; 0 for a session."""
     loop: Loop = "recipe"
+    resumed: int = Field(default=0, ge=0)
+    """How often it was put back into the queue."""
+
+    @property
+    def incarnation(self) -> str:
+        """The identity of what runs for this record: another one after each resume, and never that of
+        another tenant, whatever its name. `name_of` has the name back."""
+        return f"{self.sequence}-{self.resumed}-{self.name}"
 
     @property
     def is_active(self) -> bool:
         """Whether it counts among the tenants that the service has."""
         return self.state in ("queued", "running", "paused")
+
+
+def name_of(incarnation: str) -> str:
+    """Return the name of the tenant of an incarnation."""
+    return incarnation.split("-", 2)[2]
+
+
+def sequence_of(incarnation: str) -> int:
+    """Return the number of the tenant of an incarnation, see `Tenant.sequence`."""
+    return int(incarnation.split("-", 1)[0])
+
+
+def engine_name(incarnation: str) -> str:
+    """Return what engines call an incarnation: as long as they allow, and unique by its beginning."""
+    return incarnation[:63]
 
 
 def check_name(name: Any) -> str:

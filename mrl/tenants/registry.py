@@ -33,6 +33,7 @@ from mrl.tenants.record import (
     State,
     Tenant,
     check_name,
+    name_of,
     read_past,
     read_tenants,
     tenant_folder,
@@ -171,34 +172,45 @@ class Registry(Closing):
             self._tenants[name] = tenant
             return tenant
 
-    def move(self, name: str, state: State, reason: str = "") -> Tenant:
-        """Give a tenant another state, and return it.
+    def move(self, name: str, state: State, reason: str = "", number: int | None = None) -> Tenant:
+        """Give a tenant another state, and return it. `number`: only where it has this sequence.
 
-        A tenant that leaves `paused` for the queue is compared with the service anew. Raises NoTenant,
-        WrongState where its present state does not allow it, and InputError.
+        A tenant that leaves `paused` for the queue is compared with the service anew, and begins
+        another incarnation. What waits in the queue of a session that leaves is lost. Raises NoTenant,
+        InputError, and WrongState where its present state does not allow it.
         """
-        self._check_state(self.get(name), state)
+        found = self.get(name)
+        if number not in (None, found.sequence):
+            raise WrongState(
+                f"tenant {name} is number {found.sequence} of the service by now, and not {number}"
+            )
+        self._check_state(found, state)
         recipe = None
         if state == "queued":
             recipe = self.recipe(name)  # which imports code of the tenant: not while others wait
         with self._changing, refusing(self.root):
-            tenant = self._moved(name, state, reason)
+            tenant = self._moved(self.require_same(found), state, reason)
             if recipe is not None:
                 dump_recipe(recipe, tenant_folder(self.root, name) / RECIPE)
             self._write(tenant)
+            if state not in ("queued", "running"):
+                self.operations.close(tenant.incarnation)
             return tenant
 
-    def try_move(self, name: str, state: State, reason: str = "") -> bool:
-        """Move a tenant as `move` does, where its state allows it: a user may have been faster.
+    def try_move(self, incarnation: str, state: State, reason: str = "") -> bool:
+        """Move an incarnation as `move` does a tenant, unless a user was faster with something else.
 
         What the disk refuses is kept in memory. Returns whether the tenant was moved.
         """
+        name = name_of(incarnation)
         try:
             with self._changing:
+                if (tenant := self.get(name)).incarnation != incarnation:
+                    return False
                 try:
                     self.move(name, state, reason)
                 except DiskFailed:
-                    self._tenants[name] = self._moved(name, state, reason)
+                    self._tenants[name] = self._moved(tenant, state, reason)
                     self.kept.add(name)
         except (NoTenant, WrongState):
             return False
@@ -214,12 +226,18 @@ class Registry(Closing):
                     written.append(name)
         return written
 
-    def _moved(self, name: str, state: State, reason: str) -> Tenant:
-        """Return a tenant with another state. Raises NoTenant and WrongState."""
-        tenant = self.get(name)
+    def require_same(self, tenant: Tenant) -> Tenant:
+        """Return the present record of an incarnation. Raises WrongState where it is another one's."""
+        if (found := self.get(tenant.name)).incarnation != tenant.incarnation:
+            raise WrongState(f"tenant {tenant.name} was changed by somebody else; look at it again")
+        return found
+
+    def _moved(self, tenant: Tenant, state: State, reason: str) -> Tenant:
+        """Return a tenant with another state. Raises WrongState."""
         self._check_state(tenant, state)
         words = " ".join(reason.split())[:MAX_REASON_CHARS] if state == "paused" else ""
-        return tenant.model_copy(update={"state": state, "reason": words})
+        again = tenant.resumed + (state == "queued")
+        return tenant.model_copy(update={"state": state, "reason": words, "resumed": again})
 
     def _check_state(self, tenant: Tenant, state: State) -> None:
         if state not in AFTER[tenant.state]:
@@ -243,12 +261,15 @@ class Registry(Closing):
         """Settle the tenants that are to run, and pause those in whose work the service ended again and
         again, which may have been here."""
         crashes = Crashes(self.root)
-        for name in crashes.take_culprits():
-            if self.try_move(name, "paused", REASON):
-                console.warning(f"tenant {name} is paused: {REASON}")
+        culprits = crashes.take_culprits()
         for tenant in self.tenants():
-            if tenant.state in ("queued", "running"):
-                crashes.begin(tenant.name, -1)
+            if tenant.state not in ("queued", "running"):
+                continue
+            if tenant.incarnation in culprits:
+                self.try_move(tenant.incarnation, "paused", REASON)
+                console.warning(f"tenant {tenant.name} is paused: {REASON}")
+            else:
+                crashes.begin(tenant.incarnation, -1)
                 self._settle(tenant)
         crashes.end()
 

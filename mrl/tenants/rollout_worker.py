@@ -61,9 +61,8 @@ class ServiceWorker:
             message, _ = self._wire.receive()
             if message["type"] == "stop":
                 return
-            name = message["tenant"]
-            former = self._works.pop(name, None)
-            if former is not None:
+            name = message["tenant"]  # of one incarnation: nothing of it can meet another's
+            if (former := self._works.pop(name, None)) is not None:
                 former.end()
             if message["type"] == "open":
                 settings = {**self._settings, **message}

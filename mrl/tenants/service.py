@@ -29,8 +29,9 @@ from mrl.tenants import accord
 from mrl.tenants.accord import Accord, FailedAlone
 from mrl.tenants.crashes import Crashes
 from mrl.tenants.house import House
-from mrl.tenants.record import Loop, State
-from mrl.tenants.registry import Registry
+from mrl.tenants.phase_times import engine_metrics, of_names
+from mrl.tenants.record import Loop, State, Tenant, engine_name, name_of, sequence_of
+from mrl.tenants.registry import Registry, WrongState
 from mrl.tenants.schedule import TrainingQueue
 from mrl.tenants.sessions.run import SessionRun
 from mrl.tenants.tenant_run import TenantRun
@@ -53,6 +54,7 @@ IDLE_S = 0.1
 class Wanted(NamedTuple):
     """What rank 0 tells the others of a tenant that is to run."""
 
+    incarnation: str
     weight: float
     loop: Loop
     waiting_tokens: int
@@ -76,6 +78,8 @@ class Service(ABC, Generic[Run]):
         self._house = house
         self._is_main = registry is not None
         self._runs: dict[str, Run] = {}
+        self._opened: dict[str, str] = {}
+        """The newest incarnation that was opened, of each name: whose run that name stands for."""
         self._queue = TrainingQueue(config.schedule.max_wait_s)
         limit_s = config.checkpoint.stop_limit_s
         self._stop = StopRequest(limit_s, lost=LOST.format(limit_s))
@@ -146,8 +150,9 @@ class Service(ABC, Generic[Run]):
         """Open and end runs as the registry says; return whether any has something to do."""
         self._write_kept()
         wanted = self._wanted()
-        for name in [name for name in self._runs if name not in wanted]:
-            run = self._runs[name]
+        for name, run in list(self._runs.items()):
+            if name in wanted and wanted[name].incarnation == self._opened[name]:
+                continue
             if self._attempt(run, run.leave):  # else it is forgotten already
                 self._forget(name)
         for name, each in wanted.items():
@@ -164,28 +169,39 @@ class Service(ABC, Generic[Run]):
             wanted: dict[str, Wanted] = {}
             for tenant in self._registry.tenants():
                 if tenant.state in ("queued", "running"):
-                    with self._pausing(tenant.name):
-                        waiting = self._registry.operations.waiting_tokens(tenant.name)
-                        tree = self._recipe_of(tenant.name)
-                        wanted[tenant.name] = Wanted(tenant.weight, tenant.loop, waiting, tree)
+                    with self._pausing(tenant):
+                        waiting = self._registry.operations.waiting_tokens(tenant.incarnation)
+                        tree = self._recipe_of(tenant)
+                        wanted[tenant.name] = Wanted(
+                            tenant.incarnation, tenant.weight, tenant.loop, waiting, tree
+                        )
             said = json.dumps(wanted).encode()
         return {name: Wanted(*each) for name, each in json.loads(share_bytes(said)[0]).items()}
 
-    def _recipe_of(self, name: str) -> dict[str, object]:
-        """Return the recipe of a tenant that is yet to open, and nothing for one that is open."""
+    def _recipe_of(self, tenant: Tenant) -> dict[str, object]:
+        """Return the recipe of a tenant that is yet to open, and nothing for one that is open. Raises
+        WrongState where the name is another one's by now."""
         assert self._registry is not None
-        return {} if name in self._runs else self._registry.recipe(name).model_dump(mode="json")
+        if tenant.name in self._runs and self._opened[tenant.name] == tenant.incarnation:
+            return {}
+        recipe = self._registry.recipe(tenant.name).model_dump(mode="json")
+        self._registry.require_same(tenant)  # what was read is its own
+        return recipe
 
     @contextlib.contextmanager
-    def _pausing(self, name: str) -> Iterator[None]:
-        """Pause a tenant whose stored recipe is refused in the block; for rank 0."""
+    def _pausing(self, tenant: Tenant) -> Iterator[None]:
+        """Pause a tenant whose stored recipe is refused in the block, and leave one out that a user has
+        changed meanwhile; for rank 0."""
         try:
             yield
+        except WrongState:
+            pass
         except InputError as error:
-            self._note(name, "paused", str(error))
+            self._note(tenant.incarnation, "paused", str(error))
 
     def _open(self, name: str, wanted: Wanted) -> None:
         recipe, opened = Recipe.model_validate(wanted.tree), list[Run]()
+        self._opened[name] = wanted.incarnation
         make = self._new_session if wanted.loop == "client" else self._new_run
 
         def open_run() -> None:
@@ -194,11 +210,11 @@ class Service(ABC, Generic[Run]):
         if failure := self._failure_of(name, open_run):
             for run in opened:
                 run.close()
-            self._note(name, "paused", failure)
+            self._note(wanted.incarnation, "paused", failure)
             return
         (self._runs[name],) = opened
         self._queue.join(name, wanted.weight)
-        self._note(name, "running")
+        self._note(wanted.incarnation, "running")
 
     def _train(self, name: str) -> None:
         """Train the tenant whom the queue has chosen."""
@@ -217,7 +233,7 @@ class Service(ABC, Generic[Run]):
 
     def _finish(self, run: Run) -> None:
         if self._attempt(run, run.leave):
-            self._note(run.name, "done")
+            self._note(self._opened[run.name], "done")
             self._forget(run.name)
 
     def _attempt(self, run: Run, action: Callable[[], object]) -> bool:
@@ -232,7 +248,7 @@ class Service(ABC, Generic[Run]):
         """Do something that is one tenant's; return what went wrong on any rank, empty for nothing."""
         failure = ""
         step = self._runs[name].step if name in self._runs else -1
-        self._crashes.begin(name, step)
+        self._crashes.begin(self._opened[name], step)
         with working_for(name, step):
             try:
                 action()
@@ -255,19 +271,22 @@ class Service(ABC, Generic[Run]):
         with contextlib.suppress(RuntimeError, OSError):
             run.close()
         self._forget(run.name)
-        self._note(run.name, "paused", reason)
+        self._note(self._opened[run.name], "paused", reason)
 
     def _forget(self, name: str) -> None:
         self._runs.pop(name, None)
         self._queue.leave(name)
-        self._crashes.forget(name)
+        self._crashes.forget(self._opened[name])
 
-    def _note(self, name: str, state: State, reason: str = "") -> None:
+    def _note(self, incarnation: str, state: State, reason: str = "") -> None:
         """Write a tenant's state down, unless a user was faster."""
         if self._registry is not None:
+            name = name_of(incarnation)
+            is_moved = self._registry.try_move(incarnation, state, reason)
             if reason:
-                console.warning(f"tenant {name} is paused: {reason}")
-            if self._registry.try_move(name, state, reason) and name in self._registry.kept:
+                is_now = "is paused" if is_moved else "was paused or removed, and had failed"
+                console.warning(f"tenant {name} {is_now}: {reason}")
+            if is_moved and name in self._registry.kept:
                 console.warning(
                     f"the disk refuses the state of tenant {name} ({state}): it is written as soon as "
                     f"there is room in {self._registry.root}, and lost where the service ends before"
@@ -279,9 +298,17 @@ class Service(ABC, Generic[Run]):
             for name in self._registry.write_kept():
                 console.warning(f"the state of tenant {name} is on the disk now")
 
+    def _engine_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of what passed the gates of engines."""
+        names = {engine_name(each): name for name, each in self._opened.items()}
+        return engine_metrics(of_names(sums, names))
+
     def _write_row(self, row: dict[str, float]) -> None:
-        """Write and publish metrics of the service; for rank 0."""
+        """Write and publish metrics of the service, with whose they are; for rank 0."""
         assert self._registry is not None
+        for name, incarnation in self._opened.items():
+            if any(key.startswith(f"service/{name}/") for key in row):
+                row[f"service/{name}/sequence"] = float(sequence_of(incarnation))
         try:
             add_line(self._registry.root / "metrics.jsonl", row)
             self._loses_rows = False

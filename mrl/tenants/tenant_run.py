@@ -17,6 +17,7 @@ from mrl.run.folder import RunFolder
 from mrl.system.clock import Clock
 from mrl.system.disk import bytes_below
 from mrl.tenants.house import House
+from mrl.tenants.record import engine_name
 from mrl.tenants.reward_user import warn_of_open_folder
 from mrl.trainer import Trainer
 from parallel.lora.shared_base import SwapReport
@@ -29,12 +30,14 @@ class TenantTrainer(Trainer):
 
     house: House = dataclasses.field(kw_only=True)
     weight: float = dataclasses.field(kw_only=True)
+    engine_name: str = dataclasses.field(kw_only=True)
+    """What the engines call it."""
 
     def _make_policy(self, **shared: Any) -> Policy:
         return super()._make_policy(base=self.house.base, name=self.name, **shared)
 
     def _make_collector(self) -> Collector:
-        return self.house.make_collector(self.plan, self.folder, self.name, self.weight)
+        return self.house.make_collector(self.plan, self.folder, self.engine_name, self.weight)
 
 
 class Trained:
@@ -77,8 +80,10 @@ class TenantRun(Trained):
     Every method but the properties is a collective: all ranks call them in the same order.
     """
 
-    def __init__(self, name: str, weight: float, recipe: Recipe, world: int, house: House) -> None:
-        """Check the recipe and bring the tenant to its newest checkpoint.
+    def __init__(
+        self, name: str, weight: float, recipe: Recipe, world: int, house: House, incarnation: str
+    ) -> None:
+        """Check the recipe and bring the tenant to its newest checkpoint. `incarnation`: see `Tenant`.
 
         Raises InputError for a recipe that cannot start, RunFailed where its checkpoint cannot be read.
         """
@@ -96,7 +101,13 @@ class TenantRun(Trained):
                 self.folder.open(plan.recipe, plan.update, plan.resume_step or 0)
                 warn_of_open_folder(self.folder.root, house.limits.reward_user)
             self.trainer = TenantTrainer(
-                plan, house.mesh, self.folder, name=name, house=house, weight=weight
+                plan,
+                house.mesh,
+                self.folder,
+                name=name,
+                house=house,
+                weight=weight,
+                engine_name=engine_name(incarnation),
             )
             undo.callback(self.trainer.close)
             self.collector = self.trainer.collector

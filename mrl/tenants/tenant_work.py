@@ -22,6 +22,7 @@ from mrl.rollout.gate import UNLIMITED
 from mrl.rollout.sglang.tenants import TenantEngine, TenantEngines
 from mrl.run import console
 from mrl.system.worker_user import worker_user
+from mrl.tenants.record import name_of
 
 REJOIN_S = 0.5
 """Seconds until a worker that the trainer has given up joins anew."""
@@ -98,6 +99,7 @@ class TenantWork:
         of `former`, the same tenant's, has ended."""
         self._settings, self._shared, self._limits = settings, shared, limits
         self._name = str(settings["tenant"])
+        """What the engine calls the tenant: see `mrl.tenants.record.engine_name`."""
         self._is_over = threading.Event()
         self._worker: Worker | None = None
         self._thread = threading.Thread(
@@ -124,7 +126,7 @@ class TenantWork:
                 time.sleep(REJOIN_S)
             except Exception as error:
                 if not self._is_over.is_set():
-                    console.warning(f"tenant {self._name}: {error}")
+                    console.warning(f"tenant {name_of(self._name)}: {error}")
                     self._tell(error)
                 return
             finally:

@@ -63,11 +63,6 @@ def collect_service(folder: Path, page: Path) -> dict[str, Any]:
     if drawn["thinned"]:
         notes.append("Long curves are thinned; the extremes of every stretch of rounds are kept.")
     present, past = read_tenants(folder), read_past(folder)
-    if past:
-        notes.append(
-            "Some names belonged to other tenants before. The rounds of all tenants of a name are "
-            "counted for the one that has it now."
-        )
     return {
         "folder": str(folder),
         "state": _state(folder, rows),
@@ -115,7 +110,7 @@ def _table(
 ) -> list[dict[str, Any]]:
     """Return the rows of the table of tenants, those that were removed last."""
     table = []
-    found = over_rounds(rows, [tenant.name for tenant in present])
+    found = over_rounds(rows, {tenant.name: tenant.sequence for tenant in present})
     for tenant in sorted([*present, *past], key=lambda t: (t.state == "removed", t.sequence)):
         shown = describe(tenant)
         newest = [_short(shown["metrics"].get(key)) for _, key in NEWEST]

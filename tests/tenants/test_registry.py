@@ -78,7 +78,7 @@ def test_states(registry: Registry, tmp_path: Path, path: list, allowed: bool) -
     else:
         with pytest.raises(WrongState, match=f"it cannot become {path[-1]} from there"):
             registry.move("a", path[-1])
-    assert registry.try_move("a", registry.get("a").state) is False
+    assert registry.try_move(registry.get("a").incarnation, registry.get("a").state) is False
     with pytest.raises(NoTenant, match="there is no tenant 'c'"):
         registry.move("c", "paused")
 

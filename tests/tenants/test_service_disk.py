@@ -39,7 +39,7 @@ def states_on_a_full_disk(folder: Path, model: Path) -> list[Any]:
             registry.add(name, tenant(folder / name))
             registry.move(name, "running")
         file = fill(registry.root)
-        said.append(registry.try_move("a", "paused", "why"))
+        said.append(registry.try_move(registry.get("a").incarnation, "paused", "why"))
         with suppress(DiskFailed):
             said.append(registry.move("b", "done"))
         said += [sorted(registry.kept), registry.write_kept(), registry.get("a").state, on_disk()]

@@ -23,6 +23,9 @@ from mrl.tenants.sessions.operations import Operations
 from tests.tenants.parts import make_model, service, tenant
 from tests.tenants.serving import ROOT
 
+ANN = "1-0-ann"
+"""The first incarnation of the session of these tests."""
+
 
 @pytest.fixture(scope="module")
 def model(made_once: Callable[..., Path]) -> Path:
@@ -51,15 +54,15 @@ def session(client: ServiceClient, tmp_path: Path) -> Session:
 
 
 def test_operations_take_turns(session: Session, queue: Operations) -> None:
-    assert queue.take("ann") == []
+    assert queue.take(ANN) == []
     first = session.sample([[1, 2], [3]], max_tokens=4, n=2, temperature=0.5)
     session.sample([[5]], max_tokens=3)
     passed = session.forward_backward([Datum([1, 2, 3], weights=[0, 1, 0.5])])
     session.optim_step(lr=1e-3)
     last = session.sample([[5]], max_tokens=8)
     assert session.status()["session"] == {"life": session.life, "version": None, "queued": 5}
-    assert queue.waiting_tokens("ann") == 2 * (2 + 4 + 1 + 4) + (1 + 3)
-    taken = queue.take("ann")
+    assert queue.waiting_tokens(ANN) == 2 * (2 + 4 + 1 + 4) + (1 + 3)
+    taken = queue.take(ANN)
     assert [each.body.kind for each in taken] == [
         "sample",
         "sample",
@@ -68,16 +71,16 @@ def test_operations_take_turns(session: Session, queue: Operations) -> None:
     ]
     assert not first.done()
     answer = {"id": "x", "tokens": [7], "logprobs": [-1.5], "version": 0, "stop_reason": "stop"}
-    queue.answer("ann", first.id, result={"samples": [[answer] * 2] * 2}, version=0)
+    queue.answer(ANN, first.id, result={"samples": [[answer] * 2] * 2}, version=0)
     one = first.result()[1][0]
     assert (one.prompt.tolist(), one.tokens.tolist(), one.logprobs.tolist()) == ([3], [7], [-1.5])
-    queue.answer("ann", passed.id, error="it is not finite", version=0)
+    queue.answer(ANN, passed.id, error="it is not finite", version=0)
     with pytest.raises(OperationFailed, match="it is not finite"):
         passed.result()
-    queue.answer("ann", taken[1].id, result={"samples": []}, version=0)
-    queue.answer("ann", taken[3].id, result={}, version=1)
+    queue.answer(ANN, taken[1].id, result={"samples": []}, version=0)
+    queue.answer(ANN, taken[3].id, result={}, version=1)
     assert session.version == 1
-    assert [each.id for each in queue.take("ann")] == [last.id]
+    assert [each.id for each in queue.take(ANN)] == [last.id]
     with pytest.raises(TimeoutError):
         last.result(timeout_s=0)
 
@@ -86,9 +89,9 @@ def test_what_waits_is_lost_with_its_life(
     session: Session, queue: Operations, client: ServiceClient
 ) -> None:
     done, lost = session.optim_step(), session.save()
-    queue.take("ann")
-    queue.answer("ann", done.id, result={"version": 1, "grad_norm": 0.5, "lr": 0.1}, version=1)
-    queue.end("ann")
+    queue.take(ANN)
+    queue.answer(ANN, done.id, result={"version": 1, "grad_norm": 0.5, "lr": 0.1}, version=1)
+    queue.end(ANN)
     assert done.result().version == 1
     with pytest.raises(OperationLost, match="newest checkpoint"):
         lost.result()
@@ -97,7 +100,7 @@ def test_what_waits_is_lost_with_its_life(
     again = client.session("ann")
     assert again.life != session.life
     again.save()
-    assert [each.body.kind for each in queue.take("ann")] == ["save"]
+    assert [each.body.kind for each in queue.take(ANN)] == ["save"]
     of_another_start = client.control.operation("ann", "0123abcd-7")
     assert of_another_start["state"] == "lost"
 
@@ -109,8 +112,8 @@ def test_the_queue_and_its_answers_are_bounded(
     with pytest.raises(InputError, match="has 32 operations in its queue"):
         session.save()
     monkeypatch.setattr(operations, "MAX_KEPT", 4)
-    for each in queue.take("ann"):
-        queue.answer("ann", each.id, result={"version": 0, "folder": "x"}, version=0)
+    for each in queue.take(ANN):
+        queue.answer(ANN, each.id, result={"version": 0, "folder": "x"}, version=0)
     assert all(each.done() for each in posted[-4:])
     for forgotten in (posted[0], posted[-5]):
         with pytest.raises(InputError, match="keeps its answer no longer"):
@@ -166,10 +169,11 @@ def test_recipes_of_sessions_are_checked(
 
 def test_answers_of_few_past_lives_are_kept(queue: Operations) -> None:
     body = read_body({"kind": "save"}, Bounds(10, 10))
-    ids = {f"s{n}": queue.post(f"s{n}", body) for n in range(operations.MAX_PAST + 1)}
+    names = [f"s{n}" for n in range(operations.MAX_PAST + 1)]
+    ids = {name: queue.post(f"1-0-{name}", body) for name in names}
     for name, operation in ids.items():
-        queue.answer(name, operation, result={}, version=0)
-        queue.end(name)
+        queue.answer(f"1-0-{name}", operation, result={}, version=0)
+        queue.end(f"1-0-{name}")
     states = [queue.look(name, operation)["state"] for name, operation in ids.items()]
     assert states == ["lost", *["done"] * operations.MAX_PAST]
 

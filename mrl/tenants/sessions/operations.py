@@ -1,12 +1,13 @@
 """The operations of all sessions of a service: those that wait, and the answers of those that are over.
 
-They are in the memory of rank 0 alone. A session that is opened anew has a new *life*, whose number is
-part of the ids of its operations: what was asked in another life was done before the session was left,
-or is lost, and is never done again.
+They are in the memory of rank 0 alone. Each incarnation of a session (`Tenant.incarnation`) has a
+*life* of its own, whose number is part of the ids of its operations: what was asked in another life was
+done before the session was left, or is lost, and is never done again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 from mrl.errors import InputError
 from mrl.run.json_lines import finite_or_null
+from mrl.tenants.record import name_of
 from mrl.tenants.sessions.bodies import Body, num_tokens
 
 MAX_QUEUED = 32
@@ -30,6 +32,9 @@ MAX_PAST = 8
 """Sessions whose answers are kept although their life is over."""
 KEPT_S = 3600.0
 """How long an answer is kept, in seconds."""
+MAX_KEYS = 4096
+"""Keys of a life that are known, the newest ones: an operation that comes again with its key is the
+same."""
 ID = re.compile(r"([0-9a-f]{8})-([1-9][0-9]{0,11})")
 LOST = (
     "lost: the session was left before it was done, and is at its newest checkpoint when it is opened "
@@ -43,7 +48,11 @@ class TooMany(InputError):
 
 
 class OtherLife(InputError):
-    """The session was opened anew since the caller last looked."""
+    """The session was opened anew since the caller last looked, or is left."""
+
+
+class OtherBody(InputError):
+    """A key came before with another operation."""
 
 
 class NoOperation(InputError):
@@ -71,46 +80,70 @@ class _Answer:
 
 @dataclass
 class _Life:
-    """What is kept of a session while it is open, or waits to be."""
+    """What is kept of an incarnation while it is open, or waits to be."""
 
     number: str = field(default_factory=lambda: secrets.token_hex(4))
+    is_left: bool = False
+    """Whether it takes no operations any more."""
     count: int = 0
     version: int | None = None
     """That of the weights; None while the session is not open."""
     waiting: deque[Operation] = field(default_factory=deque)
     answers: OrderedDict[str, _Answer] = field(default_factory=OrderedDict)
+    keys: OrderedDict[str, tuple[str, str]] = field(default_factory=OrderedDict)
+    """The ids of operations that came with a key, and digests of their bodies."""
 
 
 class Operations:
-    """Keeps the operations of sessions by the session's name. Any thread may call it."""
+    """Keeps the operations of sessions. Any thread may call it.
+
+    `session` is the incarnation of a tenant, but for `look`, which finds those of a name.
+    """
 
     def __init__(self) -> None:
         self._lives: dict[str, _Life] = {}
         self._past: OrderedDict[str, _Life] = OrderedDict()
-        """The lives before those, whose answers can still be asked for, the newest last."""
+        """Of each name the life that ended last, whose answers can still be asked for, the newest
+        last."""
         self._changing = threading.Lock()
 
-    def post(self, session: str, body: Body, life: str | None = None) -> str:
-        """Put an operation into the queue, and return its id.
+    def post(
+        self, session: str, body: Body, life: str | None = None, key: str | None = None
+    ) -> str:
+        """Put an operation into the queue, and return its id. With a `key` that came before in this
+        life it is the same operation, and nothing is put anywhere.
 
-        Raises OtherLife where `life` is given and over, and TooMany.
+        Raises OtherLife where `life` is given and over, OtherBody for a key of another operation, and
+        TooMany.
         """
         with self._changing:
-            mine = self._life(session)
-            if life is not None and life != mine.number:
+            mine, name = self._life(session), name_of(session)
+            if mine.is_left or life not in (None, mine.number):
                 raise OtherLife(
-                    f"session {session} was opened anew: its life is {mine.number} and not "
-                    f"{life[:80]!r}; look at its version, then go on from there"
+                    f"session {name} was opened anew or left: its life is {mine.number} and not "
+                    f"{str(life)[:80]!r}; look at its version, then go on from there"
                 )
+            if key is not None and key in mine.keys:
+                operation, digest = mine.keys[key]
+                if digest != _digest(body):
+                    raise OtherBody(
+                        f"the key {key!r} came before with another operation, {operation}; give each "
+                        "operation a key of its own"
+                    )
+                return operation
             tokens = num_tokens(body) + sum(num_tokens(each.body) for each in mine.waiting)
             if len(mine.waiting) >= MAX_QUEUED or tokens > MAX_QUEUED_TOKENS:
                 raise TooMany(
-                    f"session {session} has {len(mine.waiting)} operations in its queue, at most "
+                    f"session {name} has {len(mine.waiting)} operations in its queue, at most "
                     f"{MAX_QUEUED} with {MAX_QUEUED_TOKENS} tokens fit; wait for the first of them"
                 )
             mine.count += 1
             operation = Operation(f"{mine.number}-{mine.count}", body)
             mine.waiting.append(operation)
+            if key is not None:
+                mine.keys[key] = operation.id, _digest(body)
+                while len(mine.keys) > MAX_KEYS:
+                    mine.keys.popitem(last=False)
             return operation.id
 
     def show(self, session: str) -> dict[str, Any]:
@@ -119,18 +152,19 @@ class Operations:
             mine = self._life(session)
             return {"life": mine.number, "version": mine.version, "queued": len(mine.waiting)}
 
-    def look(self, session: str, operation: str) -> dict[str, Any]:
-        """Return the state of an operation, with its result, or the reason why there is none.
+    def look(self, name: str, operation: str) -> dict[str, Any]:
+        """Return the state of an operation of a session of this name, with its result, or the reason
+        why there is none.
 
         Raises NoOperation for what is no id, or was answered too long ago.
         """
         if (asked := ID.fullmatch(operation)) is None:
             raise NoOperation(f"{operation[:80]!r} is not the id of an operation")
         with self._changing:
-            mine = self._life(session)
-            if asked[1] != mine.number:
-                mine = self._past.get(session, mine)
-            if asked[1] != mine.number:
+            lives = [life for key, life in self._lives.items() if name_of(key) == name]
+            lives += [self._past[name]] if name in self._past else []
+            mine = next((life for life in lives if life.number == asked[1]), None)
+            if mine is None:
                 return {"id": operation, "state": "lost", "reason": LOST}
             self._forget_old(mine)
             if (answer := mine.answers.get(operation)) is not None:
@@ -140,7 +174,7 @@ class Operations:
                 if each.id == operation:
                     return {"id": operation, "state": each.state}
         raise NoOperation(
-            f"session {session} has no operation {operation}, or keeps its answer no longer: at most "
+            f"session {name} has no operation {operation}, or keeps its answer no longer: at most "
             f"{MAX_KEPT} of them, for {KEPT_S:g} s"
         )
 
@@ -149,18 +183,37 @@ class Operations:
         with self._changing:
             self._life(session).version = version
 
+    def close(self, session: str) -> None:
+        """Take no operations any more: what waits is lost, and what is under way goes on to its end."""
+        with self._changing:
+            if (mine := self._lives.get(session)) is not None:
+                mine.is_left = True
+                self._lose(mine, ("queued",))
+
     def end(self, session: str) -> None:
         """End the life of a session: whatever waits or is under way is lost."""
         with self._changing:
-            if (mine := self._lives.pop(session, None)) is None:
-                return
-            for each in mine.waiting:
+            if (mine := self._lives.pop(session, None)) is not None:
+                self._keep_past(name_of(session), mine)
+
+    def _lose(self, mine: _Life, states: tuple[State, ...]) -> None:
+        """Answer the operations in these states that they are lost."""
+        kept: deque[Operation] = deque()
+        for each in mine.waiting:
+            if each.state not in states:
+                kept.append(each)
+            else:
                 mine.answers[each.id] = _Answer("lost", json.dumps(LOST).encode(), time.monotonic())
-            mine.waiting.clear()
-            self._past.pop(session, None)
-            self._past[session] = mine
-            while len(self._past) > MAX_PAST:
-                self._past.popitem(last=False)
+        mine.waiting = kept
+
+    def _keep_past(self, name: str, mine: _Life) -> None:
+        """Keep the answers of a life that is over."""
+        self._lose(mine, ("queued", "running"))
+        mine.keys.clear()
+        self._past.pop(name, None)
+        self._past[name] = mine
+        while len(self._past) > MAX_PAST:
+            self._past.popitem(last=False)
 
     def waiting_tokens(self, session: str) -> int:
         """Return how many tokens the operations of a session's next turn have, at least 1 where any
@@ -197,7 +250,15 @@ class Operations:
             self._forget_old(mine)
 
     def _life(self, session: str) -> _Life:
-        return self._lives.setdefault(session, _Life())
+        """Return the life of an incarnation, which begins where nobody asked for it yet. Those before
+        it that no run has to end are over."""
+        if session not in self._lives:
+            name = name_of(session)
+            for key in [key for key in self._lives if name_of(key) == name]:
+                if self._lives[key].version is None:  # it was never open
+                    self._keep_past(name, self._lives.pop(key))
+            self._lives[session] = _Life()
+        return self._lives[session]
 
     def _turn(self, session: str) -> list[Operation]:
         """Return the first operations in the queue, at least one where there is any."""
@@ -219,3 +280,7 @@ class Operations:
                 return
             answers.popitem(last=False)
             total -= len(first.text)
+
+
+def _digest(body: Body) -> str:
+    return hashlib.sha256(body.model_dump_json().encode()).hexdigest()

@@ -26,6 +26,7 @@ from mrl.run.folder import RunFolder
 from mrl.system.heartbeat import beat, phase
 from mrl.system.memory_error import out_of_memory
 from mrl.tenants.colocated_house import ColocatedHouse
+from mrl.tenants.record import engine_name, name_of
 from mrl.tenants.sessions.bodies import KINDS, Body, SampleBody
 from mrl.tenants.sessions.operations import Operations
 from mrl.tenants.sessions.recipe import check_session
@@ -45,19 +46,21 @@ class SessionRun(Trained):
 
     def __init__(
         self,
-        name: str,
+        incarnation: str,
         weight: float,
         recipe: Recipe,
         house: ColocatedHouse,
         operations: Operations | None,
         agree: Callable[[str], str],
     ) -> None:
-        """Bring the session to its newest checkpoint. `operations`: None on all ranks but the first.
-        `agree` returns what went wrong on the first rank on which anything did (`Accord.first`).
+        """Bring the session to its newest checkpoint. `incarnation`: see `Tenant`. `operations`: None
+        on all ranks but the first. `agree` returns what went wrong on the first rank on which anything
+        did (`Accord.first`).
 
         Raises InputError for a recipe that cannot start, RunFailed where its checkpoint cannot be read.
         """
-        self.name, self._house, self._operations = name, house, operations
+        self.name, self._incarnation = (name := name_of(incarnation)), incarnation
+        self._house, self._operations = house, operations
         self._agree = agree
         check_session(recipe)
         model = HfModel.read(recipe.model.path, recipe.model.architecture)
@@ -82,7 +85,7 @@ class SessionRun(Trained):
             )
             undo.callback(self.policy.close)
             keeps_routes = recipe.captures_routes
-            place = house.tenant_slot(name, adapter, weight), house.group
+            place = house.tenant_slot(engine_name(incarnation), adapter, weight), house.group
             self._sampler = SessionSampler(
                 recipe, mesh, place, model.sizes.vocab_size, keeps_routes=keeps_routes
             )
@@ -93,7 +96,7 @@ class SessionRun(Trained):
             self._trainer.resume(step)
             undo.pop_all()
         if operations is not None:
-            operations.begin(name, self._trainer.version)
+            operations.begin(incarnation, self._trainer.version)
         self._waiting_tokens = 0
         self._turn: list[tuple[str, Body]] = []
         """What is left of the turn, by the ids of the operations."""
@@ -137,7 +140,7 @@ class SessionRun(Trained):
         """Take the operations of the next turn from the queue."""
         said = b""
         if self._operations is not None:
-            taken = self._operations.take(self.name)
+            taken = self._operations.take(self._incarnation)
             bodies = [(each.id, each.body.model_dump(mode="json")) for each in taken]
             said = json.dumps(bodies).encode()
         turn: list[tuple[str, Body]] = [
@@ -219,7 +222,7 @@ class SessionRun(Trained):
     def _answer(self, name: str, result: Any, failure: str) -> None:
         if self._operations is not None:
             self._operations.answer(
-                self.name, name, result=result, error=failure, version=self.step
+                self._incarnation, name, result=result, error=failure, version=self.step
             )
 
     def leave(self) -> None:
@@ -240,4 +243,4 @@ class SessionRun(Trained):
             closing.callback(self._sampler.close)
             closing.callback(self._trainer.checkpoints.rescue)
             if self._operations is not None:
-                self._operations.end(self.name)
+                self._operations.end(self._incarnation)
