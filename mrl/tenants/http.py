@@ -17,46 +17,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from mrl.errors import InputError
 from mrl.system.http_callers import drain, has_token, is_of_this_machine
 from mrl.system.json_text import each_key_once
 from mrl.system.processes import Closing
+from mrl.tenants.callers import TOO_MANY, Callers, Limits, Refused
 
 REQUEST = re.compile(rb"([A-Z]{1,16}) (/[!-~]{0,1023}) HTTP/1\.[01]")
 HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([ -~\t]*?)[ \t]*")
-OPERATIONS = re.compile(rb"/tenants/[a-z0-9_-]{1,63}/operations")
+OPERATIONS = re.compile(r"/tenants/[a-z0-9_-]{1,63}/operations")
 PLAIN = re.compile(rb"[\t\r\n -~]*")
 MAX_ERROR_CHARS = 2000
 LARGEST = {bool: 2, int: 1 << 63, float: float("inf")}
 """Numbers of these types are smaller: seeds and sizes have 64 bits."""
 ANSWER_S = 5.0
 """Seconds in which a caller has to take its answer."""
-
-
-class Refused(Exception):
-    """A request is refused with a status and one line that says why."""
-
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one caller may send, and how many there may be."""
-
-    head_bytes: int = 16 << 10
-    num_headers: int = 64
-    body_bytes: int = 1 << 20
-    operation_bytes: int = 8 << 20
-    """The bytes that the body of a session's operation may have: it may hold many tokens."""
-    depth: int = 32
-    """Objects and lists in each other, in the body."""
-    request_s: float = 10.0
-    """Seconds for the whole request to arrive."""
-    connections: int = 32
 
 
 @dataclass(frozen=True)
@@ -76,14 +53,13 @@ class JsonServer(Closing):
         self, answer: Callable[[Request], tuple[int, dict[str, Any]]], limits: Limits | None = None
     ) -> None:
         self._answer, self._limits = answer, limits or Limits()
-        self._places = threading.BoundedSemaphore(self._limits.connections)
         self._listeners: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
     def listen(self, listener: socket.socket, token: str | None = None) -> None:
         """Answer callers of a bound socket from now on; `token` is what they must send."""
-        listener.listen(self._limits.connections)
+        listener.listen(self._limits.unread)
         self._listeners.append(listener)
         thread = threading.Thread(target=self._accept, args=(listener, token), daemon=True)
         self._threads.append(thread)
@@ -101,32 +77,42 @@ class JsonServer(Closing):
             listener.close()
 
     def _accept(self, listener: socket.socket, token: str | None) -> None:
+        callers = Callers(self._limits)
         while not self._is_closed:
             try:
                 connection, _ = listener.accept()
             except OSError:
                 time.sleep(0.05)  # of too many open files, say: nothing that ends the service
                 continue
-            if self._places.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(connection, token), daemon=True).start()
-                continue
-            with connection, suppress(OSError):
-                _send(connection, 503, {"error": "too many callers at a time; try again"})
+            callers.enter(connection)
+            arguments = (connection, token, callers)
+            threading.Thread(target=self._serve, args=arguments, daemon=True).start()
 
-    def _serve(self, connection: socket.socket, token: str | None) -> None:
+    def _serve(self, connection: socket.socket, token: str | None, callers: Callers) -> None:
+        with connection, suppress(OSError):  # the caller may be gone
+            try:
+                self._read_and_answer(connection, token, callers)
+            except Refused as refusal:
+                _send(connection, refusal.status, {"error": str(refusal)})
+                drain(connection)
+
+    def _read_and_answer(
+        self, connection: socket.socket, token: str | None, callers: Callers
+    ) -> None:
+        """Answer one caller. Raises Refused."""
+        source = _Source(connection)
         try:
-            with connection:
-                try:
-                    request = read_request(connection, self._limits, token)
-                except Refused as refusal:
-                    _send(connection, refusal.status, {"error": str(refusal)})
-                    drain(connection)
-                    return
-                _send(connection, *self._answered(request))
+            head = read_head(source, self._limits, token)
+        except Refused:
+            if callers.leave_unread(connection):
+                raise Refused(503, TOO_MANY) from None
+            raise
         except OSError:
-            pass  # the caller is gone
-        finally:
-            self._places.release()
+            callers.leave_unread(connection)
+            raise
+        callers.leave_unread(connection)
+        with callers.answering():
+            _send(connection, *self._answered(read_body(connection, source, self._limits, head)))
 
     def _answered(self, request: Request) -> tuple[int, dict[str, Any]]:
         try:
@@ -140,10 +126,19 @@ class JsonServer(Closing):
             }
 
 
-def read_request(connection: socket.socket, limits: Limits, token: str | None) -> Request:
-    """Read one request. Raises Refused, and OSError where the caller is gone."""
-    source = _Source(connection, time.monotonic() + limits.request_s)
-    head, rest = source.head(limits.head_bytes)
+class Head(NamedTuple):
+    """What comes before the body of a request, whose caller may ask."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    rest: bytes
+    """What came with it of the body."""
+
+
+def read_head(source: _Source, limits: Limits, token: str | None) -> Head:
+    """Read the head of a request. Raises Refused, and OSError where the caller is gone."""
+    head, rest = source.head(limits.head_bytes, limits.head_s)
     first, *lines = head.split(b"\r\n")
     if (asked := REQUEST.fullmatch(first)) is None:
         raise Refused(400, "the first line is not METHOD /PATH HTTP/1.1")
@@ -152,30 +147,36 @@ def read_request(connection: socket.socket, limits: Limits, token: str | None) -
         raise Refused(403, "not for web pages: leave Origin out and call localhost")
     if token is not None and not has_token(headers.get("authorization"), token):
         raise Refused(401, "expected the header Authorization: Bearer TOKEN")
+    method, path = (part.decode() for part in asked.groups())
+    return Head(method, path, headers, rest)
+
+
+def read_body(connection: socket.socket, source: _Source, limits: Limits, head: Head) -> Request:
+    """Read the rest of a request. Raises as `read_head` does."""
+    headers = head.headers
     if "transfer-encoding" in headers:
         raise Refused(411, "send the body with a Content-Length, and not in chunks")
     length = headers.get("content-length", "0")
     if not re.fullmatch("[0-9]{1,15}", length):
         raise Refused(400, "Content-Length is not a number of bytes")
-    most = limits.operation_bytes if OPERATIONS.fullmatch(asked[2]) else limits.body_bytes
+    most = limits.operation_bytes if OPERATIONS.fullmatch(head.path) else limits.body_bytes
     if int(length) > most:
         raise Refused(413, f"the body has {length} bytes; at most {most} are read")
     if headers.get("expect", "").lower() == "100-continue":
         connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-    body = source.body(rest, int(length))
-    method, path = (part.decode() for part in asked.groups())
-    return Request(method, path, _object(body, limits.depth) if body else None)
+    body = source.body(head.rest, int(length), limits.request_s)
+    return Request(head.method, head.path, _object(body, limits.depth) if body else None)
 
 
 class _Source:
-    """Reads what arrives at a connection before `end`, on the monotonic clock."""
+    """Reads what arrives at a connection; limits are in seconds since it was made."""
 
-    def __init__(self, connection: socket.socket, end: float) -> None:
-        self._connection, self._end = connection, end
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._start, self._limit_s = connection, time.monotonic(), 0.0
 
-    def head(self, most: int) -> tuple[bytes, bytes]:
+    def head(self, most: int, limit_s: float) -> tuple[bytes, bytes]:
         """Return the lines before the first empty one, and what came with them of the body."""
-        data = b""
+        data, self._limit_s = b"", limit_s
         while (end := data.find(b"\r\n\r\n")) < 0:
             if len(data) > most:
                 raise Refused(431, f"the head of the request has more than {most} bytes")
@@ -186,9 +187,9 @@ class _Source:
             raise Refused(431, f"the head of the request has more than {most} bytes")
         return data[:end], data[end + 4 :]
 
-    def body(self, data: bytes, length: int) -> bytes:
+    def body(self, data: bytes, length: int, limit_s: float) -> bytes:
         """Return `length` bytes, the first of which are `data`."""
-        parts, num_bytes = [data], len(data)
+        parts, num_bytes, self._limit_s = [data], len(data), limit_s
         while num_bytes < length:
             parts.append(self._more())
             num_bytes += len(parts[-1])
@@ -198,7 +199,8 @@ class _Source:
 
     def _more(self) -> bytes:
         try:
-            self._connection.settimeout(max(1e-3, self._end - time.monotonic()))
+            left_s = self._start + self._limit_s - time.monotonic()
+            self._connection.settimeout(max(1e-3, left_s))
             part = self._connection.recv(1 << 16)
         except TimeoutError:
             raise Refused(408, "the request did not arrive in time; send it at once") from None

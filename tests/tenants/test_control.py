@@ -40,7 +40,7 @@ def model(made_once: Callable[..., Path]) -> Path:
 def control(tmp_path: Path, model: Path) -> Iterator[Control]:
     with (
         Registry(service(tmp_path, model)) as registry,
-        Control(registry, Limits(request_s=LIMIT_S)) as made,
+        Control(registry, Limits(head_s=LIMIT_S, request_s=LIMIT_S)) as made,
     ):
         yield made
 
@@ -145,10 +145,12 @@ def test_the_socket_of_a_killed_service_is_replaced(tmp_path: Path) -> None:
         assert ControlClient(folder).call("GET", "/x") == {"path": "/x"}
 
 
-def exchange(connection: socket.socket, data: bytes) -> tuple[int, dict[str, Any], bytes]:
+def exchange(
+    connection: socket.socket, data: bytes, limit_s: float = LIMIT_S
+) -> tuple[int, dict[str, Any], bytes]:
     """Status, message and head of what is answered to `data`, which may end in the middle."""
     with connection:
-        connection.settimeout(LIMIT_S)
+        connection.settimeout(limit_s)
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(data)
         return answer_of(connection)
@@ -211,16 +213,6 @@ def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
         read_token(tmp_path)
 
 
-def test_callers_are_limited(tmp_path: Path) -> None:
-    with JsonServer(lambda request: (200, {}), Limits(connections=2)) as server:
-        server.listen(open_unix(tmp_path))
-        waiting = [connect_unix(tmp_path, LIMIT_S) for _ in range(2)]
-        status, message, _ = exchange(connect_unix(tmp_path, LIMIT_S), b"")
-        assert (status, list(message)) == (503, ["error"])
-        for connection in waiting:
-            assert exchange(connection, b"GET /x HTTP/1.1\r\n\r\n")[0] == 200
-
-
 def send(folder: Path, case: Case) -> int:
     """Send a case, and return the status; the answer has to be one line with an error."""
     connection = connect_unix(folder, LIMIT_S)
@@ -280,7 +272,7 @@ def test_each_refusal_has_its_reason(control: Control, data: bytes, status: int,
 
 
 def test_a_request_has_one_time_limit_however_slowly_it_comes(tmp_path: Path) -> None:
-    with JsonServer(lambda request: (200, {}), Limits(request_s=0.3)) as server:
+    with JsonServer(lambda request: (200, {}), Limits(head_s=0.3)) as server:
         server.listen(open_unix(tmp_path))
         with connect_unix(tmp_path, LIMIT_S) as connection:
             num_sent = 0
@@ -294,7 +286,7 @@ def test_a_request_has_one_time_limit_however_slowly_it_comes(tmp_path: Path) ->
 
 
 def test_a_thousand_malformed_requests(tmp_path: Path, model: Path) -> None:
-    limits = Limits(request_s=REQUEST_S, connections=64)
+    limits = Limits(head_s=REQUEST_S, request_s=REQUEST_S, connections=64)
     made = cases(random.Random(20))
     assert len(made) >= 1000
     with Registry(service(tmp_path, model)) as registry, Control(registry, limits) as control:
