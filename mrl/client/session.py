@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from mrl.client.data import Datum, Ids, Sample, ids
 from mrl.errors import InputError, RunFailed
-from mrl.tenants.client import ControlClient
+from mrl.tenants.client import ControlClient, NobodyListens
 
 T = TypeVar("T")
 FIRST_POLL_S, LAST_POLL_S = 0.02, 1.0
@@ -105,12 +106,21 @@ class Session:
     def __init__(self, client: ControlClient, name: str) -> None:
         """Attach to a session that is there. Raises InputError where it is not."""
         self.name, self._client = name, client
-        self.life: str = self.status()["session"]["life"]
+        found = client.tenant(name)
+        self._sequence: int = found["sequence"]
+        """The number of the tenant: the name may be another one's later."""
+        self.life: str = self._session(found)["session"]["life"]
         """Changes whenever the session is opened anew."""
 
     def status(self) -> dict[str, Any]:
-        """Return the session as `GET /tenants/NAME` does. Raises InputError for one that is none."""
+        """Return the session as `GET /tenants/NAME` does. Raises InputError for one that is none, and
+        OperationLost where it was removed and its name is another tenant's."""
         found = self._client.tenant(self.name)
+        if found["sequence"] != self._sequence:
+            raise OperationLost(f"session {self.name} was removed, and another tenant has its name")
+        return self._session(found)
+
+    def _session(self, found: dict[str, Any]) -> dict[str, Any]:
         if found["loop"] != "client":
             raise InputError(f"tenant {self.name} has the loop of its recipe, and is no session")
         return found
@@ -180,23 +190,52 @@ class Session:
         """Go back to a checkpoint of this session, which gets a new version; return that."""
         return self._post("load", {"version": version}, lambda found: found["version"])
 
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text by the tokenizer of the service's model, without special
+        tokens of its own."""
+        return self._client.encode([text])[0]
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of messages (`role`, `content`) in the model's chat template, with the
+        beginning of the answer where `add_generation_prompt`."""
+        body: dict[str, Any] = {
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if tools is not None:
+            body["tools"] = list(tools)
+        return self._client.encode_chat(body)
+
+    def decode(self, tokens: Ids, *, skip_special: bool = True) -> str:
+        """Return the text of token ids i64[T]; `skip_special`: without special tokens."""
+        return self._client.decode([ids(tokens)], skip_special=skip_special)[0]
+
     def pause(self, reason: str | None = None) -> None:
         """Save the session and let others have its place; what waits in its queue is lost."""
-        self._client.pause(self.name, reason)
+        self._client.pause(self.name, reason, self._sequence)
 
     def resume(self) -> None:
         """Put a paused session back, which begins a new life: this object goes on with it."""
-        self._client.resume(self.name)
+        self._client.resume(self.name, self._sequence)
         self.life = self.status()["session"]["life"]
 
     def remove(self) -> None:
         """End the session for good; its run folder stays."""
-        self._client.remove(self.name)
+        self._client.remove(self.name, self._sequence)
 
     def _post(self, kind: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> Future[T]:
+        own = {"kind": kind, "life": self.life, "key": secrets.token_hex(8)}
         try:
-            posted = self._client.post(self.name, {"kind": kind, "life": self.life, **body})
-        except InputError:
+            posted = self._client.post(self.name, {**own, **body})
+        except InputError as error:
+            if isinstance(error, NobodyListens):
+                raise
             if self.status()["session"]["life"] != self.life:
                 raise OperationLost(
                     f"session {self.name} was opened anew, at version {self.version}; attach to it "
@@ -209,10 +248,12 @@ class Session:
 class ServiceClient:
     """Knows a service on this machine by its folder, and makes sessions on it."""
 
-    def __init__(self, service: str | Path) -> None:
-        """`service`: its output_dir. Raises NobodyListens with the first call where none runs."""
+    def __init__(self, service: str | Path, wait_s: float = 0.0) -> None:
+        """`service`: its output_dir. One that is starting is waited for until it listens, and one that
+        is not there yet for `wait_s` seconds. Raises NobodyListens."""
         self.control = ControlClient(Path(service))
         """The tenants of the service, and its metrics."""
+        self.control.wait_until_listening(wait_s)
 
     def create_session(
         self,

@@ -60,6 +60,9 @@ def run(args: argparse.Namespace) -> None:
 def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int:
     """Serve tenants on this rank of `world`; return who stopped the service, as `mrl.system.stop` says,
     and 0 where it ended by itself."""
+    from parallel import prepare
+
+    prepare()  # before anything imports Megatron
     from mrl.preflight.machine import check_machine, local_ranks
     from mrl.run import console
     from mrl.run.failure import clear_failure
@@ -67,7 +70,7 @@ def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int
     from mrl.tenants.open_house import service_dims, service_roles
     from mrl.tenants.registry import Registry
     from mrl.tenants.reward_user import close_folder, prepare_reward_user
-    from parallel import prepare
+    from mrl.tenants.start import note_start
 
     rank = int(os.environ.get("RANK", "0"))
     roles = service_roles(config, world)
@@ -77,11 +80,11 @@ def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int
     is_main = rank == 0
     check_machine(local_ranks(world), console.warning if is_main else lambda text: None)
     prepare_reward_user(config.tenants.reward_user, is_main=is_main)
-    prepare()
     with Registry(config) if is_main else nullcontext() as registry:
         if registry is not None:
             with refusing(registry.root):
                 clear_failure(registry.root)
+                note_start(registry.root, serve_command(registry.root))
             close_folder(registry.root, config.tenants.reward_user)
         return _serve(config, roles, dims, registry, until_done=until_done)
 

@@ -179,18 +179,24 @@ def _from_service_or_disk(
     says so. `name`: that one alone."""
     from mrl.tenants.client import NobodyListens
     from mrl.tenants.record import check_name, describe, read_tenants
+    from mrl.tenants.start import is_alive
 
     client = _client(args)
     try:
         return [client.tenant(name)] if name else client.tenants(), ""
     except NobodyListens as error:
         note = f"{error}; shown is what is on disk"
+    state = "starting" if is_alive(args.service) else "stopped"
     found = [each for each in read_tenants(args.service) if name or each.state != "removed"]
     if name is not None:
         found = [each for each in found if each.name == check_name(name)]
         if not found:
             raise InputError(f"{args.service} has no tenant {name!r}; see mrl tenants list")
-    return [describe(each) for each in found], note
+    shown = [describe(each) for each in found]
+    for each in shown:
+        if each["state"] in ("queued", "running"):  # it would be, if the service ran
+            each["state"] = state
+    return shown, note
 
 
 def _client(args: argparse.Namespace) -> Any:

@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError, RunFailed
 from mrl.tenants.record import check_name
 from mrl.tenants.sockets import connect_unix
+from mrl.tenants.start import is_alive, start_command
 
 TIMEOUT_S = 120.0
 """Seconds for an answer: a new tenant's recipe and data are checked before it."""
+START_S = 900.0
+"""How long a service that is starting is waited for."""
+AGAIN_S = 30.0
+"""How long a call is made again whose answer was lost, or which found too many callers."""
+FIRST_WAIT_S, LAST_WAIT_S = 0.05, 1.0
 
 
 class NobodyListens(InputError):
     """There is no service in the folder that listens."""
+
+
+class AnswerLost(RunFailed):
+    """The service ended the connection, or took too long: whether it did what it was asked is not
+    known."""
+
+
+class Busy(RunFailed):
+    """The service has too many callers, and did nothing."""
 
 
 class ControlClient:
@@ -28,6 +45,19 @@ class ControlClient:
 
     def __init__(self, service: Path) -> None:
         self._service = service
+
+    def wait_until_listening(self, wait_s: float = 0.0) -> None:
+        """Wait for a service that is starting, or for `wait_s` seconds for one that is not there yet.
+        Raises NobodyListens."""
+        start, pause_s = time.monotonic(), FIRST_WAIT_S
+        while True:
+            with suppress(OSError):
+                return connect_unix(self._service, TIMEOUT_S).close()
+            limit_s = max(wait_s, START_S) if is_alive(self._service) else wait_s
+            if time.monotonic() >= start + limit_s:
+                raise self._nobody()
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, LAST_WAIT_S)
 
     def tenants(self) -> list[dict[str, Any]]:
         return self.call("GET", "/tenants")["tenants"]
@@ -49,19 +79,24 @@ class ControlClient:
             body["loop"] = loop
         return self.call("POST", "/tenants", body)
 
-    def pause(self, name: str, reason: str | None = None) -> dict[str, Any]:
-        body = None if reason is None else {"reason": reason}
-        return self.call("POST", f"/tenants/{check_name(name)}/pause", body)
+    def pause(
+        self, name: str, reason: str | None = None, sequence: int | None = None
+    ) -> dict[str, Any]:
+        """Pause a tenant; `sequence`: only where the name is still that of this number."""
+        body = {"reason": reason, "sequence": sequence}
+        return self._change("POST", f"/tenants/{check_name(name)}/pause", body)
 
-    def resume(self, name: str) -> dict[str, Any]:
-        return self.call("POST", f"/tenants/{check_name(name)}/resume")
+    def resume(self, name: str, sequence: int | None = None) -> dict[str, Any]:
+        return self._change("POST", f"/tenants/{check_name(name)}/resume", {"sequence": sequence})
 
-    def remove(self, name: str) -> dict[str, Any]:
-        return self.call("DELETE", f"/tenants/{check_name(name)}")
+    def remove(self, name: str, sequence: int | None = None) -> dict[str, Any]:
+        return self._change("DELETE", f"/tenants/{check_name(name)}", {"sequence": sequence})
 
     def post(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Put an operation into the queue of a session, and return its id."""
-        return self.call("POST", f"/tenants/{check_name(name)}/operations", body)
+        """Put an operation into the queue of a session, and return its id. With a `key` it is asked for
+        again where the answer is lost, and is the same operation."""
+        address = f"/tenants/{check_name(name)}/operations"
+        return self.call("POST", address, body, may_repeat="key" in body)
 
     def operation(self, name: str, operation: str) -> dict[str, Any]:
         return self.call("GET", f"/tenants/{check_name(name)}/operations/{operation}")
@@ -69,28 +104,82 @@ class ControlClient:
     def metrics(self) -> dict[str, Any]:
         return self.call("GET", "/metrics")
 
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON object that the service answers."""
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of texts, without special tokens of the tokenizer's own."""
+        return self.call("POST", "/tokenizer/encode", {"texts": texts}, may_repeat=True)["tokens"]
+
+    def encode_chat(self, body: dict[str, Any]) -> list[int]:
+        """Return the token ids of messages in the chat template."""
+        return self.call("POST", "/tokenizer/encode_chat", body, may_repeat=True)["tokens"]
+
+    def decode(self, tokens: list[list[int]], *, skip_special: bool) -> list[str]:
+        """Return the texts of lists of token ids."""
+        body = {"tokens": tokens, "skip_special": skip_special}
+        return self.call("POST", "/tokenizer/decode", body, may_repeat=True)["texts"]
+
+    def _change(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return self.call(method, path, {k: v for k, v in body.items() if v is not None} or None)
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        may_repeat: bool = False,
+    ) -> dict[str, Any]:
+        """Return the JSON object that the service answers.
+
+        A call that found too many callers is made again for a while. So is one whose answer was lost,
+        where it is a GET or `may_repeat` says that it does nothing more when it is made twice.
+        """
+        start, pause_s = time.monotonic(), FIRST_WAIT_S
+        while True:
+            try:
+                return self._call(method, path, body)
+            except Busy:
+                if time.monotonic() > start + AGAIN_S:
+                    raise
+            except AnswerLost:
+                is_safe = may_repeat or method == "GET"
+                if not is_safe or time.monotonic() > start + AGAIN_S:
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_WAIT_S)
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         connection = http.client.HTTPConnection("localhost", timeout=TIMEOUT_S)
         try:
             connection.sock = connect_unix(self._service, TIMEOUT_S)
         except OSError:
-            raise NobodyListens(
-                f"no service listens in {self._service}; start one: "
-                f"python -m mrl.launch --nproc-per-node N -m mrl serve {self._service}/service.yaml"
-            ) from None
+            raise self._nobody() from None
         try:
-            connection.request(method, path, None if body is None else json.dumps(body))
+            with suppress(BrokenPipeError):  # of a body that is refused: the answer is there
+                connection.request(method, path, None if body is None else json.dumps(body))
             response = connection.getresponse()
             answer = json.loads(response.read())
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise RunFailed(
+            raise AnswerLost(
                 f"the service in {self._service} did not answer: {error or type(error).__name__}"
             ) from None
         finally:
             connection.close()
+        if response.status == 503:
+            raise Busy(answer["error"])
         if response.status >= 500:
             raise RunFailed(answer["error"])
         if response.status >= 400:
             raise InputError(answer["error"])
         return answer
+
+    def _nobody(self) -> NobodyListens:
+        folder = self._service
+        if is_alive(folder):
+            return NobodyListens(f"the service in {folder} is starting; try again in a while")
+        if not (folder / "service.yaml").is_file():
+            return NobodyListens(
+                f"{folder} is not the folder of a service: it has no service.yaml; give the output_dir "
+                "of one, or start one: mrl serve SERVICE.yaml"
+            )
+        command = start_command(folder) or f"mrl serve {folder}/service.yaml"
+        return NobodyListens(f"no service listens in {folder}; start it again: {command}")

@@ -9,6 +9,7 @@
     DELETE /tenants/NAME          {"sequence": ...}
     POST   /tenants/NAME/operations     {"kind": ...}, for a session
     GET    /tenants/NAME/operations/ID
+    POST   /tokenizer/encode      {"texts": [...]}; also encode_chat and decode
     GET    /metrics
 
 It answers from threads of rank 0. A change is in the registry, on disk, before the answer; the loop of
@@ -33,6 +34,7 @@ from mrl.tenants.registry import NoTenant, Registry, WrongState
 from mrl.tenants.sessions.bodies import Bounds, read_body
 from mrl.tenants.sessions.operations import NoOperation, OtherLife, TooMany
 from mrl.tenants.sockets import SOCKET, open_tcp, open_unix, read_token
+from mrl.tenants.tokenizer import ServiceTokenizer
 from parallel.hf_config import HfModel
 
 NEW_KEYS: dict[str, Any] = {
@@ -101,6 +103,9 @@ class Control(Closing):
         match request.path.split("/")[1:]:
             case ["metrics"]:
                 return _method(request, {"GET": self._get_metrics})
+            case ["tokenizer", action]:
+                answer = lambda body: (200, self._tokenizer.answer(action, body))  # noqa: E731
+                return _method(request, {"POST": answer}, body="POST")
             case ["tenants"]:
                 return _method(request, {"GET": self._list, "POST": self._add}, body="POST")
             case ["tenants", name]:
@@ -193,10 +198,18 @@ class Control(Closing):
         return tenant
 
     @cached_property
+    def _model(self) -> HfModel:
+        model = self.registry.service.model
+        return HfModel.read(model.path, model.architecture)
+
+    @cached_property
+    def _tokenizer(self) -> ServiceTokenizer:
+        return ServiceTokenizer(self._model)
+
+    @cached_property
     def _bounds(self) -> Bounds:
-        service = self.registry.service
-        model = HfModel.read(service.model.path, service.model.architecture)
-        return Bounds(model.sizes.vocab_size, service.rollout.context_len or model.context_len)
+        context_len = self.registry.service.rollout.context_len or self._model.context_len
+        return Bounds(self._model.sizes.vocab_size, context_len)
 
     def _changed(self, tenant: Tenant) -> dict[str, Any]:
         self.changes.put(Change(tenant.name, tenant.state))

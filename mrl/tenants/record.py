@@ -3,6 +3,7 @@
 SERVICE_DIR/service.yaml              the resolved configuration
 SERVICE_DIR/control.sock              where the service listens (mrl/tenants/control.py)
 SERVICE_DIR/token                     the secret of callers over TCP
+SERVICE_DIR/start.json                who serves, and by which command (mrl/tenants/start.py)
 SERVICE_DIR/under_way.json            whose work is under way (mrl/tenants/crashes.py)
 SERVICE_DIR/tenants/NAME/recipe.yaml  the resolved recipe
 SERVICE_DIR/tenants/NAME/state.json   a `Tenant`

@@ -52,7 +52,8 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.exchange", "mrl.learn", "mrl.preflight", "mrl.run", "mrl.trackers", "parallel"),
     },
     "mrl.tenants": {
-        *("mrl.algorithms", "mrl.collect", "mrl.disaggregated", "mrl.exchange", "mrl.learn"),
+        *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.diagnosis", "mrl.disaggregated"),
+        *("mrl.exchange", "mrl.learn"),
         *("mrl.preflight", "mrl.rewards", "mrl.rollout", "mrl.run", "mrl.trainer", "parallel"),
     },
     "mrl.view": {"mrl.diagnosis", "mrl.run", "mrl.tenants", "parallel"},

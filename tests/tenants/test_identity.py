@@ -90,7 +90,8 @@ class World:
     """A service folder with one tenant, which runs, and the service that has it open."""
 
     def __init__(self, folder: Path, model: Path, loop: Loop) -> None:
-        self.folder, self.loop = folder, loop
+        self.folder = folder
+        self.loop: Loop = loop
         self.config = service(folder, model)
         self.numbers = itertools.count()
         self.start()

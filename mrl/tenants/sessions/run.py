@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -27,12 +28,14 @@ from mrl.system.heartbeat import beat, phase
 from mrl.system.memory_error import out_of_memory
 from mrl.tenants.colocated_house import ColocatedHouse
 from mrl.tenants.record import engine_name, name_of
-from mrl.tenants.sessions.bodies import KINDS, Body, SampleBody
+from mrl.tenants.sessions.bodies import KINDS, Body, ForwardBackwardBody, SampleBody
 from mrl.tenants.sessions.operations import Operations
 from mrl.tenants.sessions.recipe import check_session
+from mrl.tenants.sessions.records import SampleRecords
 from mrl.tenants.sessions.sampling import SessionSampler
 from mrl.tenants.sessions.trainer import SessionTrainer
 from mrl.tenants.tenant_run import Trained
+from mrl.tenants.tokenizer import ServiceTokenizer
 from parallel.hf_config import HfModel
 
 ENDS_SERVICE = (EngineGone, EngineLost, RankLost, OutOfMemory, MemoryError, dist.DistError)
@@ -95,9 +98,14 @@ class SessionRun(Trained):
             )
             self._trainer.resume(step)
             undo.pop_all()
+        self._records = SampleRecords(
+            self.folder, ServiceTokenizer(model), recipe.rollout.temperature
+        )
         if operations is not None:
             operations.begin(incarnation, self._trainer.version)
         self._waiting_tokens = 0
+        self._asked: dict[str, SampleBody] = {}
+        """The sample operations of the turn."""
         self._turn: list[tuple[str, Body]] = []
         """What is left of the turn, by the ids of the operations."""
         super().__init__()
@@ -152,6 +160,7 @@ class SessionRun(Trained):
             for name, body in turn
             if isinstance(body, SampleBody)
         }
+        self._asked = {name: body for name, (body, _) in asked.items()}
         self._turn = [(name, body) for name, body in turn if name not in asked]
         self._sampler.begin(asked)
 
@@ -190,6 +199,8 @@ class SessionRun(Trained):
         results, failures = found
         for name in asked:
             self._answer(name, results.get(name), failures.get(name, ""))
+        for name, result in results.items():
+            self._record(partial(self._records.add, self.step, self._asked[name], result))
         self._sampler.check_behaviour()
 
     @phase("train")
@@ -204,6 +215,8 @@ class SessionRun(Trained):
             if failure:
                 self._trainer.note_failure(name, body)
             self._answer(name, result, failure)
+            if isinstance(body, ForwardBackwardBody) and not failure:
+                self._record(partial(self._records.train, self.step, body, result))
         self.update_s = time.perf_counter() - start
 
     def _carried_out(self, name: str, body: Body) -> tuple[Any, str]:
@@ -218,6 +231,16 @@ class SessionRun(Trained):
                 raise
             failure = " ".join(str(error).split()) or type(error).__name__
         return result, self._agree(failure)
+
+    def _record(self, write: Callable[[], None]) -> None:
+        """Write samples for the page of the run, on rank 0. What goes wrong with that is said, and
+        changes nothing for the client."""
+        if self._house.mesh.rank == 0:
+            try:
+                write()
+            except (OSError, InputError) as error:
+                why = " ".join(str(error).split())
+                console.warning(f"samples of {self.name} are not on its page: {why}")
 
     def _answer(self, name: str, result: Any, failure: str) -> None:
         if self._operations is not None:

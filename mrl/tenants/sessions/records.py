@@ -1,0 +1,142 @@
+"""Writes samples of a session to its run folder, where the page of the run finds them; on rank 0.
+
+S samples of a version, N all their tokens end to end, prompts included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mrl.diagnosis.tokens import TokenRecord, save_tokens
+from mrl.run.folder import RunFolder, as_lines
+from mrl.tenants.sessions.bodies import ForwardBackwardBody, SampleBody
+from mrl.tenants.tokenizer import ServiceTokenizer
+
+MAX_SAMPLES = 64
+"""Answers of a version that are kept, the first ones."""
+
+
+@dataclass
+class _Kept:
+    """An answer, and what the first training on it under its own version made of it."""
+
+    source: str
+    prompt_number: int
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    advantages: list[float] | None = None
+    old_logprobs: list[float] | None = None
+
+
+class SampleRecords:
+    """Keeps the first answers of the present version, and writes `rollouts/` and `tokens/` of it."""
+
+    def __init__(self, folder: RunFolder, tokenizer: ServiceTokenizer, temperature: float) -> None:
+        self._folder, self._tokenizer, self._temperature = folder, tokenizer, temperature
+        self._version = -1
+        self._number = 0
+        """All answers of the version, those that are not kept among them."""
+        self._kept: dict[str, _Kept] = {}
+
+    def add(self, version: int, body: SampleBody, result: Mapping[str, Any]) -> None:
+        """Keep answers of a sample operation. Raises OSError."""
+        if version != self._version:
+            self._version, self._number, self._kept = version, 0, {}
+        before = len(self._kept)
+        for number, (prompt, answers) in enumerate(
+            zip(body.prompts, result["samples"], strict=True)
+        ):
+            for each in answers:
+                self._number += 1
+                if len(self._kept) < MAX_SAMPLES:
+                    self._kept[each["id"]] = _Kept(
+                        each["id"].partition("/")[0],
+                        number,
+                        prompt,
+                        each["tokens"],
+                        each["logprobs"],
+                        each["stop_reason"],
+                    )
+        if len(self._kept) > before:
+            self._write()
+
+    def train(self, version: int, body: ForwardBackwardBody, result: Mapping[str, Any]) -> None:
+        """Note the advantages and the trainer's log-probs of answers of this very version. Raises
+        OSError."""
+        if version != self._version:
+            return
+        has_new = False
+        for each, logprobs in zip(body.sequences, result["logprobs"], strict=True):
+            kept = self._kept.get(each.sample or "")
+            if kept is not None and kept.advantages is None and each.advantages is not None:
+                kept.advantages = each.advantages
+                kept.old_logprobs = torch.as_tensor(logprobs).tolist()
+                has_new = True
+        if has_new:
+            self._write()
+
+    def _write(self) -> None:
+        rows = [self._row(each) for each in self._kept.values()]
+        self._folder.write_rollouts(self._version, as_lines(rows))
+        path = self._folder.tokens / f"step_{self._version:06d}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        save_tokens(path, self._record())
+
+    def _row(self, kept: _Kept) -> dict[str, Any]:
+        """Return a sample as in `rollouts/step_*.jsonl`; its reward is known to the client alone."""
+        trained = [a for a in kept.advantages or [] if a]
+        return {
+            "group_id": kept.prompt_number,
+            "prompt_id": str(kept.prompt_number),
+            "source": kept.source,
+            "prompt": self._tokenizer.text(kept.prompt),
+            "completion": self._tokenizer.text(kept.tokens),
+            "reward": None,
+            "advantage": trained[0] if trained else None,
+            "weight_version": self._version,
+            "staleness": 0,
+            "prompt_len": len(kept.prompt),
+            "response_len": len(kept.tokens),
+            "finish_reason": kept.finish_reason,
+        }
+
+    def _record(self) -> TokenRecord:
+        """Return what is known of each token. The trainer's numbers are NaN of answers that were not
+        trained on."""
+        ids: list[int] = []
+        lengths, sampled, old, advantages, versions = [0], [], [], [], []
+        for each in self._kept.values():
+            num_prompt, num_tokens = len(each.prompt), len(each.prompt) + len(each.tokens)
+            ids += [*each.prompt, *each.tokens]
+            lengths.append(len(ids))
+            sampled += [0.0] * num_prompt + each.logprobs
+            old += each.old_logprobs or [math.nan] * num_tokens
+            advantages += each.advantages or [0.0] * num_tokens
+            versions += [-1] * num_prompt + [self._version] * len(each.tokens)
+        known = torch.tensor(advantages, dtype=torch.float32)
+        return TokenRecord(
+            step=self._version,
+            version=self._version,
+            temperature=self._temperature,
+            routing_replay="off",
+            layer_numbers=(),
+            num_experts=0,
+            num_samples_of_step=self._number,
+            sample_ids=torch.arange(len(self._kept)),
+            cu_seqlens=torch.tensor(lengths),
+            token_ids=torch.tensor(ids),
+            loss_mask=known != 0,
+            rollout_logprobs=torch.tensor(sampled, dtype=torch.float32),
+            old_logprobs=torch.tensor(old, dtype=torch.float32),
+            entropy=torch.full((len(ids),), math.nan),
+            advantages=known,
+            weight_versions=torch.tensor(versions, dtype=torch.int32),
+            pieces={token: self._tokenizer.text([token]) for token in sorted(set(ids))},
+        )

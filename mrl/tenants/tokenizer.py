@@ -1,0 +1,88 @@
+"""The tokenizer of the service's model, for clients that have none."""
+
+from __future__ import annotations
+
+import threading
+from functools import cached_property
+from typing import Annotated, Any
+
+from pydantic import Field, Strict, ValidationError
+
+from mrl.config.branch import Branch
+from mrl.data.template import render_chat
+from mrl.errors import InputError
+from mrl.preflight.check import load_tokenizer
+from parallel.hf_config import HfModel
+
+Text = Annotated[str, Strict()]
+
+
+class EncodeBody(Branch):
+    texts: list[Text] = Field(min_length=1)
+
+
+class ChatBody(Branch):
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    add_generation_prompt: Annotated[bool, Strict()] = True
+    """End with the beginning of the assistant's answer."""
+    tools: list[Any] | None = None
+
+
+class DecodeBody(Branch):
+    tokens: list[list[Annotated[int, Strict(), Field(ge=0)]]] = Field(min_length=1)
+    skip_special: Annotated[bool, Strict()] = False
+    """Leave out special tokens, such as the one that ends an answer."""
+
+
+class ServiceTokenizer:
+    """Encodes and decodes texts. Any thread may call it; it is read with the first call."""
+
+    def __init__(self, model: HfModel) -> None:
+        self._model = model
+        self._using = threading.Lock()
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._model)
+
+    def answer(self, action: str, given: dict[str, Any]) -> dict[str, Any]:
+        """Return what `/tokenizer/ACTION` answers: `tokens`, or `texts`. Raises InputError."""
+        kinds = {"encode": EncodeBody, "encode_chat": ChatBody, "decode": DecodeBody}
+        if action not in kinds:
+            raise InputError(f"the tokenizer has {', '.join(kinds)}, got {action[:80]!r}")
+        try:
+            body = kinds[action].model_validate(given)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            place = ".".join(str(part)[:80] for part in problem["loc"])
+            raise InputError(f"{action}: {place}: {problem['msg']}") from None
+        with self._using:
+            if isinstance(body, EncodeBody):
+                return {"tokens": [self._encode(text) for text in body.texts]}
+            if isinstance(body, ChatBody):
+                return {"tokens": self._encode(self._chat(body))}
+            return {"texts": [self.text(ids, body) for ids in body.tokens]}
+
+    def text(self, tokens: list[int], body: DecodeBody | None = None) -> str:
+        """Return the text of token ids. Raises InputError for one that is not in the vocabulary."""
+        if tokens and max(tokens) >= self._model.sizes.vocab_size:
+            raise InputError(
+                f"token {max(tokens)} is not below {self._model.sizes.vocab_size}, the vocabulary"
+            )
+        skip = body is not None and body.skip_special
+        return self._tokenizer.decode(tokens, skip_special_tokens=skip)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _chat(self, body: ChatBody) -> str:
+        if not self._tokenizer.chat_template:
+            raise InputError(
+                "the tokenizer of the service's model has no chat template; encode texts"
+            )
+        try:
+            return render_chat(
+                self._tokenizer, body.messages, {}, ask=body.add_generation_prompt, tools=body.tools
+            )
+        except ValueError as error:
+            raise InputError(f"the chat template refuses these messages: {error}") from None
