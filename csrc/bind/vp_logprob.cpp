@@ -27,7 +27,7 @@ VpCombineInput ReadCombine(const py::kwargs& a) {
   return {Pointer<const float>(a, "tiles"),  Pointer<const int64_t>(a, "labels"),
           Pointer<const uint8_t>(a, "mask"), Value<int64_t>(a, "num_ranks"),
           Value<int64_t>(a, "num_rows"),     Value<int64_t>(a, "tiles_per_rank"),
-          Value<int64_t>(a, "tile")};
+          Value<int64_t>(a, "tile"),         Value<float>(a, "inv_temperature")};
 }
 
 VpCombineOutput ReadCombined(const py::kwargs& a) {

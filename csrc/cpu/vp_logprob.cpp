@@ -65,8 +65,7 @@ void VpLogprobStatsCpu(const VpStatsInput& in, float* tiles, int num_threads) {
     }
     const int64_t label = shape.labels[row] - shape.vocab_start;
     if (label >= 0 && label < shape.num_columns) {
-      fields[label / in.tile * kTileFields + 3] =
-          read(shape.type, At(x, shape.type, label)) * shape.inv_temperature;
+      fields[label / in.tile * kTileFields + 3] = read(shape.type, At(x, shape.type, label));
     }
   }
 }
@@ -92,7 +91,8 @@ void VpLogprobCombineCpu(const VpCombineInput& in, const VpCombineOutput& out, i
       total += scale * fields[1];
       weighted += scale * (fields[2] + shift * fields[1]);
     }
-    const double log_total = std::log(total), target = tile(in.labels[row] / in.tile)[3];
+    const double log_total = std::log(total), label = tile(in.labels[row] / in.tile)[3];
+    const double target = label * in.inv_temperature;
     out.lse[row] = static_cast<float>(top + log_total);
     const double logprob = (target - top) - log_total, entropy = log_total - weighted / total;
     // Beyond 0 by rounding only; NaN stays.

@@ -63,14 +63,13 @@ __global__ void __launch_bounds__(kThreads) VpStatsKernel(VpStatsInput in, float
     float top = sums.top;
 #pragma unroll
     for (int i = 0; i < kUnroll * kVector; ++i) {
-      values[i] *= scale;
-      top = LargerOrNanf(top, values[i]);
+      top = LargerOrNanf(top, values[i] * scale);
     }
     if (top == -INFINITY) continue;
     if (top != sums.top) sums = Rebase(sums, top);
 #pragma unroll
     for (int i = 0; i < kUnroll * kVector; ++i) {
-      const float y = values[i] - top, e = exp2f(y * kLog2e);
+      const float y = fmaf(values[i], scale, -top), e = exp2f(y * kLog2e);
       sums.total += e;
       sums.weighted += e == 0 ? 0 : e * y;
     }
@@ -91,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) VpStatsKernel(VpStatsInput in, float
   fields[2] = sums.weighted;
   const int64_t label = shape.labels[row] - shape.vocab_start - tile * in.tile;
   const bool here = label >= 0 && label < in.tile;
-  fields[3] = here ? DeviceLogits<kType>::Read(x[label]) * scale : 0;
+  fields[3] = here ? DeviceLogits<kType>::Read(x[label]) : 0;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -130,7 +129,7 @@ __global__ void __launch_bounds__(kThreads)
   weighted = WarpSum(weighted);
   if (lane != 0) return;
   const bool known = in.labels[row] >= 0 && label_tile < num_tiles;
-  const double target = known ? fields(label_tile)[3] : NAN;
+  const double label = known ? fields(label_tile)[3] : NAN, target = label * in.inv_temperature;
   const double log_total = log(total), entropy = log_total - weighted / total;
   const double logprob = (target - top) - log_total;
   out.lse[row] = static_cast<float>(top + log_total);

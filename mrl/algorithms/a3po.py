@@ -18,6 +18,7 @@ NEEDS_OLD_LOGPROBS = False
 CORRECTS_ROLLOUT = True
 WHITENS = True
 READS = (*decoupled_ppo.READS, "proximal_at_no_lag")
+CLIP_LOW, CLIP_HIGH = decoupled_ppo.CLIP_LOW, decoupled_ppo.CLIP_HIGH
 
 advantages = decoupled_ppo.advantages
 sequence_weights = weights_by("token_mean")

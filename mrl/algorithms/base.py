@@ -87,6 +87,8 @@ class Traits:
     the step and divides by their std; `algorithm.whiten` replaces it where an algorithm reads that."""
     sequence_range: tuple[float, float] | None
     """(`CLIP_LOW`, `CLIP_HIGH`) where `RATIO = "sequence"`: how far below and above 1 it may go."""
+    clip_high: float | None
+    """`CLIP_HIGH`: the published upper side of the clip; None: unknown."""
     reads: frozenset[str] | None
     """`READS`: fields of AlgorithmConfig that not every algorithm reads; None: unknown, unchecked."""
 
@@ -101,6 +103,7 @@ def traits(algorithm: Algorithm) -> Traits:
         corrects_rollout=getattr(algorithm, "CORRECTS_ROLLOUT", False),
         whitens=getattr(algorithm, "WHITENS", False),
         sequence_range=_range(algorithm) if is_sequence else None,
+        clip_high=getattr(algorithm, "CLIP_HIGH", None),
         reads=None if reads is None else frozenset(reads),
     )
 

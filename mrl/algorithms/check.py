@@ -40,7 +40,7 @@ def check_algorithm(config: AlgorithmConfig, traits: Traits) -> None:
             f"algorithm.{name} is {value}, but {config.name} does not read it; leave it out, or "
             "choose an algorithm that does (docs/algorithms.md)"
         )
-    _check_clip(config)
+    check_dual_clip(config, traits.clip_high)
     _check_kl(config, defaults)
     _check_lambda(config, defaults)
     for mask in config.masks:
@@ -51,12 +51,17 @@ def check_algorithm(config: AlgorithmConfig, traits: Traits) -> None:
             raise InputError(f"algorithm.masks: got {name} twice, expected each name once")
 
 
-def _check_clip(config: AlgorithmConfig) -> None:
-    high = config.clip_high
-    if config.dual_clip is not None and high is not None and config.dual_clip <= 1 + high:
-        raise InputError(
-            f"algorithm.dual_clip is {config.dual_clip:g}, expected above 1 + clip_high = {1 + high:g}"
-        )
+def check_dual_clip(config: AlgorithmConfig, published_high: float | None) -> None:
+    """Raise InputError for a dual clip inside of the clip range, whose upper side is the recipe's or,
+    without one, the algorithm's `published_high` (None: unknown)."""
+    high = published_high if config.clip_high is None else config.clip_high
+    if config.dual_clip is None or high is None or config.dual_clip > 1 + high:
+        return
+    whose = "" if config.clip_high is not None else f" (the published clip_high of {config.name})"
+    raise InputError(
+        f"algorithm.dual_clip is {config.dual_clip:g}, expected above 1 + clip_high = {1 + high:g}"
+        f"{whose}; 3 is usual (arXiv 1912.09729)"
+    )
 
 
 def _check_kl(config: AlgorithmConfig, defaults: AlgorithmConfig) -> None:

@@ -10,6 +10,7 @@ from mrl.algorithms.aggregation import weights_by
 from mrl.algorithms.ratio_loss import PPO_CLIP_KEYS
 
 READS = PPO_CLIP_KEYS
+CLIP_LOW, CLIP_HIGH = grpo.CLIP_LOW, grpo.CLIP_HIGH
 
 advantages = group_centred
 sequence_weights = weights_by("seq_mean_token_sum_norm")

@@ -13,6 +13,7 @@ from mrl.algorithms.aggregation import weights_by
 
 WHITENS = True
 READS = (*grpo.READS, "turn_rewards")
+CLIP_LOW, CLIP_HIGH = grpo.CLIP_LOW, grpo.CLIP_HIGH
 
 advantages = raw_rewards
 sequence_weights = weights_by("token_mean")

@@ -12,6 +12,7 @@ from mrl.algorithms.aggregation import weights_by
 
 WHITENS = True
 READS = grpo.READS
+CLIP_LOW, CLIP_HIGH = grpo.CLIP_LOW, grpo.CLIP_HIGH
 
 advantages = group_centred
 sequence_weights = weights_by("token_mean")

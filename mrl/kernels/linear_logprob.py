@@ -160,7 +160,8 @@ class _LinearLogprob(torch.autograd.Function):
         columns = weight.shape[0]
         tile = tile_size(columns, how.size)
         tiles = hidden.new_empty((len(rows), columns // tile, 4), dtype=torch.float32)
-        truncated, kept_lse = (hidden.new_empty(len(rows), dtype=torch.float32) for _ in range(2))
+        truncated = hidden.new_empty(len(rows), dtype=torch.float32)
+        normalisers = hidden.new_empty((len(rows), 2), dtype=torch.float32)
         for part in how.parts(len(rows)):
             logits = how.project(hidden[rows[part]], weight)
             tiles[part] = torch.ops.mrl.vp_logprob_stats(
@@ -175,17 +176,18 @@ class _LinearLogprob(torch.autograd.Function):
             if kept is not None:
                 here = KeptLogits.of(logits, kept[part], how.rank * columns, how.temperature)
                 found = here.logprobs(kept[part], labels[part], how.group)
-                truncated[part], kept_lse[part] = found
+                truncated[part], normalisers[part] = found
             del logits  # before the next chunk's
-        logprobs, lse, entropy = united(gather_tiles(tiles, how.group), labels, None, tile)
+        tiles = gather_tiles(tiles, how.group)
+        logprobs, lse, entropy = united(tiles, labels, None, tile, how.temperature)
         ctx.how = how
-        ctx.save_for_backward(hidden, weight, labels, rows, lse, entropy, kept, kept_lse)
+        ctx.save_for_backward(hidden, weight, labels, rows, lse, entropy, kept, normalisers)
         ctx.set_materialize_grads(False)
         return logprobs if kept is None else truncated, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, rows, lse, entropy, kept, kept_lse = ctx.saved_tensors
+        hidden, weight, labels, rows, lse, entropy, kept, normalisers = ctx.saved_tensors
         how: Chunked = ctx.how
         grad_logprobs, grad_entropy = grads
         if grad_logprobs is None:
@@ -214,8 +216,8 @@ class _LinearLogprob(torch.autograd.Function):
                 how.temperature,
             )
             if here is not None and kept is not None:
-                given = (kept[part], labels[part], kept_lse[part], grad_logprobs[part])
-                here.add_gradient(logits, *given, how.temperature)
+                given = (kept[part], labels[part], normalisers[part], grad_logprobs[part])
+                here.add_gradient(logits, *given)
             if grad_hidden is not None:
                 grad_hidden.index_copy_(0, rows[part], logits @ weight)
             if grad_weight is not None:

@@ -2,11 +2,12 @@
 
 log p(y) - log sum_{s in S} p(s) = x_y - log sum_{s in S} exp x_s, with x = logit / temperature and S
 the tokens that the engine kept (`mrl.sampling_mask`). The gradient for x_s is g (1[s = y] - p_S(s))
-inside S and 0 elsewhere.
+inside S and 0 elsewhere. The largest logit of S is subtracted from the others before anything is
+rounded, so large logits cost no accuracy.
 
-Under tensor parallelism each kept token's x is on one rank; one sum over the ranks of c x K numbers, to
-which the other ranks add zeros, gives every rank all of them. Log-probs are therefore the same bits on
-any number of ranks.
+Under tensor parallelism each kept token's logit is on one rank. A sum of c x K numbers over the ranks,
+to which the other ranks add zeros, gives every rank all of them, so log-probs are the same bits on any
+number of ranks.
 
 Dimensions: c rows, K the most kept tokens of a row, V_loc this tensor-parallel rank's columns.
 """
@@ -17,20 +18,22 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
 class KeptLogits:
-    """`KeptLogits` holds the x of a chunk's kept tokens, as far as this rank has them."""
+    """`KeptLogits` holds the logits of a chunk's kept tokens, as far as this rank has them."""
 
-    x: Tensor
+    values: Tensor
     """f32[c, K]: 0 where another rank has the column, or where there is no token."""
     columns: Tensor
     """i64[c, K]: of this rank's logits; any column where `here` is false."""
     here: Tensor
     """bool[c, K]: whether the token's column is on this rank."""
+    temperature: float
 
     @staticmethod
     def of(logits: Tensor, kept: Tensor, first_column: int, temperature: float) -> KeptLogits:
@@ -38,37 +41,45 @@ class KeptLogits:
         columns = kept - first_column
         here = (kept >= 0) & (columns >= 0) & (columns < logits.shape[1])
         columns = columns.clamp(0, logits.shape[1] - 1)
-        x = logits.gather(1, columns).float() * (1.0 / temperature)
-        return KeptLogits(torch.where(here, x, 0.0), columns, here)
+        values = torch.where(here, logits.gather(1, columns).float(), 0.0)
+        return KeptLogits(values, columns, here, temperature)
 
     def logprobs(
         self, kept: Tensor, labels: Tensor, group: ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the labels' log-probs f32[c] and the logarithm of the kept sum f32[c]. A collective.
+        """Return the labels' log-probs f32[c] and the normalisers f32[c, 2]. A collective.
 
-        A label that is not among the kept tokens of its row gives NaN.
+        A normaliser is the largest kept logit, and log sum exp of the kept x relative to that one's. A
+        label that is not among the kept tokens of its row gives NaN.
         """
-        x = self.x
+        values = self.values
         if group is not None and group.size() > 1:
-            x = x.contiguous().clone()
-            dist.all_reduce(x, group=group)
-        lse = x.masked_fill(kept < 0, -torch.inf).logsumexp(1)
+            values = values.contiguous().clone()
+            dist.all_reduce(values, group=group)
+        top = F.pad(values.masked_fill(kept < 0, -torch.inf), (0, 1), value=-torch.inf).amax(1)
+        log_sum = self._relative(values, top).masked_fill(kept < 0, -torch.inf).logsumexp(1)
         chosen = kept == labels.unsqueeze(1)
-        of_label = torch.where(chosen, x, 0.0).sum(1)
-        return torch.where(chosen.any(1), of_label - lse, torch.nan), lse
+        label = torch.where(chosen, values, 0.0).sum(1).double()
+        found = (label - top.double()) / self.temperature - log_sum.double()
+        return torch.where(chosen.any(1), found, torch.nan).float(), torch.stack((top, log_sum), 1)
 
     def add_gradient(
         self,
         grad_logits: Tensor,
         kept: Tensor,
         labels: Tensor,
-        lse: Tensor,
+        normalisers: Tensor,
         grad: Tensor,
-        temperature: float,
     ) -> None:
         """Add the gradient of the log-probs, of which f32[c] is `grad`, to grad_logits [c, V_loc]."""
+        top, log_sum = normalisers.unbind(1)
         chosen = (kept == labels.unsqueeze(1)).float()
-        change = grad.unsqueeze(1) * (chosen - (self.x - lse.unsqueeze(1)).exp()) / temperature
+        p = (self._relative(self.values, top) - log_sum.unsqueeze(1)).exp()
+        change = grad.unsqueeze(1) * (chosen - p) / self.temperature
         change = torch.where(self.here, change, 0.0).to(grad_logits.dtype)
         # A column appears once among those that are here; the others add 0.
         grad_logits.scatter_add_(1, self.columns, change)
+
+    def _relative(self, values: Tensor, top: Tensor) -> Tensor:
+        """Return f32[c, K]: the x of logits f32[c, K] minus that of f32[c]."""
+        return (values - top.unsqueeze(1)) * (1.0 / self.temperature)

@@ -167,7 +167,7 @@ def _stats(
     temperature: float,
 ) -> Tensor:
     """f32[T, V_loc / tile, 4]: of each tile a shift near its largest x, sum e, sum e (x - shift), and
-    the label's x where it is inside; x = logit / temperature, e = exp(x - shift)."""
+    the label's logit where it is inside; x = logit / temperature, e = exp(x - shift)."""
     if tile < 1 or logits.shape[-1] % tile or vocab_start % tile:
         raise ValueError(
             f"tile: got {tile}, expected a divisor of V_loc = {logits.shape[-1]} and of "
@@ -221,11 +221,11 @@ def _combine(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """logprobs, lse, entropy f32[T] from the tiles of all ranks; the logits are here for autograd."""
     _combine_fake(logits, labels, mask, tiles, vocab_start, tile, temperature, inplace_backward)
-    return united(tiles, labels, mask, tile)
+    return united(tiles, labels, mask, tile, temperature)
 
 
 def united(
-    tiles: Tensor, labels: Tensor, mask: Tensor | None, tile: int
+    tiles: Tensor, labels: Tensor, mask: Tensor | None, tile: int, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unite f32[ranks, T, tiles of a rank, 4] and labels i64[T] into logprobs, lse and entropy f32[T],
     without autograd."""
@@ -240,6 +240,7 @@ def united(
         num_rows=tiles.shape[1],
         tiles_per_rank=tiles.shape[2],
         tile=tile,
+        inv_temperature=1.0 / temperature,
         logprobs=logprobs,
         lse=lse,
         entropy=entropy,

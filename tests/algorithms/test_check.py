@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from mrl.algorithms import check_algorithm, list_algorithms
+from mrl.algorithms import check_algorithm, list_algorithms, load_algorithm, traits
 from mrl.config import AlgorithmConfig
 from mrl.errors import InputError
+from mrl.types import MicroBatch
 
 
 @pytest.mark.parametrize("name", list_algorithms())
@@ -22,7 +24,8 @@ def test_every_algorithm_takes_its_defaults(name) -> None:
         {"name": "vapo", "nll_coef": 0.2, "dual_clip": 3.0, "lam_alpha": 0.1},
         {"name": "cispo", "min_group_std": 0.0, "advantage_eps": 1e-6},
         {"name": "vapo", "bootstrap_truncated": True, "turn_rewards": True, "gamma": 0.99},
-        {"name": "gspo_token", "turn_rewards": True},
+        {"name": "gspo_token", "turn_rewards": True, "dual_clip": 1.01},
+        {"name": "grpo", "clip_high": 0.1, "dual_clip": 1.15},
         {"name": "a3po", "proximal_at_no_lag": "policy"},
         {"name": "sapo", "tau_positive": 1.5, "importance": "tis", "aggregation": "token_mean"},
         {"name": "gspo", "masks": [{"name": "opsm", "high": 0.5}, {"name": "token_mask"}]},
@@ -45,6 +48,16 @@ def test_what_makes_sense_passes(given) -> None:
             {"name": "grpo", "clip_high": 2, "dual_clip": 2.5},
             "dual_clip is 2.5, expected above 1 + clip_high = 3",
         ),
+        (
+            {"name": "grpo", "dual_clip": 1.2},
+            "above 1 + clip_high = 1.2 (the published clip_high of",
+        ),
+        (
+            {"name": "dapo", "dual_clip": 1.25},
+            "dual_clip is 1.25, expected above 1 + clip_high = 1.28",
+        ),
+        ({"name": "gspo", "dual_clip": 1.0003}, "expected above 1 + clip_high = 1.0004"),
+        ({"name": "a3po", "dual_clip": 1.1}, "(the published clip_high of a3po); 3 is usual"),
         ({"kl_in": "reward"}, "kl_in is reward, but algorithm.kl_coef is 0"),
         ({"kl_target": 0.1}, "kl_target is 0.1, but algorithm.kl_coef is 0"),
         (
@@ -90,3 +103,40 @@ def test_what_makes_none_is_refused_in_one_line(given, reason) -> None:
         check_algorithm(AlgorithmConfig(**given))
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def one_token(old: float, *, with_critic: bool) -> MicroBatch:
+    """A sequence of one token, a version old, with log-prob `old` everywhere and advantage 1."""
+    one, logprobs = torch.ones(1), torch.tensor([old])
+    return MicroBatch(
+        input_ids=torch.zeros(1, dtype=torch.int64),
+        position_ids=torch.zeros(1, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        loss_mask=torch.tensor([True]),
+        rollout_logprobs=logprobs,
+        rewards=one,
+        seq_weight=one,
+        advantages=one,
+        weight_versions=torch.tensor([1], dtype=torch.int32),
+        version=2,
+        old_logprobs=logprobs,
+        token_advantages=one if with_critic else None,
+        nll_weight=torch.zeros(1) if with_critic else None,
+    )
+
+
+@pytest.mark.parametrize("name", list_algorithms())
+def test_a_dual_clip_is_compared_with_the_range_that_the_loss_uses(name) -> None:
+    """`CLIP_HIGH` of each algorithm is what its loss clips with: its gradient for A > 0 ends there."""
+    found = traits(load_algorithm(name))
+    if found.reads is None or "dual_clip" not in found.reads:
+        return
+    assert found.clip_high is not None
+    for offset, is_clipped in ((-1e-5, False), (1e-5, True)):
+        ratio = torch.tensor(1 + found.clip_high + offset, dtype=torch.float64)
+        logprobs = torch.tensor([float(ratio.log()) - 1.0]).requires_grad_()
+        config = AlgorithmConfig(name=name, nll_coef=0.0 if name == "vapo" else None)
+        batch = one_token(-1.0, with_critic=found.needs_critic)
+        load_algorithm(name).loss(logprobs, batch, config).loss_sum.backward()
+        assert logprobs.grad is not None
+        assert (float(logprobs.grad) == 0) == is_clipped

@@ -21,7 +21,13 @@ from tests.kernels.policy_cases import (
     select,
     with_garbage,
 )
-from tests.kernels.test_vp_logprob import DTYPES, expected, make_logits, run
+from tests.kernels.test_vp_logprob import (
+    DTYPES,
+    assert_exact_at_any_level,
+    expected,
+    make_logits,
+    run,
+)
 from tests.release import release
 
 LENGTHS = [40, 0, 1, 1030, 17, 2050, 33]
@@ -151,6 +157,11 @@ def test_vp_logprob_ranks_and_alignment_change_no_bit(emulated_cuda) -> None:
             )
             assert torch.equal(got[0], whole[0])
             assert torch.equal(got[2], whole[1])
+
+
+def test_vp_logprob_is_exact_at_any_level_of_the_logits(emulated_cuda) -> None:
+    with emulated_cuda("forward"):
+        assert_exact_at_any_level()
 
 
 def test_options_are_all_covered() -> None:

@@ -85,6 +85,36 @@ def test_matches_the_oracle(
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=limit)
 
 
+@pytest.mark.parametrize("level", [0.0, 30.0, 1000.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_level_of_the_logits_costs_no_accuracy(level: float, temperature: float) -> None:
+    """The logits are those of an identity, so their fp32 values are the oracle's, too."""
+    rng = torch.Generator().manual_seed(1)
+    logits = torch.randn(400, 64, generator=rng) + level
+    kept = torch.stack([torch.randperm(64, generator=rng)[:8] for _ in range(400)])
+    labels, rows = kept[:, 3], torch.arange(400)
+    wanted = oracle.truncated_logprob(logits, labels, kept.tolist(), temperature=temperature)
+    leaf = logits.clone().requires_grad_()
+    how = Chunked(100, temperature, None)
+    got, _ = linear_logprob(leaf, torch.eye(64), labels, rows, how, kept)
+    torch.testing.assert_close(got.detach().double(), wanted, rtol=1e-7, atol=2e-7)
+    exactly = logits.double().requires_grad_()
+    oracle.truncated_logprob(
+        exactly, labels, kept.tolist(), temperature=temperature
+    ).sum().backward()
+    got.sum().backward()
+    assert leaf.grad is not None
+    assert exactly.grad is not None
+    torch.testing.assert_close(leaf.grad.double(), exactly.grad, rtol=0, atol=1e-6)
+
+
+def test_rows_without_a_kept_token_give_nan() -> None:
+    states, weight, labels, _ = made(3, 40, 3)
+    rows, how = torch.arange(3), Chunked(2, TEMPERATURE, None)
+    for kept in (torch.full((3, 0), -1), torch.full((3, 2), -1)):
+        assert linear_logprob(states, weight, labels, rows, how, kept)[0].isnan().all()
+
+
 def test_all_tokens_kept_is_the_whole_distribution_and_one_is_certain() -> None:
     states, weight, labels, _ = made(6, 40, 3)
     rows, how = torch.arange(6), Chunked(4, TEMPERATURE, None)

@@ -75,6 +75,21 @@ def test_matches_the_oracle(dtype, rows, columns, seed, scale, temperature, mask
     assert bool((got[1] <= math.log(columns) + 1e-6).all())
 
 
+def assert_exact_at_any_level() -> None:
+    """The error of log-probs is that of one rounding of x - max, however large the logits are."""
+    for level, temperature in ((0.0, 0.7), (30.0, 1.0), (30.0, 0.7), (1000.0, 0.7), (-1000.0, 1.3)):
+        logits, labels = make_logits(400, 128, torch.float32, seed=5, scale=1.0)
+        logits = logits + level
+        got = vp_logprob(logits, labels, temperature=temperature)
+        wanted = oracle.vp_logprob(logits, labels, temperature=temperature)
+        for mine, exact in zip(got, wanted, strict=True):
+            torch.testing.assert_close(mine.double(), exact, rtol=1e-7, atol=3e-7)
+
+
+def test_the_level_of_the_logits_costs_no_accuracy() -> None:
+    assert_exact_at_any_level()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_real_vocabulary(dtype) -> None:
     logits, labels = make_logits(6, 151_936, dtype)

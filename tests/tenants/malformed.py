@@ -53,6 +53,8 @@ OPERATIONS: tuple[Any, ...] = (
         {"tokens": [1, 2]}]},
     {"kind": "forward_backward", "loss": "cross_entropy", "sequences": [
         {"tokens": [1, 2], "sample": 5}]},
+    {"kind": "forward_backward", "loss": "ppo", "dual_clip": 1.2, "sequences": [
+        {"tokens": [1, 2], "advantages": [0, 1], "logprobs": [0, -1]}]},
 )  # fmt: skip
 """Operations of a session that are none."""
 TEXTS = (

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Strict, ValidationError, model_validator
 
+from mrl.algorithms import ppo
 from mrl.config import AlgorithmConfig
 from mrl.config.branch import Branch
 from mrl.errors import InputError
@@ -85,6 +86,11 @@ class ForwardBackwardBody(Branch):
         for name in ("clip_low", "clip_high", "dual_clip"):
             if getattr(self, name) is not None and name not in named.options:
                 raise ValueError(f"{name} is not read by the loss {self.loss}; leave it out")
+        high = ppo.CLIP_HIGH if self.clip_high is None else self.clip_high
+        if self.dual_clip is not None and self.dual_clip <= 1 + high:
+            raise ValueError(
+                f"dual_clip is {self.dual_clip:g}, expected above 1 + clip_high = {1 + high:g}"
+            )
         other = ("advantages", "logprobs") if not named.is_ratio else ("weights",)
         for number, each in enumerate(self.sequences):
             _forbid(number, each, other, self.loss)
