@@ -27,6 +27,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+from tests.checkout import left_files
 from tests.engine_starts import use_template
 
 # A test is not wrong because the other worker has the machine.
@@ -34,6 +35,10 @@ settings.register_profile("suite", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("suite")
 
 ROOT = Path(__file__).parents[1]
+THERE_BEFORE = pytest.StashKey[set[str]]()
+"""The files of the checkout that belong to no commit, before the first test."""
+LEFT = pytest.StashKey[list[str]]()
+"""Those that the tests have added."""
 DURATIONS = ROOT / "tests/durations.json"
 """Seconds that each file of tests took, by its path: `make test-times` writes it."""
 RELEASE_S = 20.0
@@ -46,6 +51,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     use_template()
+    if not hasattr(config, "workerinput"):  # the one process that all workers report to
+        config.stash[THERE_BEFORE] = left_files(ROOT)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the terminal shows how the session ended
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where the tests have left files in the checkout: the next commit would take them along."""
+    stash = session.config.stash
+    if THERE_BEFORE in stash and (new := left_files(ROOT) - stash[THERE_BEFORE]):
+        stash[LEFT] = sorted(new)
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(trylast=True)  # after `-m` has chosen
@@ -64,7 +80,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write the seconds of each file where `--write-durations` asks for it."""
+    """Name what the tests have left in the checkout, and write the seconds of each file where
+    `--write-durations` asks for it."""
+    for name in terminalreporter.config.stash.get(LEFT, []):
+        terminalreporter.write_line(
+            f"ERROR: the tests left {name} in the checkout; write below tmp_path", red=True
+        )
     if not terminalreporter.config.getoption("--write-durations"):
         return
     seconds: dict[str, float] = {}
