@@ -19,20 +19,24 @@ help:  ## Show this list
 
 setup: $(VENV)/.installed  ## Create .venv, install the pinned packages, build the extension
 
+# Each stage is one line on the terminal, with its seconds; pip and the compiler write .venv/setup.log.
+STAGE := @bash requirements/stage.sh
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-deps
+
 # The lock is complete, so pip resolves nothing: one call, no dependencies.
 $(VENV)/.packages: requirements/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "error: $(PYTHON) is not Python >= 3.11; run: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt
-	touch $@
+	@test -x $(BIN)/python || bash requirements/stage.sh "setup: .venv" $(PYTHON) -m venv $(VENV)
+	$(STAGE) "setup: the packages of requirements/cpu.txt, 1 to 3 minutes" $(PIP) -r requirements/cpu.txt
+	@touch $@
 
 $(VENV)/.installed: $(VENV)/.packages setup.py pyproject.toml $(KERNEL_SOURCES)
-	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
-	touch $@
+	$(STAGE) "setup: compiling the kernels, 1 to 5 minutes" $(PIP) --no-build-isolation -e .
+	@touch $@
 
 demo: setup  ## Train a toy MoE from scratch with the real Megatron-core and the real SGLang
-	rm -rf runs/toy_moe
+	@rm -rf runs/toy_moe
 	$(BIN)/mrl toy-model toy/model
 	$(BIN)/mrl train launch/recipes/toy_moe.yaml
 
@@ -51,7 +55,8 @@ test-times: setup $(VENV)/browser/chromium $(VENV)/.te  ## make test, and write 
 
 # For the tests of `mrl view`. Where it cannot be had the script says so, and those tests are skipped.
 $(VENV)/browser/chromium: requirements/browser.sh | $(VENV)/.packages
-	bash requirements/browser.sh $(VENV)/browser
+	@echo "setup: a Chromium for the tests of mrl view"
+	@bash requirements/browser.sh $(VENV)/browser
 
 lint: setup  ## Check style, formatting and types
 	$(BIN)/ruff check
@@ -117,43 +122,43 @@ rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route 
 
 # In a folder of its own: tests/algorithms/test_trl.py says why.
 $(VENV)/.trl: $(VENV)/.installed requirements/trl.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/trl -r requirements/trl.txt
-	touch $@
+	$(STAGE) "setup: TRL" $(PIP) --upgrade --target $(VENV)/trl -r requirements/trl.txt
+	@touch $@
 
 # PEFT, in a folder of its own: requirements/peft.txt says why.
 $(VENV)/.peft: $(VENV)/.installed requirements/peft.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/peft -r requirements/peft.txt
-	touch $@
+	$(STAGE) "setup: PEFT" $(PIP) --upgrade --target $(VENV)/peft -r requirements/peft.txt
+	@touch $@
 
 # TensorBoard, wandb and MLflow, in a folder of their own: requirements/trackers.txt says why.
 $(VENV)/.trackers: $(VENV)/.installed requirements/trackers.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/trackers -r requirements/trackers.txt
-	touch $@
+	$(STAGE) "setup: TensorBoard, wandb and MLflow" $(PIP) --upgrade --target $(VENV)/trackers -r requirements/trackers.txt
+	@touch $@
 
 # mkdocs-material, in an environment of its own (160 MB). requirements/docs.txt pins it.
 $(VENV)/.site: requirements/docs.txt | $(VENV)/.packages
-	$(BIN)/python -m venv $(VENV)/site
-	$(VENV)/site/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r requirements/docs.txt
-	touch $@
+	@$(BIN)/python -m venv $(VENV)/site
+	$(STAGE) "setup: mkdocs-material" $(subst $(BIN),$(VENV)/site/bin,$(PIP)) -r requirements/docs.txt
+	@touch $@
 
 # TransformerEngine's Python files alone, in a folder of their own: requirements/te.txt says what for.
 $(VENV)/.te: $(VENV)/.installed requirements/te.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/te -r requirements/te.txt
-	touch $@
+	$(STAGE) "setup: TransformerEngine's Python files" $(PIP) --upgrade --target $(VENV)/te -r requirements/te.txt
+	@touch $@
 
 # The peers to compare with, on top of the lock.
 $(VENV)/.bench: $(VENV)/.installed requirements/bench.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements/bench.txt
-	touch $@
+	$(STAGE) "setup: the peers to compare with" $(PIP) -r requirements/bench.txt
+	@touch $@
 
 gpu-check:  ## What only a GPU can show; each call takes 10 minutes and continues the last (docs/gpu.md)
 	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(BENCH_ARGS)
 
 # pip-audit, in an environment of its own.
 $(VENV)/.audit: | $(VENV)/.packages
-	$(BIN)/python -m venv $(VENV)/audit
-	$(VENV)/audit/bin/python -m pip install --disable-pip-version-check --quiet pip-audit==2.10.1
-	touch $@
+	@$(BIN)/python -m venv $(VENV)/audit
+	$(STAGE) "setup: pip-audit" $(VENV)/audit/bin/python -m pip install --disable-pip-version-check pip-audit==2.10.1
+	@touch $@
 
 audit: $(VENV)/.audit  ## Compare the pinned packages with known vulnerabilities; needs pypi.org
 	$(VENV)/audit/bin/python requirements/audit.py requirements/cpu.txt requirements/gpu.txt

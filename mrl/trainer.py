@@ -68,6 +68,8 @@ class Trainer:
         self.is_main = self.mesh.rank == 0
         self.step = 0
         """Steps done."""
+        self._first_step = 0
+        """The first step of this start."""
         self.stopped = ""
         """Why the run stopped before its last step; empty where it did not."""
         self._stop = StopRequest(recipe.checkpoint.stop_limit_s, self.folder.saved_step)
@@ -189,7 +191,7 @@ class Trainer:
         collected = loaded.trainer["collector"]
         self.collector.load_state_dict(collected, loaded.step, other_data=other[0])
         self.learner.load_state_dict(loaded.trainer["learner"])
-        self.step = loaded.step
+        self.step = self._first_step = loaded.step
 
     def _evaluate_last(self) -> None:
         """Evaluate the final weights, which no step generates with; only `evals/` has the result."""
@@ -251,7 +253,8 @@ class Trainer:
             self.folder.add_metrics(metrics)
             self.trackers.follow()
             num_steps = self.plan.recipe.train.num_steps
-            console.step_line(metrics, num_steps=num_steps, name=self.name)
+            is_first = self.step - 1 == self._first_step
+            console.step_line(metrics, num_steps=num_steps, name=self.name, is_first=is_first)
         self._call_back(metrics)
         self.checkpoints.poll()
         self._save_if_due()

@@ -163,8 +163,8 @@ def _watch(args: argparse.Namespace) -> None:
         tenant = client.tenant(args.name)
         for row in RunFolder(tenant["output_dir"]).read_metrics():
             if row["step"] > shown:
-                shown = row["step"]
-                console.step_line(row, num_steps=tenant["num_steps"] or None)
+                is_first, shown = shown < 0, row["step"]
+                console.step_line(row, num_steps=tenant["num_steps"] or None, is_first=is_first)
         if tenant["state"] not in ("queued", "running"):
             why = f": {_shown(tenant['reason'])}" if tenant["reason"] else ""
             print(f"{args.name} is {tenant['state']}{why}")

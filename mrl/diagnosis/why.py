@@ -29,6 +29,9 @@ PREFIXES = ("mismatch/", "decompose/", "routing/disagreement", "routing/token_an
 ALONE = ("reward/mean", "entropy", "grad_norm", "loss/total", "rollout/canary_abs_mean")
 SPIKE = 3.0
 """Times the median of the other steps, from where a number is marked."""
+NOISE = 1e-5
+"""Below this a number is no spike, whatever it is a multiple of: sums of float32 that are taken in
+another order differ by as much."""
 
 NEXT = {
     "not_finite": "the update was refused, so the weights are those of the steps before: read their "
@@ -78,7 +81,8 @@ class Number:
 
     @property
     def is_spike(self) -> bool:
-        return self.ratio is not None and abs(self.ratio) >= SPIKE
+        is_large = self.ratio is not None and abs(self.ratio) >= SPIKE
+        return is_large and abs(self.value) >= NOISE
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,9 @@ COLUMNS = (
 ONLY_WIDE = ("response_len/max", "response_len/truncated", "throughput/step_tokens_per_s",
              "throughput/mfu", "time/timestamp")  # fmt: skip
 """Left out where the console has fewer than WIDE columns; a log file has them all."""
-WIDE = 125
+STEP_WIDTH, DONE_WIDTH = 5, 10
+"""Columns of a step's number, and of the steps done with it."""
+WIDE = 132
 WAITS_WIDTH = 62
 """Columns of what a disaggregated run adds to a step line; a narrow console has it on another line."""
 PLOT_HEIGHT = 8
@@ -80,28 +82,34 @@ def step_line(
     *,
     num_steps: int | None = None,
     name: str = "",
+    is_first: bool = False,
     console: Console | None = None,
 ) -> None:
     """Print one aligned line; a metric that is off shows as `-`. `name`: whose step it is.
 
-    The step is the number in metrics.jsonl, which counts from 0, before that of the run's last step.
+    `step` is the number in metrics.jsonl, in the names of the files and of `mrl why RUN STEP`, which
+    counts from 0; `done` counts the steps done with it, of `num_steps`. The heading is above every 20th
+    step, and above one that `is_first` of those that this start prints.
     """
     console = console or _console()
-    step = int(metrics["step"])
-    columns = [each for each in COLUMNS if console.width >= WIDE or each[0] not in ONLY_WIDE]
-    if step % 20 == 0:
-        head = "".join(f"{name:>{_width(form) + 2}}" for _, name, form in columns)
-        _line(console, f"{'step':>9}{head}", style="bold")
-    count = f"{step}/{num_steps - 1}" if num_steps else f"{step}"
+    step, is_wide = int(metrics["step"]), console.width >= WIDE
+    columns = [each for each in COLUMNS if is_wide or each[0] not in ONLY_WIDE]
+    gap = 2 if is_wide else 1
+    if is_first or step % 20 == 0:
+        head = "".join(f"{name:>{_width(form) + gap}}" for _, name, form in columns)
+        _line(console, f"{'step':>{STEP_WIDTH}}{'done':>{DONE_WIDTH}}{head}", style="bold")
+    done = f"{step + 1}/{num_steps}" if num_steps else f"{step + 1}"
     cells = "".join(
-        f"{_step_cell(metrics.get(key), key, form):>{_width(form) + 2}}" for key, _, form in columns
+        f"{_step_cell(metrics.get(key), key, form):>{_width(form) + gap}}"
+        for key, _, form in columns
     )
     waits = who_waits(metrics) if WAIT in metrics else ""
     fits = console.width >= WIDE + WAITS_WIDTH
     more = [text for text in (name, waits if fits else "") if text]
-    _line(console, "  ".join([f"{count:>9}{cells}", *more]))
+    count = f"{step:>{STEP_WIDTH}}{done:>{DONE_WIDTH}}"
+    _line(console, "  ".join([f"{count}{cells}", *more]))
     if waits and not fits:
-        _line(console, f"{'':>9}  {waits}", style="dim")
+        _line(console, f"{'':>{STEP_WIDTH + DONE_WIDTH}}  {waits}", style="dim")
 
 
 def who_waits(metrics: Mapping[str, float]) -> str:

@@ -42,6 +42,14 @@ def test_numbers_are_compared_with_the_median_of_the_others() -> None:
     assert numbers["ratio/max"].median is None
 
 
+def test_what_rounding_explains_is_no_spike() -> None:
+    rows = [{"mismatch/k1": value} for value in (1e-8, 2e-8, 3e-8)]
+    for value, is_spike in ((1e-7, False), (9e-6, False), (2e-5, True), (-2e-5, True)):
+        (number,) = step_numbers({"mismatch/k1": value}, rows)
+        assert number.is_spike == is_spike
+        assert abs(number.ratio or 0) > 3  # the ratio is still shown
+
+
 def test_why_explains_a_step(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     main(["why", str(run.root), "3"])
     shown = capsys.readouterr().out

@@ -78,6 +78,49 @@ def test_make_refuses_an_old_python_in_one_line(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
+NOISY = """#!/bin/sh
+case "$*" in
+  *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  *"pip install"*) for i in $(seq 99); do echo "WARNING: Location $i is ignored" >&2; done
+                   case "$*" in *" -e ."*) exit ${KERNELS_FAIL:-0} ;; esac ;;
+esac
+"""
+"""Stands in for Python: pip prints 99 warnings."""
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_make_setup_prints_a_line_a_stage_and_what_a_stage_that_fails_printed(
+    tmp_path: Path, code: int
+) -> None:
+    for name in ("Makefile", "setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    python = tmp_path / "python3"
+    python.write_text(NOISY)
+    python.chmod(0o755)
+    run = subprocess.run(
+        ["make", "setup", f"PYTHON={python}"], env={**os.environ, "KERNELS_FAIL": str(code)},
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    stages = [line.partition(" (details: .venv/setup.log)") for line in run.stdout.splitlines()]
+    assert [what.split(",")[0] for what, found, _ in stages if found] == [
+        *("setup: .venv", "setup: the packages of requirements/cpu.txt"),
+        "setup: compiling the kernels",
+    ]
+    assert len(stages) == 3
+    assert (tmp_path / ".venv/setup.log").read_text().count("WARNING") == 198
+    if code == 0:
+        assert run.stderr == ""
+        assert run.returncode == 0
+        assert all(re.fullmatch(r" \.\.\. \d+ s", seconds) for _, _, seconds in stages)
+    else:
+        assert run.returncode == 2
+        assert "WARNING: Location 99 is ignored" in run.stderr
+        assert run.stderr.count("WARNING") == 40
+        assert f"minutes failed with code {code}; .venv/setup.log has all" in run.stderr
+        assert not (tmp_path / ".venv/.installed").exists()
+
+
 def test_make_help_lists_every_target():
     shown = subprocess.run(
         ["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True

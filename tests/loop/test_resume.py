@@ -40,6 +40,9 @@ def test_a_damaged_checkpoint_is_left_out_and_the_layout_may_change(
     layout = ("parallel.expert_model_parallel_size=2", "optimizer.use_distributed_optimizer=true")
     go("run", 2, 4, *layout)
     shown = " ".join(capfd.readouterr().out.split())
+    assert "step done reward len" in shown  # the table's heading, though it begins with step 1
+    assert "1 2/4 0." in shown
+    assert "3 4/4 0." in shown
     assert "iter_0000002 is damaged, and left out" in shown
     assert "__0_0.distcp does not match its SHA-256" in shown
     assert "iter_0000002 is kept as iter_0000002.damaged" in shown

@@ -47,7 +47,7 @@ def test_logs_are_plain_and_escaped():
     console.summary([0.1, 0.2], sample, sample, "runs/x", "mrl eval runs/x", console=log)
     shown = text_of(log)
     assert all(char == "\n" or char.isprintable() for char in shown)
-    for part in ("ranks", "0/109", "0.2500", "best sample, reward 0.5000", "runs/x", "[red]a\\nb"):
+    for part in ("ranks", "1/110", "0.2500", "best sample, reward 0.5000", "runs/x", "[red]a\\nb"):
         assert part in shown
 
 
@@ -66,7 +66,24 @@ def test_step_lines_align_and_say_what_is_off():
     console.step_line(off, num_steps=110, console=log)
     head, first, second = text_of(log).splitlines()
     assert len(head) == len(first) == len(second)
-    assert second.split() == ["99/109", "nan", "1024.0", "-", "-", "-", "-", "-"]
+    assert head.split()[:3] == ["step", "done", "reward"]
+    assert second.split() == ["99", "100/110", "nan", "1024.0", "-", "-", "-", "-", "-"]
+
+
+def test_the_last_step_says_that_all_are_done():
+    log = capture()
+    for step in range(5):
+        console.step_line(METRICS | {"step": step}, num_steps=5, console=log)
+    counted = [line.split()[:2] for line in text_of(log).splitlines()[1:]]
+    assert counted == [[str(step), f"{step + 1}/5"] for step in range(5)]
+
+
+def test_the_first_line_of_a_start_has_the_heading_above_it():
+    log = capture()
+    for step in (7, 8):
+        step_metrics = METRICS | {"step": step}
+        console.step_line(step_metrics, num_steps=9, is_first=step == 7, console=log)
+    assert [line.split()[0] for line in text_of(log).splitlines()] == ["step", "7", "8"]
 
 
 def test_a_log_has_the_columns_that_a_narrow_terminal_has_no_room_for():
