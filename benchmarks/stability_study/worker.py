@@ -7,17 +7,16 @@ exits when its parent does.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
-from mrl.system.processes import send, worker_pipes
+from mrl.system.worker_end import WorkerEnd
 
 
 def main() -> None:
     folder, parent, core = sys.argv[1:]
-    requests, replies = worker_pipes(int(parent))
+    end = WorkerEnd("the stability study", int(parent))
     log = os.open(
         Path(folder) / f"worker_{core}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
     )
@@ -30,16 +29,15 @@ def main() -> None:
     from parallel import prepare
 
     prepare()
-    send(replies, {"ready": True})
+    end.send({"ready": True})
     shared = None
-    for line in requests:
-        request = json.loads(line)
+    for request in end.requests():
         job = Job(**{**request, "more": tuple(request["more"])})
         shared = shared or start_engine(job)
         engine, mesh = shared
         run = make_run(job, mesh)
         run.begin(engine)
-        send(replies, result_of(run, job))
+        end.send(result_of(run, job))
 
 
 if __name__ == "__main__":

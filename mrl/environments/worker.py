@@ -13,11 +13,12 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any
 
 from mrl.environments.base import Environment, Observation, StepResult, resolve_environment
 from mrl.errors import InputError
-from mrl.system.processes import describe, send, worker_pipes
+from mrl.system.processes import describe
+from mrl.system.worker_end import WorkerEnd
 
 
 def checked_observation(observation: Any) -> Observation:
@@ -119,31 +120,31 @@ async def _await(result: Any) -> Any:
     return await result
 
 
-def serve(spec: str, arguments: str, requests: BinaryIO, replies: BinaryIO) -> None:
+def serve(spec: str, arguments: str, end: WorkerEnd) -> None:
     """Answer requests until the other side closes."""
     try:
         episodes = Episodes(resolve_environment(spec), json.loads(arguments))
     except InputError as error:
-        send(replies, {"input_error": str(error)})
+        end.send({"input_error": str(error)})
         return
     try:
         episodes.make()  # arguments that do not fit would fail every episode
     except (Exception, SystemExit) as error:
         line = f"environment {spec!r} cannot be made with arguments {arguments}: {describe(error)}"
-        send(replies, {"input_error": line})
+        end.send({"input_error": line})
         return
-    send(replies, {"ready": True})
-    for line in requests:
+    end.send({"ready": True})
+    for request in end.requests():
         try:
-            reply = episodes.answer(json.loads(line))
+            reply = episodes.answer(request)
         except (Exception, SystemExit) as error:  # user code: anything can happen
             reply = {"error": describe(error)}
-        send(replies, reply)
+        end.send(reply)
 
 
 def main() -> None:
     spec, parent_pid, arguments = sys.argv[1:]
-    serve(spec, arguments, *worker_pipes(parent=int(parent_pid)))
+    serve(spec, arguments, WorkerEnd(f"environment {spec!r}", int(parent_pid)))
 
 
 if __name__ == "__main__":

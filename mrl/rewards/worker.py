@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
 import re
 import sys
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 from mrl.errors import InputError
 from mrl.rewards.base import (
@@ -26,7 +25,8 @@ from mrl.rewards.base import (
     RewardFunction,
 )
 from mrl.rewards.resolve import resolve_reward
-from mrl.system.processes import describe, send, worker_pipes
+from mrl.system.processes import describe
+from mrl.system.worker_end import WorkerEnd
 
 PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
 MAX_PARTS = 32
@@ -85,7 +85,7 @@ def _number(reward: Any, what: str) -> float | None:
     return number
 
 
-def serve(spec: str, timeout_s: float, requests: BinaryIO, replies: BinaryIO) -> None:
+def serve(spec: str, timeout_s: float, end: WorkerEnd) -> None:
     """Answer requests until the other side closes; a call may take `timeout_s`."""
     try:
         function = resolve_reward(spec, timeout_s)
@@ -93,24 +93,28 @@ def serve(spec: str, timeout_s: float, requests: BinaryIO, replies: BinaryIO) ->
         if callable(start_worker):
             start_worker()
     except InputError as error:
-        send(replies, {"input_error": str(error)})
+        end.send({"input_error": str(error)})
         return
     except Exception as error:  # user code, and what reads a model's files
-        send(replies, {"input_error": f"reward {spec!r} does not start: {describe(error)}"})
+        end.send({"input_error": f"reward {spec!r} does not start: {describe(error)}"})
         return
-    send(replies, {"ready": True})
-    for line in requests:
-        try:
-            send(replies, {"rewards": call_reward(function, json.loads(line))})
-        except (Exception, SystemExit) as error:  # user code: anything can happen
-            broken = isinstance(error, BrokenReward)
-            kind = error.kind if isinstance(error, RewardError) else RewardError.kind
-            send(replies, {"error": describe(error), "broken": broken, "kind": kind})
+    end.send({"ready": True})
+    for request in end.requests():
+        end.send(_answer(function, request))
+
+
+def _answer(function: RewardFunction, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"rewards": call_reward(function, request)}
+    except (Exception, SystemExit) as error:  # user code: anything can happen
+        broken = isinstance(error, BrokenReward)
+        kind = error.kind if isinstance(error, RewardError) else RewardError.kind
+        return {"error": describe(error), "broken": broken, "kind": kind}
 
 
 def main() -> None:
     spec, parent, timeout_s = sys.argv[1:]
-    serve(spec, float(timeout_s), *worker_pipes(int(parent)))
+    serve(spec, float(timeout_s), WorkerEnd(f"reward {spec!r}", int(parent)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Starts child processes that must not outlive another one, with user code that may hang or die.
 
 A worker speaks JSON lines over its pipes, no pickle. Its first line is `{"ready": true}` or
-`{"input_error": text}`; after that it answers each request with one line.
+`{"input_error": text}`; after that it answers each request with one line, which has the request's
+number (worker_end.py is its side).
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ MARK = "MRL_WORKER"
 """The variable by which everything is known that a worker has started."""
 MAX_REPLY_BYTES = 64 << 20
 """Largest answer of a worker, which the trainer holds in its memory."""
+NUMBER, STRAY = "number", "stray"
+"""Keys of the wire: the number of a request, which its answer has too; and in an answer, whether a
+process that the user's code forked came back from it, and was ended."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -126,6 +130,10 @@ class JsonWorker:
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = bytearray()
+        self._number: int | None = None
+        """The number of the request that is being answered; None at the start."""
+        self.num_strays = 0
+        """Answers that told of a process that the user's code forked and that came back from it."""
         self._lock = threading.Lock()
         """The lock that is held while an answer is awaited."""
         self._closed = False
@@ -151,8 +159,10 @@ class JsonWorker:
                 raise WorkerLost("the run is ending")
             if self._process is None:
                 self._restart()
+            self._number = (self._number or 0) + 1
+            numbered = {NUMBER: self._number, **request}
             try:
-                return self._exchange(json.dumps(request).encode() + b"\n", timeout_s)
+                return self._exchange(json.dumps(numbered).encode() + b"\n", timeout_s)
             except TimeoutError:
                 self._clear()
                 raise WorkerLost(f"no answer within {timeout_s:g} s, killed") from None
@@ -180,6 +190,7 @@ class JsonWorker:
             )
         if self._closed:
             self._kill()
+        self._number = None
         assert self._process.stdin
         os.set_blocking(self._process.stdin.fileno(), False)
         try:
@@ -276,17 +287,25 @@ class JsonWorker:
                         "largest that is read; let the code return less"
                     )
         line, _, self._unread = self._unread.partition(b"\n")
-        return _decoded(bytes(line))
+        reply = _decoded(bytes(line), self._number)
+        self.num_strays += reply.pop(STRAY, False) is True
+        return reply
 
 
-def _decoded(line: bytes) -> dict[str, Any]:
-    """Return an answer. Raises _BadReply where the line is no JSON object."""
+def _decoded(line: bytes, number: int | None) -> dict[str, Any]:
+    """Return the answer to a request. Raises _BadReply where the line is no JSON object, or has not the
+    request's number."""
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError):
         reply = None
     if not isinstance(reply, dict):
         raise _BadReply(f"the answer {line[:80]!r} came, expected a JSON object")
+    if reply.pop(NUMBER, None) != number:
+        raise _BadReply(
+            f"the line {line[:80]!r} came, which is no answer to the request: something else wrote "
+            "into the worker's pipe"
+        )
     return reply
 
 
@@ -308,11 +327,6 @@ def worker_pipes(parent: int) -> tuple[BinaryIO, BinaryIO]:
     os.dup2(null, 0)
     os.dup2(2, 1)
     return requests, replies
-
-
-def send(replies: BinaryIO, message: dict[str, Any]) -> None:
-    replies.write(json.dumps(message).encode() + b"\n")
-    replies.flush()
 
 
 def describe(error: BaseException) -> str:

@@ -2,6 +2,7 @@ import os
 import random
 import signal
 import string
+import time
 from pathlib import Path
 
 import psutil
@@ -99,6 +100,16 @@ def test_only_the_culprit_fails(name, monkeypatch):
         assert environments.num_replayed == (2 if name in LOSE_THEIR_PROCESS else 0)
         begin(environments, {0: start()})
         assert (environments.num_failed, environments.num_replayed) == (0, 0)
+
+
+def test_a_forked_child_that_comes_back_answers_nothing():
+    with runner(f"{ZOO}:Forks") as environments:
+        begin(environments, {0: start()})
+        for number in range(4):
+            answer = environments.step({0: f"{number}"})
+            assert answer == {0: StepResult(f"{number + 1}:{number}", 1.0)}
+            time.sleep(0.1)  # the child comes back meanwhile
+        assert environments.num_failed == 0
 
 
 def test_above_five_percent_the_run_stops():

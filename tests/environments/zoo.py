@@ -35,6 +35,14 @@ class Raises(Echo):
     pass
 
 
+class Forks(Echo):
+    def step(self, action):
+        if not os.fork():
+            time.sleep(0.05)
+            return StepResult("of the child", 7.0)
+        return super().step(action)
+
+
 class Exits(Echo):
     def misbehave(self):
         sys.exit(7)

@@ -73,9 +73,24 @@ def test_prints_do_not_corrupt_the_protocol(capfd):
     assert '{"rewards": [7]}' in err
 
 
+def test_a_forked_child_that_comes_back_answers_nothing(capfd):
+    """Its line would be read as the answer to the next call, and shift all later rewards."""
+    texts = [["a", "abc"], ["ab"], ["abcd"], ["abcde"]]
+    with RewardRunner(f"{ZOO}:forks", 10) as runner:
+        for _ in range(3):
+            rewards = runner.score([group(len(each)) for each in texts], texts)
+            assert [each.tolist() for each in rewards] == [[1, 3], [2], [4], [5]]
+            time.sleep(0.1)  # the children come back meanwhile
+        assert runner.report.num_failed == 0
+        assert runner._workers[0].num_strays
+    assert capfd.readouterr().err.count("forks' forked, and the child came back from the call") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
+        ("forks_and_leaves", "worker process (exit code 0)"),
+        ("writes_into_the_pipe", "no answer to the request: something else wrote into"),
         ("raises", "ZeroDivisionError: division by zero"),
         ("hangs", "no answer within 0.5 s, killed"),
         ("hangs_with_child", "no answer within 0.5 s, killed"),

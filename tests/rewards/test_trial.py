@@ -60,6 +60,7 @@ def test_nothing_wrong(reward_test):
         ("silent", QUESTIONS, "gold, constant", "it never returned a reward (always None)"),
         ("counts_calls", TEXTS, "changes", "data.jsonl:1: 1.01, then 1.02; completion 'a'"),
         ("normalises", TEXTS, "depends on the group", ":3: 0.5, then 0.666667; completion 'ef'"),
+        ("forks", TEXTS * 8, "forks", "a child of os.fork() must end with os._exit()"),
         ("raises", TEXTS, "exception", ":3: ZeroDivisionError: division by zero; completion 'bad'"),
         ("dies", TEXTS, "exception", ":3: worker process (exit code 7); completion 'bad'"),
         ("hangs", TEXTS, "hang", ":3: no answer within 0.5 s, killed; completion 'bad'"),

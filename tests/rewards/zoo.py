@@ -1,6 +1,7 @@
 """Reward functions that misbehave, run by the real worker process."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -28,6 +29,32 @@ def prints(prompts, completions, **columns):
     os.write(1, b'{"rewards": [7]}\n')
     assert sys.stdin.read() == ""
     return [0.5] * len(completions)
+
+
+def forks(prompts, completions, **columns):
+    """The child comes back, too; it is slower, so that its line would answer the next call."""
+    if not os.fork():
+        time.sleep(0.05)
+        return [7.0] * len(completions)
+    return [len(completion) for completion in completions]
+
+
+def forks_and_leaves(prompts, completions, **columns):
+    """Become a daemon: the parent ends, and the child goes on as if it were the worker."""
+    return _misbehave(completions, lambda: os._exit(0) if os.fork() else [7.0])
+
+
+def writes_into_the_pipe(prompts, completions, **columns):
+    """Write an answer into every file that is open for writing, as the reply pipe is."""
+
+    def act():
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if int(name) > 2:
+                    os.write(int(name), b'{"rewards": [7]}\n')
+        return [1.0]
+
+    return _misbehave(completions, act)
 
 
 def _misbehave(completions, act):

@@ -5,6 +5,6 @@ import signal
 import sys
 
 print(json.dumps({"ready": True}), flush=True)
-for _ in sys.stdin:
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    print(json.dumps({"blocked": sorted(int(number) for number in blocked)}), flush=True)
+for line in sys.stdin:
+    blocked = sorted(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    print(json.dumps({"number": json.loads(line)["number"], "blocked": blocked}), flush=True)
