@@ -27,7 +27,7 @@ class Environment:
         self._letter = ""
         self._guesses = 0
 
-    def reset(self, prompt: Any, seed: int, **columns: Any) -> None:
+    def reset(self, prompt: Any, seed: int, /, **columns: Any) -> None:
         """The prompt says what the game is; the seed chooses the letter."""
         self._letter = random.Random(seed).choice(self._letters)
 

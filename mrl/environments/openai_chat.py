@@ -76,7 +76,7 @@ class Environment:
         self._messages: list[Message] = []
         self._columns: dict[str, Any] = {}
 
-    def reset(self, prompt: Any, seed: int, **columns: Any) -> list[Message] | None:
+    def reset(self, prompt: Any, seed: int, /, **columns: Any) -> list[Message] | None:
         self._columns = columns
         self._messages = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -23,7 +23,7 @@ class Environment:
         self._best = 0.0
         self._row: dict[str, Any] = {}
 
-    def reset(self, prompt: Any, seed: int, **columns: Any) -> None:
+    def reset(self, prompt: Any, seed: int, /, **columns: Any) -> None:
         """The prompt is the question: nothing follows it."""
         self._row = {"prompts": [prompt], **{name: [value] for name, value in columns.items()}}
 

@@ -15,6 +15,7 @@ from mrl.config.adapter import Adapter
 from mrl.data import SftExample, Source, read_sft_examples, read_sources
 from mrl.data.chat import ChatTurns
 from mrl.data.eval_sets import EvalSet, read_eval_sets
+from mrl.environments.base import check_reset
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
 from mrl.preflight.algorithm import (
@@ -195,7 +196,10 @@ def _check_prompts(
     is_conversation = recipe.environment is not None
     for prompt in prompts:
         (check_environment_columns if is_conversation else check_columns)(prompt)
-    if is_conversation:
+    if recipe.environment is not None:
+        if imports_rewards:
+            for columns, source in {tuple(p.columns): p.source for p in reversed(prompts)}.items():
+                check_reset(recipe.environment.name, columns, source)
         if any(isinstance(prompt.content, list) for prompt in prompts):
             ChatTurns(tokenizer, recipe.data.chat_template_kwargs).check()
     elif recipe.debug.load_rollouts is None:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mrl.config import RewardConfig
 from mrl.errors import InputError
-from mrl.rewards import resolve_reward, reward_names
+from mrl.rewards import RewardFunction, resolve_reward, reward_names
+from mrl.rewards.forms import clashing_column
 from mrl.rewards.terms import terms_of
 from mrl.types import Prompt
 
@@ -29,11 +30,15 @@ def check_reward_columns(
     `of_sources` is `DataConfig.rewards`. Where not `imports_rewards`, only mrl's own are asked what
     they need.
 
-    Raises InputError that names the first row, its columns, and how many rows are like it. `warn(text)`
+    Raises InputError that names the first row, its columns, and how many rows are like it, and for a
+    column whose name the function's call needs for itself. `warn(text)`
     names the first null, for which mrl's own rewards give none; a column of nothing else is refused for
     them.
     """
     needed: dict[str, list[str]] = {}
+    functions: dict[str, RewardFunction | None] = {}
+    fit: set[tuple[str, ...]] = set()
+    """The rewards with the columns that they were found to take."""
     missing: dict[tuple[str, str], list[Prompt]] = {}
     empty: dict[tuple[str, str], list[Prompt]] = {}
     specs = {key: [term.path for term in terms_of(own)] for key, own in of_sources.items()}
@@ -45,6 +50,11 @@ def check_reward_columns(
             if spec not in needed:
                 is_asked = imports_rewards or spec in reward_names()
                 needed[spec] = needed_columns(spec) if is_asked else []
+                functions[spec] = resolve_reward(spec) if is_asked else None
+            shape = (spec, *prompt.columns)
+            if shape not in fit and functions[spec] is not None:
+                fit.add(shape)
+                _refuse_clash(prompt, spec, functions[spec])
             for name in needed[spec]:
                 if name not in prompt.columns:
                     missing.setdefault((spec, name), []).append(prompt)
@@ -75,6 +85,14 @@ def check_reward_columns(
             )
         gets = "such rows have no reward and train nothing" if is_own else "the reward gets None"
         warn(f"{text}: {gets}; leave them out unless that is meant")
+
+
+def _refuse_clash(prompt: Prompt, spec: str, function: RewardFunction | None) -> None:
+    if (name := clashing_column(function, prompt.columns)) is not None:
+        raise InputError(
+            f"{prompt.source}: column {name!r} is a name that the call of the reward {spec!r} needs; "
+            f"rename it (data.columns: {{NEW: {name}}}), or leave it out ({{{name}: null}})"
+        )
 
 
 def is_not_finite(value: object) -> bool:

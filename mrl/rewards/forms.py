@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
 from mrl.errors import InputError
 from mrl.rewards.base import TOTAL, BrokenReward
+from mrl.system.calls import column_to_blame
 
 FORMS = ("trl", "verl", "slime")
 TRUTHS = ("ground_truth", "answer", "label")
@@ -54,6 +55,20 @@ def adapt(spec: str, form: str, function: Any) -> Any:
     return _Trl(function) if form == "trl" else function
 
 
+def clashing_column(function: Any, columns: Collection[str]) -> str | None:
+    """Return a column whose name an adapted reward function needs for itself; None without one.
+
+    An object that is called, for instance, has an argument `self`.
+    """
+    if getattr(function, "takes_rows", False):
+        return None
+    if not isinstance(function, _Trl):
+        return column_to_blame(function, 2, columns)
+    if "trainer_state" in columns:
+        return "trainer_state"
+    return column_to_blame(function.__wrapped__, 0, columns, ("prompts", "completions"))
+
+
 def _form_of(names: list[str]) -> str:
     if names[:1] == ["completions"]:
         return "trl"
@@ -70,7 +85,7 @@ class _Trl:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = self.__wrapped__ = function
 
-    def __call__(self, prompts: list[Any], completions: list[str], **columns: Any) -> Any:
+    def __call__(self, prompts: list[Any], completions: list[str], /, **columns: Any) -> Any:
         given = [
             [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
             for prompt, text in zip(prompts, completions, strict=True)
@@ -88,7 +103,7 @@ class _Verl:
         self._function = self.__wrapped__ = function
         self._by_name = "solution_str" in inspect.signature(function).parameters
 
-    async def __call__(self, prompts: list[Any], completions: list[str], **columns: Any) -> Any:
+    async def __call__(self, prompts: list[Any], completions: list[str], /, **columns: Any) -> Any:
         calls = []
         for row, text in zip(_rows(columns, len(completions)), completions, strict=True):
             given = {
@@ -111,7 +126,7 @@ class _Slime:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = self.__wrapped__ = function
 
-    async def __call__(self, prompts: list[Any], completions: list[str], **columns: Any) -> Any:
+    async def __call__(self, prompts: list[Any], completions: list[str], /, **columns: Any) -> Any:
         calls = []
         rows = _rows(columns, len(completions))
         for prompt, text, row in zip(prompts, completions, rows, strict=True):

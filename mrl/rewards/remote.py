@@ -115,7 +115,7 @@ class HttpReward:
             ) from None
 
     def __call__(
-        self, prompts: list[Any], completions: list[str], **columns: list[Any]
+        self, prompts: list[Any], completions: list[str], /, **columns: list[Any]
     ) -> list[float | None]:
         """Raises BrokenReward or ServerFailed, see the head of this file; entries are not checked."""
         request = {"prompts": prompts, "completions": completions, "columns": columns}

@@ -79,7 +79,7 @@ class RewardModel:
         self._max_len = min(length for length in (*lens, MAX_SANE_LEN) if length)
 
     def __call__(
-        self, prompts: list[Any], completions: list[str], **columns: list[Any]
+        self, prompts: list[Any], completions: list[str], /, **columns: list[Any]
     ) -> list[float | None]:
         """Return the model's only logit for each completion. Raises ValueError on too long a text."""
         ids = [self._encode(*pair) for pair in zip(prompts, completions, strict=True)]

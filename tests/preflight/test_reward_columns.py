@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
-from mrl.preflight.reward_columns import needed_columns
-from mrl.rewards.resolve import resolve_reward
+import pytest
+import torch
+
+from mrl.environments.base import check_reset, environment_names
+from mrl.errors import InputError
+from mrl.preflight.reward_columns import check_reward_columns, needed_columns
+from mrl.rewards.resolve import resolve_reward, reward_names
+from mrl.types import Prompt
 
 REWARDS = """
 def ours(prompts, completions, *, answer, note="", **columns): ...
@@ -23,3 +30,76 @@ def test_needed_columns(tmp_path) -> None:
         given = {"label": ["a"], "ground_truth": ["a"], "answer": ["a"]}
         reward = resolve_reward(f"{form}:{file}:{name}")
         assert asyncio.run(reward(["p"], ["a"], **given)) == [1.0]
+
+
+NAMES = ("self", "args", "kwargs", "action", "seed", "function", "spec", "columns", "result")
+CLASHES = """
+class Grader:
+    def __call__(self, prompts, completions, **columns): ...
+    def grade(self, completions, **kwargs): ...
+
+grader, grade, of_trl = Grader(), Grader().grade, Grader().__call__
+def plain(prompts, completions, **columns): ...
+def starred(*args, **kwargs): ...
+def trl(completions, **kwargs): ...
+
+class Game:
+    def reset(self, question, number, **columns): ...
+    def step(self, action): ...
+
+class Narrow:
+    def reset(self, prompt, seed): ...
+    def step(self, action): ...
+"""
+
+
+def row(**columns) -> Prompt:
+    return Prompt("0", torch.tensor([1]), "p", columns, "data.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    ("name", "clash"),
+    [
+        ("grader", "self"), ("grade", "self"), ("of_trl", "self"), ("trl", "trainer_state"),
+        ("trl:plain", "trainer_state"), ("plain", None), ("starred", None), ("trl", None),
+        ("verl:plain", None),
+    ],
+)  # fmt: skip
+def test_a_column_whose_name_the_call_needs_is_refused(name, clash, tmp_path) -> None:
+    """It was found by the first call of the run: `got multiple values for argument`."""
+    (tmp_path / "clashes.py").write_text(CLASHES)
+    form, colon, name = name.rpartition(":")
+    spec = f"{form}{colon}{tmp_path}/clashes.py:{name}"
+    columns = dict.fromkeys([clash] if clash else NAMES, "x")
+    if clash is None:
+        check_reward_columns([row(**columns)], spec, {})
+        return
+    said = f"data.jsonl:1: column {clash!r} is a name that the call of the reward '{spec}' needs; "
+    with pytest.raises(InputError) as error:
+        check_reward_columns([row(**columns)], spec, {})
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize("name", [*reward_names(), "http://127.0.0.1:1"])
+def test_a_reward_of_ours_takes_a_column_of_any_name(name) -> None:
+    function = resolve_reward(name)
+    columns = dict.fromkeys([*NAMES, *needed_columns(name)], "x")
+    check_reward_columns([row(**columns)], name, {})
+    inner = getattr(function, "__call__", function)  # noqa: B004
+    assert "self" not in str(inspect.signature(inner))
+
+
+def test_a_column_that_reset_cannot_take_is_refused(tmp_path) -> None:
+    (tmp_path / "games.py").write_text(CLASHES)
+    for name, column, why in (
+        ("Game", "self", "multiple values for argument 'self'"),
+        ("Game", "question", "multiple values for argument 'question'"),
+        ("Narrow", "answer", "got an unexpected keyword argument 'answer'"),
+    ):
+        with pytest.raises(InputError, match=f"data:3: column '{column}' cannot be given .*{why}"):
+            check_reset(
+                f"{tmp_path}/games.py:{name}", ["info", column][name == "Narrow" :], "data:3"
+            )
+    check_reset(f"{tmp_path}/games.py:Narrow", [], "data:3")
+    for name in environment_names():
+        check_reset(name, NAMES, "data:3")
