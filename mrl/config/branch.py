@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+_NUMBER = re.compile(r"\s*[+-]?(\d[\d_]*\.?\d*|\.\d+)\s*")
+"""A number in quotes. One with an exponent is no such: YAML 1.1 reads `1e-6` as text."""
 
 
 class Branch(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_other_type(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `true` and text where a number is expected, which pydantic would make one of."""
+        is_text = isinstance(value, str) and _NUMBER.fullmatch(value)
+        if (is_text or isinstance(value, bool)) and _is_number(cls, str(info.field_name)):
+            raise ValueError("expected a number" + " without quotes" * bool(is_text))
+        return value
+
+
+def _is_number(branch: type[BaseModel], name: str) -> bool:
+    """Whether a field takes a number, or null, and nothing else."""
+    annotation = branch.model_fields[name].annotation
+    is_union = get_origin(annotation) in (Union, UnionType)
+    kinds = set(get_args(annotation)) if is_union else {annotation}
+    return bool(kinds & {int, float}) and kinds <= {int, float, type(None)}
 
 
 def one_or_several(value: Any) -> Any:

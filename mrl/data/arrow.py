@@ -100,8 +100,12 @@ def read_hub(hub_id: str, subset: str | None, split: str) -> Rows:
 
 
 def _rows(batches: Any, place: str, first: int = 1) -> Rows:
-    """Yield the rows of Arrow record batches; `first` is the number of the first row."""
+    """Yield the rows of Arrow record batches; `first` is the number of the first row.
+
+    Raises InputError where a column is there twice.
+    """
     for batch in batches:
+        _check_names(batch.schema, place)
         for row in batch.to_pylist():
             source = f"{place} row {first}"
             yield (
@@ -113,6 +117,16 @@ def _rows(batches: Any, place: str, first: int = 1) -> Rows:
                 },
             )
             first += 1
+
+
+def _check_names(fields: Any, place: str, within: str = "the columns") -> None:
+    """Raise InputError where a schema, or an object in it, has a name twice: Python keeps the last."""
+    names = [field.name for field in fields]
+    if len(set(names)) < len(names):
+        raise InputError(f"{place}: got {within} {', '.join(names)}, expected each once")
+    for field in fields:
+        inner = [field.type.field(number) for number in range(field.type.num_fields)]
+        _check_names(inner, place, f"in {field.name} the keys")
 
 
 def _plain(value: Any, column: str, source: str) -> Any:

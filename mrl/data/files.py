@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -59,6 +60,11 @@ def read_rows(path: Path) -> Rows:
     Raises InputError as `source: reason`, also where there are no rows.
     """
     suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    if path.exists() and not path.is_file():  # reading a FIFO would wait for its writer
+        raise InputError(
+            f"{path}: {_special(path.stat().st_mode)} and no file, which is read more than once; give "
+            "the path of a data file"
+        )
     if suffix == ".parquet":
         rows = arrow.read_parquet(path)
     elif suffix in (".csv", ".tsv"):
@@ -66,6 +72,16 @@ def read_rows(path: Path) -> Rows:
     else:
         rows = _read_json(path, may_be_array=suffix == ".json")
     yield from _some(rows, path)
+
+
+def _special(mode: int) -> str:
+    """Return what a path that is neither a file nor a folder is."""
+    kinds = (
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISDIR, "a folder"),
+    )
+    return next((name for is_kind, name in kinds if is_kind(mode)), "a device")
 
 
 def _some(rows: Rows, path: str | Path) -> Rows:

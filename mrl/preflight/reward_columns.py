@@ -65,6 +65,11 @@ def check_reward_columns(
                         f"{prompt.source}: the column `{name}`, which the reward {spec!r} needs, is "
                         f"{value}; give the row a value, or leave it out"
                     )
+    _refuse_missing(missing, num_prompts)
+    _judge_empty(empty, num_prompts, warn)
+
+
+def _refuse_missing(missing: Mapping[tuple[str, str], list[Prompt]], num_prompts: int) -> None:
     for (spec, name), rows in missing.items():
         first = rows[0]
         raise InputError(
@@ -72,6 +77,11 @@ def check_reward_columns(
             f"{', '.join(first.columns) or 'no column but the prompt'} ({len(rows)} of {num_prompts} "
             f"rows are without `{name}`); name the column that holds it: data.columns: {{{name}: NAME}}"
         )
+
+
+def _judge_empty(
+    empty: Mapping[tuple[str, str], list[Prompt]], num_prompts: int, warn: Callable[[str], None]
+) -> None:
     for (spec, name), rows in empty.items():
         text = (
             f"{rows[0].source}: the column `{name}`, which the reward {spec!r} needs, is null "

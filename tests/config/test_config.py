@@ -30,6 +30,11 @@ def test_every_recipe_loads_and_its_data_is_there(path):
     assert all(Path(file).is_absolute() and Path(file).is_file() for file in data)
 
 
+def test_a_number_with_an_exponent_is_one_though_yaml_reads_text():
+    for text in ("1e-6", "2E3", "'1e-6'"):
+        assert load_recipe(TOY, [f"optimizer.lr={text}"]).optimizer.lr == float(text.strip("'"))
+
+
 def test_the_toy_recipe_is_the_documented_run():
     recipe = load_recipe(TOY)
     assert (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt) == (16, 8)
@@ -52,6 +57,15 @@ def test_the_toy_recipe_is_the_documented_run():
         ("optimizer.lr=-1", "optimizer.lr: Input should be greater than 0, got -1"),
         ("optimizer.lr=.nan", "optimizer.lr: Input should be a finite number, got nan"),
         ("optimizer.lr=.inf", "optimizer.lr: Input should be a finite number, got inf"),
+        ("train.num_steps=true", "train.num_steps: expected a number, got True"),
+        ("optimizer.lr='0.5'", "optimizer.lr: expected a number without quotes, got '0.5'"),
+        ("eval.every='2'", "eval.every: expected a number without quotes, got '2'"),
+        ("rollout.context_len=no", "rollout.context_len: expected a number, got False"),
+        ("data={sources: [{path: a, weight: true}]}", "weight: expected a number, got True"),
+        (
+            "data={sources: [{path: a, weight: '2'}]}",
+            "weight: expected a number without quotes, got",
+        ),
         ("moe.routing_replay=r4", "'off', 'r2' or 'r3', got 'r4'"),
         ("train.num_steps=2.5", "train.num_steps: Input should be a valid integer"),
         ("algorithm.name=3", "algorithm.name: expected a text, got 3"),

@@ -4,6 +4,8 @@ import csv
 import gzip
 import importlib.util
 import json
+import os
+import socket
 import sys
 
 import pyarrow as pa
@@ -171,6 +173,31 @@ def test_a_bad_file_is_one_line(tmp_path, name, data, reason):
     assert str(caught.value).startswith(str(path))
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_column_that_is_twice_in_a_parquet_file_is_refused(tmp_path):
+    """Python would keep the last one of each."""
+    path = tmp_path / "rows.parquet"
+    texts = pa.array(["a"])
+    for names, said in ((["prompt", "prompt"], "the columns prompt, prompt"),
+                        (["prompt", "info"], "in element the keys x, x")):  # fmt: skip
+        pair = pa.struct([("x", pa.int32()), ("x", pa.int32())])
+        second = texts if names[1] == "prompt" else pa.array([None], pa.list_(pair))
+        pq.write_table(pa.table([texts, second], names=names), path)
+        with pytest.raises(InputError) as caught:
+            rows_of(path)
+        assert str(caught.value) == f"{path}: got {said}, expected each once"
+
+
+def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path):
+    """A FIFO would be waited for until somebody writes."""
+    os.mkfifo(tmp_path / "fifo.jsonl")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+    for path, kind in (("fifo.jsonl", "a FIFO"), ("socket", "a socket"), ("/dev/zero", "a device")):
+        with pytest.raises(InputError) as caught:
+            rows_of(tmp_path / path)
+        assert str(caught.value).startswith(f"{tmp_path / path}: {kind} and no file, which is read")
 
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
