@@ -34,6 +34,7 @@ from mrl.learn.saves import has_lost_a_save, make_checkpoints, make_snapshots
 from mrl.learn.sft import run_sft
 from mrl.learn.throughput import Throughput
 from mrl.preflight import Plan
+from mrl.preflight.data_position import why_other_data
 from mrl.run import console
 from mrl.run.activities import idle_shares
 from mrl.run.callbacks import Callback
@@ -184,9 +185,13 @@ class Trainer:
     def resume(self, loaded: Loaded) -> None:
         """Continue after a checkpoint whose weights are loaded already. A collective.
 
-        Where the data is another since then, it begins with its first row.
+        Where the rows of the data are others since then, it begins with its first row.
         """
-        other = [self.is_main and self.folder.history.has_other_data(loaded.step)]
+        other, plan = [False], self.plan
+        if self.is_main and self.folder.history.has_other_data(loaded.step):
+            state, folder = loaded.trainer["collector"], self.folder
+            why = why_other_data(folder, plan.recipe, plan.sources, state, loaded.step)
+            other = [bool(why)]
         dist.broadcast_object_list(other)
         collected = loaded.trainer["collector"]
         self.collector.load_state_dict(collected, loaded.step, other_data=other[0])

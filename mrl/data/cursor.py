@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from mrl.data.reader import Source
 from mrl.errors import InputError
@@ -39,8 +39,8 @@ class PromptCursor:
         for dealer in self._dealers:
             dealer.place(seed, shuffle=shuffle)
         # A mixture, and several files that are one data set, tell which of them has changed.
-        self._digests = [_digest(source.prompts) for source in self._sources]
-        self._digest = "" if self._is_mixture else _digest(self._dealers[0].prompts)
+        self._digests = [digest_of(source.prompts) for source in self._sources]
+        self._digest = "" if self._is_mixture else digest_of(self._dealers[0].prompts)
 
     @property
     def epoch(self) -> int:
@@ -73,7 +73,9 @@ class PromptCursor:
         ]
         if self._is_mixture:
             places = [
-                {"epoch": d.epoch, "offset": d.offset, "credit": d.credit} for d in self._dealers
+                {"epoch": d.epoch, "offset": d.offset, "credit": d.credit}
+                | ({"order": d.salt} if d.salt != f"/{one['name']}" else {})
+                for d, one in zip(self._dealers, identity, strict=True)
             ]
             return state | {
                 "mixture": [one | place for one, place in zip(identity, places, strict=True)]
@@ -88,11 +90,34 @@ class PromptCursor:
             **({"sources": identity} if identity else {}),
         }
 
+    def why_other(self, state: dict[str, Any]) -> str:
+        """Return in what `state` belongs to other rows, or to another order of them; empty where it
+        belongs to these."""
+        try:
+            self._places_in(state)
+        except InputError as error:
+            return str(error).removeprefix("cannot resume: ")
+        if state["shuffle"] != self._shuffle:
+            return f"data.shuffle was {str(state['shuffle']).lower()}"
+        return ""
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; the order's seed comes from the state.
 
-        Raises InputError if the state belongs to other data, and names the source.
+        Sources are known by their rows, whatever they are called now. Raises InputError if the state
+        belongs to other data, and names the source.
         """
+        places = self._places_in(state)
+        self._seed, self._shuffle = state["seed"], state["shuffle"]
+        for dealer, place in zip(self._dealers, places, strict=True):
+            dealer.epoch, dealer.offset = place["epoch"], place["offset"]
+            dealer.credit = place.get("credit", 0.0)
+            if self._is_mixture:
+                dealer.salt = place.get("order", f"/{place['name']}")
+            dealer.place(self._seed, shuffle=self._shuffle)
+
+    def _places_in(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the place of each dealer. Raises InputError as `load_state_dict` does."""
         was_mixture = "mixture" in state
         if was_mixture != self._is_mixture:
             kinds = ("one data set", "a mixture with weights")
@@ -101,15 +126,9 @@ class PromptCursor:
                 f"{kinds[self._is_mixture]}; restore data.path or data.sources, or start a new run"
             )
         if was_mixture:
-            places = self._check_sources(state["mixture"])
-        else:
-            self._check_whole(state)
-            places = [state]
-        self._seed, self._shuffle = state["seed"], state["shuffle"]
-        for dealer, place in zip(self._dealers, places, strict=True):
-            dealer.epoch, dealer.offset = place["epoch"], place["offset"]
-            dealer.credit = place.get("credit", 0.0)
-            dealer.place(self._seed, shuffle=self._shuffle)
+            return self._check_sources(state["mixture"])
+        self._check_whole(state)
+        return [state]
 
     def _check_whole(self, state: dict[str, Any]) -> None:
         num_prompts = len(self._dealers[0].prompts)
@@ -134,34 +153,52 @@ class PromptCursor:
 
     def _check_sources(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the saved sources in today's order. Raises InputError where one is another."""
+        left, found = list(saved), {}
+        for has_name in (True, False):  # of sources with equal rows, that with its name first
+            for source, digest in zip(self._sources, self._digests, strict=True):
+                same = (
+                    one
+                    for one in left
+                    if (one["num_prompts"], one["sha256"]) == (len(source.prompts), digest)
+                    and (one["name"] == source.name or not has_name)
+                )
+                if source.name not in found and (one := next(same, None)) is not None:
+                    found[source.name] = one
+                    left.remove(one)
+        if not left and len(found) == len(self._sources):
+            return [found[source.name] for source in self._sources]
+        self._refuse_sources(saved)
+
+    def _refuse_sources(self, saved: list[dict[str, Any]]) -> NoReturn:
+        """Raise InputError: the source whose rows are others, or all names where these differ."""
         by_name = {one["name"]: one for one in saved}
-        names = [source.name for source in self._sources]
-        if by_name.keys() != set(names):
-            raise InputError(
-                f"cannot resume: the checkpoint was made with the sources {', '.join(by_name)}, the "
-                f"recipe has {', '.join(names)}; restore them or start a new run"
-            )
         for source, digest in zip(self._sources, self._digests, strict=True):
-            one = by_name[source.name]
-            if (one["num_prompts"], one["sha256"]) != (len(source.prompts), digest):
+            one = by_name.get(source.name)
+            if one and (one["num_prompts"], one["sha256"]) != (len(source.prompts), digest):
                 raise InputError(
                     f"cannot resume: the {len(source.prompts)} prompts of the source {source.name} are "
                     f"not the {one['num_prompts']} of the checkpoint (SHA-256 {digest[:12]}, expected "
                     f"{one['sha256'][:12]}); restore the file or start a new run"
                 )
-        return [by_name[name] for name in names]
+        names = ", ".join(source.name for source in self._sources)
+        raise InputError(
+            f"cannot resume: the checkpoint was made with the sources {', '.join(by_name)}, the "
+            f"recipe has {names}, and not all of them have the same rows; restore them or start a new "
+            "run"
+        )
 
 
 class Dealer:
     """A `Dealer` gives out the prompts of one data set, in the order of an epoch."""
 
     def __init__(self, prompts: list[Prompt], salt: str, weight: float) -> None:
-        """`salt` tells the orders of the sources of a mixture apart."""
+        """`salt` tells the orders of the sources of a mixture apart: the name that a source began
+        with."""
         if not prompts:
             raise InputError("the data set has no prompts")
         self.prompts, self.weight = prompts, weight
         self.epoch, self.offset, self.credit = 0, 0, 0.0
-        self._salt = salt
+        self.salt = salt
         self._seed, self._shuffle = 0, True
         self._order: list[int] = []
 
@@ -171,7 +208,7 @@ class Dealer:
         self._order = list(range(len(self.prompts)))
         if shuffle:
             # A string seeds through SHA-512: no collisions between (1, 23) and (12, 3).
-            random.Random(f"{seed}{self._salt}/{self.epoch}").shuffle(self._order)
+            random.Random(f"{seed}{self.salt}/{self.epoch}").shuffle(self._order)
 
     def deal(self) -> Prompt:
         """Return the next prompt."""
@@ -183,7 +220,7 @@ class Dealer:
         return prompt
 
 
-def _digest(prompts: Iterable[Prompt]) -> str:
+def digest_of(prompts: Iterable[Prompt]) -> str:
     """Return the SHA-256 of what the policy and the reward see, without the file's name and path."""
     sha = hashlib.sha256()
     for prompt in prompts:

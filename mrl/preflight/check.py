@@ -28,6 +28,7 @@ from mrl.preflight.algorithm import (
 )
 from mrl.preflight.allocator import check_allocator
 from mrl.preflight.asynchronous import check_asynchronous
+from mrl.preflight.data_position import check_data_position
 from mrl.preflight.engine_layout import check_engine_sizes
 from mrl.preflight.long_tails import check_importance, check_partial_rollouts, check_started
 from mrl.preflight.lora import read_lora
@@ -133,6 +134,7 @@ def check(
     update = _check_folder(folder, recipe, allowed, algorithm, adapter)
     checkpoint_step = resume_step(folder, warn)
     step = snapshot_step(folder, recipe, warn) or checkpoint_step
+    check_data_position(folder, recipe, sources, update, step, warn)
     _check_saved_steps(recipe, saved_steps or range(step or 0, recipe.train.num_steps))
     return Plan(
         recipe, roles, dims, model, adapter, reference, critic, algorithm, tokenizer, sources,

@@ -1,5 +1,6 @@
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,6 +148,11 @@ def test_a_changed_source_is_named():
         with pytest.raises(InputError, match="the 3 prompts of the source b are not the 3 of the"):
             PromptCursor(changed, seed=0).load_state_dict(state)
     state = PromptCursor(sources, seed=0).state_dict()
+    assert (
+        PromptCursor(changed, seed=0).why_other(state).startswith("the checkpoint was made with a")
+    )
+    assert PromptCursor(sources, seed=0, shuffle=False).why_other(state) == "data.shuffle was true"
+    assert PromptCursor(sources, seed=0).why_other(state) == ""
     with pytest.raises(InputError, match="made with the sources a, b, the recipe has a, c"):
         PromptCursor([source("a", 4, 1), source("c", 3, 1)], seed=0).load_state_dict(state)
     with pytest.raises(
@@ -157,3 +163,21 @@ def test_a_changed_source_is_named():
     cursor = PromptCursor([source("b", 3, 5), source("a", 4, 1)], seed=0)
     cursor.load_state_dict(state)
     assert cursor.state_dict()["mixture"][0]["name"] == "b"
+
+
+@pytest.mark.parametrize("weight", [1.0, None])
+def test_a_source_is_known_by_its_rows_whatever_it_is_called(weight):
+    """Also a second time, and where two sources have swapped their names or have equal rows."""
+    mine = [source("a", 4, weight), source("b", 9, weight), source("b", 9, weight)]
+    mine[2] = replace(mine[2], name="c")
+    cursor = PromptCursor(mine, seed=7)
+    cursor.next(5)
+    for names in ("abc", "xbz", "baq", "abc", "cab"):
+        renamed = [replace(each, name=name) for each, name in zip(mine, names, strict=True)]
+        other = PromptCursor(renamed, seed=7)
+        state = json.loads(json.dumps(cursor.state_dict()))
+        assert not other.why_other(state)
+        other.load_state_dict(state)
+        cursor_ids = ids(cursor.next(20))
+        assert ids(other.next(20)) == cursor_ids
+        cursor = other

@@ -1,0 +1,77 @@
+"""Compares the data of a run that is continued with the position in it that a checkpoint holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from mrl.config import Recipe
+from mrl.data import PromptCursor, Source
+from mrl.errors import InputError
+from mrl.run.changes import is_in
+from mrl.run.folder import RunFolder
+from mrl.run.history import Update
+from mrl.run.source import load_run
+from parallel.checkpoint.manifest import Damaged, folder_name, read_manifest
+from parallel.checkpoint.node_folder import node_folder
+
+
+def check_data_position(
+    folder: RunFolder,
+    recipe: Recipe,
+    sources: Sequence[Source],
+    update: Update,
+    step: int | None,
+    warn: Callable[[str], None],
+) -> None:
+    """Find out, before anything of the run is written, whether training continues in the data where it
+    was after `step` steps; None is the start.
+
+    Other data that the recipe has since then, which `--allow` let in, begins with its first rows, and
+    `warn(text)` says so. Raises InputError for data that nobody has allowed. On rank 0 only.
+    """
+    if step is None or os.environ.get("RANK", "0") != "0":
+        return
+    state = _saved_position(folder, recipe, step)
+    if state is None:
+        return
+    changed = any(is_in(c.key, "data") and not c.is_moved for c in update.changes)
+    if changed or folder.history.has_other_data(step):
+        if why := why_other_data(folder, recipe, sources, state, step):
+            warn(f"all data begins with its first rows, as it is not that of step {step}: {why}")
+    elif why := _why_other_rows(recipe, sources, state):
+        raise InputError(f"cannot resume: {why}")
+
+
+def why_other_data(
+    folder: RunFolder, recipe: Recipe, sources: Sequence[Source], state: dict[str, Any], step: int
+) -> str:
+    """Return why data that was changed cannot continue from a collector's `state` after `step` steps;
+    empty where it can."""
+    if why := _why_other_rows(recipe, sources, state):
+        return why
+    before = load_run(folder.root, config=folder.history.config_at(step)).data.rewards
+    lost = [reward for reward in before if reward not in recipe.data.rewards]
+    # Prompts that wait for another step would be scored by it.
+    return f"a source had the reward {lost[0]}" if lost else ""
+
+
+def _why_other_rows(recipe: Recipe, sources: Sequence[Source], state: dict[str, Any]) -> str:
+    if "seed" not in state:  # of saved rollouts, which draw no prompts
+        return ""
+    cursor = PromptCursor(sources, seed=recipe.seed, shuffle=recipe.data.shuffle)
+    return cursor.why_other(state)
+
+
+def _saved_position(folder: RunFolder, recipe: Recipe, step: int) -> dict[str, Any] | None:
+    """Return the collector's state in the checkpoint or the snapshot of `step`; None where neither can
+    be read."""
+    if recipe.debug.load_rollouts is not None:
+        return None
+    snapshots = node_folder(folder.root, recipe.checkpoint.snapshot_folder)
+    for root in (folder.checkpoints, snapshots):
+        with suppress(Damaged, InputError, KeyError, TypeError):
+            return read_manifest(root / folder_name(step))["trainer"]["collector"]
+    return None

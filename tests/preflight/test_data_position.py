@@ -1,0 +1,103 @@
+"""Whether a run that is continued has its checkpoint's data is known before anything is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.config import Recipe, load_recipe
+from mrl.data import PromptCursor, read_sources
+from mrl.errors import InputError
+from mrl.preflight.data_position import check_data_position, why_other_data
+from mrl.run.folder import RunFolder
+from mrl.toy_model import build_tokenizer
+from parallel.checkpoint.manifest import folder_name, write_manifest
+from tests.loop.conftest import TOY_RECIPE
+
+STEP = 1
+
+
+def recipe_of(root: Path, *sources: dict[str, object], **data: object) -> Recipe:
+    given = json.dumps({"sources": sources, **data})
+    return load_recipe(TOY_RECIPE, [f"output_dir={root / 'run'}", f"data={given}"])
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> tuple[RunFolder, list[dict[str, object]]]:
+    """A run with a checkpoint of a weighted mixture, and its sources."""
+    for name in "ab":
+        rows = [json.dumps({"prompt": f"{name}{i}"}) + "\n" for i in range(5)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    sources: list[dict[str, object]] = [
+        {"path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in "ab"
+    ]
+    recipe, folder = recipe_of(tmp_path, *sources), RunFolder(tmp_path / "run")
+    folder.open(recipe, folder.check(recipe), 0)
+    folder.close()
+    folder.add_metrics({"step": 0})
+    state = {**PromptCursor(sources_of(recipe), seed=recipe.seed).state_dict(), "backlog": {}}
+    checkpoint = folder.checkpoints / folder_name(STEP)
+    checkpoint.mkdir()
+    write_manifest(checkpoint, {"trainer": {"collector": state}}, {})
+    return folder, sources
+
+
+def sources_of(recipe: Recipe):
+    return read_sources(recipe.data, build_tokenizer(), max_prompt_len=9)
+
+
+def checked(folder: RunFolder, recipe: Recipe, *allowed: str) -> list[str]:
+    """Check as a start does, and then start; return the warnings."""
+    said: list[str] = []
+    update = folder.check(recipe, allowed)
+    check_data_position(folder, recipe, sources_of(recipe), update, STEP, said.append)
+    folder.open(recipe, update, STEP)
+    folder.close()
+    state = json.loads((folder.checkpoints / folder_name(STEP) / "manifest.json").read_text())
+    other = folder.history.has_other_data(STEP) and why_other_data(
+        folder, recipe, sources_of(recipe), state["trainer"]["collector"], STEP
+    )
+    assert bool(other) == bool(said), "what was said is what training does"
+    return said
+
+
+def test_a_source_may_be_moved_and_named_and_weights_may_change(mixture, tmp_path: Path) -> None:
+    folder, (one, two) = mixture
+    moved = (tmp_path / "b.jsonl").rename(tmp_path / "elsewhere.jsonl")
+    two = {**two, "path": str(moved)}
+    assert checked(folder, recipe_of(tmp_path, one, two)) == []
+    named = {**two, "name": "second", "weight": 3}
+    assert checked(folder, recipe_of(tmp_path, named, one), "data") == []
+    assert checked(folder, recipe_of(tmp_path, named, one)) == []
+
+
+def test_other_rows_are_refused_before_config_yaml_is_written(mixture, tmp_path: Path) -> None:
+    """A history without a digest tells nothing, and neither does one of a file read in another way."""
+    folder, (one, two) = mixture
+    lines = folder.history.file.read_text()
+    folder.history.file.unlink()  # a run of an earlier version
+    before = folder.config.read_bytes()
+    (tmp_path / "b.jsonl").write_text('{"prompt": "other"}\n')
+    with pytest.raises(
+        InputError, match=r"cannot resume: the 1 prompts of the source b\.jsonl are no"
+    ):
+        checked(folder, recipe_of(tmp_path, one, two))
+    assert folder.config.read_bytes() == before
+    folder.history.file.write_text(lines)
+    (said,) = checked(folder, recipe_of(tmp_path, one, two), "data")
+    assert said.startswith(
+        "all data begins with its first rows, as it is not that of step 1: the 1 pr"
+    )
+
+
+def test_what_else_begins_anew_says_so(mixture, tmp_path: Path) -> None:
+    folder, (one, two) = mixture
+    (said,) = checked(folder, recipe_of(tmp_path, one, two, shuffle=False), "data")
+    assert "data.shuffle was true" in said
+    assert checked(folder, recipe_of(tmp_path, one, two), "data") == []  # back again
+    scored = {**one, "reward": "first_char"}
+    assert checked(folder, recipe_of(tmp_path, scored, two), "data") == []
+    (said,) = checked(folder, recipe_of(tmp_path, {**one, "weight": 2}), "data")
+    assert "made with" in said
