@@ -22,6 +22,7 @@ from mrl.diagnosis.detectors import (
 )
 from mrl.diagnosis.detectors.base import HALF_PRECISION_GAP, Finding, LossTokens
 from mrl.diagnosis.tokens import TokenRecord
+from mrl.system.json_text import is_number
 
 __all__ = ["DETECTORS", "NEGLIGIBLE", "Finding", "Usual", "find", "usual_mismatch"]
 
@@ -59,7 +60,7 @@ def usual_mismatch(rows: Iterable[Mapping[str, Any]], step: int) -> Usual | None
     others = [row for row in rows if row["step"] != step]
     found = []
     for key in ("mismatch/logprob_abs_mean", "mismatch/p50"):
-        known = [row[key] for row in others if isinstance(row.get(key), (int, float))]
+        known = [row[key] for row in others if is_number(row.get(key))]
         if not known:
             return None
         found.append(statistics.median(known))

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from mrl.errors import InputError
 from mrl.system.files import replaced
+from mrl.system.json_text import check_kinds, parse_row
 
 FORMAT = "mrl-tokens-1"
 
@@ -119,13 +121,75 @@ def load_tokens(path: Path) -> TokenRecord:
         raise InputError(
             f"token record {path}: format is {metadata.get('format')!r}, expected {FORMAT!r}"
         )
-    plain: dict[str, Any] = json.loads(metadata["record"])
+    try:
+        plain = parse_row(metadata.get("record", ""))
+        check_kinds(plain, _KINDS)
+    except ValueError as error:
+        raise InputError(f"token record {path}: its header is damaged: {error}") from None
     missing = sorted(({*_TENSORS, *_PLAIN} - {*_OPTIONAL}) - (tensors.keys() | plain.keys()))
     if missing:
         raise InputError(f"token record {path}: lacks {', '.join(missing)}; it is not whole")
     unknown = sorted((tensors.keys() - {*_TENSORS}) | (plain.keys() - {*_PLAIN}))
     if unknown:
         raise InputError(f"token record {path}: has {', '.join(unknown)}; another mrl wrote it")
-    plain["layer_numbers"] = tuple(plain["layer_numbers"])
-    plain["pieces"] = {int(k): text for k, text in plain["pieces"].items()}
-    return TokenRecord(**plain, **tensors)
+    try:
+        plain["layer_numbers"] = tuple(map(operator.index, plain["layer_numbers"]))
+        plain["pieces"] = {int(k): str(text) for k, text in plain["pieces"].items()}
+        record = TokenRecord(**plain, **tensors)
+        _check(record)
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"token record {path}: it is damaged ({error}); `mrl replay` makes it anew where rollouts "
+            "were saved"
+        ) from None
+    return record
+
+
+_KINDS = {
+    **dict.fromkeys(("step", "version", "num_experts", "num_samples_of_step"), "whole"),
+    **{"temperature": "number", "routing_replay": "text", "layer_numbers": "list"},
+    "pieces": "object",
+}
+_DTYPES = {
+    **dict.fromkeys(("sample_ids", "cu_seqlens", "token_ids"), torch.int64),
+    **dict.fromkeys(("expert_ids", "native_ids"), torch.int16),
+    **{"loss_mask": torch.bool, "weight_versions": torch.int32},
+}
+"""Those of the other tensors are float32."""
+
+
+def _check(record: TokenRecord) -> None:
+    """Raise ValueError where fields do not fit each other: what reads a record relies on it."""
+    routed = [record.expert_ids, record.native_ids, record.margins]
+    if len({tensor is None for tensor in routed}) > 1:
+        raise ValueError("it has a part of the routes")
+    size, num_layers = len(record.token_ids), len(record.layer_numbers)
+    topk = record.expert_ids.shape[-1] if record.expert_ids is not None else 0
+    shapes: dict[str, tuple[int, ...]] = {
+        "sample_ids": (record.num_samples,),
+        "cu_seqlens": (record.num_samples + 1,),
+        "margins": (size, num_layers),
+        **dict.fromkeys(("expert_ids", "native_ids"), (size, num_layers, topk)),
+    }
+    for name in _TENSORS:
+        tensor: Tensor | None = getattr(record, name)
+        if tensor is None:
+            continue
+        wanted = _DTYPES.get(name, torch.float32), shapes.get(name, (size,))
+        if (tensor.dtype, tuple(tensor.shape)) != wanted:
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {wanted[0]} {list(wanted[1])}"
+            )
+    ends, ids, num_experts = record.cu_seqlens, record.sample_ids, record.num_experts
+    if int(ends[0]) or int(ends[-1]) != size or bool((ends.diff() < 1).any()):
+        raise ValueError(f"cu_seqlens do not rise from 0 to the {size} tokens")
+    if len(ids) and (bool((ids.diff() < 1).any()) or int(ids[0]) < 0):
+        raise ValueError("sample_ids do not rise from 0 on")
+    if len(ids) and int(ids[-1]) >= record.num_samples_of_step:
+        raise ValueError(f"sample {int(ids[-1])} is none of {record.num_samples_of_step}")
+    for name in ("expert_ids", "native_ids"):
+        experts: Tensor | None = getattr(record, name)
+        if experts is not None and experts.numel():
+            low, high = int(experts.min()), int(experts.max())
+            if low < -1 or high >= num_experts:
+                raise ValueError(f"{name} are {low} to {high}, of {num_experts} experts")

@@ -6,14 +6,13 @@ Read from metrics.jsonl, tokens/step_*.safetensors, diagnosis/step_*.json and ro
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from mrl.diagnosis.decomposition import read_decomposition
 from mrl.diagnosis.detectors.base import Finding, LossTokens
 from mrl.diagnosis.detectors.extremes import worst_samples, worst_tokens
 from mrl.diagnosis.detectors.router import expert_gaps, layer_routes
@@ -23,6 +22,7 @@ from mrl.diagnosis.tokens import TokenRecord, load_tokens
 from mrl.errors import InputError
 from mrl.run.folder import RunFolder
 from mrl.run.json_lines import finite_or_null
+from mrl.system.json_text import is_number
 
 PREFIXES = ("mismatch/", "decompose/", "routing/disagreement", "routing/token_any_layer",
             "routing/margin", "ratio/", "staleness/", "guard/", "moe/load_max")  # fmt: skip
@@ -124,7 +124,8 @@ def explain(run: RunFolder, step: int) -> Explanation:
             f"{run.root} has no step {step} in metrics.jsonl, which holds {there}, and no {path.name}"
         )
     numbers = step_numbers(row, [r for r in rows if r["step"] != step])
-    decomposition = _decomposition(run.diagnosis_file(step))
+    measured = run.diagnosis_file(step)
+    decomposition = read_decomposition(measured) if measured.is_file() else None
     if not path.is_file():
         missing = (
             f"there is no token record of step {step} ({path}): diagnosis.save_tokens_every=1 writes "
@@ -154,9 +155,9 @@ def step_numbers(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) ->
     """Return the metrics of mismatch, routing and update, beside their median over `others`."""
     numbers = []
     for key, value in row.items():
-        if not (key.startswith(PREFIXES) or key in ALONE) or not isinstance(value, (int, float)):
+        if not (key.startswith(PREFIXES) or key in ALONE) or not is_number(value):
             continue
-        known = [r[key] for r in others if isinstance(r.get(key), (int, float))]
+        known = [r[key] for r in others if is_number(r.get(key))]
         numbers.append(Number(key, value, statistics.median(known) if known else None))
     return numbers
 
@@ -192,7 +193,3 @@ def _with_texts(samples: list[dict[str, Any]], run: RunFolder, step: int) -> lis
         else sample
         for sample in samples
     ]
-
-
-def _decomposition(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.is_file() else None

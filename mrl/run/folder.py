@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from typing import IO, Any
 
 from mrl.config import Recipe, dump_recipe
 from mrl.errors import InputError
-from mrl.run import metric_rows
+from mrl.run import metric_rows, rollout_rows
 from mrl.run.changes import check_allowed, check_keys
 from mrl.run.contents import contents_of
 from mrl.run.failure import clear_failure, newest_step
@@ -188,9 +187,8 @@ class RunFolder:
         write_whole(file, as_lines([{"step": version, **metrics}]))
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return what `write_rollouts` wrote."""
-        text = self.rollout_file(step).read_text()
-        return [json.loads(line) for line in text.split("\n")[:-1]]
+        """Return what `write_rollouts` wrote. Raises InputError that names a damaged line."""
+        return rollout_rows.read(self.rollout_file(step))
 
     def rollout_file(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.jsonl"

@@ -26,6 +26,7 @@ from mrl.run.changes import Change, find_changes, flatten, is_in, rule_of
 from mrl.run.contents import contents_of
 from mrl.run.source import load_run
 from mrl.system.files import write_whole
+from mrl.system.json_text import check_kinds, parse_row
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ def changes_to(
     return find_changes(old, new, known, contents)
 
 
+_KINDS = {"step": "whole", "changes": "object", "moved": "list", "contents": "object",
+          "config_before": "text"}  # fmt: skip
+"""What the values of a line are."""
+
+
 class History:
     """Reads and writes the history of a run folder. Only rank 0 writes."""
 
@@ -80,15 +86,16 @@ class History:
 
     def _entry(self, line: bytes, number: int) -> dict[str, Any]:
         try:
-            entry = json.loads(line)
-            if isinstance(entry["step"], int):
-                return entry
-        except (ValueError, TypeError, KeyError):
-            pass
-        raise InputError(
-            f"{self.file}:{number}: the line is damaged; bring the file back, or delete the line: the "
-            "run then no longer knows what that start changed"
-        )
+            entry = {"changes": {}, "moved": [], "contents": {}, **parse_row(line)}
+            check_kinds(entry, _KINDS, required=("step",))
+            if any(not isinstance(c, list) or len(c) != 2 for c in entry["changes"].values()):
+                raise ValueError("`changes` are not pairs")
+            return entry
+        except ValueError as error:
+            raise InputError(
+                f"{self.file}:{number}: the line is damaged ({error}); bring the file back, or delete "
+                "the line: the run then no longer knows what that start changed"
+            ) from None
 
     def contents(self, step: int | None = None) -> dict[str, str]:
         """Return the digests of what the run's recipe names, as they were noted last, or until `step`

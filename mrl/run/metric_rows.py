@@ -7,7 +7,6 @@ only counted.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from mrl.errors import InputError
 from mrl.system.files import write_whole
+from mrl.system.json_text import check_kinds, parse_row
 from parallel.checkpoint.manifest import Damaged, read_manifest, record
 
 COPY = "metrics.jsonl"
@@ -35,13 +35,25 @@ def read(metrics: Path) -> list[dict[str, Any]]:
         return []
     rows = []
     for number, line in enumerate(metrics.read_bytes().split(b"\n")[:-1], 1):
-        if _step(line) is None:
+        try:
+            rows.append(parsed(line))
+        except ValueError as error:
             raise InputError(
-                f"{metrics}:{number}: the line is damaged; `mrl train {metrics.parent}` brings rows "
-                "back from the newest checkpoint, which has a copy"
-            )
-        rows.append(json.loads(line))
+                f"{metrics}:{number}: the line is damaged ({error}); `mrl train {metrics.parent}` "
+                "brings rows back from the newest checkpoint, which has a copy"
+            ) from None
     return rows
+
+
+def parsed(line: bytes) -> dict[str, Any]:
+    """Return a row: `step` is a whole number, and everything else a number or null. Raises ValueError
+    that says what is wrong with it."""
+    row = parse_row(line)
+    check_kinds(row, {"step": "whole"}, required=("step",))
+    check_kinds(row, dict.fromkeys(row, "number|null"))
+    if not 0 <= row["step"] < 2**63:
+        raise ValueError(f"`step` is {row['step']}")
+    return row
 
 
 def find_damage(metrics: Path, checkpoint: Path, step: int) -> str:
@@ -113,9 +125,8 @@ def _steps(copy: bytes) -> list[int]:
 
 def _step(line: bytes) -> int | None:
     """Return the step of a row; None where the line is damaged."""
-    with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        row: dict[str, Any] = json.loads(line)
-        return int(row["step"])
+    with suppress(ValueError):
+        return parsed(line)["step"]
     return None
 
 

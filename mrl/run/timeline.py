@@ -8,7 +8,6 @@ seconds from the row's `begin`. A step that a resumed run does again has one row
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,10 @@ from typing import Any
 
 from mrl.run.json_lines import add_line
 from mrl.system.files import write_whole
+from mrl.system.json_text import check_kinds, parse_row
 
+MAX_SECONDS = 1e11
+"""Seconds since 1970 that no clock shows."""
 Spans = Iterable[tuple[float, float, str]]
 """(begin, end, name) of stretches of time, in seconds since 1970."""
 
@@ -60,8 +62,9 @@ def _relative(spans: Spans, origin: float) -> list[list[Any]]:
 
 def _step(line: bytes) -> int:
     """Return the step of a row; -1 where the line is none."""
-    with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        row = json.loads(line)
-        if all(isinstance(row[key], list) for key in ("trainer", "engines")):
-            return int(row["step"]) if math.isfinite(row["begin"]) else -1
+    with suppress(ValueError):
+        row = parse_row(line)
+        kinds = {"step": "whole", "begin": "number", "trainer": "list", "engines": "list"}
+        check_kinds(row, kinds, tuple(kinds))
+        return row["step"] if 0 <= row["begin"] < MAX_SECONDS and row["step"] < 2**63 else -1
     return -1

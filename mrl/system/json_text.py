@@ -1,8 +1,12 @@
-"""Reads JSON of other people's files, and refuses a key that stands twice in one object."""
+"""Reads JSON of other people's files, and rows of a run's own that may be damaged.
+
+A key that stands twice in one object is refused, and so is a number that no float can hold.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from mrl.errors import InputError
@@ -28,3 +32,57 @@ def parse_json(text: str | bytes, where: str) -> Any:
         return json.loads(text, object_pairs_hook=each_key_once)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
+
+
+def parse_row(line: str | bytes) -> dict[str, Any]:
+    """Return the JSON object of a line. Raises ValueError for anything else, in one line."""
+    try:
+        row = json.loads(line, parse_int=_bounded)
+    except json.JSONDecodeError:
+        raise ValueError("it is no JSON") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8 text") from None
+    if not isinstance(row, dict):
+        raise ValueError("it is no JSON object")
+    return row
+
+
+def _bounded(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"it has a number of {len(digits)} digits")
+    return int(digits)
+
+
+MAX_DIGITS = 30
+"""Digits of a whole number; a counter of mrl has fewer, and a float cannot hold one of 310."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number, and not `true` or `false`."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+Kinds = Mapping[str, str]
+"""What the values of an object are, by key: some of the words of KINDS, with `|` between them."""
+KINDS = {
+    "number": is_number,
+    "whole": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "text": lambda value: isinstance(value, str),
+    "list": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+    "null": lambda value: value is None,
+}
+
+
+def check_kinds(row: Mapping[str, Any], kinds: Kinds, required: tuple[str, ...] = ()) -> None:
+    """Raise ValueError where a value of `row` is of another kind than `kinds` has for its key, or a
+    required key is missing. Keys that `kinds` lacks may hold anything."""
+    for name in required:
+        if name not in row:
+            raise ValueError(f"it lacks `{name}`")
+    for name, words in kinds.items():
+        if name in row and not any(KINDS[word](row[name]) for word in words.split("|")):
+            shown = " ".join(repr(row[name]).split())[:40]
+            raise ValueError(f"`{name}` is {shown}, expected {words.replace('|', ' or ')}")

@@ -6,19 +6,21 @@ page, and what had to be left out is in `notes`, which the page shows.
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mrl import __version__
+from mrl.diagnosis.decomposition import read_decomposition
 from mrl.diagnosis.findings import find, usual_mismatch
 from mrl.diagnosis.tokens import load_tokens
 from mrl.errors import InputError
+from mrl.run import rollout_rows
+from mrl.system.json_text import is_number
 from mrl.view.facts import local_time, named_values, read_config, value_of
 from mrl.view.samples import pack_step
-from mrl.view.series import curves, read_rows, short
+from mrl.view.series import curves, notes_of, read_rows, short
 from mrl.view.timeline import read_timeline
 from mrl.view.units import units_of
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
@@ -69,8 +71,7 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
     notes = [f"Lines of metrics.jsonl that could not be read: {num_bad}."] if num_bad else []
     recipe, config_text = read_config(config, notes)
     drawn = curves(rows)
-    if drawn["thinned"]:
-        notes.append("Long curves are thinned; the extremes of every stretch of steps are kept.")
+    notes += notes_of(drawn, "steps")
     packed = _read_samples(run, rows, steps, max_samples, notes)
     return {
         "folder": str(run),
@@ -130,7 +131,7 @@ def _read_samples(
         except InputError as error:
             notes.append(f"Step {step}: {error}.")
             continue
-        rollouts = _read_rollouts(run / "rollouts" / f"step_{step:06d}.jsonl")
+        rollouts = _read_rollouts(run / "rollouts" / f"step_{step:06d}.jsonl", notes)
         share = MAX_SAMPLE_BYTES // len(wanted)
         findings = [
             {"name": found.name, "severity": short(found.severity, 2), "text": found.text}
@@ -147,14 +148,16 @@ def _read_samples(
     return packed
 
 
-def _read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """Read a step's rollouts; empty where the file is missing or cut short, as sample numbers are
+def _read_rollouts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Read a step's rollouts; empty where the file is missing or damaged, as sample numbers are
     lines."""
-    try:
-        rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-    except (OSError, ValueError):
+    if not path.exists():
         return []
-    return rows if all(isinstance(row, dict) for row in rows) else []
+    try:
+        return rollout_rows.read(path)
+    except InputError as error:
+        notes.append(f"The rollouts of a step are left out: {error}.")
+        return []
 
 
 def _read_diagnosis(run: Path, notes: list[str]) -> list[dict[str, Any]]:
@@ -162,11 +165,9 @@ def _read_diagnosis(run: Path, notes: list[str]) -> list[dict[str, Any]]:
     read = []
     for file in sorted((run / "diagnosis").glob("step_*.json")):
         try:
-            found = json.loads(file.read_text())
-        except (OSError, ValueError):
-            notes.append(f"diagnosis/{file.name} could not be read.")
-            continue
-        read.append(_plain(found))
+            read.append(_plain(read_decomposition(file)))
+        except InputError as error:
+            notes.append(f"A decomposition is left out: {error}.")
     return read
 
 
@@ -187,7 +188,8 @@ def _state(rows: list[dict[str, Any]], recipe: dict[str, Any], metrics: Path) ->
         return f"no step{total} is done"
     done = rows[-1]["step"] + 1
     # Of runs before there were timestamps only the file tells, which a copy makes new.
-    ended = rows[-1].get("time/timestamp") or metrics.stat().st_mtime
+    noted: Any = rows[-1].get("time/timestamp")
+    ended = float(noted) if is_number(noted) else metrics.stat().st_mtime
     finished = "finished: " if done == planned else ""
     return f"{finished}{done}{total} steps, the last at {local_time(ended)}"
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from mrl.run.timeline import MAX_SECONDS
+
 
 def read_config(path: Path, notes: list[str]) -> tuple[dict[str, Any], str]:
     """Return the keys of a resolved configuration and its text; what is wrong with it joins `notes`."""
@@ -18,7 +20,7 @@ def read_config(path: Path, notes: list[str]) -> tuple[dict[str, Any], str]:
     text = path.read_text(errors="replace")
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         tree = None
     if not isinstance(tree, dict):
         notes.append(f"{path.name} holds no keys.")
@@ -44,7 +46,9 @@ def value_of(tree: dict[str, Any], key: str) -> Any:
 
 
 def local_time(timestamp: float) -> str:
-    """Return seconds since 1970 as date and time, with the zone."""
+    """Return seconds since 1970 as date and time, with the zone; in words where there is none such."""
+    if not 0 <= timestamp < MAX_SECONDS:
+        return "a time that no clock shows"
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(timestamp))
 
 

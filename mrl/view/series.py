@@ -6,11 +6,13 @@ a finite number is None: the page marks it, and leaves a gap.
 
 from __future__ import annotations
 
-import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from mrl.system.json_text import is_number, parse_row
 
 MAX_POINTS = 1500
 """The number of points of one curve. A longer one keeps the smallest and the largest value of each
@@ -24,6 +26,10 @@ TOGETHER = (
 )
 """Keys that the page adds up: parts of a step, and a mean with its band. Those of one pattern, the
 first that fits, are thinned at the same steps, as a sum at a step where a part is left out is wrong."""
+
+LARGEST = 1e100
+"""The largest size of a number on the page, where the width of a curve is computed from differences of
+its values: larger ones are drawn as this."""
 
 Curve = dict[int, float | None]
 """The values by the index of their row, ascending."""
@@ -52,16 +58,19 @@ def read_objects(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def curves(rows: list[dict[str, Any]], max_points: int = MAX_POINTS) -> dict[str, Any]:
     """Return {"steps": [...], "series": {key: {"v": values, "at": indices into steps}}, "thinned":
-    bool}.
+    bool, "clipped": keys with values above LARGEST}.
 
     `at` is left out where a curve has a value at every step. Curves of keys in TOGETHER have at most
     `max_points` steps among them, and each has its values at all of these where it has any.
     """
     found: dict[str, Curve] = {}
+    clipped: set[str] = set()
     for index, row in enumerate(rows):
         for key, value in row.items():
             if key != "step" and (value is None or isinstance(value, (int, float))):
                 found.setdefault(key, {})[index] = short(value, 7)
+                if is_clipped(value):
+                    clipped.add(key)
     groups: dict[str | re.Pattern[str], list[Curve]] = {}
     for key, curve in found.items():
         groups.setdefault(_group(key), []).append(curve)
@@ -73,7 +82,26 @@ def curves(rows: list[dict[str, Any]], max_points: int = MAX_POINTS) -> dict[str
         thinned |= len(places) < len(curve)
         whole = len(places) == len(rows)
         series[key] = {"v": [curve[at] for at in places]} | ({} if whole else {"at": places})
-    return {"steps": [row["step"] for row in rows], "series": series, "thinned": thinned}
+    steps = [row["step"] for row in rows]
+    return {"steps": steps, "series": series, "thinned": thinned, "clipped": sorted(clipped)}
+
+
+def is_clipped(value: Any) -> bool:
+    """Whether a finite number is drawn as LARGEST."""
+    return is_number(value) and LARGEST < abs(value) < math.inf
+
+
+def notes_of(drawn: Mapping[str, Any], what: str) -> list[str]:
+    """Return what the page says of curves: which were thinned, and which clipped. `what` they are over:
+    steps or rounds."""
+    notes = []
+    if drawn["thinned"]:
+        notes.append(f"Long curves are thinned; the extremes of every stretch of {what} are kept.")
+    if drawn["clipped"]:
+        more = f" and {len(drawn['clipped']) - 3} more" if len(drawn["clipped"]) > 3 else ""
+        keys = ", ".join(drawn["clipped"][:3])
+        notes.append(f"Values above {LARGEST:g} are drawn as {LARGEST:g}: {keys}{more}.")
+    return notes
 
 
 def _group(key: str) -> str | re.Pattern[str]:
@@ -112,21 +140,25 @@ def thin(values: list[float | None], max_points: int) -> list[int]:
 
 
 def short(value: Any, digits: int) -> float | int | None:
-    """Return `value` with this many significant digits; None where it is not a finite number."""
+    """Return `value` with this many significant digits, at most LARGEST; None where it is not a finite
+    number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return int(value) if isinstance(value, bool) else None
-    if isinstance(value, int) or not math.isfinite(value):
-        return value if isinstance(value, int) else None
-    rounded = float(f"{value:.{digits}g}")
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if is_clipped(value):
+        return math.copysign(LARGEST, value)
+    if isinstance(value, int):
+        return value
+    rounded = float(f"{value:.{digits}g}") if abs(value) > 1 / LARGEST else 0.0
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
 def _object(line: str) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        return parse_row(line)
+    except ValueError:
         return None
-    return row if isinstance(row, dict) else None
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any] | None:

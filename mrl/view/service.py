@@ -15,7 +15,7 @@ from mrl.tenants.over_rounds import OverRounds, finite, over_rounds
 from mrl.tenants.record import Tenant, describe, read_past, read_tenants
 from mrl.tenants.sockets import connect_unix
 from mrl.view.facts import local_time, named_values, read_config
-from mrl.view.series import curves, read_objects
+from mrl.view.series import curves, notes_of, read_objects
 from mrl.view.units import units_of
 
 CONNECT_S = 2.0
@@ -60,8 +60,7 @@ def collect_service(folder: Path, page: Path) -> dict[str, Any]:
         notes.append(f"Lines of metrics.jsonl that could not be read: {num_bad}.")
     rows = list(_numbered(found))
     drawn = curves(rows)
-    if drawn["thinned"]:
-        notes.append("Long curves are thinned; the extremes of every stretch of rounds are kept.")
+    notes += notes_of(drawn, "rounds")
     present, past = read_tenants(folder), read_past(folder)
     return {
         "folder": str(folder),

@@ -7,13 +7,13 @@ the number of its colour.
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 from mrl.run.activities import ACTIVITIES
-from mrl.run.timeline import Timeline
+from mrl.run.timeline import MAX_SECONDS, Timeline
+from mrl.system.json_text import is_number
 
 MAX_STEPS = 20
 """Steps that are drawn, where `--steps` does not say which."""
@@ -81,8 +81,8 @@ def count_staleness(rows: list[dict[str, Any]]) -> list[list[int]]:
     for row in rows:
         for key, value in row.items():
             age = key.removeprefix(STALENESS)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if age != key and age.isascii() and age.isdigit() and len(age) < 9 and is_number:
+            is_count = is_number(value) and 0 <= value < 2**53
+            if age != key and age.isascii() and age.isdigit() and len(age) < 9 and is_count:
                 counts[int(age)] += int(value)
     return [[age, counts[age]] for age in sorted(counts)]
 
@@ -118,7 +118,7 @@ def _is_span(span: Any) -> bool:
     return (
         isinstance(span, list)
         and len(span) == 3
-        and all(isinstance(at, (int, float)) and math.isfinite(at) for at in span[:2])
+        and all(is_number(at) and abs(at) < MAX_SECONDS for at in span[:2])
         and isinstance(span[2], str)
     )
 

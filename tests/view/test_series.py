@@ -76,7 +76,8 @@ def test_what_the_page_adds_up_is_thinned_at_the_same_steps():
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(1 / 3, 0.333), (1234.5, 1230), (1e-12, 1e-12), (7, 7), (12345, 12345), (True, 1), (1e300, 1e300),
+    [(1 / 3, 0.333), (1234.5, 1230), (1e-12, 1e-12), (7, 7), (12345, 12345), (True, 1), (1e300, 1e100),
+     (-10**20, -10**20), (-10**200, -1e100), (5e-324, 0),
      (math.nan, None), (-math.inf, None), (None, None), ("1", None)],
 )  # fmt: skip
 def test_short(value, expected):

@@ -1,0 +1,47 @@
+"""Reads diagnosis/step_*.json, what `decompose.py` found of a step, without torch or Megatron."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import InputError
+from mrl.system.json_text import check_kinds, parse_row
+
+KINDS = {
+    "num_tokens": "whole",
+    "levels": "object",
+    "layers": "list",
+    "first_divergent_layer": "whole|null",
+}
+LAYER_KINDS = {
+    "layer": "whole",
+    "gap_without": "number|null",
+    "gap_first": "number|null",
+    "hidden_rel_diff": "number|null",
+}
+
+
+def read_decomposition(file: Path) -> dict[str, Any]:
+    """Return the content of a file. Raises InputError that names it where it is damaged."""
+    try:
+        found = parse_row(file.read_bytes())
+        check_kinds(found, KINDS, ("levels", "layers"))
+        for measures in found["levels"].values():
+            _check_numbers(measures)
+        for layer in found["layers"]:
+            _check_numbers(layer)
+            check_kinds(layer, LAYER_KINDS, ("layer",))
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(
+            f"{file}: the file is damaged ({error}); bring it back or remove it"
+        ) from None
+    return found
+
+
+def _check_numbers(values: Any) -> None:
+    if not isinstance(values, dict):
+        raise ValueError("a list of numbers by name is missing in it")
+    check_kinds(values, dict.fromkeys(values, "number|null"))

@@ -1,0 +1,55 @@
+"""Reads rollouts/step_*.jsonl, whose lines are samples; what is damaged is named by file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import InputError
+from mrl.system.json_text import check_kinds, is_number, parse_row
+
+KINDS = {
+    "group_id": "whole",
+    "prompt_id": "text",
+    "source": "text",
+    "prompt": "text|list",
+    "completion": "text",
+    "reward": "number|null",
+    "reward_parts": "object",
+    "advantage": "number|null",
+    "weight_version": "whole",
+    "staleness": "whole",
+    "prompt_len": "whole",
+    "response_len": "whole",
+    "finish_reason": "text|null",
+}
+"""What the values of a row are."""
+REQUIRED = ("prompt_id", "prompt", "completion", "reward")
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a step; a line that a crash cut short is left out. Raises InputError where the
+    file cannot be read, or a line is damaged."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}") from None
+    rows = []
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        try:
+            rows.append(_parsed(line))
+        except ValueError as error:
+            raise InputError(
+                f"{file}:{number}: the line is damaged ({error}); bring the file back, or leave this "
+                "step out"
+            ) from None
+    return rows
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    row = parse_row(line)
+    check_kinds(row, KINDS, REQUIRED)
+    for name, value in row.get("reward_parts", {}).items():
+        if value is not None and not is_number(value):
+            raise ValueError(f"the part {name!r} of the reward is no number")
+    return row
