@@ -1,0 +1,155 @@
+"""Goes through the trials of one placement, in as few starts as they allow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import psutil
+
+from benchmarks.process_strikes.phases import EARLY, MEETING, PHASES, Phase
+from benchmarks.process_strikes.roles import LAUNCHER
+from benchmarks.process_strikes.strike import KILL, STOP, Row, Striker, Trial
+from benchmarks.process_strikes.subjects import Subject
+from mrl.drill.job import Job, Unexpected, is_alive
+from mrl.errors import InputError
+
+ORDER = ("rollout", "sync", "train", "save", "start", MEETING)
+"""The order in which phases are tried."""
+BRIEF_S = 1.0
+"""Processes that are there for less are not struck, forks of a rank aside, which write checkpoints."""
+WATCHED_STEPS = 4
+Write = Callable[[Row], None]
+
+
+def observed(subject: Subject, steps: int = WATCHED_STEPS) -> dict[str, dict[str, float]]:
+    """Start the job without a fault; return how long each role is there in each phase, in seconds.
+
+    The job is left running.
+    """
+    job, striker = subject.start(), Striker(subject)
+    phase, found = Phase(job), {}
+    last, there = time.monotonic(), subject.rows()
+    while not (job.has_begun() and subject.rows() >= there + steps):
+        if job.process.poll() is not None:
+            raise Unexpected(f"ended while it was watched; see {job.log}")
+        at, now = phase.now(), time.monotonic()
+        for role in striker.victims(job):
+            seconds = found.setdefault(role, {})
+            seconds[at] = seconds.get(at, 0.0) + now - last
+        last = now
+        time.sleep(0.01)
+    return found
+
+
+def trials_of(placement: str, found: dict[str, dict[str, float]]) -> list[Trial]:
+    """Return the trials of a placement: every role in every phase in which it was seen."""
+    trials = []
+    for role, seconds in found.items():
+        for phase in ORDER:
+            of_phase = sum(seconds.get(name, 0.0) for name in PHASES.get(phase, (phase,)))
+            if not of_phase or is_brief(role, seconds):
+                continue
+            if phase == MEETING and not (role == LAUNCHER or "rank" in role):
+                continue
+            trials += [Trial(placement, role, phase, signal) for signal in (STOP, KILL)]
+    return sorted(trials, key=lambda trial: ORDER.index(trial.phase))
+
+
+def is_brief(role: str, seconds: dict[str, float]) -> bool:
+    """Whether a process comes and goes too fast to be struck."""
+    return sum(seconds.values()) < BRIEF_S and role != "fork of rank"
+
+
+class Lane:
+    """Strikes one subject, trial after trial."""
+
+    def __init__(self, subject: Subject, write: Write) -> None:
+        self.subject, self.write = subject, write
+        self.striker = Striker(subject)
+        self.owed: Row | None = None
+        """The row of a trial that ended the job, which has not been continued yet."""
+
+    def run(self, trials: Sequence[Trial]) -> None:
+        """Do all trials."""
+        left = list(trials)
+        while left:
+            trial = left.pop(0)
+            is_last = not any((t.role, t.signal) == (trial.role, STOP) and t.phase not in EARLY
+                              for t in left)  # fmt: skip
+            try:
+                row = self._tried(trial, is_last=is_last)
+            except (Unexpected, InputError, OSError, psutil.Error) as error:
+                row = Row(*trial, happened="waits", problems=[f"{type(error).__name__}: {error}"])
+                self.owed = None
+                self.subject.begin_anew("unexpected")
+            self.write(row)
+        self._settle()
+
+    def _tried(self, trial: Trial, *, is_last: bool) -> Row:
+        job = self._started(trial)
+        row, victim = self.striker.strike(trial, job)
+        if victim is None:
+            return row
+        if row.happened == "ended":
+            self.owed = row
+            self._close()
+        elif row.happened == "waits":
+            self._close()
+            self.owed = None
+        else:
+            self._went_on(row, job, victim, is_last=is_last)
+        return row
+
+    def _started(self, trial: Trial) -> Job:
+        """Return the job in which a trial can strike."""
+        if trial.phase in EARLY:
+            self._settle()
+            return self.subject.start()
+        self._settle()
+        return self.subject.running()
+
+    def _settle(self) -> None:
+        """Continue a job that a trial has ended; add to its row what is not as without the fault."""
+        row, self.owed = self.owed, None
+        if row is None:
+            return
+        try:
+            problems = self.subject.continued(self.subject.rows(), "")
+        except Unexpected as error:
+            problems = [f"not continued: {error}"]
+        if problems:
+            row.problems += problems
+            self.subject.begin_anew(f"{row.role}_{row.phase}_{row.signal}".replace(" ", "_"))
+        else:
+            row.then = "started again, it went on"
+            row.then += " with the same bits" if self.subject.judges_bits else ""
+        self.write(row)
+
+    def _went_on(self, row: Row, job: Job, victim: psutil.Process, *, is_last: bool) -> None:
+        found = self.subject.differences()
+        if found and row.happened == "replaced" and not self.subject.keeps_bits:
+            row.then = "other bits from then on, within the bound"
+        else:
+            row.problems += found
+            row.then = "the same bits" if self.subject.judges_bits and not found else ""
+        is_there = is_alive(victim)
+        if row.happened == "replaced" and is_there:
+            row.problems.append("the struck process is left")
+        if row.happened == "replaced" or row.role.startswith("fork"):
+            pass
+        elif row.signal == KILL or is_last:
+            then = row.then
+            self.striker.end_on_request(row, job)
+            row.then = "; ".join(filter(None, (then, row.then)))
+            self._close()
+        if is_there:
+            with suppress(psutil.Error):
+                victim.resume()
+        if found:
+            self.subject.begin_anew(f"{row.role}_{row.phase}_{row.signal}".replace(" ", "_"))
+
+    def _close(self) -> None:
+        if self.subject.job is not None:
+            self.subject.job.kill()

@@ -1,0 +1,165 @@
+"""Stops and kills every process of a job in every phase, and tells what came of it.
+
+`make process-table` runs it. The jobs are runs of the toy recipe and a service, in each placement. Their
+processes are found in the process tree of a job without a fault. Each gets SIGSTOP and SIGKILL in each
+phase in which it is there, under limits of the product that are small enough to be waited for. A row
+passes where the job goes on (with the same bits, where that is promised), replaces the process, or ends
+with a report and leaves nothing behind; it fails where anything waits without a limit. Rows are added
+to FOLDER/rows.jsonl, and a call with the same `--folder` goes on with what is missing. Writes
+benchmarks/results/process_table.json and the table of docs/faults.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from benchmarks.evidence.catalog import target_of
+from benchmarks.evidence.result import finish, provenance, summary, write_result
+from benchmarks.process_strikes import page
+from benchmarks.process_strikes.lane import Lane, is_brief, observed, trials_of
+from benchmarks.process_strikes.strike import Row, Trial
+from benchmarks.process_strikes.subjects import SUBJECTS
+from mrl.drill.job import Unexpected
+from mrl.toy_model import write_toy_model
+
+RESULT = "process_table"
+
+
+class Records:
+    """What is on file of earlier calls: the rows, and the processes of each placement."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rows_file, self.seen_file = folder / "rows.jsonl", folder / "seen.jsonl"
+        self.commit = provenance(target_of(RESULT).measures)["commit"]
+
+    def rows(self) -> dict[Trial, Row]:
+        """Return the newest row of each trial."""
+        rows = [Row(**each) for each in _lines(self.rows_file)]
+        return {row.trial: row for row in rows}
+
+    def seen(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Return, by placement, how many seconds each process was there in each phase."""
+        return {each["placement"]: each["seconds"] for each in _lines(self.seen_file)}
+
+    def add(self, row: Row) -> None:
+        """Add a row, or a newer version of one."""
+        row.commit = self.commit
+        _add_line(self.rows_file, asdict(row))
+        end = f"code {row.exit_code}: {row.cause}" if row.happened == "ended" else row.then
+        state = "FAILED: " + "; ".join(row.problems) if row.problems else row.happened
+        print(f"{row.trial}: {state} ({row.seconds:.1f} s) {end}", flush=True)
+
+    def add_seen(self, placement: str, seconds: dict[str, dict[str, float]]) -> None:
+        """Add what was seen of a placement."""
+        _add_line(self.seen_file, {"placement": placement, "seconds": seconds})
+
+
+def _lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _add_line(file: Path, content: dict) -> None:
+    with file.open("a") as out:
+        out.write(json.dumps(content) + "\n")
+
+
+def strike_all(placement: str, folder: Path, only: Sequence[str], records: Records) -> None:
+    """Do the trials of a placement that are not on file."""
+    seen = records.seen().get(placement)
+    done = records.rows()
+
+    def missing(found: dict[str, dict[str, float]]) -> list[Trial]:
+        trials = trials_of(placement, found)
+        return [t for t in trials if t not in done and matches(t, only)]
+
+    if seen is not None and not missing(seen):
+        return
+    subject = SUBJECTS[placement](folder / placement.replace(" ", "_").replace(",", ""),
+                                  folder / "model")  # fmt: skip
+    try:
+        subject.prepare()
+        if seen is None:
+            seen = observed(subject)
+            records.add_seen(placement, seen)
+        Lane(subject, records.add).run(missing(seen))
+    except Unexpected as error:
+        print(f"{placement}: {error}", flush=True)
+    finally:
+        subject.end()
+
+
+def matches(trial: Trial, only: Sequence[str]) -> bool:
+    """Whether every word of `only` is in the placement, or is the role, the phase or the signal."""
+    return all(
+        word in trial.placement or word in (trial.role, trial.phase, trial.signal) for word in only
+    )
+
+
+def main() -> None:
+    """Strike, print and write what came of it, and exit with 1 where a row failed."""
+    parser = argparse.ArgumentParser(description=summary(__doc__))
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD",
+        help="words that must all fit: of a placement, a process, a phase or a signal, such as "
+        "'colocated' 'detokenizer' 'rollout' 'SIGSTOP'",
+    )  # fmt: skip
+    parser.add_argument("--jobs", type=int, default=2, help="placements that are tried at once")
+    parser.add_argument("--folder", type=Path, default=Path("runs/process_table"))
+    parser.add_argument("--write-page", action="store_true", help="write what is on file, and end")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    folder = options.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "model").exists():
+        write_toy_model(folder / "model")
+    records = Records(folder)
+    names = [
+        name for name in SUBJECTS
+        if any(word in name for word in options.only) or not any(
+            word in each for word in options.only for each in SUBJECTS)
+    ]  # fmt: skip
+    if not options.write_page:
+        with ThreadPoolExecutor(options.jobs) as pool:
+            work = partial(strike_all, only=options.only, records=records)
+            list(pool.map(lambda name: work(name, folder), names))
+    rows, seen = records.rows(), records.seen()
+    content = content_of(rows, seen)
+    passed = sum(row.passed for row in rows.values() if row.happened != "was not there")
+    failed = sum(not row.passed for row in rows.values())
+    if not options.only:
+        packages = ("torch", "sglang", "megatron-core")
+        write_result(RESULT, content, passed=passed, failed=failed, packages=packages)
+        page.write(content)
+    print(f"{len(content['not_measured'])} rows of {len(content['rows'])} are not measured")
+    finish(passed, failed)
+
+
+def content_of(
+    rows: dict[Trial, Row], seen: dict[str, dict[str, dict[str, float]]]
+) -> dict[str, list]:
+    """Return the rows of the table, those that are not measured among them, and what is too brief."""
+    found, brief = [], []
+    for placement in SUBJECTS:
+        for role, seconds in seen.get(placement, {}).items():
+            if is_brief(role, seconds):
+                brief.append({"placement": placement, "role": role,
+                              "seconds": round(sum(seconds.values()), 2)})  # fmt: skip
+        found += trials_of(placement, seen.get(placement, {}))
+    missing = [trial for trial in found if trial not in rows]
+    missing_placements = [name for name in SUBJECTS if name not in seen]
+    return {
+        "rows": [asdict(rows[t]) if t in rows else t._asdict() for t in found],
+        "not_measured": [str(trial) for trial in missing] + missing_placements,
+        "too_brief": brief,
+    }
+
+
+if __name__ == "__main__":
+    main()
