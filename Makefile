@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults kills soak watchdog fuzz async placement lora tenants slurm stability rollout-bench gpu-check audit wheel site clean
+.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability rollout-bench gpu-check audit wheel site clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -93,6 +93,9 @@ fuzz: setup  ## Damaged inputs for every parser of bytes from outside; 60 minute
 
 watchdog: setup  ## Hang a rank at 60 random moments, and 200 steps on a loaded machine; 45 minutes
 	$(BIN)/python -m benchmarks.watchdog $(BENCH_ARGS)
+
+process-table: setup  ## SIGSTOP and SIGKILL of every process in every phase; continues runs/process_table; 120 minutes
+	$(BIN)/python -m benchmarks.process_table $(BENCH_ARGS)
 
 async: setup  ## Engines that run freely: bounds 1, 2 and 4 over 200 steps, 35 strikes; 40 minutes
 	$(BIN)/python -m benchmarks.asynchrony $(BENCH_ARGS)

@@ -1,6 +1,6 @@
 """Stops and kills every process of a job in every phase, and tells what came of it.
 
-`make process-table` runs it. The jobs are runs of the toy recipe and a service, in each placement. Their
+The jobs of `make process-table` are runs of the toy recipe and a service, in each placement. Their
 processes are found in the process tree of a job without a fault. Each gets SIGSTOP and SIGKILL in each
 phase in which it is there, under limits of the product that are small enough to be waited for. A row
 passes where the job goes on (with the same bits, where that is promised), replaces the process, or ends
@@ -24,8 +24,8 @@ from benchmarks.evidence.catalog import target_of
 from benchmarks.evidence.result import finish, provenance, summary, write_result
 from benchmarks.process_strikes import page
 from benchmarks.process_strikes.lane import Lane, is_brief, observed, trials_of
+from benchmarks.process_strikes.placements import SUBJECTS
 from benchmarks.process_strikes.strike import Row, Trial
-from benchmarks.process_strikes.subjects import SUBJECTS
 from mrl.drill.job import Unexpected
 from mrl.toy_model import write_toy_model
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
+import itertools
 import shutil
-import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -15,10 +13,17 @@ from mrl.config import load_recipe
 from mrl.drill import Drill
 from mrl.drill.job import Job, num_rows
 
-RANKS, NUM_STEPS = 2, 60
+RANKS, NUM_STEPS = 2, 30
+SMALL = (
+    *("rollout.samples_per_prompt=2", "rollout.max_response_len=24"),
+    *("rollout.min_response_len=24", "diagnosis.decompose_every=0"),
+)
+"""Steps of about half a second on an idle machine."""
+LEFT = 7
+"""Steps that a job must have left when a process is struck."""
 LIMITS = (
     "rollout.stall_timeout_s=15", "rollout.request_timeout_s=60", "rollout.start_timeout_s=120",
-    "reward_timeout_s=15", "async.worker_timeout_s=20", "watch.first_limit_s=120",
+    "reward_timeout_s=15", "watch.first_limit_s=120",
     *(f"watch.limits.{phase}=30" for phase in ("score", "logprobs", "train", "save", "log")),
 )  # fmt: skip
 """The product's own limits, small enough to be waited for on a busy machine."""
@@ -26,8 +31,10 @@ WAIT_S = 400.0
 """Seconds after which a job still waits: more than the longest of its own limits, with a margin."""
 MEETING_WAIT_S = 1000.0
 """The same before the ranks have met, where torch's limits hold."""
-APART = ("rollout.placement=disaggregated", "rollout.num_ranks=1", "algorithm.importance=tis")
-SIZES = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4")
+APART = (
+    *("rollout.placement=disaggregated", "rollout.num_ranks=1", "algorithm.importance=tis"),
+    "async.worker_timeout_s=20",
+)
 
 
 class Subject(Protocol):
@@ -83,7 +90,9 @@ class Run:
     def __init__(self, folder: Path, model: Path, keys: tuple[str, ...]) -> None:
         toy = Toy(folder.parent, model)
         self.folder = folder
-        self.recipe = load_recipe(RECIPE, [*toy.overrides(output=folder.name), *LIMITS, *keys])
+        self.recipe = load_recipe(
+            RECIPE, [*toy.overrides(output=folder.name), *SMALL, *LIMITS, *keys]
+        )
         self._drill: Drill | None = None
         self.num_trainers = RANKS - (self.recipe.rollout.num_ranks or 0)
         self.judges_bits = False
@@ -99,8 +108,7 @@ class Run:
         return self.drill.job
 
     def prepare(self) -> None:
-        number = len(list(self.folder.glob("part_*")))
-        self._drill = Drill(self.recipe, RANKS, self.folder / f"part_{number}", NUM_STEPS)
+        self._drill = Drill(self.recipe, RANKS, new_part(self.folder), NUM_STEPS)
         self.drill.train_without_fault()
         self.judges_bits = self.drill.judges_bits
 
@@ -109,13 +117,13 @@ class Run:
 
     def start(self) -> Job:
         self.drill.close()
-        if self.rows() > NUM_STEPS - 8:
+        if self.rows() > NUM_STEPS - LEFT:
             self.begin_anew("done")
         self.drill.job = self.drill.start()
         return self.drill.job
 
     def running(self) -> Job:
-        if self.rows() > NUM_STEPS - 8:
+        if self.rows() > NUM_STEPS - LEFT:
             self.begin_anew("done")
         return self.drill.running()
 
@@ -140,24 +148,8 @@ class Run:
             self._drill.end()
 
 
-def python(words: str) -> list[str]:
-    """Return a command of a report as words, with this interpreter."""
-    found = shlex.split(words)
-    if found and Path(found[0]).name.startswith("python"):
-        found[0] = sys.executable
-    return found
-
-
-COLOCATED = "colocated run"
-SUBJECTS: dict[str, Callable[[Path, Path], Subject]] = {
-    COLOCATED: lambda folder, model: Run(
-        folder, model, ("parallel.expert_model_parallel_size=2", *SIZES)
-    ),
-    "disaggregated run, fixed schedule": lambda folder, model: Run(
-        folder, model, (*APART, *SIZES, "async.max_staleness=1", "async.deterministic=true")
-    ),
-    "disaggregated run, free": lambda folder, model: Run(
-        folder, model, (*APART, *SIZES, "async.max_staleness=2")
-    ),
-}
-"""How to make the job of each placement, from a folder and a model."""
+def new_part(folder: Path) -> Path:
+    """Return the folder of this call, which is not there yet."""
+    return next(
+        part for number in itertools.count() if not (part := folder / f"part_{number}").exists()
+    )

@@ -157,21 +157,7 @@ class Drill:
 
     def differences(self) -> list[str]:
         """Return where the run is not as the reference: metrics, samples, weights; one phrase each."""
-        run, reference = RunFolder(self.run), RunFolder(self.reference)
-        expected = {row["step"]: row for row in reference.read_metrics()}
-        rows = run.read_metrics()
-        found = []
-        if [row["step"] for row in rows] != list(range(len(rows))):
-            found.append(f"metrics.jsonl has the steps {[row['step'] for row in rows]}")
-        for row in rows:
-            step = row["step"]
-            other = differences(expected.get(step, {}), row, OF_THE_FAULT)
-            if other:
-                keys = ", ".join(pair.key for pair in other[:3])
-                found.append(f"step {step} has other values of {keys}")
-            if not _same_samples(run.rollout_file(step), reference.rollout_file(step)):
-                found.append(f"step {step} has other samples")
-        return found + self._other_weights()
+        return other_steps(self.run, self.reference) + self._other_weights()
 
     def broken(self, name: str) -> None:
         """Put the run aside, because it could not continue after a fault; the next one begins anew."""
@@ -205,6 +191,25 @@ class Drill:
             with suppress(Damaged, InputError, OSError):
                 step, digests = _digests(checkpoint)
                 self._digests[step] = digests
+
+
+def other_steps(ours: Path, others: Path) -> list[str]:
+    """Return the steps of a run whose metrics or samples are not those of another; one phrase each."""
+    run, reference = RunFolder(ours), RunFolder(others)
+    expected = {row["step"]: row for row in reference.read_metrics()}
+    rows = run.read_metrics()
+    found = []
+    if [row["step"] for row in rows] != list(range(len(rows))):
+        found.append(f"metrics.jsonl has the steps {[row['step'] for row in rows]}")
+    for row in rows:
+        step = row["step"]
+        other = differences(expected.get(step, {}), row, OF_THE_FAULT)
+        if other:
+            keys = ", ".join(pair.key for pair in other[:3])
+            found.append(f"step {step} has other values of {keys}")
+        if not _same_samples(run.rollout_file(step), reference.rollout_file(step)):
+            found.append(f"step {step} has other samples")
+    return found
 
 
 def one_step_again(drill: Drill) -> str:

@@ -111,10 +111,14 @@ class Service:
         tenants = [each for each in read_tenants(self.folder) if each.state != "removed"]
         return {each.name: (each.state, each.reason) for each in tenants}
 
+    def command(self, *words: str) -> list[str]:
+        """Return the command that starts the service."""
+        return [*self._mrl, "serve", str(self.config), *words]
+
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         log = self.folder.with_suffix(".log").open("ab")
         return subprocess.Popen(
-            [*self._mrl, "serve", str(self.config), *words],
+            self.command(*words),
             cwd=ROOT, stdout=log, stderr=log, env=environment(),
         )  # fmt: skip
 
