@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import psutil
 
-from benchmarks.process_strikes.phases import EARLY, MEETING, PHASES, Phase
+from benchmarks.process_strikes.phases import EARLY, ENDING, MEETING, PHASES, START, Phase
 from benchmarks.process_strikes.roles import LAUNCHER
 from benchmarks.process_strikes.strike import KILL, STOP, Row, Striker, Trial
 from benchmarks.process_strikes.subjects import Subject
 from mrl.drill.job import Job, Unexpected, is_alive
-from mrl.errors import InputError
+from mrl.errors import ExitCode, InputError
 
-ORDER = ("rollout", "sync", "train", "save", "start", MEETING)
+ORDER = ("rollout", ENDING, "save", "sync", START, "train", MEETING)
 """The order in which phases are tried."""
 BRIEF_S = 1.0
 """Processes that are there for less are not struck, forks of a rank aside, which write checkpoints."""
 WATCHED_STEPS = 4
+MASKED = ("reward worker", "environment worker")
+"""Processes of user code: what they had not scored is masked, so that the run has other bits."""
 Write = Callable[[Row], None]
 
 
 def observed(subject: Subject, steps: int = WATCHED_STEPS) -> dict[str, dict[str, float]]:
-    """Start the job without a fault; return how long each role is there in each phase, in seconds.
+    """Start the job without a fault, and let it save and end after some steps.
 
-    The job is left running.
+    Return how long each role is there in each phase, in seconds.
     """
     job, striker = subject.start(), Striker(subject)
     phase, found = Phase(job), {}
-    last, there = time.monotonic(), subject.rows()
-    while not (job.has_begun() and subject.rows() >= there + steps):
-        if job.process.poll() is not None:
-            raise Unexpected(f"ended while it was watched; see {job.log}")
+    last, there, is_told = time.monotonic(), subject.rows(), False
+    while job.process.poll() is None:
+        if not is_told and job.has_begun() and subject.rows() >= there + steps:
+            job.send(signal.SIGUSR1)
+            is_told = True
         at, now = phase.now(), time.monotonic()
         for role in striker.victims(job):
             seconds = found.setdefault(role, {})
             seconds[at] = seconds.get(at, 0.0) + now - last
         last = now
         time.sleep(0.01)
+    if job.end() != ExitCode.SAVED:
+        raise Unexpected(f"ended with code {job.end()} without a fault; see {job.log}")
     return found
 
 
@@ -76,10 +82,8 @@ class Lane:
         left = list(trials)
         while left:
             trial = left.pop(0)
-            is_last = not any((t.role, t.signal) == (trial.role, STOP) and t.phase not in EARLY
-                              for t in left)  # fmt: skip
             try:
-                row = self._tried(trial, is_last=is_last)
+                row = self._tried(trial)
             except (Unexpected, InputError, OSError, psutil.Error) as error:
                 row = Row(*trial, happened="waits", problems=[f"{type(error).__name__}: {error}"])
                 self.owed = None
@@ -87,19 +91,19 @@ class Lane:
             self.write(row)
         self._settle()
 
-    def _tried(self, trial: Trial, *, is_last: bool) -> Row:
+    def _tried(self, trial: Trial) -> Row:
         job = self._started(trial)
         row, victim = self.striker.strike(trial, job)
         if victim is None:
             return row
         if row.happened == "ended":
-            self.owed = row
+            self.owed = None if row.exit_code == ExitCode.SAVED else row
             self._close()
         elif row.happened == "waits":
             self._close()
             self.owed = None
         else:
-            self._went_on(row, job, victim, is_last=is_last)
+            self._went_on(row, job, victim)
         return row
 
     def _started(self, trial: Trial) -> Job:
@@ -108,7 +112,10 @@ class Lane:
             self._settle()
             return self.subject.start()
         self._settle()
-        return self.subject.running()
+        job = self.subject.running()
+        if trial.phase == ENDING:
+            job.send(signal.SIGUSR1)
+        return job
 
     def _settle(self) -> None:
         """Continue a job that a trial has ended; add to its row what is not as without the fault."""
@@ -127,9 +134,11 @@ class Lane:
             row.then += " with the same bits" if self.subject.judges_bits else ""
         self.write(row)
 
-    def _went_on(self, row: Row, job: Job, victim: psutil.Process, *, is_last: bool) -> None:
+    def _went_on(self, row: Row, job: Job, victim: psutil.Process) -> None:
         found = self.subject.differences()
-        if found and row.happened == "replaced" and not self.subject.keeps_bits:
+        if found and row.role in MASKED:
+            row.then = "what was not scored was masked"
+        elif found and row.happened == "replaced" and not self.subject.keeps_bits:
             row.then = "other bits from then on, within the bound"
         else:
             row.problems += found
@@ -139,7 +148,7 @@ class Lane:
             row.problems.append("the struck process is left")
         if row.happened == "replaced" or row.role.startswith("fork"):
             pass
-        elif row.signal == KILL or is_last:
+        elif row.signal == KILL:
             then = row.then
             self.striker.end_on_request(row, job)
             row.then = "; ".join(filter(None, (then, row.then)))

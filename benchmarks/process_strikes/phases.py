@@ -15,12 +15,15 @@ MEETING = "meeting"
 """Before the ranks have met: no page is there yet, and nothing watches."""
 START = "start"
 EARLY = (MEETING, START)
+ENDING = "end"
+"""A rank is through with the run: it closes what it has opened, and is not watched any more."""
 PHASES = {
     START: ("start", "load"),
     "sync": ("sync",),
     "rollout": ("rollout",),
     "train": ("logprobs", "train"),
     "save": ("save",),
+    ENDING: (heartbeat.LEFT,),
 }
 """The phases of the table, and those of the watchdog that belong to each."""
 INTO_S = {"rollout": 0.2}

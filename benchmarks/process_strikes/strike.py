@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import psutil
 
-from benchmarks.process_strikes.phases import EARLY, MEETING, PHASES, Phase
+from benchmarks.process_strikes.phases import EARLY, ENDING, MEETING, PHASES, Phase
 from benchmarks.process_strikes.roles import FORK, LAUNCHER, last_of_each, looks_of, roles
 from benchmarks.process_strikes.subjects import MEETING_WAIT_S, WAIT_S, Subject
 from mrl.drill.chain import problems_of_end
@@ -133,7 +133,8 @@ class Striker:
                 row.noticed_s = round(now, 1)
             if now - looked > LOOK_S:
                 looked = now
-                job.look()
+                if len(job.look()) == 1 and row.role == LAUNCHER:
+                    job.process.resume()  # the rest has ended: nothing waits but what was stopped
                 pid = self.victims(job).get(row.role)
                 is_replaced = is_gone and pid is not None and pid != victim.pid
                 if is_replaced and row.noticed_s is None:
@@ -155,12 +156,15 @@ class Striker:
         code = job.end()
         failure = job.failure()
         is_launcher = row.role == LAUNCHER
-        codes = (-signal.SIGKILL,) if is_launcher else CODES
-        row.problems += problems_of_end(job, code, codes)
-        if is_launcher:  # nobody is left to remove its own folder; the next start does
-            row.problems = [
-                p for p in row.problems if "mrl-launch" not in p and "/dev/shm" not in p
-            ]
+        codes = (-signal.SIGKILL,) if is_launcher and row.signal == KILL else CODES
+        codes = (*codes, ExitCode.SAVED) if row.phase == ENDING else codes
+        found = problems_of_end(job, code, codes)
+        if (
+            is_launcher and row.signal == KILL
+        ):  # nobody is left to remove files; the next start does
+            files = {f"{file} is left" for file in job.files()}
+            found = [text for text in found if text not in files]
+        row.problems += found
         row.happened, row.exit_code = "ended", code
         row.seconds = round(time.monotonic() - began, 1)
         if failure is not None:
