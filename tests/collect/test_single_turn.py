@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
 
-from mrl.collect.single_turn import SingleTurnRollout, start_groups
+from mrl.collect.single_turn import SingleTurnRollout, _continued, start_groups
 from mrl.rollout.base import Completion, EngineLost, Request, RolloutEngine, SamplingParams
 from mrl.types import SampleGroup, VersionSpan
 from tests.sample_groups import PROMPT_LEN, prompt
@@ -50,3 +51,27 @@ def test_samples_that_are_whole_before_their_group_are_told_and_not_asked_for_ag
     assert rollout.is_over
     (group,) = found
     assert [s.response_ids.tolist() for s in group.samples] == [[0, 0], [0, 0], [2, 2]]
+
+
+def test_a_partial_sample_without_room_is_cut_off_and_says_so() -> None:
+    """As in a run that continues with shorter answers, or with a shorter context."""
+
+    def begun() -> list[SampleGroup]:
+        groups = start_groups([prompt(0)], 2)
+        spans = (VersionSpan(0, PROMPT_LEN, PROMPT_LEN + 2),)
+        for k, sample in enumerate(groups[0].samples):
+            rid = f"{k}"
+            part = Completion(rid, torch.tensor([1, 2]), torch.zeros(2), "abort", spans, None)
+            groups[0].samples[k] = _continued(sample, part)
+        return groups
+
+    for room in ({"sampling": SamplingParams(2)}, {"context_len": PROMPT_LEN + 2}):
+        rollout = SingleTurnRollout(begun(), seed=0, **{"sampling": SamplingParams(9), **room})
+        (group,) = rollout.finished(cast(RolloutEngine, Answers([])))
+        assert [s.finish_reason for s in group.samples] == ["length", "length"]
+        assert [s.response_ids.tolist() for s in group.samples] == [[1, 2], [1, 2]]
+    engine = Answers([0, 1])
+    rollout = SingleTurnRollout(begun(), SamplingParams(9), 0, context_len=PROMPT_LEN + 5)
+    with suppress(EngineLost):
+        list(rollout.finished(cast(RolloutEngine, engine)))
+    assert [request.sampling.max_new_tokens for request in engine.asked[0]] == [3, 3]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mrl.config import EvalSetConfig, load_recipe
 from mrl.errors import InputError
-from mrl.preflight.sampling import check_sampling, check_sampling_mask
+from mrl.preflight.sampling import check_cache, check_sampling, check_sampling_mask
+from mrl.types import Prompt
 from tests.loop.conftest import TOY_RECIPE
 
 VOCAB_SIZE = 99
@@ -29,6 +31,28 @@ def test_what_cannot_be_meant_is_refused(keys: list[str], parts: list[str]) -> N
     with pytest.raises(InputError) as caught:
         check_sampling(recipe.rollout, VOCAB_SIZE)
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_a_cache_that_is_too_small_for_a_request_is_refused() -> None:
+    prompts = [Prompt("0", torch.arange(16), "", {}, "row 1")]
+
+    def check(size: int | None, *keys: str) -> None:
+        more = [] if size is None else [f"rollout.max_total_tokens={size}"]
+        more += ["rollout.max_response_len=8", "rollout.min_response_len=0"]
+        recipe = load_recipe(TOY_RECIPE, [*more, *keys])
+        check_cache(recipe, prompts, 64, on_gpu=False)
+
+    check(31)
+    with pytest.raises(InputError, match=r"have 24 tokens.* cache of 30 .*holds 23 .*give it 31"):
+        check(30)
+    check(None)
+    episodes = ("reward=null", "environment.name=guess_letter")
+    check(71, *episodes)
+    with pytest.raises(InputError, match=r"a conversation has up to .* 64 tokens, .*give it 71"):
+        check(70, *episodes)
+    with pytest.raises(InputError, match="holds 21 of one request; give it 33"):
+        check(30, "rollout.server_args.page_size=4")
+    check(30, "debug.load_rollouts=x")
 
 
 @pytest.mark.parametrize(

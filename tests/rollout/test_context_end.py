@@ -1,0 +1,49 @@
+"""The end of the context on a real SGLang server: what is asked for is answered, or refused unsent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rollout_helpers import make_requests
+
+from mrl.errors import InputError
+from mrl.rollout.base import Request, RequestFailed, SamplingParams
+
+
+def test_every_length_up_to_the_contexts_last_token(engine):
+    """All of the toy model's 512 positions, prompt and answer; what is beyond is refused unsent."""
+    whole = engine.context_len
+    requests = [
+        Request(f"{size}+{new}", torch.full((size,), 9), size, SamplingParams(new, new))
+        for size in range(whole - 9, whole)
+        for new in {1, whole - size}
+    ]
+    done = {
+        c.request_id: f"{c.finish_reason} {len(c.output_ids)}" for c in engine.generate(requests)
+    }
+    assert done == {r.request_id: f"length {r.sampling.max_new_tokens}" for r in requests}
+    (logprobs,) = engine.sequence_logprobs([torch.full((whole,), 9)])
+    assert len(logprobs) == whole
+    for request, message in (
+        (Request("a", torch.full((whole,), 9), 0, SamplingParams(1)), "exceed the context of 512"),
+        (Request("b", torch.tensor([200]), 0, SamplingParams(1)), "token 200, expected 0 to 127"),
+        (Request("c", torch.tensor([9]), 0, SamplingParams(1, top_k=1 << 40)), "top_k is 10995"),
+    ):
+        with pytest.raises(InputError, match=message):
+            engine.generate([request])
+    with pytest.raises(InputError, match="a sequence of 513 tokens, expected 1 to 512"):
+        engine.sequence_logprobs([torch.full((whole + 1,), 9)])
+
+
+def test_what_the_server_refuses_is_no_lost_engine(engine, monkeypatch):
+    """As if mrl did not know how much SGLang keeps to itself."""
+    monkeypatch.setattr(engine, "context_len", 600)
+    begun = engine.process_id
+    request = Request("a", torch.full((520,), 9), 0, SamplingParams(1))
+    with pytest.raises(RequestFailed, match=r"is longer than the model's context length"):
+        list(engine.generate([request]))
+    request = Request("b", torch.full((515,), 9), 0, SamplingParams(1))
+    with pytest.raises(RequestFailed, match=r"b: the engine refused .*exceeds the maximum allowed"):
+        list(engine.generate([request]))
+    assert engine.process_id == begun
+    assert len(list(engine.generate(make_requests(2, SamplingParams(4))))) == 2
