@@ -106,7 +106,6 @@ def check(
     check_importance(recipe.algorithm)
     _check_rollout(recipe, roles, model)
     _check_engine(recipe, model, on_gpu=elsewhere or torch.cuda.is_available())
-    check_recipe_sampling(recipe, model.sizes.vocab_size)
     check_on_policy(recipe, dims, model)
     check_asynchronous(recipe)
     check_partial_rollouts(recipe, roles.num_engines(recipe.rollout))
@@ -126,11 +125,7 @@ def check(
     _check_prompts(prompts, tokenizer, recipe, warn, imports_rewards)
     sft_examples = _sft_examples(recipe, tokenizer, context_len)
     eval_sets = _eval_sets(recipe, model, tokenizer, context_len, warn, imports_rewards)
-    on_gpu = elsewhere or torch.cuda.is_available()
-    check_cache(recipe, prompts, context_len, on_gpu=on_gpu)
-    for each in eval_sets:
-        where = f"eval set {each.config.name}: rollout"
-        check_cache(each.recipe, each.prompts, context_len, on_gpu=on_gpu, where=where)
+    _check_cache(recipe, prompts, eval_sets, context_len, elsewhere=elsewhere)
     update = _check_folder(folder, recipe, allowed, algorithm, adapter)
     checkpoint_step = resume_step(folder, warn)
     step = snapshot_step(folder, recipe, warn) or checkpoint_step
@@ -308,6 +303,7 @@ def _check_rollout(recipe: Recipe, roles: Roles, model: HfModel) -> None:
             f"{rollout.max_response_len}; in between, the engine would forbid the end token, and its "
             "log-probs would be those of another distribution than the trainer's"
         )
+    check_recipe_sampling(recipe, model.sizes.vocab_size)
 
 
 def _check_engine(recipe: Recipe, model: HfModel, *, on_gpu: bool) -> None:
@@ -320,6 +316,22 @@ def _check_engine(recipe: Recipe, model: HfModel, *, on_gpu: bool) -> None:
         check_limits(recipe.model.path, recipe.rollout, on_gpu=on_gpu, return_routes=routes)
         if routes and model.named is not None:
             check_route_layers(model.path, model.moe_layer_numbers, model.sizes.num_experts)
+
+
+def _check_cache(
+    recipe: Recipe,
+    prompts: list[Prompt],
+    eval_sets: list[EvalSet],
+    context_len: int,
+    *,
+    elsewhere: bool,
+) -> None:
+    """Check that the engine's KV cache holds every request, those of the evaluation sets too."""
+    on_gpu = elsewhere or torch.cuda.is_available()
+    check_cache(recipe, prompts, context_len, on_gpu=on_gpu)
+    for each in eval_sets:
+        where = f"eval set {each.config.name}: rollout"
+        check_cache(each.recipe, each.prompts, context_len, on_gpu=on_gpu, where=where)
 
 
 def _context_len(config: RolloutConfig, model: HfModel) -> int:

@@ -54,7 +54,7 @@ def test_samples_that_are_whole_before_their_group_are_told_and_not_asked_for_ag
 
 
 def test_a_partial_sample_without_room_is_cut_off_and_says_so() -> None:
-    """As in a run that continues with shorter answers, or with a shorter context."""
+    """A run may continue with shorter answers, or with a shorter context."""
 
     def begun() -> list[SampleGroup]:
         groups = start_groups([prompt(0)], 2)

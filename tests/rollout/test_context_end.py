@@ -36,7 +36,7 @@ def test_every_length_up_to_the_contexts_last_token(engine):
 
 
 def test_what_the_server_refuses_is_no_lost_engine(engine, monkeypatch):
-    """As if mrl did not know how much SGLang keeps to itself."""
+    """Here mrl does not know how much SGLang takes."""
     monkeypatch.setattr(engine, "context_len", 600)
     begun = engine.process_id
     request = Request("a", torch.full((520,), 9), 0, SamplingParams(1))

@@ -15,9 +15,9 @@ EXCEPTION = re.compile(
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 CONSEQUENCES = re.compile(
     r"EOFError|BrokenPipeError|ConnectionResetError|ConnectionRefusedError|scheduler died|"
-    r"(?:Sub)?process .*(?:failed|died|terminated)|initialization failed"
+    r"(?:Sub)?process .*(?:failed|died|terminated)|initialization failed|/freeze_gc"
 )
-"""What other processes of the server raise when the one with the fault has gone."""
+"""What other processes of the server raise when the one with the fault has gone, or is yet to come."""
 CRASHES = re.compile(
     r"Segmentation fault|Fatal Python error|core dumped|CHECK failed|terminate called"
 )

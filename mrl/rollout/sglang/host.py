@@ -86,7 +86,7 @@ class Host:
     @property
     def longest(self) -> int:
         """The most tokens that the engine takes of one sequence."""
-        return min(self.context_len, self.cache_len or self.context_len)
+        return self.context_len if self.cache_len is None else min(self.context_len, self.cache_len)
 
     @property
     def process_id(self) -> int | None:
@@ -142,7 +142,7 @@ class Host:
         warm_up(
             self.server,
             num_replicas=self.config.data_parallel_attention_size,
-            context_len=self.context_len,
+            context_len=self.longest,
             return_routes=self.shape is not None,
             timeout_s=self.config.start_timeout_s,
         )
