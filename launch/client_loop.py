@@ -1,8 +1,8 @@
 """A training loop of your own on a service: supervised steps, then a tiny RL loop.
 
-    mrl toy-model /tmp/toy
+    mrl toy-model toy/model
     mrl serve service.yaml &                         # docs/client.md has one for the toy model
-    python launch/client_loop.py /data/service
+    python launch/client_loop.py service
 
 The task is to answer any prompt with small token ids, so no tokenizer is needed.
 """
@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from mrl.client import Datum, Sample, ServiceClient, Session
+from mrl.errors import InputError, RunFailed
 
+WAIT_S = 300.0
+"""Seconds for a service that is not there yet."""
 NUM_IDS = 60
 """Ids below this one are small."""
 PROMPTS = [[70, 80, 90], [100, 65], [85, 95, 75, 105]]
@@ -71,7 +75,15 @@ def main() -> None:
     parser.add_argument("--name", default="loop", help="the name of the session")
     parser.add_argument("--steps", type=int, default=12, help="of each of the two loops")
     args = parser.parse_args()
-    session = ServiceClient(args.service).create_session(
+    try:
+        run(args)
+    except (InputError, RunFailed) as error:
+        sys.exit(f"client_loop: {error}")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Create a session, train it by both loops, and remove it."""
+    session = ServiceClient(args.service, wait_s=WAIT_S).create_session(
         args.name,
         output_dir=args.service / "runs" / args.name,
         lora={"rank": 8, "alpha": 16},

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands.launcher import train_command
@@ -77,10 +78,12 @@ def train(
     roles, rank = roles_of(recipe, world), int(os.environ.get("RANK", "0"))
     if roles.is_rollout(rank):
         return _roll_out(recipe, roles, rank, allowed)
-    plan = check(recipe, world, allowed=allowed)
-    recipe = plan.recipe
     is_main = os.environ.get("RANK", "0") == "0"
     with closing(RunFolder(recipe.output_dir)) as folder:
+        if is_main:
+            folder.claim()  # before the check looks for a checkpoint
+        plan = check(recipe, world, allowed=allowed)
+        recipe = plan.recipe
         if is_main:
             room = "" if _is_done(plan, folder) else check_room(plan, console.warning)
             folder.open(recipe, plan.update, plan.resume_step or 0)
@@ -115,6 +118,8 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
     from parallel import prepare
 
     prepare()
+    import torch.distributed as dist
+
     from mrl.commands.bytes_held import bytes_held
     from mrl.commands.out_of_memory import memory_advice
     from mrl.run import console
@@ -132,6 +137,9 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
         lambda: made[0].step if made else None,
     ):
         mesh = init_mesh(plan.dims, recipe.seed, timeout_s=recipe.longest_wait_s)
+        found = [plan.checkpoint_step]  # as rank 0 saw it, which has claimed the folder
+        dist.broadcast_object_list(found)
+        plan = replace(plan, checkpoint_step=found[0])
         if (apart := compare_clocks()) and mesh.rank == 0:
             console.warning(apart)
         rest = range(plan.roles.num_trainers, plan.roles.world)  # they lead engines

@@ -59,6 +59,8 @@ class RunFolder:
         self.history = History(self.root)
         self.timeline = Timeline(self.root / "timeline.jsonl")
         self._lock: IO[str] | None = None
+        self._had_begun: bool | None = None
+        """Whether `claim` found a run in it."""
         self._settled = 0
         """The steps whose files are on the disk."""
 
@@ -91,11 +93,36 @@ class RunFolder:
         has_rows = self.metrics.exists() and b"\n" in self.metrics.read_bytes()
         return has_rows or any(self.checkpoints.glob("iter_*"))
 
+    def claim(self) -> None:
+        """Let no other run write to the folder of a run, before anything of it is looked at: what a
+        start finds there is then what it continues from. `open` claims a folder that is new.
+
+        Raises InputError while another run is writing to it.
+        """
+        if (self.root / ".lock").exists():
+            with suppress(PermissionError):  # the check says what cannot be written
+                self._take_lock()
+        self._had_begun = self.has_begun
+
+    def _take_lock(self) -> None:
+        if self._lock is not None:
+            return
+        with refusing(self.root):
+            lock = (self.root / ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise InputError(
+                f"output_dir {self.root} is in use by a running job; choose another output_dir"
+            ) from None
+        self._lock = lock
+
     def open(self, recipe: Recipe, update: Update | None = None, step: int = 0) -> None:
         """Make the folder, claim it, and note the start in its history.
 
         `update` is what `check` returned, `step` the steps done. Raises InputError while another run is
-        writing to the folder.
+        writing to the folder, and where one has begun in it since `claim` found none.
         """
         with refusing(self.root):
             new = [p for p in (self.root, *self.root.absolute().parents) if not p.exists()]
@@ -104,14 +131,12 @@ class RunFolder:
             for parent in (self.root, *(each.parent for each in new)):
                 with suppress(PermissionError):  # a parent may be closed to this user
                     sync(parent)  # after a power cut the folder is there
-        with refusing(self.root):
-            self._lock = (self.root / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        self._take_lock()
+        if self._had_begun is False and self.has_begun:
             raise InputError(
-                f"output_dir {self.root} is in use by a running job; choose another output_dir"
-            ) from None
+                f"output_dir {self.root}: another job has begun a run there since this one looked; "
+                "start again to continue that run, or choose another output_dir"
+            )
         update = update or Update()
         with refusing(self.root):
             clear_failure(self.root)

@@ -88,15 +88,17 @@ class TenantRun(Trained):
         Raises InputError for a recipe that cannot start, RunFailed where its checkpoint cannot be read.
         """
         self.name, self._house = name, house
-        # Where workers are another user's, no line of theirs may run here.
-        plan = check(recipe, world, imports_rewards=house.limits.reward_user is None)
-        if plan.adapter is None:
-            raise InputError(
-                "lora: got none, but a tenant trains an adapter; give it a lora branch"
-            )
         with ExitStack() as undo:
-            self.folder = RunFolder(plan.recipe.output_dir)
+            self.folder = RunFolder(recipe.output_dir)
             undo.callback(self.folder.close)
+            if house.mesh.rank == 0:
+                self.folder.claim()  # before the check looks for a checkpoint
+            # Where workers are another user's, no line of theirs may run here.
+            plan = check(recipe, world, imports_rewards=house.limits.reward_user is None)
+            if plan.adapter is None:
+                raise InputError(
+                    "lora: got none, but a tenant trains an adapter; give it a lora branch"
+                )
             if house.mesh.rank == 0:
                 self.folder.open(plan.recipe, plan.update, plan.resume_step or 0)
                 warn_of_open_folder(self.folder.root, house.limits.reward_user)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field, Strict, ValidationError
+from pydantic import Field, Strict, ValidationError, model_validator
 
 from mrl.config.branch import Branch
 from mrl.data.template import render_chat
@@ -26,6 +26,13 @@ class ChatBody(Branch):
     add_generation_prompt: Annotated[bool, Strict()] = True
     """End with the beginning of the assistant's answer."""
     tools: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_messages(self) -> Self:
+        for number, each in enumerate(self.messages):
+            if not isinstance(each.get("role"), str) or not {"content", "tool_calls"} & set(each):
+                raise ValueError(f"message {number} needs a role and content, got {sorted(each)}")
+        return self
 
 
 class DecodeBody(Branch):
@@ -54,8 +61,9 @@ class ServiceTokenizer:
             body = kinds[action].model_validate(given)
         except ValidationError as error:
             problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            place = ".".join(str(part)[:80] for part in problem["loc"])
-            raise InputError(f"{action}: {place}: {problem['msg']}") from None
+            place = ".".join(str(part)[:80] for part in problem["loc"]) or "body"
+            message = problem["msg"].removeprefix("Value error, ")
+            raise InputError(f"{action}: {place}: {message}") from None
         with self._using:
             if isinstance(body, EncodeBody):
                 return {"tokens": [self._encode(text) for text in body.texts]}

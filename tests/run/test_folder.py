@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from mrl.commands.train import train
+from mrl.config.load import load_recipe
+from mrl.errors import InputError
 from mrl.run.folder import RunFolder, rollout_lines
+from mrl.tenants.sessions.run import SessionRun
+from mrl.tenants.tenant_run import TenantRun
 from mrl.types import VersionSpan
 from tests.sample_groups import PROMPT_LEN, group, sample
 
@@ -20,3 +30,57 @@ def test_the_record_of_a_sample_says_how_old_its_oldest_token_is(tmp_path: Path)
     rows = folder.read_rollouts(5)
     assert [row["weight_version"] for row in rows] == [5, 5]
     assert [row["staleness"] for row in rows] == [2, 0]
+
+
+def test_a_start_looks_for_a_checkpoint_under_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of a folder is looked at while another job writes to it: what was found could be old."""
+    recipe = load_recipe("launch/recipes/toy_moe.yaml", [f"output_dir={tmp_path}"])
+    looked: list[str] = []
+
+    def check(*_: Any, **__: Any) -> None:
+        looked.append("check")
+        raise InputError("looked")
+
+    monkeypatch.setattr("mrl.preflight.check", check)
+    monkeypatch.setattr("mrl.tenants.tenant_run.check", check)
+    monkeypatch.setattr("mrl.tenants.sessions.run.check_adapter", check)
+    monkeypatch.setattr("mrl.tenants.sessions.run.check_session", lambda recipe: None)
+    monkeypatch.setattr("mrl.tenants.sessions.run.check_lora", lambda *_: "an adapter")
+    monkeypatch.setattr("mrl.tenants.sessions.run.HfModel.read", lambda *_: None)
+    house: Any = SimpleNamespace(
+        mesh=SimpleNamespace(rank=0), limits=SimpleNamespace(reward_user=None)
+    )
+    starts = {
+        "train": lambda: train(recipe, 1),
+        "tenant": lambda: TenantRun("a", 1.0, recipe, 1, house, "1-0-a"),
+        "session": lambda: SessionRun("1-0-a", 1.0, recipe, house, None, str),
+    }
+    for start in starts.values():  # nobody has it
+        with pytest.raises(InputError, match="looked"):
+            start()
+    assert len(looked) == 3
+    with closing(RunFolder(tmp_path)) as other:
+        other.open(recipe)
+        for name, start in starts.items():
+            with pytest.raises(InputError, match="is in use by a running job"):
+                start()
+            assert len(looked) == 3, name
+
+
+def test_a_run_that_another_job_began_meanwhile_is_not_written_over(tmp_path: Path) -> None:
+    recipe = load_recipe("launch/recipes/toy_moe.yaml", [f"output_dir={tmp_path}"])
+    with closing(RunFolder(tmp_path)) as late, closing(RunFolder(tmp_path)) as first:
+        late.claim()  # there is nothing yet
+        first.claim()
+        first.open(recipe)
+        first.add_metrics({"step": 0})
+        first.close()
+        with pytest.raises(InputError, match="another job has begun a run there"):
+            late.open(recipe)
+        again = RunFolder(tmp_path)
+        late.close()
+        again.claim()
+        again.open(recipe)
+        again.close()

@@ -75,12 +75,14 @@ class SessionRun(Trained):
         self._recipe = recipe = recipe.model_copy(update={"model": native})
         mesh = house.mesh
         self.folder = RunFolder(recipe.output_dir)
-        check_adapter(self.folder, adapter)
-        update = self.folder.check(recipe)
-        warn = console.warning if mesh.rank == 0 else lambda text: None
-        step = resume_step(self.folder, warn)
         with ExitStack() as undo:
             undo.callback(self.folder.close)
+            if mesh.rank == 0:
+                self.folder.claim()  # before anything looks for a checkpoint
+            check_adapter(self.folder, adapter)
+            update = self.folder.check(recipe)
+            warn = console.warning if mesh.rank == 0 else lambda text: None
+            step = resume_step(self.folder, warn)
             if mesh.rank == 0:
                 self.folder.open(recipe, update, step or 0)
             self.policy = make_policy(

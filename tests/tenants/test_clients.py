@@ -1,0 +1,208 @@
+"""What a client sees of a service that is not there, is starting or busy, or whose answers get lost."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mrl.cli import main
+from mrl.client import OperationLost, ServiceClient, Session
+from mrl.errors import InputError, RunFailed
+from mrl.tenants import client as client_module
+from mrl.tenants import http, start
+from mrl.tenants.client import Busy, ControlClient, NobodyListens
+from mrl.tenants.control import Control
+from mrl.tenants.registry import Registry
+from mrl.tenants.start import is_alive, note_start
+from tests.tenants.parts import make_model, service, session, tenant
+
+COMMAND = "python -m mrl.launch --standalone --nproc-per-node 2 -m mrl serve /x/service.yaml"
+
+
+@pytest.fixture(scope="module")
+def model(made_once: Callable[..., Path]) -> Path:
+    return made_once("tenants_model", make_model)
+
+
+@pytest.fixture
+def control(tmp_path: Path, model: Path) -> Iterator[Control]:
+    with Registry(service(tmp_path, model)) as registry, Control(registry) as made:
+        yield made
+
+
+@pytest.fixture
+def ann(control: Control, tmp_path: Path) -> Session:
+    client = ServiceClient(control.registry.root)
+    return client.create_session("ann", output_dir=tmp_path / "ann", lora={"rank": 4})
+
+
+def lose_answers(monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
+    """Let the service end the next connections when it has done what it was asked, without a word."""
+    send, lost = http._send, list(range(number))
+
+    def losing(connection: socket.socket, status: int, message: dict[str, Any]) -> None:
+        if lost:
+            lost.pop()
+            raise OSError("the connection is gone")
+        send(connection, status, message)
+
+    monkeypatch.setattr(http, "_send", losing)
+    return lost
+
+
+def test_an_operation_whose_answer_is_lost_is_the_same_when_it_comes_again(
+    ann: Session, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = lose_answers(monkeypatch, 2)
+    first, second = ann.optim_step(), ann.save()
+    assert not lost
+    taken = control.registry.operations.take("1-0-ann")
+    assert [each.id for each in taken] == [first.id, second.id]
+
+
+def test_what_would_be_done_twice_is_not_asked_again(
+    control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = ControlClient(control.registry.root)
+    lose_answers(monkeypatch, 1)
+    with pytest.raises(RunFailed, match="did not answer"):
+        client.add("ann", session(tmp_path / "ann"), loop="client")
+    lose_answers(monkeypatch, 1)
+    assert [each["name"] for each in client.tenants()] == ["ann"]  # a look may be repeated
+
+
+def test_a_key_is_that_of_one_operation_of_one_life(ann: Session, control: Control) -> None:
+    client = ControlClient(control.registry.root)
+    body = {"kind": "optim_step", "key": "k-1", "life": ann.life}
+    first = client.post("ann", body)
+    assert client.post("ann", body) == first
+    with pytest.raises(InputError, match="the key 'k-1' came before with another operation"):
+        client.post("ann", {**body, "lr": 0.5})
+    with pytest.raises(InputError, match="comes with a life"):
+        client.post("ann", {"kind": "save", "key": "k-2"})
+    with pytest.raises(InputError, match="key is 1 to 64 letters"):
+        client.post("ann", {**body, "key": "a/b"})
+    ann.pause()
+    assert client.operation("ann", first["id"])["state"] == "lost"
+    ann.resume()
+    with pytest.raises(InputError, match="was opened anew"):
+        client.post("ann", body)  # of the life before
+    assert client.post("ann", {**body, "life": ann.life}) != first
+
+
+def test_a_busy_service_is_asked_again(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, call = ControlClient(control.registry.root), ControlClient._call
+    refusals = [1, 2]
+
+    def busy(*args: Any) -> Any:
+        if refusals:
+            refusals.pop()
+            raise Busy("too many callers at a time")
+        return call(*args)
+
+    monkeypatch.setattr(ControlClient, "_call", busy)
+    assert client.tenants() == []
+    refusals[:] = [1] * 100
+    monkeypatch.setattr(client_module, "AGAIN_S", 0.0)
+    with pytest.raises(RunFailed, match="too many callers"):
+        client.tenants()
+
+
+def test_a_session_object_never_reaches_another_tenant_of_its_name(
+    ann: Session, control: Control, tmp_path: Path
+) -> None:
+    control.registry.move("ann", "removed")
+    ServiceClient(control.registry.root).create_session(
+        "ann", output_dir=tmp_path / "other", lora={"rank": 4}
+    )
+    for call in (ann.save, ann.status):
+        with pytest.raises(OperationLost, match="another tenant has its name"):
+            call()
+    for change in (ann.pause, ann.remove):
+        with pytest.raises(InputError, match="number 2 of the service by now, and not 1"):
+            change()
+    assert control.registry.get("ann").state == "queued"
+
+
+def test_nowhere_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(NobodyListens) as error:
+        ServiceClient(tmp_path / "nowhere")
+    assert "nowhere is not the folder of a service: it has no service.yaml" in str(error.value)
+
+
+def test_a_service_that_starts_is_waited_for(tmp_path: Path, model: Path) -> None:
+    config, made = service(tmp_path, model), threading.Event()
+
+    def serve() -> None:
+        with Registry(config) as registry:
+            note_start(registry.root, COMMAND)
+            made.wait(0.3)  # it loads a model
+            with Control(registry):
+                made.wait(30)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        assert ServiceClient(config.output_dir, wait_s=60).control.tenants() == []
+    finally:
+        made.set()
+        thread.join()
+
+
+def test_a_stopped_service_is_listed_as_stopped_with_its_command(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = service(tmp_path, model)
+    with Registry(config) as registry:
+        note_start(registry.root, COMMAND)
+        for name in ("ann", "bob"):
+            registry.add(name, tenant(tmp_path / name))
+        registry.move("ann", "running")
+        registry.move("bob", "paused", "lunch")
+    assert is_alive(registry.root)  # it is this process
+    main(["tenants", "list", "--service", config.output_dir])
+    said = capsys.readouterr().out
+    assert "starting" in said
+    monkeypatch.setattr(start, "_began", lambda pid: "another process")
+    main(["tenants", "list", "--service", config.output_dir])
+    said = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in said.splitlines() if line.strip()}
+    assert "stopped" in lines["ann"]
+    assert "running" not in said
+    assert "paused" in lines["bob"]
+    assert COMMAND in " ".join(said.split())
+    main(["tenants", "status", "ann", "--service", config.output_dir])
+    assert "stopped" in capsys.readouterr().out
+    with pytest.raises(NobodyListens, match=r"start it again: python -m mrl\.launch"):
+        ServiceClient(config.output_dir)
+
+
+def test_texts_and_chats_are_encoded_by_the_service(ann: Session) -> None:
+    tokens = ann.encode("abc cab")
+    assert ann.decode(np.array(tokens)) == "abc cab"
+    chat = ann.encode_chat([{"role": "user", "content": "abc"}])
+    whole = ann.decode(chat, skip_special=False)
+    assert "abc" in whole
+    assert len(whole) > len(ann.decode(chat))
+    asked = ann.encode_chat([{"role": "user", "content": "abc"}], add_generation_prompt=False)
+    assert chat[: len(asked)] == asked
+    assert len(chat) > len(asked)
+    for body, says in (
+        ({"texts": "abc"}, "texts: Input should be a valid list"),
+        ({"texts": [3]}, "texts.0"),
+        ({"texts": ["a"], "more": 1}, "more"),
+    ):
+        with pytest.raises(InputError, match=says):
+            ann._client.call("POST", "/tokenizer/encode", body)
+    with pytest.raises(InputError, match=r"token 100000 is not below \d+, the vocabulary"):
+        ann.decode([100_000])
+    with pytest.raises(InputError, match="message 0 needs a role and content, got"):
+        ann.encode_chat([{"speaker": "me"}])
+    with pytest.raises(InputError, match="encode, encode_chat, decode"):
+        ann._client.call("POST", "/tokenizer/translate", {})
