@@ -34,7 +34,7 @@ class SavedCollector:
         self.groups: list[SampleGroup] = []
         self.evaluation: dict[str, float] = {}
         self._state: dict[str, Any] = {}
-        """Of the collector that drew prompts before this one."""
+        """What the collector that drew prompts before this one has saved."""
 
     def start(self, policy: Policy) -> None:
         """Do nothing: there is no engine to start."""

@@ -1,0 +1,71 @@
+"""An engine that dies, or takes its worker with it, at one moment.
+
+It is `rollout.engine=tests.disaggregated.dying_engine`. `MRL_DIES` names the moment; it happens once,
+where the file `MRL_DIED` is made.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mrl.disaggregated.staging import Staging
+from mrl.rollout.base import Completion, PauseMode, Request, SyncReport
+from mrl.rollout.sglang import engine as sglang
+from mrl.types import WeightBucket
+
+WORKER = ("lease", "receive", "update", "answer")
+"""The worker dies when it has a lease, while weights come, before it loads them, before it delivers."""
+ENGINE = ("pause", "paused", "loaded")
+"""The engine dies before it is paused for new weights, before it takes them, and when it has them."""
+
+
+def _die_at(moment: str, process_id: int | None = None) -> None:
+    died = Path(os.environ["MRL_DIED"])
+    if os.environ["MRL_DIES"] == moment and not died.exists():
+        died.touch()
+        os.kill(process_id or os.getpid(), signal.SIGKILL)
+
+
+_room = Staging.room
+
+
+def _dying_room(self: Staging, header: Any) -> Tensor:
+    if self._coming >= 2:
+        _die_at("receive")
+    return _room(self, header)
+
+
+Staging.room = _dying_room
+
+
+class Engine(sglang.Engine):
+    """Is a healthy engine until version 2 comes, and after its death."""
+
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> SyncReport:
+        if version >= 2:
+            _die_at("update")
+        if self.served.flights.is_paused:
+            _die_at("paused", self.process_id)
+        return super().update_weights(buckets, version)
+
+    def generate(self, requests: Sequence[Request], **options: Any) -> Iterator[Completion]:
+        is_due = (self.weight_version or 0) >= 2
+        if is_due:
+            _die_at("lease")
+        yield from super().generate(requests, **options)
+        if is_due:
+            _die_at("answer")
+
+    def pause(self, mode: PauseMode = "in_place") -> None:
+        _die_at("pause", self.process_id)
+        super().pause(mode)
+
+    def resume(self) -> None:
+        _die_at("loaded", self.process_id)
+        super().resume()

@@ -1,0 +1,299 @@
+"""A run that is resumed with other keys, for tests of the prompts that wait in its checkpoints.
+
+The collectors are the real ones; engines, sockets and weights are not there: what would come from them
+is made up on the spot.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from mrl.collect.live import LiveCollector
+from mrl.collect.rounds import RoundCollector
+from mrl.collect.single_turn import PARTIAL, start_groups
+from mrl.collect.waiting import read_waiting
+from mrl.config import Recipe, load_recipe
+from mrl.data import Source
+from mrl.disaggregated.collector import DisaggregatedCollector
+from mrl.disaggregated.free_collector import FreeCollector
+from mrl.disaggregated.leasing import Leasing
+from mrl.disaggregated.work import Delivered, Result, Work
+from mrl.run.rollouts import decode_groups, encode_groups
+from mrl.system.clock import Clock
+from mrl.types import SampleGroup, VersionSpan
+from tests.sample_groups import prompt, sample
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [prompt(i) for i in range(300)]
+NEXT = 4
+"""The tokens that a sample grows by."""
+
+
+def grown(group: SampleGroup, version: int, places: Sequence[int] = ()) -> SampleGroup:
+    """The group with its samples, or those at `places`, whole by tokens of `version`."""
+    samples = []
+    for place, old in enumerate(group.samples):
+        if old.finish_reason != PARTIAL or (places and place not in places):
+            samples.append(old)
+            continue
+        whole = sample(NEXT, group_id=old.group_id)
+        spans = (VersionSpan(version, 2, 2 + NEXT),)
+        samples.append(dataclasses.replace(whole, weight_versions=spans))
+    return SampleGroup(group.prompt, samples)
+
+
+def scored(group: SampleGroup) -> SampleGroup:
+    return dataclasses.replace(group, rewards=torch.arange(float(len(group.samples))))
+
+
+class _Server:
+    """Delivers works by a fixed schedule as soon as they are assigned."""
+
+    def __init__(self) -> None:
+        self._results: dict[int, Result] = {}
+
+    def new_id(self) -> int:
+        return len(self._results)
+
+    def assign(self, work: Work) -> None:
+        groups = [scored(grown(one.group, work.version)) for one in work.started]
+        self._results[work.work_id] = Result({0: Delivered(groups[: work.num_wanted], 1)})
+
+    def put(self, delivered: Delivered) -> int:
+        self._results[number := self.new_id()] = Result({0: delivered})
+        return number
+
+    def peek(self, work_id: int) -> Result:
+        return self._results[work_id]
+
+    take = peek
+
+    def wait_for(self, work_ids: Sequence[int], version: int) -> bool:
+        return True
+
+    def wait_until_free(self, version: int) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class _Leases(_Server):
+    """Two engines that ran freely: each lease is done at a random time, by weights of that time."""
+
+    def __init__(self, recipe: Recipe, collector: RoundCollector, rng: random.Random) -> None:
+        super().__init__()
+        self._leasing = Leasing(recipe, collector.draws.next, self._send)
+        self._held: list[tuple[int, str, SampleGroup]] = []
+        self._rng = rng
+        for engine in range(2):
+            self._leasing.join(engine, 1, 0.0)
+
+    def _send(self, engine: int, message: dict[str, Any], body: bytes) -> None:
+        (group,) = decode_groups(body)
+        self._held.append((engine, message["lease_id"], group))
+
+    @contextmanager
+    def paused(self) -> Iterator[Leasing]:
+        yield self._leasing
+
+    def start_leases(self, step: int) -> None:
+        ledger = self._leasing.ledger
+        ledger.step = max(ledger.step, step)
+
+    def wait_for_batch(self, step: int) -> Delivered:
+        for engine in range(2):
+            self._leasing.give(engine, step)
+            self._leasing.ask(engine, step, 6)
+        while (batch := self._leasing.take(step)) is None:
+            engine, lease_id, group = self._held.pop(self._rng.randrange(len(self._held)))
+            lease = self._leasing.ledger.find(lease_id)
+            assert lease is not None
+            self._leasing.finish(lease_id, scored(grown(group, lease.version)), 1)
+        for _, lease_id, group in self._held[:2]:  # their first samples are whole, the rest is not
+            if group.samples[0].finish_reason == PARTIAL and len(group.samples) > 1:
+                version = cast(Any, self._leasing.ledger.find(lease_id)).version
+                alone = SampleGroup(group.prompt, grown(group, version, [0]).samples[:1])
+                self._leasing.report(lease_id, 0, alone)
+        return batch
+
+
+@functools.cache
+def recipe_of(keys: tuple[str, ...]) -> Recipe:
+    return load_recipe(ROOT / "launch/recipes/toy_moe.yaml", [*BASE, *keys])
+
+
+def num_dropped(collector: RoundCollector) -> int:
+    leases = getattr(collector, "_leases", None)
+    return 0 if leases is None else sum(leases._leasing.ledger.tally.dropped.values())
+
+
+class Run:
+    """A run that is resumed with other keys again and again."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.step = 0
+        self.trained: list[str] = []
+        self.num_dropped = 0
+        """Groups that were too old when they were done, under `async.at_bound: drop`."""
+        self.state: dict[str, Any] | None = None
+
+    def go_on(self, num_steps: int, keys: Sequence[str]) -> None:
+        recipe = recipe_of(tuple(keys))
+        collector = self._collector(recipe)
+        if self.state is not None:
+            collector.load_state_dict(json.loads(json.dumps(self.state)), self.step)
+        before = num_dropped(collector)
+        for _ in range(num_steps):
+            self._step(collector, recipe)
+            self.step += 1
+        self.num_dropped += num_dropped(collector) - before
+        self.state = collector.state_dict()
+        self.collector = collector
+
+    def _collector(self, recipe: Recipe) -> RoundCollector:
+        plan = SimpleNamespace(
+            recipe=recipe, sources=[Source("a", PROMPTS, None, ())], prompts=PROMPTS, num_engines=2,
+            eval_sets=[],
+        )  # fmt: skip
+        mesh = SimpleNamespace(rank=0, dims=SimpleNamespace(world=1))
+        given: Any = (plan, mesh, None)
+        if recipe.rollout.placement == "colocated":
+            live = LiveCollector.__new__(LiveCollector)
+            RoundCollector.__init__(live, *given)
+            same = SimpleNamespace(collect=lambda groups: groups, move=lambda groups, _: groups)
+            live.exchange, live.scoring, live.slot = cast(Any, (same, None, SimpleNamespace()))
+            live.budget = live.weight_sync = cast(Any, SimpleNamespace(begin_step=lambda: None))
+            live.slot.begin_step = lambda: None
+            return live
+        meeting = cast(Any, SimpleNamespace(is_shared=False))
+        if not recipe.asynchronous.is_free:
+            fixed = DisaggregatedCollector(*given, meeting=meeting)
+            fixed._server = cast(Any, _Server())
+            return fixed
+        free = FreeCollector(*given, meeting=meeting)
+        free._server = free._leases = cast(Any, _Leases(recipe, free, self.rng))
+        return free
+
+    def _step(self, collector: RoundCollector, recipe: Recipe) -> None:
+        clock = Clock()
+        collector.begin(self.step, clock)
+        if isinstance(collector, LiveCollector):
+            self._generate(collector)
+        else:
+            cast(Any, collector).rollout(clock)
+        collector.score(clock)
+        assert collector.is_over
+        assert len(collector.groups) == recipe.rollout.prompts_per_step
+        own_bound = recipe.asynchronous.max_staleness
+        resumes = recipe.rollout.partial_rollouts == "resume"
+        for number, group in enumerate(collector.groups):
+            assert {s.group_id for s in group.samples} == {number} or resumes or own_bound == 0
+            assert len(group.samples) == recipe.rollout.samples_per_prompt
+            versions = {span.version for s in group.samples for span in s.weight_versions}
+            assert max(versions) <= self.step
+            assert resumes or self.step - min(versions) <= own_bound, "beyond the bound"
+            self.trained.append(group.prompt.prompt_id)
+
+    def _generate(self, live: LiveCollector) -> None:
+        """Finish as many groups as are wanted, and let the others have one sample."""
+        round_ = live._round
+        assert round_ is not None
+        assert round_.prompts is not None
+        started = self.rng.sample(round_.prompts.started, len(round_.prompts.started))
+        wanted = round_.prompts.num_wanted
+        groups = [scored(grown(one.group, self.step)) for one in started[:wanted]]
+        left = [grown(one.group, self.step, [0]) for one in started[wanted:]]
+        round_.scored, round_.is_generated = Delivered(groups, 0, left), True
+
+    def check(self) -> None:
+        assert self.state is not None
+        assert len(set(self.trained)) == len(self.trained), "trained on twice"
+        drawn = {one.prompt_id for one in PROMPTS[: self.state["offset"]]}
+        fresh = type(self)(0)
+        fresh.state, fresh.step = self.state, self.step
+        fresh.go_on(0, FIXED_0)
+        again = [one.group.prompt.prompt_id for one in fresh.collector.draws.waiting]
+        assert len(set(again)) == len(again)
+        assert set(again).isdisjoint(self.trained)
+        assert {*self.trained, *again} <= drawn
+        assert len(drawn) - len(self.trained) - len(again) == self.num_dropped, "lost"
+
+
+BASE = (
+    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "train.num_steps=100"),
+    *("algorithm.importance=tis", "rollout.canary_prompts=0", "data.shuffle=false"),
+)
+APART = ("rollout.placement=disaggregated", "rollout.num_ranks=2")
+FIXED_0 = (*APART, "async.max_staleness=0")
+AHEAD = (*APART, "async.deterministic=true")
+OVER = ("rollout.over_sampling=1.5",)
+KINDS = {
+    "colocated": (),
+    "colocated resume": (*OVER, "rollout.partial_rollouts=resume"),
+    "colocated defer": (*OVER, "rollout.partial_rollouts=defer"),
+    "fixed 0": FIXED_0,
+    "fixed 1": (*AHEAD, "async.max_staleness=1"),
+    "fixed 3": (*AHEAD, "async.max_staleness=3"),
+    "fixed 3, smaller steps": (*AHEAD, "async.max_staleness=3", "rollout.prompts_per_step=3"),
+    "free 1": (*APART, "async.max_staleness=1"),
+    "free 3": (*APART, "async.max_staleness=3"),
+    "free 2, drop": (*APART, "async.max_staleness=2", "async.at_bound=drop"),
+    "free 3, larger steps": (*APART, "async.max_staleness=3", "rollout.prompts_per_step=6"),
+    "free 2, more samples": (*APART, "async.max_staleness=2", "rollout.samples_per_prompt=3"),
+}
+
+
+def old_state(kind: str, state: dict[str, Any]) -> dict[str, Any]:
+    """The state as each kind of collector wrote it once."""
+    found = state["waiting"]
+    groups = [one.group for one in read_waiting(state)]
+    state = {key: value for key, value in state.items() if key not in ("waiting", "ledger")}
+    if kind.startswith("colocated"):
+        return {**state, "backlog": {"seeds": found["seeds"], "groups": found["groups"]}}
+
+    def text(some: Sequence[SampleGroup]) -> str:
+        return base64.b64encode(encode_groups(some)).decode() if some else ""
+
+    if kind.startswith("fixed"):
+        ahead = {
+            str(5 + i): {"groups": text(groups[4 * i : 4 * i + 4]), "num_failed": 1}
+            for i in range(len(groups) // 4)
+        }
+        return {**state, "ahead": ahead, "backlog": {"seeds": [], "groups": ""}}
+    items = found["items"]
+    queue = [(i, g) for i, g in zip(items, groups, strict=True) if g.rewards is not None]
+    rest = [(i, g) for i, g in zip(items, groups, strict=True) if g.rewards is None]
+    begun = [(i, g) for i, g in rest if any(s.num_generated for s in g.samples)]
+    fresh = [start_groups([g.prompt], 2)[0] for g in groups]
+    leases = {
+        "ledger": {
+            "step": 5, "tally": _TALLY, "next_item": max(items) + 1, "next_lease": 99,
+            "waiting": [i for i, _ in rest],
+            "finished": [{"id": i, "oldest": 0, "newest": 0, "num_tokens": 1} for i, _ in queue],
+        },
+        "prompt_ids": items, "prompts": text(fresh),
+        "queue_ids": [i for i, _ in queue], "queue": text([g for _, g in queue]),
+        "num_failed": [0] * len(queue),
+        "partial_ids": [i for i, _ in begun], "partials": text([g for _, g in begun]),
+        "partial_oldest": [0] * len(begun), "partial_tokens": [1] * len(begun),
+    }  # fmt: skip
+    return {**state, "leases": leases, "backlog": {}}
+
+
+_TALLY = {
+    "trained": 20, "dropped": {"empty": 1}, "duplicates": 2, "discarded_tokens": 3,
+    "kept_tokens": 4,
+}  # fmt: skip
