@@ -312,7 +312,7 @@ class Ledger:
         groups: Mapping[int, Any],
         partials: Mapping[int, Partial] | None = None,
     ) -> None:
-        """Continue from what `state_dict` returned, with the payloads by id; workers stay, without leases.
+        """Continue from what `state_dict` returned, with payloads by id; workers stay, without leases.
 
         A finished group that `groups` lacks is generated anew, and so is one that a smaller bound of
         today's recipe forbids (`at_bound: drop` drops and counts it). Raises ValueError where `prompts`
