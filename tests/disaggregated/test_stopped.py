@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from mrl.disaggregated.supervisor import _wait_for_silence
 from tests.disaggregated.test_restarts import rank_of
 from tests.disaggregated.test_runs import (
     APART,
@@ -19,6 +23,7 @@ from tests.disaggregated.test_runs import (
     start,
     wait_for,
 )
+from tests.slurm.cluster import free_ports
 
 __all__ = ["model"]  # a fixture
 WITHIN_S = 150
@@ -62,3 +67,53 @@ def test_a_stopped_supervisor_ends_a_run_that_goes_on(model: Path, tmp_path: Pat
     assert (found["exit_code"], found["rank"], found["phase"]) == (72, 1, "supervise")
     assert "rank 1 is stopped (SIGSTOP)" in log.read_text()
     assert processes_of(output) == []
+
+
+def test_a_node_that_only_rolls_out_is_watched(model: Path, tmp_path: Path) -> None:
+    """Nobody trains there; the first supervisor of the node starts its monitor."""
+    output = tmp_path / "run"
+    end = f"--rdzv-endpoint=127.0.0.1:{free_ports(1)[0]}"
+    launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", end, "--rdzv-id=two"]
+    words = command(model, output, 1, *APART, "train.num_steps=3")
+    words[3:5] = launch
+    assert words[2] == "mrl.launch"
+    logs = [tmp_path / "a.log", tmp_path / "b.log"]
+    launchers = [start(words, log) for log in logs]
+    wait_for(lambda: num_rows(output) >= 1, launchers[0])
+    ranks = [rank for each in launchers for rank in psutil.Process(each.pid).children()]
+    (supervisor,) = [rank for rank in ranks if rank.environ().get("RANK") == "1"]
+    monitors = [m for m in supervisor.children() if "mrl.watch.monitor" in " ".join(m.cmdline())]
+    assert len(monitors) == 1
+    supervisor.suspend()
+    codes = [each.wait(2 * WITHIN_S) for each in launchers]
+    printed = "".join(log.read_text() for log in logs)
+    assert codes == [0, 0], printed[-3000:]
+    assert "the run is done, so it is killed" in printed
+    assert num_rows(output) == 3
+    assert processes_of(output) == []
+
+
+def test_a_worker_is_not_silent_while_its_supervisor_was_stopped() -> None:
+    reader, writer = os.pipe()
+    stop = threading.Event()
+
+    def pulse() -> None:
+        while not stop.wait(0.05):
+            os.write(writer, b".")
+        os.close(writer)
+
+    child = os.fork()
+    if not child:
+        os.close(writer)
+        os._exit(len(_wait_for_silence(reader, 1.0)) > 0)
+    thread = threading.Thread(target=pulse)
+    thread.start()
+    time.sleep(0.3)
+    os.kill(child, signal.SIGSTOP)
+    time.sleep(1.5)
+    os.kill(child, signal.SIGCONT)
+    time.sleep(0.3)
+    stop.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(reader)
