@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mrl.rollout.base import EngineLost
 from mrl.rollout.sglang.http import HttpClient
 from mrl.rollout.sglang.patience import TIMES_LONGEST, Patience
+from mrl.rollout.sglang.process import ServerProcess
 from mrl.rollout.sglang.server import Server
 
 
@@ -36,3 +41,34 @@ def test_a_server_that_accepts_and_is_silent_is_lost_within_its_limit(tmp_path: 
         server.client = HttpClient(mute.getsockname()[1], "key")
         with pytest.raises(EngineLost, match=r"/weights_checker within 0\.2 s"):
             server.post("/weights_checker", {})
+
+
+def test_a_server_that_takes_no_request_is_lost(tmp_path: Path) -> None:
+    """It is stopped: the kernel still answers for it, and takes as much as a socket holds."""
+    server = Server({}, {}, tmp_path / "log", Patience(60.0, 0.3))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server.client = HttpClient(listener.getsockname()[1], "key")
+        with pytest.raises(EngineLost, match=r"took no request in rollout\.stall_timeout_s=0\.3 s"):
+            server.stream({"input_ids": [0] * 5_000_000})
+
+
+def test_a_part_that_is_stopped_is_named_after_the_limit(tmp_path: Path) -> None:
+    """What was not looked at does not count: the trainer may have been stopped, too."""
+    process = ServerProcess({}, {}, tmp_path / "log")
+    part = subprocess.Popen(["sleep", "600"])
+    process._parts = {part.pid: psutil.Process(part.pid)}
+    try:
+        process._looked -= 1.0
+        assert process.halted_part(1.5) is None
+        part.send_signal(signal.SIGSTOP)
+        os.waitpid(part.pid, os.WUNTRACED)
+        process._looked -= 100.0
+        assert process.halted_part(2.5) is None
+        process._looked -= 1.0
+        assert process.halted_part(2.5) == f"process {part.pid} (sleep)"
+        part.send_signal(signal.SIGCONT)
+        process._looked -= 1.0
+        assert process.halted_part(2.5) is None
+    finally:
+        part.kill()
+        part.wait()
