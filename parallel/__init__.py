@@ -1,6 +1,7 @@
 """The only room that knows Megatron: sizes, groups, models, weights, the train step, checkpoints.
 
-Importing the package does not import Megatron, so that bad input is refused at once.
+Importing the package does not import Megatron, so that bad input is refused at once. It silences
+KNOWN_WARNINGS: whatever process imports Megatron has imported this room before.
 """
 
 import logging
@@ -17,13 +18,19 @@ KNOWN_WARNINGS = (
 """Megatron's, about things that mrl has decided: they would repeat on every rank."""
 
 
-def prepare() -> None:
-    """Call before the first import of Megatron: quiet, and at home on a machine without CUDA."""
+def _silence() -> None:
     for text in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=text)
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     # It names an MoE layer of the spec that is not Megatron's own "unknown", once a layer.
     logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
+
+
+_silence()
+
+
+def prepare() -> None:
+    """Call before the first import of Megatron, so that it is at home on a machine without CUDA."""
     from parallel import cpu_mode
 
     cpu_mode.enable()

@@ -11,6 +11,9 @@ from typing import Any
 
 from mrl.errors import InputError
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""What the field calls those who speak in a chat."""
+
 
 def render_chat(
     tokenizer: Any,
@@ -88,6 +91,7 @@ class PromptEncoder:
                 f"{source}: `prompt` is a list of messages and this tokenizer has no chat template; "
                 "use a string"
             )
+        self._check_roles(messages, source)
         try:
             return render_chat(
                 self.tokenizer, messages, self.template_kwargs, ask=True, tools=tools
@@ -96,3 +100,19 @@ class PromptEncoder:
             raise InputError(
                 f"{source}: the chat template refuses these messages: {error}"
             ) from None
+
+    def _check_roles(self, messages: list[Any], source: str) -> None:
+        """Raise InputError for a role that neither the field nor the template knows: a template may
+        leave such a message out, or write its misspelled role."""
+        for index, message in enumerate(messages):
+            role = message["role"]
+            if role not in ROLES and f"'{role}'" not in self._template_text:
+                raise InputError(
+                    f"{source}: message {index} has the role {role!r}, expected one of "
+                    f"{', '.join(ROLES)}, or one that the chat template names"
+                )
+
+    @property
+    def _template_text(self) -> str:
+        """The template, or all of its variants, with one kind of quotes."""
+        return str(self.tokenizer.chat_template).replace('"', "'")

@@ -41,6 +41,7 @@ from mrl.preflight.plan import Plan
 from mrl.preflight.profile import check_profile
 from mrl.preflight.resume import check_adapter, resume_step, snapshot_step
 from mrl.preflight.reward_columns import check_reward_columns
+from mrl.preflight.reward_trial import try_rewards
 from mrl.preflight.roles import Roles, roles_of, trainer_dims
 from mrl.preflight.rows import check_rows
 from mrl.preflight.sampling import check_cache, check_recipe_sampling, check_sampling
@@ -126,6 +127,8 @@ def check(
     sft_examples = _sft_examples(recipe, tokenizer, context_len)
     eval_sets = _eval_sets(recipe, model, tokenizer, context_len, warn, imports_rewards)
     _check_cache(recipe, prompts, eval_sets, context_len, elsewhere=elsewhere)
+    if is_main and imports_rewards:
+        try_rewards(recipe, prompts, eval_sets, tokenizer, warn)
     update = _check_folder(folder, recipe, allowed, algorithm, adapter)
     checkpoint_step = resume_step(folder, warn)
     step = snapshot_step(folder, recipe, warn) or checkpoint_step

@@ -12,7 +12,7 @@ from mrl.rollout.sglang.adapter.limits import refuse_layout, refuse_modules
 from parallel.expected_tensors import rule_shapes
 from parallel.hf_config import HfModel
 from parallel.lora.peft_folder import PeftFolder
-from parallel.lora.rules import module_name, read_adapter
+from parallel.lora.rules import check_rank, module_name, read_adapter
 
 
 def check_lora(recipe: Recipe, model: HfModel, num_nodes: int = 1) -> Adapter | None:
@@ -50,6 +50,7 @@ def check_lora(recipe: Recipe, model: HfModel, num_nodes: int = 1) -> Adapter | 
         if is_set:
             raise InputError(f"{key} does not go with lora: {why}")
     adapter = read_adapter(recipe.lora, model)
+    check_rank(adapter, model)
     _check_served(recipe, adapter, model, num_nodes)
     if recipe.lora.path is not None:
         PeftFolder(Path(recipe.lora.path), adapter, model).check_numbers()

@@ -24,9 +24,11 @@ def with_schedule(recipe: Recipe, num_prompts: int) -> Recipe:
 def _with_steps(recipe: Recipe, num_prompts: int) -> Recipe:
     train, rollout = recipe.train, recipe.rollout
     if not train.num_steps and train.num_epochs is None:
+        is_given = "num_steps" in train.model_fields_set
+        what = "expected at least 1, got 0" if is_given else "required, and not given"
         raise InputError(
-            "train.num_steps: required, and not given; give it, or train.num_epochs, the number of "
-            "passes over the data set"
+            f"train.num_steps: {what}; give it, or train.num_epochs, the number of passes over the "
+            "data set"
         )
     if train.num_epochs is None:
         return recipe

@@ -13,7 +13,7 @@ from mrl.rollout.base import engine_seed
 from mrl.rollout.sglang.tenants import TenantEngines
 from mrl.tenants.schedule import Admission
 from parallel.hf_config import HfModel
-from parallel.lora.rules import read_adapter
+from parallel.lora.rules import check_rank, read_adapter
 
 
 def make_engines(config: ServiceConfig, number: int, device: torch.device) -> TenantEngines:
@@ -46,4 +46,6 @@ def engine_limits(config: ServiceConfig, model: HfModel) -> AdapterLimits:
         )
         for experts in allowed.experts
     ]
+    for adapter in adapters:
+        check_rank(adapter, model, "lora.max_rank")
     return AdapterLimits.around(adapters, allowed.slots + 1)  # the base has one, too

@@ -16,7 +16,7 @@ from mrl.config import LoraConfig
 from mrl.config.adapter import Adapter, lora_name
 from mrl.errors import InputError
 from parallel.architectures.base import Rule, Split
-from parallel.expected_tensors import rule_shapes
+from parallel.expected_tensors import Shape, rule_shapes
 from parallel.hf_config import HfModel
 
 LINEAR = re.compile(r"\.linear_\w+\.weight$")
@@ -117,3 +117,21 @@ def read_adapter(config: LoraConfig, model: HfModel) -> Adapter:
         config.experts,
         () if config.experts == "none" else tuple(experts),
     )
+
+
+def check_rank(adapter: Adapter, model: HfModel, key: str = "lora.rank") -> None:
+    """Raise InputError where B A could have no such rank, because a side of an adapted matrix is
+    shorter. `key` is what the message calls the rank."""
+    shapes: dict[str, Shape] = {}
+    for rule, hf, _, shape in rule_shapes(model):
+        if hf in adapted(rule, adapter):
+            shapes.setdefault(module_name(hf), shape)
+    if not shapes:  # of an outside architecture, whose shapes are not known
+        return
+    least = min(shapes, key=lambda name: min(shapes[name]))
+    outputs, inputs = shapes[least]
+    if adapter.rank > min(outputs, inputs):
+        raise InputError(
+            f"{key} is {adapter.rank}, but {least} is {outputs} x {inputs}, of which no update has a "
+            f"rank above {min(outputs, inputs)}; set {key} to at most that"
+        )

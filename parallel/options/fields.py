@@ -216,5 +216,9 @@ ANYWHERE = (
     "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d",
     "pin_cpu_grads",
 )  # fmt: skip
+NEVER_ON = frozenset(
+    ("moe_router_fusion", "masked_softmax_fusion", "cross_entropy_loss_fusion",
+     "gradient_reduce_div_fusion"))  # fmt: skip
+"""Fusions of REFUSED that no run of mrl has: false says what is so, and is accepted."""
 ALLOWED = frozenset((*NEEDS_ENGINE, *NEEDS_CUDA, *ANYWHERE))
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names}

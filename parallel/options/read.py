@@ -20,7 +20,7 @@ import torch
 
 from mrl.config.dtypes import LONG_NAMES
 from mrl.errors import InputError
-from parallel.options.fields import ALLOWED, OWNED, REASONS
+from parallel.options.fields import ALLOWED, NEVER_ON, OWNED, REASONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,8 @@ def read_options(given: Mapping[str, Any]) -> MegatronOptions:
     fields = installed_fields()
     parts: dict[Part, dict[str, Any]] = {"transformer": {}, "ddp": {}, "optimizer": {}}
     for name, value in given.items():
+        if name in NEVER_ON and name in fields and value is False:
+            continue
         _check_name(name, fields)
         for part, kind in fields[name].items():
             parts[part][name] = _parse(name, value, kind)
@@ -68,6 +70,22 @@ def read_options(given: Mapping[str, Any]) -> MegatronOptions:
 @cache
 def installed_fields() -> Fields:
     """Fields of the installed version's dataclasses; MLATransformerConfig has those of its base."""
+    found: dict[str, dict[Part, Any]] = {}
+    for part, owner in _classes().items():
+        hints = typing.get_type_hints(owner)
+        for field in dataclasses.fields(owner):
+            found.setdefault(field.name, {})[part] = hints[field.name]
+    return found
+
+
+def says_what_is_so(name: str, value: Any) -> bool:
+    """Whether an option turns something off that Megatron has off by default."""
+    owners = [owner for owner in _classes().values() if hasattr(owner, name)]
+    return value is False and all(getattr(owner, name) is False for owner in owners)
+
+
+@cache
+def _classes() -> Mapping[Part, type]:
     from parallel import prepare
 
     prepare()
@@ -75,17 +93,11 @@ def installed_fields() -> Fields:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    classes: dict[Part, type] = {
+    return {
         "transformer": MLATransformerConfig,
         "ddp": DistributedDataParallelConfig,
         "optimizer": OptimizerConfig,
     }
-    found: dict[str, dict[Part, Any]] = {}
-    for part, owner in classes.items():
-        hints = typing.get_type_hints(owner)
-        for field in dataclasses.fields(owner):
-            found.setdefault(field.name, {})[part] = hints[field.name]
-    return found
 
 
 def _check_name(name: str, fields: Fields) -> None:

@@ -14,7 +14,7 @@ from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.implementation import Implementation
 from parallel.options.fields import NEEDS_CUDA, NEEDS_ENGINE
-from parallel.options.read import installed_fields
+from parallel.options.read import installed_fields, says_what_is_so
 
 SWITCHES: dict[str, tuple[str, ...]] = {
     "optimizer_cpu_offload": (
@@ -68,7 +68,11 @@ class Surroundings:
 
 
 def check_rules(given: Mapping[str, Any], around: Surroundings) -> None:
-    """`given` as the recipe has it, each key read by itself. Raises InputError, one line."""
+    """`given` as the recipe has it, each key read by itself. Raises InputError, one line.
+
+    What turns off something that is off anyway is accepted everywhere.
+    """
+    given = {name: value for name, value in given.items() if not says_what_is_so(name, value)}
     for name in given:
         _check_machine(name, given[name], around)
     for switch, names in SWITCHES.items():

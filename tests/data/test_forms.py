@@ -223,3 +223,15 @@ def test_a_source_takes_several_rewards(write, chat_tokenizer):
 def test_a_wrong_config_is_refused(config, reason):
     with pytest.raises(ValueError, match=reason):
         DataConfig.model_validate(config)
+
+
+def test_a_role_that_nobody_knows_is_named(write, chat_tokenizer, monkeypatch):
+    """The template would write it as it is, and others leave the message out."""
+    rows = write({"prompt": [USER]}, {"prompt": [SYSTEM, {**USER, "role": "usr"}]})
+    with pytest.raises(InputError, match=r":2: message 1 has the role 'usr', expected one of sys"):
+        read_prompts(rows, chat_tokenizer, max_prompt_len=64)
+    template = '{% if m["role"] == "usr" %}{% endif %}'
+    monkeypatch.setattr(
+        chat_tokenizer, "chat_template", TEMPLATE + template.replace("m[", "messages[0][")
+    )
+    assert len(read_prompts(rows, chat_tokenizer, max_prompt_len=64)) == 2

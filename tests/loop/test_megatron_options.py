@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.cli import main
 from mrl.commands.train import train
 from mrl.config import load_recipe
 from parallel.mesh import world_size
@@ -150,6 +151,21 @@ def test_bad_options_are_refused_in_one_line(
     for text in texts:
         assert text in line
     assert not output.exists()
+
+
+def test_what_is_off_anyway_may_be_turned_off(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here there is no GPU and no TransformerEngine, and the router's fusion is never on."""
+    off = [
+        *("apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion"),
+        *("masked_softmax_fusion", "moe_router_fusion", "overlap_param_gather", "cpu_offloading"),
+    ]
+    keys = toy.overrides(tmp_path / "run", *(f"megatron.{name}=false" for name in off))
+    main(["check", str(TOY_RECIPE), *keys])
+    assert capsys.readouterr().out.endswith("ok\n")
+    line = refused(capsys, ["check", str(TOY_RECIPE), *keys, "megatron.moe_router_fusion=0"])
+    assert "moe_router_fusion: mrl refuses it" in line  # 0 is no false to Megatron
 
 
 def test_a_plan_of_config_json_alone_knows_the_names(

@@ -261,6 +261,21 @@ def test_a_reward_that_does_not_import(
     assert "a_package_that_is_not_there" in line
 
 
+@pytest.mark.parametrize("name", ["check", "train"])
+def test_a_reward_that_returns_text_is_refused_before_an_engine_starts(
+    name: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = tmp_path / "mine.py"
+    reward.write_text(
+        "def f(prompts, completions, **columns):\n    return ['1' for _ in prompts]\n"
+    )
+    line = refused(
+        capsys, [name, str(TOY_RECIPE), *toy.overrides(tmp_path / "run", f"reward={reward}:f")]
+    )
+    assert f"first_char.jsonl:1: the reward '{reward}:f' reward 0 is '1', expected a num" in line
+    assert not (tmp_path / "run").exists()
+
+
 def test_check_prints_the_plan(
     toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

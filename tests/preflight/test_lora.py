@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from mrl.config import load_recipe
+from mrl.config.service import ServiceConfig
 from mrl.errors import InputError
 from mrl.preflight import check
 from mrl.preflight.lora import check_lora
+from mrl.tenants.engines import engine_limits
 from mrl.toy_model import write_toy_model
 from parallel.hf_config import HfModel
 from tests.loop.conftest import REPOSITORY
@@ -59,6 +61,8 @@ def test_what_an_adapter_refuses(key: str, parts: list[str], command: list[str])
         ("lora.dropout=0.1", ["lora.dropout"]),
         ("lora.base_dtype=bfloat16", ["lora.base_dtype", "expected null", "give model.dtype"]),
         ("lora.rank=0", ["lora.rank"]),
+        ("lora.rank=100000", ["lora.rank is 100000, but k_proj is 32 x 64", "to at most that"]),
+        ("lora.rank=33", ["lora.rank is 33", "no update has a rank above 32"]),
         ("lora.experts=all", ["lora.experts"]),
     ],
 )
@@ -67,6 +71,15 @@ def test_what_does_not_go_with_an_adapter_is_refused(
 ) -> None:
     line = refused(capsys, [*command, key])
     assert all(part in line for part in parts), line
+
+
+def test_the_rank_of_the_smallest_matrix_is_the_limit_also_of_a_service(command: list[str]) -> None:
+    recipe = load_recipe(RECIPE, [*command[2:], "lora.rank=32"])
+    model = HfModel.read(recipe.model.path)
+    assert check_lora(recipe, model) is not None
+    service = {"model": {"path": str(model.path)}, "output_dir": "x", "lora": {"max_rank": 33}}
+    with pytest.raises(InputError, match=r"lora\.max_rank is 33, but k_proj is 32 x 64"):
+        engine_limits(ServiceConfig.model_validate(service), model)
 
 
 def test_an_engine_over_several_nodes_serves_no_adapter(

@@ -64,7 +64,11 @@ def test_passes_over_the_data_set_are_steps(epochs: float, steps: int) -> None:
 @pytest.mark.parametrize(
     ("keys", "part"),
     [
-        (["train.num_steps=0"], "train.num_steps: required, and not given"),
+        (
+            ["train.num_steps=0"],
+            "train.num_steps: expected at least 1, got 0; give it, or train.num_e",
+        ),
+        (["train={micro_batch_tokens: 64}"], "train.num_steps: required, and not given; give it"),
         (["train.num_epochs=2"], "train.num_steps is 6 and train.num_epochs is 2; give one"),
         (
             ["train.num_steps=0", "train.num_epochs=2", "algorithm.dynamic_sampling=true"],

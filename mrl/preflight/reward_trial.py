@@ -1,0 +1,126 @@
+"""Calls the user's reward functions once on real rows, before an engine is started for them.
+
+A function runs in a process that is killed afterwards, as in training. It scores texts that no model
+wrote: the row's answer, another one, and an empty one. mrl's own rewards are not called, nor are reward
+servers and reward models: a call costs others something, and they have a start of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from mrl.config import Recipe
+from mrl.data.eval_sets import EvalSet
+from mrl.errors import InputError
+from mrl.rewards import reward_names
+from mrl.rewards.base import HANG, RewardError, total_of
+from mrl.rewards.resolve import REWARD_MODEL
+from mrl.rewards.terms import terms_of
+from mrl.rewards.worker_calls import call_worker, reward_worker
+from mrl.system.processes import JsonWorker
+from mrl.types import Prompt
+
+MAX_ROWS = 4
+"""Rows that a function is called on at most: the first one of each source or evaluation set."""
+WRONG = "I do not know."
+WHAT_TO_DO = "mrl reward test tries it on more rows"
+
+
+def try_rewards(
+    recipe: Recipe,
+    prompts: Iterable[Prompt],
+    eval_sets: Iterable[EvalSet],
+    tokenizer: Any,
+    warn: Callable[[str], None],
+) -> None:
+    """Call each function on the first row of each source, and of each evaluation set, that it scores.
+
+    `warn(text)` names a text for which a function failed where it scored others. Raises InputError
+    where it scored none. Environments are not called: they give their rewards in a conversation.
+    """
+    rows: dict[str, dict[str | None, Prompt]] = {}
+    own = [(recipe, "", prompts), *((e.recipe, e.config.name, e.prompts) for e in eval_sets)]
+    for each, name, of_it in own:
+        if each.environment is not None or recipe.debug.load_rollouts is not None:
+            continue
+        for prompt in of_it:
+            rewards = each.reward if prompt.reward is None else each.data.rewards[prompt.reward]
+            for term in () if rewards is None else terms_of(rewards):
+                if _is_called(term.path):
+                    rows.setdefault(term.path, {}).setdefault(name or prompt.source_name, prompt)
+    for spec, first in rows.items():
+        with closing(reward_worker(spec, recipe.reward_timeout_s)) as worker:
+            worker.start()
+            for prompt in list(first.values())[:MAX_ROWS]:
+                _try_row(worker, spec, prompt, tokenizer, recipe.reward_timeout_s, warn)
+
+
+def _is_called(spec: str) -> bool:
+    is_elsewhere = spec.lower().startswith(("http://", "https://")) or spec.startswith(REWARD_MODEL)
+    return not is_elsewhere and spec not in reward_names()
+
+
+def _try_row(
+    worker: JsonWorker,
+    spec: str,
+    prompt: Prompt,
+    tokenizer: Any,
+    timeout_s: float,
+    warn: Callable[[str], None],
+) -> None:
+    """Call with all texts; where that fails with each alone, as the run does."""
+    texts = _texts(prompt)
+    where = f"{prompt.source}: the reward {spec!r}"
+    reply = call_worker(worker, _request(prompt, texts, tokenizer), timeout_s)
+    if "error" not in reply:
+        if all(total_of(entry) is None for entry in reply["rewards"]):
+            warn(f"{where} gave None for {_shown(texts)}: such samples train nothing; {WHAT_TO_DO}")
+        return
+    if reply["broken"] or reply["kind"] == HANG:
+        raise InputError(f"{where} {_what_it_did(reply)}; {WHAT_TO_DO}")
+    failed: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        alone = call_worker(worker, _request(prompt, [text], tokenizer), timeout_s)
+        if "error" in alone:
+            failed[text] = alone
+    if len(failed) == len(texts):
+        raise InputError(f"{where} {_what_it_did(next(iter(failed.values())))}; {WHAT_TO_DO}")
+    for text, alone in failed.items():
+        warn(
+            f"{where} {_what_it_did(alone)} for the completion {text!r}: such samples are masked; "
+            f"{WHAT_TO_DO}"
+        )
+
+
+def _what_it_did(reply: Mapping[str, Any]) -> str:
+    """Put a failure into words; the names of mrl's own errors say nothing to the user."""
+    error, kind = str(reply["error"]), reply["kind"]
+    is_own = kind not in (RewardError.kind, HANG)
+    what = error.partition(": ")[2] if is_own and ": " in error else error
+    return what if is_own else f"failed ({what})"
+
+
+def _texts(prompt: Prompt) -> list[str]:
+    """Return the completions to score: the row's answer where it can be written as one, and others."""
+    answer = prompt.columns.get("answer")
+    known = [str(answer)] if isinstance(answer, (str, int, float)) else []
+    return list(dict.fromkeys([*known, WRONG, ""]))
+
+
+def _request(prompt: Prompt, texts: Sequence[str], tokenizer: Any) -> dict[str, Any]:
+    """Return the request of a step's first call for these completions of a prompt."""
+    columns: dict[str, Any] = {key: [value] * len(texts) for key, value in prompt.columns.items()}
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = [[*tokenizer.encode(text, add_special_tokens=False), *end] for text in texts]
+    return {
+        "prompts": [prompt.content] * len(texts),
+        "completions": list(texts),
+        "columns": {**columns, "completion_ids": ids},
+        "step": 0,
+    }
+
+
+def _shown(texts: Sequence[str]) -> str:
+    return f"the completions {', '.join(repr(text) for text in texts)}"
