@@ -16,6 +16,7 @@ import torch
 
 from mrl import __version__
 from mrl.commands import ALL
+from mrl.commands.elsewhere import pointer
 from mrl.commands.report import show
 from mrl.errors import ExitCode, InputError, RunFailed
 from mrl.run.console import escape
@@ -85,22 +86,31 @@ def _use_one_thread() -> None:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse as argparse does; `key=value` may also come after options."""
-    parser = _parser()
+    words, parser = sys.argv[1:] if argv is None else argv, _parser()
     parser.set_defaults(after_interrupt="no partial output remains")
-    args, rest = parser.parse_known_args(argv)
-    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        args, rest = parser.parse_known_args(words)
+        if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+            words = rest
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    except _Misuse as error:
+        message, program = error.args
+        print(f"mrl: {message}{pointer(words)}; see {program} --help", file=sys.stderr)
+        sys.exit(ExitCode.BAD_INPUT)
     if rest:
         args.overrides = [*args.overrides, *rest]
     return args
 
 
+class _Misuse(Exception):
+    """A command line that cannot be parsed: why, and the program or command whose help says more."""
+
+
 class _Parser(argparse.ArgumentParser):
-    """Reports bad input in one line."""
+    """Reports bad input in one line, which `_parse` prints."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"mrl: {message}; see {self.prog} --help", file=sys.stderr)
-        sys.exit(2)
+        raise _Misuse(message, self.prog)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
-"""What other frameworks call the keys of a recipe: TRL, verl, slime, OpenRLHF, Hugging Face, Megatron.
+"""What other frameworks call keys and algorithms: TRL, verl, slime, Tinker, OpenRLHF, Hugging Face.
 
-The table is only read to suggest a key in the message about an unknown one; nothing is renamed
-silently, as the same name may mean another number elsewhere.
+The tables are only read for the message about an unknown name; nothing is renamed silently, as the same
+name may mean another number elsewhere. docs/coming_from.md has the keys side by side.
 """
 
 from __future__ import annotations
@@ -10,9 +10,28 @@ _ON_GROUPS = "prompts of a step; each has rollout.samples_per_prompt completions
 _MICRO = "micro-batches are packed by tokens"
 _MINI = "optimizer steps of a rollout, in place of a batch size of each"
 _STEPS = "the number of rollout steps"
+_NO_STD = "algorithm.name=dr_grpo does not divide by the group's std"
+_RESUMES = "a run that is there is resumed by the same command"
+_LAYERS = "sizes by Megatron's names; every rank runs the same program"
 
 FOREIGN: dict[str, tuple[str, str]] = {
     # Model and optimizer.
+    "model_name": ("model.path", ""),
+    "base_model": ("model.path", "a folder; docs/client.md has a loop of your own"),
+    "actor_rollout_ref.model.path": ("model.path", ""),
+    "beta1": ("optimizer.adam_beta1", ""),
+    "beta2": ("optimizer.adam_beta2", ""),
+    "adam_beta_1": ("optimizer.adam_beta1", ""),
+    "grad_clip_norm": ("optimizer.clip_grad", ""),
+    "min_lr_ratio": ("optimizer.min_lr", "a learning rate, not a share"),
+    "peft_config": ("lora", ""),
+    "use_peft": ("lora", "lora: {} turns it on"),
+    "lora_r": ("lora.rank", ""),
+    "lora_rank": ("lora.rank", ""),
+    "lora_alpha": ("lora.alpha", ""),
+    "lora_target_modules": ("lora.targets", ""),
+    "target_modules": ("lora.targets", ""),
+    "lora_dropout": ("lora.dropout", "only 0"),
     "model_name_or_path": ("model.path", ""),
     "pretrain": ("model.path", ""),
     "hf_checkpoint": ("model.path", ""),
@@ -34,6 +53,25 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "adam_epsilon": ("optimizer.adam_eps", ""),
     "betas": ("optimizer.adam_beta1", "and optimizer.adam_beta2"),
     # Rollout.
+    "generation_batch_size": ("rollout.prompts_per_step", _ON_GROUPS),
+    "gen_batch_size": ("rollout.prompts_per_step", _ON_GROUPS),
+    "groups_per_batch": ("rollout.prompts_per_step", _ON_GROUPS),
+    "response_length": ("rollout.max_response_len", ""),
+    "prompt_length": ("rollout.context_len", "prompt and response together"),
+    "rollout_max_prompt_len": ("rollout.context_len", "prompt and response together"),
+    "vllm_max_model_length": ("rollout.context_len", "prompt and response together"),
+    "rollout_top_k": ("rollout.top_k", ""),
+    "rollout_stop": ("rollout.stop", ""),
+    "rollout_stop_token_ids": ("rollout.stop_token_ids", ""),
+    "over_sampling_batch_size": ("rollout.over_sampling", "a factor of the prompts of a step"),
+    "over_sample_rate": ("rollout.over_sampling", "a factor of the prompts of a step"),
+    "partial_rollout": ("rollout.partial_rollouts", ""),
+    "max_num_seqs": ("rollout.max_running_requests", ""),
+    "use_vllm": ("rollout.engine", "SGLang, always"),
+    "vllm_mode": ("rollout.placement", "colocated or disaggregated"),
+    "colocate": ("rollout.placement", "colocated is the default"),
+    "rollout_num_gpus": ("rollout.num_ranks", "with rollout.placement=disaggregated"),
+    "rollout.tensor_model_parallel_size": ("rollout.tensor_parallel_size", ""),
     "num_generations": ("rollout.samples_per_prompt", ""),
     "rollout.n": ("rollout.samples_per_prompt", ""),
     "n_samples_per_prompt": ("rollout.samples_per_prompt", ""),
@@ -61,6 +99,12 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "sglang_server_args": ("rollout.server_args", ""),
     "engine_kwargs": ("rollout.server_args", ""),
     # Batches and steps.
+    "num_substeps": ("train.num_steps_per_rollout", _MINI),
+    "steps_per_generation": ("train.num_steps_per_rollout", _MINI),
+    "use_dynamic_bsz": ("train.micro_batch_tokens", _MICRO),
+    "use_dynamic_batch_size": ("train.micro_batch_tokens", _MICRO),
+    "enable_gradient_checkpointing": ("train.recompute", ""),
+    "num_epoch": ("train.num_epochs", ""),
     "global_batch_size": ("train.num_steps_per_rollout", _MINI),
     "mini_batch_size": ("train.num_steps_per_rollout", _MINI),
     "ppo_mini_batch_size": ("train.num_steps_per_rollout", _MINI),
@@ -76,9 +120,43 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "max_steps": ("train.num_steps", _STEPS),
     "num_rollout": ("train.num_steps", _STEPS),
     "total_training_steps": ("train.num_steps", _STEPS),
-    "num_train_epochs": ("train.num_steps", _STEPS),
-    "total_epochs": ("train.num_steps", _STEPS),
+    "num_train_epochs": ("train.num_epochs", ""),
+    "total_epochs": ("train.num_epochs", ""),
     # Loss.
+    "loss_fn": ("algorithm.name", ""),
+    "loss_mode": ("algorithm.name", ""),
+    "policy_loss": ("algorithm.name", ""),
+    "importance_sampling_level": ("algorithm.name", "sequence is algorithm.name=gspo"),
+    "scale_rewards": ("algorithm.name", _NO_STD),
+    "norm_adv_by_std_in_grpo": ("algorithm.name", _NO_STD),
+    "disable_grpo_std_normalization": ("algorithm.name", _NO_STD),
+    "normalize_advantages": ("algorithm.whiten", ""),
+    "entropy_coeff": ("algorithm.entropy_coef", ""),
+    "kl_penalty_coef": ("algorithm.kl_coef", ""),
+    "kl_penalty": ("algorithm.kl_estimator", ""),
+    "target_kl": ("algorithm.kl_target", ""),
+    "horizon": ("algorithm.kl_horizon", ""),
+    "delta": ("algorithm.dual_clip", ""),
+    "eps_clip_c": ("algorithm.dual_clip", ""),
+    "tau_pos": ("algorithm.tau_positive", ""),
+    "tau_neg": ("algorithm.tau_negative", ""),
+    "sapo_temperature_pos": ("algorithm.tau_positive", ""),
+    "sapo_temperature_neg": ("algorithm.tau_negative", ""),
+    "tis_clip": ("algorithm.importance_high", "with algorithm.importance=tis"),
+    "tis_clip_low": ("algorithm.importance_low", "with algorithm.importance=tis"),
+    "rollout_is": ("algorithm.importance", "tis or mis; the level is algorithm.importance_level"),
+    "rollout_is_threshold": ("algorithm.importance_high", ""),
+    "rollout_rs": ("algorithm.masks", ""),
+    "vllm_importance_sampling_correction": ("algorithm.importance", "algorithm.importance=tis"),
+    "vllm_importance_sampling_mode": ("algorithm.importance", "tis or mis"),
+    "vllm_importance_sampling_clip_max": ("algorithm.importance_high", ""),
+    "vllm_importance_sampling_clip_min": ("algorithm.importance_low", ""),
+    "vllm_importance_sampling_cap": ("algorithm.importance_high", ""),
+    "critic_warmup": ("critic.warmup_steps", ""),
+    "num_critic_only_steps": ("critic.warmup_steps", ""),
+    "enable_rollout_routing_replay": ("moe.routing_replay", "moe.routing_replay=r3"),
+    "use_routing_replay": ("moe.routing_replay", "moe.routing_replay=r2"),
+    "router_aux_loss_coef": ("moe.aux_loss_coeff", ""),
     "adv_estimator": ("algorithm.name", ""),
     "advantage_estimator": ("algorithm.name", ""),
     "loss_type": ("algorithm.aggregation", "the loss itself is algorithm.name"),
@@ -109,11 +187,52 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "moe_aux_loss_coeff": ("moe.aux_loss_coeff", ""),
     "moe_z_loss_coeff": ("moe.z_loss_coeff", ""),
     # Parallel sizes.
+    "ulysses_sequence_parallel_size": ("parallel.context_parallel_size", ""),
+    "deepspeed": ("parallel", _LAYERS),
+    "fsdp": ("parallel", _LAYERS),
+    "strategy": ("parallel", _LAYERS),
     "tp_size": ("parallel.tensor_model_parallel_size", ""),
     "pp_size": ("parallel.pipeline_model_parallel_size", ""),
     "cp_size": ("parallel.context_parallel_size", ""),
     "ep_size": ("parallel.expert_model_parallel_size", ""),
     # Data, reward, files.
+    "dataset_path": ("data.path", ""),
+    "dataset": ("data.path", ""),
+    "dataset_config": ("data.subset", ""),
+    "dataset_train_split": ("data.split", ""),
+    "input_key": ("data.prompt_key", ""),
+    "label_key": ("data.columns", "data.columns: {answer: NAME}"),
+    "reward_fn_key": ("data.sources", "a source has a reward of its own"),
+    "apply_chat_template_kwargs": ("data.chat_template_kwargs", ""),
+    "filter_overlong_prompts": ("data.overlong", "data.overlong=filter"),
+    "truncation": ("data.overlong", "refuse, filter or truncate_left"),
+    "shuffle_dataset": ("data.shuffle", ""),
+    "rollout_shuffle": ("data.shuffle", ""),
+    "rollout_seed": ("seed", ""),
+    "n_samples_per_eval_prompt": ("eval.sets.samples_per_prompt", ""),
+    "reward_weights": ("reward", "reward: [{path: file.py:NAME, weight: 0.5}, ...]"),
+    "reward_model_name_or_path": ("reward", "reward=reward_model:FOLDER"),
+    "rm_url": ("reward", "reward=http://HOST:PORT"),
+    "report_to": ("logging.trackers", "logging=[jsonl, wandb]; metrics.jsonl is always written"),
+    "use_wandb": ("logging.trackers", "logging=[jsonl, wandb]"),
+    "use_tensorboard": ("logging.trackers", "logging=[jsonl, tensorboard]"),
+    "logger": ("logging.trackers", "logging=[jsonl, wandb]"),
+    "run_name": ("logging.name", ""),
+    "experiment_name": ("logging.name", ""),
+    "wandb_project": ("logging.project", ""),
+    "project_name": ("logging.project", ""),
+    "wandb_team": ("logging.wandb_entity", ""),
+    "log_completions": ("logging.samples_per_step", "rollouts/ always has all of them"),
+    "log_path": ("output_dir", ""),
+    "resume_from_checkpoint": ("output_dir", _RESUMES),
+    "resume_mode": ("output_dir", _RESUMES),
+    "resume_from_path": ("output_dir", _RESUMES),
+    "save": ("output_dir", _RESUMES),
+    "load": ("output_dir", _RESUMES),
+    "save_debug_rollout_data": ("debug.save_rollouts", ""),
+    "load_debug_rollout_data": ("debug.load_rollouts", ""),
+    "debug_train_only": ("debug.load_rollouts", "the rollouts of a run with debug.save_rollouts"),
+    "debug_rollout_only": ("debug.rollout_only", ""),
     "train_files": ("data.path", ""),
     "prompt_data": ("data.path", ""),
     "dataset_name": ("data.path", ""),
@@ -136,3 +255,28 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "save_path": ("output_dir", ""),
 }  # fmt: skip
 """Another framework's key, or the end of it after a dot, with the key of a recipe and what differs."""
+
+_PAIRS = "it learns from preference pairs without sampling, and mrl samples: it has no such loss"
+ALGORITHMS = {
+    **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ipo", "cpo", "bco"), _PAIRS),
+    "sft": "supervised steps before the RL are the branch sft (sft.path, sft.num_steps)",
+    "cross_entropy": "supervised steps before the RL are the branch sft (sft.path, sft.num_steps)",
+    "gae": "algorithm.name=ppo has a critic and GAE",
+    "vanilla": "algorithm.name=grpo or ppo",
+    "importance_sampling": "algorithm.name=grpo, with algorithm.importance for the engine's log-probs",
+    "bnpo": "algorithm.name=grpo with algorithm.aggregation=token_mean",
+    "grpo_vectorized": "algorithm.name=grpo",
+    "rloo_vectorized": "algorithm.name=rloo",
+    "drgrpo": "algorithm.name=dr_grpo",
+    "reinforce++": "algorithm.name=reinforce_pp",
+    "reinforce_plus_plus": "algorithm.name=reinforce_pp",
+    "reinforce++_baseline": "algorithm.name=reinforce_pp_baseline",
+    "reinforce_plus_plus_baseline": "algorithm.name=reinforce_pp_baseline",
+    "decoupled": "algorithm.name=decoupled_ppo",
+}
+"""What other frameworks call algorithms, with what is said of them here; `-` counts as `_`."""
+
+
+def of_algorithm(name: str) -> str:
+    """Return what to do about another framework's algorithm; empty where it is none."""
+    return ALGORITHMS.get(name.lower().replace("-", "_"), "")

@@ -51,6 +51,11 @@ def read_form(source: str, values: dict[str, Any], prompt_key: str | None, colum
     _rename(values, columns, source, present)
     key = prompt_key or next((key for key in PROMPT_KEYS if key in values), None)
     if key is None or key not in values:
+        if {"chosen", "rejected"} <= values.keys():
+            raise InputError(
+                f"{source}: no `{key or 'prompt'}`; this row has {present}: pairs of preferences, on "
+                "which mrl does not train; RL needs a prompt, and a reward scores what the policy answers"
+            )
         raise InputError(
             f"{source}: no `{key or 'prompt'}`; this row has {present}; name the column of the prompt "
             "with prompt_key"

@@ -12,6 +12,7 @@ import torch
 from mrl.algorithms import Algorithm, check_algorithm, load_algorithm, traits
 from mrl.config import AlgorithmConfig, Recipe, RolloutConfig
 from mrl.config.adapter import Adapter
+from mrl.config.foreign import of_algorithm
 from mrl.data import SftExample, Source, read_sft_examples, read_sources
 from mrl.data.chat import ChatTurns
 from mrl.data.eval_sets import EvalSet, read_eval_sets
@@ -158,6 +159,8 @@ def _read_model(recipe: Recipe, dims: ParallelDims, *, elsewhere: bool, deep: bo
 
 
 def _read_algorithm(config: AlgorithmConfig) -> Algorithm:
+    if pointer := of_algorithm(config.name):
+        raise InputError(f"algorithm.name {config.name!r}: mrl has none of this name; {pointer}")
     algorithm = load_algorithm(config.name)
     check_algorithm(config)
     check_old_logprobs(config, algorithm)

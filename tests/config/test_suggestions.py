@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from mrl.algorithms import list_algorithms
+from mrl.cli import main
 from mrl.config import load_recipe
-from mrl.config.foreign import FOREIGN
+from mrl.config.foreign import ALGORITHMS, FOREIGN, of_algorithm
 from mrl.config.suggest import all_keys
 from mrl.errors import InputError
+from mrl.preflight.check import _read_algorithm
 
 TOY = Path(__file__).parents[2] / "launch/recipes/toy_moe.yaml"
 
@@ -27,6 +31,13 @@ def test_the_table_leads_to_keys_and_hides_none():
         ("optimizer.learning_rte=1", "'optimizer.learning_rte'; did you mean 'optimizer.lr'?"),
         ("rollout.n=8", "'rollout.n'; did you mean 'rollout.samples_per_prompt'?"),
         ("actor_rollout_ref.rollout.n=8", "rollout.n is 'rollout.samples_per_prompt'"),
+        ("report_to=wandb", "did you mean 'logging.trackers' (logging=[jsonl, wandb]"),
+        ("num_train_epochs=1", "did you mean 'train.num_epochs'?"),
+        (
+            "resume_from_checkpoint=true",
+            "did you mean 'output_dir' (a run that is there is resumed",
+        ),
+        ("use_peft=true", "did you mean 'lora' (lora: {} turns it on)?"),
         ("lr_scheduler=cosine", "did you mean 'optimizer.lr_decay_style'?"),
         ("lr_scheduler.type=cosine", "did you mean 'optimizer.lr_decay_style'?"),
         ("num_generations=8", "did you mean 'rollout.samples_per_prompt'?"),
@@ -50,3 +61,43 @@ def test_names_of_other_frameworks(override, answer):
     with pytest.raises(InputError) as caught:
         load_recipe(TOY, [override])
     assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["train", "--config", "r.yaml"], "the recipe stands alone: mrl train RECIPE.yaml"),
+        (["train", "--config=r.yaml"], "the recipe stands alone: mrl train RECIPE.yaml"),
+        (
+            ["train", "r.yaml", "--nproc_per_node=8"],
+            "python -m mrl.launch --nproc-per-node N -m mrl",
+        ),
+        (["train", "r.yaml", "--learning_rate", "1e-6"], "without dashes: 'optimizer.lr'; see"),
+        (
+            ["train", "r.yaml", "--optimizer.lr=1e-6"],
+            "are written optimizer.lr=1e-6, without dashes",
+        ),
+        (["train", "r.yaml", "--num-generations", "8"], "dashes: 'rollout.samples_per_prompt'"),
+        (["dpo", "--config", "r.yaml"], "here it is: none here: mrl trains by RL"),
+        (["grpo"], "here it is: mrl train RECIPE algorithm.name=NAME"),
+    ],
+)
+def test_command_lines_of_other_frameworks(words, answer, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert answer in line
+    assert "--help" in line
+
+
+@pytest.mark.parametrize("name", ["dpo", "reinforce++", "Reinforce-Plus-Plus-Baseline", "dr-grpo"])
+def test_algorithms_of_other_frameworks(name):
+    recipe = load_recipe(TOY, [f"algorithm.name={name}"])
+    with pytest.raises(InputError, match=f"algorithm.name '{re.escape(name)}'") as caught:
+        _read_algorithm(recipe.algorithm)
+    assert of_algorithm(name) in str(caught.value) or "did you mean 'dr_grpo'" in str(caught.value)
+
+
+def test_no_algorithm_of_ours_is_said_to_be_another_frameworks():
+    assert not set(list_algorithms()) & set(ALGORITHMS)

@@ -235,3 +235,12 @@ def test_a_role_that_nobody_knows_is_named(write, chat_tokenizer, monkeypatch):
         chat_tokenizer, "chat_template", TEMPLATE + template.replace("m[", "messages[0][")
     )
     assert len(read_prompts(rows, chat_tokenizer, max_prompt_len=64)) == 2
+
+
+def test_pairs_of_preferences_are_no_prompts():
+    with pytest.raises(InputError, match="this row has chosen, rejected: pairs of preferences"):
+        form({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]})
+    assert form({"prompt": "a", "chosen": "b", "rejected": "c"}).columns == {
+        "chosen": "b",
+        "rejected": "c",
+    }
