@@ -10,6 +10,8 @@ import os
 import select
 import sys
 import traceback
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -20,6 +22,8 @@ from mrl.commands.elsewhere import pointer
 from mrl.commands.report import show
 from mrl.errors import ExitCode, InputError, RunFailed
 from mrl.run.console import escape
+from mrl.system.disk import refusal
+from mrl.system.streams import open_missing, silence_refusing
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -28,18 +32,33 @@ def main(argv: list[str] | None = None) -> None:
     A command whose reader has left (`mrl recipe | head`) ends without a message, as those that
     SIGPIPE kills do.
     """
+    open_missing()
     try:
         try:
             _run(argv)
-        except SystemExit:  # also after --help
-            sys.stdout.flush()
+        except SystemExit as end:  # also after --help
+            _flush(is_done=not end.code)
             raise
-        sys.stdout.flush()
+        _flush(is_done=True)
     except BrokenPipeError:
         if not _is_closed(sys.stdout.fileno()):  # that of an engine or a worker
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again
         sys.exit(ExitCode.NOBODY_READS)
+
+
+def _flush(*, is_done: bool) -> None:
+    """Write what was printed. Where a stream takes no more, a command that was done is not."""
+    if (names := silence_refusing()) and is_done:
+        _say(f"mrl: {names} could not be written: its device is full")
+        sys.exit(ExitCode.DISK)
+    sys.stdout.flush()  # raises BrokenPipeError where nobody reads any more
+
+
+def _say(text: str) -> None:
+    """Print a line to standard error, if that can be written to."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _is_closed(fd: int) -> bool:
@@ -56,19 +75,25 @@ def _run(argv: list[str] | None) -> None:
         args.run(args)
     except InputError as error:
         rank = os.environ.get("RANK", "0")
-        print(
-            f"mrl: {'' if rank == '0' else f'[rank {rank}] '}{escape(str(error))}", file=sys.stderr
-        )
+        _say(f"mrl: {'' if rank == '0' else f'[rank {rank}] '}{escape(str(error))}")
         sys.exit(ExitCode.BAD_INPUT)
     except RunFailed as error:
-        if not show(error):
-            print(f"mrl: {escape(str(error))}", file=sys.stderr)
+        with suppress(OSError):  # standard error may be what cannot be written
+            if not show(error):
+                _say(f"mrl: {escape(str(error))}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
         raise
     except Exception as error:
-        traceback.print_exception(error)
-        show(error)
+        if text := refusal(error, Path.cwd()):
+            _say(f"mrl: {escape(text)}")
+            sys.exit(ExitCode.DISK)
+        if args.only_reads and isinstance(error, OSError) and error.filename is not None:
+            _say(f"mrl: {escape(os.fsdecode(error.filename))}: {error.strerror}")
+            sys.exit(ExitCode.BAD_INPUT)
+        with suppress(OSError):
+            traceback.print_exception(error)
+            show(error)
         sys.exit(ExitCode.UNFORESEEN)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
@@ -87,7 +112,7 @@ def _use_one_thread() -> None:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse as argparse does; `key=value` may also come after options."""
     words, parser = sys.argv[1:] if argv is None else argv, _parser()
-    parser.set_defaults(after_interrupt="no partial output remains")
+    parser.set_defaults(after_interrupt="no partial output remains", only_reads=False)
     try:
         args, rest = parser.parse_known_args(words)
         if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):

@@ -37,7 +37,8 @@ MEANINGS = {
     ExitCode.LOST_RANK: "a rank was lost: it was killed, or its node died",
     ExitCode.HUNG_RANK: "a rank hung: it was stopped, or made no progress within its limit",
     ExitCode.LOST_ENGINE: "a rollout engine was lost for good, or could not be started",
-    ExitCode.DISK: "a file could not be written: the disk is full, over its quota, or read-only",
+    ExitCode.DISK: "a file could not be written: the disk is full, over its quota or read-only, the "
+    "file is too large, or the run folder is gone",
     ExitCode.SAVED: "a signal or a callback stopped the run, which saved what there was to save",
     ExitCode.NOT_FINITE: "losses, log-probs or gradients were not finite",
     ExitCode.OUT_OF_MEMORY: "the memory of a GPU or of the host was too small",
@@ -52,6 +53,7 @@ DISK_ERRORS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
     errno.EROFS: "the file system is read-only",
+    errno.EFBIG: "File too large: it is above the limit of this process (ulimit -f) or of the disk",
 }
 """What an OSError of the disk means."""
 

@@ -46,7 +46,7 @@ def add_to(commands: Any) -> None:
         metavar="MB",
         help="largest safetensors file in MiB (default 2048)",
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, only_reads=True)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -33,7 +33,7 @@ from mrl.run.failure import (
     tail_of,
     write_failure,
 )
-from mrl.system.disk import chain, refusal
+from mrl.system.disk import chain, refusal, vanished
 from mrl.system.files import write_whole
 
 _NO_PEER = re.compile(
@@ -62,6 +62,8 @@ def reporting(
     except (InputError, KeyboardInterrupt):
         raise
     except Exception as error:
+        if hasattr(error, _ATTRIBUTE):  # another `reporting` in this one has seen it
+            raise
         found = classified(error, advice, folder)
         found.__cause__ = None if found is error else error
         failure = failure_of(found, folder, command, step())
@@ -117,7 +119,7 @@ def classified(error: Exception, advice: Advice, folder: Path) -> Exception:
         return error
     if text := advice(error):
         return OutOfMemory(text)
-    if text := refusal(error, folder):
+    if text := refusal(error, folder) or vanished(error, folder):
         return DiskFailed(text)
     for each in chain(error):
         if isinstance(each, EngineLost):

@@ -80,6 +80,7 @@ def train(
         return _roll_out(recipe, roles, rank, allowed)
     is_main = os.environ.get("RANK", "0") == "0"
     with closing(RunFolder(recipe.output_dir)) as folder:
+        room = ""
         if is_main:
             folder.claim()  # before the check looks for a checkpoint
         plan = check(recipe, world, allowed=allowed)
@@ -87,12 +88,14 @@ def train(
         if is_main:
             room = "" if _is_done(plan, folder) else check_room(plan, console.warning)
             folder.open(recipe, plan.update, plan.resume_step or 0)
-            console.pairs([*plan.rows(), *([("disk", room)] if room else [])])
-        if not _is_done(plan, folder):
-            stopped = _train(plan, folder, callbacks)
-            if is_main and not stopped:
-                _summarize(folder, recipe)
-            return stopped
+        with reporting(folder.root, train_command(folder), lambda error: None, lambda: None):
+            if is_main:
+                console.pairs([*plan.rows(), *([("disk", room)] if room else [])])
+            if not _is_done(plan, folder):
+                stopped = _train(plan, folder, callbacks)
+                if is_main and not stopped:
+                    _summarize(folder, recipe)
+                return stopped
         if is_main:
             print(
                 f"{folder.root} is done: {plan.resume_step} of {recipe.train.num_steps} steps, by the "

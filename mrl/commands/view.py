@@ -37,7 +37,7 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help=f"samples of a step at most (default {MAX_SAMPLES})",
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, only_reads=True)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -32,7 +32,7 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--json", action="store_true", help="print one JSON object instead of tables"
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, only_reads=True)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mrl.errors import DISK_ERRORS, DiskFailed, InputError
 from mrl.system.files import bytes_in_words, disk_errno
+from mrl.system.streams import refusing_stream
 
 
 def refusal(error: BaseException, place: Path) -> str:
@@ -24,8 +25,29 @@ def refusal(error: BaseException, place: Path) -> str:
     for each in chain(error):
         if (number := disk_errno(each)) is not None:
             named = each.filename if isinstance(each, OSError) else None
+            if named is None and (stream := refusing_stream()):
+                return (
+                    f"{stream} could not be written: {DISK_ERRORS[number]}; let it go to a file "
+                    "or a terminal that takes it, then start the command again"
+                )
             what = f"a file in {place}" if named is None else os.fsdecode(named)
             return _in_words(number, what, place if named is None else Path(os.fsdecode(named)))
+    return ""
+
+
+def vanished(error: BaseException, folder: Path) -> str:
+    """Return in one line that a run folder, or a folder in it, is gone, as `error` shows; empty where
+    it shows nothing of that."""
+    for each in chain(error):
+        if not isinstance(each, (FileNotFoundError, NotADirectoryError)) or each.filename is None:
+            continue
+        parent = Path(os.path.abspath(os.fsdecode(each.filename))).parent
+        if parent.is_relative_to(folder.absolute()) and not parent.is_dir():
+            gone = next(p for p in (*reversed(parent.parents), parent) if not p.is_dir())
+            return (
+                f"{os.fsdecode(each.filename)} could not be written: the folder {gone} is gone, moved "
+                "or removed while the run was writing to it; put it back, then continue the run"
+            )
     return ""
 
 
@@ -99,8 +121,20 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 def _in_words(number: int, what: str, path: Path) -> str:
     there, free = existing(path), free_bytes(path)
     left = "" if free is None else f", {bytes_in_words(free)} are free in {there}"
-    do = "have it mounted for writing" if number == errno.EROFS else "make room there"
-    return (
-        f"{what} could not be written: {DISK_ERRORS[number]}{left}; {do} or move the run folder, then "
-        "continue the run"
-    )
+    why, do = DISK_ERRORS[number], "make room there"
+    if number == errno.EROFS:
+        do = "have it mounted for writing"
+    elif number == errno.EFBIG:
+        left, do = "", "raise the limit"
+    elif number == errno.ENOSPC and _has_no_inodes(there):
+        why, do = "the disk has no inodes left, one of which each file needs", "remove files there"
+    then = f"{do} or move the run folder, then continue the run"
+    return f"{what} could not be written: {why}{left}; {then}"
+
+
+def _has_no_inodes(path: Path) -> bool:
+    """Whether the file system of `path` counts inodes, and all are taken."""
+    with suppress(OSError):
+        numbers = os.statvfs(path)
+        return bool(numbers.f_files) and not numbers.f_favail
+    return False
