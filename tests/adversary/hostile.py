@@ -55,7 +55,7 @@ class Hostile:
             elif self._random.random() < 0.08:
                 self._change_tenant()
             else:
-                self._post(self._operation())
+                self._post(operation(self._random))
             if len(self._waiting) > self._random.randint(0, 40):
                 self._settle()
         self._settle()
@@ -128,90 +128,87 @@ class Hostile:
             connection.recv(4096)
         self.came_to["sent"] += 1
 
-    def _operation(self) -> dict[str, Any]:
-        chance = self._random
-        kind = chance.choices(
-            ["sample", "train", "forward", "optim_step", "save", "load", "malformed"],
-            [8, 3, 2, 2, 1, 1, 2],
-        )[0]
-        if kind == "malformed":
-            return dict(chance.choice(malformed.OPERATIONS))
-        if kind == "optim_step":
-            return {"kind": kind, "lr": chance.choice([None, 1e3, 1e-45, 1e-3, *LARGE_FLOATS])}
-        if kind == "save":
-            return {"kind": kind}
-        if kind == "load":
-            return {"kind": kind, "version": chance.choice([0, 1, 5, (1 << 31) - 1, *HUGE])}
-        if kind == "forward":
-            return {"kind": kind, "sequences": [{"tokens": self._tokens()} for _ in range(3)]}
-        return self._sample() if kind == "sample" else self._train()
 
-    def _sample(self) -> dict[str, Any]:
-        """Every length around the context's end, and one or two options at or beyond their limits."""
-        chance = self._random
-        prompt = self._tokens()
-        left = CONTEXT_LEN - len(prompt)
-        body: dict[str, Any] = {
-            "kind": "sample",
-            "prompts": [prompt] * chance.choice([1, 1, 2, 5]),
-            "max_tokens": max(1, chance.choice([1, left - 1, left, left + 1, left - 7, 3])),
-        }
-        options = {
-            "n": lambda: chance.choice([1, 2, 64, 0, 4097, *HUGE]),
-            "temperature": lambda: chance.choice([0.5, *LARGE_FLOATS]),
-            "top_p": lambda: chance.choice([0.5, 1.0000001, *LARGE_FLOATS]),
-            "top_k": lambda: chance.choice(
-                [1, 0, -2, MODEL_VOCAB, MODEL_VOCAB + 1, 1 << 30, *HUGE]
-            ),
-            "min_tokens": lambda: chance.choice(
-                [1, body["max_tokens"], body["max_tokens"] + 1, *HUGE]
-            ),
-            "stop_token_ids": lambda: [
-                chance.choice([0, 1, MODEL_VOCAB - 1, MODEL_VOCAB, 200_000, (1 << 31) - 1])
-                for _ in range(chance.choice([1, 3, 1000]))
-            ],
-            "stop": lambda: [
-                chance.choice(["a", "\0", "\ud800", "é" * 999, " ", "\U0001f600", "<|eos|>"])
-                for _ in range(chance.choice([1, 2, 32, 33]))
-            ],
-            "seed": lambda: chance.choice([0, -1, *HUGE]),
-        }
-        for name in chance.sample(sorted(options), chance.choice([0, 1, 1, 2, 3])):
-            body[name] = options[name]()
-        return body
+def operation(chance: random.Random) -> dict[str, Any]:
+    """Return the body of one operation; most are at a limit, or beyond one."""
+    kind = chance.choices(
+        ["sample", "train", "forward", "optim_step", "save", "load", "malformed"],
+        [8, 3, 2, 2, 1, 1, 2],
+    )[0]
+    if kind == "malformed":
+        return dict(chance.choice(malformed.OPERATIONS))
+    if kind == "optim_step":
+        return {"kind": kind, "lr": chance.choice([None, 1e3, 1e-45, 1e-3, *LARGE_FLOATS])}
+    if kind == "save":
+        return {"kind": kind}
+    if kind == "load":
+        return {"kind": kind, "version": chance.choice([0, 1, 5, (1 << 31) - 1, *HUGE])}
+    if kind == "forward":
+        return {"kind": kind, "sequences": [{"tokens": _tokens(chance)} for _ in range(3)]}
+    return _sample(chance) if kind == "sample" else _train(chance)
 
-    def _train(self) -> dict[str, Any]:
-        chance = self._random
-        sequences = []
-        for _ in range(chance.choice([1, 1, 3])):
-            tokens = self._tokens()
-            each: dict[str, Any] = {"tokens": tokens, "weight": chance.choice([1.0, *LARGE_FLOATS])}
-            for name in ("advantages", "logprobs", "weights"):
-                if chance.random() < 0.6:
-                    length = max(0, len(tokens) + chance.choice([0, 0, 0, 1, -1]))
-                    each[name] = [
-                        0.0,
-                        *(chance.choice([1.0, -3.0, *LARGE_FLOATS]) for _ in range(length)),
-                    ]
-                    each[name] = each[name][:length]
-            if chance.random() < 0.1:
-                each["sample"] = chance.choice(["", "1-1", "../x", "9" * 50])
-            sequences.append(each)
-        loss = chance.choice(["cross_entropy", "importance_sampling", "ppo", "cispo", "sapo"])
-        body: dict[str, Any] = {"kind": "forward_backward", "loss": loss, "sequences": sequences}
-        for name in ("clip_low", "clip_high", "dual_clip"):
-            if chance.random() < 0.2:
-                body[name] = chance.choice([0.1, 1.0, 1.1, 3.0, *LARGE_FLOATS])
-        return body
 
-    def _tokens(self) -> list[int]:
-        """Ids of any length up to the context and beyond, now and then outside the vocabulary."""
-        chance = self._random
-        length = chance.choice([1, 2, 5, 30, *range(CONTEXT_LEN - 10, CONTEXT_LEN + 2)])
-        tokens = [chance.randrange(MODEL_VOCAB) for _ in range(length)]
-        if chance.random() < 0.05:
-            tokens[-1] = chance.choice([MODEL_VOCAB, (1 << 31) - 1, *HUGE, -1])
-        return tokens
+def _sample(chance: random.Random) -> dict[str, Any]:
+    """Every length around the context's end, and one or two options at or beyond their limits."""
+    prompt = _tokens(chance)
+    left = CONTEXT_LEN - len(prompt)
+    body: dict[str, Any] = {
+        "kind": "sample",
+        "prompts": [prompt] * chance.choice([1, 1, 2, 5]),
+        "max_tokens": max(1, chance.choice([1, left - 1, left, left + 1, left - 7, 3])),
+    }
+    options = {
+        "n": lambda: chance.choice([1, 2, 64, 0, 4097, *HUGE]),
+        "temperature": lambda: chance.choice([0.5, *LARGE_FLOATS]),
+        "top_p": lambda: chance.choice([0.5, 1.0000001, *LARGE_FLOATS]),
+        "top_k": lambda: chance.choice([1, 0, -2, MODEL_VOCAB, MODEL_VOCAB + 1, 1 << 30, *HUGE]),
+        "min_tokens": lambda: chance.choice([1, body["max_tokens"], body["max_tokens"] + 1, *HUGE]),
+        "stop_token_ids": lambda: [
+            chance.choice([0, 1, MODEL_VOCAB - 1, MODEL_VOCAB, 200_000, (1 << 31) - 1])
+            for _ in range(chance.choice([1, 3, 1000]))
+        ],
+        "stop": lambda: [
+            chance.choice(["a", "\0", "\ud800", "é" * 999, " ", "\U0001f600", "<|eos|>"])
+            for _ in range(chance.choice([1, 2, 32, 33]))
+        ],
+        "seed": lambda: chance.choice([0, -1, *HUGE]),
+    }
+    for name in chance.sample(sorted(options), chance.choice([0, 1, 1, 2, 3])):
+        body[name] = options[name]()
+    return body
+
+
+def _train(chance: random.Random) -> dict[str, Any]:
+    sequences = []
+    for _ in range(chance.choice([1, 1, 3])):
+        tokens = _tokens(chance)
+        each: dict[str, Any] = {"tokens": tokens, "weight": chance.choice([1.0, *LARGE_FLOATS])}
+        for name in ("advantages", "logprobs", "weights"):
+            if chance.random() < 0.6:
+                length = max(0, len(tokens) + chance.choice([0, 0, 0, 1, -1]))
+                each[name] = [
+                    0.0,
+                    *(chance.choice([1.0, -3.0, *LARGE_FLOATS]) for _ in range(length)),
+                ]
+                each[name] = each[name][:length]
+        if chance.random() < 0.1:
+            each["sample"] = chance.choice(["", "1-1", "../x", "9" * 50])
+        sequences.append(each)
+    loss = chance.choice(["cross_entropy", "importance_sampling", "ppo", "cispo", "sapo"])
+    body: dict[str, Any] = {"kind": "forward_backward", "loss": loss, "sequences": sequences}
+    for name in ("clip_low", "clip_high", "dual_clip"):
+        if chance.random() < 0.2:
+            body[name] = chance.choice([0.1, 1.0, 1.1, 3.0, *LARGE_FLOATS])
+    return body
+
+
+def _tokens(chance: random.Random) -> list[int]:
+    """Ids of any length up to the context and beyond, now and then outside the vocabulary."""
+    length = chance.choice([1, 2, 5, 30, *range(CONTEXT_LEN - 10, CONTEXT_LEN + 2)])
+    tokens = [chance.randrange(MODEL_VOCAB) for _ in range(length)]
+    if chance.random() < 0.05:
+        tokens[-1] = chance.choice([MODEL_VOCAB, (1 << 31) - 1, *HUGE, -1])
+    return tokens
 
 
 def _short(body: dict[str, Any]) -> str:

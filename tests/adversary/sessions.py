@@ -29,7 +29,7 @@ from tests.tenants.serving import Service, wait_for
 
 HONEST = ("ann", "bob")
 HOSTILE_SHARE = 0.6
-"""Of the operations; the honest clients have the rest, half each."""
+"""Share of all operations; each honest client has half of the rest."""
 LOST = "starting another one"
 """What the service prints when it lost an engine."""
 END_S = 60.0

@@ -18,7 +18,7 @@ from tests.release import release
 
 CONTEXT_LEN, VOCAB_SIZE, EOS = 48, 128, 98
 MAX_TOTAL_TOKENS = 40
-"""Of the engine whose KV cache is smaller than its context."""
+"""Tokens of a KV cache that is smaller than the context."""
 NUM_SHORT, NUM_LONG = 25, 600
 """Random samplings of the short form and of the long one."""
 
