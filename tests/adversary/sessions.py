@@ -32,7 +32,7 @@ HOSTILE_SHARE = 0.6
 """Share of all operations; each honest client has half of the rest."""
 LOST = "starting another one"
 """What the service prints when it lost an engine."""
-END_S = 60.0
+END_S = 180.0
 
 
 @dataclass
