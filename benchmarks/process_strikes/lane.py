@@ -60,7 +60,7 @@ def trials_of(placement: str, found: dict[str, dict[str, float]]) -> list[Trial]
             if phase == MEETING and not (role == LAUNCHER or "rank" in role):
                 continue
             trials += [Trial(placement, role, phase, signal) for signal in (STOP, KILL)]
-    return sorted(trials, key=lambda trial: ORDER.index(trial.phase))
+    return sorted(trials, key=lambda trial: (trial.signal == KILL, ORDER.index(trial.phase)))
 
 
 def is_brief(role: str, seconds: dict[str, float]) -> bool:

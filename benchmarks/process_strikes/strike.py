@@ -20,6 +20,10 @@ from mrl.errors import ExitCode
 KILL, STOP = "SIGKILL", "SIGSTOP"
 SIGNALS = {KILL: signal.SIGKILL, STOP: signal.SIGSTOP}
 LOOK_S = 0.5
+TRIES = 8
+"""Times that a phase is waited for in which a process was not there."""
+FORK_S = 20.0
+"""Seconds in which a process must come."""
 Happened = Literal["went on", "replaced", "ended", "waits", "was not there"]
 CODES = tuple(code for code in ExitCode if code in range(70, 80) and code not in (ExitCode.SAVED,))
 """Exit codes with which a struck run may end: those of a failure with a code of its own."""
@@ -92,26 +96,37 @@ class Striker:
 
     def _caught(self, trial: Trial, job: Job) -> psutil.Process | None:
         """Send the signal in the phase; return the process, or None where it is not there then."""
-        phase = Phase(job)
-        is_fork, tries = trial.role.startswith(FORK), 0
-        while tries < 8:
-            tries += 1
+        phase, is_fork = Phase(job), trial.role.startswith(FORK)
+        for _ in range(TRIES):
+            known = None  # what is there already is struck without another look at the tree
+            if not is_fork and trial.phase not in EARLY:
+                known = self.victims(job).get(trial.role)
             if not is_fork:
                 phase.wait(trial.phase)
-            deadline = time.monotonic() + (job.limit_s if trial.phase in EARLY else 20.0)
-            while is_fork or self._is_in(phase, trial.phase):
-                pid = self.victims(job).get(trial.role)
-                if pid is not None and (not is_fork or self._is_in(phase, trial.phase)):
-                    with suppress(psutil.Error):
-                        victim = psutil.Process(pid)
-                        job.seen.add(victim)
-                        victim.send_signal(SIGNALS[trial.signal])
-                        return victim
-                if job.process.poll() is not None or time.monotonic() > deadline:
-                    break
+            if (victim := self._struck(trial, job, phase, known)) is not None:
+                return victim
+            if trial.phase in (*EARLY, ENDING):
+                return None
             if job.process.poll() is not None:
                 raise Unexpected(f"ended by itself before the strike; see {job.log}")
-            if trial.phase in EARLY:
+        return None
+
+    def _struck(
+        self, trial: Trial, job: Job, phase: Phase, known: int | None
+    ) -> psutil.Process | None:
+        """Strike as soon as the process is there; None where the phase, or the job, ends before."""
+        is_fork = trial.role.startswith(FORK)
+        deadline = time.monotonic() + (job.limit_s if trial.phase in EARLY else FORK_S)
+        while job.process.poll() is None and time.monotonic() < deadline:
+            pid = known or self.victims(job).get(trial.role)
+            if self._is_in(phase, trial.phase) and pid is not None:
+                with suppress(psutil.Error):
+                    victim = psutil.Process(pid)
+                    job.seen.add(victim)
+                    victim.send_signal(SIGNALS[trial.signal])
+                    return victim
+                known = None
+            elif not is_fork and not self._is_in(phase, trial.phase):
                 return None
         return None
 
