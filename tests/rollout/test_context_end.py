@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
+
 import pytest
 import torch
 from rollout_helpers import make_requests
 
 from mrl.errors import InputError
 from mrl.rollout.base import Request, RequestFailed, SamplingParams
+from mrl.tenants.sessions.bodies import Bounds, SampleBody, read_body
+from tests.tenants.edges import random_body
 
 
 def test_every_length_up_to_the_contexts_last_token(engine):
@@ -47,3 +52,21 @@ def test_what_the_server_refuses_is_no_lost_engine(engine, monkeypatch):
         list(engine.generate([request]))
     assert engine.process_id == begun
     assert len(list(engine.generate(make_requests(2, SamplingParams(4))))) == 2
+
+
+def test_random_samples_of_sessions_are_refused_or_answered(engine):
+    """What `read_body` lets through has the length that was asked for, and ends no engine."""
+    draw, bounds, begun = random.Random(2), Bounds(engine.vocab_size, engine.context_len), []
+    for number in range(400):
+        given = random_body(draw, engine.context_len)
+        with suppress(InputError):
+            body = read_body({"kind": "sample", **given}, bounds)
+            assert isinstance(body, SampleBody)
+            sampling, tokens = body.sampling(1.0), torch.tensor(body.prompts[0])
+            begun.append(Request(f"{number}", tokens, number, sampling))
+    assert len(begun) > 20
+    asked = {request.request_id: request.sampling for request in begun}
+    for done in engine.generate(begun):
+        sampling, size = asked[done.request_id], len(done.output_ids)
+        assert sampling.min_new_tokens <= size <= sampling.max_new_tokens, sampling
+        assert done.finish_reason == "stop" or size == sampling.max_new_tokens, sampling

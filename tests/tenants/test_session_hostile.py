@@ -13,6 +13,7 @@ import pytest
 from mrl.client import Future, OperationFailed, Sample, Session
 from mrl.errors import InputError, RunFailed
 from mrl.toy_model import write_toy_model
+from tests.tenants.edges import random_body
 from tests.tenants.lethal import LETHAL, write_plugin
 from tests.tenants.serving import Service, require_same_bits, wait_for
 from tests.tenants.test_session_runs import new_session, reinforce, require_same, served
@@ -100,32 +101,6 @@ def test_hostile_requests_change_nobodys_bits(
     require_same_bits(both.run_of("bob"), tmp_path / "bob", but=["rollout/engine_restarts"])
 
 
-def random_body(draw: random.Random) -> dict[str, Any]:
-    """Return a body of `sample`, much of it at or beyond a limit."""
-    edge = [0, 1, 2, 57, 58, 59, 62, 63, 64, 65, 127, 128, 129, 1 << 31, 1 << 40, -1, -2]
-    size = draw.choice([1, 2, 30, *range(52, 66)])
-    tokens = [
-        draw.choice([0, 1, 5, 77, 127, 128]) if draw.random() < 0.02 else 9 for _ in range(size)
-    ]
-    body: dict[str, Any] = {
-        "prompts": [tokens] * draw.choice([1, 1, 2]),
-        "n": draw.choice([1, 1, 3]),
-        "max_tokens": draw.choice([1, 2, 6, 64 - size, max(1, 63 - size), 65 - size, 0]),
-    }
-    some = {
-        "min_tokens": lambda: draw.choice([0, 1, body["max_tokens"], body["max_tokens"] + 1, -1]),
-        "temperature": lambda: draw.choice([0, 1e-30, 1e-6, 1.1e-6, 0.7, 1e6, 3e38, -1.0]),
-        "top_p": lambda: draw.choice([1e-45, 1e-30, 0.1, 0.999, 1.0, 0.0, 1.1]),
-        "top_k": lambda: draw.choice(edge),
-        "stop": lambda: draw.choice([["x"], ["a", "b" * 1000], [""], ["é\x00"], ["y"] * 33]),
-        "stop_token_ids": lambda: draw.choice(
-            [[0], [127], [128], list(range(64)), list(range(65)), [3] * 200, list(range(128))]
-        ),
-        "seed": lambda: draw.choice([0, (1 << 53) - 1, 1 << 53, -1]),
-    }
-    return body | {name: make() for name, make in some.items() if draw.random() < 0.3}
-
-
 @pytest.mark.parametrize("seed", [1])
 def test_random_bodies_are_refused_or_answered(seed: int, model: Path, tmp_path: Path) -> None:
     draw = random.Random(seed)
@@ -137,7 +112,7 @@ def test_random_bodies_are_refused_or_answered(seed: int, model: Path, tmp_path:
         for _ in range(40):
             asked: list[tuple[dict[str, Any], Future[list[list[Sample]]]]] = []
             for _ in range(20):
-                body = random_body(draw)
+                body = random_body(draw, CONTEXT_LEN)
                 with suppress(InputError, RunFailed):  # refused before it is sent
                     asked.append((body, session.sample(**body)))
             for body, future in asked:
