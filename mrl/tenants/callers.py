@@ -41,8 +41,8 @@ class Limits:
 
 
 class Callers:
-    """The callers of one socket. Those that have not shown who they are take no place of those that
-    have, and the callers of one socket none of another's."""
+    """Counts the callers of one socket. Those that have not shown who they are take no place of those
+    that have, and the callers of one socket none of another's."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits

@@ -32,6 +32,8 @@ PLAIN = re.compile(rb"[\t\r\n -~]*")
 MAX_ERROR_CHARS = 2000
 LARGEST = {bool: 2, int: 1 << 63, float: float("inf")}
 """Numbers of these types are smaller: seeds and sizes have 64 bits."""
+BACKLOG = 1024
+"""Callers that the kernel keeps until they are accepted, which is at once: beyond it, it drops them."""
 ANSWER_S = 5.0
 """Seconds in which a caller has to take its answer."""
 
@@ -59,7 +61,7 @@ class JsonServer(Closing):
 
     def listen(self, listener: socket.socket, token: str | None = None) -> None:
         """Answer callers of a bound socket from now on; `token` is what they must send."""
-        listener.listen(self._limits.unread)
+        listener.listen(BACKLOG)
         self._listeners.append(listener)
         thread = threading.Thread(target=self._accept, args=(listener, token), daemon=True)
         self._threads.append(thread)

@@ -169,9 +169,9 @@ def test_without_a_service_the_folder_is_read(
     for words in (["list"], ["status", "r"], ["status", "r", "--watch"]):
         mrl(*words)
         out = said(capsys)
-        assert "queued" in out
+        assert "stopped" in out
         assert "no service listens in" in out
-        assert "-m mrl serve" in out
+        assert "start it again: mrl serve" in out
         assert out.endswith("shown is what is on disk\n")
     assert "has no tenant 'x'" in refusal(capsys, "status", "x")
     for words in (

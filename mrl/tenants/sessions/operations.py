@@ -52,7 +52,7 @@ class OtherLife(InputError):
 
 
 class OtherBody(InputError):
-    """A key came before with another operation."""
+    """The key of an operation is that of another one, which was posted before."""
 
 
 class NoOperation(InputError):
@@ -103,8 +103,8 @@ class Operations:
     def __init__(self) -> None:
         self._lives: dict[str, _Life] = {}
         self._past: OrderedDict[str, _Life] = OrderedDict()
-        """Of each name the life that ended last, whose answers can still be asked for, the newest
-        last."""
+        """The life that ended last of each name, whose answers can still be asked for; the newest is
+        the last."""
         self._changing = threading.Lock()
 
     def post(

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mrl.config import Recipe
+from mrl.config.adapter import Adapter
 from mrl.errors import EngineGone, InputError, OutOfMemory, RankLost
 from mrl.exchange.sharing import share_bytes
 from mrl.learn.policy import make_policy
@@ -63,17 +64,13 @@ class SessionRun(Trained):
         Raises InputError for a recipe that cannot start, RunFailed where its checkpoint cannot be read.
         """
         self.name, self._incarnation = (name := name_of(incarnation)), incarnation
-        self._house, self._operations = house, operations
-        self._agree = agree
+        self._house, self._operations, self._agree = house, operations, agree
+        mesh = house.mesh
         check_session(recipe)
         model = HfModel.read(recipe.model.path, recipe.model.architecture)
-        if (adapter := check_lora(recipe, model)) is None:
-            raise InputError(
-                "lora: got none, but a session trains an adapter; give it a lora branch"
-            )
+        adapter = _adapter(recipe, model)
         native = recipe.model.model_copy(update={"transformer_impl": "local"})
         self._recipe = recipe = recipe.model_copy(update={"model": native})
-        mesh = house.mesh
         self.folder = RunFolder(recipe.output_dir)
         with ExitStack() as undo:
             undo.callback(self.folder.close)
@@ -269,3 +266,10 @@ class SessionRun(Trained):
             closing.callback(self._trainer.checkpoints.rescue)
             if self._operations is not None:
                 self._operations.end(self._incarnation)
+
+
+def _adapter(recipe: Recipe, model: HfModel) -> Adapter:
+    """Return the adapter that a session trains. Raises InputError where it has none."""
+    if (adapter := check_lora(recipe, model)) is None:
+        raise InputError("lora: got none, but a session trains an adapter; give it a lora branch")
+    return adapter
