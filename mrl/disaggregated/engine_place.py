@@ -36,7 +36,7 @@ class EnginePlace(Protocol):
         ...
 
     def begin_batch(self) -> None:
-        """Count the losses from 0 again."""
+        """Count the losses from 0 again: a batch was finished, or a group where engines run freely."""
         ...
 
     def replace(self, error: EngineLost) -> int:

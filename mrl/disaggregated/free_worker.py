@@ -78,7 +78,9 @@ class FreeWorker(Worker):
         elif kind == "over":
             self._scored.discard(event.message["lease_id"])
             del self._running[event.message["lease_id"]]
-            if (held := event.message["held"]) is not None:
+            if (held := event.message["held"]) is None:
+                self._place.begin_batch()
+            else:
                 self._lost.append(held)
                 self._has_lost_engine = True
 

@@ -202,7 +202,8 @@ class Server:
     def _find_silent(self) -> None:
         for worker in list(self._workers.values()):
             silent_s = time.monotonic() - worker.wire.heard
-            if silent_s > self._config.worker_timeout_s:
+            # What has come while this process was stopped or busy is read before anybody is lost.
+            if silent_s > self._config.worker_timeout_s and not worker.wire.has_unread:
                 self._lose(worker, f"it gave no sign for {silent_s:.0f} s")
 
     def _lose(self, worker: Peer, why: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import select
 import socket
 import struct
 import threading
@@ -70,6 +71,15 @@ class Wire:
                     self._socket.sendall(body)
         except OSError as error:
             raise WireClosed(str(error)) from None
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether something has come that `receive` has not read yet."""
+        with suppress(OSError, ValueError):  # it was closed
+            poll = select.poll()  # not select(): a trainer may hold more than 1,024 files
+            poll.register(self._socket, select.POLLIN)
+            return bool(poll.poll(0))
+        return False
 
     def receive(self) -> tuple[dict[str, Any], bytes]:
         """Wait for a frame and return (message, body). Raises WireClosed."""

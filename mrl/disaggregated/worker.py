@@ -233,13 +233,13 @@ class Worker:
             partial = task.partial if work.kind == "batch" else []
             self._wire.send(*Delivered(groups, num_failed, partial).frame(work.work_id, part))
         self._report()
+        self._place.begin_batch()
         self._wire.send({"type": "done", "work_id": work.work_id})
         del self._work[work.work_id]
 
     def _report(self) -> None:
         """Say what was measured since the last report."""
         self._wire.send({"type": "measured", "metrics": self._measured.metrics()})
-        self._place.begin_batch()
         self._measured = _Measured(sync_bytes=self._measured.sync_bytes)
 
     def _tasks(self, work: Work) -> list[Task]:

@@ -23,11 +23,13 @@ WORKER = ("lease", "receive", "update", "answer")
 """The worker dies when it has a lease, while weights come, before it loads them, before it delivers."""
 ENGINE = ("pause", "paused", "loaded")
 """The engine dies before it is paused for new weights, before it takes them, and when it has them."""
+ALWAYS = "always"
+"""Each engine dies when it is asked for samples."""
 
 
 def _die_at(moment: str, process_id: int | None = None) -> None:
-    died = Path(os.environ["MRL_DIED"])
-    if os.environ["MRL_DIES"] == moment and not died.exists():
+    died, is_due = Path(os.environ["MRL_DIED"]), os.environ["MRL_DIES"] == moment
+    if is_due and (moment == ALWAYS or not died.exists()):
         died.touch()
         os.kill(process_id or os.getpid(), signal.SIGKILL)
 
@@ -58,6 +60,7 @@ class Engine(sglang.Engine):
         is_due = (self.weight_version or 0) >= 2
         if is_due:
             _die_at("lease")
+            _die_at(ALWAYS, self.process_id)
         yield from super().generate(requests, **options)
         if is_due:
             _die_at("answer")

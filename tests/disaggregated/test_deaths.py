@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mrl.drill.job import kill
+from mrl.errors import ExitCode
 from mrl.run.folder import RunFolder
-from tests.disaggregated.dying_engine import ENGINE, WORKER
+from tests.disaggregated.dying_engine import ALWAYS, ENGINE, WORKER
 from tests.disaggregated.test_runs import (
     APART,
     LIMIT_S,
@@ -56,6 +57,20 @@ def test_a_death_in_the_middle_costs_no_prompt(
     check_trained(output)
     assert rows(output)[-1]["async/lost_workers"] == (moment in WORKER)
     assert sum(row["rollout/engine_restarts"] for row in rows(output)) == (moment in ENGINE)
+
+
+def test_a_prompt_that_kills_every_engine_ends_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "run"
+    monkeypatch.setenv("MRL_DIES", ALWAYS)
+    monkeypatch.setenv("MRL_DIED", str(tmp_path / "died"))
+    more = ("rollout.engine=tests.disaggregated.dying_engine", "rollout.max_restarts=2")
+    log = output.with_suffix(".log")
+    code = start(command(model, output, 2, *KEYS, *more), log).wait(LIMIT_S)
+    assert code == ExitCode.LOST_ENGINE, log.read_text()[-3000:]
+    assert "more than rollout.max_restarts=2" in " ".join(log.read_text().split())
+    assert processes_of(output) == []
 
 
 def test_the_death_of_rank_0_ends_all_and_costs_no_prompt(model: Path, tmp_path: Path) -> None:

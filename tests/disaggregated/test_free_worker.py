@@ -13,9 +13,11 @@ from typing import Any, cast
 import pytest
 
 from mrl.disaggregated.activity import ActivityLog
+from mrl.disaggregated.engine_place import Restarts
 from mrl.disaggregated.free_worker import FreeWorker, _Held
 from mrl.disaggregated.wire import Wire
-from mrl.disaggregated.worker import Event, Worker
+from mrl.disaggregated.worker import Event, Worker, _Measured
+from mrl.errors import EngineGone
 from mrl.rollout.base import EngineLost
 from tests.waiting import wait_until
 
@@ -42,6 +44,11 @@ class _Worker(FreeWorker):
         self._wire = cast(Any, types.SimpleNamespace(send=lambda *frame: None))
         self._running = {"s:0": _Held("s:0", cast(Any, None), None)}
         self.replaced: list[int] = []
+        self.num_finished = 0
+        self._place = cast(Any, types.SimpleNamespace(begin_batch=self._count))
+
+    def _count(self) -> None:
+        self.num_finished += 1
 
     def _replace_engine(self) -> None:
         self.replaced.append(len(self._lost))
@@ -62,6 +69,29 @@ def test_an_engine_that_dies_before_an_interrupting_update_is_replaced(is_whole:
     assert not thread.is_alive(), "the main thread spins"
     assert worker.replaced == [0 if is_whole else 1]
     assert worker._engine.num_pauses == 1
+    assert worker.num_finished == is_whole  # the losses of engines count from there
+
+
+def test_engines_that_are_lost_without_a_finished_group_between_are_counted() -> None:
+    """A prompt that kills every engine ends the run, instead of starting engines for ever."""
+    worker = cast(Any, FreeWorker.__new__(FreeWorker))
+    restarts = Restarts(0, max_restarts=3)
+    worker._place = types.SimpleNamespace(
+        number=0,
+        replace=lambda error: restarts.start_another(lambda: None, error),
+        begin_batch=restarts.begin_batch,
+    )
+    worker._activity, worker._measured = ActivityLog("start"), _Measured()
+    worker._wire = types.SimpleNamespace(send=lambda *frame: None)
+    worker._lost, worker._running, worker._staged, worker._scored = [], {}, [], set()
+    worker._held, worker._load = object(), lambda staging: None
+    for _ in range(3):
+        worker._replace_engine()
+    with pytest.raises(EngineGone, match=r"more than rollout\.max_restarts=3"):
+        worker._replace_engine()
+    worker._running = {"s:0": None}
+    worker._heed(Event({"type": "over", "lease_id": "s:0", "held": None}))
+    worker._replace_engine()
 
 
 def test_the_supervisor_hears_of_a_worker_whose_connection_is_busy() -> None:

@@ -165,6 +165,24 @@ def test_a_worker_that_falls_silent_is_lost_and_too_many_end_the_run() -> None:
         server.close()
 
 
+def test_a_trainer_that_was_busy_reads_before_it_loses_a_worker(server: Server) -> None:
+    worker = Joined(server).started()
+    server.wait_until_started(60)
+    (peer,) = server._workers.values()
+    with server._changed:  # the thread that reads stands still
+        for _ in range(100):
+            worker.wire.send({"type": "free"})
+        wait_until(lambda: peer.wire.has_unread)
+        peer.wire.heard -= 1000
+        server._find_silent()
+        assert not peer.is_lost
+    wait_until(lambda: not peer.wire.has_unread)
+    peer.wire.heard -= 1000
+    with server._changed:
+        server._find_silent()
+    assert peer.is_lost
+
+
 def test_two_workers_of_one_engine_are_not_there_at_a_time(server: Server) -> None:
     first, second = Joined(server).started(), Joined(server).started()
     with pytest.raises(WireClosed):
