@@ -194,6 +194,7 @@ def test_a_free_run_that_is_killed_continues_with_its_queue(model: Path, tmp_pat
     assert len(trained) == 10 * 16
     assert len(set(trained)) == 10 * 4
     assert all(row["staleness/max"] <= 2 for row in rows(output))
+    assert rows(output)[-1]["async/lost_workers"] == 0
     assert processes_of(output) == []
 
 
