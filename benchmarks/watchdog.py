@@ -33,6 +33,7 @@ from benchmarks.evidence.catalog import target_of
 from benchmarks.evidence.result import finish, provenance, summary, write_result
 from benchmarks.watched_rank import KINDS, PLACES, VARIABLE, Trial, encoded
 from mrl.errors import ExitCode
+from mrl.system.heartbeat import kind_of
 from mrl.toy_model import write_toy_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -196,7 +197,7 @@ def faults_of(row: Mapping[str, Any]) -> list[str]:
         found.append(f"found after {row['found_s']} s, expected at most {2 * row['limit_s']} s")
     if row["named_rank"] != row["rank"]:
         found.append(f"names rank {row['named_rank']}, expected {row['rank']}")
-    if row["named_phase"] not in GOES_AS.get(row["phase"], (row["phase"],)):
+    if kind_of(row["named_phase"] or "") not in GOES_AS.get(row["phase"], (row["phase"],)):
         found.append(f"names phase {row['named_phase']}, expected {row['phase']}")
     if row["num_stacks"] != WORLD:
         found.append(f"stacks of {row['num_stacks']} ranks, expected {WORLD}")

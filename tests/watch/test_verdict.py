@@ -157,7 +157,7 @@ def test_a_rank_that_leads_engines_is_seen_and_holds_up_nobody() -> None:
             leads._replace(pulse=leads.pulse._replace(beats=beats)),
         ]
         assert run(follower, 20, *ranks) is None
-    found = run(follower, 101, seen("train", 9, 30), leads)
+    found = run(follower, 101, seen("train", 9, 29), leads)
     assert found is not None
     assert (found.rank, found.how) == (0, "stuck")
     for state, how in (("T", "stopped"), ("S", "stuck"), ("Z", "gone")):
