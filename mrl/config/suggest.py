@@ -57,6 +57,15 @@ def _find(key: str, known: Sequence[str], *, is_own: bool) -> str:
     return _quoted(*FOREIGN[names[0]]) if names and FOREIGN[names[0]][0] in known else ""
 
 
+def pointed_to(key: str) -> str | None:
+    """Return the key of a recipe that an exact name of another framework, or a key in another branch,
+    leads to; None where there is none."""
+    if (foreign := _foreign(key)) is not None:
+        return foreign[0]
+    leaf = key.rpartition(".")[2]
+    return next((own for own in all_keys() if own.rpartition(".")[2] == leaf), None)
+
+
 def _quoted(key: str, note: str = "") -> str:
     return f"{key!r} ({note})" if note else repr(key)
 

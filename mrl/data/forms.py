@@ -54,7 +54,7 @@ def read_form(source: str, values: dict[str, Any], prompt_key: str | None, colum
         if {"chosen", "rejected"} <= values.keys():
             raise InputError(
                 f"{source}: no `{key or 'prompt'}`; this row has {present}: pairs of preferences, on "
-                "which mrl does not train; RL needs a prompt, and a reward scores what the policy answers"
+                "which mrl does not train; RL needs a prompt, and a reward for what is sampled"
             )
         raise InputError(
             f"{source}: no `{key or 'prompt'}`; this row has {present}; name the column of the prompt "

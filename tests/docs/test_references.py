@@ -64,6 +64,10 @@ def _is_name(dotted: str) -> bool:
 
 
 def missing_keys(page: Page) -> Iterator[str]:
+    if (
+        page.path.name == "coming_from.md"
+    ):  # test_coming_from.py holds it: its left column is not ours
+        return
     for text, line in page.inline():
         match = re.match(r"([a-z_]+)(\.[a-z_*.]+)(?:$|[=:])", text)
         if (
