@@ -13,8 +13,10 @@ CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_RDONLY, MS_REC, MS_PRIVATE = 0x1, 0x4000, 0x40000
 
 
-def mount_disk(folder: Path, num_bytes: int) -> None:
+def mount_disk(folder: Path, num_bytes: int, num_inodes: int = 0) -> None:
     """Mount an empty disk of `num_bytes` on `folder`, which only this process and its children see.
+
+    0 inodes set no limit.
 
     Raises OSError where the kernel does not let this user. The process must have one thread.
     """
@@ -26,7 +28,8 @@ def mount_disk(folder: Path, num_bytes: int) -> None:
         for name, number in zip(("uid_map", "gid_map"), ids, strict=True):
             Path(f"/proc/self/{name}").write_text(f"0 {number} 1")
     _call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
-    _call("mount", b"none", os.fsencode(folder), b"tmpfs", 0, f"size={num_bytes}".encode())
+    options = f"size={num_bytes},nr_inodes={num_inodes}".encode()
+    _call("mount", b"none", os.fsencode(folder), b"tmpfs", 0, options)
 
 
 def fill_up(folder: Path) -> None:

@@ -29,7 +29,7 @@ from mrl.preflight.algorithm import (
 )
 from mrl.preflight.allocator import check_allocator
 from mrl.preflight.asynchronous import check_asynchronous
-from mrl.preflight.data_position import check_data_position
+from mrl.preflight.data_position import steps_done
 from mrl.preflight.engine_layout import check_engine_sizes
 from mrl.preflight.long_tails import check_importance, check_partial_rollouts, check_started
 from mrl.preflight.lora import read_lora
@@ -40,7 +40,7 @@ from mrl.preflight.old_logprobs import check_old_logprobs
 from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.plan import Plan
 from mrl.preflight.profile import check_profile
-from mrl.preflight.resume import check_adapter, resume_step, snapshot_step
+from mrl.preflight.resume import check_adapter
 from mrl.preflight.reward_columns import check_reward_columns
 from mrl.preflight.reward_trial import try_rewards
 from mrl.preflight.roles import Roles, roles_of, trainer_dims
@@ -131,9 +131,7 @@ def check(
     if is_main and imports_rewards:
         try_rewards(recipe, prompts, eval_sets, tokenizer, warn)
     update = _check_folder(folder, recipe, allowed, algorithm, adapter)
-    checkpoint_step = resume_step(folder, warn)
-    step = snapshot_step(folder, recipe, warn) or checkpoint_step
-    check_data_position(folder, recipe, sources, update, step, warn)
+    checkpoint_step, step = steps_done(folder, recipe, sources, update, warn)
     _check_saved_steps(recipe, saved_steps or range(step or 0, recipe.train.num_steps))
     return Plan(
         recipe, roles, dims, model, adapter, reference, critic, algorithm, tokenizer, sources,

@@ -10,12 +10,30 @@ from typing import Any
 from mrl.config import Recipe
 from mrl.data import PromptCursor, Source
 from mrl.errors import InputError
+from mrl.preflight.resume import resume_step, snapshot_step
 from mrl.run.changes import is_in
 from mrl.run.folder import RunFolder
 from mrl.run.history import Update
 from mrl.run.source import load_run
 from parallel.checkpoint.manifest import Damaged, folder_name, read_manifest
 from parallel.checkpoint.node_folder import node_folder
+
+
+def steps_done(
+    folder: RunFolder,
+    recipe: Recipe,
+    sources: Sequence[Source],
+    update: Update,
+    warn: Callable[[str], None],
+) -> tuple[int | None, int | None]:
+    """Return the steps done in the newest checkpoint, and in what the run continues from.
+
+    The position in the data is checked.
+    """
+    checkpoint_step = resume_step(folder, warn)
+    step = snapshot_step(folder, recipe, warn) or checkpoint_step
+    check_data_position(folder, recipe, sources, update, step, warn)
+    return checkpoint_step, step
 
 
 def check_data_position(

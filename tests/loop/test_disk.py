@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,68 @@ def test_a_disk_that_is_full_for_token_records_is_named(
     assert (out["saved"], out["steps"]) == (1, [0])
     assert not [name for name in out["files"] if name.startswith("tokens/")]  # of the small disk
     assert out["failure"]
+
+
+class Moves(Callback):
+    """The run folder is moved after the second step."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+
+    def on_step(self, step: int, metrics: Any, groups: Any) -> bool:
+        if step == 1:
+            self.run.rename(self.run.with_name("elsewhere"))
+        return False
+
+
+def moved(overrides: list[str], run: Path) -> str:
+    return json.dumps(ends(overrides, Moves(run)))
+
+
+def limited(overrides: list[str], num_bytes: int) -> str:
+    """Let no file grow above a size, as `ulimit -f` does."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+    return json.dumps(ends(overrides))
+
+
+def without_inodes(overrides: list[str], disk: Path, num_inodes: int) -> str:
+    mount_disk(disk, 1 << 26, num_inodes)
+    return json.dumps(ends(overrides))
+
+
+def on_full_device(overrides: list[str]) -> str:
+    """Print to a device that is full."""
+    sys.stdout = Path("/dev/full").open("w")  # noqa: SIM115
+    return json.dumps(ends(overrides))
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("way", ["limited", "inodes", "device", "moved"])
+def test_whatever_cannot_be_written_ends_the_run_with_its_cause(
+    way: str, toy: Toy, recorded: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / ("disk/run" if way == "inodes" else "run")
+    given = toy.overrides(
+        root, f"debug.load_rollouts={recorded / 'rollouts'}", "train.num_steps=4",
+        "checkpoint.save_every=2", "checkpoint.async_save=false",
+    )  # fmt: skip
+    ways: dict[str, tuple[Any, ...]] = {
+        "limited": (limited, given, 700 << 10),
+        "inodes": (without_inodes, given, tmp_path / "disk", 24),
+        "device": (on_full_device, given),
+        "moved": (moved, given, root),
+    }
+    (said,) = run_ranks(1, *ways[way], folder=tmp_path / "out")
+    out = json.loads(said)
+    assert out["kind"] == "DiskFailed", out["text"]
+    what, why = {
+        "limited": (f"{root}/checkpoints/", "File too large: it is above the limit"),
+        "inodes": (f"{root}/", "the disk has no inodes left"),
+        "device": ("standard output ", "the disk is full; let it go to a file"),
+        "moved": (f"{root}/rollouts/step_000002.jsonl ", f"the folder {root} is gone, moved"),
+    }[way]
+    assert re.search(f"{what}.*could not be written: .*{why}", out["text"]), out["text"]
+    assert out["failure"] == (way not in ("moved", "inodes")), out["files"]
 
 
 def small(overrides: list[str], disk: Path) -> list[str]:
