@@ -249,9 +249,14 @@ def _cell(value: Any, form: str) -> str:
 
 
 def _step_cell(value: Any, key: str, form: str) -> str:
+    """Return a value for its column; one that is too wide for it with an exponent."""
     if key == "time/timestamp" and value is not None:
         return strftime("%H:%M:%S", localtime(value))
-    return _cell(value, form)
+    text = _cell(value, form)
+    wide = (f"{float(value):.{digits}e}" for digits in (2, 1, 0)) if value is not None else iter(())
+    while len(text) > _width(form) and (shorter := next(wide, None)) is not None:
+        text = shorter
+    return text
 
 
 def _width(form: str) -> int:

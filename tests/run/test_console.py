@@ -86,6 +86,18 @@ def test_the_first_line_of_a_start_has_the_heading_above_it():
     assert [line.split()[0] for line in text_of(log).splitlines()] == ["step", "7", "8"]
 
 
+def test_numbers_of_any_size_stay_in_their_columns():
+    """A reward of 1e38 has 39 digits before the point."""
+    rows = []
+    for value in (0.5, 1e38, -3.4e38, 12345678.0, -1e308, 1e-300):
+        log = Console(file=io.StringIO(), width=console.LOG_WIDTH)
+        metrics = {key: value for key, _, _ in console.COLUMNS if key != "time/timestamp"}
+        console.step_line({"step": 1, **metrics}, num_steps=9, console=log)
+        rows.append(text_of(log).rstrip("\n"))
+    assert len(set(map(len, rows))) == 1, rows
+    assert "1e+38" in rows[1]
+
+
 def test_a_log_has_the_columns_that_a_narrow_terminal_has_no_room_for():
     log = Console(file=io.StringIO(), width=console.LOG_WIDTH)
     more = {

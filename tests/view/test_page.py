@@ -284,6 +284,32 @@ def test_a_column_of_several_steps_opens_its_worst_step_with_samples(page, tmp_p
     page.assert_quiet(file)
 
 
+def test_values_near_the_largest_float_are_clipped_and_said(page, tmp_path):
+    """Differences of them were infinite, and NaN stood in the paths of the curves."""
+    large = {0: 1e308, 1: -1e308, 2: 10**20, 3: 5e-324}
+    keys = (
+        "reward/mean",
+        "reward/std",
+        "time/rollout_s",
+        "time/train_s",
+        "loss/total",
+        "routing/x",
+    )
+    layers = [f"routing/disagreement/layer_{layer:02d}" for layer in (1, 2)]
+    rows = [{"step": i, **dict.fromkeys((*keys, *layers), v)} for i, v in large.items()]
+    file = show(page, tmp_path, rows)
+    page.click("#all summary", 0)
+    page.evaluate("document.querySelectorAll('.chart button').forEach((b) => b.click())")
+    drawn = page.evaluate("[...document.querySelectorAll('svg')].map((e) => e.outerHTML).join()")
+    assert "path" in drawn
+    assert not {"NaN", "Infinity"} & set(re.split(r"[^A-Za-z]+", drawn))
+    said = (
+        "Values above 1e+100 are drawn as 1e+100: loss/total, reward/mean, reward/std and 5 more."
+    )
+    assert said in page.text("body")
+    page.assert_quiet(file)
+
+
 def test_json_block_cannot_be_left():
     block = json_block({"a": [*HOSTILE, "&lt;", "\u2028"]})
     assert not set(block) & set("<>&")
