@@ -206,7 +206,7 @@ class RunFolder:
     ) -> None:
         """What an evaluation of weights `version` gave: one line a sample (`as_lines`) and, when these
         are written, its numbers."""
-        self.evals.mkdir(parents=True, exist_ok=True)
+        self.evals.mkdir(exist_ok=True)  # and not the run folder, which may have been moved
         file = self.evaluation_file(version)
         write_whole(file.with_suffix(".jsonl"), lines)
         write_whole(file, as_lines([{"step": version, **metrics}]))

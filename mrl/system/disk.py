@@ -16,6 +16,11 @@ from mrl.errors import DISK_ERRORS, DiskFailed, InputError
 from mrl.system.files import bytes_in_words, disk_errno
 from mrl.system.streams import refusing_stream
 
+GONE = "is gone, moved"
+"""What is said of a folder that is not there any more."""
+NO_INODES = "the disk has no inodes left"
+"""What a disk lacks that has bytes, but no room for another file."""
+
 
 def refusal(error: BaseException, place: Path) -> str:
     """Return in one line what the disk refused, with path and bytes; empty where it refused nothing.
@@ -42,10 +47,12 @@ def vanished(error: BaseException, folder: Path) -> str:
         if not isinstance(each, (FileNotFoundError, NotADirectoryError)) or each.filename is None:
             continue
         parent = Path(os.path.abspath(os.fsdecode(each.filename))).parent
-        if parent.is_relative_to(folder.absolute()) and not parent.is_dir():
+        place = folder.absolute()
+        is_in = parent.is_relative_to(place) or place.is_relative_to(parent)
+        if is_in and not parent.is_dir():
             gone = next(p for p in (*reversed(parent.parents), parent) if not p.is_dir())
             return (
-                f"{os.fsdecode(each.filename)} could not be written: the folder {gone} is gone, moved "
+                f"{os.fsdecode(each.filename)} could not be written: the folder {gone} {GONE} "
                 "or removed while the run was writing to it; put it back, then continue the run"
             )
     return ""
@@ -65,12 +72,13 @@ def describe(error: Exception, place: Path) -> str:
     """Describe in one line why a file in `place` could not be written."""
     if isinstance(error, DiskFailed):
         return str(error)
-    return refusal(error, place) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+    found = refusal(error, place) or vanished(error, place.parent)
+    return found or f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def is_refusal(text: str) -> bool:
     """Whether `text` has what `refusal` says of a disk, as another rank has sent it."""
-    return any(words in text for words in DISK_ERRORS.values())
+    return any(words in text for words in (*DISK_ERRORS.values(), NO_INODES, GONE))
 
 
 @contextmanager
@@ -127,7 +135,7 @@ def _in_words(number: int, what: str, path: Path) -> str:
     elif number == errno.EFBIG:
         left, do = "", "raise the limit"
     elif number == errno.ENOSPC and _has_no_inodes(there):
-        why, do = "the disk has no inodes left, one of which each file needs", "remove files there"
+        why, do = f"{NO_INODES}, one of which each file needs", "remove files there"
     then = f"{do} or move the run folder, then continue the run"
     return f"{what} could not be written: {why}{left}; {then}"
 

@@ -207,10 +207,11 @@ def test_whatever_cannot_be_written_ends_the_run_with_its_cause(
         "limited": (f"{root}/checkpoints/", "File too large: it is above the limit"),
         "inodes": (f"{root}/", "the disk has no inodes left"),
         "device": ("standard output ", "the disk is full; let it go to a file"),
-        "moved": (f"{root}/rollouts/step_000002.jsonl ", f"the folder {root} is gone, moved"),
+        "moved": (f"{root}/checkpoints", f"the folder {root} is gone, moved"),
     }[way]
     assert re.search(f"{what}.*could not be written: .*{why}", out["text"]), out["text"]
     assert out["failure"] == (way not in ("moved", "inodes")), out["files"]
+    assert way != "moved" or not root.exists()
 
 
 def small(overrides: list[str], disk: Path) -> list[str]:

@@ -88,6 +88,7 @@ def test_a_run_folder_that_is_gone_is_named(tmp_path: Path) -> None:
     assert vanished(missing, run).startswith(
         f"{start}{run} is gone, moved or removed while the run"
     )
+    assert is_refusal(describe(missing, run / "rollouts/.iter_1.partial"))
 
 
 def test_other_errors_are_left_as_they_are(tmp_path: Path) -> None:

@@ -299,10 +299,13 @@ def test_values_near_the_largest_float_are_clipped_and_said(page, tmp_path):
     rows = [{"step": i, **dict.fromkeys((*keys, *layers), v)} for i, v in large.items()]
     file = show(page, tmp_path, rows)
     page.click("#all summary", 0)
-    page.evaluate("document.querySelectorAll('.chart button').forEach((b) => b.click())")
-    drawn = page.evaluate("[...document.querySelectorAll('svg')].map((e) => e.outerHTML).join()")
-    assert "path" in drawn
-    assert not {"NaN", "Infinity"} & set(re.split(r"[^A-Za-z]+", drawn))
+    for _ in ("linear", "log"):
+        drawn = page.evaluate(
+            "[...document.querySelectorAll('svg')].map((e) => e.outerHTML).join()"
+        )
+        assert "path" in drawn
+        assert not {"NaN", "Infinity"} & set(re.split(r"[^A-Za-z]+", drawn))
+        page.evaluate("document.querySelectorAll('.chart button').forEach((b) => b.click())")
     said = (
         "Values above 1e+100 are drawn as 1e+100: loss/total, reward/mean, reward/std and 5 more."
     )
