@@ -85,7 +85,7 @@ class Lane:
             try:
                 row = self._tried(trial)
             except (Unexpected, InputError, OSError, psutil.Error) as error:
-                row = Row(*trial, happened="waits", problems=[f"{type(error).__name__}: {error}"])
+                row = Row(*trial, happened="other", problems=[f"{type(error).__name__}: {error}"])
                 self.owed = None
                 self.subject.begin_anew("unexpected")
             self.write(row)

@@ -63,6 +63,7 @@ def cell(rows: Sequence[Mapping[str, Any]], role: str, phase: str, signal: str) 
         "ended": f"{noticed}code {row['exit_code']}, {row['seconds']:.0f} s",
         "waits": f"waits, {row['seconds']:.0f} s",
         "was not there": ABSENT,
+        "other": "see below",
     }[row["happened"]]
     return f"**FAILED**: {text}" if row["problems"] else text
 

@@ -26,8 +26,6 @@ PHASES = {
     ENDING: (heartbeat.LEFT,),
 }
 """The phases of the table, and those of the watchdog that belong to each."""
-INTO_S = {"rollout": 0.2}
-"""Seconds after the begin of a phase at which a strike comes; at once elsewhere."""
 POLL_S = 0.001
 PAGE = "mrl-heartbeat"
 
@@ -53,7 +51,6 @@ class Phase:
             wanted = PHASES[phase]
             self.job.wait(lambda: self._is_other(wanted), f"another phase than {phase}")
         self._until(wanted, phase)
-        time.sleep(INTO_S.get(phase, 0.0))
 
     def _is_other(self, wanted: tuple[str, ...]) -> bool:
         return self.now() not in wanted

@@ -24,7 +24,8 @@ TRIES = 8
 """Times that a phase is waited for in which a process was not there."""
 FORK_S = 20.0
 """Seconds in which a process must come."""
-Happened = Literal["went on", "replaced", "ended", "waits", "was not there"]
+Happened = Literal["went on", "replaced", "ended", "waits", "was not there", "other"]
+"""What came of a strike; `other` where the job did not even come so far, or not as expected."""
 CODES = tuple(code for code in ExitCode if code in range(70, 80) and code not in (ExitCode.SAVED,))
 """Exit codes with which a struck run may end: those of a failure with a code of its own."""
 

@@ -95,7 +95,7 @@ class Run:
         )
         self._drill: Drill | None = None
         self.num_trainers = RANKS - (self.recipe.rollout.num_ranks or 0)
-        self.judges_bits = False
+        self.judges_bits = not self.recipe.asynchronous.is_free
         self.keeps_bits = not self.recipe.asynchronous.max_staleness
 
     @property
@@ -110,13 +110,14 @@ class Run:
     def prepare(self) -> None:
         self._drill = Drill(self.recipe, RANKS, new_part(self.folder), NUM_STEPS)
         kept = self.folder / "reference"  # of an earlier call
+        if not self.drill.judges_bits:
+            return
         if num_rows(kept) == NUM_STEPS:
             shutil.copytree(kept, self.drill.reference)
         else:
             self.drill.train_without_fault()
             shutil.rmtree(kept, ignore_errors=True)
             shutil.copytree(self.drill.reference, kept)
-        self.judges_bits = self.drill.judges_bits
 
     def rows(self) -> int:
         return num_rows(self.drill.run)

@@ -32,7 +32,10 @@ from mrl.run.compare import MACHINE, differences
 from mrl.run.folder import RunFolder
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 
-OF_THE_FAULT = (*MACHINE, "rollout/engine_restarts", "rollout/canary", "checkpoint/")
+OF_THE_FAULT = (
+    *(*MACHINE, "rollout/engine_restarts", "rollout/canary", "checkpoint/"),
+    "rollout/sync_bytes",  # the first sync of a start sends more where engines are ahead
+)
 """Prefixes of metrics that a fault may change."""
 NUM_STEPS = 16
 """Steps of the run without a fault."""
