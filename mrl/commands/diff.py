@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
 
     found = compare_runs(args.a, args.b)
     if args.json:
-        print(json.dumps(found.as_json()))
+        print(json.dumps(found.as_json(), allow_nan=False))
         return
     _show("Recipe", found.config)
     _show("Versions", found.versions)

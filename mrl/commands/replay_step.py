@@ -21,6 +21,7 @@ from mrl.preflight.roles import as_colocated
 from mrl.run.compare import MACHINE, Pair, differences, open_run
 from mrl.run.folder import RunFolder, saved_step
 from mrl.run.json_lines import finite_or_null
+from mrl.run.rollouts import load_groups
 from mrl.run.source import load_run
 from parallel.checkpoint.manifest import candidates, damage, folder_name, step_of
 
@@ -137,6 +138,7 @@ def replay(source: Source, output: Path, world: int) -> Replayed:
     recipe = replay_recipe(source, output)
     saved = range(source.start, source.step + 1)
     plan = check(recipe, world, saved_steps=saved, allowed=None)
+    _check_tokens(source, plan.model.sizes.vocab_size)
     folder = RunFolder(output)
     if os.environ.get("RANK", "0") == "0":
         folder.open(recipe, plan.update)
@@ -156,6 +158,19 @@ def replay(source: Source, output: Path, world: int) -> Replayed:
     finally:
         trainer.collector.close()
     return Replayed(source, folder, *_compare(source, row))
+
+
+def _check_tokens(source: Source, vocab_size: int) -> None:
+    """Raise InputError where saved rollouts hold a token that the model does not have."""
+    for step in range(source.start, source.step + 1):
+        file = saved_step(source.run.rollouts, step)
+        for sample in (sample for group in load_groups(file) for sample in group.samples):
+            low, high = int(sample.token_ids.min()), int(sample.token_ids.max())
+            if low < 0 or high >= vocab_size:
+                raise InputError(
+                    f"{file}: it is damaged: a sample of group {sample.group_id} has the tokens {low} "
+                    f"to {high}, and the model has {vocab_size}"
+                )
 
 
 def _load(trainer: Trainer, source: Source) -> None:

@@ -19,7 +19,8 @@ import torch
 from mrl.config import load_recipe
 from mrl.errors import InputError
 from mrl.run.changes import flatten
-from mrl.run.folder import RunFolder, saved_step
+from mrl.run.folder import RunFolder, saved_step, step_of_file
+from mrl.run.json_lines import finite_or_null
 from mrl.run.rollouts import load_groups
 from mrl.types import Sample
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
@@ -85,11 +86,8 @@ class Comparison:
         return f"the same in the {min(self.steps_a, self.steps_b)} steps that both have"
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            **dataclasses.asdict(self),
-            "first_step": self.first_step,
-            "verdict": self.verdict(),
-        }
+        found = dataclasses.asdict(self) | {"first_step": self.first_step}
+        return finite_or_null(found | {"verdict": self.verdict()})
 
 
 def compare_runs(a: Path, b: Path) -> Comparison:
@@ -165,10 +163,10 @@ def _prompt_ids(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 def _common_steps(one: RunFolder, two: RunFolder) -> list[int]:
     numbers = [
-        {int(f.stem.removeprefix("step_")) for f in folder.rollouts.glob("step_*.jsonl")}
+        {step_of_file(file) for file in folder.rollouts.glob("step_*.jsonl")}
         for folder in (one, two)
     ]
-    return sorted(numbers[0] & numbers[1])
+    return sorted(step for step in numbers[0] & numbers[1] if step >= 0)
 
 
 def _samples(
@@ -178,6 +176,8 @@ def _samples(
     files = [saved_step(folder.rollouts, step) for folder in (one, two)]
     if all(file.is_file() for file in files):
         both = [[s for g in load_groups(file) for s in g.samples] for file in files]
+        if len(both[0]) != len(both[1]):
+            return Parting(step, [Pair("saved samples", len(both[0]), len(both[1]))])
         for i, (mine, theirs) in enumerate(zip(*both, strict=True)):
             if pair := _tokens(i, mine, theirs):
                 return Parting(step, [pair])

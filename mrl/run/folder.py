@@ -185,7 +185,7 @@ class RunFolder:
         leaves no checkpoint without it."""
         for folder in (self.rollouts, self.tokens, self.diagnosis, self.evals):
             steps = range(self._settled, step + 1)
-            found = [f for f in folder.glob("step_*") if _step_of_file(f) in steps]
+            found = [f for f in folder.glob("step_*") if step_of_file(f) in steps]
             for path in (*found, folder) if found else ():
                 sync(path)
         if self.metrics.exists():
@@ -247,7 +247,7 @@ def check_saved_steps(rollouts: str, steps: Iterable[int]) -> None:
 
 def _set_aside(folder: Path, step: int) -> None:
     """Move the files of the steps from `step` on to a folder `dropped_N`."""
-    dropped = [f for f in folder.glob("step_*") if _step_of_file(f) >= step]
+    dropped = [f for f in folder.glob("step_*") if step_of_file(f) >= step]
     if not dropped:
         return
     aside = (folder / f"dropped_{n}" for n in itertools.count())
@@ -299,7 +299,7 @@ def as_lines(rows: Iterable[dict[str, Any]]) -> Iterator[bytes]:
     return (as_line(row).encode() for row in rows)
 
 
-def _step_of_file(file: Path) -> int:
+def step_of_file(file: Path) -> int:
     """Return the step of `step_000012.jsonl` and the like; -1 for another name."""
     number = file.name.removeprefix("step_").partition(".")[0]
     return int(number) if number.isascii() and number.isdigit() else -1

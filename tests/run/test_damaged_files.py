@@ -15,14 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.cli import main
+from mrl.commands.replay_step import Source, _check_tokens
 from mrl.config import dump_recipe, load_recipe
 from mrl.diagnosis.why import explain
 from mrl.errors import InputError
 from mrl.run.compare import compare_runs, open_run
-from mrl.run.folder import RunFolder
+from mrl.run.folder import RunFolder, saved_step
+from mrl.run.rollouts import save_groups
 from mrl.view.collect import collect
 from mrl.view.render import RUN, render
 from tests.loop.conftest import TOY_RECIPE
+from tests.run.test_rollouts import make_groups
 from tests.view.invented import write_run
 
 HUGE = "9" * 400
@@ -157,6 +160,30 @@ def test_a_wrong_value_is_named(name, change, refusing, whole, tmp_path) -> None
     lines[place] = json.dumps({**json.loads(lines[place]), **change})
     (run / name).write_text("\n".join(lines))
     assert ", ".join(check_readers(run, whole, run / name)) == refusing
+
+
+def test_other_names_and_other_numbers_of_samples_are_no_reason_to_fail(whole, tmp_path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    for number, run in enumerate((a, b)):
+        shutil.copytree(whole, run)
+        (run / "rollouts/step_of_mine.jsonl").write_text("no row\n")
+        save_groups(saved_step(run / "rollouts", 0), make_groups(wide=False)[: 1 + number])
+    found = compare_runs(a, b)
+    assert found.samples is not None
+    assert [(pair.key, pair.a, pair.b) for pair in found.samples.pairs] == [("saved samples", 2, 3)]
+
+
+def test_saved_rollouts_with_tokens_of_no_vocabulary_are_named(whole, tmp_path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    file = saved_step(run / "rollouts", 0)
+    save_groups(file, make_groups(wide=False))
+    source = Source(RunFolder(run), 0, 0, checkpoint=False)
+    _check_tokens(source, 100)
+    with pytest.raises(
+        InputError, match=f"{file}: it is damaged: a sample of group . has the tokens"
+    ):
+        _check_tokens(source, 3)
 
 
 def test_a_folder_in_the_place_of_a_file_is_named(whole, tmp_path, capsys) -> None:
