@@ -158,7 +158,7 @@ def _rollouts(one: RunFolder, two: RunFolder) -> tuple[Parting | None, Parting |
 
 
 def _prompt_ids(rows: list[dict[str, Any]]) -> dict[str, str]:
-    return {f"sample {i}": row["prompt_id"] for i, row in enumerate(rows)}
+    return {f"sample {i}": row.get("prompt_id", "") for i, row in enumerate(rows)}
 
 
 def _common_steps(one: RunFolder, two: RunFolder) -> list[int]:

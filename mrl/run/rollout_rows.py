@@ -24,7 +24,7 @@ KINDS = {
     "finish_reason": "text|null",
 }
 """What the values of a row are."""
-REQUIRED = ("prompt_id", "prompt", "completion", "reward")
+REQUIRED = ("prompt", "completion", "reward")
 
 
 def read(file: Path) -> list[dict[str, Any]]:

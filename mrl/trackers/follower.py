@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mrl.errors import InputError
 from mrl.run.folder import RunFolder
 from mrl.trackers.base import SAMPLE_COLUMNS, Run, Tracker
 
@@ -149,10 +150,15 @@ class Follower:
                     self._offset += len(line)  # after the row has arrived
 
     def _samples(self, step: int) -> list[dict[str, Any]]:
-        """Return samples of a step, spread evenly over its groups; none where the file is missing."""
+        """Return samples of a step, spread evenly over its groups; none where the file is missing, or
+        damaged, which no other try would mend."""
         if not self._folder.rollout_file(step).exists():
             return []
-        rows = self._folder.read_rollouts(step)
+        try:
+            rows = self._folder.read_rollouts(step)
+        except InputError as error:
+            self._warn(f"logging: {self.name} gets no samples of step {step}: {error}")
+            return []
         count = min(self._run.config.samples_per_step, len(rows))
         chosen = (rows[i * len(rows) // count] for i in range(count))
         return [{key: row.get(key) for key in SAMPLE_COLUMNS} for row in chosen]

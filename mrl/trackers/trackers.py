@@ -14,6 +14,7 @@ from mrl.config import Recipe
 from mrl.run import console
 from mrl.run.folder import RunFolder
 from mrl.system.files import write_whole
+from mrl.system.json_text import check_kinds, parse_row
 from mrl.trackers.base import JSONL, Run, load_tracker
 from mrl.trackers.follower import Follower, Progress
 
@@ -52,9 +53,13 @@ class Trackers:
         if not self.followers:
             return
         try:
-            self._state = json.loads(self._file.read_text()) if self._file.exists() else {}
+            self._state = parse_row(self._file.read_bytes()) if self._file.exists() else {}
+            check_kinds(self._state, dict.fromkeys(self._state, "object"))
+            for progress in (self._state.get(each.name, {}) for each in self.followers):
+                check_kinds(progress, {"run_id": "text|null", "next_step": "whole"})
         except (OSError, ValueError) as error:
             self._warn(f"logging: {self._file} cannot be read ({error}); trackers begin new runs")
+            self._state = {}
         here = _identity(self._folder.root)
         there = self._state.get(FOLDER, here)
         if not here.items() & there.items():  # neither the place, nor moved there

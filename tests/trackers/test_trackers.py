@@ -79,6 +79,33 @@ def add(folder: RunFolder, *steps: int, value: float = 1.0) -> None:
         folder.add_metrics({"step": step, "loss": value + step, "none": float("nan")})
 
 
+def test_damaged_samples_are_left_out_and_the_steps_arrive(tmp_path, memory):
+    """No other try would mend them."""
+    told, of_run = [], recipe(tmp_path)
+    folder = RunFolder(of_run.output_dir)
+    add(folder, 0, 1, 2)
+    folder.rollout_file(1).write_text("{oops\n")
+    trackers = Trackers(of_run, folder, is_main=True, warn=told.append)
+    trackers.start(0)
+    trackers.follow()
+    trackers.close(failed=False)
+    assert sorted(memory.steps) == [0, 1, 2]
+    (said,) = told
+    assert (
+        f"memory gets no samples of step 1: {folder.rollout_file(1)}:1: the line is damaged" in said
+    )
+
+
+@pytest.mark.parametrize("text", ["[]", "{oops", '{"memory": 3}', '{"memory": {"next_step": "x"}}'])
+def test_a_damaged_state_begins_new_runs(text, tmp_path, memory):
+    told, folder = [], RunFolder(recipe(tmp_path).output_dir)
+    (folder.root / "trackers.json").write_text(text)
+    trackers = Trackers(recipe(tmp_path), folder, warn=told.append)
+    trackers.start(0)
+    trackers.close(failed=False)
+    assert "trackers.json cannot be read" in told[0]
+
+
 def test_every_step_arrives_with_some_samples(tmp_path, memory):
     folder, warned = RunFolder(tmp_path / "run"), []
     trackers = Trackers(recipe(tmp_path, "logging.samples_every=2"), folder, warn=warned.append)
