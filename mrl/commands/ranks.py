@@ -24,7 +24,8 @@ def check_ranks(recipe: Recipe, world: int, command: Literal["check", "train"]) 
             roles.engine_layout(recipe.rollout)
     except InputError as error:
         fewest, apart = fewest_ranks(recipe), recipe.rollout.placement == "disaggregated"
-        if (not apart and world % fewest == 0) or "WORLD_SIZE" in os.environ:
+        is_unknown = apart and recipe.rollout.num_ranks is None
+        if is_unknown or (not apart and world % fewest == 0) or "WORLD_SIZE" in os.environ:
             raise
         raise InputError(f"{error}. {_hint(fewest, command, is_multiple=not apart)}") from None
 

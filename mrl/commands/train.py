@@ -97,9 +97,13 @@ def train(
                     _summarize(folder, recipe)
                 return stopped
         if is_main:
+            done, wanted = plan.resume_step or 0, recipe.train.num_steps
+            steps = (
+                f"{done} of {wanted} steps" if done == wanted else f"{done} steps, {wanted} wanted"
+            )
             print(
-                f"{folder.root} is done: {plan.resume_step} of {recipe.train.num_steps} steps, by the "
-                "sizes of the files (mrl export reads every byte)"
+                f"{folder.root} is done: {steps}, by the sizes of the files (mrl export reads every "
+                "byte)"
             )
         return ""
 

@@ -38,6 +38,7 @@ from mrl.preflight.megatron import check_megatron
 from mrl.preflight.moe import check_moe
 from mrl.preflight.old_logprobs import check_old_logprobs
 from mrl.preflight.on_policy import check_on_policy
+from mrl.preflight.output import check_output
 from mrl.preflight.plan import Plan
 from mrl.preflight.profile import check_profile
 from mrl.preflight.resume import check_adapter
@@ -130,6 +131,8 @@ def check(
     _check_cache(recipe, prompts, eval_sets, context_len, elsewhere=elsewhere)
     if is_main and imports_rewards:
         try_rewards(recipe, prompts, eval_sets, tokenizer, warn)
+    if is_main:
+        check_output(folder)
     update = _check_folder(folder, recipe, allowed, algorithm, adapter)
     checkpoint_step, step = steps_done(folder, recipe, sources, update, warn)
     _check_saved_steps(recipe, saved_steps or range(step or 0, recipe.train.num_steps))

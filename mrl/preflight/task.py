@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mrl.config import Recipe
 from mrl.data.reader import source_name
 from mrl.environments.base import environment_names, resolve_environment
@@ -33,7 +35,12 @@ def check_task(
             "reward and environment: neither is given, expected exactly one, such as "
             f"reward=math_verify{_who_needs_it(recipe, eval_set)}"
         )
-    if recipe.debug.load_rollouts is not None:
+    if (saved := recipe.debug.load_rollouts) is not None:
+        if not Path(saved).is_dir():  # which of its steps are needed depends on the run folder
+            raise InputError(
+                f"debug.load_rollouts: no folder {saved}; give the rollouts/ of a run with "
+                "debug.save_rollouts=true"
+            )
         return
     if environment is not None and (imports_rewards or environment.name in environment_names()):
         resolve_environment(environment.name)

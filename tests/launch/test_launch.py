@@ -10,7 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
+from mrl.data.arrow import is_hub_id
 from tests.launch.conftest import torchrun_saw
 from tests.waiting import LIMIT_S
 
@@ -193,3 +195,13 @@ def test_nproc_is_a_number_above_zero(number):
     assert done.stderr.splitlines() == [
         f"mrl: NPROC: got '{number}', expected a number of processes above 0"
     ]
+
+
+def test_the_shipped_recipes_need_no_package_that_the_lock_lacks():
+    """A data set of the hub is read by `datasets`, parquet by pyarrow."""
+    pins = (ROOT / "requirements/cpu.txt").read_text()
+    recipes = [yaml.safe_load(f.read_text()) for f in (ROOT / "launch/recipes").glob("*.yaml")]
+    paths = [recipe["data"]["path"] for recipe in recipes]
+    assert len(paths) > 10
+    assert not any(is_hub_id(path) for path in paths) or "\ndatasets==" in pins
+    assert not any(path.endswith(".parquet") for path in paths) or "\npyarrow==" in pins

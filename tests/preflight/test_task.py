@@ -42,6 +42,13 @@ def test_a_reward_in_a_list_of_a_source_must_exist():
         check_task(recipe([SEVERAL], environment={"name": "guess_letter"}))
 
 
+def test_saved_rollouts_that_are_nowhere_are_found_before_the_run_folder_is_read() -> None:
+    with pytest.raises(
+        InputError, match=r"debug\.load_rollouts: no folder /nowhere; give the roll"
+    ):
+        check_task(recipe([OWN], debug={"load_rollouts": "/nowhere"}))
+
+
 def test_code_of_the_user_is_left_to_its_worker_where_that_is_asked_for(tmp_path: Path) -> None:
     code = tmp_path / "code.py"
     code.write_text(f"open('{tmp_path}/imported', 'w')\n")
