@@ -276,6 +276,14 @@ def test_a_reward_that_returns_text_is_refused_before_an_engine_starts(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_number_of_ranks_that_is_not_given_is_not_guessed(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = toy.overrides(tmp_path / "run", "rollout.placement=disaggregated")
+    line = refused(capsys, ["train", str(TOY_RECIPE), *keys])
+    assert line.endswith("rollout.num_ranks is missing; set how many of the ranks lead engines")
+
+
 def test_check_prints_the_plan(
     toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
