@@ -115,9 +115,7 @@ def check(
     context_len = _context_len(recipe.rollout, model)
     algorithm = _read_algorithm(recipe.algorithm)
     critic = read_critic(recipe, traits(algorithm).needs_critic, model, dims, deep=deep)
-    check_shaping(recipe)
-    check_dynamic_sampling(recipe)
-    check_group_size(recipe, algorithm)
+    _check_groups(recipe, algorithm)
     check_task(recipe, imports_rewards=imports_rewards)
     tokenizer = load_tokenizer(model)
     sources = _sources(recipe, tokenizer, context_len)
@@ -131,8 +129,6 @@ def check(
     _check_cache(recipe, prompts, eval_sets, context_len, elsewhere=elsewhere)
     if is_main and imports_rewards:
         try_rewards(recipe, prompts, eval_sets, tokenizer, warn)
-    if is_main:
-        check_output(folder)
     update = _check_folder(folder, recipe, allowed, algorithm, adapter)
     checkpoint_step, step = steps_done(folder, recipe, sources, update, warn)
     _check_saved_steps(recipe, saved_steps or range(step or 0, recipe.train.num_steps))
@@ -140,6 +136,12 @@ def check(
         recipe, roles, dims, model, adapter, reference, critic, algorithm, tokenizer, sources,
         sft_examples, eval_sets, context_len, step, checkpoint_step, update,
     )  # fmt: skip
+
+
+def _check_groups(recipe: Recipe, algorithm: Algorithm) -> None:
+    check_shaping(recipe)
+    check_dynamic_sampling(recipe)
+    check_group_size(recipe, algorithm)
 
 
 def _check_saved_steps(recipe: Recipe, steps: range) -> None:
@@ -238,6 +240,8 @@ def _check_folder(
 ) -> Update:
     """Return what continuing the run of the folder changes, where it may; check its trackers too."""
     check_trackers(recipe.logging)
+    if os.environ.get("RANK", "0") == "0":
+        check_output(folder)
     check_adapter(folder, adapter)
     update = folder.check(recipe, allowed)
     if folder.has_begun:
