@@ -187,13 +187,11 @@ class Trainer:
 
         Where the rows of the data are others since then, it begins with its first row.
         """
-        other, plan = [False], self.plan
+        collected, plan, why = loaded.trainer["collector"], self.plan, ""
         if self.is_main and self.folder.history.has_other_data(loaded.step):
-            state, folder = loaded.trainer["collector"], self.folder
-            why = why_other_data(folder, plan.recipe, plan.sources, state, loaded.step)
-            other = [bool(why)]
+            why = why_other_data(self.folder, plan.recipe, plan.sources, collected, loaded.step)
+        other = [bool(why)]
         dist.broadcast_object_list(other)
-        collected = loaded.trainer["collector"]
         self.collector.load_state_dict(collected, loaded.step, other_data=other[0])
         self.learner.load_state_dict(loaded.trainer["learner"])
         self.step = self._first_step = loaded.step

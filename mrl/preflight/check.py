@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,11 +13,6 @@ from mrl.algorithms import Algorithm, check_algorithm, load_algorithm, traits
 from mrl.config import AlgorithmConfig, Recipe, RolloutConfig
 from mrl.config.adapter import Adapter
 from mrl.config.foreign import of_algorithm
-from mrl.data import SftExample, Source, read_sft_examples, read_sources
-from mrl.data.chat import ChatTurns
-from mrl.data.eval_sets import EvalSet, read_eval_sets
-from mrl.environments.base import check_reset
-from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
 from mrl.preflight.algorithm import (
     check_critic_stays,
@@ -29,6 +24,13 @@ from mrl.preflight.algorithm import (
 )
 from mrl.preflight.allocator import check_allocator
 from mrl.preflight.asynchronous import check_asynchronous
+from mrl.preflight.data import (
+    check_caches,
+    check_prompts,
+    eval_sets_of,
+    sft_examples_of,
+    sources_of,
+)
 from mrl.preflight.data_position import steps_done
 from mrl.preflight.engine_layout import check_engine_sizes
 from mrl.preflight.long_tails import check_importance, check_partial_rollouts, check_started
@@ -42,22 +44,19 @@ from mrl.preflight.output import check_output
 from mrl.preflight.plan import Plan
 from mrl.preflight.profile import check_profile
 from mrl.preflight.resume import check_adapter
-from mrl.preflight.reward_columns import check_reward_columns
 from mrl.preflight.reward_trial import try_rewards
 from mrl.preflight.roles import Roles, roles_of, trainer_dims
 from mrl.preflight.rows import check_rows
-from mrl.preflight.sampling import check_cache, check_recipe_sampling, check_sampling
+from mrl.preflight.sampling import check_recipe_sampling
 from mrl.preflight.schedule import with_schedule
 from mrl.preflight.task import check_task
 from mrl.preflight.weights import check_weights
-from mrl.rewards.runner import check_columns
 from mrl.rollout import load_engine, node_class
 from mrl.rollout.sglang.limits import check_limits, check_route_layers
 from mrl.run import console
 from mrl.run.folder import RunFolder, check_saved_steps
 from mrl.run.history import Update
 from mrl.trackers import check_trackers
-from mrl.types import Prompt
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_implementation
@@ -118,15 +117,15 @@ def check(
     _check_groups(recipe, algorithm)
     check_task(recipe, imports_rewards=imports_rewards)
     tokenizer = load_tokenizer(model)
-    sources = _sources(recipe, tokenizer, context_len)
+    sources = sources_of(recipe, tokenizer, context_len)
     prompts = [prompt for source in sources for prompt in source.prompts]
     check_rows(prompts, warn)
     check_started(recipe.rollout, len(prompts))
     recipe = with_schedule(recipe, len(prompts))
-    _check_prompts(prompts, tokenizer, recipe, warn, imports_rewards)
-    sft_examples = _sft_examples(recipe, tokenizer, context_len)
-    eval_sets = _eval_sets(recipe, model, tokenizer, context_len, warn, imports_rewards)
-    _check_cache(recipe, prompts, eval_sets, context_len, elsewhere=elsewhere)
+    check_prompts(prompts, tokenizer, recipe, warn, imports_rewards)
+    sft_examples = sft_examples_of(recipe, tokenizer, context_len)
+    eval_sets = eval_sets_of(recipe, model, tokenizer, context_len, warn, imports_rewards)
+    check_caches(recipe, prompts, eval_sets, context_len, elsewhere=elsewhere)
     if is_main and imports_rewards:
         try_rewards(recipe, prompts, eval_sets, tokenizer, warn)
     update = _check_folder(folder, recipe, allowed, algorithm, adapter)
@@ -180,57 +179,6 @@ def _read_algorithm(config: AlgorithmConfig) -> Algorithm:
     return algorithm
 
 
-def _sources(recipe: Recipe, tokenizer: Any, context_len: int) -> list[Source]:
-    rollout = recipe.rollout
-    return read_sources(
-        recipe.data,
-        tokenizer,
-        max_prompt_len=context_len - rollout.max_response_len,
-        max_response_len=rollout.max_response_len,
-        min_rows=rollout.prompts_per_step,
-    )
-
-
-def _check_prompts(
-    prompts: list[Prompt],
-    tokenizer: Any,
-    recipe: Recipe,
-    warn: Callable[[str], None],
-    imports_rewards: bool,
-) -> None:
-    """Check that the prompts fit the reward, or the environment where it is a conversation."""
-    is_conversation = recipe.environment is not None
-    for prompt in prompts:
-        (check_environment_columns if is_conversation else check_columns)(prompt)
-    if recipe.environment is not None:
-        if imports_rewards:
-            for columns, source in {tuple(p.columns): p.source for p in reversed(prompts)}.items():
-                check_reset(recipe.environment.name, columns, source)
-        if any(isinstance(prompt.content, list) for prompt in prompts):
-            ChatTurns(tokenizer, recipe.data.chat_template_kwargs).check()
-    elif recipe.debug.load_rollouts is None:
-        check_reward_columns(
-            prompts, recipe.reward, recipe.data.rewards, warn, imports_rewards=imports_rewards
-        )
-
-
-def _eval_sets(
-    recipe: Recipe,
-    model: HfModel,
-    tokenizer: Any,
-    context_len: int,
-    warn: Callable[[str], None],
-    imports_rewards: bool,
-) -> list[EvalSet]:
-    found = read_eval_sets(recipe, tokenizer, context_len)
-    for each in found:
-        check_task(each.recipe, each.config.name, imports_rewards=imports_rewards)
-        where = f"eval set {each.config.name}: rollout"
-        check_sampling(each.recipe.rollout, model.sizes.vocab_size, where)
-        _check_prompts(each.prompts, tokenizer, each.recipe, warn, imports_rewards)
-    return found
-
-
 def _check_folder(
     folder: RunFolder,
     recipe: Recipe,
@@ -247,20 +195,6 @@ def _check_folder(
     if folder.has_begun:
         check_critic_stays(update.changes, traits(algorithm).needs_critic)
     return update
-
-
-def _sft_examples(recipe: Recipe, tokenizer: Any, context_len: int) -> list[SftExample]:
-    config = recipe.sft
-    if config is None:
-        return []
-    data = config.data(recipe.data.chat_template_kwargs)
-    examples = read_sft_examples(data, tokenizer, max_len=context_len)
-    if len(examples) < config.batch_size:
-        raise InputError(
-            f"sft.path {data.describe()} has {len(examples)} rows, sft.batch_size is "
-            f"{config.batch_size}; add rows or lower it"
-        )
-    return examples
 
 
 def load_tokenizer(model: HfModel) -> Any:
@@ -327,22 +261,6 @@ def _check_engine(recipe: Recipe, model: HfModel, *, on_gpu: bool) -> None:
         check_limits(recipe.model.path, recipe.rollout, on_gpu=on_gpu, return_routes=routes)
         if routes and model.named is not None:
             check_route_layers(model.path, model.moe_layer_numbers, model.sizes.num_experts)
-
-
-def _check_cache(
-    recipe: Recipe,
-    prompts: list[Prompt],
-    eval_sets: list[EvalSet],
-    context_len: int,
-    *,
-    elsewhere: bool,
-) -> None:
-    """Check that the engine's KV cache holds every request, those of the evaluation sets too."""
-    on_gpu = elsewhere or torch.cuda.is_available()
-    check_cache(recipe, prompts, context_len, on_gpu=on_gpu)
-    for each in eval_sets:
-        where = f"eval set {each.config.name}: rollout"
-        check_cache(each.recipe, each.prompts, context_len, on_gpu=on_gpu, where=where)
 
 
 def _context_len(config: RolloutConfig, model: HfModel) -> int:

@@ -1,0 +1,106 @@
+"""The rows of a recipe: prompts, evaluation sets and supervised examples, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mrl.config import Recipe
+from mrl.data import SftExample, Source, read_sft_examples, read_sources
+from mrl.data.chat import ChatTurns
+from mrl.data.eval_sets import EvalSet, read_eval_sets
+from mrl.environments.base import check_reset
+from mrl.environments.runner import check_columns as check_environment_columns
+from mrl.errors import InputError
+from mrl.preflight.reward_columns import check_reward_columns
+from mrl.preflight.sampling import check_cache, check_sampling
+from mrl.preflight.task import check_task
+from mrl.rewards.runner import check_columns
+from mrl.types import Prompt
+from parallel.hf_config import HfModel
+
+
+def sources_of(recipe: Recipe, tokenizer: Any, context_len: int) -> list[Source]:
+    """Read the prompts; those that leave no room for an answer are handled as `data` says."""
+    rollout = recipe.rollout
+    return read_sources(
+        recipe.data,
+        tokenizer,
+        max_prompt_len=context_len - rollout.max_response_len,
+        max_response_len=rollout.max_response_len,
+        min_rows=rollout.prompts_per_step,
+    )
+
+
+def check_prompts(
+    prompts: list[Prompt],
+    tokenizer: Any,
+    recipe: Recipe,
+    warn: Callable[[str], None],
+    imports_rewards: bool,
+) -> None:
+    """Check that the prompts fit the reward, or the environment where it is a conversation."""
+    is_conversation = recipe.environment is not None
+    for prompt in prompts:
+        (check_environment_columns if is_conversation else check_columns)(prompt)
+    if recipe.environment is not None:
+        if imports_rewards:
+            for columns, source in {tuple(p.columns): p.source for p in reversed(prompts)}.items():
+                check_reset(recipe.environment.name, columns, source)
+        if any(isinstance(prompt.content, list) for prompt in prompts):
+            ChatTurns(tokenizer, recipe.data.chat_template_kwargs).check()
+    elif recipe.debug.load_rollouts is None:
+        check_reward_columns(
+            prompts, recipe.reward, recipe.data.rewards, warn, imports_rewards=imports_rewards
+        )
+
+
+def eval_sets_of(
+    recipe: Recipe,
+    model: HfModel,
+    tokenizer: Any,
+    context_len: int,
+    warn: Callable[[str], None],
+    imports_rewards: bool,
+) -> list[EvalSet]:
+    """Read the evaluation sets, each checked as the recipe itself is."""
+    found = read_eval_sets(recipe, tokenizer, context_len)
+    for each in found:
+        check_task(each.recipe, each.config.name, imports_rewards=imports_rewards)
+        where = f"eval set {each.config.name}: rollout"
+        check_sampling(each.recipe.rollout, model.sizes.vocab_size, where)
+        check_prompts(each.prompts, tokenizer, each.recipe, warn, imports_rewards)
+    return found
+
+
+def sft_examples_of(recipe: Recipe, tokenizer: Any, context_len: int) -> list[SftExample]:
+    """Read the supervised examples; none where the recipe has no `sft`."""
+    config = recipe.sft
+    if config is None:
+        return []
+    data = config.data(recipe.data.chat_template_kwargs)
+    examples = read_sft_examples(data, tokenizer, max_len=context_len)
+    if len(examples) < config.batch_size:
+        raise InputError(
+            f"sft.path {data.describe()} has {len(examples)} rows, sft.batch_size is "
+            f"{config.batch_size}; add rows or lower it"
+        )
+    return examples
+
+
+def check_caches(
+    recipe: Recipe,
+    prompts: list[Prompt],
+    eval_sets: list[EvalSet],
+    context_len: int,
+    *,
+    elsewhere: bool,
+) -> None:
+    """Check that the engine's KV cache holds every request, those of the evaluation sets too."""
+    on_gpu = elsewhere or torch.cuda.is_available()
+    check_cache(recipe, prompts, context_len, on_gpu=on_gpu)
+    for each in eval_sets:
+        where = f"eval set {each.config.name}: rollout"
+        check_cache(each.recipe, each.prompts, context_len, on_gpu=on_gpu, where=where)
