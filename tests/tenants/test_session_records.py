@@ -88,6 +88,27 @@ def test_samples_of_a_session_are_on_its_page(folder: RunFolder, kept: SampleRec
     assert (folder.root / "view.html").is_file()
 
 
+def test_what_is_not_known_of_samples_is_no_finding(folder: RunFolder, kept: SampleRecords) -> None:
+    tokens = [[70 + (i + k) % 9 for i in range(40)] for k in range(4)]
+    kept.add(0, asked(prompts=[[70]], n=4, max_tokens=40), answers("a-1", tokens))
+    bodies = [
+        {
+            "tokens": [70, *each],
+            "advantages": [0, *[1.0] * 40],
+            "logprobs": [0, *[-1.5] * 40],
+            "sample": f"a-1/0/{k}",
+        }
+        for k, each in enumerate(tokens)
+    ]
+    body = read_body({"kind": "forward_backward", "loss": "ppo", "sequences": bodies}, BOUNDS)
+    old = [[0.0, *[-1.5 + 1e-6 * (i % 7) for i in range(40)]] for _ in tokens]
+    kept.train(0, body, {"logprobs": old})  # pyright: ignore[reportArgumentType]
+    folder.add_metrics({"step": 0, "loss/policy": 1.0})
+    found = [finding["text"] for finding in collect(folder.root, None, 64)["findings"]]
+    assert found
+    assert not [text for text in found if "nan" in text], found
+
+
 def test_the_first_answers_of_a_version_are_kept(
     folder: RunFolder, kept: SampleRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,8 @@ def detect(tokens: LossTokens) -> Finding | None:
     if xx == 0 or yy == 0:
         return None
     slope = float(x @ y) / xx
+    if not math.isfinite(slope):  # the entropy is not known, as of a session's samples
+        return None
     residual = y - slope * x
     # Errors that may differ from token to token (White 1980).
     error = math.sqrt(float((x * residual).square().sum())) / xx
