@@ -169,3 +169,51 @@ def test_a_rank_that_leads_engines_is_watched_after_the_run(page: str, tmp_path:
     assert b"the run is done, so it is killed" in printed
     assert sleeper.wait(10) == -signal.SIGKILL
     assert (tmp_path / OVER_FILE).exists()
+
+
+LOADS = """
+import signal, sys, time
+from mrl.system import heartbeat
+signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks for stacks
+print(heartbeat.open_page(), flush=True)
+file, num = sys.argv[1], int(sys.argv[2])
+with heartbeat.phase("load"):
+    time.sleep(0.5)
+with heartbeat.phase("load:checkpoint"), open(file, "rb", buffering=0) as stream:
+    for _ in range(num):
+        stream.read(1 << 16)
+        time.sleep(0.5)
+    if num < 20:
+        time.sleep(600)  # the disk hangs
+heartbeat.leave()
+"""
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("num", [24, 6], ids=["slow", "hangs"])
+def test_a_slow_load_is_no_hang_and_one_that_hangs_is_found(num: int, tmp_path: Path) -> None:
+    """The checkpoint takes 24 times longer than the weights, and 4 times longer than the limit."""
+    (tmp_path / "shard").write_bytes(bytes(num << 16))
+    (tmp_path / "stacks").touch()
+    words = [sys.executable, "-c", LOADS, str(tmp_path / "shard"), str(num)]
+    rank = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert rank.stdout
+    own = {"rank": 0, "pid": rank.pid, "page": rank.stdout.readline().strip()}
+    limits = LIMITS | {"given": {"load": 3.0}}
+    said = {"parent": os.getpid(), "folder": str(tmp_path), "command": "", "nodes": []}
+    said |= {"ranks": [own | {"stacks": str(tmp_path / "stacks")}], "limits": limits}
+    monitor = minded.MindedMonitor(said)
+    begin = time.monotonic()
+    code = rank.wait(60)
+    monitor.finish()
+    monitor.close()
+    found = read_failure(tmp_path)
+    if num == 24:
+        assert (code, found) == (0, None)
+        assert time.monotonic() - begin > 12
+        return
+    assert code == -signal.SIGKILL
+    assert found is not None
+    assert (found.exit_code, found.phase) == (72, "load:checkpoint")
+    assert found.since_s is not None
+    assert 3 < found.since_s < 6
