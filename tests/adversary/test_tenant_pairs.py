@@ -39,7 +39,8 @@ NEXT = {
 BEFORE = {"add": "absent", "resume": "paused"}
 """The state that the first change of a pair finds, where it is not `running`."""
 SIGNALS = {"kill": signal.SIGKILL, "restart": signal.SIGTERM}
-NUM_STEPS = 60
+NUM_STEPS, NUM_COMPARED = 100, 15
+"""Steps of the recipe, which no pair sees the end of, and those whose rows are compared."""
 WAIT_S = 200.0
 LORA = {"rank": 4, "alpha": 8, "experts": "per_expert"}
 
@@ -147,7 +148,7 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     folder = tmp_path_factory.mktemp("alone")
     service = Service(folder / "recipe", model)
     service.write()
-    service.add("rec", num_steps=NUM_STEPS)
+    service.add("rec", num_steps=NUM_COMPARED)
     service.train_alone("rec", folder / "rec")
     with world(folder / "session", model) as one:
         new = drawn(one.zoe)
