@@ -111,6 +111,7 @@ class World:
 
 @contextmanager
 def world(folder: Path, model: Path) -> Iterator[World]:
+    folder.mkdir(exist_ok=True)
     service = Service(folder / "service", model)
     service.write()
     made = World(service)
