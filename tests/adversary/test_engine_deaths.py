@@ -48,8 +48,8 @@ def death(boundary: str, mark: Path) -> str:
 
 
 def finish(words: list[str], log: Path, boundary: str) -> None:
-    """Run a command to its end. Where an engine cannot be started it may say so, with a code of its own,
-    and its next start goes on."""
+    """Run a command to its end. One whose engine dies in its start may end with the code for that,
+    and then goes on with the next start."""
     code = start(words, log).wait(LIMIT_S)
     if boundary == "started" and code == ExitCode.LOST_ENGINE:
         code = start(words, log).wait(LIMIT_S)
