@@ -337,9 +337,8 @@ def main() -> None:
         print(fault)
     found = [row["found_s"] / row["limit_s"] for row in rows if row["found_s"] is not None]
     if found:
-        print(
-            f"found after {statistics.median(found):.2f} limits (median), {max(found):.2f} at most"
-        )
+        median = statistics.median(found)
+        print(f"found after {median:.2f} limits (median), {max(found):.2f} at most")
     is_whole = (options.trials, options.steps) == (NUM_TRIALS + NUM_HELD, CALM_STEPS)
     if is_whole or options.write:
         packages = ("torch", "sglang", "megatron-core")

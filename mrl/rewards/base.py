@@ -58,7 +58,7 @@ def parts_of(entry: Entry) -> dict[str, float | None]:
 
 class RewardFunction(Protocol):
     def __call__(
-        self, prompts: list[Any], completions: list[str], **columns: list[Any]
+        self, prompts: list[Any], completions: list[str], /, **columns: list[Any]
     ) -> Sequence[Entry] | Awaitable[Sequence[Entry]]:
         """Score the G completions of one prompt.
 
