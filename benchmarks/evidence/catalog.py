@@ -80,7 +80,7 @@ TARGETS = (
            (*ROLLOUT, "mrl/disaggregated", "mrl/tenants", "mrl/trainer.py", "mrl/drill",
             "mrl/launch", "mrl/watch", "mrl/run", "mrl/rewards", "mrl/system",
             "parallel/checkpoint", RECIPE, "benchmarks/process_table.py",
-            "benchmarks/process_strikes"), 90, short="tests/benchmarks/test_process_table.py"),
+            "benchmarks/process_strikes"), 120, short="tests/benchmarks/test_process_table.py"),
     Target("watchdog", "ranks hung at random moments, and what the watchdog says of them",
            ("benchmarks.watchdog",), ("watchdog",),
            ("mrl/watch", "mrl/system/heartbeat.py", "mrl/run/failure.py", "mrl/launch", RECIPE,

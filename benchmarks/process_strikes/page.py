@@ -38,6 +38,8 @@ def markdown(content: Mapping[str, Any]) -> str:
             for signal in ("SIGSTOP", "SIGKILL"):
                 cells = [cell(own, role, phase, signal) for phase in COLUMNS]
                 lines.append(f"| {role} | {signal} | {' | '.join(cells)} |")
+    if brief := sorted({each["role"] for each in content["too_brief"]}):
+        lines += ["", f"There for less than a second, and not struck: {', '.join(brief)}."]
     missing = [text for text in content["not_measured"] if ":" not in text]
     if missing:
         lines += ["", f"Not measured at all: {', '.join(missing)}."]
