@@ -10,7 +10,7 @@ from contextlib import suppress
 import psutil
 
 from benchmarks.process_strikes.phases import EARLY, ENDING, MEETING, PHASES, START, Phase
-from benchmarks.process_strikes.roles import LAUNCHER
+from benchmarks.process_strikes.roles import FORK, LAUNCHER
 from benchmarks.process_strikes.strike import KILL, STOP, Row, Striker, Trial
 from benchmarks.process_strikes.subjects import Subject
 from mrl.drill.job import Job, Unexpected, is_alive
@@ -146,10 +146,8 @@ class Lane:
         is_there = is_alive(victim)
         if row.happened == "replaced" and is_there:
             row.problems.append("the struck process is left")
-        if row.happened == "replaced" or row.role.startswith("fork"):
-            pass
-        elif row.signal == KILL:
-            then = row.then
+        if row.happened != "replaced" and not row.role.startswith(FORK):
+            then = row.then  # what is stopped or gone stays so until the job ends
             self.striker.end_on_request(row, job)
             row.then = "; ".join(filter(None, (then, row.then)))
             self._close()
