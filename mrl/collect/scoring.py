@@ -12,12 +12,13 @@ from mrl.config import Recipe
 from mrl.data.completions import completions
 from mrl.environments.beside import EpisodesBeside
 from mrl.environments.runner import EnvironmentRunner
+from mrl.errors import RunFailed
 from mrl.rewards.budget import Budget
 from mrl.rewards.runner import RewardRunner, shown_rows
 from mrl.run import console
 from mrl.system.heartbeat import beat
 from mrl.system.worker_user import WorkerUser
-from mrl.types import SampleGroup
+from mrl.types import Prompt, SampleGroup
 
 
 class Scoring:
@@ -68,7 +69,7 @@ class Scoring:
 
     def begin(self, group: SampleGroup) -> None:
         """Start scoring a whole group; returns at once. Groups that have rewards keep them."""
-        runner = self._of_sources.get(group.prompt.reward or "", self._rewards)
+        runner = self._runner_of(group.prompt)
         if runner is None:
             self._begun.append((group, None))
             return
@@ -103,13 +104,28 @@ class Scoring:
             self._report_failures()
             self.begin_step()
         self._num_scored += len(group.samples)
-        runner = self._of_sources.get(group.prompt.reward or "", self._rewards)
+        runner = self._runner_of(group.prompt)
         if runner is None:
             return group, 0
         before = runner.report.num_failed
         (texts,) = completions([group], self._tokenizer)
         group.rewards = runner.score_group(group, texts, step_samples=self._step_samples)
         return group, runner.report.num_failed - before
+
+    def _runner_of(self, prompt: Prompt) -> RewardRunner | None:
+        """Return what scores a prompt; None where an environment does, or nothing.
+
+        Raises RunFailed for a prompt of a source whose reward the recipe does not have.
+        """
+        if prompt.reward is None:
+            return self._rewards
+        if prompt.reward not in self._of_sources:
+            known = ", ".join(self._of_sources) or "none"
+            raise RunFailed(
+                f"{prompt.source}: the prompt has the reward {prompt.reward} of its source, and the "
+                f"recipe's sources have {known}; it is not scored by another one"
+            )
+        return self._of_sources[prompt.reward]
 
     @property
     def _runners(self) -> list[RewardRunner]:

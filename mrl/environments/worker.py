@@ -22,7 +22,10 @@ from mrl.system.worker_end import WorkerEnd
 
 
 def checked_observation(observation: Any) -> Observation:
-    """Raises ValueError for anything but text or messages that have a role and a content."""
+    """Raises ValueError for anything but text or messages that have a role and a content, and for text
+    that is none: half of a surrogate pair, which no tokenizer takes."""
+    if isinstance(observation, (str, list)):
+        _require_characters(observation)
     if isinstance(observation, str):
         return observation
     if not isinstance(observation, list) or not observation:
@@ -35,6 +38,17 @@ def checked_observation(observation: Any) -> Observation:
                 f"observation: got the message {message!r}, expected `role` and `content` as text"
             )
     return observation
+
+
+def _require_characters(observation: Observation) -> None:
+    try:
+        json.dumps(observation, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start].encode("ascii", "backslashreplace").decode()
+        raise ValueError(
+            f"observation holds {half}, half of a surrogate pair and no character; remove it, as by "
+            "text.encode(errors='replace').decode()"
+        ) from None
 
 
 def checked_result(result: Any) -> dict[str, Any]:

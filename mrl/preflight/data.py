@@ -12,6 +12,7 @@ from mrl.data import SftExample, Source, read_sft_examples, read_sources
 from mrl.data.chat import ChatTurns
 from mrl.data.eval_sets import EvalSet, read_eval_sets
 from mrl.environments.base import check_reset
+from mrl.environments.openai_chat import check_target
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
 from mrl.preflight.reward_columns import check_reward_columns
@@ -49,6 +50,8 @@ def check_prompts(
         if imports_rewards:
             for columns, source in {tuple(p.columns): p.source for p in reversed(prompts)}.items():
                 check_reset(recipe.environment.name, columns, source)
+                if recipe.environment.name == "openai_chat":
+                    check_target(recipe.environment.arguments["target"], columns, source)
         if any(isinstance(prompt.content, list) for prompt in prompts):
             ChatTurns(tokenizer, recipe.data.chat_template_kwargs).check()
     elif recipe.debug.load_rollouts is None:

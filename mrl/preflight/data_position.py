@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from mrl.collect.waiting import read_waiting
 from mrl.config import Recipe
 from mrl.data import PromptCursor, Source
 from mrl.errors import InputError
@@ -59,7 +60,7 @@ def check_data_position(
     if changed or folder.history.has_other_data(step):
         if why := why_other_data(folder, recipe, sources, state, step):
             warn(f"all data begins with its first rows, as it is not that of step {step}: {why}")
-    elif why := _why_other_rows(recipe, sources, state):
+    elif why := _why_other_rows(recipe, sources, state) or _why_other_rewards(recipe, state):
         raise InputError(f"cannot resume: {why}")
 
 
@@ -74,6 +75,18 @@ def why_other_data(
     lost = [reward for reward in before if reward not in recipe.data.rewards]
     # Prompts that wait for another step would be scored by it.
     return f"a source had the reward {lost[0]}" if lost else ""
+
+
+def _why_other_rewards(recipe: Recipe, state: dict[str, Any]) -> str:
+    """Return which waiting prompts nothing could score: their source's reward has another name now."""
+    for one in read_waiting(state):
+        reward = one.group.prompt.reward
+        if reward is not None and not one.is_scored and reward not in recipe.data.rewards:
+            return (
+                f"{one.group.prompt.source} waits in the checkpoint to be scored by {reward}, which no "
+                "source has now; bring the reward back to where it was, or start a new run"
+            )
+    return ""
 
 
 def _why_other_rows(recipe: Recipe, sources: Sequence[Source], state: dict[str, Any]) -> str:

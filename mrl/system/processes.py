@@ -330,5 +330,10 @@ def worker_pipes(parent: int) -> tuple[BinaryIO, BinaryIO]:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an error of user code in one line of bounded length."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    """Describe an error of user code in one line of bounded length, which can be printed anywhere."""
+    try:
+        text = " ".join(str(error).split())[:500]
+    except Exception as inner:  # user code, too
+        text = f"its text cannot be made ({type(inner).__name__})"
+    # Half of a surrogate pair cannot be written to a file or to stdout.
+    return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()

@@ -31,6 +31,27 @@ class Echo:
         raise KeyError("bad")
 
 
+class Halves(Echo):
+    """Answers with half of a surrogate pair, as json.loads of what a policy wrote may hold."""
+
+    def misbehave(self):
+        return StepResult("\ud83d")
+
+
+class Unprintable(Echo):
+    def misbehave(self):
+        raise ValueError("got \ud83d")
+
+
+class Textless(Echo):
+    def misbehave(self):
+        class Error(Exception):
+            def __str__(self):
+                raise KeyError
+
+        raise Error
+
+
 class Raises(Echo):
     pass
 

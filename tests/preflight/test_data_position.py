@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mrl.collect.single_turn import start_groups
+from mrl.collect.waiting import Waiting, waiting_state
 from mrl.config import Recipe, load_recipe
 from mrl.data import PromptCursor, read_sources
 from mrl.errors import InputError
@@ -101,3 +103,27 @@ def test_what_else_begins_anew_says_so(mixture, tmp_path: Path) -> None:
     assert checked(folder, recipe_of(tmp_path, scored, two), "data") == []
     (said,) = checked(folder, recipe_of(tmp_path, {**one, "weight": 2}), "data")
     assert "made with" in said
+
+
+def test_a_waiting_prompt_whose_reward_has_moved_is_refused(tmp_path: Path) -> None:
+    """It was scored by the recipe's own reward."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "ab"}\n')
+    own = tmp_path / "own.py"
+    own.write_text("def f(prompts, completions, **columns): return [0.0 for _ in completions]\n")
+    source: dict[str, object] = {"path": str(tmp_path / "a.jsonl"), "reward": f"{own}:f"}
+    recipe, folder = recipe_of(tmp_path, source), RunFolder(tmp_path / "run")
+    folder.open(recipe, folder.check(recipe), 0)
+    folder.close()
+    folder.add_metrics({"step": 0})
+    cursor = PromptCursor(sources_of(recipe), seed=recipe.seed)
+    waiting = Waiting(start_groups(cursor.next(1), 1)[0], seed=1)
+    state = {**cursor.state_dict(), "waiting": waiting_state([waiting])}
+    checkpoint = folder.checkpoints / folder_name(STEP)
+    checkpoint.mkdir()
+    write_manifest(checkpoint, {"trainer": {"collector": state}}, {})
+    assert checked(folder, recipe) == []
+    source["reward"] = f"{own.rename(tmp_path / 'moved.py')}:f"
+    with pytest.raises(
+        InputError, match=r"a\.jsonl:1 waits in the checkpoint .*own\.py:f, which no"
+    ):
+        checked(folder, recipe_of(tmp_path, source))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mrl.environments.base import check_reset, environment_names
+from mrl.environments.openai_chat import check_target
 from mrl.errors import InputError
 from mrl.preflight.reward_columns import check_reward_columns, needed_columns
 from mrl.rewards.resolve import resolve_reward, reward_names
@@ -46,6 +47,12 @@ def trl(completions, **kwargs): ...
 class Game:
     def reset(self, question, number, **columns): ...
     def step(self, action): ...
+
+class Talk:
+    def reset(self, first, number, **columns): ...
+    def __call__(self, messages, **columns): ...
+
+def talk(messages, **columns): ...
 
 class Narrow:
     def reset(self, prompt, seed): ...
@@ -103,3 +110,18 @@ def test_a_column_that_reset_cannot_take_is_refused(tmp_path) -> None:
     check_reset(f"{tmp_path}/games.py:Narrow", [], "data:3")
     for name in environment_names():
         check_reset(name, NAMES, "data:3")
+
+
+def test_a_column_that_a_chat_target_cannot_take_is_refused(tmp_path) -> None:
+    (tmp_path / "games.py").write_text(CLASHES)
+    for name, column, call in (
+        ("talk", "messages", "the call"),
+        ("Talk", "messages", "the call"),
+        ("Talk", "self", "the call"),
+        ("Talk", "first", r"reset\(\)"),
+    ):
+        said = f"d:3: column '{column}' cannot be given to {call} .* values for argument '{column}'"
+        with pytest.raises(InputError, match=said):
+            check_target(f"{tmp_path}/games.py:{name}", ["info", column], "d:3")
+    for name in ("talk", "Talk"):
+        check_target(f"{tmp_path}/games.py:{name}", ["info", "seed", "prompt"], "d:3")
