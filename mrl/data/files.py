@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from mrl.data import arrow
 from mrl.errors import InputError
-from mrl.system.json_text import each_key_once
+from mrl.system.json_text import each_key_once, half_pair
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 
@@ -173,14 +173,11 @@ _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
 def _check_text(row: Any, source: str) -> None:
     """Raise InputError where a string holds a surrogate alone, which is no character."""
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        code = ord(str(error.object)[error.start])
+    if half := half_pair(row):
         raise InputError(
-            f"{source}: a string holds \\u{code:04x}, half of a surrogate pair and no character; write "
+            f"{source}: a string holds {half}, half of a surrogate pair and no character; write "
             "the character itself, or remove it"
-        ) from None
+        )
 
 
 def _object(row: Any, source: str) -> dict[str, Any]:

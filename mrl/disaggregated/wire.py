@@ -125,4 +125,6 @@ class Wire:
 
 def is_token(found: Any, token: str) -> bool:
     """Return whether a message shows the token, in a time that tells nothing of it."""
-    return isinstance(found, str) and hmac.compare_digest(found.encode(), token.encode())
+    return isinstance(found, str) and hmac.compare_digest(
+        found.encode(errors="replace"), token.encode()
+    )

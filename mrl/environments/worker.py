@@ -17,6 +17,7 @@ from typing import Any
 
 from mrl.environments.base import Environment, Observation, StepResult, resolve_environment
 from mrl.errors import InputError
+from mrl.system.json_text import half_pair
 from mrl.system.processes import describe
 from mrl.system.worker_end import WorkerEnd
 
@@ -24,8 +25,11 @@ from mrl.system.worker_end import WorkerEnd
 def checked_observation(observation: Any) -> Observation:
     """Raises ValueError for anything but text or messages that have a role and a content, and for text
     that is none: half of a surrogate pair, which no tokenizer takes."""
-    if isinstance(observation, (str, list)):
-        _require_characters(observation)
+    if isinstance(observation, (str, list)) and (half := half_pair(observation)):
+        raise ValueError(
+            f"observation holds {half}, half of a surrogate pair and no character; remove it, as by "
+            "text.encode(errors='replace').decode()"
+        )
     if isinstance(observation, str):
         return observation
     if not isinstance(observation, list) or not observation:
@@ -38,17 +42,6 @@ def checked_observation(observation: Any) -> Observation:
                 f"observation: got the message {message!r}, expected `role` and `content` as text"
             )
     return observation
-
-
-def _require_characters(observation: Observation) -> None:
-    try:
-        json.dumps(observation, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start].encode("ascii", "backslashreplace").decode()
-        raise ValueError(
-            f"observation holds {half}, half of a surrogate pair and no character; remove it, as by "
-            "text.encode(errors='replace').decode()"
-        ) from None
 
 
 def checked_result(result: Any) -> dict[str, Any]:

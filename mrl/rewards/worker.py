@@ -23,6 +23,7 @@ from mrl.rewards.base import (
     NotFinite,
     RewardError,
     RewardFunction,
+    total_of,
 )
 from mrl.rewards.resolve import resolve_reward
 from mrl.system.processes import describe
@@ -64,7 +65,9 @@ def _entry(reward: Any, what: str) -> Entry:
             )
     if not 0 < len(reward) <= MAX_PARTS:
         raise NotANumber(f"{what} has {len(reward)} parts, expected 1 to {MAX_PARTS}")
-    return {name: _number(value, f"{what}[{name!r}]") for name, value in reward.items()}
+    parts = {name: _number(value, f"{what}[{name!r}]") for name, value in reward.items()}
+    _number(total_of(parts), f"the sum of the parts of {what}")
+    return parts
 
 
 async def _await(result: Any) -> Any:

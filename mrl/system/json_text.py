@@ -86,3 +86,15 @@ def check_kinds(row: Mapping[str, Any], kinds: Kinds, required: tuple[str, ...] 
         if name in row and not any(KINDS[word](row[name]) for word in words.split("|")):
             shown = " ".join(repr(row[name]).split())[:40]
             raise ValueError(f"`{name}` is {shown}, expected {words.replace('|', ' or ')}")
+
+
+def half_pair(value: Any) -> str | None:
+    """Return the first half of a surrogate pair that is alone in a JSON value; None without one.
+
+    It is no character: no tokenizer takes it, and no file in UTF-8. JSON's escapes can write it.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(str(error.object)[error.start]):04x}"
+    return None

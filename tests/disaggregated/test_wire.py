@@ -79,4 +79,4 @@ def test_tokens() -> None:
     assert is_token("secret", "secret")
     assert not is_token("secreT", "secret")
     assert not is_token(None, "secret")
-    assert not is_token(json.loads('"\\ud800"'.replace("\\ud800", "é")), "secret")
+    assert not is_token(json.loads('"\\ud800"'), "secret")

@@ -13,7 +13,9 @@ from mrl.config import RewardConfig
 from mrl.errors import InputError, RunFailed
 from mrl.learn.rollout_metrics import rollout_metrics
 from mrl.rewards import resolve_reward
+from mrl.rewards.base import NotFinite
 from mrl.rewards.runner import RewardRunner
+from mrl.rewards.worker import call_reward
 from mrl.run.folder import rollout_lines
 from mrl.run.rollouts import decode_groups, encode_groups, outline
 from mrl.types import Prompt, SampleGroup, VersionSpan
@@ -150,3 +152,12 @@ def _plain() -> SampleGroup:
     one = group(2)
     one.rewards = torch.tensor([1.0, 0.0])
     return one
+
+
+def test_parts_whose_sum_is_no_f32_are_refused():
+    """They were an infinite reward, at which the step ended."""
+    request = {"prompts": ["p"], "completions": ["a"], "columns": {}}
+    with pytest.raises(
+        NotFinite, match=r"the sum of the parts of reward 0 is 6e\+38, expected a fin"
+    ):
+        call_reward(lambda prompts, completions, **columns: [{"a": 3e38, "b": 3e38}], request)
