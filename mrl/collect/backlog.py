@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mrl.collect.single_turn import start_groups
-from mrl.collect.waiting import Waiting, renumbered
 from mrl.config import RolloutConfig
+from mrl.run.waiting import Waiting, renumbered
 from mrl.types import Prompt, SampleGroup
 
 SEED_SHIFT = 48

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from mrl.collect.backlog import Backlog, StepPrompts
+from mrl.collect.draws import Draws
 from mrl.collect.dynamic_sampling import DynamicSampling
 from mrl.collect.evaluation import Evaluation
 from mrl.collect.task import Scored, Task, share_partial, share_scored
-from mrl.collect.waiting import Draws, Waiting, read_waiting, waiting_state
 from mrl.data import PromptCursor
 from mrl.preflight import Plan
 from mrl.run import console
 from mrl.run.folder import RunFolder
+from mrl.run.waiting import Waiting, read_waiting, waiting_state
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import begin_step, phase
 from mrl.types import Max, SampleGroup, Statistics

@@ -15,12 +15,10 @@ import torch
 
 from moe.trace import join_traces, joined_spans
 from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, sample_seed
+from mrl.run.waiting import PARTIAL
 from mrl.sampling_mask import join_masks
 from mrl.system.heartbeat import beat
 from mrl.types import Prompt, Sample, SampleGroup
-
-PARTIAL = "abort"
-"""The finish reason of a sample that is not whole."""
 
 
 def start_groups(

@@ -20,7 +20,6 @@ from mrl.collect.backlog import StepPrompts
 from mrl.collect.canary import canary_sequences
 from mrl.collect.evaluation import Evaluation
 from mrl.collect.rounds import Round, RoundCollector, as_statistics, step_seed
-from mrl.collect.waiting import Waiting, renumbered, whole_batches
 from mrl.disaggregated.engine_times import Span
 from mrl.disaggregated.measures import add_round, staleness
 from mrl.disaggregated.meeting import LauncherMeeting, Meeting
@@ -31,6 +30,7 @@ from mrl.disaggregated.work import Delivered, Work
 from mrl.preflight import Plan
 from mrl.run.activities import WAIT
 from mrl.run.folder import RunFolder
+from mrl.run.waiting import Waiting, renumbered, whole_batches
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
 from mrl.types import SampleGroup, Statistics

@@ -11,10 +11,10 @@ from typing import Any
 
 from mrl.collect.backlog import StepPrompts
 from mrl.collect.rounds import Round, RoundCollector
-from mrl.collect.waiting import Waiting, waiting_state
 from mrl.disaggregated.collector import DisaggregatedCollector, Outlook
 from mrl.disaggregated.lease_server import LeaseServer
 from mrl.disaggregated.server import Server
+from mrl.run.waiting import Waiting, waiting_state
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
 

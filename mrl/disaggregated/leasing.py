@@ -14,7 +14,6 @@ from typing import Any
 
 from mrl.algorithms.signal import has_signal
 from mrl.collect.single_turn import start_groups
-from mrl.collect.waiting import Waiting, in_order, renumbered
 from mrl.config import Recipe
 from mrl.disaggregated.admission import Bound
 from mrl.disaggregated.ledger import Ledger
@@ -23,6 +22,7 @@ from mrl.disaggregated.tally import Tally
 from mrl.disaggregated.work import Delivered
 from mrl.errors import WrongWeights
 from mrl.run.rollouts import encode_groups
+from mrl.run.waiting import Waiting, in_order, renumbered
 from mrl.types import Prompt, SampleGroup
 
 Send = Callable[[int, dict[str, Any], bytes], None]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mrl.collect.waiting import read_waiting
 from mrl.config import Recipe
 from mrl.data import PromptCursor, Source
 from mrl.errors import InputError
@@ -16,6 +15,7 @@ from mrl.run.changes import is_in
 from mrl.run.folder import RunFolder
 from mrl.run.history import Update
 from mrl.run.source import load_run
+from mrl.run.waiting import read_waiting
 from parallel.checkpoint.manifest import Damaged, folder_name, read_manifest
 from parallel.checkpoint.node_folder import node_folder
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 UNITS = (
-    ("step", "number"),
+    ("step|service/[^/]+/sequence", "number"),
     ("weight_version|session/loaded_version", "version"),
     ("lr|.*/lr", "learning rate"),
     ("grad_norm|.*/grad_norm", "norm"),

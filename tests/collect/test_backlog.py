@@ -22,11 +22,11 @@ from mrl.collect.backlog import (
     older_tokens,
 )
 from mrl.collect.single_turn import is_finished
-from mrl.collect.waiting import Waiting, read_waiting, waiting_state
 from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.data import PromptCursor
 from mrl.errors import InputError
 from mrl.preflight.long_tails import check_partial_rollouts
+from mrl.run.waiting import Waiting, read_waiting, waiting_state
 from mrl.sampling_mask import SamplingMask
 from mrl.types import RoutingTrace, Sample, SampleGroup, VersionSpan
 

@@ -21,8 +21,7 @@ import torch
 
 from mrl.collect.live import LiveCollector
 from mrl.collect.rounds import RoundCollector
-from mrl.collect.single_turn import PARTIAL, start_groups
-from mrl.collect.waiting import read_waiting
+from mrl.collect.single_turn import start_groups
 from mrl.config import Recipe, load_recipe
 from mrl.data import Source
 from mrl.disaggregated.collector import DisaggregatedCollector
@@ -30,6 +29,7 @@ from mrl.disaggregated.free_collector import FreeCollector
 from mrl.disaggregated.leasing import Leasing
 from mrl.disaggregated.work import Delivered, Result, Work
 from mrl.run.rollouts import decode_groups, encode_groups
+from mrl.run.waiting import PARTIAL, read_waiting
 from mrl.system.clock import Clock
 from mrl.types import SampleGroup, VersionSpan
 from tests.sample_groups import prompt, sample

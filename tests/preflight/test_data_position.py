@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from mrl.collect.single_turn import start_groups
-from mrl.collect.waiting import Waiting, waiting_state
 from mrl.config import Recipe, load_recipe
 from mrl.data import PromptCursor, read_sources
 from mrl.errors import InputError
 from mrl.preflight.data_position import check_data_position, why_other_data
 from mrl.run.folder import RunFolder
+from mrl.run.waiting import Waiting, waiting_state
 from mrl.toy_model import build_tokenizer
 from parallel.checkpoint.manifest import folder_name, write_manifest
 from tests.loop.conftest import TOY_RECIPE

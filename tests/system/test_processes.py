@@ -69,16 +69,16 @@ def test_an_engine_never_gets_sigusr1(tmp_path: Path) -> None:
 
 
 LEAVES = """
-import os, subprocess, sys, time
+import json, os, sys
 print('{"ready": true}', flush=True)
-for _ in sys.stdin:
+for line in sys.stdin:
     if os.fork() == 0:
         os.setsid()  # killpg does not reach it
         if os.fork() == 0:  # nor does who looks for children of the worker
             os.execvp("sleep", ["sleep", "1000"])
         os._exit(0)
     os.wait()
-    print('{"done": 1}', flush=True)
+    print(json.dumps({**json.loads(line), "done": 1}), flush=True)
 """
 
 

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.collect.single_turn import PARTIAL
 from mrl.config import RolloutConfig
-from mrl.data import PromptCursor
 from mrl.run.rollouts import decode_groups, encode_groups
-from mrl.types import Prompt, SampleGroup
+from mrl.types import SampleGroup
+
+PARTIAL = "abort"
+"""The finish reason of a sample that is not whole."""
 
 
 @dataclass(frozen=True)
@@ -58,28 +59,6 @@ class Waiting:
             for sample in samples
             if sample.num_generated
         )
-
-
-class Draws:
-    """Gives the next prompts: those that begin anew after a resume, then those of the cursor."""
-
-    def __init__(self, cursor: PromptCursor) -> None:
-        self._cursor = cursor
-        self._first: list[Prompt] = []
-
-    def next(self, num: int) -> list[Prompt]:
-        """Return the next `num` prompts."""
-        found, self._first = self._first[:num], self._first[num:]
-        return found + self._cursor.next(num - len(found))
-
-    def put_first(self, waiting: Iterable[Waiting]) -> None:
-        """Let the prompts of these be the next ones, without what was generated of them."""
-        self._first = [*(one.group.prompt for one in waiting), *self._first]
-
-    @property
-    def waiting(self) -> list[Waiting]:
-        """Those that are to begin anew and were not drawn again yet."""
-        return [Waiting(SampleGroup(prompt, [])) for prompt in self._first]
 
 
 def waiting_state(waiting: Sequence[Waiting]) -> dict[str, Any]:
