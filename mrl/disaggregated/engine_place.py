@@ -60,12 +60,14 @@ class Restarts:
         self._count = 0
 
     def start_another(self, start: Callable[[], None], error: EngineLost) -> int:
-        """Start an engine by `start`; return how many starts it took.
+        """Start an engine by `start`; return how many starts it took. A loss that `is_explained` is not
+        counted: what caused it is not tried again.
 
         Raises EngineGone after too many."""
-        before = self._count
+        num_starts = 0
         while True:
-            self._count += 1
+            num_starts += 1
+            self._count += not error.is_explained
             if self._count > self._most:
                 raise EngineGone(
                     f"{self._count} engines were lost in one batch, more than "
@@ -80,7 +82,7 @@ class Restarts:
             except RuntimeError as again:
                 error = again if isinstance(again, EngineLost) else EngineLost(str(again))
             else:
-                return self._count - before
+                return num_starts
 
 
 class OwnEngine:

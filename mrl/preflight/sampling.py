@@ -17,7 +17,7 @@ MASK_TOKENS = 4096
 
 
 def check_sampling(rollout: RolloutConfig, vocab_size: int, where: str = "rollout") -> None:
-    """Raise InputError where `top_k`, `stop` or `stop_token_ids` cannot be what is meant.
+    """Raise InputError where what `rollout` says of the sampling cannot be what is meant.
 
     `where` is the branch of the recipe that has them, for the message.
     """
@@ -26,6 +26,7 @@ def check_sampling(rollout: RolloutConfig, vocab_size: int, where: str = "rollou
         sampling = SamplingParams(
             rollout.max_response_len,
             exact,
+            temperature=rollout.temperature,
             top_k=rollout.top_k,
             stop_token_ids=rollout.stop_token_ids,
             stop=rollout.stop,

@@ -258,9 +258,9 @@ class RolloutEngine(Protocol):
         empty, has another's id, is too long for the context or the KV cache, or has tokens or sampling
         that the model does not have; RequestFailed for one that the engine refuses; RuntimeError where
         it answers with other weights than it should have, with a length that does not fit, or with NaN;
-        EngineLost where it dies, its scheduler gives no sign for `rollout.stall_timeout_s`, or it fails
-        a request again and again; TimeoutError past `rollout.request_timeout_s`. What was yielded
-        before an error is good. Nothing is sent before the first completion is asked for.
+        EngineLost where it dies, its scheduler gives no sign for `rollout.stall_timeout_s`, it fails a
+        request again and again, or keeps one back for `rollout.request_timeout_s`; RunFailed where it
+        is at work for so long. What was yielded before is good. Nothing is sent before the first one.
         """
         ...
 

@@ -115,6 +115,15 @@ class Gate:
         self.num_starts = 0
         self._is_lost = False
         """Whether the engine has ended since its newest start: nothing is admitted."""
+        self._ended_alone = False
+        """Whether a line had the engine alone when it ended."""
+
+    @property
+    def has_culprit(self) -> bool:
+        """Whether requests that have, or had, the engine alone are the reason where it has ended. Any
+        thread that finds the engine lost may ask, before the one that made these requests does."""
+        with self._lock:
+            return self._ended_alone or (self._alone is not None and self._alone.is_sent)
 
     def resize(self, capacity_tokens: int, max_running: int) -> None:
         """Note that an engine has started, the size of its KV memory, and how many requests it can run
@@ -123,7 +132,7 @@ class Gate:
             self.capacity_tokens = capacity_tokens
             self._times.resize(max_running, capacity_tokens)
             self.num_starts += 1
-            self._is_lost = False
+            self._is_lost = self._ended_alone = False
         self._look()
 
     def take_times(self) -> dict[str, float]:
@@ -230,6 +239,7 @@ class Gate:
             self._is_lost |= line.num_starts == self.num_starts
             were_alone = self._alone is line
             self._suspects.blame(tenant, ids, were_alone=were_alone)
+            self._ended_alone |= were_alone and bool(ids)
             return were_alone and bool(ids)
 
     def end(self, tenant: str, line: Line, survived: Collection[str]) -> None:

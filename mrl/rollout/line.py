@@ -57,6 +57,12 @@ class Line:
             return not self._waiting and not self._sent
 
     @property
+    def is_sent(self) -> bool:
+        """Whether requests of it are in the engine."""
+        with self._changing:
+            return bool(self._sent)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is left to be sent."""
         with self._changing:

@@ -10,6 +10,10 @@ from __future__ import annotations
 from mrl.errors import InputError
 from mrl.rollout.base import SamplingParams
 
+LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e6
+"""SGLang takes what is below the first for 0, without a word. Logits divided by far more than the
+second are all the same, and from 1e30 on the kernel of `rollout.batch_invariant` raises there."""
+
 
 def check_sampling_params(
     sampling: SamplingParams,
@@ -23,6 +27,7 @@ def check_sampling_params(
     `where` stands before the name of what is wrong; `min_name` is what the caller's user calls
     `min_new_tokens`.
     """
+    check_temperature(sampling.temperature, where)
     if sampling.top_k > vocab_size:
         raise InputError(
             f"{where}top_k is {sampling.top_k}, but the model has only {vocab_size} tokens; give "
@@ -53,4 +58,13 @@ def check_sampling_params(
             f"{where}stop_token_ids has {len(set(sampling.stop_token_ids))} of the model's "
             f"{vocab_size} tokens, and {min_name} {least} forbids them until then; give at most half "
             f"of the tokens, or leave {min_name} out"
+        )
+
+
+def check_temperature(temperature: float, where: str = "") -> None:
+    """Raise InputError for a temperature that no engine samples at."""
+    if temperature and not LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE:
+        raise InputError(
+            f"{where}temperature is {temperature:g}, expected {LEAST_TEMPERATURE:g} to "
+            f"{LARGEST_TEMPERATURE:g}, or 0 for the likeliest token"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import secrets
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -74,10 +75,13 @@ class ControlClient:
         is_record: bool = False,
         loop: str = "recipe",
     ) -> dict[str, Any]:
-        body = {"name": name, "recipe": recipe, "weight": weight, "is_record": is_record}
+        """Add a tenant. Where the answer is lost it is asked for again, and is the same tenant."""
+        body: dict[str, Any] = {"name": name, "recipe": recipe, "weight": weight}
+        body["is_record"] = is_record
         if loop != "recipe":
             body["loop"] = loop
-        return self.call("POST", "/tenants", body)
+        body["key"] = secrets.token_hex(8)
+        return self.call("POST", "/tenants", body, may_repeat=True)
 
     def pause(
         self, name: str, reason: str | None = None, sequence: int | None = None

@@ -1,7 +1,7 @@
 """The control socket of a service: users add tenants, pause, resume, remove and look at them.
 
     POST   /tenants               {"name": ..., "recipe": {...}, "weight": 1.0, "is_record": false,
-                                   "loop": "recipe"}
+                                   "loop": "recipe", "key": ...}
     GET    /tenants
     GET    /tenants/NAME
     POST   /tenants/NAME/pause    {"reason": ..., "sequence": ...}, which may be left out
@@ -18,6 +18,8 @@ the service takes it from `changes` when it comes to it.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import queue
 import re
 from collections.abc import Callable
@@ -43,11 +45,12 @@ NEW_KEYS: dict[str, Any] = {
     "weight": (int, float),
     "is_record": bool,
     "loop": str,
+    "key": str,
 }
 """The keys of the body of POST /tenants, with their types."""
 REASON = "a user paused it"
 KEY = re.compile("[A-Za-z0-9_-]{1,64}")
-"""What a client may call an operation, so that it is the same one when it comes again."""
+"""What a client may call an operation, or a new tenant, so that it is the same when it comes again."""
 Answer = tuple[int, dict[str, Any]]
 
 
@@ -155,8 +158,18 @@ class Control(Closing):
             raise Refused(
                 400, 'loop is "recipe", or "client" for a session, which is no record of a run'
             )
+        request = ""
+        if (key := body.get("key")) is not None:
+            if not KEY.fullmatch(key):
+                raise Refused(400, "key is 1 to 64 letters, digits, _ and -")
+            request = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         tenant = self.registry.add(
-            body["name"], body["recipe"], weight=weight, is_record=is_record, loop=loop
+            body["name"],
+            body["recipe"],
+            weight=weight,
+            is_record=is_record,
+            loop=loop,
+            request=request,
         )
         return 201, self._changed(tenant)
 

@@ -7,6 +7,7 @@ hears of all tenants.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ from typing import Any
 
 from mrl.disaggregated.doorway import Doorway
 from mrl.disaggregated.peers import ERRORS, never_started
-from mrl.disaggregated.wire import Wire, WireClosed
-from mrl.errors import RunFailed
+from mrl.disaggregated.wire import MAX_MESSAGE, Wire, WireClosed
+from mrl.errors import InputError, RunFailed
+from mrl.run import console
 from mrl.system.heartbeat import beat
 from mrl.tenants.phase_times import add_up
 
@@ -67,10 +69,17 @@ class Hub:
             return taken
 
     def open(self, name: str, message: dict[str, Any]) -> None:
-        """Let workers join the server of a tenant, as `message` says."""
+        """Let workers join the server of a tenant, as `message` says. Raises InputError for one that
+        is too large for them."""
+        message = {"type": "open", "tenant": name, **message}
+        if (size := len(json.dumps(message))) > MAX_MESSAGE:
+            raise InputError(
+                f"the recipe has {size} bytes as JSON, expected at most {MAX_MESSAGE}: workers take no "
+                "more; make its texts shorter"
+            )
         with self._changed:
-            self._tenants[name] = {"type": "open", "tenant": name, **message}
-            self._tell(self._tenants[name])
+            self._tenants[name] = message
+            self._tell(message)
 
     def end(self, name: str) -> None:
         """Let workers leave the server of a tenant, and give up what they do for it."""
@@ -104,7 +113,7 @@ class Hub:
         if self._is_closed or not isinstance(number, int) or not 0 <= number < self._num_engines:
             wire.close()
             return
-        with suppress(WireClosed, KeyError):
+        try:
             with self._changed:
                 if (former := self._wires.pop(number, None)) is not None:
                     former.close()
@@ -114,12 +123,22 @@ class Hub:
             while True:
                 message, _ = wire.receive()
                 with self._changed:
-                    if message["type"] == "started":
-                        self._started.add(number)
-                    elif message["type"] == "failed":
-                        text = f"rollout engine {number}: {message['text']}"
-                        self._failure = ERRORS.get(message["error"], RunFailed)(text)
-                    elif message["type"] == "times":
-                        self._times = add_up([self._times, message["sums"]])
+                    self._heed(number, message)
                     self._changed.notify_all()
-        wire.close()
+        except WireClosed:
+            pass
+        except Exception as error:  # of what it says: another worker of this engine may do better
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            console.warning(f"rollout engine {number}: its worker is let go, {why}")
+        finally:
+            wire.close()  # else the worker would wait for ever
+
+    def _heed(self, number: int, message: dict[str, Any]) -> None:
+        """Note what the worker of an engine says. Raises for what is no message of one."""
+        if message["type"] == "started":
+            self._started.add(number)
+        elif message["type"] == "failed":
+            text = f"rollout engine {number}: {message['text']}"
+            self._failure = ERRORS.get(str(message["error"]), RunFailed)(text)
+        elif message["type"] == "times":
+            self._times = add_up([self._times, message["sums"]])

@@ -53,6 +53,8 @@ class Tenant(Branch):
     loop: Loop = "recipe"
     resumed: int = Field(default=0, ge=0)
     """How often it was put back into the queue."""
+    request: str = ""
+    """A digest of the request that added it, where that has a key of its caller's; else empty."""
 
     @property
     def incarnation(self) -> str:
@@ -156,7 +158,8 @@ def describe(tenant: Tenant) -> dict[str, Any]:
     """Return a tenant as the socket and the commands show it: its record, and its newest metrics."""
     row = newest_row(Path(tenant.output_dir))
     done = 0 if row is None else row.get("step", -1) + 1
-    return {**tenant.model_dump(), "steps_done": done, "metrics": row or {}}
+    shown = tenant.model_dump(exclude={"request"})
+    return {**shown, "steps_done": done, "metrics": row or {}}
 
 
 def _folders(parent: Path, pattern: str) -> Iterator[Path]:

@@ -25,6 +25,7 @@ from mrl.system.files import sync, write_whole
 from mrl.system.processes import Closing
 from mrl.tenants.agreement import resolve_tenant
 from mrl.tenants.crashes import REASON, Crashes
+from mrl.tenants.places import check_place, run_folder
 from mrl.tenants.record import (
     RECIPE,
     REMOVED,
@@ -51,8 +52,6 @@ AFTER: Mapping[str, tuple[State, ...]] = {
 """The states that may follow a state. A running one that is paused may have ended with that step."""
 MAX_REASON_CHARS = 500
 MIN_WEIGHT = 1e-6
-RUNS = "runs"
-"""The folder of a service in which output_dirs may lie."""
 
 
 class NoTenant(InputError):
@@ -132,13 +131,17 @@ class Registry(Closing):
         weight: float = 1.0,
         is_record: bool = False,
         loop: Loop = "recipe",
+        request: str = "",
     ) -> Tenant:
-        """Add a tenant to the queue, and return it; with `loop` "client" it is a session.
+        """Add a tenant to the queue, and return it; with `loop` "client" it is a session. The same
+        `request` adds one tenant: when it comes again, that is returned as it is now.
 
         `tree` and `is_record`: see `mrl.tenants.agreement.resolve_tenant`; its output_dir is absolute.
         Raises InputError for whatever is wrong with it, and where there is no place for it.
         """
         check_name(name)
+        if (known := self._of_request(name, request)) is not None:
+            return known
         if not MIN_WEIGHT <= weight <= 1 / MIN_WEIGHT:
             raise InputError(
                 f"weight is {weight:g}; expected a number from {MIN_WEIGHT:g} to {1 / MIN_WEIGHT:g}"
@@ -154,11 +157,14 @@ class Registry(Closing):
         if loop == "client":
             check_session(recipe)
         recipe = self._admit(recipe)
-        output = self._output_dir(recipe)
+        output = run_folder(self.root, recipe.output_dir)
         recipe = recipe.model_copy(update={"output_dir": str(output)})
         with self._changing, refusing(self.root):
-            self._check_place(name, output)
-            numbers = [t.sequence for t in (*self._tenants.values(), *self._past)]
+            if (known := self._of_request(name, request)) is not None:
+                return known  # both came at once
+            past = (*self._tenants.values(), *self._past)
+            check_place(name, output, self.tenants(), past, self.service.tenants.max_number)
+            numbers = [t.sequence for t in past]
             tenant = Tenant(
                 name=name,
                 state="queued",
@@ -167,10 +173,17 @@ class Registry(Closing):
                 output_dir=str(output),
                 num_steps=recipe.train.num_steps,
                 loop=loop,
+                request=request,
             )
             self._write_new(tenant, recipe)
             self._tenants[name] = tenant
             return tenant
+
+    def _of_request(self, name: str, request: str) -> Tenant | None:
+        """Return the tenant that a request has added before; None without a request."""
+        with self._changing:
+            found = [*self._past, *self._tenants.values()] if request else []
+            return next((t for t in found if (t.name, t.request) == (name, request)), None)
 
     def move(self, name: str, state: State, reason: str = "", number: int | None = None) -> Tenant:
         """Give a tenant another state, and return it. `number`: only where it has this sequence.
@@ -282,45 +295,6 @@ class Registry(Closing):
             return
         dump_recipe(recipe, tenant_folder(self.root, tenant.name) / RECIPE)
 
-    def _output_dir(self, recipe: Recipe) -> Path:
-        """Return the run folder without links. Raises InputError where it may not lie there."""
-        given = recipe.output_dir
-        if not os.path.isabs(given):
-            raise InputError(f"output_dir is {given!r}; expected an absolute path")
-        real, runs = Path(os.path.realpath(given)), self.root / RUNS
-        if _overlap(real, self.root) and (real == runs or runs not in real.parents):
-            raise InputError(
-                f"output_dir {given} and the service folder {self.root} lie in each other; choose one "
-                f"in {runs}, or outside"
-            )
-        return real
-
-    def _check_place(self, name: str, output: Path) -> None:
-        """Raise InputError where the name or the folder belongs to another tenant, or the service is
-        full."""
-        present = self.tenants()
-        if any(tenant.name == name for tenant in present):
-            raise InputError(f"there is a tenant {name} already; give another name")
-        for other in present:
-            if _overlap(output, Path(other.output_dir)):
-                raise InputError(
-                    f"output_dir {output} and that of tenant {other.name}, {other.output_dir}, are one "
-                    "folder or lie in each other; choose another"
-                )
-        for past in (*self._tenants.values(), *self._past):
-            if past.name == name and _overlap(output, Path(past.output_dir)):
-                raise InputError(
-                    f"output_dir {output} holds the run of the tenant {name} that was removed: its "
-                    f"adapters {name}@1, {name}@2 ... would be other ones from now on; choose another "
-                    "output_dir, or another name to continue that run"
-                )
-        limit = self.service.tenants.max_number
-        if sum(tenant.is_active for tenant in present) >= limit:
-            raise InputError(
-                f"the service has tenants.max_number={limit} tenants; remove one, or wait until one is "
-                "done"
-            )
-
     def _write_new(self, tenant: Tenant, recipe: Recipe) -> None:
         """Write the folder of a new tenant beside its place, then move it there."""
         place = tenant_folder(self.root, tenant.name)
@@ -341,8 +315,3 @@ class Registry(Closing):
         write_whole(file, tenant.model_dump_json() + "\n", durable=True)
         self._tenants[tenant.name] = tenant
         self.kept.discard(tenant.name)
-
-
-def _overlap(one: Path, other: Path) -> bool:
-    """Whether two folders are the same, or one lies in the other."""
-    return one == other or one in other.parents or other in one.parents

@@ -51,6 +51,7 @@ class SharedEngine:
         with self._starting:
             if self.engines.is_running:
                 return 0
+            error.is_explained |= self.engines.gate.has_culprit
             return self._restarts.start_another(self.engines.start, error)
 
     def stop(self) -> None:

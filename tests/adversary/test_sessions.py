@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def problem_of(body: Body) -> str:
         "tokens": all(0 <= t < MODEL_VOCAB for prompt in body.prompts for t in prompt),
         "top_k": sampling.top_k == -1 or 1 <= sampling.top_k <= MODEL_VOCAB,
         "top_p": 0 < sampling.top_p <= 1,
-        "temperature": 0 <= sampling.temperature < math.inf,
+        "temperature": sampling.temperature == 0 or 1e-6 <= sampling.temperature <= 1e6,
         "stop_token_ids": not outside,
         "min_tokens": 0 <= sampling.min_new_tokens <= sampling.max_new_tokens,
     }

@@ -17,6 +17,8 @@ VOCAB_SIZE = 99
 @pytest.mark.parametrize(
     ("keys", "parts"),
     [
+        (["temperature=1e30"], ["rollout.temperature is 1e+30, expected 1e-06 to 1e+06"]),
+        (["temperature=1e-7"], ["rollout.temperature is 1e-07, expected 1e-06 to 1e+06"]),
         (["top_k=0"], ["rollout.top_k: expected at least 1, or -1 for all, got 0"]),
         (["top_k=100"], ["rollout.top_k is 100", "has only 99 tokens"]),
         (["stop_token_ids=[99]"], ["rollout.stop_token_ids has 99, expected 0 to 98"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from mrl.config import RolloutConfig
+from mrl.errors import RunFailed
 from mrl.rollout.base import EngineLost, Request, SamplingParams
 from mrl.rollout.sglang.body import adapter_name, version_key
 from mrl.rollout.sglang.flight import Answer, Sending
@@ -132,7 +134,7 @@ def test_versions_of_each_call():
     flights = make_flights()
     old = begin(flights, "old", 0)
     assert flights._sending(old, ["r1"], [make_request("old")]) == Sending(0, version_key(0))
-    flights.pause(retract=True)
+    flights.pause(lambda: None, retract=True)
     update(flights, 1)
     flights.resume()
     new = begin(flights, "new", 1)
@@ -142,14 +144,14 @@ def test_versions_of_each_call():
     of_new = flights._expected(new, 0)
     assert (of_new.versions, of_new.cached_versions) == ((1,), (1,))
     assert (of_old[0].retracted, of_new.retracted) == (True, False)
-    flights.pause(retract=False)
+    flights.pause(lambda: None, retract=False)
     with pytest.raises(ValueError, match="version 1 is in the prefix cache or in flight already"):
         flights.begin_update(lambda: None, 1)
     update(flights, 2)
     flights.resume()
     # Without a key: everything that the cache has seen since it was dropped.
     stale = begin(flights, "stale", 2, is_keyed=False)
-    flights.pause(retract=False)
+    flights.pause(lambda: None, retract=False)
     update(flights, 3)
     flights.resume()
     assert flights._expected(stale, 0).cached_versions == (2,)
@@ -198,7 +200,7 @@ def test_an_answer_from_a_stale_prefix_is_refused():
     answer(opened, "r1", make_request("a"), 0, 0)
     answer(opened, "r2", make_request("b"), 0, 2)
     flights.end(opened)
-    flights.pause(retract=False)
+    flights.pause(lambda: None, retract=False)
     update(flights, 1)
     flights.resume()
     opened = begin(flights, "c", 1)
@@ -225,7 +227,7 @@ def test_who_may_run_beside_whom():
 
 def test_a_call_waits_for_new_weights():
     flights = make_flights()
-    flights.pause(retract=False)
+    flights.pause(lambda: None, retract=False)
     asked = threading.Event()
     flights._server.check_alive = lambda wait_s=0: asked.set()  # pyright: ignore[reportAttributeAccessIssue]
     with ThreadPoolExecutor(1) as pool:
@@ -236,15 +238,47 @@ def test_a_call_waits_for_new_weights():
         flights.resume()
         assert waiting.result(30).versions == [1]
     impatient = make_flights(request_timeout_s=0.01)
-    impatient.pause(retract=False)
-    with pytest.raises(TimeoutError, match=r"not resumed within rollout.request_timeout_s=0.01 s"):
+    impatient.pause(lambda: None, retract=False)
+    with pytest.raises(RunFailed, match=r"not resumed within rollout.request_timeout_s=0.01 s"):
         begin(impatient, "a", 1)
+
+
+def test_no_call_opens_while_a_pause_looks_whether_one_is_open():
+    flights, begun = make_flights(), threading.Event()
+
+    def open_a_call():
+        begun.set()
+        return begin(flights, "a", 0)
+
+    with ThreadPoolExecutor(1) as pool:
+        calls = []
+
+        def check():
+            calls.append(pool.submit(open_a_call))
+            assert begun.wait(30)
+            time.sleep(0.1)
+            if flights.any_open:
+                raise RuntimeError("pause: the engine is generating")
+
+        flights.pause(check, retract=False)
+        assert not flights.any_open
+        flights.resume()
+        assert calls[0].result(30).versions == [0]
+
+    def refuse():
+        raise RuntimeError("pause: the engine is asleep")
+
+    flights.pause(refuse, retract=False)  # nobody asks whether it is ready while a call is open
+    idle = make_flights()
+    with pytest.raises(RuntimeError, match="asleep"):
+        idle.pause(refuse, retract=False)
+    assert not idle.is_paused
 
 
 def test_calls_of_a_lost_server():
     flights = make_flights()
     opened = begin(flights, "a", 0)
-    flights.pause(retract=False)
+    flights.pause(lambda: None, retract=False)
     flights.lose_all(EngineLost("engine: gone"))
     assert not flights.any_open
     assert not flights.is_paused

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mrl.errors import RunFailed
 from mrl.rollout.base import Request, SamplingParams
 from mrl.rollout.gate import Demand, Gate
 from mrl.rollout.sglang.flight import Flight
@@ -138,6 +139,9 @@ class Server:
     def check_alive(self, wait_s: float = 0) -> None:
         pass
 
+    def too_late(self, what: str) -> RuntimeError:
+        return RunFailed(what)
+
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float) -> None:
         pass
 
@@ -179,7 +183,7 @@ def test_the_time_limit_of_a_request_begins_when_it_is_sent():
     threading.Timer(0.5, bob.finish, (other, 6)).start()
     server.answering.release()
     assert next(answers).request.request_id == "a0"  # after more than the limit
-    with pytest.raises(TimeoutError, match="for 1 of 2 samples"):
+    with pytest.raises(RunFailed, match="for 1 of 2 samples"):
         next(answers)
 
 

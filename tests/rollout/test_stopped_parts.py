@@ -63,6 +63,18 @@ def test_a_process_of_the_engine_that_is_stopped_is_found_in_each_phase(
         assert not running(tree)
 
 
+def test_an_engine_that_keeps_answers_back_is_lost(toy_folder, tmp_path, monkeypatch):
+    """Its detokenizer hangs; the scheduler is through with the requests, and answers as before."""
+    engine = make_engine(toy_folder, tmp_path / "engine.log", request_timeout_s=1.5)
+    engine.start()
+    monkeypatch.setattr(engine.server.process, "halted_part", lambda limit_s: None)
+    tree = engine.server.process.tree()
+    next(p for p in tree if p.name().startswith("sglang::detok")).suspend()
+    with pytest.raises(EngineLost, match=r"keeps answers back: .* for 8 of 8 samples"):
+        list(engine.generate(make_requests(8, SamplingParams(2, 2))))
+    assert not running(tree)
+
+
 def test_a_scheduler_that_hangs_unstopped_gives_no_sign(toy_folder, tmp_path, monkeypatch):
     engine = make_engine(toy_folder, tmp_path / "engine.log", stall_timeout_s=4.0)
     engine.start()

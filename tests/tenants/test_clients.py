@@ -70,11 +70,41 @@ def test_what_would_be_done_twice_is_not_asked_again(
     control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = ControlClient(control.registry.root)
+    client.add("ann", session(tmp_path / "ann"), loop="client")
     lose_answers(monkeypatch, 1)
     with pytest.raises(RunFailed, match="did not answer"):
-        client.add("ann", session(tmp_path / "ann"), loop="client")
+        client.pause("ann")
     lose_answers(monkeypatch, 1)
-    assert [each["name"] for each in client.tenants()] == ["ann"]  # a look may be repeated
+    assert [each["state"] for each in client.tenants()] == ["paused"]  # a look may be repeated
+
+
+def test_a_session_whose_answer_is_lost_is_made_once(
+    control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = ServiceClient(control.registry.root)
+    given: dict[str, Any] = {"output_dir": tmp_path / "ann", "lora": {"rank": 4}}
+    lost = lose_answers(monkeypatch, 2)
+    made = client.create_session("ann", **given)
+    assert not lost
+    assert [tenant.sequence for tenant in control.registry.tenants()] == [1]
+    assert made.status()["session"]["life"]
+    with pytest.raises(InputError, match="there is a tenant ann already"):
+        client.create_session("ann", **given)  # another request
+
+
+def test_a_request_for_a_tenant_is_known_after_a_restart_and_a_removal(
+    tmp_path: Path, model: Path
+) -> None:
+    asked = session(tmp_path / "ann")
+    with Registry(service(tmp_path, model)) as registry:
+        registry.add("ann", asked, loop="client", request="r1")
+    with Registry(service(tmp_path, model)) as registry:
+        assert registry.add("ann", asked, loop="client", request="r1").sequence == 1
+        registry.move("ann", "removed")
+        assert registry.add("ann", asked, loop="client", request="r1").state == "removed"
+        other = registry.add("ann", session(tmp_path / "other"), loop="client", request="r2")
+        assert other.sequence == 2
+        assert registry.add("ann", asked, loop="client", request="r1").sequence == 1
 
 
 def test_a_key_is_that_of_one_operation_of_one_life(ann: Session, control: Control) -> None:

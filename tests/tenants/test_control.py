@@ -84,6 +84,7 @@ def test_refusals_reach_the_user_in_one_line(client: ControlClient, tmp_path: Pa
         ({"name": "a", "recipe": tenant(tmp_path), "weight": 1e-7}, "expected a number from 1e-06"),
         ({"name": "a", "recipe": {}, "is_record": 1}, "is_record is of type int"),
         ({"name": "a", "recipe": {}, "wait": 1}, "unknown key 'wait'"),
+        ({"name": "a", "recipe": {}, "key": "x/y"}, "key is 1 to 64 letters, digits, _ and -"),
         ({"name": "A", "recipe": {}}, "the name of a tenant is 'A'"),
         ({"name": "a", "recipe": {}}, "train: required"),
         ({"name": "a", "recipe": {"model": "m"}}, "did you mean model.path"),

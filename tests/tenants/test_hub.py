@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from mrl.disaggregated.wire import Wire, WireClosed
-from mrl.errors import EngineGone, RunFailed
+from mrl.errors import EngineGone, InputError, RunFailed
 from mrl.tenants.hub import Hub
 
 
@@ -73,6 +74,34 @@ def test_what_a_worker_could_not_do_is_raised_with_its_kind(hub: Hub) -> None:
     wire.send({"type": "failed", "error": "EngineGone", "text": "no memory"})
     with pytest.raises(EngineGone, match="rollout engine 0: no memory"):
         hub.wait_until_started(10)
+    wire.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{}, {"type": "times", "sums": 3}, {"type": "failed", "error": [], "text": 1, "sums": {}}],
+)
+def test_a_worker_that_says_what_is_no_message_is_let_go(
+    hub: Hub, message: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    wire = join(hub, 0)
+    wire.send(message)
+    if "error" in message:  # an error that nobody knows by that name
+        with pytest.raises(RunFailed, match="rollout engine 0: 1"):
+            hub.wait_until_started(10)
+    else:
+        with pytest.raises(WireClosed):
+            wire.receive()
+        assert "rollout engine 0: its worker is let go" in capsys.readouterr().out
+    wire.close()
+
+
+def test_a_tenant_whose_recipe_is_too_large_for_workers_keeps_none_of_them(hub: Hub) -> None:
+    with pytest.raises(InputError, match="expected at most 1048576"):
+        hub.open("eve", {"recipe": "\u00e9" * 300_000})
+    hub.open("ann", {})
+    wire = join(hub, 0)
+    assert wire.receive()[0]["tenant"] == "ann"
     wire.close()
 
 

@@ -62,6 +62,7 @@ def test_hostile_requests_change_nobodys_bits(
 
         def hostile() -> None:
             refused(eve, "the model has only 128 tokens", top_k=1 << 40)
+            refused(eve, "expected 1e-06 to 1e[+]06", temperature=3.4e38)
             refused(eve, "expected 0 to 127", min_tokens=1, stop_token_ids=[200000])
             refused(eve, "at most half", min_tokens=1, stop_token_ids=list(range(VOCAB_SIZE)))
             refused(eve, "a text ends a completion wherever it comes", min_tokens=2, stop=["x"])

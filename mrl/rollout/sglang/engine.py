@@ -105,9 +105,7 @@ class Engine(Host):
     def pause(self, mode: PauseMode = "in_place") -> None:
         self.require_running("pause")
         flights = self.served.flights
-        if not flights.any_open:
-            self.served.require_ready("pause")
-        flights.pause(retract=mode == "retract")
+        flights.pause(lambda: self.served.require_ready("pause"), retract=mode == "retract")
         try:
             self.served.post_in_flight("/pause_generation", {"mode": mode})
         except BaseException:

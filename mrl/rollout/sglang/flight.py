@@ -139,8 +139,9 @@ class Flight:
     def answers(self) -> Iterator[Answer]:
         """Yield SGLang's answer to each request. Leaving early aborts the rest.
 
-        Raises EngineLost, TimeoutError past `request_timeout_s`, RequestFailed where SGLang refuses a
-        request. The time that a request waits at a gate does not count.
+        Raises RequestFailed where SGLang refuses a request, and EngineLost. Past `request_timeout_s`
+        that is raised where the engine has nothing left to do, and RunFailed where it is still at work.
+        The time that a request waits at a gate does not count.
         """
         try:
             self._begin()
@@ -279,10 +280,9 @@ class Flight:
                 self._server.check_answers(self._stall_timeout_s)
                 self._heard = time.monotonic()
             if self._waited_s > self._request_timeout_s:
-                raise TimeoutError(
-                    f"generate: no answer within rollout.request_timeout_s="
-                    f"{self._request_timeout_s:g} s for {len(self._pending)} of "
-                    f"{len(self._requests)} samples; its log is {self._server.process.log_path}"
+                raise self._server.too_late(
+                    f"no answer within rollout.request_timeout_s={self._request_timeout_s:g} s for "
+                    f"{len(self._pending)} of {len(self._requests)} samples"
                 )
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from mrl.config import RolloutConfig
-from mrl.errors import WrongWeights
+from mrl.errors import RunFailed, WrongWeights
 from mrl.rollout.base import Completion, EngineLost, Request
 from mrl.rollout.sglang.body import version_key
 from mrl.rollout.sglang.decode import Expected, RouteShape, decode_completion, was_retracted
@@ -139,7 +139,7 @@ class Flights:
         `cache` is that of `OpenFlight`. `check_ready` returns the weight version, or raises
         RuntimeError where the engine's state does not allow a call.
         Raises RuntimeError where another call forbids this one, ValueError for a request id that is in
-        flight already, TimeoutError past `rollout.request_timeout_s`.
+        flight already, RunFailed past `rollout.request_timeout_s`.
         """
         deadline = time.monotonic() + self._config.request_timeout_s
         with self._changed:
@@ -147,7 +147,7 @@ class Flights:
                 self._changed.wait(LOOK_S)
                 self._server.check_alive()
                 if time.monotonic() > deadline:
-                    raise TimeoutError(
+                    raise RunFailed(
                         "generate: the engine was not resumed within rollout.request_timeout_s="
                         f"{self._config.request_timeout_s:g} s"
                     )
@@ -236,9 +236,12 @@ class Flights:
         with self._changed:
             return [opened.flight for opened in self._open]
 
-    def pause(self, *, retract: bool) -> None:
-        """Note that the engine was paused: calls that are yet to open wait."""
+    def pause(self, check: Callable[[], None], *, retract: bool) -> None:
+        """Note that the engine was paused: calls that are yet to open wait. Where none is open, raises
+        what `check` raises."""
         with self._changed:
+            if not self._open:  # no call can open between this look and the next line
+                check()
             self.is_paused = True
             for opened in self._open:
                 opened.retracted |= retract

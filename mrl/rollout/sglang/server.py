@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mrl.errors import EngineGone
+from mrl.errors import EngineGone, RunFailed
 from mrl.rollout.base import START_ATTEMPTS, EngineLost
 from mrl.rollout.sglang.http import EventStream, HttpClient, ServerError
 from mrl.rollout.sglang.patience import Patience
@@ -197,6 +197,28 @@ class Server:
             ) from None
         except OSError:
             self.check_alive(wait_s=REAP_S)
+
+    def too_late(self, what: str) -> RuntimeError:
+        """Return what to raise where a request has had no answer for too long, as `what` says.
+
+        EngineLost where no scheduler has anything left to do, as when the detokenizer hangs: the answer
+        will never come. RunFailed where they are at work. Raises EngineLost where they do not answer.
+        """
+        if not self._num_requests():
+            return self.lost(f"the SGLang server keeps answers back: {what}")
+        return RunFailed(
+            f"generate: {what}, at which the engine is still at work; raise rollout.request_timeout_s, "
+            f"or ask for shorter answers or for fewer at a time; its log is {self.process.log_path}"
+        )
+
+    def _num_requests(self) -> int:
+        """Return how many requests the schedulers run, or are about to."""
+        try:
+            _, text = self._running_client().get("/v1/loads", timeout_s=self._patience.least_s)
+        except OSError as error:
+            raise self.lost(f"the SGLang server hangs: {error}") from None
+        loads = json.loads(text)["loads"]
+        return sum(each["num_running_reqs"] + each["num_waiting_reqs"] for each in loads)
 
     def lost(self, what: str) -> EngineLost:
         """Clear away what is left of the server, and return what to raise. Of several threads that find

@@ -8,6 +8,7 @@ from typing import Any
 
 from mrl.config import Recipe
 from mrl.errors import InputError
+from mrl.rollout.sampling import check_temperature
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "lora": (),
@@ -53,6 +54,7 @@ def session_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
 def check_session(recipe: Recipe) -> None:
     """Raise InputError for what no session can do."""
     optimizer = recipe.optimizer
+    check_temperature(recipe.rollout.temperature, "rollout.")
     if recipe.moe.routing_replay == "r2":
         raise InputError(
             "moe.routing_replay is r2, which replays a pass before the update: operations have none; "

@@ -196,7 +196,7 @@ class SessionSampler:
                 self._done.append(group)
         except (*ENGINE_FAULTS, WrongWeights):
             raise
-        except (ValueError, TimeoutError, RuntimeError) as error:
+        except (ValueError, RuntimeError) as error:
             if out_of_memory(error):
                 raise
             parts = self._one_by_one(rollout)

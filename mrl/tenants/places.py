@@ -1,0 +1,61 @@
+"""Where the run folder of a tenant may lie: apart from those of others and the service's own files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mrl.errors import InputError
+from mrl.tenants.record import Tenant
+
+RUNS = "runs"
+"""The folder of a service in which output_dirs may lie."""
+
+
+def run_folder(root: Path, given: str) -> Path:
+    """Return an output_dir without links. Raises InputError where it may not lie there for the service
+    folder `root`."""
+    if not os.path.isabs(given):
+        raise InputError(f"output_dir is {given!r}; expected an absolute path")
+    real, runs = Path(os.path.realpath(given)), root / RUNS
+    if _overlap(real, root) and (real == runs or runs not in real.parents):
+        raise InputError(
+            f"output_dir {given} and the service folder {root} lie in each other; choose one in "
+            f"{runs}, or outside"
+        )
+    return real
+
+
+def check_place(
+    name: str, output: Path, present: Sequence[Tenant], known: Iterable[Tenant], limit: int
+) -> None:
+    """Raise InputError where the name or the folder belongs to another tenant, or the service is full.
+
+    `present`: tenants that were not removed; `known`: those and the ones that were; `limit`: how many
+    may be active.
+    """
+    if any(tenant.name == name for tenant in present):
+        raise InputError(f"there is a tenant {name} already; give another name")
+    for other in present:
+        if _overlap(output, Path(other.output_dir)):
+            raise InputError(
+                f"output_dir {output} and that of tenant {other.name}, {other.output_dir}, are one "
+                "folder or lie in each other; choose another"
+            )
+    for past in known:
+        if past.name == name and _overlap(output, Path(past.output_dir)):
+            raise InputError(
+                f"output_dir {output} holds the run of the tenant {name} that was removed: its "
+                f"adapters {name}@1, {name}@2 ... would be other ones from now on; choose another "
+                "output_dir, or another name to continue that run"
+            )
+    if sum(tenant.is_active for tenant in present) >= limit:
+        raise InputError(
+            f"the service has tenants.max_number={limit} tenants; remove one, or wait until one is done"
+        )
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    """Whether two folders are the same, or one lies in the other."""
+    return one == other or one in other.parents or other in one.parents
