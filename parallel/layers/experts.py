@@ -147,15 +147,20 @@ def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     split (a transposed left operand, as in the gradient) a group may have any number of rows
     (`prepare_grouped_gemm_data` in torch's aten/src/ATen/native/cuda/GroupMMCommon.cuh).
     """
-    sizes = (*left.stride(), *right.stride()[-2:])
-    aligned = all(size == 1 or size * left.element_size() % ALIGNMENT == 0 for size in sizes)
-    if aligned:
+    if _is_aligned(left) and _is_aligned(right):
         return F.grouped_mm(left, right, offs=ends)
     bounds = [0, *ends.tolist()]
     groups = list(itertools.pairwise(bounds))
     if right.dim() == 2:
         return torch.stack([left[:, a:b] @ right[a:b] for a, b in groups])
     return torch.cat([left[a:b] @ right[i] for i, (a, b) in enumerate(groups)])
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Whether one of the last two strides is 1, and the other a multiple of ALIGNMENT bytes. A column, as
+    of an adapter of rank 1, has 1 for both."""
+    least, other = sorted(matrix.stride()[-2:])
+    return least == 1 and other * matrix.element_size() % ALIGNMENT == 0
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -90,10 +90,10 @@ def test_weights_anywhere_else_are_stacked() -> None:
         assert torch.equal(stacked(weights), torch.stack(weights))
 
 
-@pytest.mark.parametrize(("width", "rank"), [(HIDDEN, 3), (3, HIDDEN)])
+@pytest.mark.parametrize(("width", "rank"), [(HIDDEN, 3), (3, HIDDEN), (HIDDEN, 1), (1, HIDDEN)])
 def test_widths_that_the_grouped_product_does_not_take(width: int, rank: int) -> None:
     """A [3, in] and B [out, 3] of an adapter of rank 3: rows of 12 bytes, where it wants multiples of
-    16."""
+    16. Those of rank 1 are columns, both of whose strides are 1."""
     x = torch.randn(sum(SIZES), width, requires_grad=True)
     weights = [torch.randn(rank, width, requires_grad=True) for _ in SIZES]
     if rank == 3:
