@@ -106,15 +106,20 @@ class JsonServer(Closing):
         try:
             head = read_head(source, self._limits, token)
         except Refused:
-            if callers.leave_unread(connection):
+            if callers.leave(connection):
                 raise Refused(503, TOO_MANY) from None
             raise
         except OSError:
-            callers.leave_unread(connection)
+            callers.leave(connection)
             raise
-        callers.leave_unread(connection)
+        callers.leave(connection)
+        callers.check_room()  # before it sends a body in vain
+        with callers.awaiting(connection, "body"):
+            request = read_body(connection, source, self._limits, head)
         with callers.answering():
-            _send(connection, *self._answered(read_body(connection, source, self._limits, head)))
+            answer = self._answered(request)
+        with callers.awaiting(connection, "answer"):
+            _send(connection, *answer)
 
     def _answered(self, request: Request) -> tuple[int, dict[str, Any]]:
         try:

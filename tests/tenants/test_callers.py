@@ -3,6 +3,7 @@ out."""
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,7 @@ def test_a_caller_beyond_the_limit_gets_its_answer_whatever_it_sends(tmp_path: P
         answered = [pool.submit(client.call, "GET", "/x") for _ in range(2)]
         refused = 0
         while not refused:  # until both are there
-            body = b"x" * 100_000
+            body = json.dumps({"text": "x" * 100_000}).encode()
             head = f"POST /x HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
             if not any(each.running() for each in answered):
                 continue
@@ -55,6 +56,24 @@ def test_strangers_keep_nobody_out(tmp_path: Path) -> None:
         head = f"GET /x HTTP/1.1\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
         assert exchange(socket.create_connection(listener.getsockname()), head)[0] == 200
         status, message, _ = exchange(strangers[0], b"")
+        assert (status, "try again" in message["error"]) == (503, True)
+
+
+def test_who_sends_no_body_or_takes_no_answer_keeps_nobody_out(tmp_path: Path) -> None:
+    large = {"text": "x" * (4 << 20)}
+    limits = Limits(unread=4, connections=4, request_s=LIMIT_S)
+    no_body, no_taker = b"POST /x HTTP/1.1\r\nContent-Length: 9\r\n\r\n", b"GET /x HTTP/1.1\r\n\r\n"
+    with JsonServer(lambda request: (200, large), limits) as server, ExitStack() as held:
+        server.listen(open_unix(tmp_path))
+        slow: list[socket.socket] = []
+        for head in [no_body] * 6 + [no_taker] * 6:
+            slow.append(held.enter_context(connect_unix(tmp_path, LIMIT_S)))
+            slow[-1].sendall(head)
+            if head is no_taker:
+                assert slow[-1].recv(1) == b"H"  # of a large answer, whose rest it leaves
+        for _ in range(8):
+            assert ControlClient(tmp_path).call("POST", "/x", {"a": 1}) == large
+        status, message, _ = exchange(slow[0], b"")  # it had to go, and was told so
         assert (status, "try again" in message["error"]) == (503, True)
 
 
