@@ -1,4 +1,4 @@
-"""Where the run folder of a tenant may lie: apart from those of others and the service's own files."""
+"""The run folders of tenants lie apart from each other, and from the service's own files."""
 
 from __future__ import annotations
 
