@@ -23,6 +23,7 @@ NUM_NEW = 60
 OWN = {
     "plain": SamplingParams(NUM_NEW, 0),
     "greedy": SamplingParams(NUM_NEW, 0, temperature=0.0),
+    "likeliest": SamplingParams(NUM_NEW, 0, temperature=0.7, top_k=1),
     "truncated": SamplingParams(NUM_NEW, 0, temperature=0.7, top_p=0.9, top_k=20),
 }
 ROOMS = {"as alone": 4096, "small": 500}
