@@ -25,7 +25,7 @@ from mrl.config.watch import WatchConfig
 from mrl.system import heartbeat
 from mrl.system.rendezvous import listen_for
 from mrl.watch.collectives import noting_collectives
-from mrl.watch.minded import MindedMonitor
+from mrl.watch.restarted import RestartedMonitor
 
 PREFIX = "mrl_watch"
 RANK, JOB = "rank", "job"
@@ -59,7 +59,7 @@ def watched_apart(store: dist.Store, rank: int) -> Iterator[Callable[[], None]]:
 
     Yields what is to be called again and again until the trainers have begun.
     """
-    monitors: list[MindedMonitor] = []
+    monitors: list[RestartedMonitor] = []
     meeting = dist.PrefixStore(PREFIX, store)
     with ExitStack() as undo:
         own = _open(undo, rank)
@@ -71,7 +71,7 @@ def watched_apart(store: dist.Store, rank: int) -> Iterator[Callable[[], None]]:
             if not monitors and meeting.check([f"{JOB}_{rank}"]):
                 job = json.loads(meeting.get(f"{JOB}_{rank}"))
                 job |= {"parent": os.getpid(), "addresses": _addresses(job)}
-                monitors.append(undo.enter_context(MindedMonitor(job)))
+                monitors.append(undo.enter_context(RestartedMonitor(job)))
 
         yield look
         heartbeat.leave()
@@ -118,7 +118,7 @@ def watching(
         if nodes[_node()][0]["rank"] == own["rank"]:
             job |= {"parent": os.getpid(), "ranks": nodes[_node()]}
             job |= {} if own["rank"] == 0 else {"addresses": _addresses(job)}
-            monitor = undo.enter_context(MindedMonitor(job, server))
+            monitor = undo.enter_context(RestartedMonitor(job, server))
         yield
         heartbeat.leave()
         if monitor is not None:

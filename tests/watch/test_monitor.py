@@ -19,7 +19,7 @@ import pytest
 from mrl.run.failure import LAUNCH_FOLDER, OVER_FILE, read_failure
 from mrl.system import heartbeat
 from mrl.system.heartbeat import Pulse
-from mrl.watch import minded, monitor
+from mrl.watch import monitor, restarted
 from mrl.watch.line import Head, Node
 from mrl.watch.monitor import DONE
 from mrl.watch.verdict import Verdict
@@ -51,7 +51,7 @@ def test_only_a_rank_that_is_done_says_bye(page: str, tmp_path: Path, last: byte
         addresses = [["127.0.0.1", each.getsockname()[1]] for each in (other_port, server)]
         other_port.close()  # nobody listens at the first of the addresses
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", minded.PROGRAM], stdin=subprocess.PIPE
+            [sys.executable, "-I", "-S", "-c", restarted.PROGRAM], stdin=subprocess.PIPE
         )
         assert process.stdin
         line = {"node": 0, "token": "secret", "addresses": addresses, "host": "here"}
@@ -115,11 +115,11 @@ def test_a_terminal_that_nobody_reads_does_not_keep_the_ranks_alive(
 def test_a_monitor_that_is_lost_is_replaced_and_the_last_one_is_reported(
     page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(minded, "LOOK_S", 0.05)
-    monkeypatch.setattr(minded, "STOPPED_S", 0.1)
-    monkeypatch.setattr(minded, "MAX_STARTS", 3)
+    monkeypatch.setattr(restarted, "LOOK_S", 0.05)
+    monkeypatch.setattr(restarted, "STOPPED_S", 0.1)
+    monkeypatch.setattr(restarted, "MAX_STARTS", 3)
     said = json.loads(job(page, str(tmp_path / "none"), nodes=[])) | {"parent": os.getpid()}
-    watched = minded.MindedMonitor(said | {"limits": LIMITS, "ranks": []})
+    watched = restarted.RestartedMonitor(said | {"limits": LIMITS, "ranks": []})
     seen: set[int] = set()
     deadline = time.monotonic() + 60
     for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
@@ -133,7 +133,7 @@ def test_a_monitor_that_is_lost_is_replaced_and_the_last_one_is_reported(
         time.sleep(0.01)
     assert text or seen
     watched.close()
-    done = minded.MindedMonitor(said | {"limits": LIMITS, "ranks": []})
+    done = restarted.RestartedMonitor(said | {"limits": LIMITS, "ranks": []})
     done.finish()  # no other rank is there
     done.close()
     assert done._process.wait(10) == 0
@@ -153,7 +153,7 @@ def test_a_rank_that_leads_engines_is_watched_after_the_run(page: str, tmp_path:
     other = {"rank": 1, "pid": sleeper.pid, "page": path, "stacks": str(tmp_path / "stacks")}
     limits = LIMITS | {"given": {heartbeat.APART: 0.5}}
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", minded.PROGRAM],
+        [sys.executable, "-I", "-S", "-c", restarted.PROGRAM],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, LAUNCH_FOLDER: str(tmp_path)},
@@ -202,7 +202,7 @@ def test_a_slow_load_is_no_hang_and_one_that_hangs_is_found(num: int, tmp_path: 
     limits = LIMITS | {"given": {"load": 3.0}}
     said = {"parent": os.getpid(), "folder": str(tmp_path), "command": "", "nodes": []}
     said |= {"ranks": [own | {"stacks": str(tmp_path / "stacks")}], "limits": limits}
-    monitor = minded.MindedMonitor(said)
+    monitor = restarted.RestartedMonitor(said)
     begin = time.monotonic()
     code = rank.wait(60)
     monitor.finish()

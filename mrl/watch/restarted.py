@@ -34,8 +34,8 @@ ENDS_S, LEFT_S = 5.0, 1.0
 stays until the ranks of its node are through, too."""
 
 
-class MindedMonitor(Closing):
-    """Runs the monitor; a thread of this process minds it."""
+class RestartedMonitor(Closing):
+    """The monitor of this node; a thread of this process starts another one where it is lost."""
 
     def __init__(self, job: Mapping[str, Any], server: socket | None = None) -> None:
         """`job` is the monitor's first line; `server` the socket at which rank 0's listens."""
@@ -44,7 +44,7 @@ class MindedMonitor(Closing):
         self._starting = threading.Lock()
         self._is_finished = False
         self._process = self._start()
-        threading.Thread(target=self._mind, daemon=True).start()
+        threading.Thread(target=self._restart, daemon=True).start()
 
     def finish(self) -> None:
         """Say that this rank is through with the run."""
@@ -68,7 +68,7 @@ class MindedMonitor(Closing):
                 process.kill()
                 process.wait()
 
-    def _mind(self) -> None:
+    def _restart(self) -> None:
         """Start the monitor again where it is lost. It dies with the thread that started it, so that
         this one ends after it."""
         for num_starts in range(1, MAX_STARTS + 1):
