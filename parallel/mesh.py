@@ -6,6 +6,7 @@ import datetime
 import itertools
 import os
 import random
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from mrl.errors import RankLost
+from mrl.system.launcher import tell_arrived
 from mrl.system.rendezvous import check_rendezvous
 from parallel import prepare
 from parallel.dims import ParallelDims
@@ -97,6 +100,8 @@ def local_device() -> torch.device:
 
 _joined: list[tuple[dist.Store, int]] = []
 """torchrun's store and this rank, once it was joined."""
+ARRIVED = "arrived"
+"""The key of the store, with a rank, that says that it has come to where the ranks meet."""
 _meetings = itertools.count(1)
 """The times that the ranks met there."""
 
@@ -131,7 +136,7 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
     seed the random generators.
 
     `timeout_s`: a rank that waits longer than this for the others in a collective gives up; this
-    holds for all groups, Megatron's too.
+    holds for all groups, Megatron's too. Raises RankLost with the ranks that have not come by then.
     """
     prepare()
     from megatron.core import parallel_state
@@ -144,10 +149,19 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store, rank = _meeting()
         timeout = datetime.timedelta(seconds=timeout_s)
-        # Ranks above these lead engines only, and are in no process group.
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=dims.world, timeout=timeout
-        )
+        tell_arrived(rank)
+        store.set(f"{ARRIVED}_{rank}", "")
+        try:
+            # Ranks above these lead engines only, and are in no process group.
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=dims.world, timeout=timeout
+            )
+        except dist.DistStoreError as error:
+            if missing := _not_arrived(store, dims.world):
+                raise RankLost(
+                    f"ranks {missing} have not come to where the ranks meet in {timeout_s:g} s"
+                ) from error
+            raise
     parallel_state.initialize_model_parallel(
         dims.tp,
         dims.pp,
@@ -175,6 +189,13 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
         ep=state.get_expert_model_parallel_group(),
         etp=state.get_expert_tensor_parallel_group(),
     )
+
+
+def _not_arrived(store: dist.Store, world: int) -> list[int]:
+    """Return the ranks that have not come to where the ranks meet."""
+    with suppress(RuntimeError):  # the store is gone, too
+        return [rank for rank in range(world) if not store.check([f"{ARRIVED}_{rank}"])]
+    return []
 
 
 def _limit_all_groups(timeout: datetime.timedelta) -> None:

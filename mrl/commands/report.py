@@ -23,7 +23,6 @@ from mrl.rollout.base import EngineLost
 from mrl.run.console import escape
 from mrl.run.failure import (
     COMMAND_FILE,
-    LAUNCH_FOLDER,
     RUN_FILE,
     SAVED_FILE,
     Failure,
@@ -35,6 +34,7 @@ from mrl.run.failure import (
 )
 from mrl.system.disk import chain, refusal, vanished
 from mrl.system.files import write_whole
+from mrl.system.launcher import LAUNCH_FOLDER
 
 _NO_PEER = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|"

@@ -142,7 +142,7 @@ def _roll_out(config: ServiceConfig, roles: Roles, rank: int) -> int:
     from parallel.mesh import join_store
 
     store = join_store()[0]
-    with watched_apart(store, rank) as look:
+    with watched_apart(config.watch, store, rank) as look:
         if code := supervise(job_of_service(config), roles, rank, store, look):
             sys.exit(code)
     return 0

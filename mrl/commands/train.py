@@ -115,7 +115,7 @@ def _roll_out(recipe: Recipe, roles: Roles, rank: int, allowed: Sequence[str]) -
     from parallel.mesh import join_store
 
     store = join_store()[0]
-    with watched_apart(store, rank) as look:
+    with watched_apart(recipe.watch, store, rank) as look:
         if code := supervise(job_of_run(recipe, allowed), roles, rank, store, look):
             sys.exit(code)
     return ""

@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mrl.disaggregated.wire import Wire, WireClosed, is_token
+from mrl.disaggregated.wire import WAITS, Wire, WireClosed, is_token
 from mrl.system.rendezvous import listen_for
 
 MOST_STRANGERS = 64
-"""Connections without the token that may be open at a time, beside one of each rollout rank: the oldest
-makes room for the next. They have no time limit, as ranks that share an engine wait for the end of the
-run in this way (mrl/disaggregated/supervisor.py)."""
+"""Connections without the token that may be open at a time: the oldest makes room for the next."""
 RETRY_S = 0.2
 
 
@@ -35,7 +33,8 @@ class Doorway:
         self._lock = threading.Lock()
         self._strangers: list[Wire] = []
         """Connections that have not shown the token, the oldest first."""
-        self._most_strangers = MOST_STRANGERS + len(hosts)
+        self._waiting: list[Wire] = []
+        """Ranks that share an engine, and wait for the end of this process."""
         self._is_closed = False
         host, port = self._listener.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
@@ -63,7 +62,7 @@ class Doorway:
                 continue
             with self._lock:
                 self._strangers.append(wire)
-                surplus = self._strangers[: -self._most_strangers]
+                surplus = self._strangers[:-MOST_STRANGERS]
             for other in surplus:
                 other.close()
             threading.Thread(target=self._admit, args=(wire,), daemon=True).start()
@@ -77,6 +76,9 @@ class Doorway:
             self._strangers.remove(wire)
         if not is_token(hello.get("token"), self.token):
             wire.close()  # a stranger
+            return
+        if hello.get("type") == WAITS:
+            self._waiting.append(wire)
             return
         wire.trust()
         self._serve(wire, hello)

@@ -23,11 +23,12 @@ from typing import Any
 import torch.distributed as dist
 
 from mrl.config import Recipe, RolloutConfig
-from mrl.errors import ExitCode, InputError
+from mrl.disaggregated.wire import WAITS, Wire, WireClosed
+from mrl.errors import EngineGone, ExitCode, InputError
 from mrl.preflight.roles import Roles, check_engine_on_node
 from mrl.run import console
 from mrl.system.heartbeat import beat
-from mrl.system.processes import children_without_usr1
+from mrl.system.processes import children_without_usr1, is_stopped
 from mrl.system.rendezvous import own_network
 
 PREFIX = "mrl_rollout"
@@ -39,6 +40,8 @@ ENDED_S = 60.0
 """How long a launcher may take to end its ranks after one of them has failed."""
 BEAT_S = 1.0
 """The longest time between two signs of progress of a supervisor, whatever its worker does."""
+ANSWER_S = 60.0
+"""How long the server may take to let this rank connect."""
 EXIT_S = 30.0
 """How long a worker may take to exit once it has closed its pipe."""
 _HEEDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -55,7 +58,8 @@ class Job:
     wait_s: float
     """How long the trainers may take to start."""
     worker_timeout_s: float
-    """Seconds without a sign after which a worker is killed."""
+    """Seconds without a sign after which a worker is killed; the first has
+    `rollout.start_timeout_s`."""
 
 
 def job_of_run(recipe: Recipe, allowed: Sequence[str]) -> Job:
@@ -105,19 +109,36 @@ def supervise(
         "world": roles.world,
         "parent": os.getpid(),
     }
+    if part:
+        return _wait_for_the_trainer(address)
+    return _keep_a_worker(job, settings, rank, meeting, told)
+
+
+def _keep_a_worker(
+    job: Job, settings: dict[str, Any], rank: int, meeting: dist.Store, told: Sequence[int]
+) -> int:
+    """Start a worker, and another one where it is lost, until the run is over; return the exit code."""
+    num_failed = 0
     while True:
-        if part:
-            code = _wait_for_the_trainer(address["server"])
-        else:
-            code = _run_worker(job.module, settings, job.worker_timeout_s)
+        code, has_joined = _run_worker(job, settings)
         if code in (ExitCode.DONE, ExitCode.BAD_INPUT):
             return code
-        if not _answers(address["server"]):
+        if not _answers(settings["server"]):
             if _is_over(meeting):  # the worker came too late to hear of it
                 return ExitCode.DONE
             _wait_for_the_launcher(told)
             return ExitCode.LOST_RANK
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        num_failed = 0 if has_joined else num_failed + 1
+        if num_failed > job.rollout.max_restarts:
+            _report_failed(
+                settings,
+                f"{num_failed} workers in a row ended before they joined, more than "
+                f"rollout.max_restarts={job.rollout.max_restarts}; the last one {how}; see the "
+                f"messages of rank {rank}",
+            )
+            _wait_for_the_launcher(told)
+            return ExitCode.LOST_ENGINE
         console.warning(f"rollout rank {rank}: its worker {how}; starting another one")
 
 
@@ -153,12 +174,13 @@ def read_hosts(meeting: dist.Store, num_rollout: int) -> list[str]:
     ]
 
 
-def _run_worker(module: str, settings: dict[str, Any], timeout_s: float) -> int:
-    """Run a worker and return its exit code; it is killed where it falls silent for `timeout_s`."""
+def _run_worker(job: Job, settings: dict[str, Any]) -> tuple[int, bool]:
+    """Run a worker and return its exit code, and whether it has given a sign, which it does once it has
+    joined; it is killed where it falls silent."""
     reader, writer = os.pipe()
     with children_without_usr1():
         process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-m", job.module],
             stdin=subprocess.PIPE,
             pass_fds=(writer,),
         )
@@ -168,42 +190,72 @@ def _run_worker(module: str, settings: dict[str, Any], timeout_s: float) -> int:
             assert process.stdin is not None
             process.stdin.write(json.dumps({**settings, "pulse": writer}).encode())
             process.stdin.close()
-        why = _wait_for_silence(reader, timeout_s)
+        start_s, later_s = job.rollout.start_timeout_s, job.worker_timeout_s
+        why, has_joined = _wait_for_silence(reader, process.pid, start_s, later_s)
         if not why:
             try:
-                return process.wait(EXIT_S)
+                return process.wait(EXIT_S), has_joined
             except subprocess.TimeoutExpired:
                 why = f"did not exit within {EXIT_S:g} s of its end"
         console.warning(f"rollout engine {settings['engine']}: its worker {why}")
         process.kill()
-        return process.wait()  # Linux ends what is killed, but for a device that hangs
+        return process.wait(), has_joined  # Linux ends what is killed, but for a device that hangs
     finally:
         os.close(reader)
 
 
-def _wait_for_silence(reader: int, timeout_s: float) -> str:
-    """Wait until a worker has closed its pipe, or says nothing for long: return that. Only the time in
-    which this process runs counts: where it was stopped, it has not listened."""
-    silent_s = 0.0
-    while silent_s < timeout_s:
+def _wait_for_silence(reader: int, pid: int, start_s: float, later_s: float) -> tuple[str, bool]:
+    """Wait until a worker has closed its pipe, or says nothing for long; return (which of them, whether
+    it has given a sign).
+
+    It says nothing while it imports, for `start_s` at most; later, or stopped, for `later_s`. Only the
+    time in which this process runs counts: where it was stopped, it has not listened."""
+    silent_s, stopped_s, has_joined = 0.0, 0.0, False
+    while silent_s < (later_s if has_joined else start_s) and stopped_s < later_s:
         beat()
-        wait_s = min(BEAT_S, timeout_s - silent_s)
+        wait_s = min(BEAT_S, later_s)
         silent_s += wait_s
+        stopped_s = stopped_s + wait_s if is_stopped(pid) else 0.0
         if select.select([reader], [], [], wait_s)[0]:
             if not os.read(reader, 4096):
-                return ""
-            silent_s = 0.0
-    return f"gave no sign for {timeout_s:g} s"
+                return "", has_joined
+            silent_s, stopped_s, has_joined = 0.0, 0.0, True
+    if stopped_s >= later_s:
+        return f"is stopped (SIGSTOP) for {stopped_s:g} s", has_joined
+    return f"gave no sign for {silent_s:g} s", has_joined
 
 
-def _wait_for_the_trainer(address: Sequence[Any]) -> int:
-    """Wait until the server has closed its connections. Where its node dies without a word, the
+def _report_failed(settings: Mapping[str, Any], text: str) -> None:
+    """Tell the trainer, in the place of a worker, that none can be started here; wait until it has
+    heard."""
+    with suppress(OSError, WireClosed):
+        connection = socket.create_connection(tuple(settings["server"]), ANSWER_S)
+        wire = Wire(connection)
+        wire.send({"type": "hello", "token": settings["token"], "engine": settings["engine"]})
+        wire.send({"type": "failed", "error": EngineGone.__name__, "text": text})
+        message: dict[str, Any] = {}
+        while message.get("type") != "stop":
+            _wait_for_words(connection)
+            message, _ = wire.receive()
+        wire.close()
+
+
+def _wait_for_the_trainer(address: Mapping[str, Any]) -> int:
+    """Wait until the server, or its process, has ended. Where its node dies without a word, the
     watchdog ends this rank."""
-    with suppress(OSError), socket.create_connection((address[0], address[1]), 60.0) as connection:
-        while not select.select([connection], [], [], BEAT_S)[0]:
-            beat()
-        connection.recv(1)
+    with suppress(OSError, WireClosed):
+        connection = socket.create_connection(tuple(address["server"]), ANSWER_S)
+        wire = Wire(connection)
+        wire.send({"type": WAITS, "token": address["token"]})
+        _wait_for_words(connection)
+        wire.close()
     return ExitCode.DONE
+
+
+def _wait_for_words(connection: socket.socket) -> None:
+    """Wait until something has come, or the other side has closed the connection."""
+    while not select.select([connection], [], [], BEAT_S)[0]:
+        beat()
 
 
 def _wait_for_the_launcher(told: Sequence[int]) -> None:

@@ -27,6 +27,8 @@ _FIRST = 4096
 """The most bytes of a message before the token was shown."""
 _SIZES = struct.Struct("!IQ")
 _PART = 1 << 20
+WAITS = "waits"
+"""The type of the first message of a rank that has no worker, and waits for the end of the run."""
 _SILENCE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 """A machine that lost its power closes nothing: the kernel finds out within a minute."""
 

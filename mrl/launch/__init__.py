@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import ExitCode, InputError
+from mrl.launch.ranks import RankWatch, children
 from mrl.run.failure import (
     COMMAND_FILE,
     ENDED_FILE,
-    LAUNCH_FOLDER,
     OVER_FILE,
     RUN_FILE,
     SAVED_FILE,
@@ -37,6 +37,7 @@ from mrl.run.failure import (
     saved_in,
     write_failure,
 )
+from mrl.system.launcher import LAUNCH_FOLDER
 from mrl.system.marked import end_marked
 from mrl.system.oom_killer import OomKills, read_oom_kills
 from mrl.system.rendezvous import check_rendezvous
@@ -52,8 +53,6 @@ ALONE_S = 20.0
 """How long torch may take to come back after the watchdog has killed the ranks."""
 LEFTOVERS_S = 10.0
 """How long what the ranks have started may take to end after them, as engines do that clear up."""
-STOPPED_S = 60.0
-"""How long a rank may be stopped after another one has ended: its own watchdog sees it no more."""
 TRIED_AGAIN = {
     *(ExitCode.UNFORESEEN, ExitCode.LOST_RANK, ExitCode.HUNG_RANK, ExitCode.LOST_ENGINE),
 }
@@ -105,13 +104,14 @@ def _run(args: Any) -> int:
     # torch would leave an empty folder of its own in the temporary directory at every start
     logs = args.log_dir or str(folder)
     killed = read_oom_kills()
-    threading.Thread(target=_end_stopped, args=(folder,), daemon=True).start()
+    watch = RankWatch(folder, has_watchdog=_has_watchdog(args))
+    threading.Thread(target=watch.run, daemon=True).start()
     if not _is_one_node(args):
         threading.Thread(target=_leave_alone, args=(scratch,), daemon=True).start()
     try:
         run(argparse.Namespace(**{**vars(args), "log_dir": logs}))
     except ChildFailedError as error:
-        return _report(error, folder, killed)
+        return _report(error, folder, killed, watch.failure)
     except SignalException as error:
         return 128 + error.sigval
     except (RendezvousError, DistError) as error:  # a node did not come, or the port is taken
@@ -129,32 +129,10 @@ def _is_one_node(args: Any) -> bool:
     return str(args.nnodes) in ("1", "1:1")
 
 
-def _end_stopped(folder: Path) -> None:
-    """Kill ranks that are stopped for long while others have ended well: torch would wait for ever.
-
-    Where one has failed, torch kills the others itself.
-    """
-    known: dict[int, float] = {}
-    while folder.exists():
-        time.sleep(1)
-        states = {pid: _state(pid) for pid in {*known, *_children()}}
-        have_ended = any(state in ("", "Z") for state in states.values())
-        for pid, state in states.items():
-            is_stopped = have_ended and state in ("T", "t")
-            known[pid] = known.get(pid, 0.0) + 1 if is_stopped else 0.0
-            if known[pid] > STOPPED_S:
-                text = f"mrl: process {pid} is stopped (SIGSTOP) for {STOPPED_S:g} s, others have ended"
-                print(f"{text}: it is killed", file=sys.stderr, flush=True)
-                with suppress(OSError):
-                    (folder / OVER_FILE).touch()
-                    os.kill(pid, signal.SIGKILL)
-
-
-def _state(pid: int) -> str:
-    """Return the letter of the state of a process; empty where it is gone."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
+def _has_watchdog(args: Any) -> bool:
+    """Whether the ranks run `mrl train` or `mrl serve`, which start the watchdog."""
+    is_mrl = args.module and args.training_script == "mrl"
+    return is_mrl and args.training_script_args[:1] in (["train"], ["serve"])
 
 
 def _leave_alone(scratch: Scratch) -> None:
@@ -206,10 +184,11 @@ def _check_endpoint(args: Any) -> None:
             check_rendezvous(host, port)
 
 
-def _report(error: Any, folder: Path, killed: OomKills) -> int:
+def _report(error: Any, folder: Path, killed: OomKills, hung: Failure | None) -> int:
     """Print the block of what ended the ranks, where that was a failure; return its code.
 
-    `killed`: the kernel's counters when the ranks were started.
+    `killed`: the kernel's counters when the ranks were started. `hung`: what is known of a rank that
+    was killed because it hung in its start.
     """
     if (folder / SAVED_FILE).exists():  # whichever rank torch then counts as first
         return ExitCode.SAVED
@@ -226,19 +205,8 @@ def _report(error: Any, folder: Path, killed: OomKills) -> int:
         return 128 - first.exitcode
     found = read_failure(run) if run else None
     if first.exitcode < 0:
-        name = signal.Signals(-first.exitcode).name
-        cause, is_memory = "", False
-        if name == "SIGKILL":
-            cause, is_memory = read_oom_kills().since(killed)
-            cause = cause or "the kernel, for want of memory, or a user"
-        lost = Failure(
-            what=f"rank {number} was killed by {name}",
-            exit_code=ExitCode.OUT_OF_MEMORY if is_memory else ExitCode.LOST_RANK,
-            rank=number,
-            host=socket.gethostname(),
-            cause=cause,
-            log="" if found is None else found.log,
-            step=None if found is None else found.step,
+        lost = dataclasses.replace(
+            hung or _killed(number, signal.Signals(-first.exitcode).name, killed, found),
             **(saved_in(run) if run else {}),
             command=_text(folder / COMMAND_FILE) or shlex.join(_own_command()),
         )
@@ -250,6 +218,23 @@ def _report(error: Any, folder: Path, killed: OomKills) -> int:
         return first.exitcode
     print_failure(dataclasses.replace(found, command=found.command or _text(folder / COMMAND_FILE)))
     return found.exit_code
+
+
+def _killed(rank: int, name: str, before: OomKills, found: Failure | None) -> Failure:
+    """Return the record of a rank that the signal `name` has killed; `found`: what is on file."""
+    cause, is_memory = "", False
+    if name == "SIGKILL":
+        cause, is_memory = read_oom_kills().since(before)
+        cause = cause or "the kernel, for want of memory, or a user"
+    return Failure(
+        what=f"rank {rank} was killed by {name}",
+        exit_code=ExitCode.OUT_OF_MEMORY if is_memory else ExitCode.LOST_RANK,
+        rank=rank,
+        host=socket.gethostname(),
+        cause=cause,
+        log="" if found is None else found.log,
+        step=None if found is None else found.step,
+    )
 
 
 def _first(error: Any) -> tuple[int, Any]:
@@ -273,18 +258,9 @@ def _own_command() -> list[str]:
 def _forward(number: int, frame: Any) -> None:
     """Give a signal to the ranks."""
     _come.append(number)
-    for pid in _children():
+    for pid in children():
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _children() -> list[int]:
-    """Return the processes that this one started: its ranks."""
-    found = []
-    for file in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):
-            found += [int(pid) for pid in file.read_text().split()]
-    return found
 
 
 def _text(file: Path) -> str:

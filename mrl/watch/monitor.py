@@ -27,7 +27,6 @@ from typing import Any
 from mrl.errors import ExitCode
 from mrl.run.failure import (
     ENDED_FILE,
-    LAUNCH_FOLDER,
     OVER_FILE,
     Failure,
     print_failure,
@@ -36,6 +35,7 @@ from mrl.run.failure import (
 )
 from mrl.system.files import write_whole
 from mrl.system.heartbeat import APART, LEFT
+from mrl.system.launcher import LAUNCH_FOLDER
 from mrl.system.processes import die_with_parent, outlive_parent
 from mrl.watch.line import MAX_STACKS, SILENT_S, Head, Line, Node, connect, report_of
 from mrl.watch.process import STACKS_S, TICK_S, Process, innermost, kill, stacks_of

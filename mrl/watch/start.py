@@ -22,7 +22,9 @@ import torch.distributed as dist
 from mrl.config import Recipe, ServiceConfig
 from mrl.config.rollout import EngineConfig
 from mrl.config.watch import WatchConfig
+from mrl.errors import RankLost
 from mrl.system import heartbeat
+from mrl.system.launcher import tell_arrived, tell_watched
 from mrl.system.rendezvous import listen_for
 from mrl.watch.collectives import noting_collectives
 from mrl.watch.restarted import RestartedMonitor
@@ -43,9 +45,16 @@ class Apart:
         self._store, self._ranks, self._wait_s = dist.PrefixStore(PREFIX, store), ranks, wait_s
 
     def gather(self) -> list[tuple[_Node, dict[str, Any]]]:
-        """Return the node of each, and what its monitor needs. Raises RuntimeError past the limit."""
+        """Return the node of each, and what its monitor needs. Raises RankLost past the limit, or where
+        the launcher's store is gone."""
         self._store.set_timeout(timedelta(seconds=self._wait_s))
-        said = [json.loads(self._store.get(f"{RANK}_{rank}")) for rank in self._ranks]
+        said = []
+        for rank in self._ranks:
+            try:
+                said.append(json.loads(self._store.get(f"{RANK}_{rank}")))
+            except RuntimeError as error:
+                why = str(error).splitlines()[0]
+                raise RankLost(f"rank {rank}, which leads engines, has not come: {why}") from error
         return [((node[0], node[1], node[2]), own) for node, own in said]
 
     def tell(self, rank: int, job: Mapping[str, Any]) -> None:
@@ -54,11 +63,18 @@ class Apart:
 
 
 @contextmanager
-def watched_apart(store: dist.Store, rank: int) -> Iterator[Callable[[], None]]:
+def watched_apart(
+    config: WatchConfig, store: dist.Store, rank: int
+) -> Iterator[Callable[[], None]]:
     """Let this rank, which leads engines, be watched during the block, which raises where it fails.
 
     Yields what is to be called again and again until the trainers have begun.
     """
+    tell_arrived(rank)
+    if not config.enabled:
+        tell_watched()
+        yield heartbeat.beat
+        return
     monitors: list[RestartedMonitor] = []
     meeting = dist.PrefixStore(PREFIX, store)
     with ExitStack() as undo:
@@ -72,6 +88,7 @@ def watched_apart(store: dist.Store, rank: int) -> Iterator[Callable[[], None]]:
                 job = json.loads(meeting.get(f"{JOB}_{rank}"))
                 job |= {"parent": os.getpid(), "addresses": _addresses(job)}
                 monitors.append(undo.enter_context(RestartedMonitor(job)))
+                tell_watched()
 
         yield look
         heartbeat.leave()
@@ -93,6 +110,7 @@ def watching(
     are in no process group.
     """
     if not config.enabled:
+        tell_watched()
         yield
         return
     with ExitStack() as undo:
@@ -119,6 +137,7 @@ def watching(
             job |= {"parent": os.getpid(), "ranks": nodes[_node()]}
             job |= {} if own["rank"] == 0 else {"addresses": _addresses(job)}
             monitor = undo.enter_context(RestartedMonitor(job, server))
+            tell_watched()
         yield
         heartbeat.leave()
         if monitor is not None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from mrl.disaggregated.supervisor import _wait_for_silence
 from tests.disaggregated.test_restarts import rank_of
 from tests.disaggregated.test_runs import (
     APART,
@@ -69,6 +66,27 @@ def test_a_stopped_supervisor_ends_a_run_that_goes_on(model: Path, tmp_path: Pat
     assert processes_of(output) == []
 
 
+@pytest.mark.parametrize(
+    ("rank", "ranks", "keys"),
+    [(0, 1, ()), (1, 2, ("parallel.expert_model_parallel_size=2",)), (1, 2, APART)],
+    ids=["one rank", "trainer", "supervisor"],
+)
+def test_a_rank_that_is_stopped_while_it_imports_is_named(
+    rank: int, ranks: int, keys: tuple[str, ...], model: Path, tmp_path: Path
+) -> None:
+    """Nothing of mrl runs there yet: its launcher looks."""
+    output = tmp_path / "run"
+    log = output.with_suffix(".log")
+    process = start(command(model, output, ranks, *keys), log)
+    wait_for(lambda: len(psutil.Process(process.pid).children()) == ranks, process)
+    rank_of(process.pid, rank).suspend()
+    assert process.wait(WITHIN_S) == 72, log.read_text()[-3000:]
+    printed = log.read_text()
+    assert f"mrl: rank {rank} is stopped (SIGSTOP): 61 s in its start" in printed
+    assert "exit code 72" in printed
+    assert processes_of(output) == []
+
+
 def test_a_node_that_only_rolls_out_is_watched(model: Path, tmp_path: Path) -> None:
     """Nobody trains there; the first supervisor of the node starts its monitor."""
     output = tmp_path / "run"
@@ -91,29 +109,3 @@ def test_a_node_that_only_rolls_out_is_watched(model: Path, tmp_path: Path) -> N
     assert "the run is done, so it is killed" in printed
     assert num_rows(output) == 3
     assert processes_of(output) == []
-
-
-def test_a_worker_is_not_silent_while_its_supervisor_was_stopped() -> None:
-    reader, writer = os.pipe()
-    stop = threading.Event()
-
-    def pulse() -> None:
-        while not stop.wait(0.05):
-            os.write(writer, b".")
-        os.close(writer)
-
-    child = os.fork()
-    if not child:
-        os.close(writer)
-        os._exit(len(_wait_for_silence(reader, 1.0)) > 0)
-    thread = threading.Thread(target=pulse)
-    thread.start()
-    time.sleep(0.3)
-    os.kill(child, signal.SIGSTOP)
-    time.sleep(1.5)
-    os.kill(child, signal.SIGCONT)
-    time.sleep(0.3)
-    stop.set()
-    thread.join()
-    assert os.waitpid(child, 0)[1] == 0
-    os.close(reader)

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from mrl.run.failure import LAUNCH_FOLDER, OVER_FILE, read_failure
+from mrl.run.failure import OVER_FILE, read_failure
 from mrl.system import heartbeat
 from mrl.system.heartbeat import Pulse
+from mrl.system.launcher import LAUNCH_FOLDER
 from mrl.watch import monitor, restarted
 from mrl.watch.line import Head, Node
 from mrl.watch.monitor import DONE
