@@ -55,7 +55,7 @@ def test_a_disk_that_hangs_under_a_checkpoint_is_found(
     started: tuple[Path, list[str]],
 ) -> None:
     output, overrides = started
-    how = {"MRL_TEST_PAUSE_S": "0.2", "MRL_TEST_HANGS_AFTER": "5"}
+    how = {"MRL_TEST_PAUSE_S": "0.02", "MRL_TEST_HANGS_AFTER": "5"}  # rank 0 reads its part first
     process = slowed(output, [*overrides, "train.num_steps=3"], **how)
     printed, _ = process.communicate(timeout=300)
     assert process.returncode == 72, printed
