@@ -107,6 +107,12 @@ class _Rank:
     """How long it is stopped or gone."""
 
 
+def _how(rank: _Rank) -> str:
+    """Return how a rank hangs that shows no progress: one that is stopped has shown its last sign of
+    progress before."""
+    return "stopped" if rank.seen.state in STOPPED else "stuck"
+
+
 @dataclass
 class Watch:
     """Follows the ranks tick by tick."""
@@ -171,7 +177,7 @@ class Watch:
             watched.remove(number)
             rank, limit = self._ranks[number], self._limit(number)
             if rank.age_s > share * limit:
-                return Verdict(number, "stuck", rank.seen.pulse, rank.age_s, limit)
+                return Verdict(number, _how(rank), rank.seen.pulse, rank.age_s, limit)
         last = min((self._ranks[n].seen.pulse.position for n in watched), default=0)
         behind = [n for n in watched if self._ranks[n].seen.pulse.position == last]
         if not behind:
@@ -180,7 +186,7 @@ class Watch:
             return None  # those that are as far may wait for the one that still moves
         number = min(behind, key=self._blamed_first)
         rank = self._ranks[number]
-        return Verdict(number, "stuck", rank.seen.pulse, rank.age_s, self._limit(number))
+        return Verdict(number, _how(rank), rank.seen.pulse, rank.age_s, self._limit(number))
 
     def _blamed_first(self, number: int) -> tuple[bool, int, float]:
         """Return the key that sorts ranks of one position: one that waits in a collective waits for one

@@ -166,6 +166,16 @@ def test_a_rank_that_leads_engines_is_seen_and_holds_up_nobody() -> None:
         verdicts = [follower.tick(0.5, [s, leads._replace(state=state)]) for s in moving]
         found = next(each for each in verdicts if each)
         assert (found.rank, found.how, found.limit_s) == (1, how, 60.0)
+    follower = watch()  # its last sign was long before it was stopped
+    states = ["S"] * 4 + ["T"] * 200
+    verdicts = [
+        follower.tick(0.5, [s, leads._replace(state=state)])
+        for s, state in zip(
+            (Seen(Pulse("train", 3, 9, n), "R") for n in range(204)), states, strict=True
+        )
+    ]
+    found = next(each for each in verdicts if each)
+    assert (found.rank, found.how) == (1, "stopped")
     trained = watch()  # ranks that pass no phases are not awaited before a limit is learned
     for ranks in ([seen("save", 1, 1), leads], [seen("log", 2, 2), leads]):
         trained.tick(0.5, ranks)
