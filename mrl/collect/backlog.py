@@ -178,7 +178,7 @@ class Backlog:
         return [Waiting(group, one.seed) for group, one in pairs]
 
     def take_up(self, waiting: Iterable[Waiting]) -> list[Waiting]:
-        """Continue with the prompts of a checkpoint; return those that are none of a backlog.
+        """Continue with the prompts of a checkpoint; return those that do not belong in a backlog.
 
         Prompts whose partial rollouts do not fit the recipe, which may have changed since, start anew.
         """

@@ -27,5 +27,5 @@ class Draws:
 
     @property
     def waiting(self) -> list[Waiting]:
-        """Those that are to begin anew and were not drawn again yet."""
+        """Return the prompts that start over and have not been drawn again yet."""
         return [Waiting(SampleGroup(prompt, [])) for prompt in self._first]

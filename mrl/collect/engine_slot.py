@@ -44,7 +44,7 @@ class EngineSlot:
         self._lost: EngineLost | None = None
         self._restarts = 0
         self._explained = 0
-        """Restarts that do not count: requests that are not tried again were the reason."""
+        """Restarts that do not count, as they were caused by requests that are not tried again."""
         self._recovery_s = 0.0
 
     def begin_step(self) -> None:

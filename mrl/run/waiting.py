@@ -23,12 +23,12 @@ PARTIAL = "abort"
 
 @dataclass(frozen=True)
 class Waiting:
-    """Is a prompt that waits, with what was generated of it."""
+    """A prompt that was drawn and not trained on, with the samples generated so far."""
 
     group: SampleGroup
-    """It has rewards where it is whole and scored, and waits for its step."""
+    """The prompt and its samples; they have rewards once the group is whole and scored."""
     seed: int | None = None
-    """That of its samples; None where the step or the lease that begins it gives another one."""
+    """The seed of its samples; None where the step or lease that starts it sets one."""
     item: int | None = None
     """Its number in the ledger of a run whose engines run freely."""
     num_failed: int = 0
@@ -74,7 +74,7 @@ def waiting_state(waiting: Sequence[Waiting]) -> dict[str, Any]:
 def read_waiting(state: Mapping[str, Any]) -> list[Waiting]:
     """Return what waits in the state of a collector, in the order in which it is to be trained on.
 
-    It may be of a checkpoint from the time when each kind of collector had a form of its own.
+    Also reads older checkpoints, in which each kind of collector had its own format.
     """
     if (found := state.get("waiting")) is None:
         return [*_batches(state), *_backlog(state), *_leases(state)]
