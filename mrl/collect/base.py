@@ -83,9 +83,9 @@ class Collector(Protocol):
     def load_state_dict(
         self, state: dict[str, Any], step: int, *, other_data: bool = False
     ) -> None:
-        """Continue with `step` from what `state_dict` returned, also that of another kind of collector; with
-        `other_data` only from what does not depend on the prompts, and these begin with the first
-        one."""
+        """Continue with `step` from what `state_dict` returned, also that of another kind of
+        collector; with `other_data` only from what does not depend on the prompts, and these begin
+        with the first one."""
         ...
 
     def close(self) -> None:
