@@ -109,7 +109,7 @@ def test_a_rank_that_does_not_come_is_named_under_torchrun_too(tmp_path: Path) -
         "if os.environ['RANK'] == '1': time.sleep(300)\n"
         "from parallel.dims import ParallelDims\n"
         "from parallel.mesh import init_mesh\n"
-        "init_mesh(ParallelDims(world=2), 0, timeout_s=5)\n"
+        "init_mesh(ParallelDims(world=2, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1), 0, timeout_s=5)\n"
     )
     (tmp_path / "meet.py").write_text(meet)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
