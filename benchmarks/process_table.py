@@ -70,14 +70,17 @@ def _add_line(file: Path, content: dict) -> None:
         out.write(json.dumps(content) + "\n")
 
 
-def strike_all(placement: str, folder: Path, only: Sequence[str], records: Records) -> None:
+def strike_all(
+    placement: str, folder: Path, only: Sequence[str], without: Sequence[str], records: Records
+) -> None:
     """Do the trials of a placement that are not on file."""
     seen = records.seen().get(placement)
     done = records.rows()
 
     def missing(found: dict[str, dict[str, float]]) -> list[Trial]:
         trials = trials_of(placement, found)
-        return [t for t in trials if t not in done and matches(t, only)]
+        chosen = [t for t in trials if matches(t, only) and not set(t) & set(without)]
+        return [t for t in chosen if t not in done]
 
     if seen is not None and not missing(seen):
         return
@@ -110,6 +113,10 @@ def main() -> None:
         help="words that must all fit: of a placement, a process, a phase or a signal, such as "
         "'colocated' 'detokenizer' 'rollout' 'SIGSTOP'",
     )  # fmt: skip
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="WORD",
+        help="processes, phases and signals that are left out in this call",
+    )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=3, help="placements that are tried at once")
     parser.add_argument("--folder", type=Path, default=Path("runs/process_table"))
     parser.add_argument("--write-page", action="store_true", help="write what is on file, and end")
@@ -127,13 +134,13 @@ def main() -> None:
     ]  # fmt: skip
     if not options.write_page:
         with ThreadPoolExecutor(options.jobs) as pool:
-            work = partial(strike_all, only=options.only, records=records)
+            work = partial(strike_all, only=options.only, without=options.without, records=records)
             list(pool.map(lambda name: work(name, folder), names))
     rows, seen = records.rows(), records.seen()
     content = content_of(rows, seen)
     passed = sum(row.passed for row in rows.values() if row.happened != "was not there")
     failed = sum(not row.passed for row in rows.values())
-    if not options.only:
+    if not (options.only or options.without):
         packages = ("torch", "sglang", "megatron-core")
         write_result(RESULT, content, passed=passed, failed=failed, packages=packages)
         page.write(content)

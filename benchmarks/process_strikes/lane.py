@@ -11,13 +11,17 @@ import psutil
 
 from benchmarks.process_strikes.phases import EARLY, ENDING, MEETING, PHASES, START, Phase
 from benchmarks.process_strikes.roles import FORK, LAUNCHER
-from benchmarks.process_strikes.strike import KILL, STOP, Row, Striker, Trial
+from benchmarks.process_strikes.strike import KILL, STOP, WATCHDOG, Row, Striker, Trial
 from benchmarks.process_strikes.subjects import Subject
 from mrl.drill.job import Job, Unexpected, is_alive
 from mrl.errors import ExitCode, InputError
 
-ORDER = ("rollout", ENDING, "save", "sync", START, "train", MEETING)
+ORDER = (START, "rollout", "sync", "train", "save", ENDING, MEETING)
 """The order in which phases are tried."""
+LATE = (ENDING, MEETING)
+"""Phases that are tried last: their strikes end the job, and may take long."""
+MOST_WATCHDOGS = 3
+"""The watchdog is replaced so often in one start."""
 BRIEF_S = 1.0
 """Processes that are there for less are not struck, forks of a rank aside, which write checkpoints."""
 WATCHED_STEPS = 4
@@ -60,7 +64,14 @@ def trials_of(placement: str, found: dict[str, dict[str, float]]) -> list[Trial]
             if phase == MEETING and not (role == LAUNCHER or "rank" in role):
                 continue
             trials += [Trial(placement, role, phase, signal) for signal in (STOP, KILL)]
-    return sorted(trials, key=lambda trial: (trial.signal == KILL, ORDER.index(trial.phase)))
+    return sorted(trials, key=_when)
+
+
+def _when(trial: Trial) -> tuple[bool, bool, bool, str, int]:
+    """Order trials: first, role by role, what a job survives: it is struck again in one start."""
+    is_end = "rank" in trial.role or (trial.role == LAUNCHER and trial.signal == KILL)
+    role = "" if is_end else trial.role
+    return (trial.phase in LATE, is_end, trial.signal == STOP, role, ORDER.index(trial.phase))
 
 
 def is_brief(role: str, seconds: dict[str, float]) -> bool:
@@ -74,8 +85,12 @@ class Lane:
     def __init__(self, subject: Subject, write: Write) -> None:
         self.subject, self.write = subject, write
         self.striker = Striker(subject)
-        self.owed: Row | None = None
-        """The row of a trial that ended the job, which has not been continued yet."""
+        self.owed: list[Row] = []
+        """The rows of trials that ended the job, which has not been continued yet."""
+        self._asked: set[tuple[str, str]] = set()
+        """Roles and signals after which a job that went on was asked to save and end."""
+        self._struck: list[str] = []
+        """The roles that were struck in this start."""
 
     def run(self, trials: Sequence[Trial]) -> None:
         """Do all trials."""
@@ -86,8 +101,8 @@ class Lane:
                 row = self._tried(trial)
             except (Unexpected, InputError, OSError, psutil.Error) as error:
                 row = Row(*trial, happened="other", problems=[f"{type(error).__name__}: {error}"])
-                self.owed = None
-                self.subject.begin_anew("unexpected")
+                self.owed = []
+                self._begin_anew("unexpected")
             self.write(row)
         self._settle()
 
@@ -96,43 +111,49 @@ class Lane:
         row, victim = self.striker.strike(trial, job)
         if victim is None:
             return row
+        row.struck_before = len(self._struck)
+        self._struck.append(trial.role)
         if row.happened == "ended":
-            self.owed = None if row.exit_code == ExitCode.SAVED else row
+            if row.exit_code != ExitCode.SAVED:
+                self.owed.append(row)
             self._close()
         elif row.happened == "waits":
             self._close()
-            self.owed = None
+            self.owed = []
         else:
             self._went_on(row, job, victim)
         return row
 
     def _started(self, trial: Trial) -> Job:
         """Return the job in which a trial can strike."""
-        if trial.phase in EARLY:
+        if any(row.phase not in EARLY for row in self.owed) or trial.phase not in EARLY:
             self._settle()
+        if trial.phase in EARLY or self._struck.count(WATCHDOG) >= MOST_WATCHDOGS:
+            self._close()
+        if trial.phase in EARLY:
             return self.subject.start()
-        self._settle()
         job = self.subject.running()
         if trial.phase == ENDING:
             job.send(signal.SIGUSR1)
         return job
 
     def _settle(self) -> None:
-        """Continue a job that a trial has ended; add to its row what is not as without the fault."""
-        row, self.owed = self.owed, None
-        if row is None:
+        """Continue a job that trials have ended; add to their rows what is not as without the fault."""
+        rows, self.owed = self.owed, []
+        if not rows:
             return
         try:
             problems = self.subject.continued(self.subject.rows(), "")
         except Unexpected as error:
             problems = [f"not continued: {error}"]
         if problems:
+            self._begin_anew(f"{rows[-1].role}_{rows[-1].phase}_{rows[-1].signal}")
+        for row in rows:
             row.problems += problems
-            self.subject.begin_anew(f"{row.role}_{row.phase}_{row.signal}".replace(" ", "_"))
-        else:
-            row.then = "started again, it went on"
-            row.then += " with the same bits" if self.subject.judges_bits else ""
-        self.write(row)
+            if not problems:
+                row.then = "started again, it went on"
+                row.then += " with the same bits" if self.subject.judges_bits else ""
+            self.write(row)
 
     def _went_on(self, row: Row, job: Job, victim: psutil.Process) -> None:
         found = self.subject.differences()
@@ -146,7 +167,14 @@ class Lane:
         is_there = is_alive(victim)
         if row.happened == "replaced" and is_there:
             row.problems.append("the struck process is left")
-        if row.happened != "replaced" and not row.role.startswith(FORK):
+        asked = (row.role, row.signal)
+        is_first = asked not in self._asked
+        if (
+            row.happened != "replaced"
+            and not row.role.startswith(FORK)
+            and (is_first or not is_there)
+        ):
+            self._asked.add(asked)
             then = row.then  # what is stopped or gone stays so until the job ends
             self.striker.end_on_request(row, job)
             row.then = "; ".join(filter(None, (then, row.then)))
@@ -155,8 +183,13 @@ class Lane:
             with suppress(psutil.Error):
                 victim.resume()
         if found:
-            self.subject.begin_anew(f"{row.role}_{row.phase}_{row.signal}".replace(" ", "_"))
+            self._begin_anew(f"{row.role}_{row.phase}_{row.signal}")
+
+    def _begin_anew(self, name: str) -> None:
+        self._struck.clear()
+        self.subject.begin_anew(name.replace(" ", "_"))
 
     def _close(self) -> None:
+        self._struck.clear()
         if self.subject.job is not None:
             self.subject.job.kill()

@@ -10,7 +10,7 @@ from benchmarks.process_strikes.subjects import Run, Subject
 
 APART = (
     *("rollout.placement=disaggregated", "rollout.num_ranks=1", "algorithm.importance=tis"),
-    "async.worker_timeout_s=60",
+    *("async.worker_timeout_s=60", "async.max_worker_restarts=100"),
 )
 FIXED = {
     "async": {"max_staleness": 1, "deterministic": True},
@@ -30,7 +30,7 @@ SUBJECTS: dict[str, Callable[[Path, Path], Subject]] = {
     "colocated service": lambda folder, model: Tenants(folder, model, {}, {}, {}),
     "disaggregated service": lambda folder, model: Tenants(
         folder, model, {"placement": "disaggregated", "num_ranks": 1}, {"bob": FIXED},
-        {"async": {"worker_timeout_s": 60}},
+        {"async": {"worker_timeout_s": 60, "max_worker_restarts": 100}},
     ),
 }  # fmt: skip
 """How to make the job of each placement, from a folder and a model."""

@@ -22,6 +22,7 @@ NAMES = ("ann", "bob")
 ROLLOUT = {
     "batch_invariant": True, "context_len": 128, "max_total_tokens": 4096,
     "stall_timeout_s": 15, "request_timeout_s": 60, "start_timeout_s": 240,
+    "max_restarts": 100,
 }  # fmt: skip
 WATCH = {
     "first_limit_s": 240,

@@ -22,6 +22,8 @@ SIGNALS = {KILL: signal.SIGKILL, STOP: signal.SIGSTOP}
 LOOK_S = 0.5
 TRIES = 8
 """Times that a phase is waited for in which a process was not there."""
+WATCHDOG, WATCHDOG_S, MOST_STEPS = "watchdog", 45.0, 12
+"""The watchdog holds up nothing: seconds, and at most how many steps, to wait for another one."""
 FORK_S = 20.0
 """Seconds in which a process must come."""
 Happened = Literal["went on", "replaced", "ended", "waits", "was not there", "other"]
@@ -61,6 +63,8 @@ class Row:
     then: str = ""
     """What came afterwards: the end of a job that went on, the next start of one that ended."""
     problems: list[str] = field(default_factory=list)
+    struck_before: int = 0
+    """Strikes that the same start had survived before this one."""
     commit: str = ""
 
     @property
@@ -155,7 +159,9 @@ class Striker:
                 is_replaced = is_gone and pid is not None and pid != victim.pid
                 if is_replaced and row.noticed_s is None:
                     row.noticed_s = round(now, 1)
-            if job.has_begun() and self.subject.rows() >= there + 2:
+            done = self.subject.rows() if job.has_begun() else 0
+            is_awaited = row.role == WATCHDOG and not is_replaced and now < WATCHDOG_S
+            if done >= there + (MOST_STEPS if is_awaited else 2):
                 break
             if now > limit_s:
                 row.happened = "waits"

@@ -23,7 +23,8 @@ LEFT = 7
 """Steps that a job must have left when a process is struck."""
 LIMITS = (
     "rollout.stall_timeout_s=15", "rollout.request_timeout_s=60", "rollout.start_timeout_s=240",
-    "reward_timeout_s=15", "watch.first_limit_s=240",
+    "reward_timeout_s=15", "watch.first_limit_s=240", "watch.limits.start=180",
+    "rollout.max_restarts=100",
     *(f"watch.limits.{phase}=30" for phase in ("score", "logprobs", "train", "save", "log")),
 )  # fmt: skip
 """The product's own limits, small enough to be waited for on a busy machine."""
@@ -31,10 +32,6 @@ WAIT_S = 600.0
 """Seconds after which a job still waits: more than the longest of its own limits, with a margin."""
 MEETING_WAIT_S = 1000.0
 """The same before the ranks have met, where torch's limits hold."""
-APART = (
-    *("rollout.placement=disaggregated", "rollout.num_ranks=1", "algorithm.importance=tis"),
-    "async.worker_timeout_s=20",
-)
 
 
 class Subject(Protocol):

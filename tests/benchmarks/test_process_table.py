@@ -109,7 +109,7 @@ def test_a_row_whose_job_does_not_continue_as_without_the_fault_fails() -> None:
         written: list[Row] = []
         subject = _Subject(found)
         lane = Lane(subject, written.append)  # pyright: ignore[reportArgumentType]
-        lane.owed = Row("p", "rank 0", "sync", "SIGKILL", "ended", exit_code=71)
+        lane.owed = [Row("p", "rank 0", "sync", "SIGKILL", "ended", exit_code=71)]
         lane.run([])
         (row,) = written
         assert row.passed == (not found)
