@@ -26,7 +26,8 @@ PHASES = {
     ENDING: (heartbeat.LEFT,),
 }
 """The phases of the table, and those of the watchdog that belong to each."""
-POLL_S = 0.001
+POLL_S, EARLY_POLL_S = 0.001, 0.1
+"""How often to look: before there is a page, a look goes through all processes of the machine."""
 PAGE = "mrl-heartbeat"
 
 
@@ -62,7 +63,7 @@ class Phase:
                 raise Unexpected(f"ended before phase {phase}; see {self.job.log}")
             if time.monotonic() > deadline:
                 raise Unexpected(f"{self.job.limit_s:.0f} s without phase {phase}")
-            time.sleep(POLL_S)
+            time.sleep(EARLY_POLL_S if self._page is None else POLL_S)
 
 
 def _page_of(job: Job) -> mmap.mmap | None:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import psutil
 
-from benchmarks.process_strikes.phases import EARLY, ENDING, MEETING, PHASES, Phase
+from benchmarks.process_strikes.phases import EARLY, EARLY_POLL_S, ENDING, MEETING, PHASES, Phase
 from benchmarks.process_strikes.roles import FORK, LAUNCHER, last_of_each, looks_of, roles
 from benchmarks.process_strikes.subjects import MEETING_WAIT_S, WAIT_S, Subject
 from mrl.drill.chain import problems_of_end
@@ -133,6 +133,7 @@ class Striker:
                 known = None
             elif not is_fork and not self._is_in(phase, trial.phase):
                 return None
+            time.sleep(EARLY_POLL_S if trial.phase in EARLY else 0.0)
         return None
 
     @staticmethod
