@@ -5,7 +5,7 @@ processes are found in the process tree of a job without a fault. Each gets SIGS
 phase in which it is there, under limits of the product that are small enough to be waited for. A row
 passes where the job goes on (with the same bits, where that is promised), replaces the process, or ends
 with a report and leaves nothing behind; it fails where anything waits without a limit. Rows are added
-to FOLDER/rows.jsonl, and a call with the same `--folder` goes on with what is missing. Writes
+to FOLDER/rows.jsonl, and a call goes on with what is neither there nor in the committed result. Writes
 benchmarks/results/process_table.json and the table of docs/faults.md.
 """
 
@@ -19,9 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.evidence.catalog import target_of
-from benchmarks.evidence.result import finish, provenance, summary, write_result
+from benchmarks.evidence.result import RESULTS, finish, provenance, summary, write_result
 from benchmarks.process_strikes import page
 from benchmarks.process_strikes.lane import Lane, is_brief, observed, trials_of
 from benchmarks.process_strikes.placements import SUBJECTS
@@ -33,24 +34,30 @@ RESULT = "process_table"
 
 
 class Records:
-    """What is on file of earlier calls: the rows, and the processes of each placement."""
+    """What is on file of earlier calls, and committed: rows, and the processes of each placement."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, committed: Path = RESULTS / f"{RESULT}.json") -> None:
+        self.folder = folder
         self.rows_file, self.seen_file = folder / "rows.jsonl", folder / "seen.jsonl"
+        self._committed = json.loads(committed.read_text()) if committed.exists() else {}
         self.commit = provenance(target_of(RESULT).measures)["commit"]
 
     def rows(self) -> dict[Trial, Row]:
-        """Return the newest row of each trial."""
-        rows = [Row(**each) for each in _lines(self.rows_file)]
+        """Return the newest row of each trial; of those of no earlier call, the committed one."""
+        kept = [each for each in self._committed.get("rows", ()) if "happened" in each]
+        rows = [Row(**each) for each in (*kept, *_lines(self.rows_file))]
         return {row.trial: row for row in rows}
 
     def seen(self) -> dict[str, dict[str, dict[str, float]]]:
         """Return, by placement, how many seconds each process was there in each phase."""
-        return {each["placement"]: each["seconds"] for each in _lines(self.seen_file)}
+        here = {each["placement"]: each["seconds"] for each in _lines(self.seen_file)}
+        return {**self._committed.get("seen", {}), **here}
 
     def add(self, row: Row) -> None:
         """Add a row, or a newer version of one."""
         row.commit = self.commit
+        row.cause = row.cause.replace(f"{self.folder}/", "")
+        row.problems = [text.replace(f"{self.folder}/", "") for text in row.problems]
         _add_line(self.rows_file, asdict(row))
         end = f"code {row.exit_code}: {row.cause}" if row.happened == "ended" else row.then
         state = "FAILED: " + "; ".join(row.problems) if row.problems else row.happened
@@ -136,23 +143,32 @@ def main() -> None:
         with ThreadPoolExecutor(options.jobs) as pool:
             work = partial(strike_all, only=options.only, without=options.without, records=records)
             list(pool.map(lambda name: work(name, folder), names))
-    rows, seen = records.rows(), records.seen()
-    content = content_of(rows, seen)
-    passed = sum(row.passed for row in rows.values() if row.happened != "was not there")
-    failed = sum(not row.passed for row in rows.values())
+    content, passed, failed = results_of(records)
     if not (options.only or options.without):
-        packages = ("torch", "sglang", "megatron-core")
-        write_result(RESULT, content, passed=passed, failed=failed, packages=packages)
-        page.write(content)
+        write(content, passed, failed)
     missing = sum("happened" not in row for row in content["rows"])
     unseen = len(content["not_measured"]) - missing
     print(f"not measured: {missing} rows of {len(content['rows'])}, and {unseen} placements")
     finish(passed, failed)
 
 
+def results_of(records: Records) -> tuple[dict[str, Any], int, int]:
+    """Return the content of the result, and how many rows passed and failed."""
+    rows = records.rows()
+    passed = sum(row.passed for row in rows.values() if row.happened != "was not there")
+    return content_of(rows, records.seen()), passed, sum(not row.passed for row in rows.values())
+
+
+def write(content: dict[str, Any], passed: int, failed: int) -> None:
+    """Write the result and the table of the page."""
+    packages = ("torch", "sglang", "megatron-core")
+    write_result(RESULT, content, passed=passed, failed=failed, packages=packages)
+    page.write(content)
+
+
 def content_of(
     rows: dict[Trial, Row], seen: dict[str, dict[str, dict[str, float]]]
-) -> dict[str, list]:
+) -> dict[str, Any]:
     """Return the rows of the table, those that are not measured among them, and what is too brief."""
     found, brief = [], []
     for placement in SUBJECTS:
@@ -167,6 +183,7 @@ def content_of(
         "rows": [asdict(rows[t]) if t in rows else t._asdict() for t in found],
         "not_measured": [str(trial) for trial in missing] + missing_placements,
         "too_brief": brief,
+        "seen": seen,
     }
 
 

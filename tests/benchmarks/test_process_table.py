@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from benchmarks import process_table
 from benchmarks.process_strikes import page
@@ -130,3 +132,38 @@ def test_the_page_shows_what_failed_and_what_was_not_measured() -> None:
     )
     assert "Not measured at all: colocated service." in text
     assert "- colocated run: SIGSTOP of scheduler at sync: still waiting after 400 s" in text
+
+
+def test_a_call_goes_on_from_the_committed_result_and_its_own_rows_win(tmp_path: Path) -> None:
+    old, new = (
+        Row("p", "rank 0", "sync", "SIGKILL", "waits"),
+        Row("p", "rank 0", "train", "SIGKILL", "ended"),
+    )
+    missing = old.trial._replace(phase="save")._asdict()
+    committed = tmp_path / "committed.json"
+    content = {
+        "rows": [asdict(old), asdict(new), missing],
+        "seen": {"p": {"rank 0": {"sync": 9.0}}},
+    }
+    committed.write_text(json.dumps(content))
+    folder = tmp_path / "table"
+    folder.mkdir()
+    records = process_table.Records(folder, committed)
+    assert records.rows() == {old.trial: old, new.trial: new}
+    records.add(
+        Row(*old.trial, happened="ended", cause=f"its log is {folder}/run/logs/engine_00.log")
+    )
+    found = process_table.Records(folder, committed)
+    assert found.rows()[old.trial].happened == "ended"
+    assert found.rows()[old.trial].cause == "its log is run/logs/engine_00.log"
+    assert found.seen() == content["seen"]
+
+
+def test_strikes_that_a_job_survives_come_first_and_share_a_start() -> None:
+    seen = {"rank 0": {"rollout": 9.0}, "scheduler": {"rollout": 5.0, "sync": 5.0}}
+    order = [(t.role, t.signal, t.phase) for t in trials_of("p", seen)]
+    assert order == [
+        ("scheduler", "SIGKILL", "rollout"), ("scheduler", "SIGKILL", "sync"),
+        ("scheduler", "SIGSTOP", "rollout"), ("scheduler", "SIGSTOP", "sync"),
+        ("rank 0", "SIGKILL", "rollout"), ("rank 0", "SIGSTOP", "rollout"),
+    ]  # fmt: skip
