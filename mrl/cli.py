@@ -120,7 +120,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
     except _Misuse as error:
         message, program = error.args
-        print(f"mrl: {message}{pointer(words)}; see {program} --help", file=sys.stderr)
+        hint = "" if message.startswith("argument -") else pointer(words)  # an option of ours
+        print(f"mrl: {message}{hint}; see {program} --help", file=sys.stderr)
         sys.exit(ExitCode.BAD_INPUT)
     if rest:
         args.overrides = [*args.overrides, *rest]

@@ -101,7 +101,9 @@ def test_make_setup_prints_a_line_a_stage_and_what_a_stage_that_fails_printed(
     python.write_text(NOISY)
     python.chmod(0o755)
     run = subprocess.run(
-        ["make", "setup", f"PYTHON={python}"], env={**os.environ, "KERNELS_FAIL": str(code)},
+        ["make", "setup", f"PYTHON={python}"],
+        env={k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+        | {"KERNELS_FAIL": str(code)},
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     stages = [line.partition(" (details: .venv/setup.log)") for line in run.stdout.splitlines()]

@@ -53,6 +53,8 @@ def test_the_path_counts_from_the_recipe_too(tmp_path: Path) -> None:
 def saves(model: Path, root: Path) -> None:
     mesh = join_mesh(model, {})
     lora = LoraSetup(make_adapter(HfModel.read(model), "none"))
+    for name in ("lora", "full"):
+        (root / name).mkdir(parents=True, exist_ok=True)
     Checkpoints(root / "lora/checkpoints", mesh, keep=1).save(1, build(model, mesh, lora=lora), {})
     Checkpoints(root / "full/checkpoints", mesh, keep=1).save(1, build(model, mesh), {})
 

@@ -218,8 +218,14 @@ def test_a_signal_saves_the_step_and_leaves(number: int, toy: Toy, tmp_path: Pat
 def test_failures_leave_nothing_running(toy: Toy, tmp_path: Path) -> None:
     """A reward that fails on everything stops the run with its error, and the engine with it."""
     reward = tmp_path / "bad.py"
-    reward.write_text("def f(prompts, completions, **columns):\n    raise KeyError('gold')\n")
     output = tmp_path / "run"
+    reward.write_text(  # the trial of mrl check comes before there is a run folder
+        "from pathlib import Path\n"
+        "def f(prompts, completions, **columns):\n"
+        f"    if Path({str(output)!r}, 'config.yaml').exists():\n"
+        "        raise KeyError('gold')\n"
+        "    return [0.0] * len(completions)\n"
+    )
     more = ("train.num_steps=1", f"reward={reward}:f")
     done = toy.run(output, *more, MRL_TEST_RUN=str(output))
     assert done.returncode == 70

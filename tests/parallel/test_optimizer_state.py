@@ -61,6 +61,7 @@ def exercise(
             assert groups_of_adam
             assert all(g["fused"] and not g["foreach"] for g in groups_of_adam)
             return {"weights": exported(policy), "norms": norms}
+        checkpoints.parent.mkdir(parents=True, exist_ok=True)
         resumed = saved_and_resumed(policy, start, Checkpoints(checkpoints, mesh, keep=1))
         for each in (policy, resumed):
             each.train_step(batch, loss, Replay.rollout)

@@ -13,7 +13,7 @@ import pytest
 
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout.sglang.launch import read_launch
-from mrl.rollout.sglang.settings import CPU_STUBS
+from mrl.rollout.sglang.settings import CPU_STUBS, server_environment
 
 PROGRAM = Path(__file__).parent / "resolve_server_args.py"
 ENGINES: dict[str, dict[str, Any]] = {
@@ -60,7 +60,10 @@ def start_settings(model: Path, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve(settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    ours = {"PYTHONPATH": os.pathsep.join((str(CPU_STUBS), os.environ.get("PYTHONPATH", "")))}
+    ours = {
+        **server_environment((0,), 1),
+        "PYTHONPATH": os.pathsep.join((str(CPU_STUBS), os.environ.get("PYTHONPATH", ""))),
+    }
     done = subprocess.run(
         [sys.executable, str(PROGRAM)],
         input=json.dumps(settings),

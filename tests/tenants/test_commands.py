@@ -154,7 +154,7 @@ def test_watching_ends_with_the_tenant(
     capsys.readouterr()
     mrl("status", "r", "--watch")
     out = said(capsys)
-    assert "0/2" in out
+    assert "2/3" in out
     assert "1.2500" in out
     assert out.endswith("r is paused: its reward raised\n")
 

@@ -167,6 +167,7 @@ def test_the_exported_adapter_is_that_of_the_policy(
 def begins_with(path: Path, folder: Path, root: Path) -> None:
     mesh = join_mesh(path, {})
     policy = adapted(path, mesh, "shared_outer", path_in=folder)
+    root.mkdir(exist_ok=True)
     Checkpoints(root / "checkpoints", mesh, keep=1).save(0, policy, {})
 
 
@@ -288,4 +289,5 @@ def test_there_is_nothing_to_merge_without_an_adapter(
 
 def save_full(path: Path, root: Path) -> None:
     mesh = join_mesh(path, {})
+    root.mkdir(exist_ok=True)
     Checkpoints(root / "checkpoints", mesh, keep=1).save(1, build(path, mesh), {})

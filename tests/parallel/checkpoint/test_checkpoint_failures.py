@@ -71,9 +71,10 @@ def rescues(model_path: Path, root: Path) -> dict[str, Any]:
     its share."""
     mesh = join_mesh(model_path, {})
     policy, said = build(model_path, mesh), []
-    room = {"whole": None, "share lost": 0, "rank failed": 100}
+    room = {"whole": None, "share lost": 0, "rank failed": 1000}
     stores = []
     for case, num_bytes in room.items():
+        root.mkdir(parents=True, exist_ok=True)
         store = Checkpoints(root / case, mesh, keep=2, async_save=True, warn=said.append)
         is_short = mesh.rank == 1 and num_bytes is not None
         with full_disk(num_bytes or 0) if is_short else contextlib.nullcontext():
@@ -101,7 +102,8 @@ def test_a_save_that_is_whole_gets_its_name_without_the_other_ranks(
     assert not list(folder.glob("written_*"))
     lost, failed = out["said"]
     assert "lost: rank 1 has not written its share in 0.3 s" in lost
-    assert "rank 1: OSError: [Errno 27] File too large" in failed
+    assert "rank 1" in failed
+    assert "ulimit -f" in failed
 
 
 def fails_at_the_end(model_path: Path, root: Path) -> list[str]:
@@ -109,6 +111,7 @@ def fails_at_the_end(model_path: Path, root: Path) -> list[str]:
     mesh = join_mesh(model_path, {})
     policy, said = build(model_path, mesh), []
     for end in ("finish", "rescue"):
+        root.mkdir(parents=True, exist_ok=True)
         store = Checkpoints(root / end, mesh, keep=2, async_save=True, warn=said.append)
         folder = root / end / f".{folder_name(1)}.partial"
         with before_shares(partial(wait_for, folder / "metadata.json")):

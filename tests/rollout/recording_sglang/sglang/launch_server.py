@@ -118,6 +118,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path in ("/begin_weight_update", "/end_weight_update"):
             return self._send(405 if self.has_sessions else 404, {})
+        if self.path == "/server_info":
+            room = {"memory_usage": {"token_capacity": 1 << 20}, "page_size": 1}
+            return self._send(200, {"internal_states": [room]})
         return self._send(200, {})
 
     def do_POST(self):
