@@ -7,8 +7,8 @@
 //
 // Numerics: x = logit / temperature; fp32 exponentials e = exp(x - shift) with a shift of the
 // tile's own, near its largest x. x - shift is rounded once, and for the label's it is fp64, so the
-// log-probs of large logits are as exact as those of small ones. Sums are fp32 within a tile on a GPU, over at most 1,024 columns
-// on a CPU; fp64 beyond.
+// log-probs of large logits are as exact as those of small ones. Sums are fp32 within a tile on a
+// GPU, over at most 1,024 columns on a CPU; fp64 beyond.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,8 @@ namespace mrl {
 
 enum class LogitType : int { kFloat32, kBfloat16, kFloat16 };
 
-constexpr int kTileFields = 4;  // shift; sum e; sum e (x - shift); the label's logit where it is here
+constexpr int kTileFields =
+    4;  // shift; sum e; sum e (x - shift); the label's logit where it is here
 
 struct VpLogits {
   LogitType type;
