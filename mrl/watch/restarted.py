@@ -16,9 +16,7 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
-import psutil
-
-from mrl.system.processes import Closing, children_without_usr1
+from mrl.system.processes import Closing, children_without_usr1, is_stopped
 from mrl.watch.monitor import DONE
 
 ROOT = Path(__file__).parents[2]
@@ -101,15 +99,9 @@ class RestartedMonitor(Closing):
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(LOOK_S)
-            stopped_s = stopped_s + LOOK_S if _is_stopped(process.pid) else 0.0
+            stopped_s = stopped_s + LOOK_S if is_stopped(process.pid) else 0.0
             if stopped_s > STOPPED_S:
                 process.kill()
-
-
-def _is_stopped(pid: int) -> bool:
-    with suppress(psutil.Error):
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    return False
 
 
 def _write(process: subprocess.Popen[bytes], line: bytes) -> None:

@@ -25,7 +25,7 @@ from mrl.rollout.sglang.leftovers import (
     session_processes,
     shared_memory_files,
 )
-from mrl.system.processes import children_without_usr1
+from mrl.system.processes import children_without_usr1, is_stopped
 from mrl.system.scratch import Scratch, sweep
 
 LOG_TAIL_LINES = 30
@@ -35,7 +35,6 @@ COMM_LEN = 15
 """The characters of its name that Linux keeps of a process that has died."""
 PART_PREFIX = "sglang::"
 """Schedulers and the detokenizer."""
-HALTED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 LOOK_S, MAX_LOOK_S = 0.5, 2.0
 """Seconds between two looks for stopped processes, and what one look counts at most: where nobody
 looked, as while the trainer was stopped, too, nothing is known."""
@@ -164,7 +163,7 @@ class ServerProcess:
         found = list(self._parts.values())
         with contextlib.suppress(psutil.Error):
             found += [psutil.Process(self.pid)] if self.pid is not None else []
-        return [process for process in found if _is_halted(process)]
+        return [process for process in found if is_stopped(process.pid)]
 
     def tree(self) -> list[psutil.Process]:
         """List the server and its descendants that still run: all processes of its session."""
@@ -252,12 +251,6 @@ class ServerProcess:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment["TMPDIR"] = str(folder)  # Its sockets go with the folder.
         return environment
-
-
-def _is_halted(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.status() in HALTED
-    return False
 
 
 def is_loopback(host: str) -> bool:
