@@ -18,7 +18,7 @@ from typing import NamedTuple
 from mrl.errors import ExitCode
 from mrl.run.failure import OVER_FILE, Failure
 from mrl.system.launcher import WATCHED_FILE, arrived_file
-from mrl.system.processes import is_stopped
+from mrl.system.proc import is_running, is_stopped, stat_of
 
 LOOK_S = 1.0
 STOPPED_S = 60.0
@@ -58,7 +58,7 @@ class RankWatch:
     def look(self) -> None:
         """Look once; `LOOK_S` have passed since the last time, or this process was stopped itself."""
         self._known.update(children())
-        alive = {pid for pid in self._known if not _is_gone(pid)}
+        alive = {pid for pid in self._known if is_running(pid)}
         have_ended = len(alive) < len(self._known)
         if not have_ended and (self._folder / WATCHED_FILE).exists():
             self._stopped_s.clear()
@@ -132,23 +132,10 @@ def rank_of(pid: int) -> int | None:
     return None
 
 
-def _is_gone(pid: int) -> bool:
-    return _fields(pid)[:1] in ([], ["Z"])
-
-
 def _work_of(pid: int) -> _Work:
     """Return what a process has done; what it maps counts by the pages that it had to read."""
-    cpu_s, num_bytes = 0.0, 0
-    if fields := _fields(pid):
-        cpu_s = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with those it waited for
+    stat, num_bytes = stat_of(pid), 0
     with suppress(OSError, ValueError):
         counts = dict(x.split(": ") for x in Path(f"/proc/{pid}/io").read_text().splitlines())
         num_bytes = int(counts["rchar"]) + int(counts["read_bytes"])
-    return _Work(cpu_s, num_bytes)
-
-
-def _fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; none where the process is gone."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return []
+    return _Work(0.0 if stat is None else stat.cpu_s, num_bytes)

@@ -60,14 +60,6 @@ def die_with_torchrun() -> None:
         die_with_parent(os.getppid())
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or a debugger."""
-    with suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state in ("T", "t")
-    return False
-
-
 @contextmanager
 def children_without_usr1() -> Iterator[None]:
     """Let the processes that this thread starts meanwhile, and all below them, never get SIGUSR1.

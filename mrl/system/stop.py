@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from mrl.system.proc import is_running
+
 NOBODY, CALLBACK, SIGNAL, HANGUP, TERMINATION = range(5)
 """Who asked this rank; of all ranks the highest counts."""
 _come: list[int] = []
@@ -183,7 +185,5 @@ def _has_lost_a_sibling() -> bool:
     alive = 0
     for file in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
         with suppress(OSError):
-            for pid in file.read_text().split():
-                status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-                alive += status not in "ZX"
+            alive += sum(is_running(int(pid)) for pid in file.read_text().split())
     return alive < int(local)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.system.files import write_whole
+from mrl.system.proc import stat_of
 
 FILE = "start.json"
 
@@ -43,10 +44,6 @@ def _read(service: Path) -> dict[str, Any]:
 
 
 def _began(pid: int) -> str | None:
-    """Return when a process began, in the kernel's ticks; a later one of its number began at another
-    time. None where there is none, or it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
+    """Return when a process started; None where there is none, or it has ended."""
+    stat = stat_of(pid)
+    return None if stat is None or stat.has_ended else stat.started

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from mrl.run.failure import TAIL_LINES
 from mrl.system.heartbeat import SIZE, kind_of, read_collective, read_helper, read_page
-from mrl.watch.verdict import GONE, STOPPED, Seen
+from mrl.system.proc import stat_of
+from mrl.watch.verdict import GONE, Seen
 
 TICK_S = 0.2
 STACKS_S = 2.0
@@ -44,26 +45,26 @@ class Process:
         finally:
             os.close(descriptor)
         found = os.open(stacks, os.O_RDONLY | os.O_CLOEXEC)
-        return cls(rank, pid, memory, found, _stat(pid)[1])
+        return cls(rank, pid, memory, found, _started(pid))
 
     def see(self) -> Seen:
-        state, started = _stat(self.pid)
-        state = state if started == self.started else ""
+        stat = stat_of(self.pid)
+        state = stat.state if stat is not None and stat.started == self.started else ""
         pulse = read_page(self.page)
         if kind_of(pulse.phase) in MOVES_BYTES and state:
             moved = _moved(f"{self.pid}/task/{self.pid}")
             helper = read_helper(self.page)
-            if helper and _parent(helper) == self.pid:
+            writer = stat_of(helper) if helper else None
+            if writer is not None and writer.parent == self.pid:
                 moved += _moved(str(helper))
-                halted = _stat(helper)[0]
-                state = halted if halted in STOPPED else state  # the rank may wait for it
+                state = writer.state if writer.is_stopped else state  # the rank may wait for it
             pulse = pulse._replace(beats=pulse.beats + moved // BEAT_BYTES)
         return Seen(pulse, state, read_collective(self.page))
 
     def send(self, number: int) -> None:
         """Send it a signal, where it is still there."""
         with suppress(ProcessLookupError):
-            if _stat(self.pid)[1] == self.started:
+            if _started(self.pid) == self.started:
                 os.kill(self.pid, number)
 
     def read_stacks(self) -> str:
@@ -104,19 +105,10 @@ def innermost(stacks: str) -> list[str]:
     return [line for line in lines[heads[-1] :] if line.strip()][:TAIL_LINES] if heads else []
 
 
-def _stat(pid: int) -> tuple[str, str]:
-    """Return (state, start time) of a process; empty where it is gone."""
-    with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], fields[19]
-    return "", ""
-
-
-def _parent(pid: int) -> int:
-    """Return the parent of a process; 0 where it is gone."""
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
+def _started(pid: int) -> str:
+    """Return when a process was started; empty where it is gone."""
+    stat = stat_of(pid)
+    return "" if stat is None else stat.started
 
 
 def _moved(task: str) -> int:

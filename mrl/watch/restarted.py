@@ -16,7 +16,8 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
-from mrl.system.processes import Closing, children_without_usr1, is_stopped
+from mrl.system.proc import is_stopped
+from mrl.system.processes import Closing, children_without_usr1
 from mrl.watch.monitor import DONE
 
 ROOT = Path(__file__).parents[2]

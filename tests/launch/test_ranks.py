@@ -14,7 +14,7 @@ import pytest
 from mrl.launch import ranks
 from mrl.launch.ranks import RankWatch
 from mrl.system.launcher import LAUNCH_FOLDER, tell_arrived, tell_watched
-from mrl.system.processes import is_stopped
+from mrl.system.proc import is_stopped
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -25,7 +25,8 @@ from mrl.rollout.sglang.leftovers import (
     session_processes,
     shared_memory_files,
 )
-from mrl.system.processes import children_without_usr1, is_stopped
+from mrl.system.proc import is_stopped
+from mrl.system.processes import children_without_usr1
 from mrl.system.scratch import Scratch, sweep
 
 LOG_TAIL_LINES = 30
