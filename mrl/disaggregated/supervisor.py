@@ -28,7 +28,8 @@ from mrl.errors import EngineGone, ExitCode, InputError
 from mrl.preflight.roles import Roles, check_engine_on_node
 from mrl.run import console
 from mrl.system.heartbeat import beat
-from mrl.system.processes import children_without_usr1, is_stopped
+from mrl.system.proc import is_stopped
+from mrl.system.processes import children_without_usr1
 from mrl.system.rendezvous import own_network
 
 PREFIX = "mrl_rollout"
