@@ -1,4 +1,4 @@
-"""Writes the table of docs/faults.md: a row for each process and signal, a column for each phase."""
+"""Write the table of docs/faults.md: a row for each process and signal, a column for each phase."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ABSENT, NOT_MEASURED = "-", "not measured"
 
 
 def write(content: Mapping[str, Any]) -> None:
-    """Put the table into docs/faults.md, between its marks."""
+    """Write the table into docs/faults.md, between its markers."""
     text = PAGE.read_text()
     before, start, rest = text.partition(START)
     _, end, after = rest.partition(END)
@@ -39,7 +39,7 @@ def markdown(content: Mapping[str, Any]) -> str:
                 cells = [cell(own, role, phase, signal) for phase in COLUMNS]
                 lines.append(f"| {role} | {signal} | {' | '.join(cells)} |")
     if brief := sorted({each["role"] for each in content["too_brief"]}):
-        lines += ["", f"There for less than a second, and not struck: {', '.join(brief)}."]
+        lines += ["", f"Lived for less than a second and not signalled: {', '.join(brief)}."]
     missing = [text for text in content["not_measured"] if ":" not in text]
     if missing:
         lines += ["", f"Not measured at all: {', '.join(missing)}."]
@@ -51,7 +51,7 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 
 def cell(rows: Sequence[Mapping[str, Any]], role: str, phase: str, signal: str) -> str:
-    """Return what came of one strike, in a few words."""
+    """Return the outcome of one signal, in a few words."""
     found = [r for r in rows if (r["role"], r["phase"], r["signal"]) == (role, phase, signal)]
     if not found:
         return ABSENT
