@@ -6,7 +6,7 @@
 // many ranks there are. Rows are independent of each other. Rows that are masked are never read.
 //
 // Numerics: x = logit / temperature; fp32 exponentials e = exp(x - shift) with a shift of the
-// tile's own, near its largest x. x - shift is rounded once, and for the label's it is fp64, so the
+// tile's own, near its largest x. x - shift is rounded once, and for the label it is fp64, so the
 // log-probs of large logits are as exact as those of small ones. Sums are fp32 within a tile on a
 // GPU, over at most 1,024 columns on a CPU; fp64 beyond.
 #pragma once

@@ -20,7 +20,7 @@ from mrl.client import Datum, Sample, ServiceClient, Session
 from mrl.errors import InputError, RunFailed
 
 WAIT_S = 300.0
-"""Seconds for a service that is not there yet."""
+"""How long to wait for a service that has not started yet, in seconds."""
 NUM_IDS = 60
 """Ids below this one are small."""
 PROMPTS = [[70, 80, 90], [100, 65], [85, 95, 75, 105]]

@@ -18,12 +18,12 @@ import torch
 
 from mrl import __version__
 from mrl.commands import ALL
-from mrl.commands.elsewhere import pointer
+from mrl.commands.foreign_commands import hint_for
 from mrl.commands.report import show
 from mrl.errors import ExitCode, InputError, RunFailed
 from mrl.run.console import escape
 from mrl.system.disk import refusal
-from mrl.system.streams import open_missing, silence_refusing
+from mrl.system.streams import open_missing, silence_unwritable
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -48,8 +48,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _flush(*, is_done: bool) -> None:
-    """Write what was printed. Where a stream takes no more, a command that was done is not."""
-    if (names := silence_refusing()) and is_done:
+    """Flush what was printed. If a stream cannot be written to, the command fails even if it was
+    done."""
+    if (names := silence_unwritable()) and is_done:
         _say(f"mrl: {names} could not be written: its device is full")
         sys.exit(ExitCode.DISK)
     sys.stdout.flush()  # raises BrokenPipeError where nobody reads any more
@@ -120,7 +121,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
     except _Misuse as error:
         message, program = error.args
-        hint = "" if message.startswith("argument -") else pointer(words)  # an option of ours
+        hint = "" if message.startswith("argument -") else hint_for(words)  # an option of ours
         print(f"mrl: {message}{hint}; see {program} --help", file=sys.stderr)
         sys.exit(ExitCode.BAD_INPUT)
     if rest:

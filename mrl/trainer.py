@@ -185,7 +185,7 @@ class Trainer:
     def resume(self, loaded: Loaded) -> None:
         """Continue after a checkpoint whose weights are loaded already. A collective.
 
-        Where the rows of the data are others since then, it begins with its first row.
+        If the rows of the data have changed since then, the data starts over at its first row.
         """
         collected, plan, why = loaded.trainer["collector"], self.plan, ""
         if self.is_main and self.folder.history.has_other_data(loaded.step):

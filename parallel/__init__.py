@@ -1,7 +1,7 @@
 """The only room that knows Megatron: sizes, groups, models, weights, the train step, checkpoints.
 
 Importing the package does not import Megatron, so that bad input is refused at once. It silences
-KNOWN_WARNINGS: whatever process imports Megatron has imported this room before.
+KNOWN_WARNINGS, because every process that imports Megatron imports this package first.
 """
 
 import logging

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from mrl.errors import RankLost
-from mrl.system.launcher import tell_arrived
+from mrl.system.launcher import signal_arrived
 from mrl.system.rendezvous import check_rendezvous
 from parallel import prepare
 from parallel.dims import ParallelDims
@@ -101,7 +101,7 @@ def local_device() -> torch.device:
 _joined: list[tuple[dist.Store, int]] = []
 """torchrun's store and this rank, once it was joined."""
 ARRIVED = "arrived"
-"""The key of the store, with a rank, that says that it has come to where the ranks meet."""
+"""The prefix of a key of the store, followed by a rank: the rank waits for the others there."""
 _meetings = itertools.count(1)
 """The times that the ranks met there."""
 
@@ -136,7 +136,8 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
     seed the random generators.
 
     `timeout_s`: a rank that waits longer than this for the others in a collective gives up; this
-    holds for all groups, Megatron's too. Raises RankLost with the ranks that have not come by then.
+    applies to all groups, Megatron's too. Raises RankLost with the ranks that have not connected by
+    then.
     """
     prepare()
     from megatron.core import parallel_state
@@ -149,17 +150,17 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store, rank = _meeting()
         timeout = datetime.timedelta(seconds=timeout_s)
-        tell_arrived(rank)
+        signal_arrived(rank)
         store.set(f"{ARRIVED}_{rank}", "")
         try:
-            # Ranks above these lead engines only, and are in no process group.
+            # Higher ranks only lead engines, and are in no process group.
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=dims.world, timeout=timeout
             )
         except dist.DistStoreError as error:
             if missing := _not_arrived(store, dims.world):
                 raise RankLost(
-                    f"ranks {missing} have not come to where the ranks meet in {timeout_s:g} s"
+                    f"ranks {missing} have not connected to the other ranks in {timeout_s:g} s"
                 ) from error
             raise
     parallel_state.initialize_model_parallel(
@@ -192,8 +193,8 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
 
 
 def _not_arrived(store: dist.Store, world: int) -> list[int]:
-    """Return the ranks that have not come to where the ranks meet."""
-    with suppress(RuntimeError):  # the store is gone, too
+    """Return the ranks that have not connected yet."""
+    with suppress(RuntimeError):  # the store is gone as well
         return [rank for rank in range(world) if not store.check([f"{ARRIVED}_{rank}"])]
     return []
 

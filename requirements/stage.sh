@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # stage.sh WHAT COMMAND...: one line for a stage of the set-up, with its seconds.
 #
-# What COMMAND prints goes to .venv/setup.log. Where it fails, the end of that is printed, and its code is
-# that of this script.
+# The output of COMMAND goes to .venv/setup.log. If it fails, the end of the log is printed, and the script
+# exits with its code.
 set -uo pipefail
 
 what=$1
@@ -19,6 +19,6 @@ else
   code=$?
   printf ' failed after %d s\n' "$((SECONDS - start))"
   tail -n "+$first" "$log" | tail -n 40 >&2
-  echo "error: $what failed with code $code; $log has all that it printed" >&2
+  echo "error: $what failed with code $code; see $log for its whole output" >&2
   exit "$code"
 fi

@@ -11,12 +11,12 @@ import os
 import sys
 from pathlib import Path
 
-from mrl.system.worker_end import WorkerEnd
+from mrl.system.worker_connection import WorkerConnection
 
 
 def main() -> None:
     folder, parent, core = sys.argv[1:]
-    end = WorkerEnd("the stability study", int(parent))
+    connection = WorkerConnection("the stability study", int(parent))
     log = os.open(
         Path(folder) / f"worker_{core}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
     )
@@ -29,15 +29,15 @@ def main() -> None:
     from parallel import prepare
 
     prepare()
-    end.send({"ready": True})
+    connection.send({"ready": True})
     shared = None
-    for request in end.requests():
+    for request in connection.requests():
         job = Job(**{**request, "more": tuple(request["more"])})
         shared = shared or start_engine(job)
         engine, mesh = shared
         run = make_run(job, mesh)
         run.begin(engine)
-        end.send(result_of(run, job))
+        connection.send(result_of(run, job))
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ class Traits:
     sequence_range: tuple[float, float] | None
     """(`CLIP_LOW`, `CLIP_HIGH`) where `RATIO = "sequence"`: how far below and above 1 it may go."""
     clip_high: float | None
-    """`CLIP_HIGH`: the published upper side of the clip; None: unknown."""
+    """`CLIP_HIGH`: the published upper clip range; None if unknown."""
     reads: frozenset[str] | None
     """`READS`: fields of AlgorithmConfig that not every algorithm reads; None: unknown, unchecked."""
 

@@ -52,8 +52,8 @@ def check_algorithm(config: AlgorithmConfig, traits: Traits) -> None:
 
 
 def check_dual_clip(config: AlgorithmConfig, published_high: float | None) -> None:
-    """Raise InputError for a dual clip inside of the clip range, whose upper side is the recipe's or,
-    without one, the algorithm's `published_high` (None: unknown)."""
+    """Raise InputError for a dual clip inside the clip range, whose upper side is the recipe's or, if
+    it has none, the algorithm's `published_high` (None: unknown)."""
     high = published_high if config.clip_high is None else config.clip_high
     if config.dual_clip is None or high is None or config.dual_clip > 1 + high:
         return

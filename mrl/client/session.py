@@ -108,13 +108,13 @@ class Session:
         self.name, self._client = name, client
         found = client.tenant(name)
         self._sequence: int = found["sequence"]
-        """The number of the tenant: the name may be another one's later."""
+        """The number of the tenant, because the name may be used again later."""
         self.life: str = self._session(found)["session"]["life"]
         """Changes whenever the session is opened anew."""
 
     def status(self) -> dict[str, Any]:
-        """Return the session as `GET /tenants/NAME` does. Raises InputError for one that is none, and
-        OperationLost where it was removed and its name is another tenant's."""
+        """Return the session as `GET /tenants/NAME` does. Raises InputError for a tenant that is not a
+        session, and OperationLost if it was removed and its name belongs to another tenant."""
         found = self._client.tenant(self.name)
         if found["sequence"] != self._sequence:
             raise OperationLost(f"session {self.name} was removed, and another tenant has its name")
@@ -191,8 +191,8 @@ class Session:
         return self._post("load", {"version": version}, lambda found: found["version"])
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text by the tokenizer of the service's model, without special
-        tokens of its own."""
+        """Return the token ids of a text from the tokenizer of the service's model, without adding
+        special tokens."""
         return self._client.encode([text])[0]
 
     def encode_chat(
@@ -203,7 +203,7 @@ class Session:
         tools: Sequence[Any] | None = None,
     ) -> list[int]:
         """Return the token ids of messages (`role`, `content`) in the model's chat template, with the
-        beginning of the answer where `add_generation_prompt`."""
+        beginning of the answer if `add_generation_prompt`."""
         body: dict[str, Any] = {
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
@@ -249,8 +249,8 @@ class ServiceClient:
     """Knows a service on this machine by its folder, and makes sessions on it."""
 
     def __init__(self, service: str | Path, wait_s: float = 0.0) -> None:
-        """`service`: its output_dir. One that is starting is waited for until it listens, and one that
-        is not there yet for `wait_s` seconds. Raises NobodyListens."""
+        """Wait until the service with the output_dir `service` listens, if it is starting; if it has
+        not been started yet, wait at most `wait_s` seconds for that. Raises NobodyListens."""
         self.control = ControlClient(Path(service))
         """The tenants of the service, and its metrics."""
         self.control.wait_until_listening(wait_s)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from mrl.collect.single_turn import start_groups
 from mrl.config import RolloutConfig
-from mrl.run.waiting import Waiting, renumbered
+from mrl.run.pending_prompts import PendingPrompt, renumbered
 from mrl.types import Prompt, SampleGroup
 
 SEED_SHIFT = 48
@@ -172,12 +172,12 @@ class Backlog:
             "rollout/is_long_round": float(prompts.is_long_round),
         }
 
-    def records(self, groups: Sequence[SampleGroup]) -> list[Waiting]:
-        """Return the prompts that wait as a checkpoint holds them; `groups` are theirs, all whole."""
+    def records(self, groups: Sequence[SampleGroup]) -> list[PendingPrompt]:
+        """Return the pending prompts as a checkpoint holds them; `groups` are their complete groups."""
         pairs = zip(groups, self._waiting, strict=True)
-        return [Waiting(group, one.seed) for group, one in pairs]
+        return [PendingPrompt(group, one.seed) for group, one in pairs]
 
-    def take_up(self, waiting: Iterable[Waiting]) -> list[Waiting]:
+    def take_up(self, waiting: Iterable[PendingPrompt]) -> list[PendingPrompt]:
         """Continue with the prompts of a checkpoint; return those that do not belong in a backlog.
 
         Prompts whose partial rollouts do not fit the recipe, which may have changed since, start anew.

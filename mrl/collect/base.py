@@ -83,9 +83,9 @@ class Collector(Protocol):
     def load_state_dict(
         self, state: dict[str, Any], step: int, *, other_data: bool = False
     ) -> None:
-        """Continue with `step` from what `state_dict` returned, also that of another kind of
-        collector; with `other_data` only from what does not depend on the prompts, and these begin
-        with the first one."""
+        """Continue at `step` from a `state_dict`, which another kind of collector may have written.
+        With `other_data` only the part that does not depend on the prompts is used, and the prompts
+        start over at the first one."""
         ...
 
     def close(self) -> None:

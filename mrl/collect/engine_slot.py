@@ -44,7 +44,7 @@ class EngineSlot:
         self._lost: EngineLost | None = None
         self._restarts = 0
         self._explained = 0
-        """Restarts that do not count, as they were caused by requests that are not tried again."""
+        """Restarts that do not count, because the requests that caused them are not tried again."""
         self._recovery_s = 0.0
 
     def begin_step(self) -> None:

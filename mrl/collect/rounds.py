@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from mrl.collect.backlog import Backlog, StepPrompts
-from mrl.collect.draws import Draws
 from mrl.collect.dynamic_sampling import DynamicSampling
 from mrl.collect.evaluation import Evaluation
+from mrl.collect.prompt_queue import PromptQueue
 from mrl.collect.task import Scored, Task, share_partial, share_scored
 from mrl.data import PromptCursor
 from mrl.preflight import Plan
 from mrl.run import console
 from mrl.run.folder import RunFolder
-from mrl.run.waiting import Waiting, read_waiting, waiting_state
+from mrl.run.pending_prompts import PendingPrompt, pending_state, read_pending
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import begin_step, phase
 from mrl.types import Max, SampleGroup, Statistics
@@ -56,7 +56,7 @@ class RoundCollector(ABC):
         recipe = plan.recipe
         self.plan, self.mesh, self._folder = plan, mesh, folder
         self.cursor = PromptCursor(plan.sources, seed=recipe.seed, shuffle=recipe.data.shuffle)
-        self.draws = Draws(self.cursor)
+        self.prompt_queue = PromptQueue(self.cursor)
         self.backlog = Backlog(recipe.rollout)
         self.groups: list[SampleGroup] = []
         self.evaluation: dict[str, float] = {}
@@ -85,7 +85,7 @@ class RoundCollector(ABC):
 
     def _step_prompts(self) -> StepPrompts:
         """Return the prompts that the step starts with."""
-        return self.backlog.begin_step(self.draws.next, self._seed)
+        return self.backlog.begin_step(self.prompt_queue.next, self._seed)
 
     def _forget(self) -> None:
         """Let go of the step before: its groups, with their routes, leave the host's memory."""
@@ -128,7 +128,7 @@ class RoundCollector(ABC):
         """Take in the groups of a round; begin another one where groups are missing."""
         sampling.add(groups)
         if not sampling.is_over:
-            self._round = self._new_round(sampling.next_round(self.draws.next, self._seed))
+            self._round = self._new_round(sampling.next_round(self.prompt_queue.next, self._seed))
             return
         if sampling.num_missing and self.mesh.rank == 0:
             console.warning(f"step {self._step}: {sampling.complaint()}")
@@ -143,25 +143,25 @@ class RoundCollector(ABC):
         groups = self._backlog_groups()
         if self.mesh.rank:
             return {}
-        return {**self.cursor.state_dict(), "waiting": waiting_state(self._all_waiting(groups))}
+        return {**self.cursor.state_dict(), "waiting": pending_state(self._all_waiting(groups))}
 
     def _backlog_groups(self) -> list[SampleGroup]:
         """Return the groups that wait in the backlog, whole on rank 0. A collective."""
         return [one.group for one in self.backlog.waiting]
 
-    def _all_waiting(self, backlog: Sequence[SampleGroup]) -> list[Waiting]:
-        """Return all prompts that wait, on rank 0; `backlog` are the groups in the backlog."""
-        return [*self.draws.waiting, *self.backlog.records(backlog)]
+    def _all_waiting(self, backlog: Sequence[SampleGroup]) -> list[PendingPrompt]:
+        """Return all pending prompts, on rank 0; `backlog` are the groups in the backlog."""
+        return [*self.prompt_queue.waiting, *self.backlog.records(backlog)]
 
     def load_state_dict(
         self, state: dict[str, Any], step: int, *, other_data: bool = False
     ) -> None:
-        waiting = read_waiting(state)
+        waiting = read_pending(state)
         if other_data:
             if waiting and self.mesh.rank == 0:
                 console.warning(
-                    f"the data has changed: {len(waiting)} prompts of the former data, which the "
-                    "checkpoint had for the next steps, are not trained on"
+                    f"the data has changed: {len(waiting)} pending prompts of the checkpoint, which "
+                    "are of the former data, are not trained on"
                 )
             return
         if "seed" in state:  # saved rollouts (`debug.load_rollouts`) draw no prompts
@@ -169,17 +169,17 @@ class RoundCollector(ABC):
         num_lost = sum(bool(one.num_tokens) for one in self._take_up(waiting, step, state))
         if num_lost and self.mesh.rank == 0:
             console.warning(
-                f"of {len(waiting)} prompts that wait in the checkpoint, {num_lost} are generated "
-                "anew: what there is of them does not fit the recipe, which has changed"
+                f"of {len(waiting)} pending prompts of the checkpoint, {num_lost} are generated again: "
+                "their samples do not fit the changed recipe"
             )
 
     def _take_up(
-        self, waiting: list[Waiting], step: int, state: Mapping[str, Any]
-    ) -> list[Waiting]:
-        """Continue at `step` with the prompts of a checkpoint; return those that begin anew. `state` is
-        the whole state of the collector that has written it."""
+        self, waiting: list[PendingPrompt], step: int, state: Mapping[str, Any]
+    ) -> list[PendingPrompt]:
+        """Continue at `step` with the pending prompts of a checkpoint; return those that start over.
+        `state` is the whole state of the collector that wrote it."""
         rest = self.backlog.take_up(waiting)
-        self.draws.put_first(rest)
+        self.prompt_queue.put_first(rest)
         return rest
 
 

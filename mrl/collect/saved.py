@@ -34,7 +34,7 @@ class SavedCollector:
         self.groups: list[SampleGroup] = []
         self.evaluation: dict[str, float] = {}
         self._state: dict[str, Any] = {}
-        """What the collector that drew prompts before this one has saved."""
+        """The state saved by the collector that drew prompts before this one."""
 
     def start(self, policy: Policy) -> None:
         """Do nothing: there is no engine to start."""
@@ -77,13 +77,13 @@ class SavedCollector:
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was loaded: no prompt is drawn or trained on meanwhile."""
+        """Return the loaded state unchanged: this collector draws no prompts."""
         return self._state
 
     def load_state_dict(
         self, state: dict[str, Any], step: int, *, other_data: bool = False
     ) -> None:
-        """Keep the state for a later start; the step number alone says which file is next."""
+        """Keep the state for a later start; the step number alone determines the next file."""
         self._state = {} if other_data else state
 
     def close(self) -> None:

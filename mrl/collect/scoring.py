@@ -113,7 +113,7 @@ class Scoring:
         return group, runner.report.num_failed - before
 
     def _runner_of(self, prompt: Prompt) -> RewardRunner | None:
-        """Return what scores a prompt; None where an environment does, or nothing.
+        """Return the reward that scores a prompt; None if an environment does, or nothing.
 
         Raises RunFailed for a prompt of a source whose reward the recipe does not have.
         """
@@ -122,8 +122,8 @@ class Scoring:
         if prompt.reward not in self._of_sources:
             known = ", ".join(self._of_sources) or "none"
             raise RunFailed(
-                f"{prompt.source}: the prompt has the reward {prompt.reward} of its source, and the "
-                f"recipe's sources have {known}; it is not scored by another one"
+                f"{prompt.source}: the prompt has the reward {prompt.reward}, but the recipe's sources "
+                f"have {known}; restore that reward, or start a new run"
             )
         return self._of_sources[prompt.reward]
 

@@ -15,7 +15,7 @@ import torch
 
 from moe.trace import join_traces, joined_spans
 from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, sample_seed
-from mrl.run.waiting import PARTIAL
+from mrl.run.pending_prompts import PARTIAL
 from mrl.sampling_mask import join_masks
 from mrl.system.heartbeat import beat
 from mrl.types import Prompt, Sample, SampleGroup
@@ -53,8 +53,8 @@ class SingleTurnRollout:
         `seed` and `sampling` are one for all groups, or one for each. The rollout is over when
         `num_wanted` groups are whole, by default all; the others are aborted then, and stay in
         `partial`. `sampling` describes whole samples: of a sample that has C tokens already, C less
-        are requested, and no more than a context of `context_len` has room for; where that is none, as
-        in a run that continues with shorter ones, the sample ends with the finish reason `length`.
+        are requested, and at most as many as fit in a context of `context_len`; if none fit, as in a
+        run that continues with shorter limits, the sample ends with the finish reason `length`.
         `on_sample(group, k)` is called when sample k of a group is whole and others of
         the group are not.
         """
@@ -105,14 +105,14 @@ class SingleTurnRollout:
         return self._groups.pop(group_id)
 
     def _room(self, group_id: int, sample: Sample) -> int:
-        """Return how many tokens can follow those that the sample has."""
+        """Return how many more tokens the sample may have."""
         room = self._samplings[group_id].max_new_tokens - len(sample.response_ids)
         if self._context_len is None:
             return room
         return min(room, self._context_len - len(sample.token_ids))
 
     def _cut_off(self, group_id: int) -> None:
-        """End the partial samples of a group that have tokens and room for none."""
+        """End the partial samples of a group that may have no more tokens."""
         samples = self._groups[group_id].samples
         for k, sample in enumerate(samples):
             is_partial = sample.finish_reason == PARTIAL and len(sample.response_ids) > 0
@@ -140,7 +140,7 @@ class SingleTurnRollout:
 
 
 def _remaining(sampling: SamplingParams, num_done: int, room: int) -> SamplingParams:
-    """Return how a sample of `num_done` tokens goes on, which has room for `room` more."""
+    """Return the sampling parameters that continue a sample of `num_done` tokens by at most `room`."""
     if not num_done:
         return sampling  # whole: a prompt that is too long for it is refused
     at_least = min(room, max(0, sampling.min_new_tokens - num_done))

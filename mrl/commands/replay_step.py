@@ -161,15 +161,15 @@ def replay(source: Source, output: Path, world: int) -> Replayed:
 
 
 def _check_tokens(source: Source, vocab_size: int) -> None:
-    """Raise InputError where saved rollouts hold a token that the model does not have."""
+    """Raise InputError if saved rollouts hold a token that the model does not have."""
     for step in range(source.start, source.step + 1):
         file = saved_step(source.run.rollouts, step)
         for sample in (sample for group in load_groups(file) for sample in group.samples):
             low, high = int(sample.token_ids.min()), int(sample.token_ids.max())
             if low < 0 or high >= vocab_size:
                 raise InputError(
-                    f"{file}: it is damaged: a sample of group {sample.group_id} has the tokens {low} "
-                    f"to {high}, and the model has {vocab_size}"
+                    f"{file}: the file is damaged: a sample of group {sample.group_id} has tokens from "
+                    f"{low} to {high}, expected 0 to {vocab_size - 1}; restore the file"
                 )
 
 

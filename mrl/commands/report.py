@@ -62,7 +62,7 @@ def reporting(
     except (InputError, KeyboardInterrupt):
         raise
     except Exception as error:
-        if hasattr(error, _ATTRIBUTE):  # another `reporting` in this one has seen it
+        if hasattr(error, _ATTRIBUTE):  # a nested `reporting` has handled it
             raise
         found = classified(error, advice, folder)
         found.__cause__ = None if found is error else error

@@ -102,7 +102,7 @@ def _serve(
     from mrl.run import console
     from mrl.tenants.control import Control
     from mrl.tenants.open_house import open_service
-    from mrl.watch.start import Apart, least_limits_of_service, watching
+    from mrl.watch.start import EngineRanks, least_limits_of_service, watching
     from parallel.clocks import compare_clocks
     from parallel.mesh import init_mesh, join_store
 
@@ -121,8 +121,8 @@ def _serve(
         mesh = init_mesh(dims, seed=0, timeout_s=config.longest_wait_s)
         if (apart := compare_clocks()) and registry is not None:
             console.warning(apart)
-        rest = range(roles.num_trainers, roles.world)  # lead engines, and are watched, too
-        apart = Apart(join_store()[0], rest, config.longest_wait_s) if rest else None
+        rest = range(roles.num_trainers, roles.world)  # they lead engines and are watched, too
+        apart = EngineRanks(join_store()[0], rest, config.longest_wait_s) if rest else None
         undo.enter_context(watching(config.watch, least, folder, command, apart))
         if registry is None:
             made.append(open_service(config, roles, mesh, None))
@@ -138,11 +138,11 @@ def _roll_out(config: ServiceConfig, roles: Roles, rank: int) -> int:
     """Lead engines, or give them this rank's device, until the trainers are done."""
     from mrl.disaggregated.supervisor import supervise
     from mrl.tenants.disaggregated_house import job_of_service
-    from mrl.watch.start import watched_apart
+    from mrl.watch.start import watched_engine_rank
     from parallel.mesh import join_store
 
     store = join_store()[0]
-    with watched_apart(config.watch, store, rank) as look:
+    with watched_engine_rank(config.watch, store, rank) as look:
         if code := supervise(job_of_service(config), roles, rank, store, look):
             sys.exit(code)
     return 0

@@ -111,11 +111,11 @@ def train(
 def _roll_out(recipe: Recipe, roles: Roles, rank: int, allowed: Sequence[str]) -> str:
     """Lead engines, or give them this rank's device, until the trainers are done."""
     from mrl.disaggregated.supervisor import job_of_run, supervise
-    from mrl.watch.start import watched_apart
+    from mrl.watch.start import watched_engine_rank
     from parallel.mesh import join_store
 
     store = join_store()[0]
-    with watched_apart(recipe.watch, store, rank) as look:
+    with watched_engine_rank(recipe.watch, store, rank) as look:
         if code := supervise(job_of_run(recipe, allowed), roles, rank, store, look):
             sys.exit(code)
     return ""
@@ -131,7 +131,7 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
     from mrl.commands.out_of_memory import memory_advice
     from mrl.run import console
     from mrl.trainer import Trainer
-    from mrl.watch.start import Apart, least_limits, watching
+    from mrl.watch.start import EngineRanks, least_limits, watching
     from parallel.clocks import compare_clocks
     from parallel.mesh import init_mesh, join_store
 
@@ -150,7 +150,7 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
         if (apart := compare_clocks()) and mesh.rank == 0:
             console.warning(apart)
         rest = range(plan.roles.num_trainers, plan.roles.world)  # they lead engines
-        apart = Apart(join_store()[0], rest, recipe.longest_wait_s) if rest else None
+        apart = EngineRanks(join_store()[0], rest, recipe.longest_wait_s) if rest else None
         with (
             watching(recipe.watch, least_limits(recipe), folder.root, command, apart),
             closing(Trainer(plan, mesh, folder, callbacks)) as trainer,

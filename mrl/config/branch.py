@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 _NUMBER = re.compile(r"\s*[+-]?(\d[\d_]*\.?\d*|\.\d+)\s*")
-"""A number in quotes. One with an exponent is no such: YAML 1.1 reads `1e-6` as text."""
+"""A number in quotes, but not one with an exponent, as YAML 1.1 reads `1e-6` without quotes as text."""
 
 
 class Branch(BaseModel):
@@ -20,7 +20,7 @@ class Branch(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_no_other_type(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse `true` and text where a number is expected, which pydantic would make one of."""
+        """Refuse `true` and text for a number; pydantic would convert them."""
         is_text = isinstance(value, str) and _NUMBER.fullmatch(value)
         if (is_text or isinstance(value, bool)) and _is_number(cls, str(info.field_name)):
             raise ValueError("expected a number" + " without quotes" * bool(is_text))
@@ -28,7 +28,7 @@ class Branch(BaseModel):
 
 
 def _is_number(branch: type[BaseModel], name: str) -> bool:
-    """Whether a field takes a number, or null, and nothing else."""
+    """Whether a field accepts only a number or null."""
     annotation = branch.model_fields[name].annotation
     is_union = get_origin(annotation) in (Union, UnionType)
     kinds = set(get_args(annotation)) if is_union else {annotation}

@@ -1,6 +1,6 @@
-"""What other frameworks call keys and algorithms: TRL, verl, slime, Tinker, OpenRLHF, Hugging Face.
+"""Names of keys and algorithms in TRL, verl, slime, Tinker, OpenRLHF and Hugging Face.
 
-The tables are only read for the message about an unknown name; nothing is renamed silently, as the same
+The tables only serve the message about an unknown name; nothing is renamed silently, because the same
 name may mean another number elsewhere. docs/coming_from.md has the keys side by side.
 """
 
@@ -11,7 +11,7 @@ _MICRO = "micro-batches are packed by tokens"
 _MINI = "optimizer steps of a rollout, in place of a batch size of each"
 _STEPS = "the number of rollout steps"
 _NO_STD = "algorithm.name=dr_grpo does not divide by the group's std"
-_RESUMES = "a run that is there is resumed by the same command"
+_RESUMES = "the same command resumes a run that already exists there"
 _LAYERS = "sizes by Megatron's names; every rank runs the same program"
 
 FOREIGN: dict[str, tuple[str, str]] = {
@@ -206,7 +206,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "dataset_train_split": ("data.split", ""),
     "input_key": ("data.prompt_key", ""),
     "label_key": ("data.columns", "data.columns: {answer: NAME}"),
-    "reward_fn_key": ("data.sources", "a source has a reward of its own"),
+    "reward_fn_key": ("data.sources", "each source may have its own reward"),
     "apply_chat_template_kwargs": ("data.chat_template_kwargs", ""),
     "filter_overlong_prompts": ("data.overlong", "data.overlong=filter"),
     "truncation": ("data.overlong", "refuse, filter or truncate_left"),
@@ -261,11 +261,11 @@ FOREIGN: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 """Another framework's key, or the end of it after a dot, with the key of a recipe and what differs."""
 
-_PAIRS = "it learns from preference pairs without sampling, and mrl samples: it has no such loss"
+_PAIRS = "it learns from preference pairs without sampling, which mrl does not support"
 ALGORITHMS = {
     **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ipo", "cpo", "bco"), _PAIRS),
-    "sft": "supervised steps before the RL are the branch sft (sft.path, sft.num_steps)",
-    "cross_entropy": "supervised steps before the RL are the branch sft (sft.path, sft.num_steps)",
+    "sft": "set supervised steps before the RL in the section sft (sft.path, sft.num_steps)",
+    "cross_entropy": "set supervised steps before the RL in the section sft (sft.path, sft.num_steps)",
     "gae": "algorithm.name=ppo has a critic and GAE",
     "vanilla": "algorithm.name=grpo or ppo",
     "importance_sampling": "algorithm.name=grpo, with algorithm.importance for the engine's log-probs",
@@ -279,9 +279,9 @@ ALGORITHMS = {
     "reinforce_plus_plus_baseline": "algorithm.name=reinforce_pp_baseline",
     "decoupled": "algorithm.name=decoupled_ppo",
 }
-"""What other frameworks call algorithms, with what is said of them here; `-` counts as `_`."""
+"""Other frameworks' names of algorithms, with the advice for each; `-` counts as `_`."""
 
 
 def of_algorithm(name: str) -> str:
-    """Return what to do about another framework's algorithm; empty where it is none."""
+    """Return the advice for another framework's algorithm; empty for an unknown name."""
     return ALGORITHMS.get(name.lower().replace("-", "_"), "")

@@ -65,9 +65,9 @@ class EngineConfig(Branch):
     """Seconds without a sign from an engine's scheduler after which it counts as hung and is
     replaced."""
     max_restarts: int = Field(default=3, ge=0)
-    """Engines that may be lost and replaced in one step before the run gives up; where engines run
-    freely, by one worker without a finished group between. Also the workers of a rollout rank that may
-    end in a row before they join."""
+    """Engines that may be lost and replaced in one step before the run gives up; with engines that run
+    freely, by one worker without a finished group in between. Also the workers of a rollout rank that
+    may end in a row before they join."""
 
     def engine_dtype(self, model: ModelConfig) -> Literal["auto", "float32", "bfloat16"]:
         """What is asked for the engine; `auto` where the device decides."""

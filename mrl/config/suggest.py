@@ -58,8 +58,8 @@ def _find(key: str, known: Sequence[str], *, is_own: bool) -> str:
 
 
 def pointed_to(key: str) -> str | None:
-    """Return the key of a recipe that an exact name of another framework, or a key in another branch,
-    leads to; None where there is none."""
+    """Return the recipe's key for an exact name of another framework, or for a key given without or
+    with another section; None if there is none."""
     if (foreign := _foreign(key)) is not None:
         return foreign[0]
     leaf = key.rpartition(".")[2]

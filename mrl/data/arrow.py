@@ -102,7 +102,7 @@ def read_hub(hub_id: str, subset: str | None, split: str) -> Rows:
 def _rows(batches: Any, place: str, first: int = 1) -> Rows:
     """Yield the rows of Arrow record batches; `first` is the number of the first row.
 
-    Raises InputError where a column is there twice.
+    Raises InputError for duplicate columns.
     """
     for batch in batches:
         _check_names(batch.schema, place)
@@ -120,7 +120,7 @@ def _rows(batches: Any, place: str, first: int = 1) -> Rows:
 
 
 def _check_names(fields: Any, place: str, within: str = "the columns") -> None:
-    """Raise InputError where a schema, or an object in it, has a name twice: Python keeps the last."""
+    """Raise InputError if a schema, or an object in it, has a duplicate name; Python keeps the last."""
     names = [field.name for field in fields]
     if len(set(names)) < len(names):
         raise InputError(f"{place}: got {within} {', '.join(names)}, expected each once")

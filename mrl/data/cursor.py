@@ -91,8 +91,7 @@ class PromptCursor:
         }
 
     def why_other(self, state: dict[str, Any]) -> str:
-        """Return in what `state` belongs to other rows, or to another order of them; empty where it
-        belongs to these."""
+        """Return how the rows, or their order, differ from those of `state`; empty if they do not."""
         try:
             self._places_in(state)
         except InputError as error:
@@ -104,8 +103,8 @@ class PromptCursor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; the order's seed comes from the state.
 
-        Sources are known by their rows, whatever they are called now. Raises InputError if the state
-        belongs to other data, and names the source.
+        Sources are identified by their rows, whatever their names are now. Raises InputError, which
+        names the source, if the state belongs to other data.
         """
         places = self._places_in(state)
         self._seed, self._shuffle = state["seed"], state["shuffle"]
@@ -154,7 +153,7 @@ class PromptCursor:
     def _check_sources(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the saved sources in today's order. Raises InputError where one is another."""
         left, found = list(saved), {}
-        for has_name in (True, False):  # of sources with equal rows, that with its name first
+        for has_name in (True, False):  # among sources with equal rows, prefer the same name
             for source, digest in zip(self._sources, self._digests, strict=True):
                 same = (
                     one
@@ -170,7 +169,7 @@ class PromptCursor:
         self._refuse_sources(saved)
 
     def _refuse_sources(self, saved: list[dict[str, Any]]) -> NoReturn:
-        """Raise InputError: the source whose rows are others, or all names where these differ."""
+        """Raise InputError that names the source whose rows differ, or all names if those differ."""
         by_name = {one["name"]: one for one in saved}
         for source, digest in zip(self._sources, self._digests, strict=True):
             one = by_name.get(source.name)
@@ -192,8 +191,7 @@ class Dealer:
     """A `Dealer` gives out the prompts of one data set, in the order of an epoch."""
 
     def __init__(self, prompts: list[Prompt], salt: str, weight: float) -> None:
-        """`salt` tells the orders of the sources of a mixture apart: the name that a source began
-        with."""
+        """`salt` gives each source of a mixture its own order; it is the source's first name."""
         if not prompts:
             raise InputError("the data set has no prompts")
         self.prompts, self.weight = prompts, weight

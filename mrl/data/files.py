@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from mrl.data import arrow
 from mrl.errors import InputError
-from mrl.system.json_text import each_key_once, half_pair
+from mrl.system.json_text import each_key_once, unpaired_surrogate
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 
@@ -62,8 +62,8 @@ def read_rows(path: Path) -> Rows:
     suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     if path.exists() and not path.is_file():  # reading a FIFO would wait for its writer
         raise InputError(
-            f"{path}: {_special(path.stat().st_mode)} and no file, which is read more than once; give "
-            "the path of a data file"
+            f"{path}: got {_special(path.stat().st_mode)}, expected a file, as data is read more than "
+            "once; give the path of a data file"
         )
     if suffix == ".parquet":
         rows = arrow.read_parquet(path)
@@ -75,7 +75,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def _special(mode: int) -> str:
-    """Return what a path that is neither a file nor a folder is."""
+    """Return the kind of a path that is neither a file nor a folder."""
     kinds = (
         (stat.S_ISFIFO, "a FIFO"),
         (stat.S_ISSOCK, "a socket"),
@@ -173,7 +173,7 @@ _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
 def _check_text(row: Any, source: str) -> None:
     """Raise InputError where a string holds a surrogate alone, which is no character."""
-    if half := half_pair(row):
+    if half := unpaired_surrogate(row):
         raise InputError(
             f"{source}: a string holds {half}, half of a surrogate pair and no character; write "
             "the character itself, or remove it"

@@ -12,7 +12,7 @@ from typing import Any
 from mrl.errors import InputError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""What the field calls those who speak in a chat."""
+"""The common roles of chat messages."""
 
 
 def render_chat(
@@ -102,8 +102,8 @@ class PromptEncoder:
             ) from None
 
     def _check_roles(self, messages: list[Any], source: str) -> None:
-        """Raise InputError for a role that neither the field nor the template knows: a template may
-        leave such a message out, or write its misspelled role."""
+        """Raise InputError for a role that is neither common nor named in the template: a template may
+        omit such a message, or write its misspelled role."""
         for index, message in enumerate(messages):
             role = message["role"]
             if role not in ROLES and f"'{role}'" not in self._template_text:
@@ -114,5 +114,5 @@ class PromptEncoder:
 
     @property
     def _template_text(self) -> str:
-        """The template, or all of its variants, with one kind of quotes."""
+        """The text of the template, or of all its variants, with only one kind of quotes."""
         return str(self.tokenizer.chat_template).replace('"', "'")

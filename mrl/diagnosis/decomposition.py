@@ -1,4 +1,4 @@
-"""Reads diagnosis/step_*.json, what `decompose.py` found of a step, without torch or Megatron."""
+"""Reads diagnosis/step_*.json, the output of `decompose.py` for a step, without torch or Megatron."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYER_KINDS = {
 
 
 def read_decomposition(file: Path) -> dict[str, Any]:
-    """Return the content of a file. Raises InputError that names it where it is damaged."""
+    """Return the content of a file. Raises InputError that names the file if it is damaged."""
     try:
         found = parse_row(file.read_bytes())
         check_kinds(found, KINDS, ("levels", "layers"))
@@ -36,7 +36,7 @@ def read_decomposition(file: Path) -> dict[str, Any]:
         raise InputError(f"{file}: {error.strerror}") from None
     except ValueError as error:
         raise InputError(
-            f"{file}: the file is damaged ({error}); bring it back or remove it"
+            f"{file}: the file is damaged ({error}); restore it or remove it"
         ) from None
     return found
 

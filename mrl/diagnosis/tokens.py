@@ -139,7 +139,7 @@ def load_tokens(path: Path) -> TokenRecord:
         _check(record)
     except (ValueError, TypeError) as error:
         raise InputError(
-            f"token record {path}: it is damaged ({error}); `mrl replay` makes it anew where rollouts "
+            f"token record {path}: it is damaged ({error}); `mrl replay` writes it again if rollouts "
             "were saved"
         ) from None
     return record
@@ -159,10 +159,10 @@ _DTYPES = {
 
 
 def _check(record: TokenRecord) -> None:
-    """Raise ValueError where fields do not fit each other: what reads a record relies on it."""
+    """Raise ValueError if fields are inconsistent, as readers of a record rely on them."""
     routed = [record.expert_ids, record.native_ids, record.margins]
     if len({tensor is None for tensor in routed}) > 1:
-        raise ValueError("it has a part of the routes")
+        raise ValueError("some of its fields of routes are missing")
     size, num_layers = len(record.token_ids), len(record.layer_numbers)
     topk = record.expert_ids.shape[-1] if record.expert_ids is not None else 0
     shapes: dict[str, tuple[int, ...]] = {
@@ -182,11 +182,14 @@ def _check(record: TokenRecord) -> None:
             )
     ends, ids, num_experts = record.cu_seqlens, record.sample_ids, record.num_experts
     if int(ends[0]) or int(ends[-1]) != size or bool((ends.diff() < 1).any()):
-        raise ValueError(f"cu_seqlens do not rise from 0 to the {size} tokens")
+        raise ValueError(f"cu_seqlens does not increase from 0 to the {size} tokens")
     if len(ids) and (bool((ids.diff() < 1).any()) or int(ids[0]) < 0):
-        raise ValueError("sample_ids do not rise from 0 on")
+        raise ValueError("sample_ids does not increase from 0")
     if len(ids) and int(ids[-1]) >= record.num_samples_of_step:
-        raise ValueError(f"sample {int(ids[-1])} is none of {record.num_samples_of_step}")
+        raise ValueError(
+            f"sample {int(ids[-1])}, expected less than {record.num_samples_of_step}, the samples of "
+            "the step"
+        )
     for name in ("expert_ids", "native_ids"):
         experts: Tensor | None = getattr(record, name)
         if experts is not None and experts.numel():

@@ -30,8 +30,8 @@ ALONE = ("reward/mean", "entropy", "grad_norm", "loss/total", "rollout/canary_ab
 SPIKE = 3.0
 """Times the median of the other steps, from where a number is marked."""
 NOISE = 1e-5
-"""Below this a number is no spike, whatever it is a multiple of: sums of float32 that are taken in
-another order differ by as much."""
+"""A smaller number does not count as a spike, whatever its ratio: sums of float32 in another order
+differ by as much."""
 
 NEXT = {
     "not_finite": "the update was refused, so the weights are those of the steps before: read their "

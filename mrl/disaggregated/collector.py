@@ -30,7 +30,7 @@ from mrl.disaggregated.work import Delivered, Work
 from mrl.preflight import Plan
 from mrl.run.activities import WAIT
 from mrl.run.folder import RunFolder
-from mrl.run.waiting import Waiting, renumbered, whole_batches
+from mrl.run.pending_prompts import PendingPrompt, renumbered, whole_batches
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
 from mrl.types import SampleGroup, Statistics
@@ -148,7 +148,7 @@ class DisaggregatedCollector(RoundCollector):
         for step in range(self._step, last + 1):
             if step not in self._batches:
                 self._seed = step_seed(self.plan.recipe.seed, step)
-                prompts = self.backlog.begin_step(self.draws.next, self._seed)
+                prompts = self.backlog.begin_step(self.prompt_queue.next, self._seed)
                 self._batches[step] = _Batch(prompts, self._assign(prompts))
         self._seed = step_seed(self.plan.recipe.seed, self._step)
         return self._batches[self._step].prompts
@@ -260,8 +260,8 @@ class DisaggregatedCollector(RoundCollector):
             self.sync(self._policy, self._step + 1)
         return super().state_dict()
 
-    def _all_waiting(self, backlog: Sequence[SampleGroup]) -> list[Waiting]:
-        ahead: list[Waiting] = []
+    def _all_waiting(self, backlog: Sequence[SampleGroup]) -> list[PendingPrompt]:
+        ahead: list[PendingPrompt] = []
         for _, batch in sorted(self._batches.items()):
             whole = Delivered()
             for work_id in batch.work_ids:
@@ -269,7 +269,8 @@ class DisaggregatedCollector(RoundCollector):
                 whole.add(self._server.peek(work_id).parts[0])
             groups, num_failed = whole.finish()
             ahead += [
-                Waiting(group, num_failed=0 if i else num_failed) for i, group in enumerate(groups)
+                PendingPrompt(group, num_failed=0 if i else num_failed)
+                for i, group in enumerate(groups)
             ]
         return [*ahead, *super()._all_waiting(backlog)]
 
@@ -280,9 +281,9 @@ class DisaggregatedCollector(RoundCollector):
             return self._from_server(lambda server: server.wait_for(work_ids, version))
 
     def _take_up(
-        self, waiting: list[Waiting], step: int, state: Mapping[str, Any]
-    ) -> list[Waiting]:
-        """Make batches of the groups that are scored, as many as the bound allows."""
+        self, waiting: list[PendingPrompt], step: int, state: Mapping[str, Any]
+    ) -> list[PendingPrompt]:
+        """Form batches of the scored groups that the bound allows."""
         batches, rest = whole_batches(waiting, step, self.plan.recipe.rollout, self._ahead)
         for place, batch in enumerate(batches):
             work_ids = []

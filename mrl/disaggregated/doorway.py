@@ -14,7 +14,7 @@ from mrl.disaggregated.wire import WAITS, Wire, WireClosed, is_token
 from mrl.system.rendezvous import listen_for
 
 MOST_STRANGERS = 64
-"""Connections without the token that may be open at a time: the oldest makes room for the next."""
+"""Unauthenticated connections that may be open at a time; one more closes the oldest."""
 RETRY_S = 0.2
 
 
@@ -32,9 +32,9 @@ class Doorway:
         self.token = secrets.token_hex(32)
         self._lock = threading.Lock()
         self._strangers: list[Wire] = []
-        """Connections that have not shown the token, the oldest first."""
+        """Connections that have not sent the token yet, the oldest first."""
         self._waiting: list[Wire] = []
-        """Ranks that share an engine, and wait for the end of this process."""
+        """Connections of ranks that share an engine and wait for the end of this process."""
         self._is_closed = False
         host, port = self._listener.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
@@ -58,7 +58,9 @@ class Doorway:
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(RETRY_S)  # its caller has given up, or this process is out of files
+                time.sleep(
+                    RETRY_S
+                )  # the caller has given up, or this process has too many open files
                 continue
             with self._lock:
                 self._strangers.append(wire)

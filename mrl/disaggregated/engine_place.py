@@ -36,7 +36,7 @@ class EnginePlace(Protocol):
         ...
 
     def begin_batch(self) -> None:
-        """Count the losses from 0 again: a batch was finished, or a group where engines run freely."""
+        """Reset the count of losses after a finished batch, or a finished group of a free engine."""
         ...
 
     def replace(self, error: EngineLost) -> int:
@@ -61,7 +61,7 @@ class Restarts:
 
     def start_another(self, start: Callable[[], None], error: EngineLost) -> int:
         """Start an engine by `start`; return how many starts it took. A loss that `is_explained` is not
-        counted: what caused it is not tried again.
+        counted, because the requests that caused it are not tried again.
 
         Raises EngineGone after too many."""
         num_starts = 0

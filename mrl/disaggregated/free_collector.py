@@ -14,7 +14,7 @@ from mrl.collect.rounds import Round, RoundCollector
 from mrl.disaggregated.collector import DisaggregatedCollector, Outlook
 from mrl.disaggregated.lease_server import LeaseServer
 from mrl.disaggregated.server import Server
-from mrl.run.waiting import Waiting, waiting_state
+from mrl.run.pending_prompts import PendingPrompt, pending_state
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
 
@@ -27,7 +27,7 @@ class FreeCollector(DisaggregatedCollector):
 
     def _make_server(self, hosts: list[str]) -> LeaseServer:
         plan = self.plan
-        self._leases = LeaseServer(plan.num_engines, plan.recipe, hosts, self.draws.next)
+        self._leases = LeaseServer(plan.num_engines, plan.recipe, hosts, self.prompt_queue.next)
         return self._leases
 
     def begin(self, step: int, clock: Clock) -> None:
@@ -99,12 +99,12 @@ class FreeCollector(DisaggregatedCollector):
         if self._leases is None:
             return {}
         with self._leases.paused() as leasing:  # prompts are drawn at any time
-            own = {"waiting": waiting_state(leasing.waiting()), "ledger": leasing.counts()}
+            own = {"waiting": pending_state(leasing.waiting()), "ledger": leasing.counts()}
             return {**self.cursor.state_dict(), **own}
 
     def _take_up(
-        self, waiting: list[Waiting], step: int, state: Mapping[str, Any]
-    ) -> list[Waiting]:
+        self, waiting: list[PendingPrompt], step: int, state: Mapping[str, Any]
+    ) -> list[PendingPrompt]:
         if self._leases is not None:
             counts = state.get("ledger") or state.get("leases", {}).get("ledger")
             with self._leases.paused() as leasing:

@@ -177,7 +177,7 @@ class FreeWorker(Worker):
                 self._update(staging)
                 self._engine.resume()
         except EngineLost:
-            # The threads of the leases end: they notice it, too, or have their samples already.
+            # The threads of the leases end: they notice the loss, too, or already have their samples.
             self._has_lost_engine = True
             self._staged.append(staging)
             return

@@ -95,7 +95,7 @@ class LeaseServer(Server):
 
     @contextmanager
     def paused(self) -> Iterator[Leasing]:
-        """Give out no lease and take in no group during the block, which has the leases."""
+        """Yield the leases; during the block no lease is given out and no group is accepted."""
         with self._changed:
             yield self._leasing
 

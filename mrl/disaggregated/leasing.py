@@ -21,14 +21,14 @@ from mrl.disaggregated.records import Lease, Partial
 from mrl.disaggregated.tally import Tally
 from mrl.disaggregated.work import Delivered
 from mrl.errors import WrongWeights
+from mrl.run.pending_prompts import PendingPrompt, in_order, renumbered
 from mrl.run.rollouts import encode_groups
-from mrl.run.waiting import Waiting, in_order, renumbered
 from mrl.types import Prompt, SampleGroup
 
 Send = Callable[[int, dict[str, Any], bytes], None]
 """Sends a message and a body to the worker of an engine."""
 _COUNTS = ("tally", "next_item", "next_lease")
-"""What the state of a ledger holds beside its prompts."""
+"""The keys of a ledger's state that do not hold prompts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,31 +191,31 @@ class Leasing:
         return whole
 
     def counts(self) -> dict[str, Any]:
-        """Return what the ledger counts over the whole run, JSON-able."""
+        """Return the ledger's counts over the whole run, JSON-able."""
         state = self.ledger.state_dict()
         return {name: state[name] for name in _COUNTS}
 
-    def waiting(self) -> list[Waiting]:
-        """Return the groups in the queue, and then the prompts that wait or are leased."""
+    def waiting(self) -> list[PendingPrompt]:
+        """Return the groups in the queue, and then the prompts that are leased or not leased yet."""
         ledger = self.ledger
-        queue: list[Waiting] = []
+        queue: list[PendingPrompt] = []
         for each in ledger.finished:
             delivered: Delivered = each.group
             (group,) = delivered.groups
-            queue.append(Waiting(group, item=each.item_id, num_failed=delivered.num_failed))
+            queue.append(PendingPrompt(group, item=each.item_id, num_failed=delivered.num_failed))
         done = {one.item for one in queue}
         begun = ledger.prompts | {i: each.payload for i, each in ledger.partials.items()}
         left = [i for i in sorted(begun) if i not in done]
-        return [*in_order(queue), *(Waiting(begun[i], item=i) for i in left)]
+        return [*in_order(queue), *(PendingPrompt(begun[i], item=i) for i in left)]
 
     def take_up(
-        self, waiting: Sequence[Waiting], step: int, counts: Mapping[str, Any] | None
-    ) -> list[Waiting]:
-        """Continue at `step` with the prompts of a checkpoint; return those that begin anew.
+        self, waiting: Sequence[PendingPrompt], step: int, counts: Mapping[str, Any] | None
+    ) -> list[PendingPrompt]:
+        """Continue at `step` with the pending prompts of a checkpoint; return those that start over.
 
-        `counts` are those of the ledger that has written it; None where engines did not run freely.
+        `counts` are those of the ledger that wrote it; None if engines did not run freely.
         """
-        if counts is None:  # as if they always had: every prompt has its number
+        if counts is None:  # number the prompts, as a ledger would have
             first = step * self._rollout.prompts_per_step
             next_item = first + len(waiting)
             waiting = [dataclasses.replace(one, item=first + i) for i, one in enumerate(waiting)]
@@ -262,8 +262,8 @@ def _listed(versions: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(versions)))
 
 
-def _outline(scored: Waiting) -> dict[str, Any]:
-    """Return a group of the queue as the ledger's state has it."""
+def _outline(scored: PendingPrompt) -> dict[str, Any]:
+    """Return the entry of a queued group in the ledger's state."""
     versions = scored.versions
     return {
         "id": scored.item,

@@ -202,7 +202,7 @@ class Server:
     def _find_silent(self) -> None:
         for worker in list(self._workers.values()):
             silent_s = time.monotonic() - worker.wire.heard
-            # What has come while this process was stopped or busy is read before anybody is lost.
+            # Read what arrived while this process was stopped or busy before a worker counts as lost.
             if silent_s > self._config.worker_timeout_s and not worker.wire.has_unread:
                 self._lose(worker, f"it gave no sign for {silent_s:.0f} s")
 

@@ -40,7 +40,7 @@ POLL_S = 0.2
 ENDED_S = 60.0
 """How long a launcher may take to end its ranks after one of them has failed."""
 BEAT_S = 1.0
-"""The longest time between two signs of progress of a supervisor, whatever its worker does."""
+"""The longest time between two heartbeats of a supervisor, whatever its worker does."""
 ANSWER_S = 60.0
 """How long the server may take to let this rank connect."""
 EXIT_S = 30.0
@@ -59,7 +59,7 @@ class Job:
     wait_s: float
     """How long the trainers may take to start."""
     worker_timeout_s: float
-    """Seconds without a sign after which a worker is killed; the first has
+    """Seconds without a heartbeat after which a worker is killed; the first heartbeat may take
     `rollout.start_timeout_s`."""
 
 
@@ -75,7 +75,7 @@ def supervise(
 ) -> int:
     """Run the part of a rollout rank until the trainer says that the run is over; return the exit code.
 
-    `look` is called while the trainers start.
+    `look` is called repeatedly while the trainers start.
 
     Only the first rank of an engine has a worker; the others hold a place, and a GPU, for the engine.
     Signals that ask for a save concern the trainers, who then end the run. Raises InputError where the
@@ -118,7 +118,7 @@ def supervise(
 def _keep_a_worker(
     job: Job, settings: dict[str, Any], rank: int, meeting: dist.Store, told: Sequence[int]
 ) -> int:
-    """Start a worker, and another one where it is lost, until the run is over; return the exit code."""
+    """Start a worker, and another one if it is lost, until the run is over; return the exit code."""
     num_failed = 0
     while True:
         code, has_joined = _run_worker(job, settings)
@@ -176,8 +176,8 @@ def read_hosts(meeting: dist.Store, num_rollout: int) -> list[str]:
 
 
 def _run_worker(job: Job, settings: dict[str, Any]) -> tuple[int, bool]:
-    """Run a worker and return its exit code, and whether it has given a sign, which it does once it has
-    joined; it is killed where it falls silent."""
+    """Run a worker; return its exit code, and whether it joined, which its first heartbeat shows. A
+    worker whose heartbeats stop is killed."""
     reader, writer = os.pipe()
     with children_without_usr1():
         process = subprocess.Popen(
@@ -200,17 +200,17 @@ def _run_worker(job: Job, settings: dict[str, Any]) -> tuple[int, bool]:
                 why = f"did not exit within {EXIT_S:g} s of its end"
         console.warning(f"rollout engine {settings['engine']}: its worker {why}")
         process.kill()
-        return process.wait(), has_joined  # Linux ends what is killed, but for a device that hangs
+        return process.wait(), has_joined  # returns after a kill, unless a device hangs
     finally:
         os.close(reader)
 
 
 def _wait_for_silence(reader: int, pid: int, start_s: float, later_s: float) -> tuple[str, bool]:
-    """Wait until a worker has closed its pipe, or says nothing for long; return (which of them, whether
-    it has given a sign).
+    """Wait until a worker has closed its pipe, or its heartbeats stop; return (why it counts as lost,
+    empty if it closed the pipe; whether it sent a heartbeat).
 
-    It says nothing while it imports, for `start_s` at most; later, or stopped, for `later_s`. Only the
-    time in which this process runs counts: where it was stopped, it has not listened."""
+    The first heartbeat, after its imports, may take `start_s`; a later one, or one of a stopped worker,
+    `later_s`. Only the time in which this process itself runs counts."""
     silent_s, stopped_s, has_joined = 0.0, 0.0, False
     while silent_s < (later_s if has_joined else start_s) and stopped_s < later_s:
         beat()
@@ -223,12 +223,12 @@ def _wait_for_silence(reader: int, pid: int, start_s: float, later_s: float) -> 
             silent_s, stopped_s, has_joined = 0.0, 0.0, True
     if stopped_s >= later_s:
         return f"is stopped (SIGSTOP) for {stopped_s:g} s", has_joined
-    return f"gave no sign for {silent_s:g} s", has_joined
+    return f"sent no heartbeat for {silent_s:g} s", has_joined
 
 
 def _report_failed(settings: Mapping[str, Any], text: str) -> None:
-    """Tell the trainer, in the place of a worker, that none can be started here; wait until it has
-    heard."""
+    """Report to the trainer, in place of a worker, that none can be started here; wait until it has
+    received that."""
     with suppress(OSError, WireClosed):
         connection = socket.create_connection(tuple(settings["server"]), ANSWER_S)
         wire = Wire(connection)
@@ -242,8 +242,8 @@ def _report_failed(settings: Mapping[str, Any], text: str) -> None:
 
 
 def _wait_for_the_trainer(address: Mapping[str, Any]) -> int:
-    """Wait until the server, or its process, has ended. Where its node dies without a word, the
-    watchdog ends this rank."""
+    """Wait until the server, or its process, has ended. If its whole node is lost, the watchdog ends
+    this rank."""
     with suppress(OSError, WireClosed):
         connection = socket.create_connection(tuple(address["server"]), ANSWER_S)
         wire = Wire(connection)
@@ -254,7 +254,7 @@ def _wait_for_the_trainer(address: Mapping[str, Any]) -> int:
 
 
 def _wait_for_words(connection: socket.socket) -> None:
-    """Wait until something has come, or the other side has closed the connection."""
+    """Wait until data has arrived, or the other side has closed the connection."""
     while not select.select([connection], [], [], BEAT_S)[0]:
         beat()
 

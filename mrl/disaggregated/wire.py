@@ -28,7 +28,7 @@ _FIRST = 4096
 _SIZES = struct.Struct("!IQ")
 _PART = 1 << 20
 WAITS = "waits"
-"""The type of the first message of a rank that has no worker, and waits for the end of the run."""
+"""The type of the first message of a rank that has no worker and waits for the end of the run."""
 _SILENCE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 """A machine that lost its power closes nothing: the kernel finds out within a minute."""
 
@@ -76,7 +76,7 @@ class Wire:
 
     @property
     def has_unread(self) -> bool:
-        """Whether something has come that `receive` has not read yet."""
+        """Whether data has arrived that `receive` has not read yet."""
         with suppress(OSError, ValueError):  # it was closed
             poll = select.poll()  # not select(): a trainer may hold more than 1,024 files
             poll.register(self._socket, select.POLLIN)

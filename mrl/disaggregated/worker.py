@@ -280,15 +280,15 @@ class Worker:
             self._events.put(Event(error=error))
 
     def _pulse(self) -> None:
-        """Say to the supervisor that this process lives, also while a large frame is on its way to the
-        trainer. Without a connection there is nothing to live for."""
+        """Send heartbeats to the supervisor, also while a large frame is being sent to the trainer,
+        until the connection is closed."""
         with suppress(OSError):
             while not self._wire.is_closed:
                 os.write(self._supervisor, b".")
                 time.sleep(PULSE_S)
 
     def _report_progress(self) -> None:
-        """Tell the trainer whether there is progress, and what the engine does."""
+        """Report progress and the state of the engine to the trainer."""
         with suppress(WireClosed):
             while True:
                 known = {"version": self._version, "activity": self._activity.take()}

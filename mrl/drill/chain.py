@@ -34,7 +34,7 @@ from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 
 OF_THE_FAULT = (
     *(*MACHINE, "rollout/engine_restarts", "rollout/canary", "checkpoint/"),
-    "rollout/sync_bytes",  # the first sync of a start sends more where engines are ahead
+    "rollout/sync_bytes",  # the first sync of a start sends more if engines are ahead
 )
 """Prefixes of metrics that a fault may change."""
 NUM_STEPS = 16
@@ -197,7 +197,7 @@ class Drill:
 
 
 def other_steps(ours: Path, others: Path) -> list[str]:
-    """Return the steps of a run whose metrics or samples are not those of another; one phrase each."""
+    """Return the steps of a run whose metrics or samples differ from another's; one phrase each."""
     run, reference = RunFolder(ours), RunFolder(others)
     expected = {row["step"]: row for row in reference.read_metrics()}
     rows = run.read_metrics()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from mrl.errors import InputError
-from mrl.system.calls import column_to_blame, why_not
+from mrl.system.calls import unaccepted_column, why_not
 from mrl.system.plugins import Kind, resolve
 
 _KIND = Kind(
@@ -86,17 +86,17 @@ def resolve_environment(spec: str) -> Callable[..., Environment]:
 
 
 def check_reset(spec: str, columns: Collection[str], source: str) -> None:
-    """Raise InputError where the environment's reset() cannot be called with the columns of a row.
+    """Raise InputError if the environment's reset() cannot be called with the columns of a row.
 
-    `source` is the row's, for the message. A factory that is no class is not asked.
+    `source` names the row in the message. A factory that is not a class is not checked.
     """
     factory: Any = resolve_environment(spec)
     reset = inspect.getattr_static(factory, "reset", None) if inspect.isclass(factory) else None
     if not inspect.isfunction(reset):
         return
-    if (name := column_to_blame(reset, 2, columns, is_unbound=True)) is not None:
+    if (name := unaccepted_column(reset, 2, columns, is_unbound=True)) is not None:
         raise InputError(
             f"{source}: column {name!r} cannot be given to reset() of the environment {spec!r}: "
-            f"{why_not(reset, 2, (name,), is_unbound=True)}; give it **columns, rename the column "
+            f"{why_not(reset, 2, (name,), is_unbound=True)}; add **columns to it, rename the column "
             f"(data.columns: {{NEW: {name}}}), or leave it out ({{{name}: null}})"
         )

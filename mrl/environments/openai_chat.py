@@ -29,7 +29,7 @@ from typing import Any
 
 from mrl.environments.base import Message, StepResult
 from mrl.errors import InputError
-from mrl.system.calls import column_to_blame, why_not
+from mrl.system.calls import unaccepted_column, why_not
 from mrl.system.plugins import Kind, resolve
 
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -67,14 +67,14 @@ def _call_ids(messages: list[Message]) -> set[str | None]:
 
 
 def check_target(target: str, columns: Collection[str], source: str) -> None:
-    """Raise InputError where the target, or its reset(), cannot be called with the columns of a row."""
+    """Raise InputError if the target, or its reset(), cannot be called with the columns of a row."""
     found: Any = resolve(_TARGET, target)
     is_class = inspect.isclass(found)
     calls = [(found.__call__ if is_class else found, 1, "the call")]
     if is_class and (begin := getattr(found, "reset", None)) is not None:
         calls.append((begin, 2, "reset()"))
     for function, num_positional, what in calls:
-        name = column_to_blame(function, num_positional, columns, is_unbound=is_class)
+        name = unaccepted_column(function, num_positional, columns, is_unbound=is_class)
         if name is not None:
             why = why_not(function, num_positional, (name,), is_unbound=is_class)
             raise InputError(

@@ -17,15 +17,15 @@ from typing import Any
 
 from mrl.environments.base import Environment, Observation, StepResult, resolve_environment
 from mrl.errors import InputError
-from mrl.system.json_text import half_pair
+from mrl.system.json_text import unpaired_surrogate
 from mrl.system.processes import describe
-from mrl.system.worker_end import WorkerEnd
+from mrl.system.worker_connection import WorkerConnection
 
 
 def checked_observation(observation: Any) -> Observation:
     """Raises ValueError for anything but text or messages that have a role and a content, and for text
-    that is none: half of a surrogate pair, which no tokenizer takes."""
-    if isinstance(observation, (str, list)) and (half := half_pair(observation)):
+    with an unpaired surrogate, which tokenizers cannot encode."""
+    if isinstance(observation, (str, list)) and (half := unpaired_surrogate(observation)):
         raise ValueError(
             f"observation holds {half}, half of a surrogate pair and no character; remove it, as by "
             "text.encode(errors='replace').decode()"
@@ -127,31 +127,31 @@ async def _await(result: Any) -> Any:
     return await result
 
 
-def serve(spec: str, arguments: str, end: WorkerEnd) -> None:
+def serve(spec: str, arguments: str, connection: WorkerConnection) -> None:
     """Answer requests until the other side closes."""
     try:
         episodes = Episodes(resolve_environment(spec), json.loads(arguments))
     except InputError as error:
-        end.send({"input_error": str(error)})
+        connection.send({"input_error": str(error)})
         return
     try:
         episodes.make()  # arguments that do not fit would fail every episode
     except (Exception, SystemExit) as error:
         line = f"environment {spec!r} cannot be made with arguments {arguments}: {describe(error)}"
-        end.send({"input_error": line})
+        connection.send({"input_error": line})
         return
-    end.send({"ready": True})
-    for request in end.requests():
+    connection.send({"ready": True})
+    for request in connection.requests():
         try:
             reply = episodes.answer(request)
         except (Exception, SystemExit) as error:  # user code: anything can happen
             reply = {"error": describe(error)}
-        end.send(reply)
+        connection.send(reply)
 
 
 def main() -> None:
     spec, parent_pid, arguments = sys.argv[1:]
-    serve(spec, arguments, WorkerEnd(f"environment {spec!r}", int(parent_pid)))
+    serve(spec, arguments, WorkerConnection(f"environment {spec!r}", int(parent_pid)))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 log p(y) - log sum_{s in S} p(s) = x_y - log sum_{s in S} exp x_s, with x = logit / temperature and S
 the tokens that the engine kept (`mrl.sampling_mask`). The gradient for x_s is g (1[s = y] - p_S(s))
 inside S and 0 elsewhere. The largest logit of S is subtracted from the others before anything is
-rounded, so large logits cost no accuracy.
+rounded, so large logits do not reduce the accuracy.
 
-Under tensor parallelism each kept token's logit is on one rank. A sum of c x K numbers over the ranks,
-to which the other ranks add zeros, gives every rank all of them, so log-probs are the same bits on any
-number of ranks.
+Under tensor parallelism each kept token's logit is on one rank. An all-reduce sum of c x K numbers, to
+which the other ranks contribute zeros, gives every rank all of them, so log-probs are bit-identical on
+any number of ranks.
 
 Dimensions: c rows, K the most kept tokens of a row, V_loc this tensor-parallel rank's columns.
 """
@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class KeptLogits:
-    """`KeptLogits` holds the logits of a chunk's kept tokens, as far as this rank has them."""
+    """The logits of a chunk's kept tokens that this rank has."""
 
     values: Tensor
     """f32[c, K]: 0 where another rank has the column, or where there is no token."""
@@ -49,8 +49,8 @@ class KeptLogits:
     ) -> tuple[Tensor, Tensor]:
         """Return the labels' log-probs f32[c] and the normalisers f32[c, 2]. A collective.
 
-        A normaliser is the largest kept logit, and log sum exp of the kept x relative to that one's. A
-        label that is not among the kept tokens of its row gives NaN.
+        A normaliser is the largest kept logit, and the log-sum-exp of the kept x relative to that of
+        the largest one. A label that is not among the kept tokens of its row gives NaN.
         """
         values = self.values
         if group is not None and group.size() > 1:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import ExitCode, InputError
-from mrl.launch.ranks import RankWatch, children
+from mrl.launch.ranks import LauncherWatchdog, children
 from mrl.run.failure import (
     COMMAND_FILE,
     ENDED_FILE,
@@ -38,8 +38,8 @@ from mrl.run.failure import (
     write_failure,
 )
 from mrl.system.launcher import LAUNCH_FOLDER
-from mrl.system.marked import end_marked
 from mrl.system.oom_killer import OomKills, read_oom_kills
+from mrl.system.process_search import kill_by_variable
 from mrl.system.rendezvous import check_rendezvous
 from mrl.system.scratch import Scratch, sweep
 
@@ -52,7 +52,7 @@ C10D_PORT = 29400
 ALONE_S = 20.0
 """How long torch may take to come back after the watchdog has killed the ranks."""
 LEFTOVERS_S = 10.0
-"""How long what the ranks have started may take to end after them, as engines do that clear up."""
+"""How long processes that the ranks started may run on after them, as engines need to clean up."""
 TRIED_AGAIN = {
     *(ExitCode.UNFORESEEN, ExitCode.LOST_RANK, ExitCode.HUNG_RANK, ExitCode.LOST_ENGINE),
 }
@@ -104,7 +104,7 @@ def _run(args: Any) -> int:
     # torch would leave an empty folder of its own in the temporary directory at every start
     logs = args.log_dir or str(folder)
     killed = read_oom_kills()
-    watch = RankWatch(folder, has_watchdog=_has_watchdog(args))
+    watch = LauncherWatchdog(folder, has_watchdog=_has_watchdog(args))
     threading.Thread(target=watch.run, daemon=True).start()
     if not _is_one_node(args):
         threading.Thread(target=_leave_alone, args=(scratch,), daemon=True).start()
@@ -119,7 +119,7 @@ def _run(args: Any) -> int:
         print(f"mrl: the ranks could not meet: {reason}", file=sys.stderr, flush=True)
         return ExitCode.LOST_RANK
     finally:
-        end_marked(LAUNCH_FOLDER, str(folder), LEFTOVERS_S)
+        kill_by_variable(LAUNCH_FOLDER, str(folder), LEFTOVERS_S)
         del os.environ[LAUNCH_FOLDER]
         scratch.remove()
     return ExitCode.DONE
@@ -187,14 +187,14 @@ def _check_endpoint(args: Any) -> None:
 def _report(error: Any, folder: Path, killed: OomKills, hung: Failure | None) -> int:
     """Print the block of what ended the ranks, where that was a failure; return its code.
 
-    `killed`: the kernel's counters when the ranks were started. `hung`: what is known of a rank that
-    was killed because it hung in its start.
+    `killed`: the kernel's counters when the ranks were started. `hung`: the failure of a rank that was
+    killed because it hung while starting.
     """
     if (folder / SAVED_FILE).exists():  # whichever rank torch then counts as first
         return ExitCode.SAVED
     number, first = _first(error)
     if (folder / OVER_FILE).exists() and first.exitcode == -signal.SIGKILL:
-        return ExitCode.DONE  # the run was done before a rank was killed that did not end
+        return ExitCode.DONE  # the run was done; a rank that did not end was killed afterwards
     run = _text(folder / RUN_FILE)
     if first.exitcode in (
         ExitCode.BAD_INPUT, ExitCode.SAVED, ExitCode.INTERRUPTED,
@@ -221,11 +221,11 @@ def _report(error: Any, folder: Path, killed: OomKills, hung: Failure | None) ->
 
 
 def _killed(rank: int, name: str, before: OomKills, found: Failure | None) -> Failure:
-    """Return the record of a rank that the signal `name` has killed; `found`: what is on file."""
+    """Return the failure of a rank that the signal `name` killed; `found`: the recorded failure."""
     cause, is_memory = "", False
     if name == "SIGKILL":
         cause, is_memory = read_oom_kills().since(before)
-        cause = cause or "the kernel, for want of memory, or a user"
+        cause = cause or "the kernel, out of memory, or a user"
     return Failure(
         what=f"rank {rank} was killed by {name}",
         exit_code=ExitCode.OUT_OF_MEMORY if is_memory else ExitCode.LOST_RANK,

@@ -1,4 +1,4 @@
-"""The rows of a recipe: prompts, evaluation sets and supervised examples, read and checked."""
+"""Reads and checks the rows of a recipe: prompts, evaluation sets and supervised examples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_prompts(
     warn: Callable[[str], None],
     imports_rewards: bool,
 ) -> None:
-    """Check that the prompts fit the reward, or the environment where it is a conversation."""
+    """Check that the prompts fit the reward, or the environment if the recipe has one."""
     is_conversation = recipe.environment is not None
     for prompt in prompts:
         (check_environment_columns if is_conversation else check_columns)(prompt)
@@ -79,7 +79,7 @@ def eval_sets_of(
 
 
 def sft_examples_of(recipe: Recipe, tokenizer: Any, context_len: int) -> list[SftExample]:
-    """Read the supervised examples; none where the recipe has no `sft`."""
+    """Read the supervised examples; none if the recipe has no `sft`."""
     config = recipe.sft
     if config is None:
         return []
@@ -101,7 +101,7 @@ def check_caches(
     *,
     elsewhere: bool,
 ) -> None:
-    """Check that the engine's KV cache holds every request, those of the evaluation sets too."""
+    """Check that the engine's KV cache holds every request, including those of evaluation sets."""
     on_gpu = elsewhere or torch.cuda.is_available()
     check_cache(recipe, prompts, context_len, on_gpu=on_gpu)
     for each in eval_sets:

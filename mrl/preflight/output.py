@@ -1,4 +1,4 @@
-"""Checks that the run folder can be made and written, by making a folder where it will be."""
+"""Checks that the run folder can be created and written, by creating a folder there."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mrl.system.disk import existing
 
 
 def check_output(folder: RunFolder) -> None:
-    """Make a folder in the run folder, or where that will be, and remove it again.
+    """Create a folder in the run folder, or in its nearest existing parent, and remove it again.
 
-    Rights alone do not tell: root may write everywhere, and not in /proc. A disk that is full is left
-    to `check_room`. Raises InputError.
+    Permissions alone are not enough: root has them everywhere, but cannot write in /proc. `check_room`
+    checks for a full disk. Raises InputError.
     """
     root = folder.root
-    files = [each for each in _ways(folder) if each.exists() and not each.is_dir()]
+    files = [each for each in _must_be_folders(folder) if each.exists() and not each.is_dir()]
     if files:
         raise InputError(
             f"output_dir {root}: {files[0]} is not a folder; choose another, or move the file away"
@@ -35,8 +35,8 @@ def check_output(folder: RunFolder) -> None:
         ) from None
 
 
-def _ways(folder: RunFolder) -> list[Path]:
-    """Return what must be folders: those above the run folder, it itself, and those in it."""
+def _must_be_folders(folder: RunFolder) -> list[Path]:
+    """Return the paths that must be folders: the run folder, its parents, and the folders in it."""
     root = folder.root.absolute()
     inner = (folder.rollouts, folder.tokens, folder.diagnosis, folder.checkpoints, folder.logs)
     return [*reversed(root.parents), root, *inner, folder.evals]

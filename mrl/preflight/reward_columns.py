@@ -38,7 +38,7 @@ def check_reward_columns(
     needed: dict[str, list[str]] = {}
     functions: dict[str, RewardFunction | None] = {}
     fit: set[tuple[str, ...]] = set()
-    """The rewards with the columns that they were found to take."""
+    """The rewards, with the columns that they were found to accept."""
     missing: dict[tuple[str, str], list[Prompt]] = {}
     empty: dict[tuple[str, str], list[Prompt]] = {}
     specs = {key: [term.path for term in terms_of(own)] for key, own in of_sources.items()}

@@ -1,8 +1,8 @@
-"""Calls the user's reward functions once on real rows, before an engine is started for them.
+"""Calls the user's reward functions once on real rows, before an engine is started.
 
-A function runs in a process that is killed afterwards, as in training. It scores texts that no model
-wrote: the row's answer, another one, and an empty one. mrl's own rewards are not called, nor are reward
-servers and reward models: a call costs others something, and they have a start of their own.
+A function runs in a process that is killed afterwards, as in training. It scores fixed texts: the row's
+answer, a wrong answer, and an empty text. mrl's own rewards are not called, nor are reward servers
+(a call may cost money or load) and reward models (they have checks of their own).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def try_rewards(
 ) -> None:
     """Call each function on the first row of each source, and of each evaluation set, that it scores.
 
-    `warn(text)` names a text for which a function failed where it scored others. Raises InputError
-    where it scored none. Environments are not called: they give their rewards in a conversation.
+    `warn(text)` names the texts for which a function failed while it scored others. Raises InputError
+    if it scored none. Environments are not called: they give their rewards in a conversation.
     """
     rows: dict[str, dict[str | None, Prompt]] = {}
     own = [(recipe, "", prompts), *((e.recipe, e.config.name, e.prompts) for e in eval_sets)]
@@ -70,7 +70,7 @@ def _try_row(
     timeout_s: float,
     warn: Callable[[str], None],
 ) -> None:
-    """Call with all texts; where that fails with each alone, as the run does."""
+    """Call with all texts; if that fails, with each text alone, as a run does."""
     texts = _texts(prompt)
     where = f"{prompt.source}: the reward {spec!r}"
     reply = call_worker(worker, _request(prompt, texts, tokenizer), timeout_s)
@@ -95,7 +95,7 @@ def _try_row(
 
 
 def _what_it_did(reply: Mapping[str, Any]) -> str:
-    """Put a failure into words; the names of mrl's own errors say nothing to the user."""
+    """Describe a failure in words, without the names of mrl's own exceptions."""
     error, kind = str(reply["error"]), reply["kind"]
     is_own = kind not in (RewardError.kind, HANG)
     what = error.partition(": ")[2] if is_own and ": " in error else error
@@ -103,14 +103,14 @@ def _what_it_did(reply: Mapping[str, Any]) -> str:
 
 
 def _texts(prompt: Prompt) -> list[str]:
-    """Return the completions to score: the row's answer where it can be written as one, and others."""
+    """Return the completions to score: the row's answer if it is text or a number, and others."""
     answer = prompt.columns.get("answer")
     known = [str(answer)] if isinstance(answer, (str, int, float)) else []
     return list(dict.fromkeys([*known, WRONG, ""]))
 
 
 def _request(prompt: Prompt, texts: Sequence[str], tokenizer: Any) -> dict[str, Any]:
-    """Return the request of a step's first call for these completions of a prompt."""
+    """Return the request that a step would send for these completions of a prompt."""
     columns: dict[str, Any] = {key: [value] * len(texts) for key, value in prompt.columns.items()}
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids = [[*tokenizer.encode(text, add_special_tokens=False), *end] for text in texts]

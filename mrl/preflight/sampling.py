@@ -17,7 +17,7 @@ MASK_TOKENS = 4096
 
 
 def check_sampling(rollout: RolloutConfig, vocab_size: int, where: str = "rollout") -> None:
-    """Raise InputError where what `rollout` says of the sampling cannot be what is meant.
+    """Raise InputError for sampling parameters of `rollout` that are impossible or contradictory.
 
     `where` is the branch of the recipe that has them, for the message.
     """
@@ -50,11 +50,11 @@ def check_cache(
     on_gpu: bool,
     where: str = "rollout",
 ) -> None:
-    """Raise InputError where the engine's KV cache is too small for one request of a recipe, or of an
+    """Raise InputError if the engine's KV cache is too small for one request of a recipe, or of an
     evaluation set: its longest prompt with the longest answer, or a conversation that fills the
     context.
 
-    Where the size of the cache is not known yet, the engine refuses such a request when it is made.
+    If the size of the cache is not known yet, the engine refuses such a request when it is sent.
     """
     rollout = recipe.rollout
     if rollout.engine != "sglang" or recipe.debug.load_rollouts is not None:
@@ -69,7 +69,7 @@ def check_cache(
         size = rollout.max_total_tokens or CPU_MAX_TOTAL_TOKENS
         raise InputError(
             f"{where}: {what} {needed} tokens, but the engine's KV cache of {size} "
-            f"(rollout.max_total_tokens) holds {holds} of one request; give it "
+            f"(rollout.max_total_tokens) holds {holds} of one request; set it to "
             f"{needed + size - holds}, or lower the lengths"
         )
 

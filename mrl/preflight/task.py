@@ -36,7 +36,7 @@ def check_task(
             f"reward=math_verify{_who_needs_it(recipe, eval_set)}"
         )
     if (saved := recipe.debug.load_rollouts) is not None:
-        if not Path(saved).is_dir():  # which of its steps are needed depends on the run folder
+        if not Path(saved).is_dir():  # the steps that are needed depend on the run folder
             raise InputError(
                 f"debug.load_rollouts: no folder {saved}; give the rollouts/ of a run with "
                 "debug.save_rollouts=true"

@@ -21,7 +21,7 @@ from typing import Any
 
 from mrl.errors import InputError
 from mrl.rewards.base import TOTAL, BrokenReward
-from mrl.system.calls import column_to_blame
+from mrl.system.calls import unaccepted_column
 
 FORMS = ("trl", "verl", "slime")
 TRUTHS = ("ground_truth", "answer", "label")
@@ -56,17 +56,18 @@ def adapt(spec: str, form: str, function: Any) -> Any:
 
 
 def clashing_column(function: Any, columns: Collection[str]) -> str | None:
-    """Return a column whose name an adapted reward function needs for itself; None without one.
+    """Return a column with the name of another argument of an adapted reward function; None without
+    one.
 
-    An object that is called, for instance, has an argument `self`.
+    A callable object, for instance, has the argument `self`.
     """
     if getattr(function, "takes_rows", False):
         return None
     if not isinstance(function, _Trl):
-        return column_to_blame(function, 2, columns)
+        return unaccepted_column(function, 2, columns)
     if "trainer_state" in columns:
         return "trainer_state"
-    return column_to_blame(function.__wrapped__, 0, columns, ("prompts", "completions"))
+    return unaccepted_column(function.__wrapped__, 0, columns, ("prompts", "completions"))
 
 
 def _form_of(names: list[str]) -> str:

@@ -24,7 +24,7 @@ PROBLEMS = {
     "wrong type or length": "did not return one entry a completion",
     "not a number": "returned an entry that is neither number nor None",
     "NaN or infinite": "returned NaN or an infinite number",
-    "forks": "forked, and the child came back from the call as if it were the worker",
+    "forks": "forked, and the child returned from the call as if it were the worker",
     "changes": "gave the same call another value",
     "depends on the group": "gave a completion another value when it was alone",
     "gold": "did not score the gold answer above the wrong ones",
@@ -90,9 +90,9 @@ def run_trial(
         if trial.num_hangs() >= MAX_HANGS:
             break
         trial.num_rows += 1
-        num_strays = worker.num_strays
+        num_returned_forks = worker.num_returned_forks
         _try_case(trial, worker, case, encode, timeout_s, alone=number < NUM_ROWS_ALONE)
-        if worker.num_strays > num_strays:
+        if worker.num_returned_forks > num_returned_forks:
             trial.add("forks", case, "a child of os.fork() must end with os._exit()")
     scored = trial.values
     if len(scored) > 1 and all(_same(value, scored[0]) for value in scored):

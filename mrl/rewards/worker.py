@@ -27,7 +27,7 @@ from mrl.rewards.base import (
 )
 from mrl.rewards.resolve import resolve_reward
 from mrl.system.processes import describe
-from mrl.system.worker_end import WorkerEnd
+from mrl.system.worker_connection import WorkerConnection
 
 PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
 MAX_PARTS = 32
@@ -88,7 +88,7 @@ def _number(reward: Any, what: str) -> float | None:
     return number
 
 
-def serve(spec: str, timeout_s: float, end: WorkerEnd) -> None:
+def serve(spec: str, timeout_s: float, connection: WorkerConnection) -> None:
     """Answer requests until the other side closes; a call may take `timeout_s`."""
     try:
         function = resolve_reward(spec, timeout_s)
@@ -96,14 +96,14 @@ def serve(spec: str, timeout_s: float, end: WorkerEnd) -> None:
         if callable(start_worker):
             start_worker()
     except InputError as error:
-        end.send({"input_error": str(error)})
+        connection.send({"input_error": str(error)})
         return
     except Exception as error:  # user code, and what reads a model's files
-        end.send({"input_error": f"reward {spec!r} does not start: {describe(error)}"})
+        connection.send({"input_error": f"reward {spec!r} does not start: {describe(error)}"})
         return
-    end.send({"ready": True})
-    for request in end.requests():
-        end.send(_answer(function, request))
+    connection.send({"ready": True})
+    for request in connection.requests():
+        connection.send(_answer(function, request))
 
 
 def _answer(function: RewardFunction, request: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _answer(function: RewardFunction, request: dict[str, Any]) -> dict[str, Any]
 
 def main() -> None:
     spec, parent, timeout_s = sys.argv[1:]
-    serve(spec, float(timeout_s), WorkerEnd(f"reward {spec!r}", int(parent)))
+    serve(spec, float(timeout_s), WorkerConnection(f"reward {spec!r}", int(parent)))
 
 
 if __name__ == "__main__":

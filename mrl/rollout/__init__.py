@@ -22,7 +22,7 @@ _KIND = Kind(
             "gate_times",
             "line",
             "sampling",
-            "suspects",
+            "crashed_requests",
         }
     ),
     attributes=("Engine", "build_engine"),

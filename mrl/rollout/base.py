@@ -54,16 +54,16 @@ class EngineLost(RuntimeError):
     """
 
     is_explained = False
-    """Whether requests that had the engine alone ended it, which are not tried again."""
+    """Whether the engine died while requests ran alone in it, which are not tried again."""
 
 
 class RequestFailed(RunFailed):
-    """One request cannot be answered, while the engine goes on for the others: the engine refused it,
-    or ended with it once among others and once alone."""
+    """One request cannot be answered, and the others can: the engine refused it, or died with it twice,
+    once among others and once alone."""
 
 
 class EndsEngine(RequestFailed):
-    """A request has ended an engine twice, the second time alone."""
+    """An engine died twice with a request in flight, the second time with no others in it."""
 
 
 MAX_STOP_STRINGS = 32
@@ -228,8 +228,8 @@ class RolloutEngine(Protocol):
     def sequence_logprobs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Return log-probs f32[T] of sequences i64[T] under the present weights at temperature 1.
 
-        The first token has none: 0. Needs every tag awake. Raises ValueError for a sequence that is
-        empty or longer than the context.
+        The first token has none, so it gets 0. Needs every tag awake. Raises ValueError for a sequence
+        that is empty or longer than the context.
         """
         ...
 
@@ -253,14 +253,13 @@ class RolloutEngine(Protocol):
         weight version. With `stale_prefixes` it reads what any weights have cached. Such a call waits
         while the engine is paused or its weights change.
 
-        Leaving the iterator early aborts
-        what is left. Raises ValueError, before anything is sent, for a request that is
-        empty, has another's id, is too long for the context or the KV cache, or has tokens or sampling
-        that the model does not have; RequestFailed for one that the engine refuses; RuntimeError where
-        it answers with other weights than it should have, with a length that does not fit, or with NaN;
-        EngineLost where it dies, its scheduler gives no sign for `rollout.stall_timeout_s`, it fails a
-        request again and again, or keeps one back for `rollout.request_timeout_s`; RunFailed where it
-        is at work for so long. What was yielded before is good. Nothing is sent before the first one.
+        Leaving the iterator early aborts what is left. Raises ValueError, before anything is sent, for
+        a request that is empty, has another's id, is too long for the context or the KV cache, or has
+        tokens or sampling that the model does not have; RequestFailed for one that the engine refuses;
+        RuntimeError if it answers with wrong weights, a wrong length, or NaN; EngineLost if it dies,
+        its scheduler does not respond for `rollout.stall_timeout_s`, it fails a request repeatedly, or
+        it is idle and has not answered for `rollout.request_timeout_s`; RunFailed if it is still busy
+        then. Results yielded before remain valid. Nothing is sent before the first `next()`.
         """
         ...
 

@@ -5,8 +5,8 @@ one tenant would starve those of another. Behind a gate requests wait in the tra
 policy from outside (mrl/tenants/schedule.py) admits them by what is left of the KV memory. Without a
 policy all are admitted at once.
 
-A call whose requests were in an engine when it ended has the next engine alone (suspects.py): what is
-in there comes to its end first, and all others wait.
+A call whose requests were in flight when an engine died runs alone in the next one
+(crashed_requests.py): the requests in it finish first, and all others wait.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mrl.rollout.base import Request
+from mrl.rollout.crashed_requests import CrashedRequests
 from mrl.rollout.gate_times import GateTimes
 from mrl.rollout.line import Line, Sent
-from mrl.rollout.suspects import Suspects
 
 UNLIMITED = 1 << 62
 
@@ -109,25 +109,25 @@ class Gate:
         self._times = times or GateTimes()
         self._lock = threading.Lock()
         self._tenants: dict[str, _Tenant] = {}
-        self._suspects = Suspects()
+        self._crashed = CrashedRequests()
         self._alone: Line | None = None
-        """The line that has the engine alone."""
+        """The line that runs alone in the engine."""
         self.num_starts = 0
         self._is_lost = False
-        """Whether the engine has ended since its newest start: nothing is admitted."""
+        """Whether the engine died since its newest start; then nothing is admitted."""
         self._ended_alone = False
-        """Whether a line had the engine alone when it ended."""
+        """Whether the engine died while a line ran alone in it."""
 
     @property
     def has_culprit(self) -> bool:
-        """Whether requests that have, or had, the engine alone are the reason where it has ended. Any
-        thread that finds the engine lost may ask, before the one that made these requests does."""
+        """Whether, if the engine has died, the cause is requests that ran alone in it. Any thread that
+        finds the engine lost may ask, even before the one that sent these requests does."""
         with self._lock:
             return self._ended_alone or (self._alone is not None and self._alone.is_sent)
 
     def resize(self, capacity_tokens: int, max_running: int) -> None:
-        """Note that an engine has started, the size of its KV memory, and how many requests it can run
-        at once."""
+        """Record that an engine has started, the size of its KV memory, and how many requests it can
+        run at once."""
         with self._lock:
             self.capacity_tokens = capacity_tokens
             self._times.resize(max_running, capacity_tokens)
@@ -155,7 +155,7 @@ class Gate:
             self._tenants.pop(tenant, None)
             self._policy.leave(tenant)
             self._times.leave(tenant)
-            self._suspects.leave(tenant)
+            self._crashed.leave(tenant)
             if self._alone is not None and self._alone.tenant == tenant:
                 self._alone = None
         self._look()
@@ -164,14 +164,14 @@ class Gate:
         self, tenant: str, requests: Sequence[Request], on_admitted: Callable[[], None]
     ) -> Line:
         """Return a line of these requests. `on_admitted` is called, from any thread, when some of them
-        may be sent. Raises RuntimeError for a tenant that is not there, and EndsEngine for a request
-        that has ended two engines."""
+        may be sent. Raises RuntimeError for an unknown tenant, and EndsEngine for a request that was in
+        flight when two engines died."""
         line = Line(self, tenant, requests, on_admitted)
         with self._lock:
             if tenant not in self._tenants:
                 raise RuntimeError(f"generate: tenant {tenant!r} is not at the gate of this engine")
-            self._suspects.refuse(tenant, line.ids)
-            line.is_suspect = self._suspects.has_any(tenant, line.ids)
+            self._crashed.check(tenant, line.ids)
+            line.must_run_alone = self._crashed.has_any(tenant, line.ids)
             self._tenants[tenant].lines.append(line)
             self._times.come(tenant, line.num_waiting)
         self._look()
@@ -208,15 +208,15 @@ class Gate:
         return told
 
     def _may_admit(self, in_flight: int) -> bool:
-        """Return whether any request may be sent now, after the first suspect has been given the engine
-        where that is empty."""
+        """Return whether any request may be sent now. If the engine is empty, the first line that must
+        run alone is chosen."""
         if self._alone is not None:
             return True
         lines = [line for tenant in self._tenants.values() for line in tenant.lines]
-        suspect = next((line for line in lines if line.is_suspect), None)
-        if suspect is not None and not in_flight:
-            self._alone = suspect
-        return suspect is None or not in_flight
+        retried = next((line for line in lines if line.must_run_alone), None)
+        if retried is not None and not in_flight:
+            self._alone = retried
+        return retried is None or not in_flight
 
     def _demand(self, name: str, tenant: _Tenant) -> Demand:
         lines = tenant.lines
@@ -232,20 +232,20 @@ class Gate:
             max_tokens_in_flight=tenant.max_tokens_in_flight,
         )
 
-    def blame(self, tenant: str, line: Line, ids: Collection[str]) -> bool:
-        """Note that the engine ended with these requests of a line in it; return whether the line had
-        it alone. Nothing is admitted until another engine has started."""
+    def lose(self, tenant: str, line: Line, ids: Collection[str]) -> bool:
+        """Record that the engine died with these requests of a line in flight; return whether the line
+        ran alone. Nothing is admitted until another engine has started."""
         with self._lock:
             self._is_lost |= line.num_starts == self.num_starts
             were_alone = self._alone is line
-            self._suspects.blame(tenant, ids, were_alone=were_alone)
+            self._crashed.add(tenant, ids, were_alone=were_alone)
             self._ended_alone |= were_alone and bool(ids)
             return were_alone and bool(ids)
 
     def end(self, tenant: str, line: Line, survived: Collection[str]) -> None:
-        """Note that a line is over; the engine has survived these requests of it."""
+        """Record that a line is finished; the engine survived these requests of it."""
         with self._lock:
-            self._suspects.clear(tenant, survived)
+            self._crashed.remove(tenant, survived)
             if self._alone is line:
                 self._alone = None
         self._look()

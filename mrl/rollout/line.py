@@ -1,4 +1,4 @@
-"""The requests of one call of generate() that wait at a gate (gate.py) or have passed it."""
+"""The requests of one call of generate(), which wait for admission by a gate (gate.py) or are sent."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class Sent(NamedTuple):
-    """Holds a request that was admitted and is not over."""
+    """A request that was admitted and is not finished."""
 
     request: Request
     expected: int
-    """The tokens that the gate counts it with."""
+    """The tokens that the gate expects of it."""
     since: float
     """When it was admitted, by the clock of `GateTimes`."""
 
 
 class Line:
-    """A line holds the requests of one call of generate(), in their order. `Gate.line_up` makes it."""
+    """The requests of one call of generate(), in their order. `Gate.line_up` creates it."""
 
     def __init__(
         self, gate: Gate, tenant: str, requests: Sequence[Request], on_admitted: Callable[[], None]
@@ -33,21 +33,21 @@ class Line:
         self.on_admitted = on_admitted
         self.longest = max(map(most_tokens, requests), default=0)
         self.ids = {request.request_id for request in requests}
-        self.is_suspect = False
+        self.must_run_alone = False
         self.num_starts = gate.num_starts
-        """The starts of the engine until the line was made."""
+        """How often the engine had been started when this line was created."""
         self._gate, self.tenant = gate, tenant
         self._waiting = deque(requests)
         self._admitted: list[Request] = []
         self._sent: dict[str, Sent] = {}
-        """Requests that were admitted and are not over, by their ids."""
-        self._blamed: set[str] = set()
-        """Requests with which the engine has ended."""
+        """Requests that were admitted and are not finished, by their ids."""
+        self._in_flight_at_loss: set[str] = set()
+        """Ids of the requests that were in flight when the engine died."""
         self._changing = threading.Lock()
 
     @property
     def num_waiting(self) -> int:
-        """The requests that were not admitted yet."""
+        """The number of requests that were not admitted yet."""
         return len(self._waiting)
 
     @property
@@ -58,7 +58,7 @@ class Line:
 
     @property
     def is_sent(self) -> bool:
-        """Whether requests of it are in the engine."""
+        """Whether any of its requests are in the engine."""
         with self._changing:
             return bool(self._sent)
 
@@ -75,16 +75,16 @@ class Line:
         return taken
 
     def finish(self, request: Request, num_new: int, *, is_whole: bool = True) -> None:
-        """Note that a request is over after `num_new` tokens. `is_whole`: it was not aborted."""
+        """Record that a request finished after `num_new` tokens. `is_whole`: it was not aborted."""
         with self._changing:
             sent = self._sent.pop(request.request_id, None)
         if sent is not None:
             self._gate.give_back(self.tenant, sent, num_new, is_whole=is_whole)
-        if is_whole and self.is_suspect and self.is_over:
-            self._gate.end(self.tenant, self, self.ids - self._blamed)
+        if is_whole and self.must_run_alone and self.is_over:
+            self._gate.end(self.tenant, self, self.ids - self._in_flight_at_loss)
 
     def withdraw(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """Take these requests, or all, out of the line, and return those that were not sent."""
+        """Remove these requests, or all, from the line, and return those that were not sent."""
         unsent = self._gate.withdraw(self.tenant, self, request_ids)
         with self._changing:
             taken, kept = _split(self._admitted, request_ids)
@@ -94,23 +94,23 @@ class Line:
         return unsent + taken
 
     def lose(self) -> bool:
-        """Note that the engine has ended with what is in it, before close(); return whether these
-        requests had it alone."""
+        """Record, before close(), that the engine died with these requests in flight; return whether
+        they were the only ones in it."""
         with self._changing:
-            self._blamed = set(self._sent)
-        return self._gate.blame(self.tenant, self, self._blamed)
+            self._in_flight_at_loss = set(self._sent)
+        return self._gate.lose(self.tenant, self, self._in_flight_at_loss)
 
     def close(self) -> None:
-        """Note that nothing more of these requests is sent, and that none is in the engine."""
+        """Record that no more of these requests will be sent, and that none is in the engine."""
         unsent = {request.request_id for request in self.withdraw()}
         with self._changing:
             left, self._sent = self._sent, {}
         for sent in left.values():
             self._gate.give_back(self.tenant, sent, 0, is_whole=False)
-        self._gate.end(self.tenant, self, self.ids - self._blamed - unsent)
+        self._gate.end(self.tenant, self, self.ids - self._in_flight_at_loss - unsent)
 
     def admit_next(self, policy: Policy, times: GateTimes) -> int:
-        """Admit one request, and return the tokens that are expected of it. For the gate alone."""
+        """Admit one request, and return the tokens that are expected of it. Only the gate calls it."""
         with self._changing:
             request = self._waiting.popleft()
             expected = policy.tokens_each(self.tenant, most_tokens(request))
@@ -120,7 +120,7 @@ class Line:
         return expected
 
     def remove(self, request_ids: Collection[str] | None) -> list[Request]:
-        """Remove what waits of these, or all. For the gate alone."""
+        """Remove these requests, or all, that are not admitted yet. Only the gate calls it."""
         with self._changing:
             taken, kept = _split(self._waiting, request_ids)
             self._waiting = deque(kept)
@@ -128,7 +128,7 @@ class Line:
 
 
 def most_tokens(request: Request) -> int:
-    """Return how many tokens a request can come to hold."""
+    """Return the most tokens that a request can have: its prompt and the longest answer."""
     return request.token_ids.numel() + request.sampling.max_new_tokens
 
 

@@ -1,8 +1,7 @@
-"""What of a request's sampling no engine can do for a model, found before the request is sent.
+"""Checks sampling parameters against a model before a request is sent.
 
-A recipe, an evaluation set and a session's `sample` are checked by the one function here, and so is
-every request on its way to an engine. A scheduler that is given what it cannot compute with ends, and
-with it the requests of everybody else.
+Recipes, evaluation sets, a session's `sample` and every request are checked by the same function.
+Parameters that SGLang's scheduler cannot handle crash it, and fail the requests of all other callers.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from mrl.errors import InputError
 from mrl.rollout.base import SamplingParams
 
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e6
-"""SGLang takes what is below the first for 0, without a word. Logits divided by far more than the
-second are all the same, and from 1e30 on the kernel of `rollout.batch_invariant` raises there."""
+"""SGLang silently treats a smaller temperature as 0. Logits divided by far more than the largest one
+are all equal, and from 1e30 on the kernel of `rollout.batch_invariant` raises."""
 
 
 def check_sampling_params(
@@ -22,9 +21,9 @@ def check_sampling_params(
     *,
     min_name: str = "min_new_tokens",
 ) -> None:
-    """Raise InputError where a model of `vocab_size` tokens cannot be sampled like this.
+    """Raise InputError if a model of `vocab_size` tokens cannot be sampled with these parameters.
 
-    `where` stands before the name of what is wrong; `min_name` is what the caller's user calls
+    `where` is a prefix for the parameter's name in the message; `min_name` is the user's name for
     `min_new_tokens`.
     """
     check_temperature(sampling.temperature, where)
@@ -50,14 +49,14 @@ def check_sampling_params(
         )
     if sampling.stop:
         raise InputError(
-            f"{where}stop is given with {min_name} {least}: a text ends a completion wherever it "
-            "comes, before that too; leave one of them out"
+            f"{where}stop is given with {min_name} {least}: a stop text ends a completion wherever it "
+            "occurs, also before that length; leave one of them out"
         )
     if 2 * len(set(sampling.stop_token_ids)) > vocab_size:
         raise InputError(
             f"{where}stop_token_ids has {len(set(sampling.stop_token_ids))} of the model's "
-            f"{vocab_size} tokens, and {min_name} {least} forbids them until then; give at most half "
-            f"of the tokens, or leave {min_name} out"
+            f"{vocab_size} tokens, and {min_name} {least} forbids them up to that length; give at most "
+            f"half of the tokens, or leave {min_name} out"
         )
 
 
@@ -66,5 +65,5 @@ def check_temperature(temperature: float, where: str = "") -> None:
     if temperature and not LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE:
         raise InputError(
             f"{where}temperature is {temperature:g}, expected {LEAST_TEMPERATURE:g} to "
-            f"{LARGEST_TEMPERATURE:g}, or 0 for the likeliest token"
+            f"{LARGEST_TEMPERATURE:g}, or 0 for greedy sampling"
         )

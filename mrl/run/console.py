@@ -39,7 +39,7 @@ ONLY_WIDE = ("response_len/max", "response_len/truncated", "throughput/step_toke
              "throughput/mfu", "time/timestamp")  # fmt: skip
 """Left out where the console has fewer than WIDE columns; a log file has them all."""
 STEP_WIDTH, DONE_WIDTH = 5, 10
-"""Columns of a step's number, and of the steps done with it."""
+"""The widths of the columns of the step's number and of the completed steps."""
 WIDE = 132
 WAITS_WIDTH = 62
 """Columns of what a disaggregated run adds to a step line; a narrow console has it on another line."""
@@ -87,9 +87,9 @@ def step_line(
 ) -> None:
     """Print one aligned line; a metric that is off shows as `-`. `name`: whose step it is.
 
-    `step` is the number in metrics.jsonl, in the names of the files and of `mrl why RUN STEP`, which
-    counts from 0; `done` counts the steps done with it, of `num_steps`. The heading is above every 20th
-    step, and above one that `is_first` of those that this start prints.
+    `step` is the number in metrics.jsonl, in the names of the files and in `mrl why RUN STEP`, counted
+    from 0; `done` is the number of completed steps, of `num_steps`. The heading is printed above every
+    20th step, and above the first one of this start (`is_first`).
     """
     console = console or _console()
     step, is_wide = int(metrics["step"]), console.width >= WIDE
@@ -249,7 +249,7 @@ def _cell(value: Any, form: str) -> str:
 
 
 def _step_cell(value: Any, key: str, form: str) -> str:
-    """Return a value for its column; one that is too wide for it with an exponent."""
+    """Return a value for its column; a value that is too wide is written with an exponent."""
     if key == "time/timestamp" and value is not None:
         return strftime("%H:%M:%S", localtime(value))
     text = _cell(value, form)

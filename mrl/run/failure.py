@@ -30,14 +30,14 @@ SERVICE_FILE = "service.yaml"
 EARLIER = "failures.jsonl"
 """The records of earlier starts of a run, one a line."""
 RUN_FILE, COMMAND_FILE = "run_folder", "command"
-"""The files in the launcher's folder (mrl/system/launcher.py), by which a rank names its run and what
-continues it."""
+"""The files in the launcher's folder (mrl/system/launcher.py) in which a rank names its run and the
+command that continues it."""
 SAVED_FILE = "saved"
 """The file in that folder by which rank 0 says that the run saved and left."""
 ENDED_FILE = "ended"
 """The file in that folder by which the watchdog says that it has killed the ranks: the exit code."""
 OVER_FILE = "over"
-"""The file in that folder that says of a rank that was killed: the run was done before."""
+"""This file exists in that folder if a rank was killed after the run was done."""
 TAIL_LINES = 15
 TAIL_BYTES = 16384
 MAX_RANKS = 16

@@ -94,13 +94,13 @@ class RunFolder:
         return has_rows or any(self.checkpoints.glob("iter_*"))
 
     def claim(self) -> None:
-        """Let no other run write to the folder of a run, before anything of it is looked at: what a
-        start finds there is then what it continues from. `open` claims a folder that is new.
+        """Lock the folder of an existing run before anything in it is read, so that the start continues
+        from exactly what it finds there. `open` locks a new folder.
 
         Raises InputError while another run is writing to it.
         """
         if (self.root / ".lock").exists():
-            with suppress(PermissionError):  # the check says what cannot be written
+            with suppress(PermissionError):  # the check reports what cannot be written
                 self._take_lock()
         self._had_begun = self.has_begun
 
@@ -122,7 +122,7 @@ class RunFolder:
         """Make the folder, claim it, and note the start in its history.
 
         `update` is what `check` returned, `step` the steps done. Raises InputError while another run is
-        writing to the folder, and where one has begun in it since `claim` found none.
+        writing to the folder, or if one has begun in it since `claim` found none.
         """
         with refusing(self.root):
             new = [p for p in (self.root, *self.root.absolute().parents) if not p.exists()]
@@ -134,7 +134,7 @@ class RunFolder:
         self._take_lock()
         if self._had_begun is False and self.has_begun:
             raise InputError(
-                f"output_dir {self.root}: another job has begun a run there since this one looked; "
+                f"output_dir {self.root}: another job has begun a run there since this one started; "
                 "start again to continue that run, or choose another output_dir"
             )
         update = update or Update()
@@ -206,13 +206,13 @@ class RunFolder:
     ) -> None:
         """What an evaluation of weights `version` gave: one line a sample (`as_lines`) and, when these
         are written, its numbers."""
-        self.evals.mkdir(exist_ok=True)  # and not the run folder, which may have been moved
+        self.evals.mkdir(exist_ok=True)  # but not the run folder, which may have been moved
         file = self.evaluation_file(version)
         write_whole(file.with_suffix(".jsonl"), lines)
         write_whole(file, as_lines([{"step": version, **metrics}]))
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return what `write_rollouts` wrote. Raises InputError that names a damaged line."""
+        """Return the rows that `write_rollouts` wrote. Raises InputError that names a damaged line."""
         return rollout_rows.read(self.rollout_file(step))
 
     def rollout_file(self, step: int) -> Path:

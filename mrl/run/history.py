@@ -63,7 +63,7 @@ def changes_to(
 
 _KINDS = {"step": "whole", "changes": "object", "moved": "list", "contents": "object",
           "config_before": "text"}  # fmt: skip
-"""What the values of a line are."""
+"""The types of a line's values."""
 
 
 class History:
@@ -93,7 +93,7 @@ class History:
             return entry
         except ValueError as error:
             raise InputError(
-                f"{self.file}:{number}: the line is damaged ({error}); bring the file back, or delete "
+                f"{self.file}:{number}: the line is damaged ({error}); restore the file, or delete "
                 "the line: the run then no longer knows what that start changed"
             ) from None
 

@@ -40,14 +40,14 @@ def read(metrics: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             raise InputError(
                 f"{metrics}:{number}: the line is damaged ({error}); `mrl train {metrics.parent}` "
-                "brings rows back from the newest checkpoint, which has a copy"
+                "restores the rows from the newest checkpoint, which has a copy"
             ) from None
     return rows
 
 
 def parsed(line: bytes) -> dict[str, Any]:
-    """Return a row: `step` is a whole number, and everything else a number or null. Raises ValueError
-    that says what is wrong with it."""
+    """Return a row, whose `step` is a whole number and whose other values are numbers or null. Raises
+    ValueError that says what is wrong with it."""
     row = parse_row(line)
     check_kinds(row, {"step": "whole"}, required=("step",))
     check_kinds(row, dict.fromkeys(row, "number|null"))

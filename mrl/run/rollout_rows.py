@@ -1,4 +1,4 @@
-"""Reads rollouts/step_*.jsonl, whose lines are samples; what is damaged is named by file and line."""
+"""Reads rollouts/step_*.jsonl, whose lines are samples; errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ KINDS = {
     "response_len": "whole",
     "finish_reason": "text|null",
 }
-"""What the values of a row are."""
+"""The types of a row's values."""
 REQUIRED = ("prompt", "completion", "reward")
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a step; a line that a crash cut short is left out. Raises InputError where the
+    """Return the rows of a step, without a last line that a crash cut short. Raises InputError if the
     file cannot be read, or a line is damaged."""
     try:
         data = file.read_bytes()
@@ -40,8 +40,8 @@ def read(file: Path) -> list[dict[str, Any]]:
             rows.append(_parsed(line))
         except ValueError as error:
             raise InputError(
-                f"{file}:{number}: the line is damaged ({error}); bring the file back, or leave this "
-                "step out"
+                f"{file}:{number}: the line is damaged ({error}); restore the file, or leave this step "
+                "out"
             ) from None
     return rows
 
@@ -51,5 +51,5 @@ def _parsed(line: bytes) -> dict[str, Any]:
     check_kinds(row, KINDS, REQUIRED)
     for name, value in row.get("reward_parts", {}).items():
         if value is not None and not is_number(value):
-            raise ValueError(f"the part {name!r} of the reward is no number")
+            raise ValueError(f"the part {name!r} of the reward is not a number")
     return row

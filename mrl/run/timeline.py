@@ -18,7 +18,7 @@ from mrl.system.files import write_whole
 from mrl.system.json_text import check_kinds, parse_row
 
 MAX_SECONDS = 1e11
-"""Seconds since 1970 that no clock shows."""
+"""Seconds since 1970 above which a time is not valid."""
 Spans = Iterable[tuple[float, float, str]]
 """(begin, end, name) of stretches of time, in seconds since 1970."""
 

@@ -1,4 +1,4 @@
-"""Says whether a function of the user's can be called with the columns of a row."""
+"""Checks whether a user's function can be called with the columns of a row."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def why_not(
     *,
     is_unbound: bool = False,
 ) -> str:
-    """Return why Python would refuse to call `function` with this many arguments by position and these
-    names as keywords; empty where it would not, or has no signature to tell from.
+    """Return why Python would refuse to call `function` with this many positional arguments and these
+    keyword arguments; empty if it would not, or if `function` has no signature.
 
-    Arguments that are missing are not looked for. The `self` of a method or of an object that is called
-    is an argument by position, too; `is_unbound`: `function` is a method without its object.
+    Missing arguments are not reported. The `self` of a method or of a callable object counts as a
+    positional argument; `is_unbound`: `function` is an unbound method.
     """
     num_positional += is_unbound
     if inspect.ismethod(function):
@@ -37,7 +37,7 @@ def why_not(
     return ""
 
 
-def column_to_blame(
+def unaccepted_column(
     function: Callable[..., Any],
     num_positional: int,
     columns: Collection[str],
@@ -45,8 +45,8 @@ def column_to_blame(
     *,
     is_unbound: bool = False,
 ) -> str | None:
-    """Return the first column that `function` cannot be called with, beside `num_positional` arguments
-    by position and those that are `given` by name; None where it takes all of them."""
+    """Return the first column that `function` does not accept as a keyword, beside `num_positional`
+    positional arguments and the keywords `given`; None if it accepts all of them."""
     if not why_not(function, num_positional, {*columns, *given}, is_unbound=is_unbound):
         return None
     for name in columns:

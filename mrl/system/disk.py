@@ -14,12 +14,12 @@ from pathlib import Path
 
 from mrl.errors import DISK_ERRORS, DiskFailed, InputError
 from mrl.system.files import bytes_in_words, disk_errno
-from mrl.system.streams import refusing_stream
+from mrl.system.streams import unwritable_stream
 
 GONE = "is gone, moved"
-"""What is said of a folder that is not there any more."""
+"""The words of the message about a folder that does not exist any more."""
 NO_INODES = "the disk has no inodes left"
-"""What a disk lacks that has bytes, but no room for another file."""
+"""The reason if a disk has free bytes but no room for another file."""
 
 
 def refusal(error: BaseException, place: Path) -> str:
@@ -30,10 +30,10 @@ def refusal(error: BaseException, place: Path) -> str:
     for each in chain(error):
         if (number := disk_errno(each)) is not None:
             named = each.filename if isinstance(each, OSError) else None
-            if named is None and (stream := refusing_stream()):
+            if named is None and (stream := unwritable_stream()):
                 return (
-                    f"{stream} could not be written: {DISK_ERRORS[number]}; let it go to a file "
-                    "or a terminal that takes it, then start the command again"
+                    f"{stream} could not be written: {DISK_ERRORS[number]}; redirect it to a terminal "
+                    "or to a file on another disk, then start the command again"
                 )
             what = f"a file in {place}" if named is None else os.fsdecode(named)
             return _in_words(number, what, place if named is None else Path(os.fsdecode(named)))
@@ -41,8 +41,8 @@ def refusal(error: BaseException, place: Path) -> str:
 
 
 def vanished(error: BaseException, folder: Path) -> str:
-    """Return in one line that a run folder, or a folder in it, is gone, as `error` shows; empty where
-    it shows nothing of that."""
+    """Return one line if `error` shows that a run folder, or a folder in it, is gone; otherwise an
+    empty text."""
     for each in chain(error):
         if not isinstance(each, (FileNotFoundError, NotADirectoryError)) or each.filename is None:
             continue
@@ -131,17 +131,17 @@ def _in_words(number: int, what: str, path: Path) -> str:
     left = "" if free is None else f", {bytes_in_words(free)} are free in {there}"
     why, do = DISK_ERRORS[number], "make room there"
     if number == errno.EROFS:
-        do = "have it mounted for writing"
+        do = "mount it writable"
     elif number == errno.EFBIG:
         left, do = "", "raise the limit"
     elif number == errno.ENOSPC and _has_no_inodes(there):
-        why, do = f"{NO_INODES}, one of which each file needs", "remove files there"
+        why, do = f"{NO_INODES}, and each file needs one", "remove files there"
     then = f"{do} or move the run folder, then continue the run"
     return f"{what} could not be written: {why}{left}; {then}"
 
 
 def _has_no_inodes(path: Path) -> bool:
-    """Whether the file system of `path` counts inodes, and all are taken."""
+    """Whether the file system of `path` has a limit of inodes, and all are used."""
     with suppress(OSError):
         numbers = os.statvfs(path)
         return bool(numbers.f_files) and not numbers.f_favail

@@ -21,10 +21,10 @@ PHASES = (
 """What a rank may be doing. `start` is everything before the first step without a name of its own,
 `log` everything between the phases of a step: metrics, trackers, callbacks.
 
-A name may have a part after a colon, as in `load:checkpoint`: work of another kind, whose times the
-watchdog learns by themselves. Limits of a recipe are those of the name before the colon."""
-APART = "supervise"
-"""What a rank does that leads engines: it passes none of these phases."""
+A name may have a part after a colon, as in `load:checkpoint`: another kind of work, whose times the
+watchdog learns separately. Limits in a recipe are set for the name before the colon."""
+SUPERVISE = "supervise"
+"""The phase of a rank that leads engines: it goes through none of the others."""
 LEFT = "left"
 """What the page of a rank says that is through with the run."""
 _FORM = struct.Struct("=32sqqq64s")
@@ -32,8 +32,8 @@ _COLLECTIVE = struct.Struct("=16s64sqq")
 _COLLECTIVE_AT = 128
 _END = struct.Struct("=q")
 _END_AT = _COLLECTIVE_AT + _COLLECTIVE.size - _END.size
-_HELPER = struct.Struct("=q")
-_HELPER_AT = 256
+_WRITER = struct.Struct("=q")
+_WRITER_AT = 256
 SIZE = mmap.PAGESIZE
 _STRIDE = 1000
 """Positions that belong to the work for one tenant: more than it passes phases."""
@@ -144,20 +144,20 @@ def read_collective(memory: mmap.mmap) -> Collective:
     return Collective(_text(name), _text(group), number, bool(is_over))
 
 
-def read_helper(memory: mmap.mmap) -> int:
-    """Return the number of the process that writes for this rank; 0 where there was none."""
-    return _HELPER.unpack_from(memory, _HELPER_AT)[0]
+def read_writer(memory: mmap.mmap) -> int:
+    """Return the number of the process that writes for this rank; 0 if there was none."""
+    return _WRITER.unpack_from(memory, _WRITER_AT)[0]
 
 
-def note_helper() -> None:
-    """Say, in a fork of a rank, that this process writes for it: the bytes that it moves are progress
-    of the rank where it loads or saves."""
+def register_writer() -> None:
+    """Record, in a fork of a rank, that this process writes for it: the bytes that it reads and writes
+    count as progress of the rank while it loads or saves."""
     for page in _pages:
-        _HELPER.pack_into(page.memory, _HELPER_AT, os.getpid())
+        _WRITER.pack_into(page.memory, _WRITER_AT, os.getpid())
 
 
 def kind_of(phase: str) -> str:
-    """Return the name of a phase without its part."""
+    """Return the name of a phase without the part after the colon."""
     return phase.partition(":")[0]
 
 
@@ -228,15 +228,15 @@ def begin_step(step: int) -> None:
 
 
 def supervise() -> None:
-    """Say that this rank leads engines from now on; it beats whatever its engines do."""
+    """Record that this rank leads engines from now on; it sends heartbeats whatever its engines do."""
     for page in _pages:
-        page.phase = page.outside = APART
+        page.phase = page.outside = SUPERVISE
         page.write()
 
 
 def beat() -> None:
-    """Say that this rank makes progress: a micro-batch, a finished sample, a bucket or a tensor of
-    weights. Bytes that its main thread reads or writes in `load` and `save` are seen without it."""
+    """Record progress of this rank: a micro-batch, a finished sample, a bucket or a tensor of weights.
+    Bytes that its main thread reads or writes in `load` and `save` count without it."""
     for page in _pages:
         page.beats += 1
         page.write()

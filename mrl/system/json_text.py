@@ -1,6 +1,6 @@
-"""Reads JSON of other people's files, and rows of a run's own that may be damaged.
+"""Reads JSON of users' files, and rows of run files that may be damaged.
 
-A key that stands twice in one object is refused, and so is a number that no float can hold.
+A duplicate key in an object is refused, and so is a number that is too large for a float.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def parse_row(line: str | bytes) -> dict[str, Any]:
     try:
         row = json.loads(line, parse_int=_bounded)
     except json.JSONDecodeError:
-        raise ValueError("it is no JSON") from None
+        raise ValueError("it is not JSON") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8 text") from None
     if not isinstance(row, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return row
 
 
@@ -56,7 +56,7 @@ def _bounded(digits: str) -> int:
 
 
 MAX_DIGITS = 30
-"""Digits of a whole number; a counter of mrl has fewer, and a float cannot hold one of 310."""
+"""The most digits of a whole number: counters of mrl have fewer, and a float overflows at 310."""
 
 
 def is_number(value: Any) -> bool:
@@ -65,7 +65,7 @@ def is_number(value: Any) -> bool:
 
 
 Kinds = Mapping[str, str]
-"""What the values of an object are, by key: some of the words of KINDS, with `|` between them."""
+"""The types of an object's values, by key: words of KINDS, joined by `|`."""
 KINDS = {
     "number": is_number,
     "whole": lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -77,8 +77,8 @@ KINDS = {
 
 
 def check_kinds(row: Mapping[str, Any], kinds: Kinds, required: tuple[str, ...] = ()) -> None:
-    """Raise ValueError where a value of `row` is of another kind than `kinds` has for its key, or a
-    required key is missing. Keys that `kinds` lacks may hold anything."""
+    """Raise ValueError if a value of `row` does not have the type that `kinds` gives for its key, or a
+    required key is missing. Keys that are not in `kinds` may hold anything."""
     for name in required:
         if name not in row:
             raise ValueError(f"it lacks `{name}`")
@@ -88,10 +88,10 @@ def check_kinds(row: Mapping[str, Any], kinds: Kinds, required: tuple[str, ...] 
             raise ValueError(f"`{name}` is {shown}, expected {words.replace('|', ' or ')}")
 
 
-def half_pair(value: Any) -> str | None:
-    """Return the first half of a surrogate pair that is alone in a JSON value; None without one.
+def unpaired_surrogate(value: Any) -> str | None:
+    """Return the first unpaired surrogate in a JSON value; None if there is none.
 
-    It is no character: no tokenizer takes it, and no file in UTF-8. JSON's escapes can write it.
+    It is not a character: tokenizers and UTF-8 files cannot hold it, but JSON's escapes can.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()

@@ -1,4 +1,4 @@
-"""What a rank tells `mrl.launch`, where that started it: by files in a folder of the launcher."""
+"""Signals from a rank to `mrl.launch`, if that started it: files in a folder of the launcher."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from contextlib import suppress
 from pathlib import Path
 
 LAUNCH_FOLDER = "MRL_LAUNCH_FOLDER"
-"""The variable by which `mrl.launch` gives its ranks the folder; then it prints their failure."""
+"""The variable by which `mrl.launch` gives its ranks the folder; if it is set, the launcher prints
+their failure."""
 WATCHED_FILE = "watched"
-"""The file that says that the watchdog watches the ranks of this launcher, or that the recipe wants
-none."""
+"""This file exists once the watchdog watches the ranks of this launcher, or if the recipe turns it
+off."""
 
 
-def tell_watched() -> None:
-    """Tell the launcher that it need not watch the start of its ranks any more."""
+def signal_watchdog_running() -> None:
+    """Signal to the launcher that it need not watch the start of its ranks any more."""
     _touch(WATCHED_FILE)
 
 
-def tell_arrived(rank: int) -> None:
-    """Tell the launcher that a rank has come to where it waits for the others."""
+def signal_arrived(rank: int) -> None:
+    """Signal to the launcher that a rank waits for the other ranks."""
     _touch(arrived_file(rank))
 
 
 def arrived_file(rank: int | str) -> str:
-    """Return the name of the file that says so."""
+    """Return the name of the file of `signal_arrived`."""
     return f"arrived_{rank}"
 
 

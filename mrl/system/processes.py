@@ -2,7 +2,7 @@
 
 A worker speaks JSON lines over its pipes, no pickle. Its first line is `{"ready": true}` or
 `{"input_error": text}`; after that it answers each request with one line, which has the request's
-number (worker_end.py is its side).
+number (worker_connection.py is its side).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from mrl.errors import InputError
-from mrl.system.marked import end_marked
+from mrl.system.process_search import kill_by_variable
 from mrl.system.worker_user import WorkerUser
 
 PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 120.0
 """Seconds for importing the user's module."""
 LOOK_S = 0.5
-"""Seconds between two looks whether a worker lives that has not answered."""
+"""Seconds between two checks whether a worker that has not answered is alive."""
 MARK = "MRL_WORKER"
-"""The variable by which everything is known that a worker has started."""
+"""The variable that identifies all processes that a worker has started."""
 MAX_REPLY_BYTES = 64 << 20
 """Largest answer of a worker, which the trainer holds in its memory."""
-NUMBER, STRAY = "number", "stray"
-"""Keys of the wire: the number of a request, which its answer has too; and in an answer, whether a
-process that the user's code forked came back from it, and was ended."""
+NUMBER, FORK_RETURNED = "number", "stray"
+"""Keys of messages: the number of a request, which its answer repeats; and in an answer, whether a
+process that the user's code forked returned from the call and was ended."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -49,7 +49,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Undo `die_with_parent`, for a process that has a limit of its own from now on."""
+    """Undo `die_with_parent`, for a process that ends by a time limit of its own from now on."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
 
 
@@ -132,8 +132,8 @@ class JsonWorker:
         self._unread = bytearray()
         self._number: int | None = None
         """The number of the request that is being answered; None at the start."""
-        self.num_strays = 0
-        """Answers that told of a process that the user's code forked and that came back from it."""
+        self.num_returned_forks = 0
+        """How many answers reported a process that the user's code forked and that returned from it."""
         self._lock = threading.Lock()
         """The lock that is held while an answer is awaited."""
         self._closed = False
@@ -228,7 +228,7 @@ class JsonWorker:
         if process is None:
             return
         process.wait()
-        end_marked(MARK, self._mark)  # what has left its group
+        kill_by_variable(MARK, self._mark)  # processes that have left its group
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with suppress(OSError):
@@ -246,7 +246,7 @@ class JsonWorker:
         return f"worker process (exit code {process.returncode})"
 
     def _has_ended(self) -> bool:
-        """Whether the worker has ended; it is not waited for, so that its number stays taken."""
+        """Whether the worker has ended; it is not reaped, so that its process number is not reused."""
         assert self._process
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self._process.pid, look) is not None
@@ -270,7 +270,7 @@ class JsonWorker:
             wait_s = 0.0 if has_ended else min(max(left_s, 0.0), LOOK_S)
             ready = dict(poll.poll(wait_s * 1000))
             if has_ended and into not in ready:
-                raise EOFError  # what it has started may hold the pipe open
+                raise EOFError  # processes that it started may hold the pipe open
             if not ready and left_s <= 0:
                 raise TimeoutError
             if out in ready:
@@ -288,13 +288,13 @@ class JsonWorker:
                     )
         line, _, self._unread = self._unread.partition(b"\n")
         reply = _decoded(bytes(line), self._number)
-        self.num_strays += reply.pop(STRAY, False) is True
+        self.num_returned_forks += reply.pop(FORK_RETURNED, False) is True
         return reply
 
 
 def _decoded(line: bytes, number: int | None) -> dict[str, Any]:
-    """Return the answer to a request. Raises _BadReply where the line is no JSON object, or has not the
-    request's number."""
+    """Return the answer to a request. Raises _BadReply if the line is not a JSON object, or does not
+    have the request's number."""
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError):
@@ -303,8 +303,8 @@ def _decoded(line: bytes, number: int | None) -> dict[str, Any]:
         raise _BadReply(f"the answer {line[:80]!r} came, expected a JSON object")
     if reply.pop(NUMBER, None) != number:
         raise _BadReply(
-            f"the line {line[:80]!r} came, which is no answer to the request: something else wrote "
-            "into the worker's pipe"
+            f"received the line {line[:80]!r}, which is not an answer to the request: something else "
+            "wrote into the worker's pipe"
         )
     return reply
 
@@ -334,6 +334,6 @@ def describe(error: BaseException) -> str:
     try:
         text = " ".join(str(error).split())[:500]
     except Exception as inner:  # user code, too
-        text = f"its text cannot be made ({type(inner).__name__})"
-    # Half of a surrogate pair cannot be written to a file or to stdout.
+        text = f"its str() raises {type(inner).__name__}"
+    # An unpaired surrogate cannot be written to a file or to stdout.
     return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()

@@ -1,7 +1,7 @@
-"""Standard output and standard error that are closed, or whose device takes no more.
+"""Standard output and standard error that are closed, or whose device is full.
 
-A command goes on without a stream that was closed when it started, as with /dev/null. One that takes no
-more while it runs ends the command as a disk does that is full.
+A stream that was closed when the command started is replaced by /dev/null. If a stream cannot be
+written to while the command runs, the command ends as on a full disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 
 def open_missing() -> None:
-    """Let what is printed to a stream that is closed go nowhere."""
+    """Redirect closed streams to /dev/null."""
     for name in _NAMES:
         if getattr(sys, name) is None:
             # The lowest free number: that of the stream, unless a library has taken it.
@@ -28,11 +28,11 @@ def open_missing() -> None:
             setattr(sys, name, open(descriptor, "w", errors="backslashreplace"))  # noqa: SIM115
 
 
-def refusing_stream(*, has_failed: bool = True) -> str:
-    """Return the name of a standard stream that takes no more; empty where both do.
+def unwritable_stream(*, has_failed: bool = True) -> str:
+    """Return the name of a standard stream that cannot be written to; empty if both can.
 
-    What could not be written may still be in its buffer, and writing it again fails in the same way. A
-    long text is not kept there: then the device is asked, where something `has_failed`.
+    The text may still be in its buffer, and then writing it again fails in the same way. A long text is
+    not kept there; so if a write `has_failed`, the device is checked as well.
     """
     for name, words in _NAMES.items():
         stream: TextIO = getattr(sys, name)
@@ -49,7 +49,7 @@ def refusing_stream(*, has_failed: bool = True) -> str:
 
 
 def _is_full(stream: TextIO) -> bool:
-    """Whether a stream goes to /dev/full, or to a file that can grow no more."""
+    """Whether a stream goes to /dev/full, or to a file that cannot grow any more."""
     try:
         there, disk = os.fstat(stream.fileno()), os.fstatvfs(stream.fileno())
     except (OSError, ValueError):  # no file: a test's
@@ -61,11 +61,10 @@ def _is_full(stream: TextIO) -> bool:
     return stat.S_ISCHR(there.st_mode) and there.st_rdev == _DEV_FULL
 
 
-def silence_refusing() -> str:
-    """Let what is printed to a stream that cannot be written to go nowhere; return the names of these
-    streams."""
+def silence_unwritable() -> str:
+    """Redirect streams that cannot be written to to /dev/null; return their names."""
     found = []
-    while name := refusing_stream(has_failed=False):
+    while name := unwritable_stream(has_failed=False):
         found.append(name)
         stream = sys.stdout if name == _NAMES["stdout"] else sys.stderr
         null = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""Who may call a socket of a service at a time, and how much each may send."""
+"""Limits on the callers of a service's socket: how many at a time, and how much each may send."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOO_MANY = "too many callers at a time; try again"
 
 
 class Refused(Exception):
-    """A request is refused with a status and one line that says why."""
+    """A refused request, with a status and one line that says why."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -22,40 +22,41 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one caller may send, and how many there may be."""
+    """What one caller may send, and how many callers there may be."""
 
     head_bytes: int = 16 << 10
     num_headers: int = 64
     body_bytes: int = 1 << 20
     operation_bytes: int = 8 << 20
-    """The bytes that the body of a session's operation may have: it may hold many tokens."""
+    """The largest body of a session's operation, which may hold many tokens."""
     depth: int = 32
-    """Objects and lists in each other, in the body."""
+    """The deepest nesting of objects and lists in the body."""
     head_s: float = 5.0
-    """Seconds for its head to arrive, which has the token."""
+    """Seconds for the head, which has the token, to arrive."""
     request_s: float = 10.0
     """Seconds for the whole request to arrive."""
     unread: int = 64
-    """Callers of one socket whose head is not there yet; for another one the oldest is refused. As many
-    may send a body, and as many may take an answer."""
+    """Callers of one socket whose head has not arrived yet; one more causes the oldest to be refused.
+    The same limit holds for callers that send a body, and for callers that receive an answer."""
     connections: int = 32
     """Requests of one socket that are answered at a time; more are refused."""
 
 
 Stage = Literal["head", "body", "answer"]
-"""What a caller is waited for: it sends the head of its request, or the body, or takes the answer."""
+"""What a caller does: it sends the head of its request, sends the body, or receives the answer."""
 SHUT: dict[Stage, int] = {
     "head": socket.SHUT_RD,
     "body": socket.SHUT_RD,
     "answer": socket.SHUT_RDWR,
 }
-"""What wakes the thread of a caller that has to go; it may still be told why before its answer."""
+"""How to shut down the connection of a refused caller, which wakes its thread; before the answer, the
+reason can still be sent."""
 
 
 class Callers:
-    """Counts the callers of one socket. Those that have not shown who they are take no place of those
-    that have, and the callers of one socket none of another's. A caller that is waited for holds no
-    place among those that are answered: however slowly it sends or takes, others get theirs."""
+    """Counts the callers of one socket. Callers that have not authenticated do not use up places of
+    those that have, and sockets have separate counts. A caller that is still sending or receiving does
+    not use up a place among those that are answered, so slow callers do not delay others."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -64,7 +65,7 @@ class Callers:
         self._num_answered = 0
 
     def enter(self, connection: socket.socket, stage: Stage = "head") -> None:
-        """Note a caller that is waited for. Where there are too many, the oldest has to go."""
+        """Add a caller that is sending or receiving. If there are too many, the oldest is dropped."""
         with self._changing:
             awaited = self._awaited[stage]
             if len(awaited) >= self._limits.unread:
@@ -75,7 +76,7 @@ class Callers:
             awaited[connection] = None
 
     def leave(self, connection: socket.socket, stage: Stage = "head") -> bool:
-        """Forget a caller that is not waited for any more; return whether it had to go."""
+        """Remove a caller that has finished sending or receiving; return whether it was dropped."""
         with self._changing:
             awaited = self._awaited[stage]
             if connection not in awaited:
@@ -85,7 +86,8 @@ class Callers:
 
     @contextmanager
     def awaiting(self, connection: socket.socket, stage: Stage) -> Iterator[None]:
-        """Wait for a caller in the block. Raises what that raises, and Refused where it had to go."""
+        """Send or receive in the block. Raises what the block raises, and Refused if the caller was
+        dropped."""
         self.enter(connection, stage)
         try:
             yield
@@ -96,13 +98,13 @@ class Callers:
         self.leave(connection, stage)
 
     def check_room(self) -> None:
-        """Raise Refused where no more can be answered now."""
+        """Raise Refused if no more requests can be answered now."""
         if self._num_answered >= self._limits.connections:
             raise Refused(503, TOO_MANY)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Hold one of the places of those that are answered. Raises Refused where none is free."""
+        """Hold one of the places for requests that are answered. Raises Refused if none is free."""
         with self._changing:
             self.check_room()
             self._num_answered += 1

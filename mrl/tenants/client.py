@@ -18,9 +18,9 @@ from mrl.tenants.start import is_alive, start_command
 TIMEOUT_S = 120.0
 """Seconds for an answer: a new tenant's recipe and data are checked before it."""
 START_S = 900.0
-"""How long a service that is starting is waited for."""
+"""How long to wait for a service that is starting."""
 AGAIN_S = 30.0
-"""How long a call is made again whose answer was lost, or which found too many callers."""
+"""How long a call is repeated whose answer was lost, or which found too many callers."""
 FIRST_WAIT_S, LAST_WAIT_S = 0.05, 1.0
 
 
@@ -29,12 +29,12 @@ class NobodyListens(InputError):
 
 
 class AnswerLost(RunFailed):
-    """The service ended the connection, or took too long: whether it did what it was asked is not
+    """The service closed the connection or took too long; whether it carried out the request is not
     known."""
 
 
 class Busy(RunFailed):
-    """The service has too many callers, and did nothing."""
+    """The service has too many callers and did not carry out the request."""
 
 
 class ControlClient:
@@ -48,8 +48,8 @@ class ControlClient:
         self._service = service
 
     def wait_until_listening(self, wait_s: float = 0.0) -> None:
-        """Wait for a service that is starting, or for `wait_s` seconds for one that is not there yet.
-        Raises NobodyListens."""
+        """Wait for a service that is starting, or at most `wait_s` seconds for one that has not been
+        started yet. Raises NobodyListens."""
         start, pause_s = time.monotonic(), FIRST_WAIT_S
         while True:
             with suppress(OSError):
@@ -75,7 +75,7 @@ class ControlClient:
         is_record: bool = False,
         loop: str = "recipe",
     ) -> dict[str, Any]:
-        """Add a tenant. Where the answer is lost it is asked for again, and is the same tenant."""
+        """Add a tenant. If the answer is lost the request is repeated, and adds only one tenant."""
         body: dict[str, Any] = {"name": name, "recipe": recipe, "weight": weight}
         body["is_record"] = is_record
         if loop != "recipe":
@@ -86,7 +86,8 @@ class ControlClient:
     def pause(
         self, name: str, reason: str | None = None, sequence: int | None = None
     ) -> dict[str, Any]:
-        """Pause a tenant; `sequence`: only where the name is still that of this number."""
+        """Pause a tenant; with `sequence`, only if the name still belongs to the tenant of this
+        number."""
         body = {"reason": reason, "sequence": sequence}
         return self._change("POST", f"/tenants/{check_name(name)}/pause", body)
 
@@ -97,8 +98,8 @@ class ControlClient:
         return self._change("DELETE", f"/tenants/{check_name(name)}", {"sequence": sequence})
 
     def post(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Put an operation into the queue of a session, and return its id. With a `key` it is asked for
-        again where the answer is lost, and is the same operation."""
+        """Put an operation into the queue of a session, and return its id. With a `key`, the request is
+        repeated if the answer is lost, and adds only one operation."""
         address = f"/tenants/{check_name(name)}/operations"
         return self.call("POST", address, body, may_repeat="key" in body)
 
@@ -109,7 +110,7 @@ class ControlClient:
         return self.call("GET", "/metrics")
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of texts, without special tokens of the tokenizer's own."""
+        """Return the token ids of texts, without adding special tokens."""
         return self.call("POST", "/tokenizer/encode", {"texts": texts}, may_repeat=True)["tokens"]
 
     def encode_chat(self, body: dict[str, Any]) -> list[int]:
@@ -134,8 +135,8 @@ class ControlClient:
     ) -> dict[str, Any]:
         """Return the JSON object that the service answers.
 
-        A call that found too many callers is made again for a while. So is one whose answer was lost,
-        where it is a GET or `may_repeat` says that it does nothing more when it is made twice.
+        A call that found too many callers is repeated for `AGAIN_S`. So is one whose answer was lost,
+        if it is a GET or `may_repeat` says that repeating it is safe.
         """
         start, pause_s = time.monotonic(), FIRST_WAIT_S
         while True:
@@ -158,7 +159,7 @@ class ControlClient:
         except OSError:
             raise self._nobody() from None
         try:
-            with suppress(BrokenPipeError):  # of a body that is refused: the answer is there
+            with suppress(BrokenPipeError):  # the body was refused; the answer can be read
                 connection.request(method, path, None if body is None else json.dumps(body))
             response = connection.getresponse()
             answer = json.loads(response.read())
@@ -179,11 +180,11 @@ class ControlClient:
     def _nobody(self) -> NobodyListens:
         folder = self._service
         if is_alive(folder):
-            return NobodyListens(f"the service in {folder} is starting; try again in a while")
+            return NobodyListens(f"the service in {folder} is still starting; try again later")
         if not (folder / "service.yaml").is_file():
             return NobodyListens(
                 f"{folder} is not the folder of a service: it has no service.yaml; give the output_dir "
-                "of one, or start one: mrl serve SERVICE.yaml"
+                "of a service, or start one: mrl serve SERVICE.yaml"
             )
         command = start_command(folder) or f"mrl serve {folder}/service.yaml"
         return NobodyListens(f"no service listens in {folder}; start it again: {command}")

@@ -50,7 +50,7 @@ NEW_KEYS: dict[str, Any] = {
 """The keys of the body of POST /tenants, with their types."""
 REASON = "a user paused it"
 KEY = re.compile("[A-Za-z0-9_-]{1,64}")
-"""What a client may call an operation, or a new tenant, so that it is the same when it comes again."""
+"""The form of a key, which identifies an operation or a new tenant if the request is repeated."""
 Answer = tuple[int, dict[str, Any]]
 
 

@@ -33,7 +33,8 @@ MAX_ERROR_CHARS = 2000
 LARGEST = {bool: 2, int: 1 << 63, float: float("inf")}
 """Numbers of these types are smaller: seeds and sizes have 64 bits."""
 BACKLOG = 1024
-"""Callers that the kernel keeps until they are accepted, which is at once: beyond it, it drops them."""
+"""The backlog of listen(): connections that the kernel holds until they are accepted, which is at
+once."""
 ANSWER_S = 5.0
 """Seconds in which a caller has to take its answer."""
 
@@ -113,7 +114,7 @@ class JsonServer(Closing):
             callers.leave(connection)
             raise
         callers.leave(connection)
-        callers.check_room()  # before it sends a body in vain
+        callers.check_room()  # refuse before the body is sent
         with callers.awaiting(connection, "body"):
             request = read_body(connection, source, self._limits, head)
         with callers.answering():
@@ -134,17 +135,17 @@ class JsonServer(Closing):
 
 
 class Head(NamedTuple):
-    """What comes before the body of a request, whose caller may ask."""
+    """The head of a request, whose caller is authorized."""
 
     method: str
     path: str
     headers: dict[str, str]
     rest: bytes
-    """What came with it of the body."""
+    """The part of the body that arrived with it."""
 
 
 def read_head(source: _Source, limits: Limits, token: str | None) -> Head:
-    """Read the head of a request. Raises Refused, and OSError where the caller is gone."""
+    """Read the head of a request. Raises Refused, and OSError if the caller is gone."""
     head, rest = source.head(limits.head_bytes, limits.head_s)
     first, *lines = head.split(b"\r\n")
     if (asked := REQUEST.fullmatch(first)) is None:
@@ -176,7 +177,7 @@ def read_body(connection: socket.socket, source: _Source, limits: Limits, head: 
 
 
 class _Source:
-    """Reads what arrives at a connection; limits are in seconds since it was made."""
+    """Reads from a connection; time limits are in seconds since the connection was accepted."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._start, self._limit_s = connection, time.monotonic(), 0.0

@@ -69,13 +69,13 @@ class Hub:
             return taken
 
     def open(self, name: str, message: dict[str, Any]) -> None:
-        """Let workers join the server of a tenant, as `message` says. Raises InputError for one that
-        is too large for them."""
+        """Let workers join the server of a tenant, as `message` says. Raises InputError for a message
+        that is too large for them."""
         message = {"type": "open", "tenant": name, **message}
         if (size := len(json.dumps(message))) > MAX_MESSAGE:
             raise InputError(
-                f"the recipe has {size} bytes as JSON, expected at most {MAX_MESSAGE}: workers take no "
-                "more; make its texts shorter"
+                f"the recipe has {size} bytes as JSON, expected at most {MAX_MESSAGE}, the limit of a "
+                "message to workers; make its texts shorter"
             )
         with self._changed:
             self._tenants[name] = message
@@ -127,14 +127,16 @@ class Hub:
                     self._changed.notify_all()
         except WireClosed:
             pass
-        except Exception as error:  # of what it says: another worker of this engine may do better
+        except (
+            Exception
+        ) as error:  # caused by its message: another worker of this engine may succeed
             why = " ".join(f"{type(error).__name__}: {error}".split())
             console.warning(f"rollout engine {number}: its worker is let go, {why}")
         finally:
-            wire.close()  # else the worker would wait for ever
+            wire.close()  # otherwise the worker would wait for ever
 
     def _heed(self, number: int, message: dict[str, Any]) -> None:
-        """Note what the worker of an engine says. Raises for what is no message of one."""
+        """Handle a message of an engine's worker. Raises for an invalid message."""
         if message["type"] == "started":
             self._started.add(number)
         elif message["type"] == "failed":

@@ -27,9 +27,9 @@ def over_rounds(
 ) -> dict[str, OverRounds]:
     """Return what each of these tenants had over these rounds; the shares are of what all of them had.
 
-    `tenants`: the number of each, by its name. A row has `service/NAME/sequence`, and what it says of
-    another tenant of that name is left out; rows of an older mrl do not have it. A row may hold
-    anything: what is not a finite number is left out.
+    `tenants`: the number of each, by its name. Values of a row are left out if its
+    `service/NAME/sequence` shows that they belong to another tenant of that name; rows of an older mrl
+    do not have this key. Values that are not finite numbers are left out, too.
     """
     names = list(tenants)
     totals, counts = _add_up(_own(row, tenants) for row in rows)
@@ -61,7 +61,7 @@ def finite(value: Any) -> float | None:
 
 
 def _own(row: Mapping[str, Any], tenants: Mapping[str, int]) -> dict[str, Any]:
-    """Return a row without what belongs to other tenants of these names."""
+    """Return a row without the values that belong to other tenants of these names."""
     others = [
         f"service/{name}/"
         for name, number in tenants.items()

@@ -28,8 +28,8 @@ def add_up_ranks(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def of_names(sums: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
-    """Return the sums with the names of tenants in place of what engines call them. What is nobody's of
-    these, as that of a tenant which has left, is in the sums of all alone."""
+    """Return the sums with the names of tenants in place of the names that engines use for them. The
+    numbers of other tenants, such as one that has left, are in the totals only."""
     found: dict[str, float] = {}
     for key, value in sums.items():
         called, slash, what = key.partition("/")

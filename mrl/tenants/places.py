@@ -1,4 +1,4 @@
-"""The run folders of tenants lie apart from each other, and from the service's own files."""
+"""Keeps the run folders of tenants separate from each other and from the service's own files."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from mrl.errors import InputError
 from mrl.tenants.record import Tenant
 
 RUNS = "runs"
-"""The folder of a service in which output_dirs may lie."""
+"""The folder inside a service's folder in which output_dirs may lie."""
 
 
 def run_folder(root: Path, given: str) -> Path:
-    """Return an output_dir without links. Raises InputError where it may not lie there for the service
-    folder `root`."""
+    """Return an output_dir with links resolved. Raises InputError if its place conflicts with the
+    service folder `root`."""
     if not os.path.isabs(given):
         raise InputError(f"output_dir is {given!r}; expected an absolute path")
     real, runs = Path(os.path.realpath(given)), root / RUNS
     if _overlap(real, root) and (real == runs or runs not in real.parents):
         raise InputError(
-            f"output_dir {given} and the service folder {root} lie in each other; choose one in "
-            f"{runs}, or outside"
+            f"output_dir {given} and the service folder {root} overlap; choose one inside {runs}, or "
+            "outside the service folder"
         )
     return real
 
@@ -30,9 +30,9 @@ def run_folder(root: Path, given: str) -> Path:
 def check_place(
     name: str, output: Path, present: Sequence[Tenant], known: Iterable[Tenant], limit: int
 ) -> None:
-    """Raise InputError where the name or the folder belongs to another tenant, or the service is full.
+    """Raise InputError if the name or the folder belongs to another tenant, or the service is full.
 
-    `present`: tenants that were not removed; `known`: those and the ones that were; `limit`: how many
+    `present`: tenants that were not removed; `known`: also those that were removed; `limit`: how many
     may be active.
     """
     if any(tenant.name == name for tenant in present):
@@ -57,5 +57,5 @@ def check_place(
 
 
 def _overlap(one: Path, other: Path) -> bool:
-    """Whether two folders are the same, or one lies in the other."""
+    """Whether two folders are the same, or one contains the other."""
     return one == other or one in other.parents or other in one.parents

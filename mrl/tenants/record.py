@@ -3,7 +3,7 @@
 SERVICE_DIR/service.yaml              the resolved configuration
 SERVICE_DIR/control.sock              where the service listens (mrl/tenants/control.py)
 SERVICE_DIR/token                     the secret of callers over TCP
-SERVICE_DIR/start.json                who serves, and by which command (mrl/tenants/start.py)
+SERVICE_DIR/start.json                the service's process and its command (mrl/tenants/start.py)
 SERVICE_DIR/under_way.json            whose work is under way (mrl/tenants/crashes.py)
 SERVICE_DIR/tenants/NAME/recipe.yaml  the resolved recipe
 SERVICE_DIR/tenants/NAME/state.json   a `Tenant`
@@ -52,14 +52,14 @@ class Tenant(Branch):
     """The steps of the whole run; 0 for a session."""
     loop: Loop = "recipe"
     resumed: int = Field(default=0, ge=0)
-    """How often it was put back into the queue."""
+    """How often it was resumed."""
     request: str = ""
-    """A digest of the request that added it, where that has a key of its caller's; else empty."""
+    """A digest of the request that added it if the request had a key; otherwise empty."""
 
     @property
     def incarnation(self) -> str:
-        """The identity of what runs for this record: another one after each resume, and never that of
-        another tenant, whatever its name. `name_of` has the name back."""
+        """The identity of the run of this record: it changes with each resume, and differs from that of
+        every other tenant, even of the same name. `name_of` returns the name."""
         return f"{self.sequence}-{self.resumed}-{self.name}"
 
     @property
@@ -79,7 +79,8 @@ def sequence_of(incarnation: str) -> int:
 
 
 def engine_name(incarnation: str) -> str:
-    """Return what engines call an incarnation: as long as they allow, and unique by its beginning."""
+    """Return the name of an incarnation in engines, cut to the length that they allow; it is unique by
+    its beginning."""
     return incarnation[:63]
 
 

@@ -133,8 +133,8 @@ class Registry(Closing):
         loop: Loop = "recipe",
         request: str = "",
     ) -> Tenant:
-        """Add a tenant to the queue, and return it; with `loop` "client" it is a session. The same
-        `request` adds one tenant: when it comes again, that is returned as it is now.
+        """Add a tenant to the queue, and return it; with `loop` "client" it is a session. If the same
+        `request` is repeated, the tenant that it added is returned as it is now.
 
         `tree` and `is_record`: see `mrl.tenants.agreement.resolve_tenant`; its output_dir is absolute.
         Raises InputError for whatever is wrong with it, and where there is no place for it.
@@ -161,7 +161,7 @@ class Registry(Closing):
         recipe = recipe.model_copy(update={"output_dir": str(output)})
         with self._changing, refusing(self.root):
             if (known := self._of_request(name, request)) is not None:
-                return known  # both came at once
+                return known  # both requests arrived at the same time
             past = (*self._tenants.values(), *self._past)
             check_place(name, output, self.tenants(), past, self.service.tenants.max_number)
             numbers = [t.sequence for t in past]
@@ -180,22 +180,23 @@ class Registry(Closing):
             return tenant
 
     def _of_request(self, name: str, request: str) -> Tenant | None:
-        """Return the tenant that a request has added before; None without a request."""
+        """Return the tenant that this request added before; None if there is none or no request."""
         with self._changing:
             found = [*self._past, *self._tenants.values()] if request else []
             return next((t for t in found if (t.name, t.request) == (name, request)), None)
 
     def move(self, name: str, state: State, reason: str = "", number: int | None = None) -> Tenant:
-        """Give a tenant another state, and return it. `number`: only where it has this sequence.
+        """Give a tenant another state, and return it. With `number`, only if it has this sequence.
 
-        A tenant that leaves `paused` for the queue is compared with the service anew, and begins
-        another incarnation. What waits in the queue of a session that leaves is lost. Raises NoTenant,
-        InputError, and WrongState where its present state does not allow it.
+        A paused tenant that is queued again is checked against the service again, and begins another
+        incarnation. If a session leaves the service, the operations in its queue are lost. Raises
+        NoTenant, InputError, and WrongState if its present state does not allow it.
         """
         found = self.get(name)
         if number not in (None, found.sequence):
             raise WrongState(
-                f"tenant {name} is number {found.sequence} of the service by now, and not {number}"
+                f"tenant {name} now has the sequence {found.sequence}, expected {number}; it is "
+                "another tenant of that name: look at it again"
             )
         self._check_state(found, state)
         recipe = None
@@ -211,7 +212,7 @@ class Registry(Closing):
             return tenant
 
     def try_move(self, incarnation: str, state: State, reason: str = "") -> bool:
-        """Move an incarnation as `move` does a tenant, unless a user was faster with something else.
+        """Move an incarnation as `move` does a tenant, unless a user has changed the tenant first.
 
         What the disk refuses is kept in memory. Returns whether the tenant was moved.
         """
@@ -240,7 +241,8 @@ class Registry(Closing):
         return written
 
     def require_same(self, tenant: Tenant) -> Tenant:
-        """Return the present record of an incarnation. Raises WrongState where it is another one's."""
+        """Return the current record of an incarnation. Raises WrongState if the name has another
+        one."""
         if (found := self.get(tenant.name)).incarnation != tenant.incarnation:
             raise WrongState(f"tenant {tenant.name} was changed by somebody else; look at it again")
         return found

@@ -61,7 +61,7 @@ class ServiceWorker:
             message, _ = self._wire.receive()
             if message["type"] == "stop":
                 return
-            name = message["tenant"]  # of one incarnation: nothing of it can meet another's
+            name = message["tenant"]  # of one incarnation, so it is never mixed with another
             if (former := self._works.pop(name, None)) is not None:
                 former.end()
             if message["type"] == "open":

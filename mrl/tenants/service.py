@@ -79,7 +79,7 @@ class Service(ABC, Generic[Run]):
         self._is_main = registry is not None
         self._runs: dict[str, Run] = {}
         self._opened: dict[str, str] = {}
-        """The newest incarnation that was opened, of each name: whose run that name stands for."""
+        """The newest incarnation that was opened for each name."""
         self._queue = TrainingQueue(config.schedule.max_wait_s)
         limit_s = config.checkpoint.stop_limit_s
         self._stop = StopRequest(limit_s, lost=LOST.format(limit_s))
@@ -179,19 +179,19 @@ class Service(ABC, Generic[Run]):
         return {name: Wanted(*each) for name, each in json.loads(share_bytes(said)[0]).items()}
 
     def _recipe_of(self, tenant: Tenant) -> dict[str, object]:
-        """Return the recipe of a tenant that is yet to open, and nothing for one that is open. Raises
-        WrongState where the name is another one's by now."""
+        """Return the recipe of a tenant that is not open yet, and nothing for one that is open. Raises
+        WrongState if the name belongs to another tenant by now."""
         assert self._registry is not None
         if tenant.name in self._runs and self._opened[tenant.name] == tenant.incarnation:
             return {}
         recipe = self._registry.recipe(tenant.name).model_dump(mode="json")
-        self._registry.require_same(tenant)  # what was read is its own
+        self._registry.require_same(tenant)  # the recipe that was read belongs to it
         return recipe
 
     @contextlib.contextmanager
     def _pausing(self, tenant: Tenant) -> Iterator[None]:
-        """Pause a tenant whose stored recipe is refused in the block, and leave one out that a user has
-        changed meanwhile; for rank 0."""
+        """Pause a tenant whose stored recipe is refused in the block, and skip one that a user has
+        changed in the meantime; for rank 0."""
         try:
             yield
         except WrongState:
@@ -299,12 +299,12 @@ class Service(ABC, Generic[Run]):
                 console.warning(f"the state of tenant {name} is on the disk now")
 
     def _engine_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of what passed the gates of engines."""
+        """Return the metrics of the requests that passed the gates of engines."""
         names = {engine_name(each): name for name, each in self._opened.items()}
         return engine_metrics(of_names(sums, names))
 
     def _write_row(self, row: dict[str, float]) -> None:
-        """Write and publish metrics of the service, with whose they are; for rank 0."""
+        """Write and publish metrics of the service, with the tenants' sequences; for rank 0."""
         assert self._registry is not None
         for name, incarnation in self._opened.items():
             if any(key.startswith(f"service/{name}/") for key in row):

@@ -1,4 +1,4 @@
-"""What the start of a service leaves in its folder: the process, and the command that started it.
+"""Reads and writes start.json: the process of a service, and the command that started it.
 
 SERVICE_DIR/start.json   {"pid": 17, "began": "123456", "command": "mrl serve ..."}
 """
@@ -17,19 +17,20 @@ FILE = "start.json"
 
 
 def note_start(service: Path, command: str) -> None:
-    """Note that this process serves the folder, whose lock it has. Raises OSError."""
+    """Record that this process, which holds the folder's lock, serves the folder. Raises OSError."""
     pid = os.getpid()
     said = {"pid": pid, "began": _began(pid), "command": command}
     write_whole(service / FILE, json.dumps(said) + "\n")
 
 
 def start_command(service: Path) -> str:
-    """Return the command that started the newest service of a folder; empty where none is known."""
+    """Return the command that last started the service of a folder; empty if none is known."""
     return str(_read(service).get("command", ""))
 
 
 def is_alive(service: Path) -> bool:
-    """Whether the process that serves the folder is there, listening or starting or stopping."""
+    """Whether the process that serves the folder is alive: it may be starting, listening or
+    stopping."""
     said = _read(service)
     pid = said.get("pid")
     return isinstance(pid, int) and pid > 0 and _began(pid) == said.get("began")
@@ -44,6 +45,7 @@ def _read(service: Path) -> dict[str, Any]:
 
 
 def _began(pid: int) -> str | None:
-    """Return when a process started; None where there is none, or it has ended."""
+    """Return when a process started, in the kernel's ticks; this tells it from a later process with the
+    same number. None if there is no such process, or it has ended."""
     stat = stat_of(pid)
     return None if stat is None or stat.has_ended else stat.started

@@ -31,7 +31,7 @@ class TenantTrainer(Trainer):
     house: House = dataclasses.field(kw_only=True)
     weight: float = dataclasses.field(kw_only=True)
     engine_name: str = dataclasses.field(kw_only=True)
-    """What the engines call it."""
+    """Its name in the engines."""
 
     def _make_policy(self, **shared: Any) -> Policy:
         return super()._make_policy(base=self.house.base, name=self.name, **shared)
@@ -93,11 +93,11 @@ class TenantRun(Trained):
             undo.callback(self.folder.close)
             if house.mesh.rank == 0:
                 self.folder.claim()  # before the check looks for a checkpoint
-            # Where workers are another user's, no line of theirs may run here.
+            # If workers run as another user, none of their code may run here.
             plan = check(recipe, world, imports_rewards=house.limits.reward_user is None)
             if plan.adapter is None:
                 raise InputError(
-                    "lora: got none, but a tenant trains an adapter; give it a lora branch"
+                    "lora: got none, but a tenant trains an adapter; add a lora section"
                 )
             if house.mesh.rank == 0:
                 self.folder.open(plan.recipe, plan.update, plan.resume_step or 0)

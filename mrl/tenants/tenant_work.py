@@ -100,7 +100,7 @@ class TenantWork:
         of `former`, the same tenant's, has ended."""
         self._settings, self._shared, self._limits = settings, shared, limits
         self._name = str(settings["tenant"])
-        """What the engine calls the tenant: see `mrl.tenants.record.engine_name`."""
+        """The tenant's name in the engine: see `mrl.tenants.record.engine_name`."""
         self._is_over = threading.Event()
         self._worker: Worker | None = None
         self._thread = threading.Thread(
@@ -155,9 +155,7 @@ class TenantWork:
             imports_rewards=self._limits.reward_user is None,
         )
         if plan.adapter is None:
-            raise InputError(
-                "lora: got none, but a tenant trains an adapter; give it a lora branch"
-            )
+            raise InputError("lora: got none, but a tenant trains an adapter; add a lora section")
         engine = self._shared.engines.tenant(
             self._name,
             plan.adapter,

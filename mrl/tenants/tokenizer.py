@@ -1,4 +1,4 @@
-"""The tokenizer of the service's model, for clients that have none."""
+"""The tokenizer of the service's model, for clients that have no tokenizer of their own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EncodeBody(Branch):
 class ChatBody(Branch):
     messages: list[dict[str, Any]] = Field(min_length=1)
     add_generation_prompt: Annotated[bool, Strict()] = True
-    """End with the beginning of the assistant's answer."""
+    """End with the generation prompt, the beginning of the assistant's answer."""
     tools: list[Any] | None = None
 
     @model_validator(mode="after")
@@ -42,7 +42,7 @@ class DecodeBody(Branch):
 
 
 class ServiceTokenizer:
-    """Encodes and decodes texts. Any thread may call it; it is read with the first call."""
+    """Encodes and decodes texts. Any thread may call it; the first call loads the tokenizer."""
 
     def __init__(self, model: HfModel) -> None:
         self._model = model
@@ -53,7 +53,7 @@ class ServiceTokenizer:
         return load_tokenizer(self._model)
 
     def answer(self, action: str, given: dict[str, Any]) -> dict[str, Any]:
-        """Return what `/tokenizer/ACTION` answers: `tokens`, or `texts`. Raises InputError."""
+        """Return the answer of `/tokenizer/ACTION`: `tokens`, or `texts`. Raises InputError."""
         kinds = {"encode": EncodeBody, "encode_chat": ChatBody, "decode": DecodeBody}
         if action not in kinds:
             raise InputError(f"the tokenizer has {', '.join(kinds)}, got {action[:80]!r}")
@@ -75,7 +75,8 @@ class ServiceTokenizer:
         """Return the text of token ids. Raises InputError for one that is not in the vocabulary."""
         if tokens and max(tokens) >= self._model.sizes.vocab_size:
             raise InputError(
-                f"token {max(tokens)} is not below {self._model.sizes.vocab_size}, the vocabulary"
+                f"token {max(tokens)}, expected 0 to {self._model.sizes.vocab_size - 1}: the model has "
+                f"{self._model.sizes.vocab_size} tokens"
             )
         skip = body is not None and body.skip_special
         return self._tokenizer.decode(tokens, skip_special_tokens=skip)
@@ -86,7 +87,7 @@ class ServiceTokenizer:
     def _chat(self, body: ChatBody) -> str:
         if not self._tokenizer.chat_template:
             raise InputError(
-                "the tokenizer of the service's model has no chat template; encode texts"
+                "the tokenizer of the service's model has no chat template; use encode instead"
             )
         try:
             return render_chat(

@@ -150,8 +150,8 @@ class Follower:
                     self._offset += len(line)  # after the row has arrived
 
     def _samples(self, step: int) -> list[dict[str, Any]]:
-        """Return samples of a step, spread evenly over its groups; none where the file is missing, or
-        damaged, which no other try would mend."""
+        """Return samples of a step, spread evenly over its groups; none if the file is missing or
+        damaged, which another attempt would not change."""
         if not self._folder.rollout_file(step).exists():
             return []
         try:

@@ -149,7 +149,7 @@ def _read_samples(
 
 
 def _read_rollouts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Read a step's rollouts; empty where the file is missing or damaged, as sample numbers are
+    """Read a step's rollouts; empty if the file is missing or damaged, as sample numbers are
     lines."""
     if not path.exists():
         return []

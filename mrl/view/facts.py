@@ -46,9 +46,9 @@ def value_of(tree: dict[str, Any], key: str) -> Any:
 
 
 def local_time(timestamp: float) -> str:
-    """Return seconds since 1970 as date and time, with the zone; in words where there is none such."""
+    """Return seconds since 1970 as date and time, with the zone; in words if they are not valid."""
     if not 0 <= timestamp < MAX_SECONDS:
-        return "a time that no clock shows"
+        return "an invalid time"
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(timestamp))
 
 

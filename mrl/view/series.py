@@ -28,8 +28,8 @@ TOGETHER = (
 first that fits, are thinned at the same steps, as a sum at a step where a part is left out is wrong."""
 
 LARGEST = 1e100
-"""The largest size of a number on the page, where the width of a curve is computed from differences of
-its values: larger ones are drawn as this."""
+"""The largest number on the page; larger ones are drawn as this, because the page computes with
+differences of values."""
 
 Curve = dict[int, float | None]
 """The values by the index of their row, ascending."""
@@ -92,8 +92,8 @@ def is_clipped(value: Any) -> bool:
 
 
 def notes_of(drawn: Mapping[str, Any], what: str) -> list[str]:
-    """Return what the page says of curves: which were thinned, and which clipped. `what` they are over:
-    steps or rounds."""
+    """Return the page's notes on curves: which were thinned, and which clipped. `what` is the unit of
+    the x axis: steps or rounds."""
     notes = []
     if drawn["thinned"]:
         notes.append(f"Long curves are thinned; the extremes of every stretch of {what} are kept.")
@@ -140,7 +140,7 @@ def thin(values: list[float | None], max_points: int) -> list[int]:
 
 
 def short(value: Any, digits: int) -> float | int | None:
-    """Return `value` with this many significant digits, at most LARGEST; None where it is not a finite
+    """Return `value` with this many significant digits, at most LARGEST; None if it is not a finite
     number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return int(value) if isinstance(value, bool) else None

@@ -127,7 +127,7 @@ class Node:
         self.was_heard = True
 
     def present(self) -> list[Seen]:
-        """Return what its ranks show that are known and not through with the run."""
+        """Return the states of its known ranks that have not finished the run."""
         others = self.seen.values() if self.was_heard and not self.has_left else ()
         return [seen for seen in others if seen.pulse.phase != LEFT and seen.state not in GONE]
 
@@ -189,7 +189,7 @@ class Head:
         return found
 
     def leave_out(self, rank: int) -> None:
-        """Wait no longer for the node of a rank."""
+        """Record that the node of a rank has finished."""
         for node in self.nodes:
             node.has_left |= rank in node.ranks
 

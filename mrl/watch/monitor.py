@@ -1,10 +1,10 @@
 """The monitor: the process that reads the ranks' pages, and ends a run that hangs.
 
 There is one on each node, a child of the node's first rank, without torch. It exits with that rank or
-when its standard input ends. Where `DONE` comes there, the rank is through with the run, and the
-monitor stays until the other ranks are: nobody else sees those then. Its first line is a JSON object
-(`mrl.watch.start`). The one of rank 0 decides; the others tell it what their ranks show
-(`mrl.watch.line`). A rank that hangs cannot hinder them: they only read memory and /proc,
+when its standard input ends. If `DONE` arrives there, the rank has finished the run, and the monitor
+runs until the other ranks have finished, too: nothing else watches them then. Its first line is a JSON
+object (`mrl.watch.start`). The one of rank 0 decides; the others send it the states of their ranks
+(`mrl.watch.line`). A rank that hangs cannot block them: they only read memory and /proc,
 and send signals. What may hang with the disk or the terminal has a limit.
 """
 
@@ -34,7 +34,7 @@ from mrl.run.failure import (
     write_failure,
 )
 from mrl.system.files import write_whole
-from mrl.system.heartbeat import APART, LEFT
+from mrl.system.heartbeat import LEFT, SUPERVISE
 from mrl.system.launcher import LAUNCH_FOLDER
 from mrl.system.processes import die_with_parent, outlive_parent
 from mrl.watch.line import MAX_STACKS, SILENT_S, Head, Line, Node, connect, report_of
@@ -44,7 +44,7 @@ from mrl.watch.verdict import GONE, MAX_TICK_S, Limits, Verdict, Watch
 DONE = b"done\n"
 """The line by which a rank says that it is through with the run; without it the rank has failed."""
 LAST_TICK_S = 0.05
-"""The tick once the rank that started this is through: the others follow at once."""
+"""The tick once the rank that started this has finished, because the others finish soon after."""
 REPORT_S = 20.0
 """How long writing the report may take: the disk may be what hangs."""
 PRINT_S = 2.0
@@ -68,12 +68,11 @@ def main() -> None:
 
 
 class Ticks:
-    """Counts time until the rank that started this has ended, or is through with the run as all others
-    are, too."""
+    """Counts time until the rank that started this has ended, or all ranks have finished the run."""
 
     def __init__(self) -> None:
         self.is_done = False
-        """Whether the rank that started this is through with the run."""
+        """Whether the rank that started this has finished the run."""
 
     def until(self, all_have_left: Callable[[], bool]) -> Iterator[float]:
         """Yield the seconds since the last tick."""
@@ -146,7 +145,7 @@ def decide(job: dict[str, Any], ranks: list[Process]) -> None:
             if found is None and head.is_behind:
                 continue
         found = found or watch.tick(seconds, [seen[rank] for rank in sorted(seen)])
-        if found is not None and ticks.is_done and found.pulse.phase == APART:
+        if found is not None and ticks.is_done and found.pulse.phase == SUPERVISE:
             if found.rank not in told:
                 told.add(found.rank)
                 end_last(found, ranks, head)
@@ -162,13 +161,13 @@ def decide(job: dict[str, Any], ranks: list[Process]) -> None:
 
 
 def has_left(rank: Process) -> bool:
-    """Whether a rank is through with the run, or gone."""
+    """Whether a rank has finished the run, or is gone."""
     seen = rank.see()
     return seen.pulse.phase == LEFT or seen.state in GONE
 
 
 def end_last(found: Verdict, ranks: Sequence[Process], head: Head | None) -> None:
-    """Kill a rank that leads engines and does not end, though the run is done: nothing is lost."""
+    """Kill a rank that leads engines and does not end although the run is done; nothing is lost."""
     say(f"{found.text()}; the run is done, so it is killed")
     kill_last(ranks, found.rank)
     if head is not None:
@@ -176,7 +175,7 @@ def end_last(found: Verdict, ranks: Sequence[Process], head: Head | None) -> Non
 
 
 def kill_last(ranks: Sequence[Process], number: int) -> None:
-    """Kill a rank of this node after the run, and tell the launcher that this is no failure."""
+    """Kill a rank of this node after the run, and signal to the launcher that this is not a failure."""
     for rank in [rank for rank in ranks if rank.rank == number]:
         if folder := os.environ.get(LAUNCH_FOLDER):
             with suppress(OSError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.run.failure import TAIL_LINES
-from mrl.system.heartbeat import SIZE, kind_of, read_collective, read_helper, read_page
+from mrl.system.heartbeat import SIZE, kind_of, read_collective, read_page, read_writer
 from mrl.system.proc import stat_of
 from mrl.watch.verdict import GONE, Seen
 
@@ -20,9 +20,9 @@ TICK_S = 0.2
 STACKS_S = 2.0
 """How long the ranks have to write their stacks."""
 MOVES_BYTES = ("load", "save")
-"""Phases in which reading and writing files is progress; elsewhere a rank that waits may read, too."""
+"""Phases in which reading and writing files is progress; in others a waiting rank may read as well."""
 BEAT_BYTES = 1 << 16
-"""The bytes that count as one sign of progress: more than polling a file takes."""
+"""The bytes that count as one sign of progress, more than polling a file reads."""
 
 
 @dataclass
@@ -53,10 +53,10 @@ class Process:
         pulse = read_page(self.page)
         if kind_of(pulse.phase) in MOVES_BYTES and state:
             moved = _moved(f"{self.pid}/task/{self.pid}")
-            helper = read_helper(self.page)
-            writer = stat_of(helper) if helper else None
+            pid = read_writer(self.page)
+            writer = stat_of(pid) if pid else None
             if writer is not None and writer.parent == self.pid:
-                moved += _moved(str(helper))
+                moved += _moved(str(pid))
                 state = writer.state if writer.is_stopped else state  # the rank may wait for it
             pulse = pulse._replace(beats=pulse.beats + moved // BEAT_BYTES)
         return Seen(pulse, state, read_collective(self.page))
@@ -106,14 +106,14 @@ def innermost(stacks: str) -> list[str]:
 
 
 def _started(pid: int) -> str:
-    """Return when a process was started; empty where it is gone."""
+    """Return when a process was started; empty if it is gone."""
     stat = stat_of(pid)
     return "" if stat is None else stat.started
 
 
 def _moved(task: str) -> int:
-    """Return the bytes that a task of /proc has read and written, those that it has mapped included; 0
-    where the system does not say."""
+    """Return the bytes that a task of /proc has read and written, including mapped files; 0 if the
+    system does not report them."""
     with suppress(OSError, ValueError):
         lines = Path(f"/proc/{task}/io").read_text().splitlines()
         counts = dict(line.split(": ") for line in lines)

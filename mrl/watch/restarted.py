@@ -1,7 +1,7 @@
-"""The monitor of a node as the rank that started it sees it: it is started again where it is lost.
+"""Starts the monitor of a node, and starts it again if it is lost.
 
 Monitor and rank watch each other. A monitor that is killed, or stopped for `STOPPED_S`, is replaced;
-what it had learned of the phases' times is lost.
+the phase times that it had learned are lost.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ PROGRAM = (
 )
 LOOK_S = 1.0
 STOPPED_S = 20.0
-"""How long it may be stopped: less than the other nodes wait for a sign of it."""
+"""How long it may be stopped: less than the other nodes wait for a message from it."""
 MAX_STARTS = 4
 ENDS_S, LEFT_S = 5.0, 1.0
-"""How long it may take to end after a failure, and how long a rank that is through waits for it: it
-stays until the ranks of its node are through, too."""
+"""How long the monitor may take to end after a failure, and how long a rank that has finished waits for
+it: the monitor runs until all ranks of its node have finished."""
 
 
 class RestartedMonitor(Closing):
-    """The monitor of this node; a thread of this process starts another one where it is lost."""
+    """The monitor of this node; a thread of this process starts another one if it is lost."""
 
     def __init__(self, job: Mapping[str, Any], server: socket | None = None) -> None:
-        """`job` is the monitor's first line; `server` the socket at which rank 0's listens."""
+        """`job` is the monitor's first line; `server` is the socket of rank 0's monitor."""
         self._job, self._server = json.dumps(job).encode() + b"\n", server
         self._is_over = threading.Event()
         self._starting = threading.Lock()
@@ -46,14 +46,14 @@ class RestartedMonitor(Closing):
         threading.Thread(target=self._restart, daemon=True).start()
 
     def finish(self) -> None:
-        """Say that this rank is through with the run."""
+        """Signal that this rank has finished the run."""
         self._is_finished = True
         self._is_over.set()
         with self._starting:
             _write(self._process, DONE)
 
     def close(self) -> None:
-        """End the monitor, but for one that still watches others after `finish`."""
+        """End the monitor, unless it still watches other ranks after `finish`."""
         self._is_over.set()
         with self._starting:
             process = self._process
@@ -68,14 +68,14 @@ class RestartedMonitor(Closing):
                 process.wait()
 
     def _restart(self) -> None:
-        """Start the monitor again where it is lost. It dies with the thread that started it, so that
-        this one ends after it."""
+        """Start the monitor again if it is lost. It dies with the thread that started it, so this
+        thread runs until the monitor has ended."""
         for num_starts in range(1, MAX_STARTS + 1):
             code = self._wait()
             with self._starting:
                 if not code or self._is_over.is_set():
                     return
-                again = "a rank that hangs is not found any more, only timeouts of collectives hold"
+                again = "hanging ranks are no longer detected; only timeouts of collectives apply"
                 if num_starts < MAX_STARTS:
                     again = "starting another one"
                     self._process = self._start()
@@ -95,7 +95,7 @@ class RestartedMonitor(Closing):
         return process
 
     def _wait(self) -> int:
-        """Return the exit code of the monitor; kill one that is stopped for long."""
+        """Return the exit code of the monitor; kill it if it is stopped for `STOPPED_S`."""
         process, stopped_s = self._process, 0.0
         while True:
             with suppress(subprocess.TimeoutExpired):

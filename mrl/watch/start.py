@@ -1,6 +1,7 @@
 """Starts the watchdog of a run: each rank opens its page, and the first of a node starts a monitor.
 
-Ranks that lead engines are in no process group: they come by the launcher's store (`Apart`).
+Ranks that lead engines are in no process group, so they register in the launcher's store
+(`EngineRanks`).
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from mrl.config.rollout import EngineConfig
 from mrl.config.watch import WatchConfig
 from mrl.errors import RankLost
 from mrl.system import heartbeat
-from mrl.system.launcher import tell_arrived, tell_watched
+from mrl.system.launcher import signal_arrived, signal_watchdog_running
 from mrl.system.rendezvous import listen_for
 from mrl.watch.collectives import noting_collectives
 from mrl.watch.restarted import RestartedMonitor
 
 PREFIX = "mrl_watch"
 RANK, JOB = "rank", "job"
-"""Keys of the store: what a rank shows that leads engines, and what its monitor is to do."""
+"""Keys of the store: the page of a rank that leads engines, and the job of its monitor."""
 _Node = tuple[str, str, str]
 _FILES_S = 600.0
 """How long a file system may take over a save without being called hung."""
 
 
-class Apart:
+class EngineRanks:
     """The ranks that lead engines, as the trainers' rank 0 finds them in the launcher's store."""
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], wait_s: float) -> None:
-        """`wait_s`: how long they may take to come."""
+        """`wait_s`: how long they may take to register."""
         self._store, self._ranks, self._wait_s = dist.PrefixStore(PREFIX, store), ranks, wait_s
 
     def gather(self) -> list[tuple[_Node, dict[str, Any]]]:
-        """Return the node of each, and what its monitor needs. Raises RankLost past the limit, or where
-        the launcher's store is gone."""
+        """Return the node of each rank, and what its monitor needs. Raises RankLost past the limit, or
+        if the launcher's store is gone."""
         self._store.set_timeout(timedelta(seconds=self._wait_s))
         said = []
         for rank in self._ranks:
@@ -54,25 +55,27 @@ class Apart:
                 said.append(json.loads(self._store.get(f"{RANK}_{rank}")))
             except RuntimeError as error:
                 why = str(error).splitlines()[0]
-                raise RankLost(f"rank {rank}, which leads engines, has not come: {why}") from error
+                raise RankLost(
+                    f"rank {rank}, which leads engines, has not connected: {why}"
+                ) from error
         return [((node[0], node[1], node[2]), own) for node, own in said]
 
     def tell(self, rank: int, job: Mapping[str, Any]) -> None:
-        """Let a rank start the monitor of a node on which nobody trains."""
+        """Have a rank start the monitor of a node on which no rank trains."""
         self._store.set(f"{JOB}_{rank}", json.dumps(job))
 
 
 @contextmanager
-def watched_apart(
+def watched_engine_rank(
     config: WatchConfig, store: dist.Store, rank: int
 ) -> Iterator[Callable[[], None]]:
-    """Let this rank, which leads engines, be watched during the block, which raises where it fails.
+    """Watch this rank, which leads engines, during the block; the block raises if the rank fails.
 
-    Yields what is to be called again and again until the trainers have begun.
+    Yields a function to call repeatedly until the trainers have started.
     """
-    tell_arrived(rank)
+    signal_arrived(rank)
     if not config.enabled:
-        tell_watched()
+        signal_watchdog_running()
         yield heartbeat.beat
         return
     monitors: list[RestartedMonitor] = []
@@ -88,7 +91,7 @@ def watched_apart(
                 job = json.loads(meeting.get(f"{JOB}_{rank}"))
                 job |= {"parent": os.getpid(), "addresses": _addresses(job)}
                 monitors.append(undo.enter_context(RestartedMonitor(job)))
-                tell_watched()
+                signal_watchdog_running()
 
         yield look
         heartbeat.leave()
@@ -102,21 +105,21 @@ def watching(
     least: Mapping[str, float],
     folder: Path,
     command: str,
-    apart: Apart | None = None,
+    engine_ranks: EngineRanks | None = None,
 ) -> Iterator[None]:
     """Watch the ranks during the block; `command` continues the run in `folder`. A collective.
 
-    `least`: the seconds that the own waits of a phase may take, by its name. `apart`: the ranks that
-    are in no process group.
+    `least`: the seconds that the own waits of a phase may take, by its name. `engine_ranks`: the ranks
+    that are in no process group.
     """
     if not config.enabled:
-        tell_watched()
+        signal_watchdog_running()
         yield
         return
     with ExitStack() as undo:
         own = _open(undo, dist.get_rank())
         undo.enter_context(noting_collectives())
-        others = apart.gather() if apart is not None and own["rank"] == 0 else []
+        others = engine_ranks.gather() if engine_ranks is not None and own["rank"] == 0 else []
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, (_node(), own, others))
         trained = [node for node, *_ in ranks]
@@ -127,9 +130,11 @@ def watching(
         job = {"folder": str(folder), "command": command, **line}
         if own["rank"] == 0:
             for node in [node for node in nodes if node not in trained]:
-                assert apart is not None
+                assert engine_ranks is not None
                 number = list(nodes).index(node) - 1
-                apart.tell(nodes[node][0]["rank"], {**job, "ranks": nodes[node], "node": number})
+                engine_ranks.tell(
+                    nodes[node][0]["rank"], {**job, "ranks": nodes[node], "node": number}
+                )
             limits = {"least": dict(least), "first_s": config.first_limit_s}
             job |= {"limits": {"given": config.limits, **limits}}
         monitor = None
@@ -137,7 +142,7 @@ def watching(
             job |= {"parent": os.getpid(), "ranks": nodes[_node()]}
             job |= {} if own["rank"] == 0 else {"addresses": _addresses(job)}
             monitor = undo.enter_context(RestartedMonitor(job, server))
-            tell_watched()
+            signal_watchdog_running()
         yield
         heartbeat.leave()
         if monitor is not None:
@@ -152,8 +157,8 @@ def _open(undo: ExitStack, rank: int) -> dict[str, Any]:
 
 
 def _node() -> _Node:
-    """Return what tells nodes apart: the host, the launcher where a host has several, and the kernel
-    with its process numbers, as hosts may share a name."""
+    """Return what tells nodes engine_ranks: the host, the launcher where a host has several, and the
+    kernel with its process numbers, as hosts may share a name."""
     kernel = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -186,7 +191,7 @@ def _meet(
 
 
 def _addresses(job: Mapping[str, Any]) -> list[list[Any]]:
-    """Return where rank 0's monitor may be: this node may know it by another address than it does."""
+    """Return possible addresses of rank 0's monitor, which may have another address on this node."""
     host, port = job["head"]
     known = dict.fromkeys((host, os.environ.get("MASTER_ADDR", ""), job["host"]))
     return [[each, port] for each in known if each]

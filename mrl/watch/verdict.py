@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mrl.system.heartbeat import APART, LEFT, Collective, Pulse, kind_of
+from mrl.system.heartbeat import LEFT, SUPERVISE, Collective, Pulse, kind_of
 
 LEAST_LIMIT_S = 60.0
 TIMES_LONGEST = 5.0
@@ -28,7 +28,7 @@ class Limits:
     """`Limits` are the seconds that a phase may take without progress."""
 
     given: Mapping[str, float]
-    """The recipe's `watch.limits`, by the phase without its part; they decide alone."""
+    """The recipe's `watch.limits`, by phase without its part; they replace all other limits."""
     least: Mapping[str, float]
     """What the own waits of a phase may take, by its name; 0 where they have no limits."""
     first_s: float
@@ -108,8 +108,7 @@ class _Rank:
 
 
 def _how(rank: _Rank) -> str:
-    """Return how a rank hangs that shows no progress: one that is stopped has shown its last sign of
-    progress before."""
+    """Return how a rank without progress hangs; a stopped rank showed its last progress before that."""
     return "stopped" if rank.seen.state in STOPPED else "stuck"
 
 
@@ -162,7 +161,7 @@ class Watch:
         rank.age_s = 0.0
 
     def _forget(self, tenant: str) -> None:
-        """Learn the times of a tenant anew: one that loads may be another one of the same name."""
+        """Forget the times of a tenant that loads: it may be another one of the same name."""
         for known in (self._longest_s, self._through):
             for work in [work for work in known if work[1] == tenant]:
                 del known[work]
@@ -173,7 +172,7 @@ class Watch:
         if halted:
             return max(halted, key=lambda verdict: verdict.since_s)
         watched = [n for n in range(len(self._ranks)) if self._is_watched(n)]
-        for number in [n for n in watched if self._is_apart(n)]:
+        for number in [n for n in watched if self._leads_engines(n)]:
             watched.remove(number)
             rank, limit = self._ranks[number], self._limit(number)
             if rank.age_s > share * limit:
@@ -206,14 +205,14 @@ class Watch:
         """Whether a rank can be at fault: not where it has left, or nothing is known of it yet."""
         return self._ranks[number].seen.pulse.phase not in (LEFT, UNKNOWN.phase)
 
-    def _is_apart(self, number: int) -> bool:
-        """Whether a rank leads engines, and passes no phases."""
-        return self._ranks[number].seen.pulse.phase == APART
+    def _leads_engines(self, number: int) -> bool:
+        """Whether a rank leads engines, and goes through no phases."""
+        return self._ranks[number].seen.pulse.phase == SUPERVISE
 
     def _limit(self, number: int, *, is_stopped: bool = False) -> float:
         pulse = self._ranks[number].seen.pulse
         work = pulse.phase, pulse.tenant
-        passing = {n for n in range(len(self._ranks)) if not self._is_apart(n)}
-        is_through = passing <= self._through.get(work, set()) or self._is_apart(number)
+        passing = {n for n in range(len(self._ranks)) if not self._leads_engines(n)}
+        is_through = passing <= self._through.get(work, set()) or self._leads_engines(number)
         longest = self._longest_s.get(work, 0.0) if is_through else None
         return self.limits.of(pulse.phase, longest, is_stopped=is_stopped)

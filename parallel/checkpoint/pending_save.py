@@ -98,7 +98,7 @@ def start_folder(partial: Path, common: dict[str, Any], num_bytes: int) -> None:
     """Make the folder of a save of `num_bytes`, with what is no rank's own."""
     manifest.sweep(partial.parent)
     require_room(partial, num_bytes)
-    partial.parent.mkdir(exist_ok=True)  # and not the run folder, which may have been moved
+    partial.parent.mkdir(exist_ok=True)  # but not the run folder, which may have been moved
     partial.mkdir()
     stream = io.BytesIO()  # torch.save to a full disk does not say so
     torch.save(common, stream)

@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mrl.errors import RunFailed
 from mrl.system.disk import describe
 from mrl.system.files import naming, write_whole
-from mrl.system.heartbeat import note_helper
+from mrl.system.heartbeat import register_writer
 from mrl.system.processes import die_with_parent
 from parallel.checkpoint.agreement import failed
 from parallel.checkpoint.manifest import FileRecord, record
@@ -229,7 +229,7 @@ def _settle_in_child(parent: int) -> None:
     """Exit when the trainer dies: the next one writes to the same place."""
     torch.set_num_threads(1)  # the parent's OpenMP threads did not come along
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; this is to be finished
-    note_helper()  # the trainer may wait for it
+    register_writer()  # the trainer may wait for it
     die_with_parent(parent)
 
 

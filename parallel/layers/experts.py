@@ -157,8 +157,8 @@ def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _is_aligned(matrix: Tensor) -> bool:
-    """Whether one of the last two strides is 1 and the other a multiple of ALIGNMENT bytes; those of a
-    column, as of an adapter of rank 1, are both 1."""
+    """Whether one of the last two strides is 1 and the other a multiple of ALIGNMENT bytes. A column,
+    as in an adapter of rank 1, has the stride 1 twice."""
     least, other = sorted(matrix.stride()[-2:])
     return least == 1 and other * matrix.element_size() % ALIGNMENT == 0
 

@@ -120,18 +120,18 @@ def read_adapter(config: LoraConfig, model: HfModel) -> Adapter:
 
 
 def check_rank(adapter: Adapter, model: HfModel, key: str = "lora.rank") -> None:
-    """Raise InputError where B A could have no such rank, because a side of an adapted matrix is
-    shorter. `key` is what the message calls the rank."""
+    """Raise InputError if the rank of B A cannot be that high, because an adapted matrix has a shorter
+    side. `key` is the name of the rank in the message."""
     shapes: dict[str, Shape] = {}
     for rule, hf, _, shape in rule_shapes(model):
         if hf in adapted(rule, adapter):
             shapes.setdefault(module_name(hf), shape)
-    if not shapes:  # of an outside architecture, whose shapes are not known
+    if not shapes:  # the shapes of an outside architecture are not known
         return
     least = min(shapes, key=lambda name: min(shapes[name]))
     outputs, inputs = shapes[least]
     if adapter.rank > min(outputs, inputs):
         raise InputError(
-            f"{key} is {adapter.rank}, but {least} is {outputs} x {inputs}, of which no update has a "
-            f"rank above {min(outputs, inputs)}; set {key} to at most that"
+            f"{key} is {adapter.rank}, but {least} is {outputs} x {inputs}, so the rank of an update "
+            f"is at most {min(outputs, inputs)}; set {key} to at most that"
         )

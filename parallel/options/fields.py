@@ -219,6 +219,6 @@ ANYWHERE = (
 NEVER_ON = frozenset(
     ("moe_router_fusion", "masked_softmax_fusion", "cross_entropy_loss_fusion",
      "gradient_reduce_div_fusion"))  # fmt: skip
-"""Fusions of REFUSED that no run of mrl has: false says what is so, and is accepted."""
+"""Fusions of REFUSED that are always off in mrl, so the value false is accepted."""
 ALLOWED = frozenset((*NEEDS_ENGINE, *NEEDS_CUDA, *ANYWHERE))
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names}

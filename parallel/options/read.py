@@ -78,8 +78,8 @@ def installed_fields() -> Fields:
     return found
 
 
-def says_what_is_so(name: str, value: Any) -> bool:
-    """Whether an option turns something off that Megatron has off by default."""
+def is_off_by_default(name: str, value: Any) -> bool:
+    """Whether an option turns off something that is off by default in Megatron."""
     owners = [owner for owner in _classes().values() if hasattr(owner, name)]
     return value is False and all(getattr(owner, name) is False for owner in owners)
 

@@ -14,7 +14,7 @@ from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.implementation import Implementation
 from parallel.options.fields import NEEDS_CUDA, NEEDS_ENGINE
-from parallel.options.read import installed_fields, says_what_is_so
+from parallel.options.read import installed_fields, is_off_by_default
 
 SWITCHES: dict[str, tuple[str, ...]] = {
     "optimizer_cpu_offload": (
@@ -70,9 +70,9 @@ class Surroundings:
 def check_rules(given: Mapping[str, Any], around: Surroundings) -> None:
     """`given` as the recipe has it, each key read by itself. Raises InputError, one line.
 
-    What turns off something that is off anyway is accepted everywhere.
+    An option that turns off something that is off anyway is always accepted.
     """
-    given = {name: value for name, value in given.items() if not says_what_is_so(name, value)}
+    given = {name: value for name, value in given.items() if not is_off_by_default(name, value)}
     for name in given:
         _check_machine(name, given[name], around)
     for switch, names in SWITCHES.items():

@@ -26,7 +26,7 @@ from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.data import PromptCursor
 from mrl.errors import InputError
 from mrl.preflight.long_tails import check_partial_rollouts
-from mrl.run.waiting import Waiting, read_waiting, waiting_state
+from mrl.run.pending_prompts import PendingPrompt, pending_state, read_pending
 from mrl.sampling_mask import SamplingMask
 from mrl.types import RoutingTrace, Sample, SampleGroup, VersionSpan
 
@@ -72,10 +72,10 @@ def content(backlog: Backlog) -> list[tuple]:
     ]
 
 
-def through_json(backlog: Backlog) -> list[Waiting]:
+def through_json(backlog: Backlog) -> list[PendingPrompt]:
     """What waits, as a checkpoint gives it back."""
     records = backlog.records([one.group for one in backlog.waiting])
-    return read_waiting(json.loads(json.dumps({"waiting": waiting_state(records)})))
+    return read_pending(json.loads(json.dumps({"waiting": pending_state(records)})))
 
 
 def rolled_out(

@@ -35,7 +35,7 @@ def test_the_table_leads_to_keys_and_hides_none():
         ("num_train_epochs=1", "did you mean 'train.num_epochs'?"),
         (
             "resume_from_checkpoint=true",
-            "did you mean 'output_dir' (a run that is there is resumed",
+            "did you mean 'output_dir' (the same command resumes a run",
         ),
         ("use_peft=true", "did you mean 'lora' (lora: {} turns it on)?"),
         ("lr_scheduler=cosine", "did you mean 'optimizer.lr_decay_style'?"),
@@ -66,8 +66,11 @@ def test_names_of_other_frameworks(override, answer):
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["train", "--config", "r.yaml"], "the recipe stands alone: mrl train RECIPE.yaml"),
-        (["train", "--config=r.yaml"], "the recipe stands alone: mrl train RECIPE.yaml"),
+        (
+            ["train", "--config", "r.yaml"],
+            "give the recipe without an option: mrl train RECIPE.yaml",
+        ),
+        (["train", "--config=r.yaml"], "give the recipe without an option: mrl train RECIPE.yaml"),
         (
             ["train", "r.yaml", "--nproc_per_node=8"],
             "python -m mrl.launch --nproc-per-node N -m mrl",
@@ -78,8 +81,8 @@ def test_names_of_other_frameworks(override, answer):
             "are written optimizer.lr=1e-6, without dashes",
         ),
         (["train", "r.yaml", "--num-generations", "8"], "dashes: 'rollout.samples_per_prompt'"),
-        (["dpo", "--config", "r.yaml"], "here it is: none here: mrl trains by RL"),
-        (["grpo"], "here it is: mrl train RECIPE algorithm.name=NAME"),
+        (["dpo", "--config", "r.yaml"], "in mrl: not supported: mrl trains by RL"),
+        (["grpo"], "in mrl: mrl train RECIPE algorithm.name=NAME"),
     ],
 )
 def test_command_lines_of_other_frameworks(words, answer, capsys):

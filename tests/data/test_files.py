@@ -197,7 +197,7 @@ def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path):
     for path, kind in (("fifo.jsonl", "a FIFO"), ("socket", "a socket"), ("/dev/zero", "a device")):
         with pytest.raises(InputError) as caught:
             rows_of(tmp_path / path)
-        assert str(caught.value).startswith(f"{tmp_path / path}: {kind} and no file, which is read")
+        assert str(caught.value).startswith(f"{tmp_path / path}: got {kind}, expected a file")
 
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):

@@ -28,8 +28,8 @@ from mrl.disaggregated.collector import DisaggregatedCollector
 from mrl.disaggregated.free_collector import FreeCollector
 from mrl.disaggregated.leasing import Leasing
 from mrl.disaggregated.work import Delivered, Result, Work
+from mrl.run.pending_prompts import PARTIAL, read_pending
 from mrl.run.rollouts import decode_groups, encode_groups
-from mrl.run.waiting import PARTIAL, read_waiting
 from mrl.system.clock import Clock
 from mrl.types import SampleGroup, VersionSpan
 from tests.sample_groups import prompt, sample
@@ -94,7 +94,7 @@ class _Leases(_Server):
 
     def __init__(self, recipe: Recipe, collector: RoundCollector, rng: random.Random) -> None:
         super().__init__()
-        self._leasing = Leasing(recipe, collector.draws.next, self._send)
+        self._leasing = Leasing(recipe, collector.prompt_queue.next, self._send)
         self._held: list[tuple[int, str, SampleGroup]] = []
         self._rng = rng
         for engine in range(2):
@@ -225,7 +225,7 @@ class Run:
         fresh = type(self)(0)
         fresh.state, fresh.step = self.state, self.step
         fresh.go_on(0, FIXED_0)
-        again = [one.group.prompt.prompt_id for one in fresh.collector.draws.waiting]
+        again = [one.group.prompt.prompt_id for one in fresh.collector.prompt_queue.waiting]
         assert len(set(again)) == len(again)
         assert set(again).isdisjoint(self.trained)
         assert {*self.trained, *again} <= drawn
@@ -259,7 +259,7 @@ KINDS = {
 def old_state(kind: str, state: dict[str, Any]) -> dict[str, Any]:
     """The state as each kind of collector wrote it once."""
     found = state["waiting"]
-    groups = [one.group for one in read_waiting(state)]
+    groups = [one.group for one in read_pending(state)]
     state = {key: value for key, value in state.items() if key not in ("waiting", "ledger")}
     if kind.startswith("colocated"):
         return {**state, "backlog": {"seeds": found["seeds"], "groups": found["groups"]}}

@@ -37,7 +37,9 @@ def test_no_prompt_is_lost_or_trained_on_twice_or_beyond_the_new_bound(
             run.check()
 
 
-def test_what_the_new_bound_allows_is_not_generated_anew(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_the_new_bound_allows_is_not_generated_again(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     ahead = {str(i) for i in range(16, 28)}  # of steps 4 to 6
     for kind in ("fixed 3", "free 3"):
         run = Run(0)
@@ -45,11 +47,11 @@ def test_what_the_new_bound_allows_is_not_generated_anew(capfd: pytest.CaptureFi
         run.go_on(3, KINDS[kind])
         trained = [line for line in run.trained if line in ahead]
         assert len(trained) == len(ahead)
-        assert "anew" not in capfd.readouterr().out
+        assert "generated again" not in capfd.readouterr().out
     run = Run(0)
     run.go_on(4, KINDS["fixed 3"])
     run.go_on(1, KINDS["fixed 1"])
-    assert "of 12 prompts that wait in the checkpoint, 8 are generated anew" in " ".join(
+    assert "of 12 pending prompts of the checkpoint, 8 are generated again" in " ".join(
         capfd.readouterr().out.split()
     )
     assert run.trained[-4:] == ["24", "25", "26", "27"]  # weights 3 have sampled these
@@ -98,4 +100,4 @@ def test_prompts_of_other_data_are_counted(capfd: pytest.CaptureFixture[str]) ->
     recipe = recipe_of(KINDS["fixed 3"])
     run._collector(recipe).load_state_dict(run.state, 4, other_data=True)
     said = " ".join(capfd.readouterr().out.split())
-    assert "the data has changed: 12 prompts of the former data" in said
+    assert "the data has changed: 12 pending prompts of the checkpoint" in said

@@ -48,7 +48,9 @@ def test_a_finished_run_does_not_wait_for_a_stopped_supervisor(
         assert "rank 1 is stopped (SIGSTOP)" in printed
         assert "the run is done, so it is killed" in printed
     else:
-        assert "is stopped (SIGSTOP) for 60 s, others have ended: it is killed" in printed
+        assert (
+            "has been stopped (SIGSTOP) for 60 s, and other ranks have ended: killing it" in printed
+        )
     assert not (output / "failure.json").exists()
     assert processes_of(output) == []
 
@@ -82,7 +84,7 @@ def test_a_rank_that_is_stopped_while_it_imports_is_named(
     rank_of(process.pid, rank).suspend()
     assert process.wait(WITHIN_S) == 72, log.read_text()[-3000:]
     printed = log.read_text()
-    assert f"mrl: rank {rank} is stopped (SIGSTOP): 61 s in its start" in printed
+    assert f"mrl: rank {rank} is stopped (SIGSTOP): 61 s while starting" in printed
     assert "exit code 72" in printed
     assert processes_of(output) == []
 

@@ -74,10 +74,16 @@ def test_workers_that_end_before_they_join_are_counted(
 def test_a_worker_may_import_for_longer_than_it_may_be_silent_later() -> None:
     reader, writer = os.pipe()
     begin = time.monotonic()
-    assert _wait_for_silence(reader, os.getpid(), 0.5, 0.1) == ("gave no sign for 0.5 s", False)
+    assert _wait_for_silence(reader, os.getpid(), 0.5, 0.1) == (
+        "sent no heartbeat for 0.5 s",
+        False,
+    )
     assert time.monotonic() - begin > 0.4
     os.write(writer, b".")
-    assert _wait_for_silence(reader, os.getpid(), 60.0, 0.1) == ("gave no sign for 0.1 s", True)
+    assert _wait_for_silence(reader, os.getpid(), 60.0, 0.1) == (
+        "sent no heartbeat for 0.1 s",
+        True,
+    )
     os.close(writer)
     assert _wait_for_silence(reader, os.getpid(), 60.0, 60.0) == ("", False)
     os.close(reader)

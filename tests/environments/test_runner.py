@@ -77,7 +77,7 @@ FAULTS = {
     "Roleless": "expected `role` and `content` as text",
     "Halves": "observation holds \\ud83d, half of a surrogate pair",
     "Unprintable": r"ValueError: got \ud83d",
-    "Textless": "Error: its text cannot be made (KeyError)",
+    "Textless": "Error: its str() raises KeyError",
     "Dies": "worker process (exit code 7)",
     "Hangs": "no answer within 0.3 s, killed",
     "Huge": "an answer of more than 0 MiB came, which is the largest that is read",

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mrl.launch import ranks
-from mrl.launch.ranks import RankWatch
-from mrl.system.launcher import LAUNCH_FOLDER, tell_arrived, tell_watched
+from mrl.launch.ranks import LauncherWatchdog
+from mrl.system.launcher import LAUNCH_FOLDER, signal_arrived, signal_watchdog_running
 from mrl.system.proc import is_stopped
 from tests.waiting import wait_until
 
@@ -35,23 +35,23 @@ def sleeping(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[
         each.wait()
 
 
-def looked(watch: RankWatch, times: int = 7) -> RankWatch:
+def looked(watch: LauncherWatchdog, times: int = 7) -> LauncherWatchdog:
     for _ in range(times):
-        watch.look()
+        watch.check()
     return watch
 
 
 def test_a_rank_that_is_stopped_in_its_start_is_killed_and_named(
     sleeping: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    watch = RankWatch(tmp_path, has_watchdog=False)
+    watch = LauncherWatchdog(tmp_path, has_watchdog=False)
     assert looked(watch).failure is None  # idle, and of a command without a watchdog
     sleeping[1].send_signal(signal.SIGSTOP)
     wait_until(lambda: is_stopped(sleeping[1].pid), "it stops")
     found = looked(watch, 3).failure
     assert found is not None
     assert (found.exit_code, found.rank, found.phase) == (72, 3, "start")
-    assert found.what.startswith("rank 3 is stopped (SIGSTOP): 3 s in its start")
+    assert found.what.startswith("rank 3 is stopped (SIGSTOP): 3 s while starting")
     assert sleeping[1].wait(10) == -signal.SIGKILL
     assert sleeping[0].poll() is None
 
@@ -60,10 +60,10 @@ def test_a_stopped_rank_is_left_to_the_watchdog_once_it_has_begun(
     sleeping: list[subprocess.Popen[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LAUNCH_FOLDER, str(tmp_path))
-    tell_watched()
+    signal_watchdog_running()
     sleeping[1].send_signal(signal.SIGSTOP)
     wait_until(lambda: is_stopped(sleeping[1].pid), "it stops")
-    assert looked(RankWatch(tmp_path, has_watchdog=True)).failure is None
+    assert looked(LauncherWatchdog(tmp_path, has_watchdog=True)).failure is None
     assert sleeping[1].poll() is None
 
 
@@ -71,8 +71,8 @@ def test_a_rank_that_hangs_while_it_imports_is_told_from_one_that_waits_for_it(
     sleeping: list[subprocess.Popen[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LAUNCH_FOLDER, str(tmp_path))
-    tell_arrived(2)
-    found = looked(RankWatch(tmp_path, has_watchdog=True)).failure
+    signal_arrived(2)
+    found = looked(LauncherWatchdog(tmp_path, has_watchdog=True)).failure
     assert found is not None
     assert (found.exit_code, found.rank) == (72, 3)
     assert "neither computes nor reads: 5 s" in found.what
@@ -91,12 +91,12 @@ def test_a_rank_that_reads_is_not_idle(
         monkeypatch.setattr(ranks, "children", lambda: [reading.pid])
         assert reading.stdin
         assert reading.stdout
-        watch = RankWatch(tmp_path, has_watchdog=True)
+        watch = LauncherWatchdog(tmp_path, has_watchdog=True)
         for _ in range(8):
             reading.stdin.write(b"\n")
             reading.stdin.flush()
             reading.stdout.readline()
-            watch.look()
+            watch.check()
         assert watch.failure is None
         reading.stdin.close()
 
@@ -118,4 +118,4 @@ def test_a_rank_that_does_not_come_is_named_under_torchrun_too(tmp_path: Path) -
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert "RankLost: ranks [1] have not come to where the ranks meet in 5 s" in done.stderr
+    assert "RankLost: ranks [1] have not connected to the other ranks in 5 s" in done.stderr

@@ -206,7 +206,7 @@ def test_whatever_cannot_be_written_ends_the_run_with_its_cause(
     what, why = {
         "limited": (f"{root}/checkpoints/", "File too large: it is above the limit"),
         "inodes": (f"{root}/", "the disk has no inodes left"),
-        "device": ("standard output ", "the disk is full; let it go to a file"),
+        "device": ("standard output ", "the disk is full; redirect it"),
         "moved": (f"{root}/checkpoints", f"the folder {root} is gone, moved"),
     }[way]
     assert re.search(f"{what}.*could not be written: .*{why}", out["text"]), out["text"]

@@ -13,7 +13,7 @@ from mrl.data import PromptCursor, read_sources
 from mrl.errors import InputError
 from mrl.preflight.data_position import check_data_position, why_other_data
 from mrl.run.folder import RunFolder
-from mrl.run.waiting import Waiting, waiting_state
+from mrl.run.pending_prompts import PendingPrompt, pending_state
 from mrl.toy_model import build_tokenizer
 from parallel.checkpoint.manifest import folder_name, write_manifest
 from tests.loop.conftest import TOY_RECIPE
@@ -90,7 +90,7 @@ def test_other_rows_are_refused_before_config_yaml_is_written(mixture, tmp_path:
     folder.history.file.write_text(lines)
     (said,) = checked(folder, recipe_of(tmp_path, one, two), "data")
     assert said.startswith(
-        "all data begins with its first rows, as it is not that of step 1: the 1 pr"
+        "all data starts over at its first rows, as it is not that of step 1: the 1 pr"
     )
 
 
@@ -116,14 +116,14 @@ def test_a_waiting_prompt_whose_reward_has_moved_is_refused(tmp_path: Path) -> N
     folder.close()
     folder.add_metrics({"step": 0})
     cursor = PromptCursor(sources_of(recipe), seed=recipe.seed)
-    waiting = Waiting(start_groups(cursor.next(1), 1)[0], seed=1)
-    state = {**cursor.state_dict(), "waiting": waiting_state([waiting])}
+    waiting = PendingPrompt(start_groups(cursor.next(1), 1)[0], seed=1)
+    state = {**cursor.state_dict(), "waiting": pending_state([waiting])}
     checkpoint = folder.checkpoints / folder_name(STEP)
     checkpoint.mkdir()
     write_manifest(checkpoint, {"trainer": {"collector": state}}, {})
     assert checked(folder, recipe) == []
     source["reward"] = f"{own.rename(tmp_path / 'moved.py')}:f"
     with pytest.raises(
-        InputError, match=r"a\.jsonl:1 waits in the checkpoint .*own\.py:f, which no"
+        InputError, match=r"a\.jsonl:1 is pending in the checkpoint .*own\.py:f, which no"
     ):
         checked(folder, recipe_of(tmp_path, source))

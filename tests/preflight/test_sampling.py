@@ -45,14 +45,14 @@ def test_a_cache_that_is_too_small_for_a_request_is_refused() -> None:
         check_cache(recipe, prompts, 64, on_gpu=False)
 
     check(31)
-    with pytest.raises(InputError, match=r"have 24 tokens.* cache of 30 .*holds 23 .*give it 31"):
+    with pytest.raises(InputError, match=r"have 24 tokens.* cache of 30 .*holds 23 .*set it to 31"):
         check(30)
     check(None)
     episodes = ("reward=null", "environment.name=guess_letter")
     check(71, *episodes)
-    with pytest.raises(InputError, match=r"a conversation has up to .* 64 tokens, .*give it 71"):
+    with pytest.raises(InputError, match=r"a conversation has up to .* 64 tokens, .*set it to 71"):
         check(70, *episodes)
-    with pytest.raises(InputError, match="holds 21 of one request; give it 33"):
+    with pytest.raises(InputError, match="holds 21 of one request; set it to 33"):
         check(30, "rollout.server_args.page_size=4")
     check(30, "debug.load_rollouts=x")
 

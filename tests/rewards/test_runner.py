@@ -82,8 +82,8 @@ def test_a_forked_child_that_comes_back_answers_nothing(capfd):
             assert [each.tolist() for each in rewards] == [[1, 3], [2], [4], [5]]
             time.sleep(0.1)  # the children come back meanwhile
         assert runner.report.num_failed == 0
-        assert runner._workers[0].num_strays
-    assert capfd.readouterr().err.count("forks' forked, and the child came back from the call") == 1
+        assert runner._workers[0].num_returned_forks
+    assert capfd.readouterr().err.count("forks' forked, and the child returned from the call") == 1
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ def test_a_server_that_takes_no_request_is_lost(tmp_path: Path) -> None:
     server = Server({}, {}, tmp_path / "log", Patience(60.0, 0.3))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server.client = HttpClient(listener.getsockname()[1], "key")
-        with pytest.raises(EngineLost, match=r"took no request in rollout\.stall_timeout_s=0\.3 s"):
+        with pytest.raises(
+            EngineLost, match=r"accepted no request in rollout\.stall_timeout_s=0\.3 s"
+        ):
             server.stream({"input_ids": [0] * 5_000_000})
 
 

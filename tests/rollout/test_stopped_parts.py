@@ -70,7 +70,7 @@ def test_an_engine_that_keeps_answers_back_is_lost(toy_folder, tmp_path, monkeyp
     monkeypatch.setattr(engine.server.process, "halted_part", lambda limit_s: None)
     tree = engine.server.process.tree()
     next(p for p in tree if p.name().startswith("sglang::detok")).suspend()
-    with pytest.raises(EngineLost, match=r"keeps answers back: .* for 8 of 8 samples"):
+    with pytest.raises(EngineLost, match=r"is idle but has not answered: .* for 8 of 8 samples"):
         list(engine.generate(make_requests(8, SamplingParams(2, 2))))
     assert not running(tree)
 

@@ -181,7 +181,7 @@ def test_saved_rollouts_with_tokens_of_no_vocabulary_are_named(whole, tmp_path) 
     source = Source(RunFolder(run), 0, 0, checkpoint=False)
     _check_tokens(source, 100)
     with pytest.raises(
-        InputError, match=f"{file}: it is damaged: a sample of group . has the tokens"
+        InputError, match=f"{file}: the file is damaged: a sample of group . has tokens"
     ):
         _check_tokens(source, 3)
 

@@ -87,7 +87,7 @@ def test_without_a_copy_it_is_refused(way: str, tmp_path: Path) -> None:
 def test_a_damaged_line_is_named_by_whoever_reads_it(tmp_path: Path) -> None:
     metrics, _ = make(tmp_path)
     metrics.write_bytes(ROWS[0] + b"{oops\n" + ROWS[2])
-    said = r"metrics.jsonl:2: the line is damaged \(it is no JSON\); `mrl train"
+    said = r"metrics.jsonl:2: the line is damaged \(it is not JSON\); `mrl train"
     with pytest.raises(InputError, match=said):
         RunFolder(tmp_path).read_metrics()
     assert RunFolder(tmp_path).has_begun

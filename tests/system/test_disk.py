@@ -20,7 +20,7 @@ from tests.ranks import start_fork
     [
         (errno.ENOSPC, "the disk is full", "make room there"),
         (errno.EDQUOT, "the disk quota is used up", "make room there"),
-        (errno.EROFS, "the file system is read-only", "have it mounted for writing"),
+        (errno.EROFS, "the file system is read-only", "mount it writable"),
     ],
 )
 def test_path_reason_and_free_bytes(number: int, words: str, do: str, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def _without_inodes(disk: Path, said: Path) -> None:
 def test_a_disk_without_inodes_is_not_called_full(tmp_path: Path) -> None:
     start_fork(_without_inodes, tmp_path / "disk", tmp_path / "said").join()
     said = (tmp_path / "said").read_text()
-    why = "could not be written: the disk has no inodes left, one of which each file needs, 1.0 MB"
+    why = "could not be written: the disk has no inodes left, and each file needs one, 1.0 MB"
     assert said.startswith(
         f"{tmp_path}/disk/c {why} are free in {tmp_path}/disk; remove files there"
     )

@@ -10,7 +10,7 @@ import pytest
 
 from mrl.errors import InputError
 from mrl.rollout.sglang.process import ServerProcess
-from mrl.system.marked import find_marked
+from mrl.system.process_search import find_by_variable
 from mrl.system.processes import MARK, JsonWorker, WorkerLost
 from tests.waiting import LIMIT_S
 
@@ -90,11 +90,11 @@ def test_what_a_worker_leaves_in_a_session_of_its_own_ends_with_it(
     (tmp_path / "leaving_worker.py").write_text(LEAVES)
     with closing(JsonWorker("leaving_worker", "a worker", "spec")) as worker:
         assert worker.call({}, LIMIT_S) == {"done": 1}
-        (left,) = {*find_marked(MARK, worker._mark)} - {worker.pid}
+        (left,) = {*find_by_variable(MARK, worker._mark)} - {worker.pid}
         if dies:
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)
             with pytest.raises(WorkerLost, match="exit code -9"):  # its child holds the pipe
                 worker.call({}, LIMIT_S)
-            assert not find_marked(MARK, worker._mark)
+            assert not find_by_variable(MARK, worker._mark)
     assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE

@@ -112,7 +112,7 @@ def test_a_key_is_that_of_one_operation_of_one_life(ann: Session, control: Contr
     body = {"kind": "optim_step", "key": "k-1", "life": ann.life}
     first = client.post("ann", body)
     assert client.post("ann", body) == first
-    with pytest.raises(InputError, match="the key 'k-1' came before with another operation"):
+    with pytest.raises(InputError, match="the key 'k-1' was used before for another operation"):
         client.post("ann", {**body, "lr": 0.5})
     with pytest.raises(InputError, match="comes with a life"):
         client.post("ann", {"kind": "save", "key": "k-2"})
@@ -155,7 +155,7 @@ def test_a_session_object_never_reaches_another_tenant_of_its_name(
         with pytest.raises(OperationLost, match="another tenant has its name"):
             call()
     for change in (ann.pause, ann.remove):
-        with pytest.raises(InputError, match="number 2 of the service by now, and not 1"):
+        with pytest.raises(InputError, match="now has the sequence 2, expected 1"):
             change()
     assert control.registry.get("ann").state == "queued"
 
@@ -230,7 +230,7 @@ def test_texts_and_chats_are_encoded_by_the_service(ann: Session) -> None:
     ):
         with pytest.raises(InputError, match=says):
             ann._client.call("POST", "/tokenizer/encode", body)
-    with pytest.raises(InputError, match=r"token 100000 is not below \d+, the vocabulary"):
+    with pytest.raises(InputError, match=r"token 100000, expected 0 to \d+: the model has"):
         ann.decode([100_000])
     with pytest.raises(InputError, match="message 0 needs a role and content, got"):
         ann.encode_chat([{"speaker": "me"}])

@@ -232,7 +232,7 @@ def test_a_client_that_names_the_number_changes_no_other_tenant(
         registry.move("a", "removed", number=first.sequence)
         registry.add("a", tenant(tmp_path / "b"))
         for state in ("paused", "removed"):
-            with pytest.raises(WrongState, match="number 2 of the service by now, and not 1"):
+            with pytest.raises(WrongState, match="now has the sequence 2, expected 1"):
                 registry.move("a", cast(Any, state), number=first.sequence)
 
 
@@ -243,7 +243,7 @@ def test_a_session_that_leaves_takes_nothing_more(tmp_path: Path) -> None:
     queue._lives["1-0-a"].waiting[0].state = "running"
     queue.close("1-0-a")
     assert [queue.look("a", each)["state"] for each in operations] == ["running", "lost"]
-    with pytest.raises(OtherLife, match="was opened anew or left"):
+    with pytest.raises(OtherLife, match="was opened again or closed"):
         queue.post("1-0-a", SAVE)
     again = queue.post("1-1-a", SAVE)
     assert queue.take("1-0-a")[0].id == operations[0]  # what is under way goes on

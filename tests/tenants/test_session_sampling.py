@@ -108,7 +108,7 @@ def test_who_ends_too_many_engines_is_paused(sampler: SessionSampler) -> None:
     assert results == {"1-0": [5]}
     assert len(failures) == 6
     assert sum("third time" in text for text in failures.values()) == MAX_ENDED
-    with pytest.raises(RunFailed, match="have each ended the engine twice"):
+    with pytest.raises(RunFailed, match="have each killed the engine twice"):
         sampler.check_behaviour()
 
 

@@ -116,7 +116,7 @@ def test_the_queue_and_its_answers_are_bounded(
         queue.answer(ANN, each.id, result={"version": 0, "folder": "x"}, version=0)
     assert all(each.done() for each in posted[-4:])
     for forgotten in (posted[0], posted[-5]):
-        with pytest.raises(InputError, match="keeps its answer no longer"):
+        with pytest.raises(InputError, match="no longer keeps its answer"):
             forgotten.done()
     monkeypatch.setattr(operations, "KEPT_S", 0.0)
     time.sleep(0.01)

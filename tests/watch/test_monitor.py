@@ -145,14 +145,14 @@ def test_a_rank_that_leads_engines_is_watched_after_the_run(page: str, tmp_path:
     """A finished job would wait for ever where its supervisor is stopped."""
     (tmp_path / "stacks").touch()
     leads = heartbeat._Page()
-    leads.phase = heartbeat.APART
+    leads.phase = heartbeat.SUPERVISE
     leads.write()
     sleeper = subprocess.Popen(["sleep", "600"])
     sleeper.send_signal(signal.SIGSTOP)
     own = {"rank": 0, "pid": os.getpid(), "page": page, "stacks": str(tmp_path / "stacks")}
     path = f"/proc/{os.getpid()}/fd/{leads.fd}"
     other = {"rank": 1, "pid": sleeper.pid, "page": path, "stacks": str(tmp_path / "stacks")}
-    limits = LIMITS | {"given": {heartbeat.APART: 0.5}}
+    limits = LIMITS | {"given": {heartbeat.SUPERVISE: 0.5}}
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", restarted.PROGRAM],
         stdin=subprocess.PIPE,

@@ -149,7 +149,7 @@ def test_a_tenant_that_loads_is_learned_anew() -> None:
 
 
 def test_a_rank_that_leads_engines_is_seen_and_holds_up_nobody() -> None:
-    leads = seen(heartbeat.APART, 0, 3, step=-1)
+    leads = seen(heartbeat.SUPERVISE, 0, 3, step=-1)
     follower = watch({"train": 100.0})
     for beats in range(30):  # the trainer works, and the supervisor, which passes no phase, beats
         ranks = [
@@ -240,7 +240,7 @@ def test_bytes_that_a_rank_moves_are_progress_where_it_loads_or_saves(tmp_path: 
         with heartbeat.phase("save:finish"):  # a fork writes for the rank
             before, said = own.see().pulse, os.pipe()
             if not (pid := os.fork()):
-                heartbeat.note_helper()
+                heartbeat.register_writer()
                 file.write_bytes(bytes(8 * BEAT_BYTES))
                 os.write(said[1], b"x")
                 signal.pause()

@@ -42,7 +42,7 @@ def detect(tokens: LossTokens) -> Finding | None:
     if xx == 0 or yy == 0:
         return None
     slope = float(x @ y) / xx
-    if not math.isfinite(slope):  # the entropy is not known, as of a session's samples
+    if not math.isfinite(slope):  # the entropy is not known, as for a session's samples
         return None
     residual = y - slope * x
     # Errors that may differ from token to token (White 1980).

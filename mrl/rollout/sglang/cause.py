@@ -17,7 +17,7 @@ CONSEQUENCES = re.compile(
     r"EOFError|BrokenPipeError|ConnectionResetError|ConnectionRefusedError|scheduler died|"
     r"(?:Sub)?process .*(?:failed|died|terminated)|initialization failed|/freeze_gc"
 )
-"""What other processes of the server raise when the one with the fault has gone, or is yet to come."""
+"""Errors of other processes of the server, which follow from the one that failed or has not started."""
 CRASHES = re.compile(
     r"Segmentation fault|Fatal Python error|core dumped|CHECK failed|terminate called"
 )

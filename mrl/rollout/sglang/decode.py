@@ -106,7 +106,7 @@ def finish_reason(answer: dict[str, Any]) -> str | None:
 
 
 def refusal(answer: dict[str, Any]) -> str:
-    """Return why SGLang refused a request, which it says inside the stream; empty where it did not."""
+    """Return why SGLang refused a request, as given inside the stream; empty if it did not."""
     reason = answer["meta_info"].get("finish_reason") or {}
     if reason.get("type") != "abort" or reason.get("status_code") != HTTPStatus.BAD_REQUEST:
         return ""

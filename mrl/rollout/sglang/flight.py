@@ -140,7 +140,7 @@ class Flight:
         """Yield SGLang's answer to each request. Leaving early aborts the rest.
 
         Raises RequestFailed where SGLang refuses a request, and EngineLost. Past `request_timeout_s`
-        that is raised where the engine has nothing left to do, and RunFailed where it is still at work.
+        that is raised if the engine is idle, and RunFailed if it is still busy.
         The time that a request waits at a gate does not count.
         """
         try:
@@ -165,13 +165,13 @@ class Flight:
                     self._sent_at.pop(request.request_id, None)
                     yield Answer(rid, request, self._num_updates.pop(rid), event.answer)
         except EngineLost as error:
-            self.blame(error)
+            self.note_loss(error)
             raise
         finally:
             self.close()
 
-    def blame(self, error: EngineLost) -> None:
-        """Note at the gate that the engine ended with what is pending in it."""
+    def note_loss(self, error: EngineLost) -> None:
+        """Report to the gate that the engine died with the pending requests in flight."""
         if self._line is not None and self._line.lose():
             error.is_explained = True
 
@@ -302,7 +302,7 @@ class Flight:
             return self._pending.pop(rid, None)
 
     def _refuse(self, rid: str, answer: dict[str, Any]) -> None:
-        """Raise RequestFailed where SGLang says that it will never take this request."""
+        """Raise RequestFailed if SGLang refuses this request for good."""
         if (why := refusal(answer)) and (request := self._pending.get(rid)) is not None:
             raise RequestFailed(f"{request.request_id}: the engine refused the request: {why}")
 

@@ -201,7 +201,7 @@ class Flights:
                 try:
                     self._server.check_alive(wait_s=REAP_S)
                 except EngineLost as error:
-                    opened.flight.blame(error)
+                    opened.flight.note_loss(error)
                     raise
                 raise
             self._note_answer(opened, answer, expected)
@@ -237,10 +237,10 @@ class Flights:
             return [opened.flight for opened in self._open]
 
     def pause(self, check: Callable[[], None], *, retract: bool) -> None:
-        """Note that the engine was paused: calls that are yet to open wait. Where none is open, raises
+        """Record that the engine was paused, so calls that open later wait. If none is open, raises
         what `check` raises."""
         with self._changed:
-            if not self._open:  # no call can open between this look and the next line
+            if not self._open:  # no call can open between this check and the next line
                 check()
             self.is_paused = True
             for opened in self._open:

@@ -85,7 +85,7 @@ class Host:
 
     @property
     def longest(self) -> int:
-        """The most tokens that the engine takes of one sequence."""
+        """The most tokens that the engine accepts in one sequence."""
         return self.context_len if self.cache_len is None else min(self.context_len, self.cache_len)
 
     @property

@@ -79,7 +79,7 @@ class EventStream:
         self._connection.connect()
         self._socket: socket.socket = self._connection.sock
         self._connection.request("POST", path, body, headers)
-        self._socket.settimeout(None)  # who waits for the answer asks whether the server lives
+        self._socket.settimeout(None)  # the caller checks whether the server is alive
 
     def __iter__(self) -> Iterator[Any]:
         """Decoded events. Raises ServerError where the server refuses, ConnectionError where it

@@ -19,7 +19,7 @@ OWN_PREFIXES = ("sglang_loads_", "sgl_shm_")
 """Names that SGLang gives; a file of the trainer's may be mapped there too."""
 TRACKER_GRACE_S = 5.0
 KILLED_S = 60.0
-"""How long Linux may take to end what is killed: a device or a disk that hangs may keep it."""
+"""How long killed processes may take to end; a hanging device or disk may keep them."""
 
 
 def session_processes(session: int) -> list[psutil.Process]:
@@ -37,8 +37,8 @@ def shared_memory_files(processes: Iterable[psutil.Process]) -> set[Path]:
 
 
 def kill_session(session: int, *, spare: int | None = None) -> None:
-    """SIGKILL every process of a session but `spare`, wait until they are gone, free their memory; no
-    longer than KILLED_S, as a process that a device holds cannot be waited for.
+    """SIGKILL every process of a session but `spare`, wait at most KILLED_S until they are gone, and
+    free their memory. A process that a hanging device holds may never end.
 
     SIGKILL skips all of SGLang's own cleaning. Python's resource tracker is left to end by itself:
     it unlinks semaphores once the last process that used them is gone, the spared one too.

@@ -36,7 +36,7 @@ def check_limits(
 
 
 def cache_len(config: RolloutConfig, *, on_gpu: bool) -> int | None:
-    """Return the most tokens of one request that the KV cache will hold; None where that depends on the
+    """Return the most tokens of one request that the KV cache will hold; None if that depends on the
     memory that the engine finds."""
     kv_tokens = config.max_total_tokens or (None if on_gpu else CPU_MAX_TOTAL_TOKENS)
     if kv_tokens is None:

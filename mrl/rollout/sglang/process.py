@@ -37,8 +37,8 @@ COMM_LEN = 15
 PART_PREFIX = "sglang::"
 """Schedulers and the detokenizer."""
 LOOK_S, MAX_LOOK_S = 0.5, 2.0
-"""Seconds between two looks for stopped processes, and what one look counts at most: where nobody
-looked, as while the trainer was stopped, too, nothing is known."""
+"""Seconds between two checks for stopped processes, and the most time that one check adds: while
+nothing checked, as when the trainer was stopped too, the state is not known."""
 TORCHRUN_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} | {
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
@@ -73,7 +73,7 @@ class ServerProcess:
         self._parts: dict[int, psutil.Process] = {}
         self._looking, self._looked = threading.Lock(), time.monotonic()
         self._halted_s: dict[psutil.Process, float] = {}
-        """How long each of its processes that are stopped has been so, as far as it was looked at."""
+        """How long each stopped process has been stopped, as observed by the checks."""
 
     def start(self) -> None:
         """Spawn the server on a free loopback port; it is not ready yet."""
@@ -147,7 +147,7 @@ class ServerProcess:
 
     def halted_part(self, limit_s: float) -> str | None:
         """The name and number of a process that is stopped (SIGSTOP, a debugger) for more than
-        `limit_s`. Those that still answer do not show it: a scheduler does without its detokenizer."""
+        `limit_s`. Answers of the others do not show it: a scheduler answers without its detokenizer."""
         with self._looking:
             now = time.monotonic()
             if now - self._looked >= LOOK_S:

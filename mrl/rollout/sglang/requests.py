@@ -15,18 +15,18 @@ from mrl.rollout.sampling import check_sampling_params
 from mrl.rollout.sglang.server import Server
 
 RESERVED_TOKENS = 7
-"""Tokens that SGLang is given beyond the context of the recipe, because it keeps so many to itself.
+"""Tokens that SGLang gets in addition to the recipe's context, because it reserves that many.
 
-Of a `context_length` of C tokens and a KV cache of M tokens SGLang 0.5.20 takes prompts of at most
-min(C, M) - 7 (`tp_worker.get_worker_info`, `utils.validate_input_length`), and it lowers
-`max_new_tokens` without a word so that prompt and answer have at most min(C, M) - 2 together
+With a `context_length` of C tokens and a KV cache of M tokens SGLang 0.5.20 accepts prompts of at most
+min(C, M) - 7 (`tp_worker.get_worker_info`, `utils.validate_input_length`), and it silently lowers
+`max_new_tokens` so that prompt and answer have at most min(C, M) - 2 together
 (`Scheduler.init_req_max_new_tokens`)."""
 
 
 def longest_in_cache(kv_tokens: int, page_size: int = 1) -> int:
-    """Return the most tokens, prompt and answer, that SGLang takes in a KV cache of `kv_tokens`.
+    """Return the most tokens, prompt and answer, that SGLang accepts with a KV cache of `kv_tokens`.
 
-    Its cache has pages: a prompt takes whole ones, and one page more is kept for the answer.
+    The cache has pages: a prompt uses whole pages, and one more page is reserved for the answer.
     """
     return max(0, kv_tokens - max(RESERVED_TOKENS, 2 * page_size + 1))
 
@@ -38,11 +38,12 @@ def check_requests(
     cache_len: int | None = None,
     vocab_size: int | None = None,
 ) -> None:
-    """Raise ValueError for a request that the engine would refuse, cut short, or die of: one that is
-    empty, has another's id, is too long, or has tokens or sampling that the model does not have.
+    """Raise ValueError for a request that the engine would refuse or cut short, or that would crash it:
+    one that is empty, has another's id, is too long, or has tokens or sampling parameters that the
+    model does not have.
 
-    `cache_len` is what the KV cache holds of one request, `vocab_size` the model's; None leaves what
-    depends on them out.
+    `cache_len`: the tokens of one request that the KV cache holds; `vocab_size`: the model's. With None
+    the checks that need them are skipped.
     """
     seen: set[str] = set()
     checked: set[SamplingParams] = set()
@@ -79,8 +80,8 @@ def check_requests(
 
 
 def check_sequences(sequences: Sequence[Tensor], longest: int) -> None:
-    """Raise InputError for a sequence i64[T] that is empty, or above the `longest` that the engine
-    takes."""
+    """Raise InputError for a sequence i64[T] that is empty, or longer than the `longest` that the
+    engine accepts."""
     for sequence in sequences:
         if not 0 < sequence.numel() <= longest:
             raise InputError(

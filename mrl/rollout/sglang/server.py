@@ -154,14 +154,15 @@ class Server:
             thread.join()
 
     def stream(self, body: dict[str, Any]) -> EventStream:
-        """POST /generate. Raises EngineLost where no server is, or none that takes the request in
-        `rollout.stall_timeout_s`, ConnectionError where it hangs up."""
+        """POST /generate. Raises EngineLost if there is no server, or it does not accept the request in
+        `rollout.stall_timeout_s`, and ConnectionError if it closes the connection."""
         limit_s = self._patience.least_s
         try:
             return self._running_client().stream("/generate", body, timeout_s=limit_s)
         except TimeoutError:
             raise self.lost(
-                f"the SGLang server hangs: it took no request in rollout.stall_timeout_s={limit_s:g} s"
+                "the SGLang server hangs: it accepted no request in "
+                f"rollout.stall_timeout_s={limit_s:g} s"
             ) from None
 
     def check_alive(self, wait_s: float = 0.0) -> None:
@@ -178,7 +179,7 @@ class Server:
         raise self.lost(f"the SGLang server died, exit code {code}")
 
     def _check_halted(self) -> None:
-        """Raise EngineLost where a process of the server is stopped for too long."""
+        """Raise EngineLost if a process of the server is stopped for too long."""
         if part := self.process.halted_part(limit_s := self._patience.least_s):
             raise self.lost(
                 f"the SGLang server's {part} is stopped (SIGSTOP) for "
@@ -199,20 +200,21 @@ class Server:
             self.check_alive(wait_s=REAP_S)
 
     def too_late(self, what: str) -> RuntimeError:
-        """Return what to raise where a request has had no answer for too long, as `what` says.
+        """Return what to raise if a request has had no answer for too long, as `what` says.
 
-        EngineLost where no scheduler has anything left to do, as when the detokenizer hangs: the answer
-        will never come. RunFailed where they are at work. Raises EngineLost where they do not answer.
+        EngineLost if all schedulers are idle, as when the detokenizer hangs: the answer will never
+        come. RunFailed if they are busy. Raises EngineLost if they do not respond.
         """
         if not self._num_requests():
-            return self.lost(f"the SGLang server keeps answers back: {what}")
+            return self.lost(f"the SGLang server is idle but has not answered: {what}")
         return RunFailed(
-            f"generate: {what}, at which the engine is still at work; raise rollout.request_timeout_s, "
-            f"or ask for shorter answers or for fewer at a time; its log is {self.process.log_path}"
+            f"generate: {what}, and the engine is still working on it; raise "
+            f"rollout.request_timeout_s, or ask for shorter answers or for fewer at a time; its log "
+            f"is {self.process.log_path}"
         )
 
     def _num_requests(self) -> int:
-        """Return how many requests the schedulers run, or are about to."""
+        """Return how many requests the schedulers run or have queued."""
         try:
             _, text = self._running_client().get("/v1/loads", timeout_s=self._patience.least_s)
         except OSError as error:
@@ -312,7 +314,7 @@ class Server:
             raise self._with_log(EngineGone(text))
 
     def _refuse_halted(self) -> None:
-        """Raise EngineGone where one of the processes that start is stopped for too long."""
+        """Raise EngineGone if one of the starting processes is stopped for too long."""
         if part := self.process.halted_part(limit_s := self._patience.least_s):
             text = (
                 f"engine: the SGLang server's {part} is stopped (SIGSTOP) while it starts, for "

@@ -122,8 +122,8 @@ def server_environment(
     `first_rank` is the engine's first rank on this node.
     """
     plugins = [SERVER_PLUGIN] + [ADAPTER_PLUGIN] * serves_adapter
-    # SGLang is given RESERVED_TOKENS beyond a context that may be all of the model's; mrl sends no
-    # request that would have a token there.
+    # SGLang gets RESERVED_TOKENS in addition to a context that may be all of the model's; mrl sends no
+    # request that would use them.
     common = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if gpu_ids:
         return common | {

@@ -1,8 +1,8 @@
 """The operations of all sessions of a service: those that wait, and the answers of those that are over.
 
-They are in the memory of rank 0 alone. Each incarnation of a session (`Tenant.incarnation`) has a
-*life* of its own, whose number is part of the ids of its operations: what was asked in another life was
-done before the session was left, or is lost, and is never done again.
+They are only in the memory of rank 0. Each incarnation of a session (`Tenant.incarnation`) has its own
+*life*, whose number is part of the ids of its operations: an operation of an earlier life was finished
+before the session was closed, or is lost; it is never carried out again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MAX_PAST = 8
 KEPT_S = 3600.0
 """How long an answer is kept, in seconds."""
 MAX_KEYS = 4096
-"""Keys of a life that are known, the newest ones: an operation that comes again with its key is the
-same."""
+"""How many keys of a life are remembered, the newest ones: a repeated request with a remembered key
+adds no operation."""
 ID = re.compile(r"([0-9a-f]{8})-([1-9][0-9]{0,11})")
 LOST = (
     "lost: the session was left before it was done, and is at its newest checkpoint when it is opened "
@@ -48,11 +48,11 @@ class TooMany(InputError):
 
 
 class OtherLife(InputError):
-    """The session was opened anew since the caller last looked, or is left."""
+    """The session was opened again since the caller last asked, or is closed."""
 
 
 class OtherBody(InputError):
-    """The key of an operation is that of another one, which was posted before."""
+    """The key of an operation was used before by another one."""
 
 
 class NoOperation(InputError):
@@ -80,11 +80,11 @@ class _Answer:
 
 @dataclass
 class _Life:
-    """What is kept of an incarnation while it is open, or waits to be."""
+    """The state of an incarnation while it is open, or is to be opened."""
 
     number: str = field(default_factory=lambda: secrets.token_hex(4))
     is_left: bool = False
-    """Whether it takes no operations any more."""
+    """Whether it accepts no more operations."""
     count: int = 0
     version: int | None = None
     """That of the weights; None while the session is not open."""
@@ -103,32 +103,32 @@ class Operations:
     def __init__(self) -> None:
         self._lives: dict[str, _Life] = {}
         self._past: OrderedDict[str, _Life] = OrderedDict()
-        """The life that ended last of each name, whose answers can still be asked for; the newest is
-        the last."""
+        """The last life of each name that ended, whose answers can still be read; the newest is
+        last."""
         self._changing = threading.Lock()
 
     def post(
         self, session: str, body: Body, life: str | None = None, key: str | None = None
     ) -> str:
-        """Put an operation into the queue, and return its id. With a `key` that came before in this
-        life it is the same operation, and nothing is put anywhere.
+        """Put an operation into the queue, and return its id. With a `key` that was used before in this
+        life, nothing is added, and the id of that operation is returned.
 
-        Raises OtherLife where `life` is given and over, OtherBody for a key of another operation, and
+        Raises OtherLife if `life` is given and over, OtherBody for a key of another operation, and
         TooMany.
         """
         with self._changing:
             mine, name = self._life(session), name_of(session)
             if mine.is_left or life not in (None, mine.number):
                 raise OtherLife(
-                    f"session {name} was opened anew or left: its life is {mine.number} and not "
+                    f"session {name} was opened again or closed: its life is {mine.number}, got "
                     f"{str(life)[:80]!r}; look at its version, then go on from there"
                 )
             if key is not None and key in mine.keys:
                 operation, digest = mine.keys[key]
                 if digest != _digest(body):
                     raise OtherBody(
-                        f"the key {key!r} came before with another operation, {operation}; give each "
-                        "operation a key of its own"
+                        f"the key {key!r} was used before for another operation, {operation}; give "
+                        "each operation a key of its own"
                     )
                 return operation
             tokens = num_tokens(body) + sum(num_tokens(each.body) for each in mine.waiting)
@@ -174,7 +174,7 @@ class Operations:
                 if each.id == operation:
                     return {"id": operation, "state": each.state}
         raise NoOperation(
-            f"session {name} has no operation {operation}, or keeps its answer no longer: at most "
+            f"session {name} has no operation {operation}, or no longer keeps its answer: at most "
             f"{MAX_KEPT} of them, for {KEPT_S:g} s"
         )
 
@@ -184,7 +184,7 @@ class Operations:
             self._life(session).version = version
 
     def close(self, session: str) -> None:
-        """Take no operations any more: what waits is lost, and what is under way goes on to its end."""
+        """Accept no more operations: queued ones are lost, and running ones are finished."""
         with self._changing:
             if (mine := self._lives.get(session)) is not None:
                 mine.is_left = True
@@ -197,7 +197,7 @@ class Operations:
                 self._keep_past(name_of(session), mine)
 
     def _lose(self, mine: _Life, states: tuple[State, ...]) -> None:
-        """Answer the operations in these states that they are lost."""
+        """Mark the operations in these states as lost."""
         kept: deque[Operation] = deque()
         for each in mine.waiting:
             if each.state not in states:
@@ -250,8 +250,8 @@ class Operations:
             self._forget_old(mine)
 
     def _life(self, session: str) -> _Life:
-        """Return the life of an incarnation, which begins where nobody asked for it yet. Those before
-        it that no run has to end are over."""
+        """Return the life of an incarnation, and begin it if it is new. Earlier lives that were never
+        open end then."""
         if session not in self._lives:
             name = name_of(session)
             for key in [key for key in self._lives if name_of(key) == name]:

@@ -18,12 +18,12 @@ from mrl.tenants.sessions.bodies import ForwardBackwardBody, SampleBody
 from mrl.tenants.tokenizer import ServiceTokenizer
 
 MAX_SAMPLES = 64
-"""Answers of a version that are kept, the first ones."""
+"""How many answers of a version are kept: the first ones."""
 
 
 @dataclass
 class _Kept:
-    """An answer, and what the first training on it under its own version made of it."""
+    """An answer, with the advantages and log-probs of the first training on it under its version."""
 
     source: str
     prompt_number: int
@@ -36,13 +36,13 @@ class _Kept:
 
 
 class SampleRecords:
-    """Keeps the first answers of the present version, and writes `rollouts/` and `tokens/` of it."""
+    """Keeps the first answers of the current version, and writes its `rollouts/` and `tokens/`."""
 
     def __init__(self, folder: RunFolder, tokenizer: ServiceTokenizer, temperature: float) -> None:
         self._folder, self._tokenizer, self._temperature = folder, tokenizer, temperature
         self._version = -1
         self._number = 0
-        """All answers of the version, those that are not kept among them."""
+        """The number of answers of the version, including those that are not kept."""
         self._kept: dict[str, _Kept] = {}
 
     def add(self, version: int, body: SampleBody, result: Mapping[str, Any]) -> None:
@@ -68,7 +68,7 @@ class SampleRecords:
             self._write()
 
     def train(self, version: int, body: ForwardBackwardBody, result: Mapping[str, Any]) -> None:
-        """Note the advantages and the trainer's log-probs of answers of this very version. Raises
+        """Store the advantages and the trainer's log-probs of answers of this version. Raises
         OSError."""
         if version != self._version:
             return
@@ -90,7 +90,7 @@ class SampleRecords:
         save_tokens(path, self._record())
 
     def _row(self, kept: _Kept) -> dict[str, Any]:
-        """Return a sample as in `rollouts/step_*.jsonl`; its reward is known to the client alone."""
+        """Return a sample as in `rollouts/step_*.jsonl`; only the client knows its reward."""
         trained = [a for a in kept.advantages or [] if a]
         return {
             "group_id": kept.prompt_number,
@@ -108,7 +108,7 @@ class SampleRecords:
         }
 
     def _record(self) -> TokenRecord:
-        """Return what is known of each token. The trainer's numbers are NaN of answers that were not
+        """Return the record of all tokens. The trainer's numbers are NaN for answers that were not
         trained on."""
         ids: list[int] = []
         lengths, sampled, old, advantages, versions = [0], [], [], [], []

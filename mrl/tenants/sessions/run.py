@@ -190,8 +190,8 @@ class SessionRun(Trained):
         self._sampler.end_generation(was_lost=was_lost)
 
     def score(self) -> None:
-        """Answer the sample operations of a turn that is generated. Raises RunFailed where they have
-        ended the engine too often."""
+        """Answer the sample operations of a generated turn. Raises RunFailed if they have killed the
+        engine too often."""
         asked = self._sampler.asked
         if (found := self._sampler.finish()) is None:
             return
@@ -232,8 +232,8 @@ class SessionRun(Trained):
         return result, self._agree(failure)
 
     def _record(self, write: Callable[[], None]) -> None:
-        """Write samples for the page of the run, on rank 0. What goes wrong with that is said, and
-        changes nothing for the client."""
+        """Write samples for the page of the run, on rank 0. A failure is only a warning, and does not
+        affect the client."""
         if self._house.mesh.rank == 0:
             try:
                 write()
@@ -269,7 +269,7 @@ class SessionRun(Trained):
 
 
 def _adapter(recipe: Recipe, model: HfModel) -> Adapter:
-    """Return the adapter that a session trains. Raises InputError where it has none."""
+    """Return the adapter that a session trains. Raises InputError if it has none."""
     if (adapter := check_lora(recipe, model)) is None:
-        raise InputError("lora: got none, but a session trains an adapter; give it a lora branch")
+        raise InputError("lora: got none, but a session trains an adapter; add a lora section")
     return adapter

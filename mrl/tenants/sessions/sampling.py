@@ -31,13 +31,14 @@ MAX_ROUTE_BYTES = 256 << 20
 """Bytes of routes that are kept of a session's samples, on each rank; the oldest ones go first."""
 CANARY_TOKENS = 16
 MAX_ENDED = 3
-"""Operations of a session that may each end an engine, before the session is paused."""
+"""How many operations of a session may each kill an engine before the session is paused."""
 ENDS_TOO_OFTEN = (
-    f"{MAX_ENDED} samples of this session have each ended the engine twice, once among others and once "
-    "alone; no other is tried, and the session is paused: see the log of the engine, then resume it"
+    f"{MAX_ENDED} samples of this session have each killed the engine twice, once among others and "
+    "once alone; no other is tried, and the session is paused: see the log of the engine, then "
+    "resume it"
 )
 ENGINE_FAULTS = (EngineGone, EngineLost, RankLost, OutOfMemory, MemoryError, dist.DistError)
-"""Errors that are no operation's."""
+"""Errors that are not the fault of one operation."""
 
 
 class Samples:
@@ -105,15 +106,15 @@ class SessionSampler:
         self.samples = Samples()
         self._asked: dict[str, SampleBody] = {}
         self._how: dict[int, tuple[SamplingParams, int]] = {}
-        """How the groups of a turn are sampled, each with its seed, by their ids."""
+        """The sampling parameters and seeds of a turn's groups, by group id."""
         self._left: list[SingleTurnRollout] = []
-        """What this rank's engine is yet to generate, one after the other: all operations at once, or
-        one by one where that failed."""
+        """The rollouts that this rank's engine has still to generate, one after the other: all
+        operations at once, or one by one if that failed."""
         self._done: list[SampleGroup] = []
         self._failures: dict[str, str] = {}
-        """What went wrong on this rank with which operation."""
+        """The errors on this rank, by operation."""
         self._num_ended = 0
-        """Operations that have ended an engine, since the session was opened."""
+        """The number of operations that have killed an engine since the session was opened."""
         self._sends = False
         self._is_generated = True
 
@@ -174,8 +175,8 @@ class SessionSampler:
             self._weights.check_canaries()
 
     def generate(self) -> None:
-        """Generate what is left, until the engine is lost. An error of one operation is its own: see
-        `finish`. Raises errors of the engine, and WrongWeights."""
+        """Generate the remaining rollouts, until the engine is lost. An error of one operation fails
+        only that operation: see `finish`. Raises errors of the engine, and WrongWeights."""
         engine = self.slot.engine
         if engine is None or not self.slot.is_active:
             return
@@ -184,12 +185,12 @@ class SessionSampler:
                 self._generate(engine, self._left[0])
         if (
             self._left
-        ):  # the engine was lost: each is tried by itself, lest one of them is the reason
+        ):  # the engine was lost: try each operation alone, as one of them may be the cause
             self._left = [each for rollout in self._left for each in self._one_by_one(rollout)]
 
     def _generate(self, engine: RolloutEngine, rollout: SingleTurnRollout) -> None:
-        """Generate what is left of a rollout, and take it from the list. Where it fails, each of its
-        operations comes in its place; the last one's error is noted."""
+        """Generate the rest of a rollout, and remove it from the list. If it fails, it is replaced by
+        one rollout for each of its operations; the error of a single operation is recorded."""
         parts: list[SingleTurnRollout] = []
         try:
             for group in rollout.finished(engine):
@@ -205,14 +206,14 @@ class SessionSampler:
         self._left[:1] = parts
 
     def _one_by_one(self, rollout: SingleTurnRollout) -> list[SingleTurnRollout]:
-        """Return a rollout of each operation that has something left in `rollout`."""
+        """Return one rollout for each operation that is unfinished in `rollout`."""
         parts: dict[str, list[SampleGroup]] = {}
         for group in rollout.partial:
             parts.setdefault(group.prompt.source, []).append(group)
         return [self._rollout(groups) for groups in parts.values()]
 
     def _fail(self, rollout: SingleTurnRollout, error: Exception) -> None:
-        """Note the error of an operation. After MAX_ENDED that ended an engine no other is tried."""
+        """Record the error of an operation. After MAX_ENDED that killed an engine no other is tried."""
         self._failures[rollout.partial[0].prompt.source] = " ".join(str(error).split())
         if not isinstance(error, EndsEngine):
             return
@@ -229,8 +230,8 @@ class SessionSampler:
         self._is_generated = not (was_lost and sum_over_ranks(self.slot.is_needed))
 
     def finish(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]] | None:
-        """Return the results of the operations by their ids, and what went wrong with the others, on
-        every rank; None while an engine that was lost has left something to generate."""
+        """Return the results of the operations by their ids, and the errors of the others, on every
+        rank; None while a lost engine has left rollouts to generate."""
         if not self._is_generated:
             return None
         failures: dict[str, str] = {}
@@ -255,7 +256,7 @@ class SessionSampler:
         return {name: {"samples": found} for name, found in results.items()}, failures
 
     def check_behaviour(self) -> None:
-        """Raise RunFailed where samples of this session have ended the engine too often. For the rank
+        """Raise RunFailed if samples of this session have killed the engine too often. For the rank
         that leads the engine."""
         if self._num_ended >= MAX_ENDED:
             raise RunFailed(ENDS_TOO_OFTEN)
@@ -270,7 +271,7 @@ def _prompt(name: str, number: int, tokens: Sequence[int]) -> Prompt:
 
 
 def _canaries(vocab_size: int, config: RolloutConfig) -> list[Prompt]:
-    """Return prompts of tokens that are the same in every session of a model and a context."""
+    """Return the canary prompts, the same in every session with this model and context."""
     draw, size = (
         random.Random("canaries of a session"),
         min(CANARY_TOKENS, config.context_len or CANARY_TOKENS),

@@ -160,9 +160,10 @@ def sample(original, sampler, logits_output, sampling_info, return_logprob, *res
 
 
 def temperatures(sampling_info):
-    """Return temperatures as the requests had them: SGLang keeps float32, and 1 / float32(0.8) is not
-    1.25. That of a request with temperature 0 is 1; one with top_k 1 keeps its own, also where all are
-    greedy, of which SGLang leaves the temperatures out: else its log-probs depended on the others."""
+    """Return the requests' exact temperatures: SGLang keeps float32, and 1 / float32(0.8) is not 1.25.
+    A request with temperature 0 gets 1. One with top_k 1 keeps its own, even if all requests of the
+    batch are greedy and SGLang omits their temperatures, so its log-probs do not depend on the
+    batch."""
     narrow = sampling_info.temperatures.flatten().tolist()
     return [float(str(numpy.float32(value))) for value in narrow]
 

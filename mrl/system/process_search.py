@@ -1,7 +1,7 @@
-"""Finds processes by a mark in their environment, which they inherit, and ends what is left of them.
+"""Finds processes by an environment variable that they inherit, and kills those that are left.
 
-A process that leaves its session (`setsid`) or whose parent is gone can be found in no other way
-without rights of root. One whose environment was emptied is not found.
+Without root there is no other way to find a process that left its session (`setsid`) or whose parent
+is gone. A process whose environment was cleared is not found.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from pathlib import Path
 
 POLL_S = 0.05
 KILLED_S = 5.0
-"""How long Linux may take to end what is killed, which may start others meanwhile."""
+"""How long to keep killing; processes may start others meanwhile."""
 
 
-def find_marked(name: str, value: str) -> list[int]:
-    """Return the processes that run with this variable in their environment, this one left out; zombies
-    have none."""
+def find_by_variable(name: str, value: str) -> list[int]:
+    """Return the other processes with this variable in their environment; zombies have none."""
     mark, found = f"{name}={value}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -30,12 +29,13 @@ def find_marked(name: str, value: str) -> list[int]:
     return found
 
 
-def end_marked(name: str, value: str, grace_s: float = 0.0) -> int:
-    """Kill these processes where they have not ended within `grace_s`; return how many were killed."""
+def kill_by_variable(name: str, value: str, grace_s: float = 0.0) -> int:
+    """Kill those of these processes that have not ended within `grace_s`; return how many were
+    killed."""
     now = time.monotonic()
     grace, deadline = now + grace_s, now + grace_s + KILLED_S
     killed: set[int] = set()
-    while (left := find_marked(name, value)) and time.monotonic() < deadline:
+    while (left := find_by_variable(name, value)) and time.monotonic() < deadline:
         if time.monotonic() >= grace:
             for pid in left:
                 with suppress(OSError):

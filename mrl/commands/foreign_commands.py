@@ -1,4 +1,4 @@
-"""Says what a command line of TRL, verl, slime or torchrun is called here."""
+"""Translates command lines of TRL, verl, slime and torchrun into those of mrl, for error messages."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ COMMANDS = {
         ("grpo", "rloo", "ppo", "gspo", "dapo", "rl", "run", "start"),
         "mrl train RECIPE algorithm.name=NAME",
     ),
-    "sft": "mrl train RECIPE with the branch sft, before the RL",
+    "sft": "mrl train RECIPE with the section sft, whose steps come before the RL",
     **dict.fromkeys(
-        ("dpo", "kto", "reward_train"), "none here: mrl trains by RL, on what the policy samples"
+        ("dpo", "kto", "reward_train"), "not supported: mrl trains by RL on what the policy samples"
     ),
     "evaluate": "mrl eval RECIPE",
     "launch": "python -m mrl.launch --nproc-per-node N -m mrl train RECIPE",
-    "vllm-serve": "none needed: mrl train starts its engine; mrl serve is a service for tenants",
+    "vllm-serve": "not needed: mrl train starts its engine; mrl serve is a service for tenants",
     "env": "mrl check RECIPE --versions",
     "init": "mrl recipe > my.yaml",
     "convert": "mrl export RUN_OR_CKPT DIR",
     "merge": "mrl export RUN_OR_CKPT DIR",
     "resume": "mrl train RUN",
 }
-"""Commands of other frameworks, and what does that here."""
+"""Commands of other frameworks, and the equivalent command of mrl."""
 
 
-def pointer(words: Sequence[str]) -> str:
-    """Return what to type in the place of `words`, which mrl does not know; empty without a guess.
+def hint_for(words: Sequence[str]) -> str:
+    """Return what to type instead of `words`, which mrl does not know; empty without a suggestion.
 
-    Launchers' options, files of configuration, keys as options, and names of commands are known.
+    It recognizes options of launchers, configuration files, recipe keys given as options, and commands.
     """
     if words and words[0] in COMMANDS:
-        return f"; here it is: {COMMANDS[words[0]]}"
+        return f"; in mrl: {COMMANDS[words[0]]}"
     options = [word for word in words if word.startswith("-") and word.strip("-")]
     found = [text for option in options if (text := _of_option(option))]
     return f"; {found[0]}" if found else ""
@@ -52,7 +52,7 @@ def _of_option(option: str) -> str:
             "torchrun"
         )
     if plain in FILES:
-        return "the recipe stands alone: mrl train RECIPE.yaml"
+        return "give the recipe without an option: mrl train RECIPE.yaml"
     from mrl.config.suggest import all_keys, suggest
 
     if plain in all_keys():

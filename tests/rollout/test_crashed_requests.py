@@ -1,4 +1,4 @@
-"""One request cannot end engine after engine for everybody: the gate's part, without an engine."""
+"""One request cannot kill engine after engine: the gate's part of that, without an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def three_tenants() -> Gate:
     return gate
 
 
-def test_who_was_in_an_engine_that_ended_has_the_next_one_alone():
+def test_requests_in_flight_when_an_engine_died_are_alone_in_the_next_one():
     gate = three_tenants()
     lines = {n: gate.line_up(n, requests_of(n[0], 2), lambda: None) for n in ("ada", "eve")}
     late = gate.line_up("bob", requests_of("b", 1), lambda: None)
@@ -28,13 +28,16 @@ def test_who_was_in_an_engine_that_ended_has_the_next_one_alone():
     ]
     late.finish(requests_of("b", 1)[0], 6)
     late.close()
-    for line in lines.values():  # the engine ends; nobody had it alone
+    for line in lines.values():  # the engine dies; no line was alone in it
         assert not line.lose()
         line.close()
     waits = gate.line_up("bob", requests_of("b", 2), lambda: None)
     assert waits.take() == []  # there is no engine
     gate.resize(1000, 64)
-    assert names(waits.take()) == ["b0", "b1"]  # it was in no engine that ended
+    assert names(waits.take()) == [
+        "b0",
+        "b1",
+    ]  # none of its requests was in flight when an engine died
     ada = gate.line_up("ada", requests_of("a", 2), lambda: None)
     eve = gate.line_up("eve", requests_of("e", 2), lambda: None)
     more = gate.line_up("bob", requests_of("c", 1), lambda: None)
@@ -56,15 +59,15 @@ def test_who_was_in_an_engine_that_ended_has_the_next_one_alone():
     gate.resize(1000, 64)
     with pytest.raises(EndsEngine, match="e0: the engine ended"):
         gate.line_up("eve", requests_of("e", 2), lambda: None)
-    for name in ("ada", "bob", "eve"):  # nobody is a suspect any more
+    for name in ("ada", "bob", "eve"):  # no request has to run alone any more
         line = gate.line_up(name, requests_of(name[0], 2), lambda: None)
         assert len(line.take()) == 2
 
 
-def test_a_loss_that_is_found_late_does_not_close_the_gate():
+def test_a_loss_that_is_reported_late_does_not_close_the_gate():
     gate = three_tenants()
     ada = gate.line_up("ada", requests_of("a", 1), lambda: None)
-    gate.resize(1000, 64)  # another thread has found it first, and an engine runs again
+    gate.resize(1000, 64)  # another thread found the loss first, and an engine runs again
     assert not ada.lose()
     ada.close()
     bob = gate.line_up("bob", requests_of("b", 1), lambda: None)
