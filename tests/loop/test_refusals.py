@@ -137,6 +137,22 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "response length": (["rollout.min_response_len=3"], ["expected 0 or max_response_len 12"]),
     "saved rollouts": (["debug.load_rollouts=/nowhere"], ["debug.load_rollouts", "/nowhere"]),
     "output folder": (["output_dir=README.md/run"], ["README.md is not a folder"]),
+    "output folder that nobody can make": (
+        ["output_dir=/proc/x"],
+        ["output_dir /proc/x: no folder can be made in /proc"],
+    ),
+    "cache": (
+        ["rollout.max_total_tokens=20"],
+        ["rollout: its longest prompt and answer have", "cache of 20", "holds 13 of one request"],
+    ),
+    "cache of an evaluation": (
+        [
+            "rollout.max_total_tokens=64",
+            "eval={every: 1, sets: [{name: long, path: launch/recipes/data/first_char.jsonl, "
+            "max_response_len: 60}]}",
+        ],
+        ["eval set long: rollout: its longest prompt and answer have", "holds 57 of one request"],
+    ),
     "sft": (
         ["sft={path: nowhere.jsonl, num_steps: 1, batch_size: 1, lr: 1e-3}"],
         ["nowhere.jsonl", "No such file"],

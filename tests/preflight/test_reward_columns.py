@@ -8,12 +8,15 @@ import inspect
 import pytest
 import torch
 
+from mrl.config import load_recipe
 from mrl.environments.base import check_reset, environment_names
 from mrl.environments.openai_chat import check_target
 from mrl.errors import InputError
+from mrl.preflight.data import check_prompts
 from mrl.preflight.reward_columns import check_reward_columns, needed_columns
 from mrl.rewards.resolve import resolve_reward, reward_names
 from mrl.types import Prompt
+from tests.loop.conftest import TOY_RECIPE
 
 REWARDS = """
 def ours(prompts, completions, *, answer, note="", **columns): ...
@@ -125,3 +128,14 @@ def test_a_column_that_a_chat_target_cannot_take_is_refused(tmp_path) -> None:
             check_target(f"{tmp_path}/games.py:{name}", ["info", column], "d:3")
     for name in ("talk", "Talk"):
         check_target(f"{tmp_path}/games.py:{name}", ["info", "seed", "prompt"], "d:3")
+
+
+def test_the_columns_of_a_row_are_checked_with_the_chat_target_of_the_recipe(tmp_path) -> None:
+    (tmp_path / "games.py").write_text(CLASHES)
+    target = f"environment.arguments.target={tmp_path}/games.py:talk"
+    recipe = load_recipe(TOY_RECIPE, ["reward=null", "environment.name=openai_chat", target])
+    check_prompts([row(info="x")], None, recipe, pytest.fail, True)
+    prompts = [row(messages="x")]
+    with pytest.raises(InputError, match="column 'messages' cannot be given to the call"):
+        check_prompts(prompts, None, recipe, pytest.fail, True)
+    check_prompts(prompts, None, recipe, pytest.fail, False)  # nothing of the user is imported

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from mrl.config import load_recipe
 from mrl.errors import InputError
@@ -14,6 +15,7 @@ from mrl.toy_model import build_tokenizer
 from mrl.types import Prompt
 from tests.loop.conftest import TOY_RECIPE
 
+IDS = torch.tensor([1])
 REWARDS = """
 import os
 
@@ -52,7 +54,7 @@ def tried(path: Path, *names: str) -> list[str]:
     rewards = json.dumps([f"{file}:{name}" for name in names])
     recipe = load_recipe(TOY_RECIPE, [f"reward={rewards}", "reward_timeout_s=2"])
     prompts = [
-        Prompt(f"{n}", None, f"question {n}", {"answer": f"{n}"}, f"rows.jsonl:{n + 1}")  # type: ignore[arg-type]
+        Prompt(f"{n}", IDS, f"question {n}", {"answer": f"{n}"}, f"rows.jsonl:{n + 1}")
         for n in range(3)
     ]
     said: list[str] = []
@@ -95,5 +97,5 @@ def test_a_function_is_called_once_and_what_is_not_the_users_is_not_called(
     assert notes.read_text() == "question 0 ['0', 'I do not know.', ''] 0 [2, 15, 1]\n"
     for reward in ("first_char", "http://127.0.0.1:9", "reward_model:/nowhere"):
         recipe = load_recipe(TOY_RECIPE, [f"reward={reward}"])
-        prompt = Prompt("0", None, "ab", {}, "rows.jsonl:1")  # type: ignore[arg-type]
+        prompt = Prompt("0", IDS, "ab", {}, "rows.jsonl:1")
         try_rewards(recipe, [prompt], [], None, pytest.fail)

@@ -19,6 +19,7 @@ from mrl.commands.replay_step import Source, _check_tokens
 from mrl.config import dump_recipe, load_recipe
 from mrl.diagnosis.why import explain
 from mrl.errors import InputError
+from mrl.run import metric_rows, rollout_rows
 from mrl.run.compare import compare_runs, open_run
 from mrl.run.folder import RunFolder, saved_step
 from mrl.run.rollouts import save_groups
@@ -160,6 +161,31 @@ def test_a_wrong_value_is_named(name, change, refusing, whole, tmp_path) -> None
     lines[place] = json.dumps({**json.loads(lines[place]), **change})
     (run / name).write_text("\n".join(lines))
     assert ", ".join(check_readers(run, whole, run / name)) == refusing
+
+
+SAMPLE = {"prompt": "a", "completion": "b", "reward": 1.0, "reward_parts": {"x": 0.5, "y": None}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "good", "change", "says"),
+    [
+        (metric_rows, {"step": 0}, {"step": -1}, "`step` is -1"),
+        (metric_rows, {"step": 0}, {"step": 2**63}, f"`step` is {2**63}"),
+        (metric_rows, {"a": 1, "step": 0}, {"step": None}, "it lacks `step`"),
+        (rollout_rows, SAMPLE, {"prompt": None}, "it lacks `prompt`"),
+        (rollout_rows, SAMPLE, {"completion": None}, "it lacks `completion`"),
+        (rollout_rows, SAMPLE, {"reward": None}, "it lacks `reward`"),
+        (rollout_rows, SAMPLE, {"reward_parts": {"x": "1"}}, "the part 'x' of the reward is no n"),
+    ],
+)
+def test_a_row_that_no_reader_can_use_is_damaged(rows, good, change, says, tmp_path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(good) + "\n")
+    assert rows.read(file) == [good]
+    bad = {key: value for key, value in {**good, **change}.items() if value is not None}
+    file.write_text(json.dumps(good) + "\n" + json.dumps(bad) + "\n")
+    with pytest.raises(InputError, match=f"^{file}:2: the line is damaged .{says}"):
+        rows.read(file)
 
 
 def test_other_names_and_other_numbers_of_samples_are_no_reason_to_fail(whole, tmp_path) -> None:

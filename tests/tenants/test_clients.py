@@ -20,6 +20,8 @@ from mrl.tenants.client import Busy, ControlClient, NobodyListens
 from mrl.tenants.control import Control
 from mrl.tenants.registry import Registry
 from mrl.tenants.start import is_alive, note_start
+from mrl.tenants.tokenizer import ServiceTokenizer
+from parallel.hf_config import HfModel
 from tests.tenants.parts import make_model, service, session, tenant
 
 COMMAND = "python -m mrl.launch --standalone --nproc-per-node 2 -m mrl serve /x/service.yaml"
@@ -185,6 +187,27 @@ def test_a_service_that_starts_is_waited_for(tmp_path: Path, model: Path) -> Non
         thread.join()
 
 
+def test_a_service_that_is_known_to_start_is_waited_for_without_being_asked_to(
+    tmp_path: Path, model: Path
+) -> None:
+    made = threading.Event()
+    with Registry(service(tmp_path, model)) as registry:
+        note_start(registry.root, COMMAND)
+
+        def listen() -> None:
+            made.wait(0.3)  # it loads a model
+            with Control(registry):
+                made.wait(30)
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        try:
+            assert ServiceClient(registry.root).control.tenants() == []
+        finally:
+            made.set()
+            thread.join()
+
+
 def test_a_stopped_service_is_listed_as_stopped_with_its_command(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,3 +259,31 @@ def test_texts_and_chats_are_encoded_by_the_service(ann: Session) -> None:
         ann.encode_chat([{"speaker": "me"}])
     with pytest.raises(InputError, match="encode, encode_chat, decode"):
         ann._client.call("POST", "/tokenizer/translate", {})
+
+
+def test_texts_whose_answer_is_lost_are_asked_for_again(
+    ann: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = lose_answers(monkeypatch, 0)
+    for call in (
+        lambda: ann.encode("abc"),
+        lambda: ann.decode([70]),
+        lambda: ann.encode_chat([{"role": "user", "content": "abc"}]),
+    ):
+        lost.append(0)
+        assert call()
+        assert not lost
+
+
+def test_texts_get_no_token_that_nobody_wrote_and_templates_get_the_tools(model: Path) -> None:
+    served = ServiceTokenizer(HfModel.read(str(model / "model")))
+    tokenizer, given = served._tokenizer, []
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}"
+    encode = tokenizer.encode
+    tokenizer.encode = lambda text, **how: given.append(how) or encode(text, **how)
+    served.answer("encode", {"texts": ["abc"]})
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    assert served.answer("encode_chat", body)["tokens"] == []
+    found = served.answer("encode_chat", {**body, "tools": [{"name": "abc"}]})["tokens"]
+    assert served.text(found) == "abc"
+    assert given == [{"add_special_tokens": False}] * 3  # the template writes what it wants

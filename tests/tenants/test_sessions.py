@@ -53,6 +53,22 @@ def session(client: ServiceClient, tmp_path: Path) -> Session:
     return client.create_session("ann", output_dir=tmp_path / "ann", lora={"rank": 4})
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"top_k": 1 << 40}, "sample: top_k is 1099511627776, but the model has only 128 tokens"),
+        ({"temperature": 1e30}, r"sample: temperature is 1e\+30, expected 1e-06 to 1e\+06"),
+        ({"min_tokens": 1, "stop_token_ids": [128]}, "stop_token_ids has 128, expected 0 to 127"),
+        ({"min_tokens": 1, "stop": ["x"]}, "sample: stop is given with min_tokens 1"),
+    ],
+)
+def test_sampling_that_ends_engines_is_refused(given: dict[str, Any], says: str) -> None:
+    body = {"kind": "sample", "prompts": [[5]], "max_tokens": 4}
+    read_body(body, Bounds(128, 64))
+    with pytest.raises(InputError, match=says):
+        read_body({**body, **given}, Bounds(128, 64))
+
+
 def test_operations_take_turns(session: Session, queue: Operations) -> None:
     assert queue.take(ANN) == []
     first = session.sample([[1, 2], [3]], max_tokens=4, n=2, temperature=0.5)
