@@ -348,7 +348,10 @@ class Refusing:
     """A server that answers every request inside the stream with an abort of one status."""
 
     def __init__(self, status):
-        self.bodies, self.reason = [], {"type": "abort", "status_code": status, "message": "too long"}
+        self.bodies, self.reason = (
+            [],
+            {"type": "abort", "status_code": status, "message": "too long"},
+        )
 
     def new_request_id(self):
         return f"mrl-{len(self.bodies)}"
