@@ -122,7 +122,7 @@ def _serve(
         if (apart := compare_clocks()) and registry is not None:
             console.warning(apart)
         rest = range(roles.num_trainers, roles.world)  # they lead engines and are watched, too
-        apart = EngineRanks(join_store()[0], rest, config.longest_wait_s) if rest else None
+        engine_ranks = EngineRanks(join_store()[0], rest, config.longest_wait_s) if rest else None
         undo.enter_context(watching(config.watch, least, folder, command, apart))
         if registry is None:
             made.append(open_service(config, roles, mesh, None))

@@ -150,7 +150,7 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
         if (apart := compare_clocks()) and mesh.rank == 0:
             console.warning(apart)
         rest = range(plan.roles.num_trainers, plan.roles.world)  # they lead engines
-        apart = EngineRanks(join_store()[0], rest, recipe.longest_wait_s) if rest else None
+        engine_ranks = EngineRanks(join_store()[0], rest, recipe.longest_wait_s) if rest else None
         with (
             watching(recipe.watch, least_limits(recipe), folder.root, command, apart),
             closing(Trainer(plan, mesh, folder, callbacks)) as trainer,

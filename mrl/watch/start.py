@@ -157,7 +157,7 @@ def _open(undo: ExitStack, rank: int) -> dict[str, Any]:
 
 
 def _node() -> _Node:
-    """Return what tells nodes engine_ranks: the host, the launcher where a host has several, and the
+    """Return what tells nodes apart: the host, the launcher where a host has several, and the
     kernel with its process numbers, as hosts may share a name."""
     kernel = ""
     with suppress(OSError):
