@@ -123,7 +123,7 @@ def _serve(
             console.warning(apart)
         rest = range(roles.num_trainers, roles.world)  # they lead engines and are watched, too
         engine_ranks = EngineRanks(join_store()[0], rest, config.longest_wait_s) if rest else None
-        undo.enter_context(watching(config.watch, least, folder, command, apart))
+        undo.enter_context(watching(config.watch, least, folder, command, engine_ranks))
         if registry is None:
             made.append(open_service(config, roles, mesh, None))
         else:

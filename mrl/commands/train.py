@@ -152,7 +152,7 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
         rest = range(plan.roles.num_trainers, plan.roles.world)  # they lead engines
         engine_ranks = EngineRanks(join_store()[0], rest, recipe.longest_wait_s) if rest else None
         with (
-            watching(recipe.watch, least_limits(recipe), folder.root, command, apart),
+            watching(recipe.watch, least_limits(recipe), folder.root, command, engine_ranks),
             closing(Trainer(plan, mesh, folder, callbacks)) as trainer,
         ):
             made.append(trainer)

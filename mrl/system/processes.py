@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from mrl.errors import InputError
+from mrl.errors import InputError, RunFailed
 from mrl.system.process_search import kill_by_variable
 from mrl.system.worker_user import WorkerUser
 
@@ -144,7 +144,8 @@ class JsonWorker:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Raises InputError where the user's code cannot be loaded."""
+        """Raises InputError if the user's code cannot be loaded, and RunFailed if the process was
+        killed meanwhile."""
         with self._lock:
             self._start()
 
@@ -170,7 +171,7 @@ class JsonWorker:
                 self._clear()
                 raise WorkerLost(f"{error}, killed") from None
             except (OSError, EOFError):
-                raise WorkerLost(self._death()) from None
+                raise WorkerLost(f"worker process (exit code {self._end()})") from None
 
     def close(self) -> None:
         """Kill the worker and whatever it started; none is started again. Harmless when repeated."""
@@ -204,7 +205,13 @@ class JsonWorker:
             self._clear()
             raise InputError(f"{self._what}: at its start {error}") from None
         except (OSError, EOFError):
-            raise InputError(f"{self._what}: its import ended the {self._death()}") from None
+            code = self._end()
+            text = f"{self._what}: its import ended the worker process (exit code {code})"
+            if code == -signal.SIGKILL:
+                raise RunFailed(
+                    f"{text}: the host ran out of memory, or someone killed it"
+                ) from None
+            raise InputError(text) from None
         if "input_error" in reply:
             self._clear()
             raise InputError(reply["input_error"])
@@ -212,7 +219,7 @@ class JsonWorker:
     def _restart(self) -> None:
         try:
             self._start()
-        except (InputError, OSError) as error:
+        except (InputError, RunFailed, OSError) as error:
             raise WorkerNotStarted(f"could not be started again: {error}") from None
 
     def _kill(self) -> None:
@@ -234,7 +241,8 @@ class JsonWorker:
                 with suppress(OSError):
                     pipe.close()
 
-    def _death(self) -> str:
+    def _end(self) -> int | None:
+        """Wait for a process that ends, and clear it away; return its exit code."""
         process = self._process
         assert process
         # The pipe closes a moment before the process is gone; it stays a zombie, its number taken,
@@ -243,7 +251,7 @@ class JsonWorker:
         while not self._has_ended() and time.monotonic() < deadline:
             time.sleep(0.01)
         self._clear()
-        return f"worker process (exit code {process.returncode})"
+        return process.returncode
 
     def _has_ended(self) -> bool:
         """Whether the worker has ended; it is not reaped, so that its process number is not reused."""

@@ -24,6 +24,8 @@ MOVES_BYTES = ("load", "save")
 BEAT_BYTES = 1 << 16
 """The bytes that count as one sign of progress, more than polling a file reads."""
 
+NO_FILE = -1
+
 
 @dataclass
 class Process:
@@ -39,12 +41,17 @@ class Process:
 
     @classmethod
     def open(cls, rank: int, pid: int, page: str, stacks: str) -> Process:
-        descriptor = os.open(page, os.O_RDONLY)
+        """Open the files of a rank; one that has closed them already is ending, and its page is empty:
+        nothing is known of it."""
         try:
-            memory = mmap.mmap(descriptor, SIZE, access=mmap.ACCESS_READ)
-        finally:
-            os.close(descriptor)
-        found = os.open(stacks, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(page, os.O_RDONLY)
+            try:
+                memory = mmap.mmap(descriptor, SIZE, access=mmap.ACCESS_READ)
+            finally:
+                os.close(descriptor)
+            found = os.open(stacks, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            memory, found = mmap.mmap(-1, SIZE), NO_FILE
         return cls(rank, pid, memory, found, _started(pid))
 
     def see(self) -> Seen:

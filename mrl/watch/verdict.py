@@ -59,7 +59,7 @@ class Seen(NamedTuple):
 
     def text(self) -> str:
         """Say where the rank is, for a report."""
-        if self.pulse == UNKNOWN:
+        if self.pulse.phase == UNKNOWN.phase:
             return "not known"
         last = self.collective.text()
         parts = [self.pulse.where, self.state or "gone"]

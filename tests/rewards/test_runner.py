@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from mrl.errors import InputError
+from mrl.errors import InputError, RunFailed
 from mrl.rewards.runner import RewardRunner
 from mrl.system.processes import JsonWorker
 from mrl.types import Prompt, Sample, SampleGroup, VersionSpan
@@ -90,7 +90,7 @@ def test_a_forked_child_that_comes_back_answers_nothing(capfd):
     ("name", "reason"),
     [
         ("forks_and_leaves", "worker process (exit code 0)"),
-        ("writes_into_the_pipe", "no answer to the request: something else wrote into"),
+        ("writes_into_the_pipe", "is not an answer to the request: something else wrote into"),
         ("raises", "ZeroDivisionError: division by zero"),
         ("hangs", "no answer within 0.5 s, killed"),
         ("hangs_with_child", "no answer within 0.5 s, killed"),
@@ -194,6 +194,11 @@ def test_load_errors_come_from_the_start(tmp_path):
         RewardRunner("first_cha", 10)
     (tmp_path / "dies.py").write_text("import os; os._exit(9)")
     with pytest.raises(InputError, match=r"its import ended the worker process \(exit code 9\)"):
+        RewardRunner(f"{tmp_path}/dies.py:f", 10)
+    (tmp_path / "dies.py").write_text("import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(
+        RunFailed, match=r"\(exit code -9\): the host ran out of memory, or someone"
+    ):
         RewardRunner(f"{tmp_path}/dies.py:f", 10)
 
 

@@ -129,7 +129,7 @@ def test_a_monitor_that_is_lost_is_replaced_and_the_last_one_is_reported(
             time.sleep(0.01)
         seen.add(pid)
         os.kill(pid, number)
-    while (text := capsys.readouterr().err).count("only timeouts of collectives hold") == 0:
+    while (text := capsys.readouterr().err).count("only timeouts of collectives apply") == 0:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert text or seen

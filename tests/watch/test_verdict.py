@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -255,6 +256,16 @@ def test_bytes_that_a_rank_moves_are_progress_where_it_loads_or_saves(tmp_path: 
             assert halted == "T"
     finally:
         heartbeat.close_page()
+
+
+def test_a_rank_that_has_closed_its_page_is_not_known(tmp_path: Path) -> None:
+    """As one that failed before the monitor had started: the others report that."""
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    for pid in (os.getpid(), gone.pid):
+        shown = Process.open(0, pid, str(tmp_path / "page"), str(tmp_path / "stacks")).see()
+        assert shown.text() == "not known"
+        assert run(watch(), 1000, shown) is None
 
 
 def test_ranks_are_level_again_after_work_for_a_tenant_that_failed_on_some() -> None:
