@@ -58,9 +58,8 @@ class Doorway:
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(
-                    RETRY_S
-                )  # the caller has given up, or this process has too many open files
+                # The caller has given up, or this process has too many open files.
+                time.sleep(RETRY_S)
                 continue
             with self._lock:
                 self._strangers.append(wire)

@@ -19,7 +19,6 @@ where it was.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +36,7 @@ from mrl.run.history import History, Update, changes_to
 from mrl.run.json_lines import add_line, as_line
 from mrl.run.timeline import Timeline
 from mrl.system.disk import refusing
-from mrl.system.files import sync, write_whole
+from mrl.system.files import lock_folder, sync, write_whole
 from mrl.types import SampleGroup
 from parallel.checkpoint.manifest import folder_name
 from parallel.checkpoint.node_folder import node_folder
@@ -108,15 +107,7 @@ class RunFolder:
         if self._lock is not None:
             return
         with refusing(self.root):
-            lock = (self.root / ".lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise InputError(
-                f"output_dir {self.root} is in use by a running job; choose another output_dir"
-            ) from None
-        self._lock = lock
+            self._lock = lock_folder(self.root, "job")
 
     def open(self, recipe: Recipe, update: Update | None = None, step: int = 0) -> None:
         """Make the folder, claim it, and note the start in its history.

@@ -6,12 +6,14 @@ target's name. A process that is killed meanwhile leaves that hidden file; the n
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
-from mrl.errors import DISK_ERRORS
+from mrl.errors import DISK_ERRORS, InputError
 
 _BY_WORDS = {os.strerror(number): number for number in DISK_ERRORS}
 
@@ -37,6 +39,23 @@ def replaced(file: Path, *, durable: bool = False) -> Iterator[Path]:
         raise
     if durable:
         sync(file.parent)
+
+
+def lock_folder(folder: Path, user: str) -> IO[str]:
+    """Lock a folder until the returned file is closed, or this process ends.
+
+    Raises InputError if another process, a running `user`, has locked it, and OSError if the lock's
+    file cannot be written.
+    """
+    lock = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise InputError(
+            f"output_dir {folder} is in use by a running {user}; choose another output_dir"
+        ) from None
+    return lock
 
 
 def write_whole(

@@ -6,14 +6,13 @@ called from any thread.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -21,7 +20,7 @@ from mrl.config import Recipe, ServiceConfig, dump_recipe
 from mrl.errors import DiskFailed, InputError
 from mrl.run import console
 from mrl.system.disk import refusing
-from mrl.system.files import sync, write_whole
+from mrl.system.files import lock_folder, sync, write_whole
 from mrl.system.processes import Closing
 from mrl.tenants.agreement import resolve_tenant
 from mrl.tenants.crashes import REASON, Crashes
@@ -82,7 +81,7 @@ class Registry(Closing):
         """Tenants whose state the disk refused: it is here alone until `write_kept` succeeds."""
         with ExitStack() as undo, refusing(self.root):
             (self.root / "tenants" / REMOVED).mkdir(parents=True, exist_ok=True)
-            self._lock = self._claim()
+            self._lock = lock_folder(self.root, "service")
             undo.callback(self._lock.close)
             for folder in (self.root.parent, self.root, self.root / "tenants"):
                 sync(folder)
@@ -260,17 +259,6 @@ class Registry(Closing):
             raise WrongState(
                 f"tenant {tenant.name} is {tenant.state}{why}; it cannot become {state} from there"
             )
-
-    def _claim(self) -> IO[str]:
-        lock = (self.root / ".lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise InputError(
-                f"output_dir {self.root} is in use by a running service; choose another output_dir"
-            ) from None
-        return lock
 
     def _settle_all(self) -> None:
         """Settle the tenants that are to run, and pause those in whose work the service ended again and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,8 @@ NUM_SHORT, NUM_LONG = 25, 600
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toy")
-    write_toy_model(folder)
-    return folder
+def model(made_once: Callable[..., Path]) -> Path:
+    return made_once("toy", write_toy_model)
 
 
 @pytest.fixture(scope="module")

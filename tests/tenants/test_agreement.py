@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,7 @@ from mrl.config import Recipe, dump_recipe, load_recipe
 from mrl.config.suggest import all_keys
 from mrl.errors import InputError
 from mrl.tenants.agreement import resolve_tenant
-from tests.tenants.parts import make_model, service, tenant
-
-
-@pytest.fixture(scope="module")
-def model(made_once: Callable[..., Path]) -> Path:
-    return made_once("tenants_model", make_model)
+from tests.tenants.parts import service, tenant
 
 
 def test_keys_that_are_left_out_are_those_of_the_service(tmp_path: Path, model: Path) -> None:

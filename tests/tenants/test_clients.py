@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,9 @@ from mrl.tenants.registry import Registry
 from mrl.tenants.start import is_alive, note_start
 from mrl.tenants.tokenizer import ServiceTokenizer
 from parallel.hf_config import HfModel
-from tests.tenants.parts import make_model, service, session, tenant
+from tests.tenants.parts import service, session, tenant
 
 COMMAND = "python -m mrl.launch --standalone --nproc-per-node 2 -m mrl serve /x/service.yaml"
-
-
-@pytest.fixture(scope="module")
-def model(made_once: Callable[..., Path]) -> Path:
-    return made_once("tenants_model", make_model)
-
-
-@pytest.fixture
-def control(tmp_path: Path, model: Path) -> Iterator[Control]:
-    with Registry(service(tmp_path, model)) as registry, Control(registry) as made:
-        yield made
 
 
 @pytest.fixture

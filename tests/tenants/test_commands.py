@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,7 @@ from mrl.run.folder import RunFolder
 from mrl.run.json_lines import add_line
 from mrl.tenants.control import Control
 from mrl.tenants.registry import Registry
-from tests.tenants.parts import make_model, service, tenant
-
-
-@pytest.fixture(scope="module")
-def model(made_once: Callable[..., Path]) -> Path:
-    return made_once("tenants_model", make_model)
+from tests.tenants.parts import service, tenant
 
 
 @pytest.fixture

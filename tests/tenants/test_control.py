@@ -9,7 +9,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -24,16 +24,11 @@ from mrl.tenants.http import JsonServer, Limits
 from mrl.tenants.registry import Registry
 from mrl.tenants.sockets import connect_unix, open_tcp, open_unix, read_token
 from tests.tenants.malformed import Case, cases
-from tests.tenants.parts import make_model, service, session, tenant
+from tests.tenants.parts import service, session, tenant
 from tests.waiting import LIMIT_S
 
 REQUEST_S = 1.0
 """How long a request may take to arrive in these tests."""
-
-
-@pytest.fixture(scope="module")
-def model(made_once: Callable[..., Path]) -> Path:
-    return made_once("tenants_model", make_model)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,7 @@ from mrl.tenants import agreement
 from mrl.tenants.crashes import MAX_ENDS, REASON
 from mrl.tenants.record import describe, newest_row, read_past, read_tenants
 from mrl.tenants.registry import NoTenant, Registry, WrongState
-from tests.tenants.parts import make_model, service, tenant
-
-
-@pytest.fixture(scope="module")
-def model(made_once: Callable[..., Path]) -> Path:
-    return made_once("tenants_model", make_model)
+from tests.tenants.parts import service, tenant
 
 
 @pytest.fixture

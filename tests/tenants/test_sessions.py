@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,11 @@ from mrl.tenants.registry import Registry
 from mrl.tenants.sessions import operations
 from mrl.tenants.sessions.bodies import Bounds, read_body
 from mrl.tenants.sessions.operations import Operations
-from tests.tenants.parts import make_model, service, tenant
+from tests.tenants.parts import service, tenant
 from tests.tenants.serving import ROOT
 
 ANN = "1-0-ann"
 """The first incarnation of the session of these tests."""
-
-
-@pytest.fixture(scope="module")
-def model(made_once: Callable[..., Path]) -> Path:
-    return made_once("tenants_model", make_model)
-
-
-@pytest.fixture
-def control(tmp_path: Path, model: Path) -> Iterator[Control]:
-    with Registry(service(tmp_path, model)) as registry, Control(registry) as made:
-        yield made
 
 
 @pytest.fixture
