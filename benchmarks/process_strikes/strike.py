@@ -162,7 +162,8 @@ class Striker:
                     row.noticed_s = round(now, 1)
             done = self.subject.rows() if job.has_begun() else 0
             is_awaited = row.role == WATCHDOG and not is_replaced and now < WATCHDOG_S
-            if done >= there + (MOST_STEPS if is_awaited else 2):
+            is_late = row.role.startswith(FORK)  # what became of it is read at the next save
+            if done >= there + (MOST_STEPS if is_awaited else 4 if is_late else 2):
                 break
             if now > limit_s:
                 row.happened = "waits"

@@ -12,6 +12,7 @@ from mrl.exchange.sharing import sum_over_ranks
 from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, EngineLost
 from mrl.run import console
 from mrl.system.clock import Clock
+from mrl.system.heartbeat import phase
 from mrl.system.memory_watch import MemoryWatch
 
 
@@ -106,13 +107,14 @@ class EngineSlot:
         if not num_lost:
             return False
         start = time.perf_counter()
-        while num_lost:  # the next one may be lost while it starts
-            self._restarts += num_lost
-            self._explained += sum_over_ranks(
-                self.engine is not None and self._lost is not None and self._lost.is_explained
-            )
-            self._start_another()
-            num_lost = self._count_lost()
+        with phase("rollout:restart"):
+            while num_lost:  # the next one may be lost while it starts
+                self._restarts += num_lost
+                self._explained += sum_over_ranks(
+                    self.engine is not None and self._lost is not None and self._lost.is_explained
+                )
+                self._start_another()
+                num_lost = self._count_lost()
         self._recovery_s += time.perf_counter() - start
         return True
 

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from mrl.errors import InputError, RunFailed
+from mrl.system.proc import is_stopped
 from mrl.system.process_search import kill_by_variable
 from mrl.system.worker_user import WorkerUser
 
@@ -197,7 +198,12 @@ class JsonWorker:
         try:
             reply = self._exchange(b"", self._start_timeout_s)
         except TimeoutError:
+            halted = is_stopped(self._process.pid)
             self._clear()
+            if halted:
+                raise RunFailed(
+                    f"{self._what}: its worker was stopped (SIGSTOP) while it imported; start again"
+                ) from None
             raise InputError(
                 f"{self._what}: its import took more than {self._start_timeout_s:g} s"
             ) from None

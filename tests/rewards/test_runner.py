@@ -189,11 +189,15 @@ def test_a_stopped_worker_cannot_hold_the_trainer(monkeypatch):
     assert runner.report.num_failed == 0
 
 
-def test_load_errors_come_from_the_start(tmp_path):
+def test_load_errors_come_from_the_start(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="did you mean 'first_char'"):
         RewardRunner("first_cha", 10)
     (tmp_path / "dies.py").write_text("import os; os._exit(9)")
     with pytest.raises(InputError, match=r"its import ended the worker process \(exit code 9\)"):
+        RewardRunner(f"{tmp_path}/dies.py:f", 10)
+    (tmp_path / "dies.py").write_text("import os; os.kill(os.getpid(), 19)")
+    monkeypatch.setattr("mrl.rewards.worker_calls.START_TIMEOUT_S", 3.0)
+    with pytest.raises(RunFailed, match="its worker was stopped .SIGSTOP. while it imported"):
         RewardRunner(f"{tmp_path}/dies.py:f", 10)
     (tmp_path / "dies.py").write_text("import os; os.kill(os.getpid(), 9)")
     with pytest.raises(

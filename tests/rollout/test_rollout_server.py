@@ -257,7 +257,7 @@ def test_time_limit_of_all_requests(engine, monkeypatch):
     long = make_requests(8, SamplingParams(480, 480))
     with monkeypatch.context() as patch:
         patch.setattr(engine.served.flights, "_config", hurried)
-        with pytest.raises(RunFailed, match=r"=0\.3 s for 8 of 8 samples, at which"):
+        with pytest.raises(RunFailed, match=r"=0\.3 s for 8 of 8 samples, and the engine"):
             list(engine.generate(long))
     assert list(engine.generate(make_requests(1, SamplingParams(2, 2))))
 

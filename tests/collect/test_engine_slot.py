@@ -1,0 +1,53 @@
+"""What the watchdog sees of an engine that is started again."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mrl.collect import engine_slot
+from mrl.collect.engine_slot import EngineSlot
+from mrl.rollout.base import EngineLost
+from mrl.system import heartbeat
+from mrl.system.clock import Clock
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[mmap.mmap]:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    descriptor = os.open(heartbeat.open_page(), os.O_RDONLY)
+    yield mmap.mmap(descriptor, heartbeat.SIZE, access=mmap.ACCESS_READ)
+    os.close(descriptor)
+    heartbeat.close_page()
+
+
+def test_an_engine_starts_again_in_a_phase_whose_limit_has_room_for_it(
+    page: mmap.mmap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service replaces engines between its phases, where the limit of `log` would hold."""
+    found: list[str] = []
+
+    class Nodes:
+        engine = object()
+
+        def share_loss(self, loss: EngineLost | None) -> EngineLost | None:
+            return loss
+
+        def start(self) -> None:
+            found.append(heartbeat.read_page(page).phase)
+            raise EngineLost("again")
+
+    monkeypatch.setattr(engine_slot.console, "warning", lambda text: None)
+    nodes: Any = Nodes()
+    slot = EngineSlot(nodes, 0, 1, watch=None)  # type: ignore[arg-type]
+    with slot.noting_loss():
+        raise EngineLost("it died")
+    with pytest.raises(Exception, match="2 rollout engines were lost in one step"):
+        slot.replace_lost(Clock())
+    assert found == ["rollout:restart"]
+    assert heartbeat.read_page(page).phase != "rollout:restart"
