@@ -40,7 +40,7 @@ from benchmarks.stability_study.report import (
     table,
 )
 from mrl.config import load_recipe
-from mrl.system.processes import JsonWorker, WorkerLost
+from mrl.system.json_worker import JsonWorker, WorkerLost
 
 DOCUMENT, PLOT = ROOT / "docs/stability.md", ROOT / "docs/stability.svg"
 NUM_SEEDS = 5

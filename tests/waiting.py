@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mrl.system.processes import JsonWorker
+from mrl.system.json_worker import JsonWorker
 
 LIMIT_S = 120.0
 """The end of any wait: a condition that holds later than this is taken to hold never."""

@@ -18,7 +18,7 @@ PASSES = (
     "csrc",
 )
 """What every forward or backward pass goes through."""
-ENGINE = ("mrl/rollout", "mrl/system/processes.py")
+ENGINE = ("mrl/rollout", "mrl/system/processes.py", "mrl/system/json_worker.py")
 ROLLOUT = (*ENGINE, "mrl/collect")
 STEP = (*PASSES, *ROLLOUT, "mrl/learn", "mrl/trainer.py")
 RANKS = (

@@ -23,7 +23,8 @@ from mrl.environments.episodes import EpisodeFailed, Start
 from mrl.errors import InputError
 from mrl.rewards.budget import Budget
 from mrl.rewards.runner import check_failures
-from mrl.system.processes import Closing, JsonWorker, WorkerLost, WorkerNotStarted
+from mrl.system.json_worker import JsonWorker, WorkerLost, WorkerNotStarted
+from mrl.system.processes import Closing
 from mrl.system.worker_user import WorkerUser
 from mrl.types import Prompt
 

@@ -18,8 +18,7 @@ from typing import Any
 from mrl.environments.base import Environment, Observation, StepResult, resolve_environment
 from mrl.errors import InputError
 from mrl.system.json_text import unpaired_surrogate
-from mrl.system.processes import describe
-from mrl.system.worker_connection import WorkerConnection
+from mrl.system.worker_connection import WorkerConnection, describe
 
 
 def checked_observation(observation: Any) -> Observation:

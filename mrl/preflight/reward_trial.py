@@ -19,7 +19,7 @@ from mrl.rewards.base import HANG, RewardError, total_of
 from mrl.rewards.resolve import REWARD_MODEL
 from mrl.rewards.terms import terms_of
 from mrl.rewards.worker_calls import call_worker, reward_worker
-from mrl.system.processes import JsonWorker
+from mrl.system.json_worker import JsonWorker
 from mrl.types import Prompt
 
 MAX_ROWS = 4

@@ -15,7 +15,7 @@ from typing import Any
 from mrl.rewards.base import HANG, RewardError, total_of
 from mrl.rewards.trial_cases import SPELLINGS, Case
 from mrl.rewards.worker_calls import call_worker
-from mrl.system.processes import JsonWorker
+from mrl.system.json_worker import JsonWorker
 
 PROBLEMS = {
     "hang": "gave no answer in time and was killed",

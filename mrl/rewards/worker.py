@@ -26,8 +26,7 @@ from mrl.rewards.base import (
     total_of,
 )
 from mrl.rewards.resolve import resolve_reward
-from mrl.system.processes import describe
-from mrl.system.worker_connection import WorkerConnection
+from mrl.system.worker_connection import WorkerConnection, describe
 
 PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
 MAX_PARTS = 32

@@ -7,7 +7,7 @@ from typing import Any
 
 from mrl.rewards.base import HANG, RewardError
 from mrl.rewards.resolve import REWARD_MODEL
-from mrl.system.processes import START_TIMEOUT_S, JsonWorker, WorkerLost
+from mrl.system.json_worker import START_TIMEOUT_S, JsonWorker, WorkerLost
 from mrl.system.worker_user import WorkerUser
 
 MODEL_START_TIMEOUT_S = 1800.0

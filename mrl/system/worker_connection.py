@@ -10,14 +10,20 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from mrl.system.processes import FORK_RETURNED, NUMBER, worker_pipes
+from mrl.system.processes import die_with_parent
 
 FORK_RETURNED_CODE = 1
 """The exit code of a process that the user's code forked and that returned from the call."""
+NUMBER, FORK_RETURNED = "number", "stray"
+"""Keys of messages: the number of a request, which its answer repeats; and in an answer, whether a
+process that the user's code forked returned from the call and was ended."""
 
 
 class WorkerConnection:
@@ -67,3 +73,32 @@ class WorkerConnection:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def worker_pipes(parent: int) -> tuple[BinaryIO, BinaryIO]:
+    """Return (requests, replies), out of reach of the user's code. A worker calls this first of all.
+
+    What user code prints goes to stderr, and it reads nothing. The worker dies with process `parent`,
+    even where that is killed -9 while the user's code hangs. Where memory runs out Linux kills it
+    first, and not the trainer, which holds more.
+    """
+    die_with_parent(parent)
+    # SLURM may signal every process of a job, so that the ranks save.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def describe(error: BaseException) -> str:
+    """Describe an error of user code in one line of bounded length, which can be printed anywhere."""
+    try:
+        text = " ".join(str(error).split())[:500]
+    except Exception as inner:  # user code, too
+        text = f"its str() raises {type(inner).__name__}"
+    # An unpaired surrogate cannot be written to a file or to stdout.
+    return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()

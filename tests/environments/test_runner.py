@@ -17,7 +17,7 @@ from mrl.environments.episodes import EpisodeFailed, Start
 from mrl.environments.openai_chat import tool_calls
 from mrl.environments.runner import EnvironmentRunner, check_columns
 from mrl.errors import InputError, RunFailed
-from mrl.system.processes import JsonWorker
+from mrl.system.json_worker import JsonWorker
 from mrl.types import Prompt
 from tests.waiting import only_bad_hurries, wait_until
 
@@ -90,7 +90,7 @@ LOSE_THEIR_PROCESS = ("Dies", "Hangs", "Huge", "SpeaksOutOfTurn")
 @pytest.mark.parametrize("name", FAULTS)
 def test_only_the_culprit_fails(name, monkeypatch):
     """A lost process takes other episodes with it; they are played again to where they were."""
-    monkeypatch.setattr("mrl.system.processes.MAX_REPLY_BYTES", 50_000)
+    monkeypatch.setattr("mrl.system.json_worker.MAX_REPLY_BYTES", 50_000)
     with runner(f"{ZOO}:{name}", time_limit_s=0.3 if name == "Hangs" else 60) as environments:
         begin(environments, {n: start(n) for n in range(3)})
         environments.step(dict.fromkeys(range(3), "a"))

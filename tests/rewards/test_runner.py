@@ -12,7 +12,7 @@ import torch
 
 from mrl.errors import InputError, RunFailed
 from mrl.rewards.runner import RewardRunner
-from mrl.system.processes import JsonWorker
+from mrl.system.json_worker import JsonWorker
 from mrl.types import Prompt, Sample, SampleGroup, VersionSpan
 from tests.waiting import LIMIT_S, only_bad_hurries, wait_until
 

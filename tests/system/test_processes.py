@@ -10,8 +10,8 @@ import pytest
 
 from mrl.errors import InputError
 from mrl.rollout.sglang.process import ServerProcess
+from mrl.system.json_worker import MARK, JsonWorker, WorkerLost
 from mrl.system.process_search import find_by_variable
-from mrl.system.processes import MARK, JsonWorker, WorkerLost
 from tests.waiting import LIMIT_S
 
 
@@ -38,7 +38,7 @@ def test_what_is_no_answer_ends_the_worker(
     says: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line without an end must not fill the trainer's memory, nor one that is no JSON end the run."""
-    monkeypatch.setattr("mrl.system.processes.MAX_REPLY_BYTES", 1 << 20)
+    monkeypatch.setattr("mrl.system.json_worker.MAX_REPLY_BYTES", 1 << 20)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "odd_worker.py").write_text(
         "import sys, time\n"
