@@ -63,7 +63,7 @@ class RequestFailed(RunFailed):
 
 
 class EndsEngine(RequestFailed):
-    """An engine died twice with a request in flight, the second time with no others in it."""
+    """Is raised for a request with which an engine died twice, the second time with no others in it."""
 
 
 MAX_STOP_STRINGS = 32

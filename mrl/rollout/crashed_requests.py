@@ -17,7 +17,7 @@ Named = tuple[str, str]
 
 
 class CrashedRequests:
-    """These requests of one engine, over all of its starts. The gate calls it under its lock."""
+    """Keeps these requests of one engine, over all of its starts. The gate calls it under its lock."""
 
     def __init__(self) -> None:
         self._in_crash: set[Named] = set()

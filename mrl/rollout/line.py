@@ -25,7 +25,7 @@ class Sent(NamedTuple):
 
 
 class Line:
-    """The requests of one call of generate(), in their order. `Gate.line_up` creates it."""
+    """Holds the requests of one call of generate(), in order. `Gate.line_up` creates it."""
 
     def __init__(
         self, gate: Gate, tenant: str, requests: Sequence[Request], on_admitted: Callable[[], None]

@@ -1,4 +1,4 @@
-"""Signals from a rank to `mrl.launch`, if that started it: files in a folder of the launcher."""
+"""Tells `mrl.launch`, if it started this rank, what it needs to know: by files in its folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ off."""
 
 
 def signal_watchdog_running() -> None:
-    """Signal to the launcher that it need not watch the start of its ranks any more."""
+    """Tell the launcher that it need not watch the start of its ranks any more."""
     _touch(WATCHED_FILE)
 
 
 def signal_arrived(rank: int) -> None:
-    """Signal to the launcher that a rank waits for the other ranks."""
+    """Tell the launcher that a rank waits for the other ranks."""
     _touch(arrived_file(rank))
 
 

@@ -15,9 +15,9 @@ import torch
 
 from mrl.config import RolloutConfig
 from mrl.errors import RunFailed
-from mrl.rollout.base import EngineLost, Request, RequestFailed, SamplingParams
+from mrl.rollout.base import EngineLost, Request, SamplingParams
 from mrl.rollout.sglang.body import adapter_name, version_key
-from mrl.rollout.sglang.flight import Answer, Flight, Sending
+from mrl.rollout.sglang.flight import Answer, Sending
 from mrl.rollout.sglang.flights import Flights
 from mrl.rollout.sglang.plugins.server import mrl_weight_versions as plugin
 from mrl.rollout.sglang.prefixes import KnownPrefixes
@@ -342,54 +342,3 @@ def test_a_token_on_its_way_belongs_to_the_old_weights(
     plugin.with_pending(original, scheduler, new_version="8")
     assert request.weight_version_events == [Event(*event) for event in after]
     assert not hasattr(chunked, "weight_version_events")
-
-
-class Refusing:
-    """A server that answers every request inside the stream with an abort of one status."""
-
-    def __init__(self, status):
-        self.bodies, self.reason = (
-            [],
-            {"type": "abort", "status_code": status, "message": "too long"},
-        )
-
-    def new_request_id(self):
-        return f"mrl-{len(self.bodies)}"
-
-    def check_alive(self, wait_s=0.0):
-        pass
-
-    def post(self, path, body, timeout_s=None):
-        pass
-
-    def lost(self, why):
-        return EngineLost(why)
-
-    def stream(self, body):
-        self.bodies.append(body)
-        answer = {"index": 0, "output_ids": [], "meta_info": {"finish_reason": self.reason}}
-
-        class Stream(list):
-            def close(self):
-                pass
-
-        return Stream([answer])
-
-
-@pytest.mark.parametrize(
-    ("status", "error", "says", "num_tries"),
-    [
-        (400, RequestFailed, "r1: the engine refused the request: too long", 1),
-        (503, EngineLost, "it failed r1 3 times", 3),
-    ],
-)
-def test_a_request_that_is_refused_inside_the_stream_is_not_sent_again(
-    status, error, says, num_tries
-):
-    server: Any = Refusing(status)
-    flight = Flight(
-        server, [make_request("r1")], return_routes=False, request_timeout_s=30, stall_timeout_s=30
-    )
-    with pytest.raises(error, match=says):
-        list(flight.answers())
-    assert len(server.bodies) == num_tries

@@ -48,7 +48,7 @@ FULL = "mrl: standard output could not be written: "
             (1,),
             (),
             ExitCode.DISK,
-            f"{FULL}the disk is full; let it",
+            f"{FULL}the disk is full; redirect it",
         ),
         (
             ["--version"],

@@ -259,7 +259,7 @@ def test_bytes_that_a_rank_moves_are_progress_where_it_loads_or_saves(tmp_path: 
 
 
 def test_a_rank_that_has_closed_its_page_is_not_known(tmp_path: Path) -> None:
-    """As one that failed before the monitor had started: the others report that."""
+    """It may have failed before the monitor started; the others report that."""
     with subprocess.Popen(["true"]) as gone:
         pass
     for pid in (os.getpid(), gone.pid):
