@@ -78,7 +78,7 @@ class Tenants:
             raise Unexpected(f"the service without a fault ended with {job.end()}; see {job.log}")
 
     def rows(self) -> int:
-        return sum(self._steps())
+        return min(self._steps())
 
     def start(self) -> Job:
         self._close()

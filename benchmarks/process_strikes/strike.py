@@ -84,19 +84,22 @@ class Striker:
 
     def victims(self, job: Job) -> dict[str, int]:
         """Return the process of each role that lives now."""
-        root = job.process.pid
-        return last_of_each(roles(looks_of(root), root, self.subject.num_trainers))
+        return last_of_each(self.roles(job))
+
+    def roles(self, job: Job) -> dict[int, str]:
+        """Return the role of each process that lives now, by its number."""
+        return roles(looks_of(job.process.pid), job.process.pid, self.subject.num_trainers)
 
     def strike(self, trial: Trial, job: Job) -> tuple[Row, psutil.Process | None]:
         """Strike, and follow the job until its state is clear; return the row and the process."""
         row = Row(*trial, happened="was not there")
         if trial.phase not in EARLY:
             job.look(closely=True)
-        there, log_at = self.subject.rows(), job.log.stat().st_size
+        log_at = job.log.stat().st_size
         victim = self._caught(trial, job)
         if victim is None:
             return row, None
-        self._follow(row, job, victim, there, log_at)
+        self._follow(row, job, victim, log_at)
         return row, victim
 
     def _caught(self, trial: Trial, job: Job) -> psutil.Process | None:
@@ -140,8 +143,9 @@ class Striker:
     def _is_in(phase: Phase, wanted: str) -> bool:
         return phase.now() in PHASES.get(wanted, (wanted,))
 
-    def _follow(self, row: Row, job: Job, victim: psutil.Process, there: int, log_at: int) -> None:
+    def _follow(self, row: Row, job: Job, victim: psutil.Process, log_at: int) -> None:
         began, looked = time.monotonic(), 0.0
+        there, before = self.subject.rows(), set(self.roles(job))
         limit_s = MEETING_WAIT_S if row.phase == MEETING else WAIT_S
         is_replaced = False
         while True:
@@ -156,8 +160,8 @@ class Striker:
                 looked = now
                 if len(job.look()) == 1 and row.role == LAUNCHER:
                     job.process.resume()  # the rest has ended: nothing waits but what was stopped
-                pid = self.victims(job).get(row.role)
-                is_replaced = is_gone and pid is not None and pid != victim.pid
+                new = {role for pid, role in self.roles(job).items() if pid not in before}
+                is_replaced = is_replaced or (is_gone and row.role in new)
                 if is_replaced and row.noticed_s is None:
                     row.noticed_s = round(now, 1)
             done = self.subject.rows() if job.has_begun() else 0

@@ -53,7 +53,7 @@ class Subject(Protocol):
         ...
 
     def rows(self) -> int:
-        """Return how many steps are done."""
+        """Return how many steps are done, by every tenant of a service."""
         ...
 
     def start(self) -> Job:
