@@ -41,7 +41,7 @@ def test_a_prompt_whose_own_reward_is_unknown_is_not_scored_by_another_one() -> 
     try:
         for score in (scoring.begin, scoring.score):
             with pytest.raises(
-                RunFailed, match=r"prompts:0: the prompt has the reward old/r\.py:f "
+                RunFailed, match=r"prompts:0: the prompt has the reward old/r\.py:f, but"
             ):
                 score(other)
     finally:

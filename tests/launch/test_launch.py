@@ -121,7 +121,7 @@ def test_make_setup_prints_a_line_a_stage_and_what_a_stage_that_fails_printed(
         assert run.returncode == 2
         assert "WARNING: Location 99 is ignored" in run.stderr
         assert run.stderr.count("WARNING") == 40
-        assert f"minutes failed with code {code}; .venv/setup.log has all" in run.stderr
+        assert f"minutes failed with code {code}; see .venv/setup.log for its" in run.stderr
         assert not (tmp_path / ".venv/.installed").exists()
 
 

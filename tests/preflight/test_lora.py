@@ -62,7 +62,7 @@ def test_what_an_adapter_refuses(key: str, parts: list[str], command: list[str])
         ("lora.base_dtype=bfloat16", ["lora.base_dtype", "expected null", "give model.dtype"]),
         ("lora.rank=0", ["lora.rank"]),
         ("lora.rank=100000", ["lora.rank is 100000, but k_proj is 32 x 64", "to at most that"]),
-        ("lora.rank=33", ["lora.rank is 33", "no update has a rank above 32"]),
+        ("lora.rank=33", ["lora.rank is 33", "the rank of an update is at most 32"]),
         ("lora.experts=all", ["lora.experts"]),
     ],
 )

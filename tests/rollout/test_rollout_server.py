@@ -118,7 +118,7 @@ def test_every_endpoint_wants_the_key(fresh):
         stranger = HttpClient(port, key)
         for path in [*paths, "/ready", "/metrics", "/docs", "/no_such_path"]:
             for method in ("GET", "POST", "OPTIONS"):
-                status, _ = stranger._request(method, path, b"{}", 10)
+                status, _ = stranger._request(method, path, b"{}", 60)
                 assert status in (401, 403), (method, path)
     assert client.get("/model_info", timeout_s=10)[0] == 200
 

@@ -175,7 +175,12 @@ SAMPLE = {"prompt": "a", "completion": "b", "reward": 1.0, "reward_parts": {"x":
         (rollout_rows, SAMPLE, {"prompt": None}, "it lacks `prompt`"),
         (rollout_rows, SAMPLE, {"completion": None}, "it lacks `completion`"),
         (rollout_rows, SAMPLE, {"reward": None}, "it lacks `reward`"),
-        (rollout_rows, SAMPLE, {"reward_parts": {"x": "1"}}, "the part 'x' of the reward is no n"),
+        (
+            rollout_rows,
+            SAMPLE,
+            {"reward_parts": {"x": "1"}},
+            "the part 'x' of the reward is not a n",
+        ),
     ],
 )
 def test_a_row_that_no_reader_can_use_is_damaged(rows, good, change, says, tmp_path) -> None:

@@ -111,7 +111,7 @@ def test_a_key_is_that_of_one_operation_of_one_life(ann: Session, control: Contr
     ann.pause()
     assert client.operation("ann", first["id"])["state"] == "lost"
     ann.resume()
-    with pytest.raises(InputError, match="was opened anew"):
+    with pytest.raises(InputError, match="was opened again"):
         client.post("ann", body)  # of the life before
     assert client.post("ann", {**body, "life": ann.life}) != first
 
