@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-times lint evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability rollout-bench gpu-check audit wheel site clean
+.PHONY: help setup demo test test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability rollout-bench gpu-check audit wheel site clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -153,6 +153,9 @@ $(VENV)/.te: $(VENV)/.installed requirements/te.txt
 $(VENV)/.bench: $(VENV)/.installed requirements/bench.txt
 	$(STAGE) "setup: the peers to compare with" $(PIP) -r requirements/bench.txt
 	@touch $@
+
+compat: setup  ## What a release lacks of the names that mrl uses: VERSION=0.5.24, or the supported ones
+	$(BIN)/python -m benchmarks.compat $(VERSION)
 
 gpu-check:  ## What only a GPU can show; each call takes 10 minutes and continues the last (docs/gpu.md)
 	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(BENCH_ARGS)

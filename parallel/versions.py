@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
+from mrl.system.releases import SUPPORTED, numbers, refusal
 
 TESTED_TORCH = "2.13"
 """What the tests of this repository ran with; others get a plain warning."""
@@ -46,7 +47,7 @@ def version_rows(
     """
     find = installed or installed_version
     here = python or platform.python_version()
-    rows = [("python", here, _python(_numbers(here), find("megatron-core")))]
+    rows = [("python", here, _python(here))]
     for name, implies in RULES.items():
         version = find(name)
         rows.append((name, version or "(not installed)", implies(version)))
@@ -89,49 +90,29 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """`0.16.1rc2+cu12` -> (0, 16, 1): the leading digits of the first three parts."""
-    found = [re.match(r"\d+", part) for part in version.split(".")[:3]]
-    return tuple(int(match[0]) for match in found if match)
-
-
-def _python(numbers: tuple[int, ...], megatron: str | None) -> str:
-    if numbers < (3, 11):
+def _python(version: str) -> str:
+    if numbers(version) < (3, 11):
         return "warning: mrl needs 3.11 or newer"
-    if numbers < (3, 12):
+    if numbers(version) < (3, 12):
         return "megatron-core 0.16.1 is the last for 3.11; 0.17 and later need 3.12"
-    if megatron is not None and _numbers(megatron) < (0, 17):
-        return "megatron-core 0.17 and later could be installed; 0.16.1 is what is tested"
-    return "any supported megatron-core"
+    return "supported"
 
 
 def _megatron(version: str | None) -> str:
     if version is None:
         return "warning: training needs it; install the locked requirements"
-    numbers = _numbers(version)
-    if numbers < (0, 16, 1):
-        return (
-            "warning: older than 0.16.1; routing replay and process group arguments may be missing"
-        )
-    if numbers < (0, 17):
-        return (
-            "tested; wrong there and replaced by mrl: batched p2p with virtual stages, latent "
-            "attention and balancing losses with tensor parallelism, its optimizer offload"
-        )
-    if numbers == (0, 19, 2):
-        return (
-            "not in the lock; the layout, bf16 and policy tests passed once with its source; needs "
-            "Python 3.12; GroupedMLP and moe_use_legacy_grouped_gemm are gone and were not used"
-        )
-    if numbers < (0, 19, 2):
-        return "warning: untested; 0.16.1 and 0.19.2, on either side of it, passed the layout tests"
-    return "warning: newer than any version that was tried; run the layout tests first"
+    if text := refusal("megatron-core", version):
+        return f"warning: {text}"
+    return (
+        "tested; wrong there and replaced by mrl: batched p2p with virtual stages, latent "
+        "attention and balancing losses with tensor parallelism, its optimizer offload"
+    )
 
 
 def _torch(version: str | None) -> str:
     if version is None:
         return "warning: nothing runs without it"
-    if _numbers(version) < (2, 11):
+    if numbers(version) < (2, 11):
         return "warning: older than 2.11, which the kernels' op registration needs"
     if not version.startswith(TESTED_TORCH):
         return f"warning: tests ran with {TESTED_TORCH}"
@@ -141,12 +122,11 @@ def _torch(version: str | None) -> str:
 def _transformer_engine(version: str) -> str:
     from parallel.implementation import OLDEST_ENGINE, OLDEST_INVARIANT_ENGINE
 
-    numbers = _numbers(version)
-    if numbers < OLDEST_ENGINE:
+    if numbers(version) < OLDEST_ENGINE:
         oldest = ".".join(map(str, OLDEST_ENGINE))
         return f"warning: older than {oldest}; mrl's own layers are used, which need none"
     words = "its layers on GPUs, with fused rope and permutation"
-    if numbers < OLDEST_INVARIANT_ENGINE:
+    if numbers(version) < OLDEST_INVARIANT_ENGINE:
         return (
             f"{words}; rollout.true_on_policy needs {'.'.join(map(str, OLDEST_INVARIANT_ENGINE))}"
         )
@@ -165,9 +145,11 @@ def _apex(version: str) -> str:
 def _sglang(version: str | None) -> str:
     if version is None:
         return "warning: no rollout engine; only debug.load_rollouts can train"
-    if _numbers(version) < (0, 5, 12):
-        return "warning: older than 0.5.12; routes (r3) and level-2 sleep may be missing"
-    return "rollouts with captured routes"
+    if text := refusal("sglang", version):
+        return f"warning: {text}"
+    if numbers(version) != numbers(SUPPORTED["sglang"][-1]):
+        return f"supported; the tests run {SUPPORTED['sglang'][-1]}"
+    return "tested: rollouts with captured routes"
 
 
 RULES: dict[str, Callable[[str | None], str]] = {

@@ -43,6 +43,7 @@ from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.output import check_output
 from mrl.preflight.plan import Plan
 from mrl.preflight.profile import check_profile
+from mrl.preflight.releases import check_releases
 from mrl.preflight.resume import check_adapter
 from mrl.preflight.reward_trial import try_rewards
 from mrl.preflight.roles import Roles, roles_of, trainer_dims
@@ -97,6 +98,7 @@ def check(
     """
     is_main = os.environ.get("RANK", "0") == "0"
     warn = console.warning if is_main else lambda text: None
+    check_releases()
     if not elsewhere:
         check_machine(local_ranks(world), warn)
     roles = roles_of(recipe, world)

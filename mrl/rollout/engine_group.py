@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from mrl.system.heartbeat import beat
+from mrl.system.mapped_file import map_file
 from mrl.types import Handle, WeightBucket
 
 DEVICE_FIELD = 6
@@ -53,9 +53,8 @@ def handle_of(flat: Tensor | None, path: str | None) -> Handle:
 
 
 def file_handle(path: str, num_bytes: int) -> Handle:
-    """The first `num_bytes` of a file, copy-on-write: writes stay in the process that opens it."""
-    mapped = functools.partial(torch.from_file, shared=False, size=num_bytes, dtype=torch.uint8)
-    return mapped, (path,)
+    """Return a handle to the first `num_bytes` of a file, which the other process maps."""
+    return map_file, (path, num_bytes)
 
 
 class EngineGroup:

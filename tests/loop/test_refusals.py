@@ -309,7 +309,7 @@ def test_check_prints_the_plan(
     for text in (
         str(run),
         "megatron-core 0.16.1",
-        "sglang 0.5.20",
+        "sglang 0.5.23",
         "8 experts",
         "routing replay r3",
         "ok",

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 
+from mrl.rollout.sglang.compat import take
 from mrl.rollout.sglang.leftovers import kill_session
 
 PARENT_POLL_S = 0.5
@@ -27,17 +28,12 @@ def main() -> None:
     settings = json.loads(sys.stdin.buffer.read())
     _die_with_parent(settings["parent_pid"], settings["scratch"])
 
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    from sglang.launch_server import run_server
-    from sglang.srt.server_args import ServerArgs
-    from sglang.srt.utils import kill_process_tree
-
+    take("load_plugins")()
+    run_server, server_args = take("run_server"), take("ServerArgs")
     try:
-        run_server(ServerArgs(**settings["server_args"]))
+        run_server(server_args(**settings["server_args"]))
     finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+        take("kill_process_tree")(os.getpid(), include_parent=False)
 
 
 def _die_with_parent(parent_pid: int, scratch: str) -> None:

@@ -2,12 +2,11 @@
 
 A bucket is one flat uint8 tensor and the place of each weight in it. What is posted is a handle for
 each rank of the engine: on GPUs CUDA IPC's, on CPUs the path of a memfd of ours in /proc, which the
-server maps read-only by calling torch.from_file itself. (torch's own sharing would need a per-process
-setting, a helper process and names in /dev/shm.) No bytes pass through HTTP, and nothing is left behind
-whoever is killed.
+server maps. (torch's own sharing would need a per-process setting, a helper process and names in
+/dev/shm.) No bytes pass through HTTP, and nothing is left behind whoever is killed.
 
-SGLang unpickles with an allow-list; everything here is made of torch and builtin types, so that the
-trainer never imports sglang.
+SGLang unpickles with an allow-list: torch's containers and CUDA handles, and `map_file`, which the
+plug-in mrl_bucket_files adds. The trainer never imports sglang.
 """
 
 from __future__ import annotations

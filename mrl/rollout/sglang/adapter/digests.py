@@ -45,20 +45,25 @@ def check_adapter_held(
     which the engine holds it. `scale` is the factor of B A.
     """
     ranks = answer.get("ranks") or []
-    numbers = {said["parallelism_info"]["tp_rank"] for said in ranks}
+    numbers = {_rank_of(said) for said in ranks}
     if numbers != set(range(num_ranks)):  # with DP attention, every replica answers for all ranks
         raise RuntimeError(
             f"update_weights: the ranks {sorted(numbers)} said what they hold of the adapter, expected "
             f"{num_ranks} ranks; this version of SGLang cannot be checked"
         )
     for said in ranks:
-        rank = said["parallelism_info"]["tp_rank"]
+        rank = _rank_of(said)
         wrong = list(_differences(dict(said["checksums"]), sent, scale))
         if wrong:
             raise RuntimeError(
                 f"update_weights: rank {rank} of the engine holds another adapter than was sent: "
                 f"{_shown(wrong)}; {ADVICE}"
             )
+
+
+def _rank_of(said: Mapping[str, Any]) -> int:
+    info = said["parallelism_info"]
+    return (info[0] if isinstance(info, list) else info)["tp_rank"]  # a list since 0.5.21
 
 
 def _differences(held: dict[str, str], sent: Mapping[str, int], scale: float) -> Iterable[str]:

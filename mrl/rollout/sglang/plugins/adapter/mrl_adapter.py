@@ -1,6 +1,6 @@
 """SGLang plugin: what an engine that serves mrl's LoRA adapters does beside SGLang's own.
 
-On the path of such engines only; written against 0.5.20.
+On the path of such engines only.
 
 - POST /weights_checker {"action": "mrl_adapter NAME"} answers with a digest of every matrix that a rank
   holds of adapter NAME, by PEFT's names, with its scale, and with the parts of the slot from which
@@ -14,6 +14,8 @@ On the path of such engines only; written against 0.5.20.
 
 import asyncio
 import functools
+
+from mrl.rollout.sglang.compat import hook, parallelism_info, take
 
 ACTION = "mrl_adapter "
 FUSED = {
@@ -33,23 +35,11 @@ releases = set()
 
 
 def register():
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    manager = "sglang.srt.lora.lora_manager.LoRAManager"
-    managers = "sglang.srt.managers"
-    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
-    for target, hook, kind in (
-        (f"{manager}._load_lora_adapter_from_tensors", note_adapter, HookType.BEFORE),
-        (f"{manager}._unload_lora_adapter", forget_adapter, HookType.BEFORE),
-        (f"{runner}.check_weights", check_adapter, HookType.AROUND),
-        (f"{managers}.schedule_batch.Req.init_next_round_input", stamp, HookType.BEFORE),
-        (
-            f"{managers}.tokenizer_manager.TokenizerManager._handle_abort_req",
-            release,
-            HookType.AROUND,
-        ),
-    ):
-        HookRegistry.register(target, hook, kind)
+    hook("_load_lora_adapter_from_tensors", note_adapter, "BEFORE")
+    hook("_unload_lora_adapter", forget_adapter, "BEFORE")
+    hook("ModelRunner.check_weights", check_adapter, "AROUND")
+    hook("Req.init_next_round_input", stamp, "BEFORE")
+    hook("TokenizerManager._handle_abort_req", release, "AROUND")
 
 
 def note_adapter(manager, reference, tensors, *args, **options):
@@ -64,10 +54,8 @@ def forget_adapter(manager, reference):
 
 def stamp(request, *args, **options):
     """Req.init_next_round_input, which runs before a request is computed, or computed anew."""
-    from sglang.srt.utils.weight_versions import WeightVersionEvent
-
     if (version := versions.get(request.lora_id)) is not None:
-        request.weight_version_events = [WeightVersionEvent(version, EVERY_TOKEN)]
+        request.weight_version_events = [take("WeightVersionEvent")(version, EVERY_TOKEN)]
 
 
 def release(original, manager, abort):
@@ -93,7 +81,7 @@ def check_adapter(original, runner, action, *args, **options):
     return {
         "checksums": lines,
         "per_gpu_checksum": "",
-        "parallelism_info": runner._weight_checker._parallelism_info().model_dump(),
+        "parallelism_info": parallelism_info(runner._weight_checker, options),
     }
 
 
@@ -137,7 +125,6 @@ def in_slot(manager, adapter_id):
     layers, and 0 of experts. Modules that the adapter has not are 0: an earlier one may have had them.
     """
     import torch
-    from sglang.srt.lora.layers import FusedMoEWithLoRA
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # a batch may read the slot that is evicted
@@ -151,7 +138,7 @@ def in_slot(manager, adapter_id):
         }
         weights = adapter.layers[layer].weights
         for name, module in modules.items():
-            if isinstance(module, FusedMoEWithLoRA):
+            if isinstance(module, take("FusedMoEWithLoRA")):
                 parts = of_experts(pool, module, weights, held, adapter)
             else:
                 parts = of_linear(pool, name, module, weights, held, adapter.config.r)
@@ -163,10 +150,9 @@ def in_slot(manager, adapter_id):
 def of_linear(pool, name, module, weights, held, rank):
     """Yield (buffer, A or B, what is read of the slot, this rank's part of the matrix)."""
     import torch
-    from sglang.srt.lora.utils import get_stacked_multiply, get_target_module_name
 
-    target = get_target_module_name(name, pool.target_modules)
-    num_rows = rank * get_stacked_multiply(target, pool.base_model)
+    target = take("get_target_module_name")(name, pool.target_modules)
+    num_rows = rank * take("get_stacked_multiply")(target, pool.base_model)
     for matrix, cut in (("A", module.slice_lora_a_weights), ("B", module.slice_lora_b_weights)):
         found = held[matrix][target]
         found = found[:num_rows] if matrix == "A" else found[:, :rank]

@@ -17,36 +17,21 @@ import multiprocessing
 
 import torch
 
+from mrl.rollout.sglang.compat import hook, take
+
 UINT32 = 0xFFFFFFFF
 DEFAULT_SEED = 42
 """SGLang's own for requests without a seed."""
 
 
 def register():
-    from sglang.srt.mem_cache.pool_host import common
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_unpinned
-    HookRegistry.register(
-        "sglang.srt.layers.sampler.multinomial_with_seed", multinomial_with_seed, HookType.REPLACE
-    )
-    HookRegistry.register(
-        "sglang.srt.layers.sampler.Sampler._sample_from_probs", sample_by_kind, HookType.AROUND
-    )
-    HookRegistry.register(
-        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
-        attach_seeds,
-        HookType.AFTER,
-    )
-    HookRegistry.register(
-        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
-        without_other_ranks_experts,
-        HookType.AROUND,
-    )
+    take("ALLOC_MEMORY_FUNCS")["cpu"] = allocate_unpinned
+    hook("multinomial_with_seed", multinomial_with_seed, "REPLACE")
+    hook("Sampler._sample_from_probs", sample_by_kind, "AROUND")
+    hook("SamplingBatchInfo.from_schedule_batch", attach_seeds, "AFTER")
+    hook("moe_forward_native", without_other_ranks_experts, "AROUND")
     give_padding_value()
-    HookRegistry.register(
-        "sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER
-    )
+    hook("_set_envs_and_config", fork_children, "AFTER")
 
 
 def fork_children(result, server_args):
@@ -57,10 +42,9 @@ def fork_children(result, server_args):
 
 def give_padding_value():
     """The length of the requests that pad a batch under DP attention; the backend does not set it."""
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    if not hasattr(TorchNativeAttnBackend, "get_cpu_graph_seq_len_fill_value"):
-        TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+    backend = take("TorchNativeAttnBackend")
+    if not hasattr(backend, "get_cpu_graph_seq_len_fill_value"):
+        backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
 
 def without_other_ranks_experts(original, layer, x, topk_output, moe_runner_config):

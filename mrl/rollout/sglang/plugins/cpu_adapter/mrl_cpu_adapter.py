@@ -21,29 +21,25 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from mrl.rollout.sglang.compat import hook, take
+
 linear, silu = F.linear, F.silu
 
 
 def register():
     global linear, silu
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    manager = "sglang.srt.lora.lora_manager.LoRAManager"
-    for name in ("init_state", "prepare_lora_batch"):
-        HookRegistry.register(f"{manager}.{name}", without_pinning, HookType.AROUND)
-    table = "sglang.srt.lora.backend.base_backend._compute_moe_lora_info"
-    HookRegistry.register(table, slots_of_tokens, HookType.REPLACE)
-    layer = "sglang.srt.lora.layers.FusedMoEWithLoRA"
-    HookRegistry.register(f"{layer}._forward_with_lora", run_layer, HookType.REPLACE)
-    HookRegistry.register(f"{layer}.slice_moe_lora_a_weights", with_padded_inputs, HookType.AROUND)
-    HookRegistry.register(f"{layer}.slice_moe_lora_b_weights", with_padded_outputs, HookType.AROUND)
+    hook("LoRAManager.init_state", without_pinning, "AROUND")
+    hook("LoRAManager.prepare_lora_batch", without_pinning, "AROUND")
+    hook("_compute_moe_lora_info", slots_of_tokens, "REPLACE")
+    hook("FusedMoEWithLoRA._forward_with_lora", run_layer, "REPLACE")
+    hook("slice_moe_lora_a_weights", with_padded_inputs, "AROUND")
+    hook("slice_moe_lora_b_weights", with_padded_outputs, "AROUND")
     if find_spec("mrl_on_policy") is not None:
         from mrl.kernels import invariant
 
         linear, silu = invariant.linear, invariant.silu
-        backend = "sglang.srt.lora.backend.torch_backend"
-        HookRegistry.register(f"{backend}.sgemm_lora_a_fwd", multiply_a, HookType.REPLACE)
-        HookRegistry.register(f"{backend}.sgemm_lora_b_fwd", multiply_b, HookType.REPLACE)
+        hook("sgemm_lora_a_fwd", multiply_a, "REPLACE")
+        hook("sgemm_lora_b_fwd", multiply_b, "REPLACE")
 
 
 class Unpinned(TorchFunctionMode):
@@ -61,7 +57,7 @@ def without_pinning(original, *args, **options):
         return original(*args, **options)
 
 
-def slots_of_tokens(num_tokens, starts, ranks, slots, *buffers, max_len):
+def slots_of_tokens(num_tokens, starts, ranks, slots, *buffers, max_len, bucket_len=None):
     """Return (whether the adapter in each slot is used i32[S], the slot of each token i32[n]).
 
     `starts` of neighbouring segments of tokens, and the slot of each. SGLang's own torch form comes
@@ -115,8 +111,6 @@ def run_layer(layer, hidden_states, topk_output, info, **options):
     base = layer.base_layer
     if not info.has_active_lora:
         return base(hidden_states, topk_output, **options)
-    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
-
     config = base.moe_runner_config
     biased = getattr(base, "w13_weight_bias", None) is not None
     if config.activation != "silu" or config.gemm1_alpha is not None or biased:
@@ -127,7 +121,7 @@ def run_layer(layer, hidden_states, topk_output, info, **options):
     given = base.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
     weights, ids, _ = given.topk_output
     out = run_experts(given.hidden_states, ids, weights, base.w13_weight, base.w2_weight, info)
-    return base.dispatcher.combine(combine_input=StandardCombineInput(hidden_states=out))
+    return base.dispatcher.combine(combine_input=take("StandardCombineInput")(hidden_states=out))
 
 
 def run_experts(x, ids, weights, w13, w2, info):

@@ -17,25 +17,19 @@ import torch.nn.functional as F
 
 from mrl.kernels.invariant import attention, linear, silu
 from mrl.kernels.vp_logprob import vp_logprob
+from mrl.rollout.sglang.compat import hook
 
 
 def register():
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    layers = "sglang.srt.layers"
-    native = f"{layers}.attention.torch_native_backend.TorchNativeAttnBackend"
-    for target, function in {
-        f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply": apply_linear,
-        f"{layers}.layernorm.RMSNorm.forward_native": rms_norm,
-        f"{native}._run_sdpa_forward_extend": attend_extend,
-        f"{native}._run_sdpa_forward_decode": attend_decode,
-        f"{layers}.moe.topk.fused_topk_native": choose_experts,
-        f"{layers}.moe.topk.fused_topk_torch_native": choose_experts,
-        f"{layers}.moe.fused_moe_native.moe_forward_native": run_experts,
-        f"{layers}.logits_processor.LogitsProcessor._compute_lm_head": compute_logits,
-    }.items():
-        HookRegistry.register(target, function, HookType.REPLACE)
-    HookRegistry.register(f"{layers}.sampler.Sampler.forward", sample, HookType.AROUND)
+    hook("UnquantizedLinearMethod.apply", apply_linear, "REPLACE")
+    hook("RMSNorm.forward_native", rms_norm, "REPLACE")
+    hook("_run_sdpa_forward_extend", attend_extend, "REPLACE")
+    hook("_run_sdpa_forward_decode", attend_decode, "REPLACE")
+    hook("fused_topk_native", choose_experts, "REPLACE")
+    hook("fused_topk_torch_native", choose_experts, "REPLACE")
+    hook("moe_forward_native", run_experts, "REPLACE")
+    hook("_compute_lm_head", compute_logits, "REPLACE")
+    hook("Sampler.forward", sample, "AROUND")
 
 
 def apply_linear(method, layer, x, bias=None):
@@ -142,7 +136,7 @@ def run_experts(layer, x, topk_output, moe_runner_config):
     return out
 
 
-def compute_logits(processor, hidden_states, lm_head, embedding_bias=None):
+def compute_logits(processor, hidden_states, lm_head, embedding_bias=None, **buffer):
     return linear(hidden_states, lm_head.weight)
 
 

@@ -7,34 +7,31 @@ order. On the path only where the recipe asks for them; read by moe/trace.py.
 
 import torch
 
+from mrl.rollout.sglang.compat import hook, take
+
 chosen = []
 """The row [tokens, 2K] of the layer that is choosing; at most one."""
 
 
 def register():
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    capturer = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer"
-    HookRegistry.register(f"{capturer}.create", widen, HookType.AFTER)
-    HookRegistry.register(f"{capturer}.capture", with_weights, HookType.BEFORE)
-    HookRegistry.register(
-        "sglang.srt.layers.moe.topk._post_process_topk_ids", note_weights, HookType.AROUND
-    )
+    hook("RoutedExpertsCapturer.create", widen, "AFTER")
+    hook("RoutedExpertsCapturer.capture", with_weights, "BEFORE")
+    hook("_post_process_topk_ids", note_weights, "AROUND")
 
 
 def widen(capturer, *, num_tokens, device, **options):
     """The capturer that SGLang made (None: ids are not asked for), with room for weights."""
     if capturer is None:
         return None
-    from sglang.srt.state_capturer.base import BaseDeviceCache, BaseHostCache
-
     if capturer.num_fused_shared_experts:
         raise ValueError("return_routing_weights: shared experts are fused with the routed ones")
     num_layers, width = capturer.num_layers, 2 * capturer.topk_size
     max_batch_size = len(capturer.device_cache.buffer)
     capturer.host_cache.destroy()
-    capturer.host_cache = BaseHostCache(num_tokens, num_layers, width, "routed_experts", device)
-    capturer.device_cache = BaseDeviceCache(
+    capturer.host_cache = take("BaseHostCache")(
+        num_tokens, num_layers, width, "routed_experts", device
+    )
+    capturer.device_cache = take("BaseDeviceCache")(
         max_batch_size, num_layers, width, device, "routed_experts"
     )
     capturer.topk_size = width

@@ -4,13 +4,11 @@ SGLang answers /health, /health_generate, /ready and /metrics, and every OPTIONS
 The second of them makes the scheduler generate, so any user of the machine could slow a run down.
 """
 
-TARGET = "sglang.srt.utils.auth.decide_request_auth"
+from mrl.rollout.sglang.compat import hook
 
 
 def register():
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(TARGET, of_any_path, HookType.AROUND)
+    hook("decide_request_auth", of_any_path, "AROUND")
 
 
 def of_any_path(original, **request):

@@ -6,27 +6,14 @@ some 100 bytes on that way. Where the trainer's memory cannot be read from here,
 too much waits there, the ids go as SGLang sends them. See mrl/rollout/sglang/route_memory.py.
 """
 
-from importlib.util import find_spec
-
-NEWER = "sglang.srt.managers.scheduler_components.output_sender"
-OLDER = "sglang.srt.managers.scheduler"
+from mrl.rollout.sglang.compat import hook
 
 writers = []
 """The one of this process, once it has sent routes; None where there can be none."""
 
 
 def register():
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    module = NEWER if has_module(NEWER) else OLDER
-    HookRegistry.register(f"{module}.SenderWrapper.send_output", with_references, HookType.BEFORE)
-
-
-def has_module(name):
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # its package is not there
-        return False
+    hook("SenderWrapper.send_output", with_references, "BEFORE")
 
 
 def with_references(sender, output, *args, **options):

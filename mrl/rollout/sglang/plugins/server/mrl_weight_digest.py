@@ -5,39 +5,31 @@ and rank 0 answers for all of them: versions before 0.5.20 return what rank 0 sa
 mrl/rollout/sglang/held.py. Beside that a bucket counts as loaded when the device has read it.
 """
 
+from mrl.rollout.sglang.compat import hook, parallelism_info, take
+
 ACTION = "mrl_digest"
 
 
 def register():
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(
-        "sglang.srt.utils.weight_checker.WeightChecker.handle", handle, HookType.AROUND
-    )
-    HookRegistry.register(
-        "sglang.srt.managers.tp_worker.TpModelWorker.update_weights_from_tensor",
-        synchronised,
-        HookType.AROUND,
-    )
+    hook("WeightChecker.handle", handle, "AROUND")
+    hook("load_bucket", synchronised, "AROUND")
 
 
 def handle(original, checker, action="checksum", *args, **options):
     """Handle what WeightChecker.handle does, and one action more."""
     if action != ACTION:
         return original(checker, action, *args, **options)
-    from sglang.srt.distributed import get_tp_group
-
     # 0.5.12 has the runner instead of the function.
     model = checker._get_model() if hasattr(checker, "_get_model") else checker._model_runner.model
-    ranks = of_all_ranks(model, get_tp_group().all_gather_object)
+    group = take("get_tp_group")()
+    ranks = of_all_ranks(model, group.all_gather_object)
     answer = {
         f"{rank} {name}": text for rank, own in enumerate(ranks) for name, text in own.items()
     }
-    role = {"role": options["role"]} if "role" in options else {}  # since 0.5.23
     return {
-        "checksums": answer if get_tp_group().rank_in_group == 0 else {},
+        "checksums": answer if group.rank_in_group == 0 else {},
         "per_gpu_checksum": "",
-        "parallelism_info": checker._parallelism_info(**role).model_dump(),
+        "parallelism_info": parallelism_info(checker, options),
     }
 
 
@@ -58,7 +50,7 @@ def of_all_ranks(model, all_gather):
 
 
 def synchronised(original, worker, *args, **options):
-    """TpModelWorker.update_weights_from_tensor that returns when the device has read the bucket.
+    """`load_bucket` that returns when the device has read the bucket.
 
     Its copies are queued on the device, and the answer follows a barrier of the CPUs alone
     (`update_weights_from_tensor` of managers/scheduler_components/weight_updater.py in 0.5.20, of
@@ -106,20 +98,31 @@ def parts_of(module, name, parameter):
         return [(name, parameter, piece, experts_of(module, parameter.shape[0]))]
     if hasattr(module, "shard_indices"):  # VocabParallelEmbedding, ParallelLMHead
         return [(name, parameter, module.shard_indices.org_vocab_start_index, [])]
-    if not hasattr(module, "tp_rank"):  # norms, routers: whole on every rank, as a rule
+    if (rank := rank_in(module, "tp_rank", "tp_group")) is None:  # norms, routers: as a rule whole
         return [(name, parameter, "?", [])]
     if hasattr(module, "input_is_parallel") and name.endswith(".bias"):  # RowParallelLinear
         return [(name, parameter, 0, [])]
     replicas = getattr(module, "num_kv_head_replicas", 1)
-    kv_rank = getattr(module, "kv_tp_rank", module.tp_rank)  # since 0.5.20
-    if replicas == 1 and kv_rank == module.tp_rank:
-        return [(name, parameter, module.tp_rank, [])]
+    kv_rank = rank_in(module, "kv_tp_rank", "kv_tp_group")
+    kv_rank = rank if kv_rank is None else kv_rank
+    if replicas == 1 and kv_rank == rank:
+        return [(name, parameter, rank, [])]
     # Fewer key and value heads than ranks: each of them is on several.
     queries = module.num_heads * module.head_size
     return [
-        (name + "#q", parameter[:queries], module.tp_rank, []),
+        (name + "#q", parameter[:queries], rank, []),
         (name + "#kv", parameter[queries:], kv_rank // replicas, []),
     ]
+
+
+def rank_in(module, number, group):
+    """Return the rank of a layer among those that share it out, from its attribute `number` (before
+    0.5.22) or `group`; None if it has neither."""
+    if hasattr(module, number):
+        return getattr(module, number)
+    if not hasattr(module, group):
+        return None
+    return take("get_group_rank_size")(getattr(module, group))[0]
 
 
 def experts_of(module, num_held):
@@ -139,9 +142,7 @@ def experts_of(module, num_held):
 
 def check_placement(module):
     """Raises RuntimeError where experts are not where they are in the checkpoint."""
-    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
-
-    placement = get_global_expert_location_metadata()
+    placement = take("get_global_expert_location_metadata")()
     if placement is None:
         return
     experts = placement.physical_to_logical_map_cpu[module.layer_id].tolist()

@@ -16,26 +16,18 @@ Written against 0.5.20, which has three gaps; older versions stamp no tokens and
   it to the newer weights.
 """
 
-from importlib.util import find_spec
+from mrl.rollout.sglang.compat import hook, path_of, take
 
-STAMPS = "sglang.srt.utils.weight_versions"
 KEY = "mrl-version-"
 """What a key begins with, as in mrl/rollout/sglang/body.py; the version follows."""
 
 
 def register():
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    if find_spec(STAMPS) is None:
+    if not path_of("WeightVersionEvent"):
         return
-    managers = "sglang.srt.managers"
-    scheduler = f"{managers}.scheduler.Scheduler"
-    for target, hook, kind in (
-        (f"{managers}.schedule_batch.Req.init_next_round_input", renew_key, HookType.BEFORE),
-        (f"{scheduler}.pause_generation", wait_for_device, HookType.AFTER),
-        (f"{scheduler}.record_weight_version_change", with_pending, HookType.AROUND),
-    ):
-        HookRegistry.register(target, hook, kind)
+    hook("Req.init_next_round_input", renew_key, "BEFORE")
+    hook("Scheduler.pause_generation", wait_for_device, "AFTER")
+    hook("Scheduler.record_weight_version_change", with_pending, "AROUND")
 
 
 def renew_key(request, tree_cache=None, *args, **options):
@@ -46,9 +38,7 @@ def renew_key(request, tree_cache=None, *args, **options):
 
 
 def weight_version():
-    from sglang.srt.runtime_context import get_serving
-
-    return str(get_serving().weight_version)
+    return str(take("get_serving")().weight_version)
 
 
 def wait_for_device(result, *args, **options):
@@ -84,10 +74,8 @@ def pending_tokens(scheduler):
 
 def add_pending(request, old_version, num_tokens):
     """Let the last event of `request` cover `num_tokens` more of the old version."""
-    from sglang.srt.utils.weight_versions import WeightVersionEvent
-
     events = request.weight_version_events
     num_before = len(request.output_ids)
     if events and events[-1].num_output_tokens == num_before and num_before:
         events.pop()
-    events.append(WeightVersionEvent(old_version, num_before + num_tokens))
+    events.append(take("WeightVersionEvent")(old_version, num_before + num_tokens))

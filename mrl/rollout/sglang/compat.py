@@ -1,0 +1,64 @@
+"""Takes names from inside SGLang by the table of names.py, for the plug-ins and the server process."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mrl.rollout.sglang.names import NAMES
+from mrl.system.releases import SUPPORTED
+
+
+def installed() -> str:
+    """Return the release of SGLang that an import would find."""
+    return importlib.metadata.version("sglang")
+
+
+def path_of(name: str) -> str:
+    """Return the dotted path of a name of `NAMES` in the installed release; empty if it has none."""
+    return NAMES[name].path(installed())
+
+
+def take(name: str) -> Any:
+    """Import a name of `NAMES`. Raises AttributeError or ImportError if the release lacks it."""
+    path = path_of(name)
+    if not path:
+        raise ImportError(
+            f"SGLang {installed()} has no {name}; mrl works with {', '.join(SUPPORTED['sglang'])}"
+        )
+    module, *rest = _split(path)
+    found: Any = importlib.import_module(module)
+    for part in rest:
+        found = getattr(found, part)
+    return found
+
+
+def hook(name: str, function: Callable[..., Any], kind: str) -> None:
+    """Register a hook of SGLang's registry; `kind` is BEFORE, AFTER, AROUND or REPLACE. A name that the
+    release lacks is left alone."""
+    if path := path_of(name):
+        take("HookRegistry.register")(path, function, getattr(take("HookType"), kind))
+
+
+def parallelism_info(checker: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where a rank is, as the answer of POST /weights_checker has it; `options` are those of the
+    call, which name the model's role since 0.5.21."""
+    role = {"role": options["role"]} if "role" in options else {}
+    return checker._parallelism_info(**role).model_dump()
+
+
+def _split(path: str) -> list[str]:
+    """Split a dotted path into its module, found by import, and the names below it."""
+    parts = path.split(".")
+    for number in range(len(parts), 0, -1):
+        module = ".".join(parts[:number])
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise  # what it imports is not there
+            continue
+        return [module, *parts[number:]]
+    raise ImportError(f"{path} cannot be found")

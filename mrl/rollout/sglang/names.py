@@ -1,0 +1,296 @@
+"""Every name that mrl takes from inside SGLang: hook targets, imports and attributes, by release.
+
+SGLang keeps none of these stable. The plug-ins ask for them through compat.py, so a release that moves
+a name needs one line here.
+"""
+
+from __future__ import annotations
+
+from mrl.system.releases import ADAPTERS_SINCE, SUPPORTED, Name
+
+
+def always(path: str, *arguments: str, attributes: tuple[str, ...] = ()) -> Name:
+    """Return a name that has the same path in all releases."""
+    return Name({SUPPORTED["sglang"][0]: path}, arguments, attributes)
+
+
+def since(release: str, path: str, *arguments: str, attributes: tuple[str, ...] = ()) -> Name:
+    """Return a name that releases before `release` lack."""
+    return Name({release: path}, arguments, attributes)
+
+
+_SRT = "sglang.srt"
+_LAYERS, _LORA, _MANAGERS = f"{_SRT}.layers", f"{_SRT}.lora", f"{_SRT}.managers"
+_CAPTURER = f"{_SRT}.state_capturer.routed_experts.RoutedExpertsCapturer"
+_NATIVE = f"{_LAYERS}.attention.torch_native_backend.TorchNativeAttnBackend"
+_LORA_MANAGER = f"{_LORA}.lora_manager.LoRAManager"
+_LORA_EXPERTS = f"{_LORA}.layers.FusedMoEWithLoRA"
+_SAMPLING = ("self", "logits_output", "sampling_info", "return_logprob")
+_CACHE = ("query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices", "seq_lens")
+
+NAMES: dict[str, Name] = {
+    # The server process (child.py) and every plug-in.
+    "HookRegistry.register": always(
+        f"{_SRT}.plugins.hook_registry.HookRegistry.register", "target", "hook", "hook_type"
+    ),
+    "HookType": always(
+        f"{_SRT}.plugins.hook_registry.HookType",
+        attributes=("BEFORE", "AFTER", "AROUND", "REPLACE"),
+    ),
+    "load_plugins": always(f"{_SRT}.plugins.load_plugins"),
+    "run_server": always("sglang.launch_server.run_server", "server_args"),
+    "ServerArgs": always(f"{_SRT}.server_args.ServerArgs"),
+    "kill_process_tree": always(
+        f"{_SRT}.utils.kill_process_tree", "parent_pid", "include_parent"
+    ),
+    # plugins/server
+    "decide_request_auth": always(f"{_SRT}.utils.auth.decide_request_auth", "method", "path"),
+    "SafeUnpickler": always(f"{_SRT}.utils.common.SafeUnpickler"),
+    "allowed_globals": Name(
+        {
+            "0.5.12": f"{_SRT}.utils.common.SafeUnpickler.ALLOWED_MODULE_PREFIXES",
+            "0.5.21": f"{_SRT}.utils.common.SafeUnpickler.ALLOWED_GLOBALS",
+        }
+    ),
+    "WeightChecker": Name(
+        {
+            "0.5.12": f"{_SRT}.utils.weight_checker.WeightChecker",
+        },
+        attributes=("_parallelism_info",),
+    ),
+    "WeightChecker.handle": always(
+        f"{_SRT}.utils.weight_checker.WeightChecker.handle", "self", "action"
+    ),
+    "WeightChecker.model": Name(
+        {
+            "0.5.12": f"{_SRT}.utils.weight_checker.WeightChecker._model_runner",
+            "0.5.20": f"{_SRT}.utils.weight_checker.WeightChecker._get_model",
+        }
+    ),
+    "load_bucket": Name(
+        {
+            "0.5.12": f"{_MANAGERS}.tp_worker.TpModelWorker.update_weights_from_tensor",
+            "0.5.20": f"{_SRT}.model_executor.model_runner_components.weight_updater."
+            "WeightUpdater.update_weights_from_tensor",
+        },
+        ("self",),
+    ),
+    "get_tp_group": always(f"{_SRT}.distributed.get_tp_group"),
+    "get_global_expert_location_metadata": always(
+        f"{_SRT}.eplb.expert_location.get_global_expert_location_metadata"
+    ),
+    "FusedMoE": always(
+        f"{_LAYERS}.moe.fused_moe_triton.layer.FusedMoE",
+        attributes=("moe_tp_rank", "moe_ep_rank", "_num_local_routed", "_num_global_routed"),
+    ),
+    "FusedMoE.storage_rank": since(
+        "0.5.20", f"{_LAYERS}.moe.fused_moe_triton.layer.FusedMoE._expert_storage_rank"
+    ),
+    "linear_rank": Name(
+        {
+            "0.5.12": f"{_LAYERS}.linear.ColumnParallelLinear.tp_rank",
+            "0.5.22": f"{_LAYERS}.linear.ColumnParallelLinear.tp_group",
+        }
+    ),
+    "linear_kv_rank": Name(
+        {
+            "0.5.20": f"{_LAYERS}.linear.QKVParallelLinear.kv_tp_rank",
+            "0.5.22": f"{_LAYERS}.linear.QKVParallelLinear.kv_tp_group",
+        }
+    ),
+    "get_group_rank_size": since("0.5.22", f"{_SRT}.distributed.utils.get_group_rank_size", "group"),
+    "QKVParallelLinear": always(
+        f"{_LAYERS}.linear.QKVParallelLinear",
+        attributes=("num_kv_head_replicas", "num_heads", "head_size"),
+    ),
+    "WeightVersionEvent": since("0.5.20", f"{_SRT}.utils.weight_versions.WeightVersionEvent"),
+    "Req": always(
+        f"{_MANAGERS}.schedule_batch.Req",
+        attributes=("extra_key", "lora_id", "output_ids", "finished"),
+    ),
+    "Req.weight_version_events": since(
+        "0.5.20", f"{_MANAGERS}.schedule_batch.Req.weight_version_events"
+    ),
+    "Req.init_next_round_input": always(
+        f"{_MANAGERS}.schedule_batch.Req.init_next_round_input", "self", "tree_cache"
+    ),
+    "Scheduler": always(
+        f"{_MANAGERS}.scheduler.Scheduler",
+        attributes=("enable_overlap", "result_queue", "chunked_req"),
+    ),
+    "Scheduler.pause_generation": always(f"{_MANAGERS}.scheduler.Scheduler.pause_generation"),
+    "Scheduler.record_weight_version_change": since(
+        "0.5.20", f"{_MANAGERS}.scheduler.Scheduler.record_weight_version_change"
+    ),
+    "get_serving": since("0.5.20", f"{_SRT}.runtime_context.get_serving"),
+    "SenderWrapper.send_output": Name(
+        {
+            "0.5.12": f"{_MANAGERS}.scheduler.SenderWrapper.send_output",
+            "0.5.20": f"{_MANAGERS}.scheduler_components.output_sender.SenderWrapper.send_output",
+        },
+        ("self", "output"),
+    ),
+    "SenderWrapper": Name(
+        {
+            "0.5.12": f"{_MANAGERS}.scheduler.SenderWrapper",
+            "0.5.20": f"{_MANAGERS}.scheduler_components.output_sender.SenderWrapper",
+        },
+        attributes=("socket",),
+    ),
+    # plugins/routing_weights
+    "RoutedExpertsCapturer": since(
+        "0.5.20",
+        _CAPTURER,
+        attributes=("num_fused_shared_experts", "num_layers", "topk_size", "device_cache"),
+    ),
+    "RoutedExpertsCapturer.create": since("0.5.20", f"{_CAPTURER}.create", "num_tokens", "device"),
+    "RoutedExpertsCapturer.capture": since(
+        "0.5.20", f"{_CAPTURER}.capture", "self", "layer_id", "topk_indices"
+    ),
+    "_post_process_topk_ids": always(
+        f"{_LAYERS}.moe.topk._post_process_topk_ids", "topk_ids", "topk_weights"
+    ),
+    "BaseDeviceCache": since(
+        "0.5.20",
+        f"{_SRT}.state_capturer.base.BaseDeviceCache",
+        "max_batch_size", "num_layers", "topk_size", "device", "name",
+    ),
+    "BaseHostCache": since(
+        "0.5.20",
+        f"{_SRT}.state_capturer.base.BaseHostCache",
+        "num_tokens", "num_layers", "topk_size", "name", "device",
+        attributes=("destroy",),
+    ),
+    # plugins/cpu
+    "ALLOC_MEMORY_FUNCS": since("0.5.20", f"{_SRT}.mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS"),
+    "multinomial_with_seed": always(
+        f"{_LAYERS}.sampler.multinomial_with_seed", "logprobs", "seed", "positions"
+    ),
+    "Sampler._sample_from_probs": always(
+        f"{_LAYERS}.sampler.Sampler._sample_from_probs",
+        "self", "probs", "sampling_info", "positions", "simple_sampling_case",
+    ),
+    "SamplingBatchInfo": always(
+        f"{_SRT}.sampling.sampling_batch_info.SamplingBatchInfo",
+        attributes=("sampling_seed", "top_ks", "top_ps", "min_ps", "temperatures"),
+    ),
+    "SamplingBatchInfo.from_schedule_batch": always(
+        f"{_SRT}.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
+        "cls", "batch", "vocab_size",
+    ),
+    "moe_forward_native": always(
+        f"{_LAYERS}.moe.fused_moe_native.moe_forward_native",
+        "layer", "x", "topk_output", "moe_runner_config",
+    ),
+    "_set_envs_and_config": always(
+        f"{_SRT}.entrypoints.engine._set_envs_and_config", "server_args"
+    ),
+    "TorchNativeAttnBackend": always(_NATIVE),
+    # plugins/on_policy
+    "UnquantizedLinearMethod.apply": always(
+        f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod.apply",
+        "self", "layer", "x", "bias",
+    ),
+    "RMSNorm.forward_native": since(
+        "0.5.20",
+        f"{_LAYERS}.layernorm.RMSNorm.forward_native",
+        "self", "x", "residual", "post_residual_addition", "quant_linear",
+    ),
+    "_run_sdpa_forward_extend": always(
+        f"{_NATIVE}._run_sdpa_forward_extend",
+        "self", *_CACHE, "extend_prefix_lens", "extend_seq_lens", "scaling",
+    ),
+    "_run_sdpa_forward_decode": always(
+        f"{_NATIVE}._run_sdpa_forward_decode", "self", *_CACHE, "scaling"
+    ),
+    "fused_topk_native": always(f"{_LAYERS}.moe.topk.fused_topk_native"),
+    "fused_topk_torch_native": always(
+        f"{_LAYERS}.moe.topk.fused_topk_torch_native",
+        "hidden_states", "gating_output", "topk", "renormalize", "correction_bias", "scoring_func",
+    ),
+    "_compute_lm_head": always(
+        f"{_LAYERS}.logits_processor.LogitsProcessor._compute_lm_head",
+        "self", "hidden_states", "lm_head", "embedding_bias",
+    ),
+    "Sampler.forward": always(f"{_LAYERS}.sampler.Sampler.forward", *_SAMPLING),
+    # plugins/adapter and plugins/cpu_adapter
+    "LoRAManager": since(
+        ADAPTERS_SINCE,
+        _LORA_MANAGER,
+        attributes=("fetch_new_loras", "lora_refs", "loras", "lora_modules", "memory_pool"),
+    ),
+    "_load_lora_adapter_from_tensors": since(
+        ADAPTERS_SINCE,
+        f"{_LORA_MANAGER}._load_lora_adapter_from_tensors",
+        "self", "lora_ref", "tensors",
+    ),
+    "_unload_lora_adapter": since(
+        ADAPTERS_SINCE, f"{_LORA_MANAGER}._unload_lora_adapter", "self", "lora_ref"
+    ),
+    "LoRAManager.init_state": since(ADAPTERS_SINCE, f"{_LORA_MANAGER}.init_state", "self"),
+    "LoRAManager.prepare_lora_batch": since(
+        ADAPTERS_SINCE, f"{_LORA_MANAGER}.prepare_lora_batch", "self"
+    ),
+    "LoRAMemoryPool": since(
+        ADAPTERS_SINCE,
+        f"{_LORA}.mem_pool.LoRAMemoryPool",
+        attributes=(
+            "A_buffer", "B_buffer", "get_buffer_id", "target_modules", "max_lora_rank",
+            "_iter_local_expert_weights",
+        ),
+    ),
+    "ModelRunner": since(
+        ADAPTERS_SINCE,
+        f"{_SRT}.model_executor.model_runner.ModelRunner",
+        attributes=("_weight_checker", "lora_manager"),
+    ),
+    "ModelRunner.check_weights": since(
+        ADAPTERS_SINCE, f"{_SRT}.model_executor.model_runner.ModelRunner.check_weights",
+        "self", "action",
+    ),
+    "TokenizerManager": since(
+        ADAPTERS_SINCE,
+        f"{_MANAGERS}.tokenizer_manager.TokenizerManager",
+        attributes=("rid_to_state", "lora_registry", "enable_lora"),
+    ),
+    "TokenizerManager._handle_abort_req": since(
+        ADAPTERS_SINCE,
+        f"{_MANAGERS}.tokenizer_manager.TokenizerManager._handle_abort_req",
+        "self", "recv_obj",
+    ),
+    "FusedMoEWithLoRA": since(ADAPTERS_SINCE, _LORA_EXPERTS, attributes=("tp_size", "base_layer")),
+    "FusedMoEWithLoRA._forward_with_lora": since(
+        ADAPTERS_SINCE,
+        f"{_LORA_EXPERTS}._forward_with_lora",
+        "self", "hidden_states", "topk_output", "lora_info",
+    ),
+    "slice_moe_lora_a_weights": since(
+        ADAPTERS_SINCE, f"{_LORA_EXPERTS}.slice_moe_lora_a_weights",
+        "self", "A", "tp_rank", "target_module",
+    ),
+    "slice_moe_lora_b_weights": since(
+        ADAPTERS_SINCE, f"{_LORA_EXPERTS}.slice_moe_lora_b_weights",
+        "self", "B", "tp_rank", "target_module",
+    ),
+    "_compute_moe_lora_info": since(
+        ADAPTERS_SINCE, f"{_LORA}.backend.base_backend._compute_moe_lora_info",
+        "num_tokens", "seg_indptr", "lora_ranks", "weight_indices", "adapter_enabled",
+        "token_lora_mapping", "max_len",
+    ),
+    "sgemm_lora_a_fwd": since(
+        ADAPTERS_SINCE, f"{_LORA}.backend.torch_backend.sgemm_lora_a_fwd",
+        "inputs", "weights", "batch_info", "num_slices",
+    ),
+    "sgemm_lora_b_fwd": since(
+        ADAPTERS_SINCE, f"{_LORA}.backend.torch_backend.sgemm_lora_b_fwd",
+        "inputs", "weights", "batch_info", "slice_offsets", "base_output",
+    ),
+    "get_stacked_multiply": since(
+        ADAPTERS_SINCE, f"{_LORA}.utils.get_stacked_multiply", "module_name", "base_model"
+    ),
+    "get_target_module_name": since(
+        ADAPTERS_SINCE, f"{_LORA}.utils.get_target_module_name",
+        "full_module_name", "target_modules",
+    ),
+    "StandardCombineInput": always(f"{_LAYERS}.moe.token_dispatcher.StandardCombineInput"),
+}  # fmt: skip

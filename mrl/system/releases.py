@@ -1,0 +1,50 @@
+"""Which releases of the libraries below mrl work, and names that those libraries keep private."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SUPPORTED: dict[str, tuple[str, ...]] = {
+    "sglang": ("0.5.12", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
+    "megatron-core": ("0.16.1",),
+}
+"""The releases, by package, in which every private name is found (`make compat`); the last is the one
+that the tests run and the docs recommend. Preflight refuses others."""
+ADAPTERS_SINCE = "0.5.20"
+"""The first SGLang in which mrl's adapters work."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name inside a library that is no part of its public interface."""
+
+    paths: Mapping[str, str]
+    """The dotted path from each release on. Empty: from there on it is gone, and mrl does without."""
+    arguments: tuple[str, ...] = ()
+    """Parameters that mrl relies on, in their order; others may stand between and after them."""
+    attributes: tuple[str, ...] = ()
+    """Attributes of a class that mrl reads, in every release that has the class."""
+
+    def path(self, release: str) -> str:
+        """Return the path in a release; empty if it has no such name."""
+        found = [path for since, path in self.paths.items() if numbers(since) <= numbers(release)]
+        return found[-1] if found else ""
+
+
+def numbers(release: str) -> tuple[int, ...]:
+    """Return the first three numbers of a release: `0.16.1rc2+cu12` gives (0, 16, 1)."""
+    found = [re.match(r"\d+", part) for part in release.split(".")[:3]]
+    return tuple(int(match[0]) for match in found if match)
+
+
+def refusal(package: str, release: str) -> str:
+    """Say in one line why a release cannot be used and what to install; empty if it can."""
+    known = SUPPORTED[package]
+    if numbers(release) in map(numbers, known):
+        return ""
+    return (
+        f"{package} {release} is installed, and mrl works with {', '.join(known)}: "
+        f"pip install '{package}=={known[-1]}'"
+    )
