@@ -74,6 +74,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
             "num_experts_per_tok": 2,
             "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 0,
             "q_lora_rank": 24,
             "kv_lora_rank": 16,
             "qk_nope_head_dim": 16,

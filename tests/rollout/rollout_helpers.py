@@ -152,11 +152,15 @@ def load_oracle(folder: Path) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def score(model: Qwen3MoeForCausalLM, ids: Tensor, prompt_len: int, temperature: float):
-    """transformers' log-probs f32[T - P] of the completion and its routes i64[T-1, L, K]."""
+def score(
+    model: Qwen3MoeForCausalLM, ids: Tensor, prompt_len: int, temperature: float, least: int = 0
+):
+    """transformers' log-probs f32[T - P] of the completion and its routes i64[T-1, L, K]. The first
+    `least` tokens of the completion could not be the end of the sequence."""
     with torch.no_grad():
         out = model(ids[None], output_router_logits=True)
     logits = out.logits[0, :-1] / temperature
+    logits[prompt_len - 1 : prompt_len - 1 + least, model.config.eos_token_id] = -torch.inf
     logprobs = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
     routes = [logits.topk(2, -1).indices[:-1] for logits in out.router_logits]
     return logprobs[prompt_len - 1 :], torch.stack(routes, 1)

@@ -74,7 +74,7 @@ torch.cat = cat
 assert len(posted[1]["serialized_named_tensors"]) == 1
 
 # The engine's ranks, which see both GPUs in an order of their own.
-from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers import tp_worker
 from sglang.srt.utils.common import normalize_serialized_named_tensor_payloads
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 torch.cuda.device_count = lambda: 2
@@ -84,8 +84,8 @@ opened = []
 reductions._rebuild_cuda_tensor_original = lambda *args: opened.append(dict(zip(fields, args)))
 payloads = normalize_serialized_named_tensor_payloads(posted[0]["serialized_named_tensors"])
 for rank in range(2):
-    worker = SimpleNamespace(ps=SimpleNamespace(tp_rank=rank))
-    metadata = TpModelWorker._deserialize_own_rank(worker, payloads)["metadata"]
+    tp_worker.get_parallel = lambda: SimpleNamespace(tp_rank=rank)
+    metadata = tp_worker.TpModelWorker.deserialize_own_rank(None, payloads)["metadata"]
 print(json.dumps({
     "order": order, "opened": [[o["storage_device"], o["storage_handle"].decode()] for o in opened],
     "names": [m.name for m in metadata], "refusal": refusal,

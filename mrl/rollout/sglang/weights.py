@@ -150,7 +150,7 @@ def flatten_bucket(bucket: WeightBucket) -> tuple[Tensor, list[SimpleNamespace]]
 def serialize_bucket(places: list[SimpleNamespace], handles: Sequence[Handle]) -> list[str]:
     """Serialise one base64 payload for each of `handles`, in the order of the engine's ranks.
 
-    SGLang's rank r opens the payload of index r alone (`TpModelWorker._deserialize_own_rank` in 0.5.20,
+    SGLang's rank r opens the payload of index r alone (`TpModelWorker.deserialize_own_rank` in 0.5.23,
     `update_weights_from_tensor` in 0.5.12: the index is tp_rank, with expert parallelism and DP
     attention too, which share out the same ranks).
     """

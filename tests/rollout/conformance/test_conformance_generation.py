@@ -26,10 +26,10 @@ from mrl.types import VersionSpan
 EOS = 98
 
 
-def check_completion(oracle, request, completion, temperature=1.0):
+def check_completion(oracle, request, completion, temperature=1.0, least=0):
     """Log-probs and every row of routes are those of the model."""
     ids = torch.cat([request.token_ids, completion.output_ids])
-    logprobs, routes = score(oracle, ids, len(request.token_ids), temperature)
+    logprobs, routes = score(oracle, ids, len(request.token_ids), temperature, least)
     assert (completion.logprobs - logprobs).abs().max() < TOLERANCE
     trace = completion.routing
     assert trace.layer_numbers == (1, 2, 3, 4)
@@ -80,14 +80,17 @@ def test_long_prompts(engine, oracle):
 
 def test_routes_after_want_of_memory(engine, oracle):
     """A request that the engine took back and computed anew says so (miles 3277)."""
-    requests = make_requests(16, SamplingParams(400, 400))
+    # Not of one exact length: SGLang would reserve all of it, and take none back.
+    requests = make_requests(16, SamplingParams(400, 399))
     completions = list(engine.generate(requests))
     assert len(completions) == 16
     retracted = [c for c in completions if c.num_retractions]
     assert retracted
     for completion in completions:
         request = next(r for r in requests if r.request_id == completion.request_id)
-        check_completion(oracle, request, completion)
+        # SGLang counts the tokens before a retraction no more: the last one cannot be the end, too.
+        least = 400 if completion.num_retractions else 399
+        check_completion(oracle, request, completion, least=least)
         assert bool(completion.routing.num_recomputed_rows) == bool(completion.num_retractions)
 
 
