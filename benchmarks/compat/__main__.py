@@ -33,6 +33,7 @@ def unpacked(package: str, release: str, folder: Path = FOLDER) -> Path:
     target = folder / f"{package}-{release}"
     if target.exists():
         return target
+    why = ""
     for python in PYTHONS:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += [
