@@ -54,9 +54,8 @@ def unpacked(package: str, release: str, folder: Path = FOLDER) -> Path:
                 archive.extractall(target.with_suffix(".partial"), files)
             wheel.unlink()
             return target.with_suffix(".partial").rename(target)
-    raise SystemExit(
-        f"{package} {release}: pip could not download it: {done.stderr.strip()[-300:]}"
-    )
+        why = done.stderr.strip()[-300:]
+    raise SystemExit(f"{package} {release}: pip could not download it: {why}")
 
 
 def lacks(package: str, release: str, folder: Path) -> Iterator[str]:
