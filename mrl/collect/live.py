@@ -22,7 +22,7 @@ from mrl.collect.scoring import Scoring
 from mrl.collect.sync import WeightSync, sync_weights
 from mrl.collect.task import Task, make_step_task
 from mrl.exchange.rollouts import RolloutExchange
-from mrl.exchange.sharing import sum_over_ranks
+from mrl.exchange.sharing import failing_together, sum_over_ranks
 from mrl.preflight import Plan
 from mrl.rewards.budget import Budget
 from mrl.rollout.base import RolloutEngine
@@ -70,8 +70,12 @@ class LiveCollector(RoundCollector):
         leads = self.slot.engine is not None
         self.budget = Budget()
         """What rewards and environments may take in a step; nothing limits them in a run of its own."""
-        self.scoring = Scoring(recipe, plan.tokenizer, self.budget, user) if leads else None
-        self.eval_tasks = EvalTasks(plan, self.engine_number, self.budget, user) if leads else None
+        self.scoring: Scoring | None = None
+        self.eval_tasks: EvalTasks | None = None
+        with failing_together():
+            if leads:
+                self.scoring = Scoring(recipe, plan.tokenizer, self.budget, user)
+                self.eval_tasks = EvalTasks(plan, self.engine_number, self.budget, user)
 
     @phase("start")
     def start(self, policy: Policy) -> None:

@@ -8,12 +8,15 @@ W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from mrl.errors import InputError, RunFailed
 
 
 def share_bytes(data: bytes) -> list[bytes]:
@@ -86,6 +89,32 @@ def sum_over_ranks(number: int | bool) -> int:
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     return int(total)
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Raise on every rank if the block raises on any: there its own error, and on the others an
+    InputError or RunFailed that names the first such rank. A collective, and the block holds none:
+    ranks that went on would wait for the failed one in their next collective."""
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    text = f"{type(own).__name__}: {own}" if own and not _is_worded(own) else str(own or "")
+    kind = "input" if isinstance(own, InputError) else "failure"
+    said = share_bytes(f"{kind} {text}".encode(errors="backslashreplace") if own else b"")
+    if own is not None:
+        raise own
+    for rank, each in enumerate(said):
+        if each:
+            kind, _, text = each.decode().partition(" ")
+            raise (InputError if kind == "input" else RunFailed)(f"rank {rank}: {text}")
+
+
+def _is_worded(error: Exception) -> bool:
+    """Whether the message of an error is whole without its type."""
+    return isinstance(error, InputError | RunFailed)
 
 
 def _sizes(size: int) -> list[int]:

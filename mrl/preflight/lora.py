@@ -7,6 +7,7 @@ from pathlib import Path
 from mrl.config import Recipe
 from mrl.config.adapter import Adapter
 from mrl.errors import InputError
+from mrl.preflight.releases import check_serves_adapters
 from mrl.preflight.roles import Roles
 from mrl.rollout.sglang.adapter.limits import refuse_layout, refuse_modules
 from parallel.expected_tensors import rule_shapes
@@ -62,6 +63,7 @@ def _check_served(recipe: Recipe, adapter: Adapter, model: HfModel, num_nodes: i
     assert recipe.lora is not None
     starts_engine = recipe.debug.load_rollouts is None and recipe.rollout.engine == "sglang"
     if starts_engine and recipe.lora.rollout == "adapter":
+        check_serves_adapters()
         refuse_modules(adapter, {module_name(hf) for _, hf, *_ in rule_shapes(model)})
         refuse_layout(recipe.rollout, adapter, num_nodes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mrl.errors import InputError
-from mrl.system.releases import SUPPORTED, refusal
+from mrl.system.releases import ADAPTERS_SINCE, SUPPORTED, numbers, refusal
 from parallel.versions import installed_version
 
 
@@ -14,3 +14,14 @@ def check_releases() -> None:
         release = installed_version(package)
         if release is not None and (text := refusal(package, release)):
             raise InputError(text)
+
+
+def check_serves_adapters() -> None:
+    """Raise InputError if the installed SGLang cannot serve mrl's adapters."""
+    release = installed_version("sglang")
+    if release is not None and numbers(release) < numbers(ADAPTERS_SINCE):
+        raise InputError(
+            f"lora.rollout=adapter: SGLang {release} is installed, and adapters need "
+            f"{ADAPTERS_SINCE} or later: pip install 'sglang=={SUPPORTED['sglang'][-1]}', or set "
+            "lora.rollout=merged"
+        )

@@ -5,10 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from mrl.config import ParallelConfig
-from mrl.exchange.sharing import gather_bytes, gather_lines, share_bytes, sum_over_ranks
+from mrl.errors import InputError, RunFailed
+from mrl.exchange.sharing import (
+    failing_together,
+    gather_bytes,
+    gather_lines,
+    share_bytes,
+    sum_over_ranks,
+)
 from parallel.dims import ParallelDims
 from parallel.mesh import init_mesh
 from tests.ranks import run_ranks
@@ -41,6 +49,34 @@ def test_every_rank_gets_the_bytes_of_all_and_one_rank_the_lines(tmp_path: Path)
     assert [rank["lines"] for rank in ranks[1:]] == [[], []]
     assert ranks[0]["twice"] == "part 0 of a text came from two ranks"
     assert all(rank["sum"] == [1, 3] for rank in ranks)
+
+
+def failed(kind: type[Exception]) -> str:
+    init_mesh(ParallelDims.create(ParallelConfig(), 3), 0)
+    with failing_together():
+        pass
+    try:
+        with failing_together():
+            if dist.get_rank() == 1:
+                raise kind("it cannot be read \udc80")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        (InputError, "InputError: rank 1: it"),
+        (RunFailed, "RunFailed: rank 1: it"),
+        (KeyError, "RunFailed: rank 1: KeyError: 'it"),
+    ],
+)
+def test_all_ranks_fail_if_one_does(kind: type[Exception], others: str, tmp_path: Path) -> None:
+    ranks = run_ranks(3, failed, kind, folder=tmp_path)
+    assert ranks[1].startswith(kind.__name__)
+    assert ranks[0] == ranks[2]
+    assert ranks[0].startswith(others)
 
 
 def alone() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from benchmarks.compat.imports import imported
 from benchmarks.compat.source import Source
 from mrl.errors import InputError
 from mrl.preflight import releases as preflight
+from mrl.rollout.sglang import compat
 from mrl.rollout.sglang.names import NAMES
 from mrl.system.releases import SUPPORTED, Name, refusal
 from parallel.versions import installed_version
@@ -127,3 +128,16 @@ def test_other_releases_are_refused_with_the_one_to_install(
             preflight.check_releases()
     monkeypatch.setattr(preflight, "installed_version", lambda package: None)
     preflight.check_releases()
+    preflight.check_serves_adapters()
+    monkeypatch.setattr(preflight, "installed_version", {"sglang": "0.5.12"}.get)
+    with pytest.raises(InputError, match=r"lora.rollout=adapter: SGLang 0.5.12 is .* need 0.5.20"):
+        preflight.check_serves_adapters()
+
+
+def test_a_hook_on_a_name_that_the_release_lacks_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang logs it, and the engine's start fails with that line."""
+    monkeypatch.setattr(compat, "installed", lambda: "0.5.12")
+    with pytest.raises(ImportError, match=r"SGLang 0.5.12 has no _unload_lora_adapter; mrl works"):
+        compat.hook("_unload_lora_adapter", print, "BEFORE")

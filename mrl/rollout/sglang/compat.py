@@ -23,23 +23,27 @@ def path_of(name: str) -> str:
 
 def take(name: str) -> Any:
     """Import a name of `NAMES`. Raises AttributeError or ImportError if the release lacks it."""
-    path = path_of(name)
-    if not path:
-        raise ImportError(
-            f"SGLang {installed()} has no {name}; mrl works with {', '.join(SUPPORTED['sglang'])}"
-        )
-    module, *rest = _split(path)
+    module, *rest = _split(_required(name))
     found: Any = importlib.import_module(module)
     for part in rest:
         found = getattr(found, part)
     return found
 
 
+def _required(name: str) -> str:
+    path = path_of(name)
+    if not path:
+        raise ImportError(
+            f"SGLang {installed()} has no {name}; mrl works with {', '.join(SUPPORTED['sglang'])}"
+        )
+    return path
+
+
 def hook(name: str, function: Callable[..., Any], kind: str) -> None:
-    """Register a hook of SGLang's registry; `kind` is BEFORE, AFTER, AROUND or REPLACE. A name that the
-    release lacks is left alone."""
-    if path := path_of(name):
-        take("HookRegistry.register")(path, function, getattr(take("HookType"), kind))
+    """Register a hook of SGLang's registry; `kind` is BEFORE, AFTER, AROUND or REPLACE. Raises
+    ImportError if the release lacks the name."""
+    path = _required(name)
+    take("HookRegistry.register")(path, function, getattr(take("HookType"), kind))
 
 
 def parallelism_info(checker: Any, options: Mapping[str, Any]) -> dict[str, Any]:
