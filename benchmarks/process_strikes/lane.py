@@ -164,6 +164,7 @@ class Lane:
         else:
             row.problems += found
             row.then = "the same bits" if self.subject.judges_bits and not found else ""
+        row.then = "; ".join(filter(None, (*self.subject.paused(), row.then)))
         is_there = is_alive(victim)
         if row.happened == "replaced" and is_there:
             row.problems.append("the struck process is left")

@@ -78,7 +78,11 @@ class Tenants:
             raise Unexpected(f"the service without a fault ended with {job.end()}; see {job.log}")
 
     def rows(self) -> int:
-        return min(self._steps())
+        return max(self._steps())  # a tenant that was paused does no more
+
+    def paused(self) -> list[str]:
+        states = self.service.states()
+        return [f"{name} was paused: {why}" for name, (it, why) in states.items() if it == "paused"]
 
     def start(self) -> Job:
         self._close()
@@ -94,7 +98,7 @@ class Tenants:
         return self.job
 
     def running(self) -> Job:
-        if max(self._steps()) > NUM_STEPS - LEFT:
+        if self.paused() or max(self._steps()) > NUM_STEPS - LEFT:
             self.begin_anew("done")
         if self.job is None or self.job.process.poll() is not None:
             self._stepped(self.start())

@@ -53,7 +53,11 @@ class Subject(Protocol):
         ...
 
     def rows(self) -> int:
-        """Return how many steps are done, by every tenant of a service."""
+        """Return how many steps are done, in a service by the tenant that is furthest."""
+        ...
+
+    def paused(self) -> list[str]:
+        """Return the tenants of a service that were paused, and why."""
         ...
 
     def start(self) -> Job:
@@ -118,6 +122,9 @@ class Run:
 
     def rows(self) -> int:
         return num_rows(self.drill.run)
+
+    def paused(self) -> list[str]:
+        return []
 
     def start(self) -> Job:
         self.drill.close()

@@ -8,13 +8,18 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
 
 from benchmarks import process_table
 from benchmarks.process_strikes import page
 from benchmarks.process_strikes.lane import Lane, trials_of
 from benchmarks.process_strikes.placements import SUBJECTS
 from benchmarks.process_strikes.roles import Look, last_of_each, looks_of, roles
-from benchmarks.process_strikes.strike import Row, Trial
+from benchmarks.process_strikes.strike import Happened, Row, Striker, Trial
 
 RANK = ("python", "-u", "-m", "mrl", "train", "r.yaml")
 MONITOR = ("python", "-I", "-S", "-c", "import sys; from mrl.watch.monitor import main; main()")
@@ -99,11 +104,53 @@ class _Subject:
     def rows(self) -> int:
         return 3
 
+    def paused(self) -> list[str]:
+        return []
+
     def continued(self, done: int, command: str) -> list[str]:
         return self.found
 
     def begin_anew(self, name: str) -> None:
         self.anew.append(name)
+
+
+ROOT = """
+import subprocess, sys, time
+def worker():
+    return subprocess.Popen([sys.executable, "-c", "input()", "-m", "mrl.rewards.worker"],
+                            stdin=subprocess.PIPE)
+workers = [worker(), worker()]
+while True:
+    time.sleep(0.05)
+    ended = [each for each in workers if each.poll() is not None]
+    workers += [worker() for each in ended if sys.argv[1] == "replaced"]
+    workers = [each for each in workers if each not in ended]
+"""
+"""A job with two workers that are alike."""
+
+
+@pytest.mark.parametrize("happens", ["replaced", "went on"])
+def test_a_process_is_replaced_by_one_that_was_not_there_before(
+    happens: Happened, tmp_path: Path
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", ROOT, happens]) as root:
+        job: Any = SimpleNamespace(
+            process=root, log=tmp_path / "log", look=lambda: [1, 2], has_begun=lambda: True
+        )
+        striker = Striker(_Subject([]))  # pyright: ignore[reportArgumentType]
+        try:
+            while list(striker.roles(job).values()).count("reward worker") < 2:
+                assert root.poll() is None
+            steps = iter([7, *[7] * 60, *[9] * 1000])
+            striker.subject.rows = lambda: next(steps)
+            victim = psutil.Process(striker.victims(job)["reward worker"])
+            victim.kill()
+            row = Row("p", "reward worker", "sync", "SIGKILL", "was not there")
+            striker._follow(row, job, victim, 0)
+            assert row.happened == happens
+            assert row.seconds > 0.5  # two steps from the strike on
+        finally:
+            root.kill()
 
 
 def test_a_row_whose_job_does_not_continue_as_without_the_fault_fails() -> None:

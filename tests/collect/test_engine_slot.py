@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mrl.collect import engine_slot
@@ -15,6 +16,7 @@ from mrl.collect.engine_slot import EngineSlot
 from mrl.rollout.base import EngineLost
 from mrl.system import heartbeat
 from mrl.system.clock import Clock
+from mrl.system.memory_watch import MemoryWatch
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def test_an_engine_starts_again_in_a_phase_whose_limit_has_room_for_it(
 
     monkeypatch.setattr(engine_slot.console, "warning", lambda text: None)
     nodes: Any = Nodes()
-    slot = EngineSlot(nodes, 0, 1, watch=None)  # type: ignore[arg-type]
+    slot = EngineSlot(nodes, 0, 1, MemoryWatch(torch.device("cpu"), print))
     with slot.noting_loss():
         raise EngineLost("it died")
     with pytest.raises(Exception, match="2 rollout engines were lost in one step"):

@@ -156,12 +156,15 @@ def test_nowhere_is_refused_at_once(tmp_path: Path) -> None:
     assert "nowhere is not the folder of a service: it has no service.yaml" in str(error.value)
 
 
-def test_a_service_that_starts_is_waited_for(tmp_path: Path, model: Path) -> None:
-    config, made = service(tmp_path, model), threading.Event()
+@pytest.mark.parametrize("wait_s", [60, 0])
+def test_a_service_that_starts_is_waited_for(tmp_path: Path, model: Path, wait_s: int) -> None:
+    """Also without a wait, once its folder says that a process of it starts."""
+    config, starts, made = service(tmp_path, model), threading.Event(), threading.Event()
 
     def serve() -> None:
         with Registry(config) as registry:
             note_start(registry.root, COMMAND)
+            starts.set()
             made.wait(0.3)  # it loads a model
             with Control(registry):
                 made.wait(30)
@@ -169,31 +172,11 @@ def test_a_service_that_starts_is_waited_for(tmp_path: Path, model: Path) -> Non
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        assert ServiceClient(config.output_dir, wait_s=60).control.tenants() == []
+        assert wait_s or starts.wait(30)
+        assert ServiceClient(config.output_dir, wait_s=wait_s).control.tenants() == []
     finally:
         made.set()
         thread.join()
-
-
-def test_a_service_that_is_known_to_start_is_waited_for_without_being_asked_to(
-    tmp_path: Path, model: Path
-) -> None:
-    made = threading.Event()
-    with Registry(service(tmp_path, model)) as registry:
-        note_start(registry.root, COMMAND)
-
-        def listen() -> None:
-            made.wait(0.3)  # it loads a model
-            with Control(registry):
-                made.wait(30)
-
-        thread = threading.Thread(target=listen)
-        thread.start()
-        try:
-            assert ServiceClient(registry.root).control.tenants() == []
-        finally:
-            made.set()
-            thread.join()
 
 
 def test_a_stopped_service_is_listed_as_stopped_with_its_command(
