@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 from parallel.implementation import find_engine
+from parallel.megatron_names import read, replace
 
 _active: list[TorchFunctionMode] = []
 
@@ -132,36 +133,29 @@ def complete_megatron() -> None:
         random.fp8_autocast = lambda **options: contextlib.nullcontext()
         random.activation_recompute_forward = lambda **options: contextlib.nullcontext()
         # The precision-aware optimizer compares TransformerEngine's version, here None, with 2.1.0.
-        settings: Any = importlib.import_module("megatron.core.optimizer.optimizer_config")
-        settings.is_te_min_version = lambda *versions, **options: False
+        replace("is_te_min_version", lambda *versions, **options: False)
 
     # 0.16.1 tests its layers against TransformerEngine's classes here even where there are none.
-    engine: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
-    latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    latent.HAVE_TE = engine.HAVE_TE
+    replace("latent.HAVE_TE", read("extensions.HAVE_TE"))
 
 
 def _replace_megatron() -> None:
     """Names of megatron-core that have no CPU branch, or one that gloo cannot do."""
-    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
-    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    replace("_get_cuda_rng_state", lambda *a, **k: torch.get_rng_state())
+    replace("_set_cuda_rng_state", lambda state, *a, **k: torch.set_rng_state(state))
 
     def split_sizes_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    for module in (moe_utils, dispatcher):
-        module.maybe_move_tensor_to_cpu = split_sizes_on_cpu  # returns the tensor itself on a CPU
-    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    # Megatron's returns the tensor itself on a CPU.
+    replace("maybe_move_tensor_to_cpu", split_sizes_on_cpu)
+    replace("token_dispatcher.maybe_move_tensor_to_cpu", split_sizes_on_cpu)
     for name, uneven in (
         ("_gather_along_first_dim", _gather_uneven),
         ("_reduce_scatter_along_first_dim", _reduce_scatter_uneven),
     ):
-        setattr(mappings, name, _by_sizes(getattr(mappings, name), uneven))
-    hybrid: Any = importlib.import_module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
-    hybrid.HybridDeviceOptimizer._get_sub_optimizer_param_groups = _offload_share
+        replace(name, _by_sizes(read(name), uneven))
+    replace("_get_sub_optimizer_param_groups", _offload_share)
 
 
 def _offload_share(self: Any, fraction: float) -> tuple[list, list, dict, dict, dict]:

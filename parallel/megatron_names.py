@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from mrl.system.releases import Name
+from functools import partial
+from typing import Any
+
+from mrl.system.releases import SUPPORTED, Name, locate, since
 
 _CORE = "megatron.core"
 _MOE, _PARALLEL = f"{_CORE}.transformer.moe", f"{_CORE}.tensor_parallel"
-
-
-def always(path: str, *arguments: str, attributes: tuple[str, ...] = ()) -> Name:
-    """Return a name that has the same path in all releases."""
-    return Name({"0.16.1": path}, arguments, attributes)
-
+always = partial(since, SUPPORTED["megatron-core"][0])
+"""A name that has the same path in all supported releases."""
 
 NAMES: dict[str, Name] = {
     # cpu_mode.py
@@ -47,3 +46,20 @@ NAMES: dict[str, Name] = {
         attributes=("param_gather_dispatched", "param_gather_handle"),
     ),
 }  # fmt: skip
+
+
+def read(name: str) -> Any:
+    """Return a name of `NAMES`."""
+    owner, last = locate(_path(name))
+    return getattr(owner, last)
+
+
+def replace(name: str, value: Any) -> None:
+    """Put something in the place of a name of `NAMES`. Raises AttributeError if there is none."""
+    owner, last = locate(_path(name))
+    getattr(owner, last)
+    setattr(owner, last, value)
+
+
+def _path(name: str) -> str:
+    return NAMES[name].path(SUPPORTED["megatron-core"][-1])

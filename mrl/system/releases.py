@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 SUPPORTED: dict[str, tuple[str, ...]] = {
     "sglang": ("0.5.12", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
@@ -31,6 +33,29 @@ class Name:
         """Return the path in a release; empty if it has no such name."""
         found = [path for since, path in self.paths.items() if numbers(since) <= numbers(release)]
         return found[-1] if found else ""
+
+
+def since(release: str, path: str, *arguments: str, attributes: tuple[str, ...] = ()) -> Name:
+    """Return a name that has one path from `release` on, and that earlier releases lack."""
+    return Name({release: path}, arguments, attributes)
+
+
+def locate(path: str) -> tuple[Any, str]:
+    """Return what holds the last name of a dotted path, a module or a class, and that name. Raises
+    ImportError or AttributeError if there is none."""
+    parts = path.split(".")
+    for number in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:number])
+        try:
+            owner: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise  # what it imports is not there
+            continue
+        for part in parts[number:-1]:
+            owner = getattr(owner, part)
+        return owner, parts[-1]
+    raise ImportError(f"{path} cannot be found")
 
 
 def numbers(release: str) -> tuple[int, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from mrl.rollout.sglang.names import NAMES
-from mrl.system.releases import SUPPORTED
+from mrl.system.releases import SUPPORTED, locate
 
 
 def installed() -> str:
@@ -23,11 +22,8 @@ def path_of(name: str) -> str:
 
 def take(name: str) -> Any:
     """Import a name of `NAMES`. Raises AttributeError or ImportError if the release lacks it."""
-    module, *rest = _split(_required(name))
-    found: Any = importlib.import_module(module)
-    for part in rest:
-        found = getattr(found, part)
-    return found
+    owner, last = locate(_required(name))
+    return getattr(owner, last)
 
 
 def _required(name: str) -> str:
@@ -51,18 +47,3 @@ def parallelism_info(checker: Any, options: Mapping[str, Any]) -> dict[str, Any]
     call, which name the model's role since 0.5.21."""
     role = {"role": options["role"]} if "role" in options else {}
     return checker._parallelism_info(**role).model_dump()
-
-
-def _split(path: str) -> list[str]:
-    """Split a dotted path into its module, found by import, and the names below it."""
-    parts = path.split(".")
-    for number in range(len(parts), 0, -1):
-        module = ".".join(parts[:number])
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise  # what it imports is not there
-            continue
-        return [module, *parts[number:]]
-    raise ImportError(f"{path} cannot be found")

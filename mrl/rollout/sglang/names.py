@@ -6,19 +6,12 @@ a name needs one line here.
 
 from __future__ import annotations
 
-from mrl.system.releases import ADAPTERS_SINCE, SUPPORTED, Name
+from functools import partial
 
+from mrl.system.releases import ADAPTERS_SINCE, SUPPORTED, Name, since
 
-def always(path: str, *arguments: str, attributes: tuple[str, ...] = ()) -> Name:
-    """Return a name that has the same path in all releases."""
-    return Name({SUPPORTED["sglang"][0]: path}, arguments, attributes)
-
-
-def since(release: str, path: str, *arguments: str, attributes: tuple[str, ...] = ()) -> Name:
-    """Return a name that releases before `release` lack."""
-    return Name({release: path}, arguments, attributes)
-
-
+always = partial(since, SUPPORTED["sglang"][0])
+"""A name that has the same path in all supported releases."""
 _SRT = "sglang.srt"
 _LAYERS, _LORA, _MANAGERS = f"{_SRT}.layers", f"{_SRT}.lora", f"{_SRT}.managers"
 _CAPTURER = f"{_SRT}.state_capturer.routed_experts.RoutedExpertsCapturer"
