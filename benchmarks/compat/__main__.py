@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.compat.check import missing
 from benchmarks.compat.imports import imported
 from benchmarks.compat.source import Source
 from mrl.rollout.sglang.names import NAMES as SGLANG_NAMES
-from mrl.system.releases import SUPPORTED, refusal
+from mrl.system.releases import SUPPORTED, numbers, refusal
 from parallel.megatron_names import NAMES as MEGATRON_NAMES
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,7 @@ def unpacked(package: str, release: str, folder: Path = FOLDER) -> Path:
     if target.exists():
         return target
     why = ""
+    folder.mkdir(parents=True, exist_ok=True)
     for python in PYTHONS:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += [
@@ -42,19 +45,20 @@ def unpacked(package: str, release: str, folder: Path = FOLDER) -> Path:
             "--python-version",
             python,
         ]
-        wheels = folder / "wheels"
-        done = subprocess.run(
-            [*command, "--dest", str(wheels), f"{package}=={release}"],
-            check=False, capture_output=True, text=True,
-        )  # fmt: skip
-        if done.returncode == 0:
-            wheel = next(wheels.glob(f"{package.replace('-', '_')}-{release}-*.whl"))
-            with zipfile.ZipFile(wheel) as archive:
-                files = [name for name in archive.namelist() if name.endswith(".py")]
-                archive.extractall(target.with_suffix(".partial"), files)
-            wheel.unlink()
-            return target.with_suffix(".partial").rename(target)
-        why = done.stderr.strip()[-300:]
+        with tempfile.TemporaryDirectory(dir=folder) as own:  # another call may do the same
+            wheels, files = Path(own, "wheel"), Path(own, "files")
+            done = subprocess.run(
+                [*command, "--dest", str(wheels), f"{package}=={release}"],
+                check=False, capture_output=True, text=True,
+            )  # fmt: skip
+            if done.returncode == 0:
+                with zipfile.ZipFile(next(wheels.glob("*.whl"))) as archive:
+                    sources = [name for name in archive.namelist() if name.endswith(".py")]
+                    archive.extractall(files, sources)
+                with suppress(OSError):  # it has been made meanwhile
+                    files.rename(target)
+                return target
+            why = done.stderr.strip()[-300:]
     raise SystemExit(f"{package} {release}: pip could not download it: {why}")
 
 
@@ -81,8 +85,10 @@ def main() -> int:
     wanted = wanted or [(name, release) for name, known in SUPPORTED.items() for release in known]
     num_lacking = 0
     for package, release in wanted:
-        if package not in NAMES:
-            parser.error(f"got {package!r}, expected one of {', '.join(NAMES)}")
+        if package not in NAMES or not numbers(release):
+            parser.error(
+                f"got {package}=={release}, expected a release of {' or '.join(NAMES)}, such as 0.5.24"
+            )
         found = list(lacks(package, release, unpacked(package, release)))
         num_lacking += bool(found)
         state = "not supported" if refusal(package, release) else "supported"

@@ -21,6 +21,8 @@ def missing(names: Mapping[str, Name], release: str, source: Source) -> Iterator
             yield f"{name}: there is no {path}"
             continue
         given = _arguments(source, path, found)
+        if each.arguments and given is None:
+            yield f"{name}: {path} is no function any more"
         if given is not None and not _are_in_order(each.arguments, given):
             yield (
                 f"{name}: {path} takes ({', '.join(given)}), and mrl relies on "

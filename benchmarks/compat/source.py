@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mrl.errors import InputError
+
 MAX_DEPTH = 20
 """Imports that are followed for one name; more are a cycle."""
 
@@ -62,11 +64,13 @@ class Source:
         if not isinstance(statement, ast.Module | ast.ClassDef):
             return None
         stars = []
-        for bound, each in _bindings(statement.body):
+        for bound, each in reversed(list(_bindings(statement.body))):  # the last binding counts
+            if isinstance(each, ast.Delete) and bound == name:
+                return None
             if bound == "*":
                 stars.append(each)
-            elif bound == name:
-                return self._followed(module, name, each, depth)
+            elif bound == name and (found := self._followed(module, name, each, depth)):
+                return found
         for star in stars:
             if found := self.find(f"{self._origin(module, star)}.{name}", depth + 1):
                 return found
@@ -102,7 +106,10 @@ class Source:
     def _module(self, dotted: str) -> ast.Module:
         if dotted not in self._modules:
             file = self._file(dotted)
-            self._modules[dotted] = ast.parse(file.read_bytes() if file else b"")
+            try:
+                self._modules[dotted] = ast.parse(file.read_bytes() if file else b"")
+            except SyntaxError as error:
+                raise InputError(f"{file}: this Python cannot read it: {error}") from None
         return self._modules[dotted]
 
     def _file(self, dotted: str) -> Path | None:
@@ -119,7 +126,7 @@ def _bindings(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.ImportFrom | 
             yield each.name, each
         elif isinstance(each, ast.Import | ast.ImportFrom):
             yield from ((alias.asname or alias.name, each) for alias in each.names)
-        elif isinstance(each, ast.Assign):
+        elif isinstance(each, ast.Assign | ast.Delete):
             yield from ((t.id, each) for t in each.targets if isinstance(t, ast.Name))
         elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
             yield each.target.id, each
@@ -127,7 +134,7 @@ def _bindings(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.ImportFrom | 
             yield from _bindings([*each.body, *getattr(each, "orelse", [])])
         elif isinstance(each, ast.Try):
             handled = [line for handler in each.handlers for line in handler.body]
-            yield from _bindings([*each.body, *each.orelse, *each.finalbody, *handled])
+            yield from _bindings([*handled, *each.body, *each.orelse, *each.finalbody])
 
 
 def _assigned_to_self(statement: ast.ClassDef, name: str) -> ast.AST | None:

@@ -12,7 +12,7 @@ from mrl.exchange.sharing import sum_over_ranks
 from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, EngineLost
 from mrl.run import console
 from mrl.system.clock import Clock
-from mrl.system.heartbeat import phase
+from mrl.system.heartbeat import beat, phase
 from mrl.system.memory_watch import MemoryWatch
 
 
@@ -113,6 +113,7 @@ class EngineSlot:
                 self._explained += sum_over_ranks(
                     self.engine is not None and self._lost is not None and self._lost.is_explained
                 )
+                beat()  # each start has a limit of its own
                 self._start_another()
                 num_lost = self._count_lost()
         self._recovery_s += time.perf_counter() - start

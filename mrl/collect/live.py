@@ -8,7 +8,7 @@ them send the weights once more, and the remaining samples are generated with th
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch.distributed as dist
 
@@ -72,10 +72,13 @@ class LiveCollector(RoundCollector):
         """What rewards and environments may take in a step; nothing limits them in a run of its own."""
         self.scoring: Scoring | None = None
         self.eval_tasks: EvalTasks | None = None
-        with failing_together():
-            if leads:
-                self.scoring = Scoring(recipe, plan.tokenizer, self.budget, user)
-                self.eval_tasks = EvalTasks(plan, self.engine_number, self.budget, user)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            with failing_together():
+                if leads:
+                    self.scoring = Scoring(recipe, plan.tokenizer, self.budget, user)
+                    self.eval_tasks = EvalTasks(plan, self.engine_number, self.budget, user)
+            undo.pop_all()
 
     @phase("start")
     def start(self, policy: Policy) -> None:

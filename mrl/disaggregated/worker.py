@@ -88,12 +88,19 @@ class Worker:
         self._free = [Staging(tp) for _ in range(recipe.asynchronous.staged_versions)]
         self._measured = _Measured()
         self._activity = ActivityLog("start")
-        self._undo = ExitStack()
-        self._undo.callback(place.stop)
+        with ExitStack() as undo:  # a worker that cannot join leaves nothing behind
+            self._join(undo, settings)
+            self._undo = undo.pop_all()
+
+    def _join(self, undo: ExitStack, settings: dict[str, Any]) -> None:
+        """Start the processes of rewards, and connect to the trainer. Raises WireClosed if that is
+        gone."""
+        recipe, plan, place = self.plan.recipe, self.plan, self._place
+        undo.callback(place.stop)
         self._scoring = Scoring(recipe, plan.tokenizer, place.budget, place.user)
-        self._undo.callback(self._scoring.close)
+        undo.callback(self._scoring.close)
         self._evaluations = EvalTasks(plan, place.number, place.budget, place.user)
-        self._undo.callback(self._evaluations.close)
+        undo.callback(self._evaluations.close)
         dtypes = recipe.model.dtype, recipe.rollout.engine_dtype(recipe.model)
         self._tolerance = recipe.rollout.canary_tolerance or default_tolerance(
             *map(choose_dtype, dtypes)
@@ -103,13 +110,13 @@ class Worker:
             self._wire = Wire(socket.create_connection(address, JOIN_S))
         except OSError as error:  # the run may be over by now
             raise WireClosed(f"the trainer at {address} does not answer: {error}") from None
-        self._undo.callback(self._wire.close)
+        undo.callback(self._wire.close)
         self._wire.send({"type": "hello", "token": settings["token"], "engine": place.number})
         welcome, _ = self._wire.receive()
         self._receiver = WeightReceiver(
             tuple(welcome["store"]), welcome["pair"], recipe.asynchronous.worker_timeout_s
         )
-        self._undo.callback(self._receiver.close)
+        undo.callback(self._receiver.close)
 
     def run(self) -> None:
         """Work until the trainer says that the run is over. Raises WireClosed where it is gone."""

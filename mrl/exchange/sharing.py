@@ -96,10 +96,10 @@ def failing_together() -> Iterator[None]:
     """Raise on every rank if the block raises on any: there its own error, and on the others an
     InputError or RunFailed that names the first such rank. A collective, and the block holds none:
     ranks that went on would wait for the failed one in their next collective."""
-    own: Exception | None = None
+    own: Exception | SystemExit | None = None
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         own = error
     text = f"{type(own).__name__}: {own}" if own and not _is_worded(own) else str(own or "")
     kind = "input" if isinstance(own, InputError) else "failure"
@@ -112,7 +112,7 @@ def failing_together() -> Iterator[None]:
             raise (InputError if kind == "input" else RunFailed)(f"rank {rank}: {text}")
 
 
-def _is_worded(error: Exception) -> bool:
+def _is_worded(error: BaseException) -> bool:
     """Whether the message of an error is whole without its type."""
     return isinstance(error, InputError | RunFailed)
 

@@ -42,7 +42,7 @@ def replaced(file: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def lock_folder(folder: Path, user: str) -> IO[str]:
-    """Lock a folder until the returned file is closed, or this process ends.
+    """Lock a folder until the returned file is closed, here and in forks, or the processes end.
 
     Raises InputError if another process, a running `user`, has locked it, and OSError if the lock's
     file cannot be written.

@@ -20,7 +20,7 @@ from typing import Any
 
 from mrl.errors import InputError, RunFailed
 from mrl.system.proc import is_stopped
-from mrl.system.process_search import kill_by_variable
+from mrl.system.process_search import find_by_variable, kill_by_variable
 from mrl.system.processes import children_without_usr1
 from mrl.system.worker_connection import FORK_RETURNED, NUMBER
 from mrl.system.worker_user import WorkerUser
@@ -29,6 +29,8 @@ START_TIMEOUT_S = 120.0
 """Seconds for importing the user's module."""
 LOOK_S = 0.5
 """Seconds between two checks whether a worker that has not answered is alive."""
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of a worker that was killed; above 128 as worker_guard.py passes them on."""
 MARK = "MRL_WORKER"
 """The variable that identifies all processes that a worker has started."""
 MAX_REPLY_BYTES = 64 << 20
@@ -140,7 +142,7 @@ class JsonWorker:
         try:
             reply = self._exchange(b"", self._start_timeout_s)
         except TimeoutError:
-            halted = is_stopped(self._process.pid)
+            halted = any(map(is_stopped, find_by_variable(MARK, self._mark)))
             self._clear()
             if halted:
                 raise RunFailed(
@@ -155,7 +157,7 @@ class JsonWorker:
         except (OSError, EOFError):
             code = self._end()
             text = f"{self._what}: its import ended the worker process (exit code {code})"
-            if code == -signal.SIGKILL:
+            if code in KILLED:
                 raise RunFailed(
                     f"{text}: the host ran out of memory, or someone killed it"
                 ) from None

@@ -41,17 +41,17 @@ class Process:
 
     @classmethod
     def open(cls, rank: int, pid: int, page: str, stacks: str) -> Process:
-        """Open the files of a rank; one that has closed them already is ending, and its page is empty:
-        nothing is known of it."""
-        try:
+        """Open the files of a rank. A rank that is ending may have closed them, or have others under
+        their numbers: without its page nothing is known of it."""
+        memory, found = mmap.mmap(-1, SIZE), NO_FILE
+        with suppress(OSError, ValueError):
             descriptor = os.open(page, os.O_RDONLY)
             try:
                 memory = mmap.mmap(descriptor, SIZE, access=mmap.ACCESS_READ)
             finally:
                 os.close(descriptor)
+        with suppress(OSError):
             found = os.open(stacks, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            memory, found = mmap.mmap(-1, SIZE), NO_FILE
         return cls(rank, pid, memory, found, _started(pid))
 
     def see(self) -> Seen:

@@ -205,6 +205,10 @@ class Watch:
         """Whether a rank can be at fault: not where it has left, or nothing is known of it yet."""
         return self._ranks[number].seen.pulse.phase not in (LEFT, UNKNOWN.phase)
 
+    def _passes(self, number: int) -> bool:
+        """Whether a rank goes through the phases of a step; one that is not known does not count."""
+        return self._ranks[number].seen.pulse.phase not in (SUPERVISE, UNKNOWN.phase)
+
     def _leads_engines(self, number: int) -> bool:
         """Whether a rank leads engines, and goes through no phases."""
         return self._ranks[number].seen.pulse.phase == SUPERVISE
@@ -212,7 +216,7 @@ class Watch:
     def _limit(self, number: int, *, is_stopped: bool = False) -> float:
         pulse = self._ranks[number].seen.pulse
         work = pulse.phase, pulse.tenant
-        passing = {n for n in range(len(self._ranks)) if not self._leads_engines(n)}
+        passing = {n for n in range(len(self._ranks)) if self._passes(n)}
         is_through = passing <= self._through.get(work, set()) or self._leads_engines(number)
         longest = self._longest_s.get(work, 0.0) if is_through else None
         return self.limits.of(pulse.phase, longest, is_stopped=is_stopped)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.compat import __main__ as command
 from benchmarks.compat.__main__ import MODULES, ROOT, lacks, unpacked
 from benchmarks.compat.check import missing
 from benchmarks.compat.imports import imported
@@ -103,6 +106,26 @@ def test_names_are_followed_through_imports_and_bases(tmp_path: Path) -> None:
     assert found.arguments() == ["self", "a", "b", "**rest"]
 
 
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f(a): ...\ndef f(b): ...\n", ["b"]),  # the last definition counts
+        ("def f(a): ...\ndel f\n", None),
+        ("try:\n    from gone import f\nexcept ImportError:\n    def f(c): ...\n", ["c"]),
+        ("def f(a): ...\nf = None\n", []),
+    ],
+)
+def test_the_last_binding_of_a_name_counts(
+    source: str, found: list[str] | None, tmp_path: Path
+) -> None:
+    (tmp_path / "lib.py").write_text(source)
+    definition = Source(tmp_path).find("lib.f")
+    assert (definition is None) == (found is None)
+    assert definition is None or (definition.arguments() or []) == found
+    (line,) = missing({"f": Name({"1": "lib.f"}, ("z",))}, "1", Source(tmp_path))
+    assert ("no function" in line) == (found == [])
+
+
 def test_a_name_has_the_path_of_the_newest_release_that_is_not_newer() -> None:
     name = Name({"0.5.12": "a.b", "0.5.20": "a.c", "0.5.22": ""})
     paths = {
@@ -132,6 +155,39 @@ def test_other_releases_are_refused_with_the_one_to_install(
     monkeypatch.setattr(preflight, "installed_version", {"sglang": "0.5.12"}.get)
     with pytest.raises(InputError, match=r"lora.rollout=adapter: SGLang 0.5.12 is .* need 0.5.20"):
         preflight.check_serves_adapters()
+
+
+def test_the_installed_release_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler asks for names with every request, and reading metadata takes a millisecond."""
+    compat.installed()
+    monkeypatch.setattr(compat.importlib.metadata, "version", pytest.fail)
+    assert compat.path_of("get_serving").endswith(".get_serving")
+
+
+def test_a_download_that_died_and_one_beside_it_leave_the_release_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def download(command: list[str], **_: object) -> SimpleNamespace:
+        wheels = Path(command[command.index("--dest") + 1])
+        wheels.mkdir()
+        calls.append(command[-1])
+        with zipfile.ZipFile(wheels / f"x-{len(calls)}.whl", "w") as archive:
+            archive.writestr(f"sglang/only_{len(calls)}.py", "")
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        if len(calls) == 2:  # another call is faster
+            unpacked("sglang", "0.5.24", tmp_path)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(command.subprocess, "run", download)
+    with pytest.raises(KeyboardInterrupt):
+        unpacked("sglang", "0.5.12", tmp_path)
+    folder = unpacked("sglang", "0.5.24", tmp_path)
+    assert [each.name for each in folder.rglob("*.py")] == ["only_3.py"]
+    assert [each.name for each in tmp_path.iterdir()] == ["sglang-0.5.24"]
+    assert len(calls) == 3
 
 
 def test_a_hook_on_a_name_that_the_release_lacks_is_an_error(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from mrl.rollout.sglang.names import NAMES
 from mrl.system.releases import SUPPORTED, locate
 
 
+@cache
 def installed() -> str:
-    """Return the release of SGLang that an import would find."""
+    """Return the release of SGLang that an import would find. Read once: the scheduler asks for names
+    with every request."""
     return importlib.metadata.version("sglang")
 
 
@@ -20,6 +23,7 @@ def path_of(name: str) -> str:
     return NAMES[name].path(installed())
 
 
+@cache
 def take(name: str) -> Any:
     """Import a name of `NAMES`. Raises AttributeError or ImportError if the release lacks it."""
     owner, last = locate(_required(name))
