@@ -33,6 +33,7 @@ def test_an_engine_starts_again_in_a_phase_whose_limit_has_room_for_it(
 ) -> None:
     """A service replaces engines between its phases, where the limit of `log` would hold."""
     found: list[str] = []
+    beats: list[int] = []
 
     class Nodes:
         engine = object()
@@ -41,15 +42,18 @@ def test_an_engine_starts_again_in_a_phase_whose_limit_has_room_for_it(
             return loss
 
         def start(self) -> None:
-            found.append(heartbeat.read_page(page).phase)
+            pulse = heartbeat.read_page(page)
+            found.append(pulse.phase)
+            beats.append(pulse.beats)
             raise EngineLost("again")
 
     monkeypatch.setattr(engine_slot.console, "warning", lambda text: None)
     nodes: Any = Nodes()
-    slot = EngineSlot(nodes, 0, 1, MemoryWatch(torch.device("cpu"), print))
+    slot = EngineSlot(nodes, 0, 2, MemoryWatch(torch.device("cpu"), print))
     with slot.noting_loss():
         raise EngineLost("it died")
-    with pytest.raises(Exception, match="2 rollout engines were lost in one step"):
+    with pytest.raises(Exception, match="3 rollout engines were lost in one step"):
         slot.replace_lost(Clock())
-    assert found == ["rollout:restart"]
+    assert found == ["rollout:restart"] * 2
+    assert beats[1] > beats[0]  # a start that failed is progress: each has a limit of its own
     assert heartbeat.read_page(page).phase != "rollout:restart"

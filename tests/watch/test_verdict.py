@@ -266,6 +266,20 @@ def test_a_rank_that_has_closed_its_page_is_not_known(tmp_path: Path) -> None:
         shown = Process.open(0, pid, str(tmp_path / "page"), str(tmp_path / "stacks")).see()
         assert shown.text() == "not known"
         assert run(watch(), 1000, shown) is None
+    other = tmp_path / "other"  # the descriptor's number may be another file's by then
+    other.write_text("small")
+    assert Process.open(0, gone.pid, str(other), str(other)).see().text() == "not known"
+    assert Process.open(0, gone.pid, "/proc/self/mem/x", str(other)).see().text() == "not known"
+
+
+def test_a_rank_that_is_never_known_does_not_keep_limits_from_being_learned() -> None:
+    follower, unknown = watch(), Seen(Pulse("", 0, 0, 0), "")
+    follower.tick(0.5, [seen("train", 1, 0), unknown])
+    follower.tick(0.5, [seen("log", 2, 1), unknown])
+    follower.tick(0.5, [seen("train", 3, 2), unknown])
+    found = run(follower, 100, seen("train", 3, 2), unknown)
+    assert found is not None
+    assert found.limit_s == 60
 
 
 def test_ranks_are_level_again_after_work_for_a_tenant_that_failed_on_some() -> None:
