@@ -7,7 +7,6 @@ SGLang of two ranks is in test_weight_sync.py; on CPUs that pads key and value h
 from __future__ import annotations
 
 import importlib.util
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,23 +26,22 @@ QUERY_HEADS, KV_HEADS, EXPERTS, FFN, VOCAB = 8, 2, 8, 16, 24
 
 
 @pytest.fixture
-def plugin(monkeypatch) -> ModuleType:
+def plugin() -> ModuleType:
     path = Path(mrl.rollout.__file__).parent / "sglang/plugins/server" / "mrl_weight_digest.py"
     spec = importlib.util.spec_from_file_location("mrl_weight_digest", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    place_experts(monkeypatch, None)
+    place_experts(module, None)
     return module
 
 
-def place_experts(monkeypatch: pytest.MonkeyPatch, physical_to_logical: Tensor | None) -> None:
+def place_experts(plugin: Any, physical_to_logical: Tensor | None) -> None:
+    """Let the plug-in find this placement where it would ask SGLang."""
     placement = SimpleNamespace(physical_to_logical_map_cpu=physical_to_logical)
     answer = None if physical_to_logical is None else placement
-    stub: Any = ModuleType("sglang.srt.eplb.expert_location")
-    stub.get_global_expert_location_metadata = lambda: answer
-    monkeypatch.setitem(sys.modules, "sglang.srt.eplb.expert_location", stub)
+    plugin.take = {"get_global_expert_location_metadata": lambda: answer}.__getitem__
 
 
 def whole_model() -> dict[str, Tensor]:
@@ -177,11 +175,11 @@ def test_a_fused_shared_expert_comes_after_the_routed_ones(plugin):
     assert plugin.experts_of(experts, 4) == [3, 4, 5, 6]
 
 
-def test_experts_in_another_order_are_refused(plugin, monkeypatch):
+def test_experts_in_another_order_are_refused(plugin):
     ranks = [cut(whole_model(), rank, 2, ep=2, attention_dp=1) for rank in range(2)]
-    place_experts(monkeypatch, torch.arange(EXPERTS).unsqueeze(0))
+    place_experts(plugin, torch.arange(EXPERTS).unsqueeze(0))
     held_digests(answer_of(plugin, ranks), 2)
-    place_experts(monkeypatch, torch.tensor([[0, 1, 2, 3, 4, 5, 7, 6]]))
+    place_experts(plugin, torch.tensor([[0, 1, 2, 3, 4, 5, 7, 6]]))
     with pytest.raises(RuntimeError, match=r"layer 0 holds the experts .* leave out .*enable_eplb"):
         plugin.digests(ranks[0])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -323,8 +322,7 @@ def test_a_token_on_its_way_belongs_to_the_old_weights(
     """The scheduler of GPUs reads a batch's tokens one turn later, and then the weights are new."""
     versions = ["7"]
     monkeypatch.setattr(plugin, "weight_version", lambda: versions[-1])
-    stub = SimpleNamespace(WeightVersionEvent=Event)
-    monkeypatch.setitem(sys.modules, "sglang.srt.utils.weight_versions", stub)
+    monkeypatch.setattr(plugin, "take", {"WeightVersionEvent": Event}.__getitem__)
     request = SimpleNamespace(
         output_ids=output,
         weight_version_events=[Event(*event) for event in before],
