@@ -57,6 +57,7 @@ class Records:
         """Add a row, or a newer version of one."""
         row.commit = self.commit
         row.cause = row.cause.replace(f"{self.folder}/", "")
+        row.then = row.then.replace(f"{self.folder}/", "")
         row.problems = [text.replace(f"{self.folder}/", "") for text in row.problems]
         _add_line(self.rows_file, asdict(row))
         end = f"code {row.exit_code}: {row.cause}" if row.happened == "ended" else row.then
