@@ -6,6 +6,9 @@ import os
 import re
 import shutil
 import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +16,24 @@ COPIED = ("tests", "benchmarks", "launch", "csrc", "requirements", "docs", "pypr
 """What the parts read of the checkout; mrl is left out, so that they import the installed one."""
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "filelock", "hypothesis", "pybind11")
 DRIVER = "libcuda.so.1"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A command that runs while others do."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def until(self, holds: Callable[[], bool], limit_s: float) -> None:
+        """Wait until `holds()`. Raises RuntimeError, with the end of the log, if the command ends
+        first or `limit_s` pass."""
+        deadline = time.monotonic() + limit_s
+        while not holds():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                ends = _ends(self.log.read_text(errors="replace"))
+                raise RuntimeError(f"{ends}\nended with {self.process.poll()}: {self.process.args}")
+            time.sleep(1)
 
 
 @dataclass(frozen=True)
@@ -62,6 +83,25 @@ class Environment:
         if check and done.returncode != 0:
             raise RuntimeError(f"{_ends(done.stdout)}\nexit code {done.returncode}: {command}")
         return done.stdout
+
+    @contextmanager
+    def beside(self, *command: str) -> Iterator[Beside]:
+        """Run a command during the block; it gets SIGTERM at the end."""
+        log = self.folder / "beside.log"
+        with open(log, "wb") as sink:
+            process = subprocess.Popen(
+                command, cwd=self.work, env=self.variables, stdin=subprocess.DEVNULL, stdout=sink,
+                stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        try:
+            yield Beside(process, log)
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def documented_command(page: str) -> str:

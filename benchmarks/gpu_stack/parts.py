@@ -12,6 +12,8 @@ from benchmarks.compat.__main__ import lacks
 from benchmarks.gpu_stack.environment import Environment
 
 RECIPES = "launch/recipes"
+LIMIT_S = 900.0
+"""Seconds that a command may take."""
 SERVICE = """\
 model: {path: toy/model, dtype: float32}
 rollout: {batch_invariant: true, context_len: 128, max_total_tokens: 4096}
@@ -95,20 +97,22 @@ def service(environment: Environment) -> str:
     """A service of two tenants, one step each."""
     _toy_model(environment)
     (environment.work / "service.yaml").write_text(SERVICE)
-    _mrl(environment, "serve", "service.yaml", "--until-done")  # without tenants: it makes the folder
-    for name in ("ann", "bob"):
-        recipe = (f"{RECIPES}/toy_lora.yaml", "--name", name, "--service", "runs/service")
-        _mrl(environment, "tenants", "add", *recipe, "train.num_steps=1", *SMALL)
-    _mrl(environment, "serve", "service.yaml", "--until-done")
-    steps = [
-        len(
-            (environment.work / "runs/service/runs" / name / "metrics.jsonl")
-            .read_text()
-            .splitlines()
-        )
-        for name in ("ann", "bob")
-    ]
-    if steps != [1, 1]:
+    folder, names = environment.work / "runs" / "service", ("ann", "bob")
+    with environment.beside(str(environment.site / "mrl"), "serve", "service.yaml") as served:
+        served.until((folder / "control.sock").exists, LIMIT_S)
+        for name in names:
+            recipe = (f"{RECIPES}/toy_lora.yaml", "--name", name, "--service", "runs/service")
+            _mrl(environment, "tenants", "add", *recipe, "train.num_steps=1", *SMALL)
+
+        def all_done() -> bool:
+            listed = _mrl(environment, "tenants", "list", "--service", "runs/service")
+            if "paused" in listed:
+                raise RuntimeError(listed)
+            return len(re.findall(r"\bdone\b", listed)) == len(names)
+
+        served.until(all_done, LIMIT_S)
+    files = [folder / "runs" / name / "metrics.jsonl" for name in names]
+    if (steps := [len(file.read_text().splitlines()) for file in files]) != [1, 1]:
         raise RuntimeError(f"steps of the tenants: {steps}, expected 1 each")
     return "2 tenants, 1 step each"
 
@@ -152,8 +156,8 @@ def _tests(environment: Environment, *arguments: str) -> str:
 
 
 def _mrl(environment: Environment, *arguments: str) -> str:
-    return environment.run(str(environment.site / "mrl"), *arguments, limit_s=900)
+    return environment.run(str(environment.site / "mrl"), *arguments, limit_s=LIMIT_S)
 
 
 def _python(environment: Environment, *arguments: str) -> str:
-    return environment.run(str(environment.site / "python"), *arguments, limit_s=900)
+    return environment.run(str(environment.site / "python"), *arguments, limit_s=LIMIT_S)

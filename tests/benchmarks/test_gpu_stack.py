@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +45,18 @@ def test_a_command_that_fails_or_hangs_shows_the_end_of_its_output(tmp_path: Pat
     with pytest.raises(RuntimeError, match=r"last words\nexit code 3"):
         environment.run(sys.executable, "-c", program + "; sys.exit(3)", "0", limit_s=60)
     assert environment.run(sys.executable, "-c", program, "0", limit_s=60) == "last words\n"
+
+
+def test_a_command_beside_others_is_ended_and_its_end_is_noticed(tmp_path: Path) -> None:
+    environment = Environment(ROOT, tmp_path)
+    environment.work.mkdir()
+    started = tmp_path / "started"
+    program = f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(60)"
+    with environment.beside(sys.executable, "-c", program) as runs:
+        runs.until(started.exists, 60)
+    assert runs.process.returncode == -signal.SIGTERM
+    with (
+        environment.beside(sys.executable, "-c", "print('why'); raise SystemExit(4)") as ends,
+        pytest.raises(RuntimeError, match="why\nended with 4"),
+    ):
+        ends.until(lambda: False, 60)
