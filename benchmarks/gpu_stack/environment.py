@@ -52,7 +52,7 @@ class Environment:
 
     @property
     def work(self) -> Path:
-        """Where commands run: a copy of the checkout's tests and recipes, without mrl."""
+        """The folder of all commands: a copy of the checkout's tests and recipes, without mrl."""
         return self.folder / "work"
 
     @property

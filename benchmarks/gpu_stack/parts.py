@@ -102,7 +102,8 @@ def service(environment: Environment) -> str:
         served.until((folder / "control.sock").exists, LIMIT_S)
         for name in names:
             recipe = (f"{RECIPES}/toy_lora.yaml", "--name", name, "--service", "runs/service")
-            _mrl(environment, "tenants", "add", *recipe, "train.num_steps=1", *SMALL)
+            words = (*SMALL, "train.num_steps=1", f"output_dir=runs/{name}")
+            _mrl(environment, "tenants", "add", *recipe, *words)
 
         def all_done() -> bool:
             listed = _mrl(environment, "tenants", "list", "--service", "runs/service")
@@ -111,7 +112,7 @@ def service(environment: Environment) -> str:
             return len(re.findall(r"\bdone\b", listed)) == len(names)
 
         served.until(all_done, LIMIT_S)
-    files = [folder / "runs" / name / "metrics.jsonl" for name in names]
+    files = [environment.work / "runs" / name / "metrics.jsonl" for name in names]
     if (steps := [len(file.read_text().splitlines()) for file in files]) != [1, 1]:
         raise RuntimeError(f"steps of the tenants: {steps}, expected 1 each")
     return "2 tenants, 1 step each"

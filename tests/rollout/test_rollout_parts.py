@@ -234,8 +234,7 @@ def test_a_torch_built_for_cuda_takes_the_cpu_without_a_gpu(cpu_plugin, monkeypa
     monkeypatch.setattr(torch, "get_device_module", torch.get_device_module)  # put back afterwards
     assert torch.get_device_module() is torch.cuda
     cpu_plugin.take_the_cpu_for_the_accelerator()
-    assert torch.get_device_module() is torch.cpu
-    assert torch.get_device_module("cuda") is torch.cuda
+    assert (torch.get_device_module(), torch.get_device_module("cuda")) == (torch.cpu, torch.cuda)
 
 
 def test_seeded_sampler_follows_the_distribution(cpu_plugin):
