@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability rollout-bench gpu-check audit wheel site clean
+.PHONY: help setup demo test test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability rollout-bench gpu-check gpu-stack audit wheel site clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -156,6 +156,9 @@ $(VENV)/.bench: $(VENV)/.installed requirements/bench.txt
 
 compat: setup  ## What a release lacks of the names that mrl uses: VERSION=0.5.24, or the supported ones
 	$(BIN)/python -m benchmarks.compat $(VERSION)
+
+gpu-stack: setup  ## Installs the GPU stack of docs/install.md and runs it on this CPU; 12 GB, 20 minutes
+	$(BIN)/python -m benchmarks.gpu_stack $(BENCH_ARGS)
 
 gpu-check:  ## What only a GPU can show; each call takes 10 minutes and continues the last (docs/gpu.md)
 	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(BENCH_ARGS)

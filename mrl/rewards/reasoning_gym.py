@@ -6,9 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from reasoning_gym.factory import get_score_answer_fn
-
+from mrl.errors import InputError
 from mrl.rewards.answers import answer_of
+
+try:
+    from reasoning_gym.factory import get_score_answer_fn
+except ImportError:
+    raise InputError("reasoning-gym is not installed; pip install 'mrl[tasks]'") from None
 
 _verifier: Callable[[str], Any] = functools.cache(get_score_answer_fn)
 

@@ -229,6 +229,14 @@ def test_hash_equals_murmur3(cpu_plugin):
         assert got[row].tolist() == expected
 
 
+def test_a_torch_built_for_cuda_takes_the_cpu_without_a_gpu(cpu_plugin, monkeypatch):
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", torch.get_device_module)  # put back afterwards
+    assert torch.get_device_module() is torch.cuda
+    cpu_plugin.take_the_cpu_for_the_accelerator()
+    assert (torch.get_device_module(), torch.get_device_module("cuda")) == (torch.cpu, torch.cuda)
+
+
 def test_seeded_sampler_follows_the_distribution(cpu_plugin):
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
     num = 20_000

@@ -1,6 +1,6 @@
 """This plugin is loaded by SGLang in each process of a server without CUDA.
 
-Two gaps of the CPU build are closed here, and its start is made cheaper; nothing else is touched:
+Gaps of an engine on CPUs are closed here, and its start is made cheaper; nothing else is touched:
 
 1. Captured routes live in a host buffer whose allocator pins memory, which needs CUDA.
 2. A request's `sampling_seed` counts only under `--enable-deterministic-inference`, which is refused
@@ -10,6 +10,8 @@ Two gaps of the CPU build are closed here, and its start is made cheaper; nothin
    request of the batch. Here those that truncate nothing are drawn as they are among their like.
 3. SGLang spawns its scheduler and detokenizer, because CUDA does not survive a fork, and each of
    them imports all of SGLang again: two thirds of a start's CPU time. Here they are forked.
+4. SGLang synchronises the accelerator that torch names, and a torch that was built for CUDA names
+   CUDA also where there is no GPU. Here it is the CPU.
 """
 
 import gc
@@ -31,6 +33,7 @@ def register():
     hook("SamplingBatchInfo.from_schedule_batch", attach_seeds, "AFTER")
     hook("moe_forward_native", without_other_ranks_experts, "AROUND")
     give_padding_value()
+    take_the_cpu_for_the_accelerator()
     hook("_set_envs_and_config", fork_children, "AFTER")
 
 
@@ -38,6 +41,16 @@ def fork_children(result, server_args):
     """Start processes by fork from here on: nothing has started a thread that they would need."""
     gc.freeze()  # what is imported stays shared with them
     multiprocessing.set_start_method("fork", force=True)
+
+
+def take_the_cpu_for_the_accelerator():
+    """Let `torch.get_device_module` without a device return `torch.cpu`."""
+    original = torch.get_device_module
+
+    def get_device_module(device=None):
+        return original("cpu" if device is None else device)
+
+    torch.get_device_module = get_device_module
 
 
 def give_padding_value():
