@@ -328,6 +328,16 @@ class MegatronModel:
 
     def offload_optimizer(self) -> None:
         """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""
+        self.move_optimizer()
+        self.ledger.give_back()
+
+    def offload_parameters(self) -> None:
+        """Make room for the engine's KV cache, once the weights are sent."""
+        self.move_parameters()
+        self.ledger.give_back()
+
+    def move_optimizer(self) -> None:
+        """Move optimizer and gradients to the host; `Ledger.give_back` gives their memory to others."""
         self.gather_parameters()
         if self.mesh.device.type == "cpu" or self._optimizer_config is None:
             return
@@ -336,8 +346,8 @@ class MegatronModel:
         if self.ledger.place(self._prefix + "gradients") == "device":
             self.ledger.free(self._prefix + "gradients")
 
-    def offload_parameters(self) -> None:
-        """Make room for the engine's KV cache, once the weights are sent."""
+    def move_parameters(self) -> None:
+        """Move the weights to the host; `Ledger.give_back` gives their memory to others."""
         for kind in self._parameter_kinds:
             if self.mesh.device.type != "cpu" and self.ledger.place(kind) == "device":
                 self.ledger.to_host(kind)

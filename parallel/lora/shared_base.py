@@ -127,6 +127,11 @@ class SharedBase(Base):
         """Move the base to the host, for the engine. On a CPU nothing moves: there is one memory."""
         if self.mesh.device.type != "cpu" and self.ledger.place(KIND) == "device":
             self.ledger.to_host(KIND)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Give the memory of what has left to the engine; a swap alone keeps it for the next policy."""
+        self.ledger.give_back()
 
     def onload(self) -> None:
         """Bring the base back where it is away."""
