@@ -151,7 +151,13 @@ def life(path: Path, samples: list[Sample], root: Path) -> dict[str, Any]:
     found["random"] = torch.equal(pack_random_state(mesh.device), before)
     steps.append({**step("b", b, mesh, samples), **state(b)})
 
+    given_back: list[int] = []
+    base.ledger.give_back = lambda: given_back.append(1)
+    a.mount()
     base.unmount()
+    found["swaps"] = len(given_back)
+    base.offload()
+    found["offload"] = len(given_back)
     found["shape"] = shape(base) == plain
     base.ledger.to_host("base")
     found["bytes"] = [b.mount(adapter_only=True).num_bytes, base.ledger.where()["b/parameters"][0]]
@@ -191,6 +197,8 @@ def test_nothing_of_one_policy_reaches_another(
     assert not found["draws"]  # no step needs random numbers
     assert found["random"]  # and what another draws is not missed
     assert found["shape"]
+    assert found["swaps"] == 0  # the next policy takes the memory of the one before
+    assert found["offload"] == 1  # the engine gets it, though nothing of the base moves on a CPU
     assert found["bytes"][0] == found["bytes"][1] > 0
     assert found["export"] == []
     assert "got {'base': 'host'}" in found["away"]
