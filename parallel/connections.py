@@ -27,8 +27,8 @@ QUERY_S = 30.0
 def choose_connections(layout: ParallelConfig, ask_capabilities: Callable[[], str]) -> str | None:
     """Return the value that Megatron wants for a layout; None where CUDA's default may stay.
 
-    `ask_capabilities` gives the answer to QUERY, such as "9.0" on a line for each GPU, or nothing; it is
-    asked only where the layout needs it.
+    `ask_capabilities` gives the answer to QUERY, such as "9.0" on a line for each GPU, or nothing; it
+    is asked only where the layout needs it.
     """
     if layout.tensor_model_parallel_size == layout.context_parallel_size == 1:
         return None
@@ -49,6 +49,8 @@ def _ask() -> str:
     answer = ""
     if shutil.which(QUERY[0]):
         with suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_S, check=True)
+            done = subprocess.run(
+                QUERY, capture_output=True, text=True, timeout=QUERY_S, check=True
+            )
             answer = done.stdout
     return answer

@@ -1,8 +1,7 @@
-#include "empty_groups.h"
-
 #include <algorithm>
 
 #include "cuda/launch.h"
+#include "empty_groups.h"
 
 namespace mrl {
 namespace {

@@ -73,8 +73,8 @@ class Collective(NamedTuple):
     """How many the rank has begun."""
     is_over: bool = True
     is_queued: bool = False
-    """The rank has waited for it, and a GPU had not done it by then: the rank goes on, and nothing that it
-    shows says whether the collective is over."""
+    """The rank has waited for it, and a GPU had not done it by then: the rank goes on, and nothing that
+    it shows says whether the collective is over."""
 
     def text(self) -> str:
         """Say it for a report; empty where there was none."""

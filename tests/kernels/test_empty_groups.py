@@ -1,4 +1,4 @@
-"""`mrl::zero_empty_groups_`: groups without rows are zero whatever they held, and no other bit moves."""
+"""`mrl::zero_empty_groups_`: groups without rows become zero, and no other bit changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def ends_of(sizes: list[int]) -> Tensor:
 def random_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Values of any bits, NaN among them."""
     size = (*shape[:-1], shape[-1] * dtype.itemsize)
-    found = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    found = torch.randint(
+        0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     return found.view(dtype)
 
 
@@ -65,7 +67,7 @@ def test_a_group_that_starts_at_an_odd_address(emulated_cuda) -> None:
     [
         (torch.zeros(4, 6)[:, :3], torch.zeros(4, dtype=torch.int32), "values: .* contiguous"),
         (torch.zeros(()), torch.zeros(0, dtype=torch.int32), "values: got shape"),
-        (torch.zeros(4, 6), torch.zeros(3, dtype=torch.int32), r"ends: got shape \[3\], expected \[4\]"),
+        (torch.zeros(4, 6), torch.zeros(3, dtype=torch.int32), r"ends: got shape \[3\], .* \[4\]"),
         (torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64), "ends: got dtype torch.int64"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""CUDA_DEVICE_MAX_CONNECTIONS: which layouts and GPUs get it, and that it is set before torch starts."""
+"""CUDA_DEVICE_MAX_CONNECTIONS: which layouts and GPUs get it, set before torch starts."""
 
 from __future__ import annotations
 
