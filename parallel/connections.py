@@ -1,4 +1,4 @@
-"""The number of queues between host and GPU, CUDA_DEVICE_MAX_CONNECTIONS: chosen before CUDA starts.
+"""This module chooses CUDA_DEVICE_MAX_CONNECTIONS, the queues between host and GPU, before CUDA starts.
 
 Megatron asks for a collective before the product that it overlaps with, and relies on the GPU to begin
 them in this order. Up to Hopper only a single queue keeps it. The rule is that of Megatron-LM's

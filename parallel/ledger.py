@@ -137,6 +137,17 @@ class Ledger:
             storage.resize_(0)
         owner.place = "freed"
 
+    def put_away(self, *kinds: str) -> int:
+        """Free or copy to the host those of `kinds` that are on the device; return the number of bytes
+        that were copied."""
+        num_copied = 0
+        for kind in [kind for kind in kinds if self.place(kind) == "device"]:
+            if self.is_disposable(kind):
+                self.free(kind)
+            else:
+                num_copied += self.to_host(kind)
+        return num_copied
+
     def to_device(self, kind: str) -> int:
         """Bring a kind back: the bytes that left, zeros if freed. Return the number of bytes that were
         copied. Raises RuntimeError where the kind is not away."""

@@ -111,7 +111,8 @@ class Policy(MegatronModel):
         super().move_optimizer()
         if self._companion is not None:
             self._companion.move_optimizer()
-            self._companion.move_parameters()
+            if self.mesh.device.type != "cpu":
+                self.ledger.put_away(*self._companion.own_kinds)
 
     def onload(self) -> None:
         """Take the memory back after the engine went to sleep, for the companion too."""

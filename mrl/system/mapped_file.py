@@ -51,7 +51,7 @@ class _Mapping:
 
 
 _mappings: dict[str, _Mapping] = {}
-"""By path. The mapping keeps the file alive, so its number is no other file's."""
+"""Mappings by path. Each keeps its file alive, so that its number is no other file's."""
 
 
 def _number(path: str) -> tuple[int, int] | None:

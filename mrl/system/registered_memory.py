@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ def unregister(tensor: Tensor) -> None:
 
 def _pin(address: int, num_bytes: int) -> None:
     """Raise RuntimeError where CUDA refuses."""
-    code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
+    cudart: Any = torch.cuda.cudart()
+    code = cudart.cudaHostRegister(address, num_bytes, 0)
     try:
         torch.cuda.check_error(code)
     except RuntimeError:
@@ -49,7 +51,8 @@ def _pin(address: int, num_bytes: int) -> None:
 
 
 def _unpin(address: int) -> None:
-    code = torch.cuda.cudart().cudaHostUnregister(address)
+    cudart: Any = torch.cuda.cudart()
+    code = cudart.cudaHostUnregister(address)
     try:
         torch.cuda.check_error(code)
     except RuntimeError:

@@ -16,15 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.disaggregated import weights
 from mrl.disaggregated.peers import open_store
 from mrl.disaggregated.staging import Canaries, Staging
-from mrl.disaggregated.weights import (
-    GRACE_S,
-    WeightReceiver,
-    WeightSender,
-    transfer_device,
-)
+from mrl.disaggregated.weights import GRACE_S, WeightReceiver, WeightSender
 from mrl.kernels.digest import add_digests, digests_of
 from mrl.toy_model import write_toy_model
 from mrl.types import WeightBucket
@@ -353,20 +347,3 @@ def test_an_export_of_megatron_arrives_bit_for_bit(tmp_path: Path, dtype: str) -
     ((wanted, found),) = run_ranks(1, sent_by_megatron, tmp_path / "model", dtype, folder=folder)
     assert len(wanted) > 20
     assert_same(found, wanted)
-
-
-def test_an_adapter_travels_over_gloo_whatever_the_rank_has(
-    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU a pair would have a communicator of NCCL: one for each tenant and worker."""
-    gpu = torch.device("cuda", 3)
-    monkeypatch.setattr(weights, "local_device", lambda: gpu)
-    assert transfer_device(sends_adapter=False) == gpu
-    device = transfer_device(sends_adapter=True)
-    assert device == CPU
-    worker = Receiving(address, "one", (1,), Staging())
-    sender = WeightSender(address, PATIENT_S, device)
-    assert sender.send(make_buckets(1), 1, ["one"], NO_CANARIES) == []
-    worker.finish()
-    assert sender._groups["one"]._nccl is None
-    assert_same(held(worker.staging), expected(1))
