@@ -218,8 +218,8 @@ class MegatronModel:
         self.ledger.require_on_device(*self.base.kinds, *self.own_kinds)
 
     def gather_parameters(self) -> None:
-        """Have all ranks hold the present weights. A collective, before anything but a forward pass reads
-        them: with `overlap_param_gather` only the passes after an update gather by themselves."""
+        """Have all ranks hold the present weights: a collective, before all but a forward pass reads
+        them. With `overlap_param_gather` only the passes after an update gather by themselves."""
         if self._optimizer_config is None:
             return
         for chunk in self.chunks:
