@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
     )
     assert "what helps most is train.recompute=true (saves " in line
     line = refused(capsys, [*command, "--gpu", "h200", "--host-memory", "500"])
-    assert "a node needs 1.18 TB of host memory, " in line
+    assert "a node needs 1.19 TB of host memory, " in line
     assert " + asynchronous save 450 GB + " in line
 
 
