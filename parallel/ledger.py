@@ -16,6 +16,10 @@ Host buffers are kept and used again, by size: pinning memory takes longer than 
 stay allocated while their contents are on the device; `host_buffer_bytes` counts them all. A storage
 that never changes, such as a frozen weight, keeps its own: it is copied to the host once.
 
+Memory of kinds that leave stays with torch's allocator, and the next tensors of this process get it:
+they come after the copies, on the same stream. Only `give_back` returns it to the driver, for another
+process of the device.
+
 The copies to and from pinned memory have not run on a GPU yet; that nothing is lost or unhooked is
 tested on a CPU.
 """
@@ -100,8 +104,8 @@ class Ledger:
             raise RuntimeError(f"memory ledger: expected {kinds} on the device, got {away}")
 
     def to_host(self, kind: str) -> int:
-        """Copy a kind to the host and give its device memory back; return the number of bytes that were
-        copied. Raises RuntimeError where it is not on the device."""
+        """Copy a kind to the host and free its device memory for this process; return the number of
+        bytes that were copied. Raises RuntimeError where it is not on the device."""
         owner, num_copied = self._expect(kind, "to_host", ("device",)), 0
         storages = self._on_device()[kind]
         changing = {t.untyped_storage()._cdata for t in owner.tensors() if not _is_frozen(t)}
@@ -115,12 +119,13 @@ class Ledger:
                 if owner.keeps_frozen and storage._cdata not in changing:
                     owner.copies[storage._cdata] = (storage, host)
             owner.away.append((storage, storage.nbytes(), host))
-        self._empty(storages)
+        for storage in storages:
+            storage.resize_(0)
         owner.place = "host"
         return num_copied
 
     def free(self, kind: str) -> None:
-        """Give back the memory of a disposable kind without a copy; raises RuntimeError for others."""
+        """Free the memory of a disposable kind without a copy; raises RuntimeError for others."""
         owner = self._expect(kind, "free", ("device",))
         if not owner.disposable:
             raise RuntimeError(
@@ -128,8 +133,20 @@ class Ledger:
             )
         storages = self._on_device()[kind]
         owner.away += [(storage, storage.nbytes(), None) for storage in storages]
-        self._empty(storages)
+        for storage in storages:
+            storage.resize_(0)
         owner.place = "freed"
+
+    def put_away(self, *kinds: str) -> int:
+        """Free or copy to the host those of `kinds` that are on the device; return the number of bytes
+        that were copied."""
+        num_copied = 0
+        for kind in [kind for kind in kinds if self.place(kind) == "device"]:
+            if self.is_disposable(kind):
+                self.free(kind)
+            else:
+                num_copied += self.to_host(kind)
+        return num_copied
 
     def to_device(self, kind: str) -> int:
         """Bring a kind back: the bytes that left, zeros if freed. Return the number of bytes that were
@@ -149,6 +166,13 @@ class Ledger:
         owner.away.clear()
         owner.place = "device"
         return num_copied
+
+    def give_back(self) -> None:
+        """Return all free memory of the device to the driver, once the copies to the host are done: for
+        an engine that shares the device. Once for all kinds of a move, because it waits."""
+        if self._pinned:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
     def drop(self, kind: str) -> None:
         """Forget a kind and free all its memory, wherever it is: its tensors have no bytes afterwards.
@@ -234,14 +258,6 @@ class Ledger:
             return spare.pop()
         self._host_buffer_bytes += num_bytes
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-
-    def _empty(self, storages: list[UntypedStorage]) -> None:
-        if self._pinned:
-            torch.cuda.synchronize()  # the copies have to be done before their source goes
-        for storage in storages:
-            storage.resize_(0)
-        if self._pinned:
-            torch.cuda.empty_cache()
 
 
 def gradient_tensors(chunks: list[Any]) -> Iterator[Tensor]:

@@ -218,9 +218,8 @@ class MegatronModel:
         self.ledger.require_on_device(*self.base.kinds, *self.own_kinds)
 
     def gather_parameters(self) -> None:
-        """Have all ranks hold the whole of the present weights. A collective; call it before anything
-        but a forward pass reads them. With `overlap_param_gather` only the passes after an update do
-        that by themselves, layer by layer."""
+        """Have all ranks hold the present weights: a collective, before all but a forward pass reads
+        them. With `overlap_param_gather` only the passes after an update gather by themselves."""
         if self._optimizer_config is None:
             return
         for chunk in self.chunks:
@@ -328,19 +327,20 @@ class MegatronModel:
 
     def offload_optimizer(self) -> None:
         """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""
-        self.gather_parameters()
-        if self.mesh.device.type == "cpu" or self._optimizer_config is None:
-            return
-        if self.ledger.place(self._prefix + "optimizer") == "device":
-            self.ledger.to_host(self._prefix + "optimizer")
-        if self.ledger.place(self._prefix + "gradients") == "device":
-            self.ledger.free(self._prefix + "gradients")
+        self.move_optimizer()
+        self.ledger.give_back()
 
     def offload_parameters(self) -> None:
         """Make room for the engine's KV cache, once the weights are sent."""
-        for kind in self._parameter_kinds:
-            if self.mesh.device.type != "cpu" and self.ledger.place(kind) == "device":
-                self.ledger.to_host(kind)
+        if self.mesh.device.type != "cpu":
+            self.ledger.put_away(*self._parameter_kinds)
+        self.ledger.give_back()
+
+    def move_optimizer(self) -> None:
+        """Move optimizer and gradients to the host; `Ledger.give_back` gives their memory to others."""
+        self.gather_parameters()
+        if self.mesh.device.type != "cpu" and self._optimizer_config is not None:
+            self.ledger.put_away(self._prefix + "optimizer", self._prefix + "gradients")
 
     def onload(self) -> None:
         """Take the memory back after the engine went to sleep; what never left stays."""

@@ -106,12 +106,13 @@ class Policy(MegatronModel):
         returns with the policy."""
         self._companion = companion
 
-    def offload_optimizer(self) -> None:
-        """Make room for the engine's weights. All of a companion leaves, as no engine reads it."""
-        super().offload_optimizer()
+    def move_optimizer(self) -> None:
+        """Move optimizer and gradients to the host, and all of a companion, as no engine reads it."""
+        super().move_optimizer()
         if self._companion is not None:
-            self._companion.offload_optimizer()
-            self._companion.offload_parameters()
+            self._companion.move_optimizer()
+            if self.mesh.device.type != "cpu":
+                self.ledger.put_away(*self._companion.own_kinds)
 
     def onload(self) -> None:
         """Take the memory back after the engine went to sleep, for the companion too."""

@@ -28,6 +28,7 @@ void Run(Function&& function) {
   std::forward<Function>(function)();
 }
 
+void BindEmptyGroups(pybind11::module_& module);
 void BindInvariant(pybind11::module_& module);
 void BindPackedGae(pybind11::module_& module);
 void BindPolicyLoss(pybind11::module_& module);

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_C, module) {
 #else
   module.attr("has_cuda") = false;
 #endif
+  mrl::BindEmptyGroups(module);
   mrl::BindInvariant(module);
   mrl::BindPackedGae(module);
   mrl::BindPolicyLoss(module);

@@ -61,7 +61,9 @@ def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int
     """Serve tenants on this rank of `world`; return who stopped the service, as `mrl.system.stop` says,
     and 0 where it ended by itself."""
     from parallel import prepare
+    from parallel.connections import set_connections
 
+    set_connections(config.parallel)  # before torch asks for GPUs
     prepare()  # before anything imports Megatron
     from mrl.preflight.machine import check_machine, local_ranks
     from mrl.run import console

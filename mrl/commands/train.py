@@ -73,11 +73,13 @@ def train(
     from mrl.preflight.roles import roles_of
     from mrl.preflight.room import check_room
     from mrl.run import console
+    from parallel.connections import set_connections
 
     check_ranks(recipe, world, "train")
     roles, rank = roles_of(recipe, world), int(os.environ.get("RANK", "0"))
     if roles.is_rollout(rank):
         return _roll_out(recipe, roles, rank, allowed)
+    set_connections(recipe.parallel)
     is_main = os.environ.get("RANK", "0") == "0"
     with closing(RunFolder(recipe.output_dir)) as folder:
         room = ""

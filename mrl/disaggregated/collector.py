@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from mrl.collect.backlog import StepPrompts
 from mrl.collect.canary import canary_sequences
+from mrl.collect.engine_nodes import served_adapter
 from mrl.collect.evaluation import Evaluation
 from mrl.collect.rounds import Round, RoundCollector, as_statistics, step_seed
 from mrl.disaggregated.engine_times import Span
@@ -25,7 +26,7 @@ from mrl.disaggregated.measures import add_round, staleness
 from mrl.disaggregated.meeting import LauncherMeeting, Meeting
 from mrl.disaggregated.server import Server
 from mrl.disaggregated.staging import Canaries
-from mrl.disaggregated.weights import WeightSender
+from mrl.disaggregated.weights import WeightSender, transfer_device
 from mrl.disaggregated.work import Delivered, Work
 from mrl.preflight import Plan
 from mrl.run.activities import WAIT
@@ -89,7 +90,8 @@ class DisaggregatedCollector(RoundCollector):
             self._server = self._make_server(self._meeting.hosts())
             self._meeting.invite(self._server)
         where = self._from_server(lambda server: server.store_address)
-        self._sender = WeightSender(where, recipe.asynchronous.worker_timeout_s)
+        device = transfer_device(sends_adapter=served_adapter(self.plan) is not None)
+        self._sender = WeightSender(where, recipe.asynchronous.worker_timeout_s, device)
         if self._meeting.is_shared:
             return
         if self._server is not None:

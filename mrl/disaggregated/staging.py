@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.rollout.engine_group import file_handle
+from mrl.rollout.engine_group import file_handle, registered_file_handle
 from mrl.system.shared_memory import SharedMemory
 from mrl.types import WeightBucket
 
@@ -30,13 +30,15 @@ class Canaries:
 class Staging:
     """A `Staging` holds one version of the weights at a time. It is for one thread at a time."""
 
-    def __init__(self, num_ranks: int = 1) -> None:
-        """`num_ranks`: the ranks of the engine, each of which maps the memory."""
+    def __init__(self, num_ranks: int = 1, device: torch.device | None = None) -> None:
+        """`num_ranks`: the ranks of the engine, each of which maps the memory. `device`: the GPU that
+        buckets come from, if they come over NCCL; both sides register the memory with CUDA then."""
         self.version: int | None = None
         """The version that is here whole; None while one comes, and where one came in part."""
         self.canaries: Canaries | None = None
         self._num_ranks = num_ranks
-        self._memory = SharedMemory()
+        self._memory = SharedMemory(device)
+        self._handle = file_handle if device is None else registered_file_handle
         self._headers: list[Mapping[str, Any]] = []
         self._coming = -1
 
@@ -64,7 +66,7 @@ class Staging:
             size = int(header["num_bytes"])
             buffer = self._memory.take(size, number)
             flat = buffer.tensor[:size]
-            handles = tuple(file_handle(buffer.path, size) for _ in range(self._num_ranks))
+            handles = tuple(self._handle(buffer.path, size) for _ in range(self._num_ranks))
             yield WeightBucket(
                 tensors=_tensors(flat, header["tensors"]),
                 version=self.version,

@@ -84,6 +84,15 @@ class _Sending:
             return None if self.failure else self._jobs.popleft()
 
 
+def transfer_device(*, sends_adapter: bool) -> torch.device:
+    """Return where this rank's side of a transfer has its buckets.
+
+    An adapter is small and goes to the engine through host memory whatever it comes in: on the CPU it
+    needs no NCCL communicator, of which each tenant and worker would have one.
+    """
+    return torch.device("cpu") if sends_adapter else local_device()
+
+
 class WeightSender:
     """Sends versions of the weights from one trainer rank to the workers that are its own."""
 
@@ -91,12 +100,10 @@ class WeightSender:
         self,
         address: tuple[str, int],
         timeout_s: float,
-        device: torch.device | None = None,
+        device: torch.device,
     ) -> None:
-        """`address` is that of the server's store. `device` holds the buckets, and is this rank's own
-        by default."""
-        self._address, self._timeout_s = address, timeout_s
-        self._device = device or local_device()
+        """`address` is that of the server's store. `device` holds the buckets (`transfer_device`)."""
+        self._address, self._timeout_s, self._device = address, timeout_s, device
         self._groups: dict[str, PairGroup] = {}
 
     def send(
@@ -165,13 +172,13 @@ class WeightReceiver:
         address: tuple[str, int],
         name: str,
         timeout_s: float,
-        device: torch.device | None = None,
+        device: torch.device,
     ) -> None:
         """`name` is that of the pair, `address` that of the server's store; `device` as
         the sender's."""
         self._host, self._name, self._timeout_s = address[0], name, timeout_s
         self._store = _connect(address, timeout_s)
-        self._device = device or local_device()
+        self._device = device
         self._group: PairGroup | None = None
 
     def receive(self, staging: Staging, version: int) -> None:

@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mrl.collect.canary import check_canaries, default_tolerance
+from mrl.collect.engine_nodes import served_adapter
 from mrl.collect.evaluation import EvalTasks
 from mrl.collect.scoring import Scoring
 from mrl.collect.task import Task, make_step_task
 from mrl.disaggregated.activity import ActivityLog
 from mrl.disaggregated.engine_place import EnginePlace
 from mrl.disaggregated.staging import Staging
-from mrl.disaggregated.weights import WeightReceiver
+from mrl.disaggregated.weights import WeightReceiver, transfer_device
 from mrl.disaggregated.wire import Wire, WireClosed
 from mrl.disaggregated.work import Delivered, Work
 from mrl.errors import EngineGone, InputError, RunFailed
@@ -85,7 +86,9 @@ class Worker:
         self._held: Staging | None = None
         """The version that is loaded: another engine needs it, should this one be lost."""
         tp = recipe.rollout.tensor_parallel_size
-        self._free = [Staging(tp) for _ in range(recipe.asynchronous.staged_versions)]
+        self._device = transfer_device(sends_adapter=served_adapter(plan) is not None)
+        gpu = self._device if self._device.type == "cuda" else None
+        self._free = [Staging(tp, gpu) for _ in range(recipe.asynchronous.staged_versions)]
         self._measured = _Measured()
         self._activity = ActivityLog("start")
         with ExitStack() as undo:  # a worker that cannot join leaves nothing behind
@@ -114,7 +117,10 @@ class Worker:
         self._wire.send({"type": "hello", "token": settings["token"], "engine": place.number})
         welcome, _ = self._wire.receive()
         self._receiver = WeightReceiver(
-            tuple(welcome["store"]), welcome["pair"], recipe.asynchronous.worker_timeout_s
+            tuple(welcome["store"]),
+            welcome["pair"],
+            recipe.asynchronous.worker_timeout_s,
+            self._device,
         )
         undo.callback(self._receiver.close)
 

@@ -12,6 +12,7 @@ except ImportError as error:
         f"mrl._C, the compiled kernels, cannot be imported: run `make setup` to build it ({error})"
     ) from None
 
+from mrl.kernels.empty_groups import zero_empty_groups_
 from mrl.kernels.linear_logprob import Chunked, linear_logprob
 from mrl.kernels.packed_gae import packed_gae
 from mrl.kernels.policy_loss import POLICY_STATS, PolicyLoss, policy_loss
@@ -36,4 +37,5 @@ __all__ = [
     "seq_logratio",
     "unpack_routes",
     "vp_logprob",
+    "zero_empty_groups_",
 ]

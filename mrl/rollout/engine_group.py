@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from mrl.system.heartbeat import beat
-from mrl.system.mapped_file import map_file
+from mrl.system.mapped_file import map_file, map_registered_file
 from mrl.types import Handle, WeightBucket
 
 DEVICE_FIELD = 6
@@ -55,6 +55,12 @@ def handle_of(flat: Tensor | None, path: str | None) -> Handle:
 def file_handle(path: str, num_bytes: int) -> Handle:
     """Return a handle to the first `num_bytes` of a file, which the other process maps."""
     return map_file, (path, num_bytes)
+
+
+def registered_file_handle(path: str, num_bytes: int) -> Handle:
+    """Return such a handle to a file that is used in every sync: the other process keeps it mapped, and
+    registers the memory with CUDA."""
+    return map_registered_file, (path, num_bytes)
 
 
 class EngineGroup:

@@ -32,6 +32,8 @@ _COLLECTIVE = struct.Struct("=16s64sqq")
 _COLLECTIVE_AT = 128
 _END = struct.Struct("=q")
 _END_AT = _COLLECTIVE_AT + _COLLECTIVE.size - _END.size
+_OVER, _QUEUED = 1, 2
+"""How a collective ended; 0 until somebody has waited for it."""
 _WRITER = struct.Struct("=q")
 _WRITER_AT = 256
 SIZE = mmap.PAGESIZE
@@ -70,12 +72,15 @@ class Collective(NamedTuple):
     number: int = 0
     """How many the rank has begun."""
     is_over: bool = True
+    is_queued: bool = False
+    """The rank has waited for it, and a GPU had not done it by then: the rank goes on, and nothing that
+    it shows says whether the collective is over."""
 
     def text(self) -> str:
         """Say it for a report; empty where there was none."""
         if not self.name:
             return ""
-        over = "over" if self.is_over else "not over"
+        over = "over" if self.is_over else "queued on the GPU" if self.is_queued else "not over"
         return f"{self.name} over {self.group} (number {self.number}, {over})"
 
 
@@ -140,8 +145,8 @@ def read_page(memory: mmap.mmap) -> Pulse:
 
 def read_collective(memory: mmap.mmap) -> Collective:
     """Return the last collective that a page names."""
-    name, group, number, is_over = _COLLECTIVE.unpack_from(memory, _COLLECTIVE_AT)
-    return Collective(_text(name), _text(group), number, bool(is_over))
+    name, group, number, end = _COLLECTIVE.unpack_from(memory, _COLLECTIVE_AT)
+    return Collective(_text(name), _text(group), number, end == _OVER, end == _QUEUED)
 
 
 def read_writer(memory: mmap.mmap) -> int:
@@ -172,10 +177,10 @@ def note_collective(name: bytes, group: bytes) -> None:
         _COLLECTIVE.pack_into(page.memory, _COLLECTIVE_AT, name, group, page.collectives, 0)
 
 
-def note_collective_end() -> None:
-    """Say that this rank has waited for the last collective."""
+def note_collective_end(*, is_queued: bool = False) -> None:
+    """Say that this rank has waited for the last collective; `is_queued`: a GPU has still to do it."""
     for page in _pages:
-        _END.pack_into(page.memory, _END_AT, 1)
+        _END.pack_into(page.memory, _END_AT, _QUEUED if is_queued else _OVER)
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mrl.system.registered_memory import register, unregister
+
 NONCE_BYTES = 16
 MAX_BYTES_A_CALL = 1 << 30
 """Linux moves at most 2 GiB in one read or write."""
@@ -31,19 +33,25 @@ class SharedBuffer:
     On the first touch each page costs as much as copying it ten times.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, device: torch.device | None = None) -> None:
+        """`device`: a GPU to and from which the memory is copied; it is registered with CUDA then."""
         size = max(num_bytes, 1)  # nothing of length 0 can be mapped
         fd = os.memfd_create("mrl-weights")
         weakref.finalize(self, os.close, fd)
         os.ftruncate(fd, size)
         self.path = f"/proc/{os.getpid()}/fd/{fd}"
         self.tensor = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
+        if device is not None and register(self.tensor, device):
+            # It keeps the tensor, and with it the mapping, until then.
+            weakref.finalize(self, unregister, self.tensor).atexit = False
 
 
 class SharedMemory:
     """Keeps buffers that are used again and again, and that grow."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device`: as `SharedBuffer` has it."""
+        self._device = device
         self._buffers: dict[int, SharedBuffer] = {}
 
     def take(self, num_bytes: int, number: int = 0) -> SharedBuffer:
@@ -53,7 +61,7 @@ class SharedMemory:
         if buffer is None or buffer.tensor.numel() < num_bytes:
             buffer = None
             self._buffers.pop(number, None)  # first: both at once might not fit
-            buffer = self._buffers[number] = SharedBuffer(num_bytes)
+            buffer = self._buffers[number] = SharedBuffer(num_bytes, self._device)
         return buffer
 
 

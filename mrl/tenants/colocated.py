@@ -169,6 +169,7 @@ class ColocatedService(Service[Runs]):
         self._base.onload()
         for run in runs:
             self._attempt(run, run.prepare_sync)
+        self._base.give_back()  # what the swaps have left
         dist.barrier()  # an engine wakes on the devices of several ranks
         self._slot.wake_weights()
         for run in [run for run in runs if run.name in self._runs]:

@@ -41,8 +41,8 @@ METHODS = {
 def noting_collectives() -> Iterator[None]:
     """Note the collectives of this process in its page during the block.
 
-    A collective is over, in the page, when somebody has waited for it. On CPUs that is its end; on GPUs
-    torch then has queued it on the device, and does not wait itself.
+    In the page a collective is over when somebody has waited for it and it is done. On GPUs torch's
+    `wait` only lets the stream wait: what the device has not done by then is noted as queued.
     """
     groups: dict[Any, bytes] = {}
     with ExitStack() as undo:
@@ -80,7 +80,7 @@ def _noting_end(wait: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(wait)
     def waited(self: Any, *args: Any, **options: Any) -> Any:
         result = wait(self, *args, **options)
-        note_collective_end()
+        note_collective_end(is_queued=not self.is_completed())
         return result
 
     return waited

@@ -147,7 +147,8 @@ def _seen(values: Any) -> Seen:
     texts = (state, pulse.phase, pulse.tenant, collective.name, collective.group)
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a phase, a state, a tenant or a collective is no text")
-    numbers = (pulse.step, pulse.position, pulse.beats, collective.number, collective.is_over)
+    numbers = (pulse.step, pulse.position, pulse.beats)
+    numbers += (collective.number, collective.is_over, collective.is_queued)
     if not all(isinstance(number, int) for number in numbers):
         raise TypeError("a step, a position, the beats or a collective is no number")
     return Seen(pulse, state, collective)

@@ -215,21 +215,22 @@ def end(
     said = Failure(
         what=found.text(),
         exit_code=int(ExitCode.LOST_RANK if found.how in ("gone", "lost") else ExitCode.HUNG_RANK),
-        rank=found.rank,
-        host=hosts.get(found.rank, socket.gethostname()),
+        rank=None if found.suspects else found.rank,
+        host="" if found.suspects else hosts.get(found.rank, socket.gethostname()),
         phase=found.pulse.phase,
         step=max(found.pulse.step, 0),
         tenant=found.pulse.tenant,
         since_s=found.since_s,
         cause=cause.get(found.how, "a user, a debugger or the scheduler"),
-        log_tail=innermost(stacks.get(found.rank, "")),
+        log_tail=[] if found.suspects else innermost(stacks.get(found.rank, "")),
         ranks=places,
         command=job["command"],
     )
     written: list[Failure] = []
 
     def report() -> None:
-        log = write_stacks(folder, stacks).get(found.rank, "")
+        files = write_stacks(folder, stacks)
+        log = f"{folder}/logs/stacks_rank_*.txt" if found.suspects else files.get(found.rank, "")
         failure = dataclasses.replace(said, log=log, **saved_in(folder))
         written.append(write_failure(folder, failure))
 

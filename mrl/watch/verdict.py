@@ -1,7 +1,9 @@
 """Decides, from what is read of the ranks, whether one of them hangs: without torch.
 
 The rank at fault is one that is stopped, else the one furthest behind: all ranks pass the same phases
-in the same order, and those that are ahead wait for it.
+in the same order, and those that are ahead wait for it. Of several in the same phase it is one that
+waits in no collective. GPUs do collectives later than the ranks ask for them: where one is only queued,
+it does not say who waits for whom, and the verdict names all ranks of the phase.
 """
 
 from __future__ import annotations
@@ -77,6 +79,9 @@ class Verdict(NamedTuple):
     limit_s: float
     node: str = ""
     """The node that is lost, and its ranks."""
+    suspects: tuple[int, ...] = ()
+    """The ranks of which each may be at fault, where what they show does not tell; `rank` is one of
+    them. Empty where it is known."""
 
     def text(self) -> str:
         """Say it in one line."""
@@ -88,8 +93,12 @@ class Verdict(NamedTuple):
         how = {"stopped": "is stopped (SIGSTOP)", "gone": "is gone"}.get(
             self.how, "makes no progress"
         )
+        who = f"rank {self.rank}"
+        if self.suspects:
+            ranks = ", ".join(map(str, self.suspects))
+            who = f"rank unknown: one of {ranks}, whose collectives are queued on GPUs,"
         return (
-            f"rank {self.rank} {how}: {self.since_s:.1f} s in phase {self.pulse.where}, whose limit "
+            f"{who} {how}: {self.since_s:.1f} s in phase {self.pulse.where}, whose limit "
             f"is {self.limit_s:g} s"
         )
 
@@ -184,8 +193,12 @@ class Watch:
         if not all(self._ranks[n].age_s > share * self._limit(n) for n in behind):
             return None  # those that are as far may wait for the one that still moves
         number = min(behind, key=self._blamed_first)
-        rank = self._ranks[number]
-        return Verdict(number, _how(rank), rank.seen.pulse, rank.age_s, self._limit(number))
+        rank, how = self._ranks[number], _how(self._ranks[number])
+        is_open = how == "stuck" and any(self._ranks[n].seen.collective.is_queued for n in behind)
+        suspects = tuple(behind) if is_open and len(behind) > 1 else ()
+        return Verdict(
+            number, how, rank.seen.pulse, rank.age_s, self._limit(number), suspects=suspects
+        )
 
     def _blamed_first(self, number: int) -> tuple[bool, int, float]:
         """Return the key that sorts ranks of one position: one that waits in a collective waits for one

@@ -28,6 +28,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from mrl.errors import InputError
+from mrl.kernels import zero_empty_groups_
 
 ALIGNMENT = 16
 """Bytes: the grouped product takes rows whose stride is a multiple of it
@@ -184,10 +185,8 @@ class _GroupedLinear(torch.autograd.Function):
         if not any(ctx.needs_input_grad[2:]):
             return to_x, None, *(None for _ in weights)
         to_weights = grouped_product(grad.T, x, ends)
-        if grad.device.type == "cuda":
-            # torch's own tests leave the gradients of groups without rows out: do not rely on them.
-            empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-            to_weights.masked_fill_(empty.view(-1, 1, 1), 0)
+        # CUDA's product does not write the gradients of experts without rows.
+        zero_empty_groups_(to_weights, ends)
         return to_x, None, *to_weights.unbind(0)
 
 

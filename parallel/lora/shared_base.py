@@ -125,8 +125,13 @@ class SharedBase(Base):
 
     def offload(self) -> None:
         """Move the base to the host, for the engine. On a CPU nothing moves: there is one memory."""
-        if self.mesh.device.type != "cpu" and self.ledger.place(KIND) == "device":
-            self.ledger.to_host(KIND)
+        if self.mesh.device.type != "cpu":
+            self.ledger.put_away(KIND)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Give the memory of what has left to the engine; a swap alone keeps it for the next policy."""
+        self.ledger.give_back()
 
     def onload(self) -> None:
         """Bring the base back where it is away."""
@@ -144,7 +149,7 @@ class SharedBase(Base):
 
     def _take_out(self) -> int:
         """Return the number of bytes that were copied to the host."""
-        policy, num_bytes = self.mounted, 0
+        policy = self.mounted
         if policy is None:
             return 0
         self._random_of[policy] = pack_random_state(self.mesh.device)
@@ -152,14 +157,7 @@ class SharedBase(Base):
             policy.gather_parameters()
         policy.attachments.detach()
         self.mounted = None
-        for kind in policy.own_kinds:
-            if self.ledger.place(kind) != "device":
-                continue
-            if self.ledger.is_disposable(kind):
-                self.ledger.free(kind)
-            else:
-                num_bytes += self.ledger.to_host(kind)
-        return num_bytes
+        return self.ledger.put_away(*policy.own_kinds)
 
     def _report(self, start: float, num_bytes: int) -> SwapReport:
         if self.mesh.device.type == "cuda":

@@ -173,5 +173,11 @@ def engine_host_rows(
             "libraries, tokenizer, queues",
             f"{ASSUMPTION}: scheduler, detokenizer and HTTP server of one rank",
         ),
+        Row(
+            "engine: CUDA graphs, pinned",
+            0 if work.rollout_ranks else graph_bytes(shape, work),
+            "as many bytes as on the GPU, kept from the first sleep on",
+            "sglang full_cuda_graph_backend.py (enable_cpu_backup); TMS_RETAIN_CPU_BACKUP",
+        ),
         *adapter_host_rows(shape, work, engine_weight_bytes(shape, work)),
     )

@@ -95,10 +95,10 @@ def adapter_host_rows(
     sleeps = not work.rollout_ranks
     return (
         Row(
-            "engine: base asleep, pinned",
+            "engine: copy of the base, pinned",
             engine_weight_bytes * sleeps,
-            "the engine's weights, which sleep level 1 keeps",
-            "torch_memory_saver (enable_cpu_backup); sglang load_model_utils.py",
+            "the engine's weights, kept from the first sleep of level 1 on",
+            "sglang load_model_utils.py (enable_cpu_backup); TMS_RETAIN_CPU_BACKUP",
         ),
         Row(
             "engine: adapters",

@@ -61,12 +61,12 @@ def test_an_adapter_in_the_place_of_all_weights(
     assert_rows_add_up(out)
     for text in ("rank 32, alpha 32: q_proj, k_proj, v_proj, o_proj, experts shared_outer",
                  "trained: the adapter", "489.2 M", "its bytes", "978 MB", "engine's adapter slots",
-                 "engine: base asleep, pinned", "weight sync: wake the base"):  # fmt: skip
+                 "engine: copy of the base, pinned", "weight sync: wake the base"):  # fmt: skip
         assert text in out
     assert "reference, pinned" not in out  # the base is the reference
     merged = planned(capsys, *command, "lora.rollout=merged")
     assert "26.74 M" in merged
-    for text in ("engine's adapter slots", "base asleep", "reference, pinned"):
+    for text in ("engine's adapter slots", "copy of the base", "reference, pinned"):
         assert text not in merged
 
 
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
     )
     assert "what helps most is train.recompute=true (saves " in line
     line = refused(capsys, [*command, "--gpu", "h200", "--host-memory", "500"])
-    assert "a node needs 1.18 TB of host memory, " in line
+    assert "a node needs 1.19 TB of host memory, " in line
     assert " + asynchronous save 450 GB + " in line
 
 

@@ -5,6 +5,7 @@ The moves run on CPU storages here: the same resizing and copying, into memory t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from parallel.policy import Policy
 from parallel.reduce import reduce_statistics
 from tests.parallel.conftest import make_samples
 from tests.parallel.layouts import exported, join_mesh, loss, ready_batch
+from tests.parallel.test_critic import build as build_critic
 from tests.ranks import run_ranks
 from tests.release import release
 
@@ -223,3 +225,46 @@ def test_what_never_changes_is_copied_to_the_host_once() -> None:
     assert ledger.host_buffer_bytes == 48
     ledger.drop("parameters")
     assert ledger.host_buffer_bytes == 0
+
+
+class Recorded(Ledger):
+    """Notes its moves, and when it gives memory back."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.moves: list[str] = []
+
+    def to_host(self, kind: str) -> int:
+        self.moves.append(kind)
+        return super().to_host(kind)
+
+    def free(self, kind: str) -> None:
+        self.moves.append(kind)
+        super().free(kind)
+
+    def give_back(self) -> None:
+        self.moves.append("give back")
+        super().give_back()
+
+
+def offload(model_path: Path) -> list[str]:
+    """What a policy with a critic does before the engine wakes, on storages of the CPU."""
+    mesh = join_mesh(model_path, {})
+    policy = build(model_path, mesh, "float32", False)
+    ledger = policy.ledger
+    ledger.__class__ = Recorded
+    assert isinstance(ledger, Recorded)
+    ledger.moves = []
+    critic = build_critic(model_path, mesh, ledger)
+    policy.share_device(critic)
+    for model in (policy, critic):
+        model.mesh = replace(mesh, device=torch.device("cuda"))  # on a CPU nothing would move
+    policy.offload_optimizer()
+    policy.offload_parameters()
+    return ledger.moves
+
+
+def test_memory_is_given_back_once_for_all_that_leaves(model_path: Path, tmp_path: Path) -> None:
+    (moves,) = run_ranks(1, offload, model_path, folder=tmp_path)
+    companion = ["critic_optimizer", "critic_gradients", "critic_parameters"]
+    assert moves == ["optimizer", "gradients", *companion, "give back", "parameters", "give back"]

@@ -44,6 +44,7 @@ class Rehearsal:
         monkeypatch.setenv("MRL_RECORD_HELD", str(folder / "held.json"))
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             monkeypatch.setenv(name, EXPANDABLE)
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         monkeypatch.setenv("RANK", "3")
         monkeypatch.setenv("SGLANG_CACHE_DIR", str(folder / "cache"))
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -117,11 +118,13 @@ def test_what_the_server_is_started_with(rehearsal, tmp_path) -> None:
         "CUDA_VISIBLE_DEVICES": "4,5",
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
         "NCCL_GRAPH_REGISTER": "0",
+        "TMS_RETAIN_CPU_BACKUP": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache" / "inductor"),
         "TRITON_CACHE_DIR": str(tmp_path / "cache" / "triton"),
     }
     assert expected.items() <= environment.items()
     refused = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "RANK", "SGLANG_USE_CPU_ENGINE"}
+    refused.add("CUDA_DEVICE_MAX_CONNECTIONS")
     assert not refused & environment.keys()
     caches = [environment[name] for name in expected if name.endswith("CACHE_DIR")]
     assert not any(path.startswith(environment["TMPDIR"]) for path in caches)

@@ -78,3 +78,13 @@ def test_long_names_are_cut(page: mmap.mmap) -> None:
     assert (len(found.name), len(found.group), found.is_over) == (16, 64, False)
     heartbeat.note_collective_end()
     assert read_collective(page).is_over
+
+
+def test_what_a_gpu_has_still_to_do_is_not_over(page: mmap.mmap) -> None:
+    heartbeat.note_collective(b"all_reduce", b"tp of 2 ranks")
+    heartbeat.note_collective_end(is_queued=True)
+    found = read_collective(page)
+    assert found == Collective("all_reduce", "tp of 2 ranks", 1, is_over=False, is_queued=True)
+    assert found.text() == "all_reduce over tp of 2 ranks (number 1, queued on the GPU)"
+    heartbeat.note_collective(b"all_reduce", b"tp of 2 ranks")
+    assert read_collective(page) == Collective("all_reduce", "tp of 2 ranks", 2, is_over=False)

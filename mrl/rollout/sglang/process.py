@@ -45,9 +45,12 @@ TORCHRUN_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} | 
 }
 """The trainer's; SGLang would take itself for one of its ranks."""
 
-ALLOCATOR_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+DEVICE_VARIABLES = {
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
+}
 """The trainer's too. torch_memory_saver, by which the engine sleeps, raises RuntimeError under
-`expandable_segments:True` (torch_memory_saver/entrypoint.py, _sanity_checks)."""
+`expandable_segments:True` (torch_memory_saver/entrypoint.py, _sanity_checks). One connection suits
+Megatron's tensor parallelism and would queue all streams of an engine behind each other."""
 
 
 PORT_IN_USE = "already in use"
@@ -236,7 +239,7 @@ class ServerProcess:
         environment = {
             name: value
             for name, value in os.environ.items()
-            if name not in TORCHRUN_VARIABLES | ALLOCATOR_VARIABLES
+            if name not in TORCHRUN_VARIABLES | DEVICE_VARIABLES
             and not name.startswith("TORCHELASTIC_")
         }
         paths = [self.environment.get("PYTHONPATH", ""), str(Path(mrl.__file__).parents[1])]

@@ -134,6 +134,10 @@ def server_environment(
             # inside graphs, whose memory is unmapped and mapped anew between rollouts.
             "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
             "NCCL_GRAPH_REGISTER": "0",
+            # torch_memory_saver 0.0.10 frees the host copies of weights and graphs at each wake
+            # otherwise, and pins as many bytes anew at the next sleep (csrc/core.cpp, `resume`). The
+            # memory plan counts them in every phase.
+            "TMS_RETAIN_CPU_BACKUP": "1",
             **compile_caches(),
         }
     plugins += [CPU_STUBS] + [ON_POLICY_PLUGIN] * batch_invariant

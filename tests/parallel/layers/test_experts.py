@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mrl.errors import InputError
 from parallel import prepare
+from parallel.layers import experts
 from parallel.layers.experts import (
     GroupedExperts,
     _GroupedLinear,
@@ -66,6 +67,30 @@ def test_product_and_gradients(
     assert torch.allclose(out, loop(x, weights, sizes), rtol=limit, atol=limit)
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.allclose(mine, other, rtol=limit, atol=limit)
+
+
+def test_gradients_of_experts_without_rows_are_zero_whatever_the_product_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA's product does not write them: here it is the CPU's, with NaN in their place."""
+    x, weights = torch.randn(sum(SIZES), HIDDEN), make_weights(torch.bfloat16, joined=True)
+    x = x.bfloat16().requires_grad_()
+    products: list[Tensor] = []
+
+    def leaves_out(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+        found = grouped_product(left, right, ends)
+        if right.dim() == 2:
+            found[[n for n, size in enumerate(SIZES) if not size]] = torch.nan
+            products.append(found.clone())
+        return found
+
+    monkeypatch.setattr(experts, "grouped_product", leaves_out)
+    out = grouped_linear(x, ends_of(SIZES), weights)
+    grads = torch.autograd.grad(out, weights, torch.randn_like(out))
+    (product,) = products
+    for grad, left, size in zip(grads, product, SIZES, strict=True):
+        wanted = left if size else torch.zeros_like(left)
+        assert torch.equal(grad.view(torch.int16), wanted.view(torch.int16))
 
 
 @pytest.mark.parametrize("stride", [0, 24])

@@ -124,6 +124,19 @@ def tensor_bytes() -> int:
     return sum(found.values())
 
 
+def times_given_back(base: SharedBase, policy: Policy) -> list[int]:
+    """How often memory went back to the driver until a swap and the end of `unmount`, and until the
+    base has made room for the engine."""
+    times: list[int] = []
+    base.ledger.give_back = lambda: times.append(1)
+    policy.mount()
+    base.unmount()
+    found = [len(times)]
+    base.offload()
+    del base.ledger.give_back
+    return [*found, len(times)]
+
+
 def life(path: Path, samples: list[Sample], root: Path) -> dict[str, Any]:
     """Two policies, with everything around them that could reach the other."""
     mesh = join_mesh(path, {})
@@ -151,7 +164,7 @@ def life(path: Path, samples: list[Sample], root: Path) -> dict[str, Any]:
     found["random"] = torch.equal(pack_random_state(mesh.device), before)
     steps.append({**step("b", b, mesh, samples), **state(b)})
 
-    base.unmount()
+    found["given back"] = times_given_back(base, a)
     found["shape"] = shape(base) == plain
     base.ledger.to_host("base")
     found["bytes"] = [b.mount(adapter_only=True).num_bytes, base.ledger.where()["b/parameters"][0]]
@@ -191,6 +204,8 @@ def test_nothing_of_one_policy_reaches_another(
     assert not found["draws"]  # no step needs random numbers
     assert found["random"]  # and what another draws is not missed
     assert found["shape"]
+    # The next policy takes the memory of the one before; then the engine gets all of it.
+    assert found["given back"] == [0, 1]
     assert found["bytes"][0] == found["bytes"][1] > 0
     assert found["export"] == []
     assert "got {'base': 'host'}" in found["away"]

@@ -121,14 +121,14 @@ def test_host_holds_the_adapter_the_sleeping_base_and_no_reference() -> None:
     rows = {row.name: row.num_bytes for row in trainer_host_rows(shape, stage, ONE, work)}
     assert rows["reference, pinned"] == 0
     engine = {row.name: row.num_bytes for row in engine_host_rows(shape, WORK, 1, 80 << 30)}
-    assert engine["engine: base asleep, pinned"] == 2 * shape.num_parameters
+    assert engine["engine: copy of the base, pinned"] == 2 * shape.num_parameters
     assert engine["engine: adapters"] == 3 * 2 * num
     apart = dataclasses.replace(WORK, rollout_ranks=1)
     engine = {row.name: row.num_bytes for row in engine_host_rows(shape, apart, 1, 80 << 30)}
-    assert engine["engine: base asleep, pinned"] == 0
+    assert engine["engine: copy of the base, pinned"] == 0
     merged = dataclasses.replace(WORK, lora="merged")
     names = {row.name for row in engine_host_rows(shape, merged, 1, 80 << 30)}
-    assert not names & {"engine: base asleep, pinned", "engine: adapters"}
+    assert not names & {"engine: copy of the base, pinned", "engine: adapters"}
     assert (WORK.sent_bytes(shape), merged.sent_bytes(shape)) == (2 * num, 2 * shape.num_parameters)
     # The adapters' room is taken from that of the KV cache.
     lost = kv_capacity_tokens(shape, merged, 130 << 30) - kv_capacity_tokens(shape, WORK, 130 << 30)

@@ -199,6 +199,6 @@ def test_the_verdict_names_phase_bytes_and_the_best_setting() -> None:
     poor = dataclasses.replace(gpu, host_memory_bytes=10**12)
     saves = dataclasses.replace(work, async_save=True)
     text = verdict(shape, dims, saves, poor).text
-    assert text.startswith("does not fit: a node needs 1.13 TB of host memory, ")
+    assert text.startswith("does not fit: a node needs 1.14 TB of host memory, ")
     assert "asynchronous save 431 GB" in text
     assert "checkpoint.async_save=false, or PYTORCH_ALLOC_CONF=pinned_max" in text
