@@ -26,8 +26,8 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from torch import Tensor
 
-from parallel.megatron_names import has
 from parallel.layers.permutation import Permutation, inverse, reorder, sorted_ids
+from parallel.megatron_names import has
 
 SHARED_WITH_MESSAGES = has("SharedExpertMLP.wait_current_stream")
 """Whether Megatron's own `token_dispatch` and `token_combine` compute the two halves of the shared
