@@ -4,10 +4,12 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability rollout-bench gpu-check gpu-stack audit wheel site clean
+.PHONY: help setup demo test test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability rollout-bench gpu-check gpu-stack audit wheel site clean
 
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 VENV := .venv
+LOCK := requirements/cpu.txt
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 
@@ -20,15 +22,15 @@ help:  ## Show this list
 setup: $(VENV)/.installed  ## Create .venv, install the pinned packages, build the extension
 
 # Each stage is one line on the terminal, with its seconds; pip and the compiler write .venv/setup.log.
-STAGE := @bash requirements/stage.sh
+STAGE := @VENV=$(VENV) bash requirements/stage.sh
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
 # The lock is complete, so pip resolves nothing: one call, no dependencies.
-$(VENV)/.packages: requirements/cpu.txt
+$(VENV)/.packages: requirements/cpu.txt $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "error: $(PYTHON) is not Python >= 3.11; run: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
-	@test -x $(BIN)/python || bash requirements/stage.sh "setup: .venv" $(PYTHON) -m venv $(VENV)
-	$(STAGE) "setup: the packages of requirements/cpu.txt, 1 to 3 minutes" $(PIP) -r requirements/cpu.txt
+	@test -x $(BIN)/python || VENV=$(VENV) bash requirements/stage.sh "setup: $(VENV)" $(PYTHON) -m venv $(VENV)
+	$(STAGE) "setup: the packages of $(LOCK), 1 to 3 minutes" $(PIP) -r $(LOCK)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.packages setup.py pyproject.toml $(KERNEL_SOURCES)
@@ -46,9 +48,16 @@ PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 test: setup $(VENV)/browser/chromium $(VENV)/.te  ## Run the tests, less those marked `release`
 	$(PYTEST) -m "not release" $(PYTEST_ARGS)
 
+# In an environment of its own. The torch of the index for 3.12 is a CUDA build; nothing needs a GPU.
+test-py312:  ## The same tests on Python 3.12 with megatron-core 0.19.2, in .venv-py312 (7 GB); 15 to 25 minutes
+	@command -v $(PYTHON312) > /dev/null \
+	  || { echo "error: there is no $(PYTHON312); run: make PYTHON312=/path/to/python3.12 test-py312" >&2; exit 2; }
+	$(MAKE) test PYTHON=$(PYTHON312) VENV=.venv-py312 LOCK=requirements/cpu-py312.txt
+
 test-all: setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.peft $(VENV)/.te $(VENV)/.trackers $(VENV)/.site  ## All tests, each engine started anew: before a release
 	bash requirements/slurm.sh
 	MRL_TEST_REAL_STARTS=1 $(PYTEST) $(PYTEST_ARGS)
+	$(MAKE) test-py312
 
 test-times: setup $(VENV)/browser/chromium $(VENV)/.te  ## make test, and write the seconds of each file to tests/durations.json
 	$(PYTEST) -m "not release" --write-durations $(PYTEST_ARGS)
@@ -181,5 +190,5 @@ site: $(VENV)/.site  ## Write docs/ as a site, with search, to build/site; a dea
 	@echo "open build/site/index.html"
 
 clean:  ## Remove the environment and everything built (never runs/ or toy/)
-	rm -rf $(VENV) build *.egg-info mrl/_C*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-py312 build *.egg-info mrl/_C*.so .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -120,7 +120,10 @@ def hide_broken_engine() -> None:
 
 
 def complete_megatron() -> None:
-    """Names of megatron-core 0.16 that fail without TransformerEngine, whatever the device."""
+    """Names of megatron-core that fail without TransformerEngine, whatever the device.
+
+    0.19 defines the first and the last itself.
+    """
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         # The router (`RouterGatingLinearFunction`) reads it, and only a successful import defines it.

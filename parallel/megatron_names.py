@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+import importlib.metadata
+from functools import cache, partial
 from typing import Any
 
 from mrl.system.releases import SUPPORTED, Name, locate, since
@@ -38,8 +39,12 @@ NAMES: dict[str, Name] = {
     ),
     "extensions.HAVE_TE": always(f"{_CORE}.extensions.transformer_engine.HAVE_TE"),
     "latent.HAVE_TE": always(f"{_CORE}.transformer.multi_latent_attention.HAVE_TE"),
-    # model.py: the layer's spec names the class.
+    # layers/specs.py: the layer's spec names the class.
     "MoELayer": always(f"{_MOE}.moe_layer.MoELayer"),
+    # layers/dispatch.py: where it is, the messages of the all-to-all compute the shared experts.
+    "SharedExpertMLP.wait_current_stream": since(
+        "0.19.2", f"{_MOE}.shared_experts.SharedExpertMLP.wait_current_stream", "self"
+    ),
     # kept_gradients.py, megatron_model.py
     "_ParamAndGradBucketGroup": always(
         f"{_CORE}.distributed.param_and_grad_buffer._ParamAndGradBucketGroup",
@@ -54,6 +59,11 @@ def read(name: str) -> Any:
     return getattr(owner, last)
 
 
+def has(name: str) -> bool:
+    """Return whether the installed release has a name of `NAMES`."""
+    return bool(_path(name))
+
+
 def replace(name: str, value: Any) -> None:
     """Put something in the place of a name of `NAMES`. Raises AttributeError if there is none."""
     owner, last = locate(_path(name))
@@ -61,5 +71,6 @@ def replace(name: str, value: Any) -> None:
     setattr(owner, last, value)
 
 
+@cache
 def _path(name: str) -> str:
-    return NAMES[name].path(SUPPORTED["megatron-core"][-1])
+    return NAMES[name].path(importlib.metadata.version("megatron-core"))

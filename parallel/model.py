@@ -11,12 +11,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel.hf_config import HfModel
 from parallel.implementation import Implementation
-from parallel.layers import expert_order, invariant
+from parallel.layers import expert_order, invariant, specs
 from parallel.layers.attention import PackedAttention, RotaryAttention
 from parallel.layers.dispatch import NativeMoELayer, RouteOrderMoELayer
 from parallel.layers.experts import GroupedExperts, join_storages
@@ -78,10 +77,12 @@ def _native_layer(
         parts.self_attention.module = RotaryAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
-    if issubclass(parts.mlp.module, MoELayer):
-        parts.mlp.module = RouteOrderMoELayer if experts_in_order else NativeMoELayer
+    if specs.has_experts(parts):
+        kind = RouteOrderMoELayer if experts_in_order else NativeMoELayer
+        parts.mlp = specs.of_module(parts.mlp, kind)
         if not true_on_policy:  # there each expert computes a row as the engine does
-            parts.mlp.submodules.experts.module = GroupedExperts
+            layer = specs.submodules_of(parts.mlp)
+            layer.experts = specs.of_module(layer.experts, GroupedExperts)
     if true_on_policy:
         invariant.replace_layers(parts)
 

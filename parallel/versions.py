@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from mrl.system.releases import SUPPORTED, numbers, refusal
+from mrl.system.releases import newest, numbers, refusal
 
 TESTED_TORCH = "2.13"
 """What the tests of this repository ran with; others get a plain warning."""
@@ -147,8 +147,8 @@ def _sglang(version: str | None) -> str:
         return "warning: no rollout engine; only debug.load_rollouts can train"
     if text := refusal("sglang", version):
         return f"warning: {text}"
-    if numbers(version) != numbers(SUPPORTED["sglang"][-1]):
-        return f"supported; the tests run {SUPPORTED['sglang'][-1]}"
+    if numbers(version) != numbers(newest("sglang")):
+        return f"supported; the tests run {newest('sglang')}"
     return "tested: rollouts with captured routes"
 
 

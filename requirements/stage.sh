@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # stage.sh WHAT COMMAND...: one line for a stage of the set-up, with its seconds.
 #
-# The output of COMMAND goes to .venv/setup.log. If it fails, the end of the log is printed, and the script
-# exits with its code.
+# The output of COMMAND goes to setup.log in the folder VENV (.venv). If it fails, the end of the log is
+# printed, and the script exits with its code.
 set -uo pipefail
 
 what=$1
 shift
-mkdir -p .venv
-log=.venv/setup.log
+mkdir -p "${VENV:=.venv}"
+log=$VENV/setup.log
 printf '%s (details: %s) ...' "$what" "$log"
 printf '\n== %s\n' "$*" >> "$log"
 start=$SECONDS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mrl.errors import InputError
-from mrl.system.releases import ADAPTERS_SINCE, SUPPORTED, numbers, refusal
+from mrl.system.releases import ADAPTERS_SINCE, SUPPORTED, newest, numbers, refusal
 from parallel.versions import installed_version
 
 
@@ -22,6 +22,6 @@ def check_serves_adapters() -> None:
     if release is not None and numbers(release) < numbers(ADAPTERS_SINCE):
         raise InputError(
             f"lora.rollout=adapter: SGLang {release} is installed, and adapters need "
-            f"{ADAPTERS_SINCE} or later: pip install 'sglang=={SUPPORTED['sglang'][-1]}', or set "
+            f"{ADAPTERS_SINCE} or later: pip install 'sglang=={newest('sglang')}', or set "
             "lora.rollout=merged"
         )

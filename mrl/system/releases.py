@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 SUPPORTED: dict[str, tuple[str, ...]] = {
     "sglang": ("0.5.12", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
-    "megatron-core": ("0.16.1",),
+    "megatron-core": ("0.16.1", "0.19.2"),
 }
-"""The releases, by package, in which every private name is found (`make compat`); the last is the one
-that the tests run and the docs recommend. Preflight refuses others."""
+"""The releases, by package, in which every private name is found (`make compat`); the last that this
+Python can install (`newest`) is the one that the tests run and the docs recommend. Preflight refuses
+others."""
+NEEDS_PYTHON: dict[tuple[str, str], tuple[int, int]] = {("megatron-core", "0.19.2"): (3, 12)}
+"""The oldest Python of a supported release, where mrl itself runs with an older one."""
 ADAPTERS_SINCE = "0.5.20"
 """The first SGLang in which mrl's adapters work."""
 
@@ -64,6 +68,16 @@ def numbers(release: str) -> tuple[int, ...]:
     return tuple(int(match[0]) for match in found if match)
 
 
+def newest(package: str, python: Sequence[int] = sys.version_info) -> str:
+    """Return the newest supported release that a Python can install; by default this one."""
+    *_, found = (
+        each
+        for each in SUPPORTED[package]
+        if tuple(python[:2]) >= NEEDS_PYTHON.get((package, each), (0, 0))
+    )
+    return found
+
+
 def refusal(package: str, release: str) -> str:
     """Say in one line why a release cannot be used and what to install; empty if it can."""
     known = SUPPORTED[package]
@@ -71,5 +85,5 @@ def refusal(package: str, release: str) -> str:
         return ""
     return (
         f"{package} {release} is installed, and mrl works with {', '.join(known)}: "
-        f"pip install '{package}=={known[-1]}'"
+        f"pip install '{package}=={newest(package)}'"
     )

@@ -27,6 +27,11 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from torch import Tensor
 
 from parallel.layers.permutation import Permutation, inverse, reorder, sorted_ids
+from parallel.megatron_names import has
+
+SHARED_WITH_MESSAGES = has("SharedExpertMLP.wait_current_stream")
+"""Whether Megatron's own `token_dispatch` and `token_combine` compute the two halves of the shared
+experts, as 0.19 does. In 0.16 the steps after the messages do, which are replaced here."""
 
 
 class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
@@ -65,7 +70,7 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """-> rows [m, H] by expert, i64[local experts] how many each has, probs [m]."""
         rows, probs = global_input_tokens, global_probs
-        if self.shared_experts is not None:
+        if self.shared_experts is not None and not SHARED_WITH_MESSAGES:
             self.shared_experts.linear_fc1_forward_and_act(rows)
         if self.tp_size > 1:
             sizes = self._sizes_over_tp()
@@ -99,7 +104,7 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """Add up [n K, H] over each token's experts -> [n, 1, H]."""
-        if self.shared_experts is not None:
+        if self.shared_experts is not None and not SHARED_WITH_MESSAGES:
             self.shared_experts.linear_fc2_forward(permutated_local_input_tokens)
             self.shared_experts.post_forward_comm()
         output = self._permutation.add_up(permutated_local_input_tokens).view(self.hidden_shape)

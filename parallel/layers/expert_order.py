@@ -14,6 +14,8 @@ from typing import Any
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
+from parallel.layers import specs
+
 
 def permuted_rows(routing_map: Tensor, ids: Tensor) -> Tensor:
     """Return each copy's row after the dispatcher has sorted them by expert, then by token.
@@ -51,5 +53,5 @@ class OrderedMoELayer(MoELayer):
 
 def replace_layer(layer_submodules: Any) -> None:
     """Put OrderedMoELayer into the spec of one decoder layer; dense layers stay."""
-    if issubclass(layer_submodules.mlp.module, MoELayer):
-        layer_submodules.mlp.module = OrderedMoELayer
+    if specs.has_experts(layer_submodules):
+        layer_submodules.mlp = specs.of_module(layer_submodules.mlp, OrderedMoELayer)

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrl.kernels import invariant
+from parallel.layers import specs
 from parallel.layers.attention import PackedAttention, PackedSequences
 
 Layer = TypeVar("Layer", bound=ColumnParallelLinear)
@@ -78,10 +79,10 @@ def replace_layers(layer_submodules: Any) -> None:
     attention.linear_qkv = InvariantColumnLinear
     attention.core_attention = InvariantAttention
     attention.linear_proj = InvariantRowLinear
-    feed_forward = layer_submodules.mlp.submodules
-    if hasattr(feed_forward, "router"):
+    feed_forward = specs.submodules_of(layer_submodules.mlp)
+    if specs.has_experts(layer_submodules):
         feed_forward.router = InvariantRouter
-        feed_forward = feed_forward.experts.submodules
+        feed_forward = specs.submodules_of(feed_forward.experts)
     feed_forward.linear_fc1 = InvariantColumnLinear
     feed_forward.linear_fc2 = InvariantRowLinear
 

@@ -1,9 +1,9 @@
 """Which fields of Megatron's dataclasses a recipe may set under `megatron:`, and why not the others.
 
-Each table was made by reading where megatron-core 0.16.1 uses the field; names that only 0.19.2 has are
-marked. A field that is in none of the tables belongs to a version that nobody has read yet, and is
-refused with that reason. tests/parallel/options/test_megatron_options.py holds the tables to the
-installed dataclasses.
+Each table was made by reading where megatron-core 0.16.1 uses the field. Of the fields that only 0.19.2
+has, none is allowed. A field that is in none of the tables belongs to a version that nobody has read
+yet, and is refused with that reason. tests/parallel/options/test_megatron_options.py holds the tables
+to the installed dataclasses.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ OWNED: dict[str, str] = {
     "moe_aux_loss_coeff": "moe.aux_loss_coeff",
     "moe_z_loss_coeff": "moe.z_loss_coeff",
     "moe_router_bias_update_rate": "moe.expert_bias_update_rate",
+    "moe_router_quantile_balancing_ema": "moe.load_balancing_type",
     "moe_enable_routing_replay": "moe.routing_replay",
     **dict.fromkeys(("params_dtype", "bf16", "pipeline_dtype", "autocast_dtype"), "model.dtype"),
     "transformer_impl": "model.transformer_impl",
@@ -49,9 +50,15 @@ OWNED: dict[str, str] = {
         "softmax_type", "apply_residual_connection_post_layernorm",
         "experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim",
         "dsa_indexer_topk", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss",
+        "dsa_indexer_k_norm_epsilon", "dsa_indexer_k_norm_fp32", "dsa_indexer_rope_interleaved",
+        "dsa_indexer_rotate_activation", "dsa_indexer_scoring_relu", "dsa_indexer_skip_topk_offset",
+        "dsa_indexer_topk_freq", "dsa_kernel_backend", "mamba_training_ssm_states_dtype",
+        "use_mup", "mup_attn_scale_power", "mup_base_head_dim", "mup_base_hidden_size",
+        "mup_embedding_mult", "mup_output_mult", "mup_width_mult",
         "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim",
         "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
-        "mtp_num_layers", "mtp_loss_scaling_factor", "mtp_standalone",
+        "mtp_num_layers", "mtp_loss_scaling_factor", "mtp_standalone", "mtp_detach_heads",
+        "mtp_hybrid_override_pattern", "mtp_use_repeated_layer",
         "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_layer_freq",
         "moe_ffn_hidden_size", "moe_router_topk", "moe_router_topk_limited_devices",
         "moe_router_num_groups", "moe_router_group_topk", "moe_router_pre_softmax",
@@ -121,6 +128,13 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "use_kitchen", "use_kitchen_attention", "kitchen_attention_backend"),
     "it gives all experts of a rank one parameter, which export and checkpoints do not know": (
         "moe_use_legacy_grouped_gemm", "moe_single_grouped_weight", "moe_single_grouped_bias"),
+    "it lays weights out otherwise than export and checkpoints know": (
+        "mla_down_proj_fusion", "moe_mlp_glu_interleave_size",
+        "moe_shared_expert_glu_interleave_size", "use_grouped_gemm_for_dense_mlp",
+        "use_grouped_gemm_for_shared_expert", "use_transformer_engine_op_fuser"),
+    "it shards weights over more ranks, and mrl exports, offloads and saves them whole": (
+        "gtp_weight_remat_size", "expert_gtp_weight_remat_size",
+        "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
     "FSDP shards parameters, which mrl exports, offloads and saves whole": (
         "use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy",
         "suggested_communication_unit_size", "preserve_fp32_weights", "fsdp_double_buffer",
@@ -177,6 +191,17 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "nccl_all_reduce_for_prefill", "inference_disable_triton_nvls_kernels",
         "inference_grouped_gemm_backend", "inference_moe_disable_fused_quant_kernels",
         "inference_moe_token_dispatcher_type", "moe_pad_experts_for_cuda_graph_inference"),
+    "megatron-core 0.19 is the first to have it, and nobody has tried it with mrl": (
+        "activation_offload_fraction", "cpu_offloading_retain_pinned_cpu_buffers",
+        "delta_offload_bytes_across_pp_ranks", "fine_grained_offloading_max_inflight_offloads",
+        "flash_attention_version", "fp8_output_proj", "fused_residual_rmsnorm",
+        "high_priority_a2a_comm_stream", "mlp_chunks_for_training", "moe_flex_dispatcher_num_sms",
+        "moe_hybridep_num_blocks_permute", "moe_hybridep_num_blocks_unpermute",
+        "moe_hybridep_num_sms_preprocessing", "moe_hybridep_pad_uneven_dispatch_inputs",
+        "moe_ncclep_static_shape", "moe_ncclep_zero_copy", "moe_paged_stash",
+        "moe_paged_stash_buffer_size_factor_cpu", "moe_paged_stash_buffer_size_factor_cuda",
+        "moe_paged_stash_page_size", "moe_permute_fusion_into_hybridep", "num_buckets",
+        "param_name_patterns_for_fp32_local_accumulation"),
     "nothing in mrl reads it": (
         "moe_per_layer_logging", "log_num_zeros_in_grad", "barrier_with_L1_time",
         "config_logger_dir", "test_mode", "async_tensor_model_parallel_allreduce",

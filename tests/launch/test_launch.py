@@ -1,6 +1,8 @@
 """The launch scripts and the build files, run for real with stand-ins for the cluster's programs."""
 
+import importlib.metadata
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -11,8 +13,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from mrl.data.arrow import is_hub_id
+from mrl.system.releases import newest, numbers
 from tests.launch.conftest import torchrun_saw
 from tests.waiting import LIMIT_S
 
@@ -133,18 +138,51 @@ def test_make_help_lists_every_target():
     assert listed >= {"setup", "demo", "test", "lint", "bench", "clean", "help"}
 
 
-def test_the_lock_is_exact_and_covers_the_project():
-    lines = (ROOT / "requirements/cpu.txt").read_text().splitlines()
-    pins = [line for line in lines if line and not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", pin) for pin in pins)
-    names = [re.sub(r"[-_.]+", "-", pin.split("==")[0]).lower() for pin in pins]
-    assert len(set(names)) == len(names)
+def locked(name: str, python: str) -> dict[str, str]:
+    """Return {package: release} of a lock in requirements/, and of those that it names with -r."""
+    found: dict[str, str] = {}
+    for line in (ROOT / "requirements" / name).read_text().splitlines():
+        if line.startswith("-r "):
+            more = locked(line.split()[1], python)
+        elif line and not line.startswith("#"):
+            need = Requirement(line)
+            assert re.fullmatch(r"==[0-9][A-Za-z0-9.]*", str(need.specifier)), line
+            is_meant = need.marker is None or need.marker.evaluate({"python_version": python})
+            package = canonicalize_name(need.name)
+            more = {package: str(need.specifier).removeprefix("==")} if is_meant else {}
+        else:
+            continue
+        assert not found.keys() & more.keys(), line
+        found |= more
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lock", "python", "megatron"),
+    [("cpu.txt", "3.11", "0.16.1"), ("cpu-py312.txt", "3.12", "0.19.2")],
+)
+def test_the_lock_is_exact_and_covers_the_project(lock, python, megatron):
+    names = locked(lock, python)
+    assert names["megatron-core"] == megatron == newest("megatron-core", numbers(python))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     needed = [*project["project"]["dependencies"], *extras["dev"], *extras["tasks"], "sglang",
               *project["build-system"]["requires"]]  # fmt: skip
-    wanted = {re.split(r"[<>=\[ ]", need)[0].lower() for need in needed}
-    assert wanted <= set(names)
+    wanted = [Requirement(need) for need in needed]
+    for need in wanted:
+        if need.marker is None or need.marker.evaluate({"python_version": python}):
+            assert names[canonicalize_name(need.name)] in need.specifier
+
+
+def test_the_lock_has_what_this_torch_is_linked_against():
+    """pip resolves nothing: a CUDA build, as the index's for 3.12, needs NVIDIA's libraries."""
+    lock = "cpu.txt" if sys.version_info < (3, 12) else "cpu-py312.txt"
+    pins = locked(lock, platform.python_version())
+    for need in map(Requirement, importlib.metadata.requires("torch") or ()):
+        if need.marker is None or need.marker.evaluate({"extra": ""}):
+            parts = {canonicalize_name(need.name)} - {"cuda-toolkit"}  # it has no files of its own
+            assert parts <= pins.keys()
+            assert all(pins[name] in need.specifier for name in parts)
 
 
 def test_the_gpu_extra_names_only_what_the_index_has():

@@ -12,6 +12,7 @@ from mrl.cli import main
 from mrl.commands.train import train
 from mrl.config import load_recipe
 from parallel.mesh import world_size
+from parallel.versions import installed_version
 from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy
 from tests.loop.test_refusals import refused
 from tests.ranks import run_ranks
@@ -24,7 +25,10 @@ OFFLOAD = "megatron.optimizer_cpu_offload=true"
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "unknown": (
         ["megatron.overlap_grad_redcue=true"],
-        ["megatron-core 0.16.1 has no such option", "did you mean 'overlap_grad_reduce'"],
+        [
+            f"megatron-core {installed_version('megatron-core')} has no such option",
+            "did you mean 'overlap_grad_reduce'",
+        ],
     ),
     "a flag with a number": (
         ["megatron.overlap_grad_reduce=1"],

@@ -15,6 +15,7 @@ from mrl.config import RolloutConfig
 from mrl.errors import InputError
 from mrl.rollout.sglang.limits import check_limits
 from mrl.toy_model import write_toy_model
+from parallel.versions import installed_version
 from tests.loop.conftest import TOY_RECIPE, Toy
 
 CASES: dict[str, tuple[list[str], list[str]]] = {
@@ -308,7 +309,7 @@ def test_check_prints_the_plan(
     out = capsys.readouterr().out
     for text in (
         str(run),
-        "megatron-core 0.16.1",
+        f"megatron-core {installed_version('megatron-core')}",
         "sglang 0.5.23",
         "8 experts",
         "routing replay r3",

@@ -132,7 +132,8 @@ def test_the_order_of_the_sum() -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.rand(50, 6, generator=generator).topk(4).indices
     routing_map = torch.zeros(50, 6, dtype=torch.bool).scatter(1, ids, value=True)
-    permuted, _, tokens = permute(torch.arange(50.0)[:, None], routing_map)
+    given = torch.arange(50.0)[:, None]
+    permuted, _, tokens, *_ = permute(given, routing_map, num_out_tokens=50 * 4)
     rows = permuted_rows(routing_map, ids)
     assert torch.equal(permuted[rows, 0], torch.arange(50.0)[:, None].expand(-1, 4))
     experts = torch.arange(6).repeat_interleave(routing_map.sum(0))

@@ -19,13 +19,13 @@ from parallel.versions import import_failure
 from tests.parallel.models import SETTINGS, write_tiny
 
 ROOT = Path(__file__).parents[2]
-SITE = ROOT / ".venv" / "te"
+SITE = Path(sys.prefix) / "te"
 pytestmark = pytest.mark.skipif(
     not (SITE / "transformer_engine").is_dir(),
     reason=f"TransformerEngine's Python is not in {SITE}: make .venv/.te",
 )
 NOT_FOUND = {"megatron.core.transformer.moe.moe_utils.te_general_gemm"}
-"""Megatron 0.16.1 imports it beside `get_workspace`, which TransformerEngine 2.20 has no more: its
+"""Megatron imports it beside `get_workspace`, which TransformerEngine 2.20 has no more: its
 router then multiplies in torch, in fp32."""
 
 

@@ -27,8 +27,12 @@ def test_the_installed_versions_are_read() -> None:
 @pytest.mark.parametrize(
     ("version", "says"),
     [
-        ("0.15.3", "warning: megatron-core 0.15.3 is installed, and mrl works with 0.16.1: pip"),
+        (
+            "0.15.3",
+            "warning: megatron-core 0.15.3 is installed, and mrl works with 0.16.1, 0.19.2:",
+        ),
         ("0.16.1", "tested"),
+        ("0.19.2", "tested"),
         ("0.17.0", "warning: megatron-core 0.17.0 is installed"),
     ],
 )

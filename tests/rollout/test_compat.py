@@ -19,7 +19,7 @@ from mrl.errors import InputError
 from mrl.preflight import releases as preflight
 from mrl.rollout.sglang import compat
 from mrl.rollout.sglang.names import NAMES
-from mrl.system.releases import SUPPORTED, Name, refusal
+from mrl.system.releases import NEEDS_PYTHON, SUPPORTED, Name, newest, refusal
 from parallel.versions import installed_version
 from tests.release import release
 
@@ -33,7 +33,7 @@ def site_of(package: str) -> Path:
 @pytest.mark.parametrize("package", SUPPORTED)
 def test_the_installed_release_is_the_newest_supported_one_and_has_all_names(package: str) -> None:
     version = installed_version(package)
-    assert version == SUPPORTED[package][-1]
+    assert version == newest(package)
     assert list(lacks(package, version, site_of(package))) == []
 
 
@@ -68,7 +68,7 @@ def test_what_a_release_renames_is_named(
     for content, expected in ((text, 0), (changed, 1)):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(content)
-        found = list(missing({name: NAMES[name]}, SUPPORTED["sglang"][-1], Source(tmp_path)))
+        found = list(missing({name: NAMES[name]}, newest("sglang"), Source(tmp_path)))
         assert len(found) == expected
         for line in found:
             assert re.search(says, line)
@@ -142,11 +142,12 @@ def test_other_releases_are_refused_with_the_one_to_install(
     for package, version in (
         ("sglang", "0.5.24"),
         ("sglang", "0.5.19"),
-        ("megatron-core", "0.19.2"),
+        ("megatron-core", "0.18.0"),
+        ("megatron-core", "0.19.3"),
     ):
         monkeypatch.setattr(preflight, "installed_version", {package: version}.get)
-        newest = SUPPORTED[package][-1]
-        expected = f"^{package} {version} is installed, .*: pip install '{package}=={newest}'"
+        named = newest(package)
+        expected = f"^{package} {version} is installed, .*: pip install '{package}=={named}'"
         with pytest.raises(InputError, match=expected):
             preflight.check_releases()
     monkeypatch.setattr(preflight, "installed_version", lambda package: None)
@@ -155,6 +156,16 @@ def test_other_releases_are_refused_with_the_one_to_install(
     monkeypatch.setattr(preflight, "installed_version", {"sglang": "0.5.12"}.get)
     with pytest.raises(InputError, match=r"lora.rollout=adapter: SGLang 0.5.12 is .* need 0.5.20"):
         preflight.check_serves_adapters()
+
+
+def test_each_python_is_named_a_release_that_it_can_install() -> None:
+    """pip finds no megatron-core above 0.16 for Python 3.11."""
+    assert [newest("megatron-core", (3, minor)) for minor in (11, 12, 13)] == [
+        "0.16.1", "0.19.2", "0.19.2",
+    ]  # fmt: skip
+    assert newest("sglang", (3, 11)) == SUPPORTED["sglang"][-1]
+    assert all(release in SUPPORTED[package] for package, release in NEEDS_PYTHON)
+    assert not any(refusal("megatron-core", each) for each in SUPPORTED["megatron-core"])
 
 
 def test_the_installed_release_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

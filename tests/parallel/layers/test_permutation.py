@@ -35,7 +35,7 @@ def permutations(ids: Tensor) -> list[Permutation]:
 
 def test_rows_and_weights_are_those_of_megatron(ids: Tensor) -> None:
     rows, probs = torch.randn(TOKENS, HIDDEN), torch.rand(TOKENS, EXPERTS)
-    theirs, weights, _ = moe_utils.permute(rows, as_map(ids), probs)
+    theirs, weights, *_ = moe_utils.permute(rows, as_map(ids), probs, num_out_tokens=TOKENS * TOPK)
     for permutation in permutations(ids):
         assert torch.equal(permutation.spread(rows), theirs)
         assert torch.equal(permutation.pick(probs), weights)
@@ -43,7 +43,8 @@ def test_rows_and_weights_are_those_of_megatron(ids: Tensor) -> None:
 
 def test_sums_by_number_are_megatrons_to_the_bit(ids: Tensor) -> None:
     rows = torch.randn(TOKENS * TOPK, HIDDEN)
-    tokens = moe_utils.permute(torch.randn(TOKENS, HIDDEN), as_map(ids))[2]
+    given = torch.randn(TOKENS, HIDDEN)
+    tokens = moe_utils.permute(given, as_map(ids), num_out_tokens=TOKENS * TOPK)[2]
     theirs = moe_utils.unpermute(rows, tokens, torch.Size((TOKENS, HIDDEN)))
     by_number, of_map, by_route = (p.add_up(rows) for p in permutations(ids))
     assert torch.equal(by_number, theirs)

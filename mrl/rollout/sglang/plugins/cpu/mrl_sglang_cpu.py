@@ -1,6 +1,6 @@
 """This plugin is loaded by SGLang in each process of a server without CUDA.
 
-Gaps of an engine on CPUs are closed here, and its start is made cheaper; nothing else is touched:
+Three gaps of a server without CUDA are closed here, and its start is cheaper; nothing else changes:
 
 1. Captured routes live in a host buffer whose allocator pins memory, which needs CUDA.
 2. A request's `sampling_seed` counts only under `--enable-deterministic-inference`, which is refused
@@ -8,10 +8,11 @@ Gaps of an engine on CPUs are closed here, and its start is made cheaper; nothin
    same numbers are computed in torch: a token is a function of (weights, prefix, seed). Where a
    request of a batch truncates its distribution, SGLang lays its seeds over sorted tokens, for every
    request of the batch. Here those that truncate nothing are drawn as they are among their like.
-3. SGLang spawns its scheduler and detokenizer, because CUDA does not survive a fork, and each of
+3. `torch.get_device_module()` without a device is torch.cuda in a CUDA build from torch 2.14 on, and
+   SGLang synchronises with it when it gives memory back (`release_memory_occupation`). Here it is
+   torch.cpu.
+4. SGLang spawns its scheduler and detokenizer, because CUDA does not survive a fork, and each of
    them imports all of SGLang again: two thirds of a start's CPU time. Here they are forked.
-4. SGLang synchronises the accelerator that torch names, and a torch that was built for CUDA names
-   CUDA also where there is no GPU. Here it is the CPU.
 """
 
 import gc
@@ -33,7 +34,7 @@ def register():
     hook("SamplingBatchInfo.from_schedule_batch", attach_seeds, "AFTER")
     hook("moe_forward_native", without_other_ranks_experts, "AROUND")
     give_padding_value()
-    take_the_cpu_for_the_accelerator()
+    give_cpu_module()
     hook("_set_envs_and_config", fork_children, "AFTER")
 
 
@@ -43,14 +44,10 @@ def fork_children(result, server_args):
     multiprocessing.set_start_method("fork", force=True)
 
 
-def take_the_cpu_for_the_accelerator():
-    """Let `torch.get_device_module` without a device return `torch.cpu`."""
-    original = torch.get_device_module
-
-    def get_device_module(device=None):
-        return original("cpu" if device is None else device)
-
-    torch.get_device_module = get_device_module
+def give_cpu_module():
+    """Let torch.get_device_module find torch.cpu where it is given no device."""
+    find = torch.get_device_module
+    torch.get_device_module = lambda device=None: find("cpu" if device is None else device)
 
 
 def give_padding_value():
