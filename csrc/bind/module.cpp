@@ -9,6 +9,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("has_cuda") = false;
 #endif
   mrl::BindInvariant(module);
+  mrl::BindMoePermute(module);
   mrl::BindPackedGae(module);
   mrl::BindPolicyLoss(module);
   mrl::BindRoutes(module);
