@@ -128,6 +128,7 @@ template <class Unit>
 __device__ inline void CopyRow(const Unit* from, Unit* to, int64_t count) {
   constexpr int kStride = 32;
   int64_t i = threadIdx.x % 32;
+#pragma unroll 1
   for (; i + (kUnroll - 1) * kStride < count; i += kUnroll * kStride) {
     Unit units[kUnroll];
 #pragma unroll
@@ -135,6 +136,7 @@ __device__ inline void CopyRow(const Unit* from, Unit* to, int64_t count) {
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) to[i + k * kStride] = units[k];
   }
+#pragma unroll 1
   for (; i < count; i += kStride) to[i] = from[i];
 }
 

@@ -1,4 +1,4 @@
-"""These references of `moe_sort`, `moe_permute` and `moe_unpermute` take one choice at a time.
+"""This module takes one choice at a time: the references of `moe_sort`, `moe_permute`, `moe_unpermute`.
 
 They take the choices themselves, ids [n, K] with -1 for none, and gradients come from autograd.
 """
