@@ -34,6 +34,7 @@ from benchmarks.evidence.machine import describe  # noqa: E402
 from benchmarks.evidence.result import finish, summary, write_result  # noqa: E402
 from benchmarks.kernel_bench import (  # noqa: E402
     head,
+    moe_permute,
     policy_loss,
     routes,
     sequences,
@@ -45,7 +46,7 @@ from benchmarks.kernel_bench.timing import interleave, make_copy, peak_bytes  # 
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "liger-kernel", "trl", "transformers")
-MODULES = (policy_loss, vp_logprob, head, sequences, routes, training_step)
+MODULES = (policy_loss, vp_logprob, head, sequences, routes, moe_permute, training_step)
 # fp32 sums of a whole batch at a time, where the kernel's stay within blocks.
 EAGER_SLACK = 100.0
 

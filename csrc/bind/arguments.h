@@ -30,6 +30,7 @@ void Run(Function&& function) {
 
 void BindEmptyGroups(pybind11::module_& module);
 void BindInvariant(pybind11::module_& module);
+void BindMoePermute(pybind11::module_& module);
 void BindPackedGae(pybind11::module_& module);
 void BindPolicyLoss(pybind11::module_& module);
 void BindRoutes(pybind11::module_& module);

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, module) {
 #endif
   mrl::BindEmptyGroups(module);
   mrl::BindInvariant(module);
+  mrl::BindMoePermute(module);
   mrl::BindPackedGae(module);
   mrl::BindPolicyLoss(module);
   mrl::BindRoutes(module);

@@ -1,6 +1,7 @@
 // Forward: one warp a tile, so no barrier and no shared memory. Combine: one warp a row, one lane a
 // tile. Backward: elementwise. Bandwidth is the limit, so every logit is read once in each
-// direction and costs one exp2.
+// direction and costs one exp2. Whole blocks are loaded without a test between the loads; the rest
+// of a tile or row, and rows that start unaligned, column by column.
 #include <cmath>
 
 #include "cuda/launch.h"
@@ -27,7 +28,7 @@ struct TileSums {
 // The same sums relative to a larger `top`.
 __device__ inline TileSums Rebase(const TileSums& sums, float top) {
   if (sums.top == -INFINITY) return {top, 0, 0};  // nothing yet; 0 * inf would be NaN
-  const float shift = sums.top - top, scale = exp2f(shift * kLog2e);
+  const float shift = sums.top - top, scale = ExpOf2(shift * kLog2e);
   return {top, sums.total * scale, (sums.weighted + sums.total * shift) * scale};
 }
 
@@ -45,31 +46,33 @@ __global__ void __launch_bounds__(kThreads) VpStatsKernel(VpStatsInput in, float
     if (threadIdx.x % 32 < kTileFields) fields[threadIdx.x % 32] = 0;
     return;
   }
-  const auto* x = static_cast<const typename DeviceLogits<kType>::Element*>(in.logits) +
-                  row * shape.row_stride + tile * in.tile;
-  const bool aligned = IsAligned<kType>(x);
+  const auto* x =
+      static_cast<const StoredLogit<kType>*>(in.logits) + row * shape.row_stride + tile * in.tile;
+  const bool aligned = IsAligned(x), vectors = aligned && in.tile % kVector<kType> == 0;
   const int lane = threadIdx.x % 32;
   const float scale = shape.inv_temperature;
 
-  // The column decides the lane: (column / 4) % 32, whatever the alignment.
-  constexpr int kStride = 32 * kVector;
+  // The column decides the lane: (column / kVector) % 32, whatever the alignment.
+  constexpr int kStride = 32 * kVector<kType>, kBlock = kUnroll * kStride;
   TileSums sums{-INFINITY, 0, 0};
-  for (int64_t column = lane * kVector; column < in.tile; column += kUnroll * kStride) {
-    float values[kUnroll * kVector];
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      ReadVector<kType>(x, column + k * kStride, in.tile, aligned, values + k * kVector);
+  for (int64_t start = 0; start < in.tile; start += kBlock) {
+    const int64_t column = start + lane * kVector<kType>;
+    float values[kUnroll * kVector<kType>];
+    if (aligned && start + kBlock <= in.tile) {
+      ReadWhole<kType, kUnroll>(x + column, kStride, values);
+    } else {
+      ReadSome<kType, kUnroll>(x, column, kStride, in.tile, vectors, values);
     }
-    float top = sums.top;
+    float largest = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kUnroll * kVector; ++i) {
-      top = LargerOrNanf(top, values[i] * scale);
-    }
+    for (int i = 0; i < kUnroll * kVector<kType>; ++i) largest = LargerOrNanf(largest, values[i]);
+    // Above 0, the scale keeps the order of logits, and rounding does.
+    const float top = LargerOrNanf(sums.top, largest * scale);
     if (top == -INFINITY) continue;
     if (top != sums.top) sums = Rebase(sums, top);
 #pragma unroll
-    for (int i = 0; i < kUnroll * kVector; ++i) {
-      const float y = fmaf(values[i], scale, -top), e = exp2f(y * kLog2e);
+    for (int i = 0; i < kUnroll * kVector<kType>; ++i) {
+      const float y = fmaf(values[i], scale, -top), e = ExpOf2(y * kLog2e);
       sums.total += e;
       sums.weighted += e == 0 ? 0 : e * y;
     }
@@ -141,7 +144,7 @@ __global__ void __launch_bounds__(kThreads)
 template <LogitType kType>
 __global__ void __launch_bounds__(kThreads)
     VpBackwardKernel(VpBackwardInput in, void* grad, int64_t grad_stride, int64_t parts) {
-  typedef typename DeviceLogits<kType>::Element Element;
+  typedef StoredLogit<kType> Element;
   const VpLogits& shape = in.shape;
   const int64_t row = blockIdx.x / parts, part = blockIdx.x % parts;
   const Element* x = static_cast<const Element*>(in.logits) + row * shape.row_stride;
@@ -149,31 +152,35 @@ __global__ void __launch_bounds__(kThreads)
   const float g = in.grad_logprobs[row];
   const float g_entropy = in.grad_entropy == nullptr ? 0.0f : in.grad_entropy[row];
   const bool counts = Counts(shape.mask, row) && (g != 0 || g_entropy != 0);
-  const bool aligned = IsAligned<kType>(x) && IsAligned<kType>(out);
+  const bool aligned = IsAligned(x) && IsAligned(out);
+  const bool vectors = aligned && shape.num_columns % kVector<kType> == 0;
   const float scale = shape.inv_temperature;
   const float lse = counts ? in.lse[row] : 0, entropy = counts ? in.entropy[row] : 0;
   const float offset = -scale * (g + g_entropy * entropy), slope = -scale * g_entropy;
   const int64_t label = shape.labels[row] - shape.vocab_start;
 
-  const int64_t first = (part * kUnroll * kThreads + threadIdx.x) * kVector;
-  float values[kUnroll * kVector] = {};
+  constexpr int kStride = kThreads * kVector<kType>, kBlock = kUnroll * kStride;
+  const int64_t start = part * kBlock, first = start + threadIdx.x * kVector<kType>;
+  const bool whole = aligned && start + kBlock <= shape.num_columns;
+  float values[kUnroll * kVector<kType>] = {};
   if (counts) {
+    if (whole) {
+      ReadWhole<kType, kUnroll>(x + first, kStride, values);
+    } else {
+      ReadSome<kType, kUnroll>(x, first, kStride, shape.num_columns, vectors, values);
+    }
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      const int64_t column = first + k * kThreads * kVector;
-      ReadVector<kType>(x, column, shape.num_columns, aligned, values + k * kVector);
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float y = values[k * kVector + i] * scale - lse, p = exp2f(y * kLog2e);
-        const float rest = p == 0 ? 0 : p * (slope * y + offset);
-        values[k * kVector + i] = column + i == label ? rest + g * scale : rest;
-      }
+    for (int i = 0; i < kUnroll * kVector<kType>; ++i) {
+      const int64_t column = first + i / kVector<kType> * kStride + i % kVector<kType>;
+      const float y = values[i] * scale - lse, p = ExpOf2(y * kLog2e);
+      const float rest = p == 0 ? 0 : p * (slope * y + offset);
+      values[i] = column == label ? rest + g * scale : rest;
     }
   }
-#pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
-    WriteVector<kType>(out, first + k * kThreads * kVector, shape.num_columns, aligned,
-                       values + k * kVector);
+  if (whole) {
+    WriteWhole<kType, kUnroll>(out + first, kStride, values);
+  } else {
+    WriteSome<kType, kUnroll>(out, first, kStride, shape.num_columns, vectors, values);
   }
 }
 
@@ -187,7 +194,7 @@ void LaunchStats(const VpStatsInput& in, float* tiles, uintptr_t stream) {
 
 template <LogitType kType>
 void LaunchBackward(const VpBackwardInput& in, void* grad, int64_t grad_stride, uintptr_t stream) {
-  const int64_t parts = Blocks(in.shape.num_columns, kThreads * kUnroll * kVector);
+  const int64_t parts = Blocks(in.shape.num_columns, kThreads * kUnroll * kVector<kType>);
   MRL_LAUNCH(VpBackwardKernel<kType>, in.shape.num_rows * parts, kThreads, stream, in, grad,
              grad_stride, parts);
 }

@@ -14,6 +14,8 @@ except ImportError as error:
 
 from mrl.kernels.empty_groups import zero_empty_groups_
 from mrl.kernels.linear_logprob import Chunked, linear_logprob
+from mrl.kernels.moe_permute import moe_permute, moe_unpermute
+from mrl.kernels.moe_sort import ExpertOrder, moe_ids, moe_sort
 from mrl.kernels.packed_gae import packed_gae
 from mrl.kernels.policy_loss import POLICY_STATS, PolicyLoss, policy_loss
 from mrl.kernels.policy_options import Clip, ImportanceWeight, KlPenalty, RatioKind
@@ -25,11 +27,16 @@ __all__ = [
     "POLICY_STATS",
     "Chunked",
     "Clip",
+    "ExpertOrder",
     "ImportanceWeight",
     "KlPenalty",
     "PolicyLoss",
     "RatioKind",
     "linear_logprob",
+    "moe_ids",
+    "moe_permute",
+    "moe_sort",
+    "moe_unpermute",
     "pack_routes",
     "packed_gae",
     "policy_loss",

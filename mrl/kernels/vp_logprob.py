@@ -18,6 +18,8 @@ from mrl.kernels import backend
 
 NUM_TILES = 32
 """Tiles of the whole vocabulary, where its size allows: bits are equal on up to so many ranks."""
+TILE_UNIT = 8
+"""Columns: a multiple of it is a multiple of the GPU kernels' 16-byte loads in any dtype."""
 _TILE_FIELDS = 4
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,8 +37,9 @@ def vp_logprob(
 
     Element math is fp32 whatever the logits are: bf16 log-softmax alone can use up GSPO's whole clip
     range. Nothing of the logits' size is kept for the backward but the logits. One all-gather of 512
-    bytes a row unites the ranks; where the vocabulary divides by 32 and that by the ranks, log-probs,
-    entropies and gradients are the same bits on any number of them.
+    bytes a row at most unites the ranks; log-probs, entropies and gradients are the same bits on any
+    number of ranks that divides the number of tiles (`tile_size`): 32 where the vocabulary divides by
+    256, 16 for the 151,936 of Qwen3.
 
     Args:
         logits: [T, V_loc], f32, bf16 or f16, rows contiguous; rank r of `group` holds the columns
@@ -93,11 +96,16 @@ def gather_tiles(tiles: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def tile_size(num_columns: int, num_ranks: int) -> int:
-    """Columns per tile, a divisor of V_loc: V / 32 where that is possible."""
-    num_tiles = math.gcd(num_columns * num_ranks, NUM_TILES)
-    if num_tiles % num_ranks:  # tiles would straddle ranks: right, but with bits of its own
-        return num_columns // math.gcd(num_columns, NUM_TILES)
-    return num_columns * num_ranks // num_tiles
+    """Columns per tile, a divisor of V_loc: V / 32, or V / 16 and so on, where that is a multiple of
+    TILE_UNIT; V / 32 or more, without that, where the ranks or the vocabulary do not allow it."""
+    size = num_columns * num_ranks
+    for unit in (TILE_UNIT, 1):
+        if size % unit == 0:
+            num_tiles = math.gcd(size // unit, NUM_TILES)
+            if num_tiles % num_ranks == 0:
+                return size // num_tiles
+    # Tiles would straddle ranks: right, but with bits of its own.
+    return num_columns // math.gcd(num_columns, NUM_TILES)
 
 
 def _check(logits: Tensor, labels: Tensor, mask: Tensor | None) -> None:

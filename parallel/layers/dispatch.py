@@ -2,7 +2,7 @@
 
 What travels between ranks, and when, is Megatron's. Of its own steps on a rank, two are replaced:
 tokens are copied and summed by `parallel.layers.permutation`, and received rows are sorted by expert
-with one gather in the place of a split and a concatenation of (ranks x local experts) pieces. Where
+by the same kernels in the place of a split and a concatenation of (ranks x local experts) pieces. Where
 experts are on one rank only, nothing here waits for the device: the number of tokens of each
 expert stays there.
 
@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from torch import Tensor
 
-from parallel.layers.permutation import Permutation, inverse, reorder, sorted_ids
+from parallel.layers.permutation import Permutation, by_expert, reorder, reorder_with
 from parallel.megatron_names import has
 
 SHARED_WITH_MESSAGES = has("SharedExpertMLP.wait_current_stream")
@@ -59,11 +59,12 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
             "before_permutation_1", self.tokens_per_expert
         )
-        ids = self.route
-        if ids is None:
-            ids = sorted_ids(routing_map, self.config.moe_router_topk)
-        self._permutation = Permutation.of_ids(ids, self.num_experts)
-        return self._permutation.spread(rows), self._permutation.pick(probs)
+        if self.route is None:
+            topk = self.config.moe_router_topk
+            self._permutation = Permutation.of_full_map(routing_map, topk)
+        else:
+            self._permutation = Permutation.of_ids(self.route, self.num_experts)
+        return self._permutation.spread_with(rows, probs)
 
     def dispatch_postprocess(
         self, global_input_tokens: Tensor, global_probs: Tensor
@@ -83,9 +84,9 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
         for point in ("before_permutation_2", "before_finish"):
             self.tokens_per_expert = self._maybe_dtoh_and_synchronize(point, self.tokens_per_expert)
         if self._is_spread_out and self.num_local_experts > 1:
-            self._order = self._by_expert(len(rows))
-            self._back = inverse(self._order)
-            rows, probs = (reorder(x, self._order, self._back) for x in (rows, probs))
+            experts = self._experts_of_rows(len(rows))
+            self._order, self._back = by_expert(experts, self.num_local_experts)
+            rows, probs = reorder_with(rows, probs, self._order, self._back)
         self.tokens_per_expert = None
         return rows, self._num_rows, probs
 
@@ -120,12 +121,11 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
         sizes: Any = self.output_splits_tp
         return None if sizes is None else sizes.tolist()
 
-    def _by_expert(self, num_rows: int) -> Tensor:
-        """i64[m]: received rows lie by rank, then by expert; sorted by expert, then by rank."""
+    def _experts_of_rows(self, num_rows: int) -> Tensor:
+        """i64[m]: the local expert of each received row; they lie by rank, then by expert."""
         pieces: Any = self._pieces  # i64[ranks, local experts]
         experts = torch.arange(self.num_local_experts, device=pieces.device).repeat(len(pieces))
-        of_row = experts.repeat_interleave(pieces.reshape(-1), output_size=num_rows)
-        return of_row.argsort(stable=True)
+        return experts.repeat_interleave(pieces.reshape(-1), output_size=num_rows)
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
         """The sizes of messages have to be known on the CPU; without messages nothing is."""
@@ -149,10 +149,13 @@ class OrderedAllGather(MoEAllGatherTokenDispatcher):
         self.hidden_shape_before_permute = hidden_states.shape
         routing_map: Any = self.routing_map
         chosen = routing_map[:, first : last + 1]
-        self._permutation = Permutation.of_map(chosen)
-        self.local_probs = self._permutation.pick(probs[:, first : last + 1])
+        most = min(self.config.moe_router_topk, chosen.shape[1])
+        self._permutation = Permutation.of_map(chosen, most)
+        rows, self.local_probs = self._permutation.spread_with(
+            hidden_states, probs[:, first : last + 1]
+        )
         self.routing_map = None
-        return self._permutation.spread(hidden_states), chosen.sum(0), self.local_probs
+        return rows, self._permutation.counts, self.local_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """[m, H] -> [rows of all ranks, H]: this rank's part of each token's sum."""

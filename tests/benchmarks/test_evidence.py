@@ -19,7 +19,11 @@ from benchmarks.evidence.digest import ROOT, definitions, digest, matches, measu
 from benchmarks.evidence.staleness import PAGE, RESULTS, files_at, marked, states
 
 MAKEFILE = (ROOT / "Makefile").read_text()
-IN_WORDS = {"kernels_cpu": "kernels_cpu_machine", "training_step_cpu": "training_step_cpu_machine"}
+IN_WORDS = {
+    "kernels_cpu": "kernels_cpu_machine",
+    "training_step_cpu": "training_step_cpu_machine",
+    "moe_permute_cpu": "moe_permute_cpu_machine",
+}
 """Result files that are plain lists of rows; the file beside each names the commit for both."""
 
 

@@ -207,6 +207,20 @@ def test_ranks_change_no_bit(dtype, columns, ranks) -> None:
     assert torch.equal(torch.cat(grads, 1), whole[2])
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "num_tiles"),
+    [(32_768, 32), (128_256, 32), (129_280, 32), (151_936, 16), (152_064, 32), (128, 16), (100, 4)],
+)
+def test_tiles_are_whole_vectors_where_the_vocabulary_allows(vocabulary, num_tiles) -> None:
+    tile = vocabulary // num_tiles
+    assert tile % 8 == 0 or vocabulary % 8
+    for ranks in (1, 2, 4):
+        assert tile_size(vocabulary // ranks, ranks) == tile
+    # More ranks than tiles: shorter tiles, none of which straddles two ranks.
+    assert 151_936 // 32 % tile_size(151_936 // 32, 32) == 0
+    assert tile_size(33, 3) == 33
+
+
 def test_a_vocabulary_that_tiles_do_not_divide_is_still_right() -> None:
     logits, labels = make_logits(5, 3 * 33, torch.float32)
     local = 33

@@ -8,7 +8,7 @@ from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from parallel import prepare
-from parallel.layers.permutation import Permutation, inverse, reorder, sorted_ids
+from parallel.layers.permutation import Permutation, by_expert, reorder, reorder_with
 
 prepare()
 
@@ -20,6 +20,16 @@ def ids() -> Tensor:
     """i64[n, K] in the order of a route, which is not that of the numbers."""
     generator = torch.Generator().manual_seed(0)
     return torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOPK).indices
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Invert a permutation i64[m]."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+
+
+def sorted_ids(chosen: Tensor, topk: int) -> Tensor:
+    """Return i64[n, K], ascending expert numbers of chosen bool[n, E] with `topk` experts a token."""
+    return chosen.nonzero()[:, 1].view(-1, topk)
 
 
 def as_map(ids: Tensor) -> Tensor:
@@ -83,7 +93,8 @@ def test_gradients(ids: Tensor) -> None:
         assert torch.autograd.gradcheck(permutation.spread, (rows,))
         assert torch.autograd.gradcheck(permutation.add_up, (copies,))
         assert torch.autograd.gradcheck(permutation.pick, (table,))
-        assert torch.autograd.gradcheck(lambda x: reorder(x, inverse(back), back), (rows,))
+        order = inverse(back).int(), back.int()
+        assert torch.autograd.gradcheck(lambda x, order=order: reorder(x, *order), (rows,))
 
 
 @pytest.mark.parametrize("chosen", [torch.zeros(5, 4, dtype=torch.bool), torch.ones(0, 4).bool()])
@@ -106,3 +117,33 @@ def test_some_tokens_have_no_expert_on_this_rank(ids: Tensor) -> None:
     expected = torch.zeros(TOKENS, HIDDEN).index_add_(0, permutation.tokens, own)
     assert torch.equal(permutation.add_up(own), expected)
     assert (expected == 0).all(1).any()
+
+
+def test_a_full_map_is_the_map_of_any_numbers(ids: Tensor) -> None:
+    chosen = as_map(ids)
+    full, any_number = Permutation.of_full_map(chosen, TOPK), Permutation.of_map(chosen, TOPK)
+    for one, other in zip(full.order, any_number.order, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(full.counts, chosen.sum(0))
+    with pytest.raises(ValueError, match=r"chosen: got more than 2 experts of token 0"):
+        Permutation.of_full_map(chosen, 2)
+    chosen[5] = False
+    with pytest.raises(ValueError, match=r"ids: got 108 choices, expected 111"):
+        Permutation.of_full_map(chosen, TOPK)
+
+
+def test_received_rows_are_sorted_by_expert_and_back() -> None:
+    experts = torch.tensor([2, 2, 0, 1, 1, 2, 0, 0])  # of three ranks, one after the other
+    rows, values = torch.randn(8, HIDDEN, requires_grad=True), torch.rand(8, requires_grad=True)
+    order, back = by_expert(experts, 3)
+    assert torch.equal(order.long(), experts.argsort(stable=True))
+    assert torch.equal(back.long(), inverse(order.long()))
+    sorted_rows, sorted_values = reorder_with(rows, values, order, back)
+    assert torch.equal(sorted_rows, rows[order])
+    assert torch.equal(sorted_values, values[order])
+    assert torch.equal(reorder(sorted_rows, back, order), rows)
+    weights = torch.randn(8, HIDDEN)
+    total = (sorted_rows * weights).sum() + (sorted_values * weights[:, 0]).sum()
+    to_rows, to_values = torch.autograd.grad(total, (rows, values))
+    assert torch.equal(to_rows, weights[back])
+    assert torch.equal(to_values, weights[back, 0])

@@ -1,0 +1,368 @@
+// Sort: one thread an expert walks a chunk of tokens in their order, so places need no atomics.
+// Rows: one warp a row, vectors of 16 bytes where the sizes and addresses allow them. The order of
+// a token's sum is that of its choices; no thread adds to what another one wrote.
+#include <algorithm>
+
+#include "cuda/launch.h"
+#include "elements.h"
+#include "moe_permute.h"
+
+namespace mrl {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kUnroll = 4;  // vectors in flight per thread
+constexpr int kVectorBytes = 16;
+
+int64_t Blocks(int64_t items, int64_t per_block) { return (items + per_block - 1) / per_block; }
+
+// One warp a token.
+__global__ void __launch_bounds__(kThreads) MoeIdsKernel(MoeIdsInput in, int32_t* ids) {
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (token >= in.num_tokens) return;  // whole warps, here and below
+  const int lane = threadIdx.x % 32;
+  int32_t* row = ids + token * in.width;
+  int64_t count = 0;
+  for (int64_t first = 0; first < in.num_experts; first += 32) {
+    const int64_t expert = first + lane;
+    const bool here = expert < in.num_experts && in.chosen[token * in.num_experts + expert] != 0;
+    const unsigned all = __ballot_sync(kFullWarp, here);
+    const int64_t place = count + __popc(all & ((1u << lane) - 1));
+    MRL_REQUIRE(!here || place < in.width, "chosen: a token has more experts than `width`");
+    if (here) row[place] = static_cast<int32_t>(expert);
+    count += __popc(all);
+  }
+  for (int64_t k = count + lane; k < in.width; k += 32) row[k] = -1;
+}
+
+// scratch[expert, chunk] = how often the chunk names the expert.
+__global__ void __launch_bounds__(kThreads) MoeCountKernel(MoeSortInput in, int64_t num_chunks) {
+  const int64_t chunk = blockIdx.x;
+  const int64_t last = (chunk + 1) * kMoeChunk;
+  const int64_t begin = chunk * kMoeChunk * in.topk;
+  const int64_t end = (last < in.num_tokens ? last : in.num_tokens) * in.topk;
+  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
+    MRL_REQUIRE(in.ids[i] >= -1 && in.ids[i] < in.num_experts,
+                "ids must be from 0 to num_experts - 1, or -1");
+  }
+  for (int64_t expert = threadIdx.x; expert < in.num_experts; expert += kThreads) {
+    int32_t count = 0;
+    for (int64_t i = begin; i < end; ++i) count += in.ids[i] == expert;
+    in.scratch[expert * num_chunks + chunk] = count;
+  }
+}
+
+// The sum over the threads before this one, and over all in `total`. Every thread calls it.
+__device__ inline int32_t BlockPrefix(int32_t value, int32_t* total) {
+  __shared__ int32_t sums[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int32_t sum = value;
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int32_t other = __shfl_up_sync(kFullWarp, sum, offset);
+    if (lane >= offset) sum += other;
+  }
+  if (lane == 31) sums[warp] = sum;
+  __syncthreads();
+  int32_t before = 0, all = 0;
+  for (int i = 0; i < kWarps; ++i) {
+    if (i < warp) before += sums[i];
+    all += sums[i];
+  }
+  __syncthreads();  // the next call writes `sums`
+  *total = all;
+  return before + sum - value;
+}
+
+// One block an expert: the counts of its chunks become the sums over the chunks before.
+__global__ void __launch_bounds__(kThreads)
+    MoeScanKernel(MoeSortInput in, int64_t num_chunks, int64_t* counts) {
+  int32_t* chunks = in.scratch + blockIdx.x * num_chunks;
+  int32_t before = 0;
+  for (int64_t first = 0; first < num_chunks; first += kThreads) {
+    const int64_t chunk = first + threadIdx.x;
+    int32_t total;
+    const int32_t sum = BlockPrefix(chunk < num_chunks ? chunks[chunk] : 0, &total);
+    if (chunk < num_chunks) chunks[chunk] = before + sum;
+    before += total;
+  }
+  if (threadIdx.x == 0) counts[blockIdx.x] = before;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    MoePlaceKernel(MoeSortInput in, int64_t num_chunks, MoeSortOutput out) {
+  const int64_t chunk = blockIdx.x;
+  const int64_t last = (chunk + 1) * kMoeChunk;
+  const int64_t begin = chunk * kMoeChunk * in.topk;
+  const int64_t end = (last < in.num_tokens ? last : in.num_tokens) * in.topk;
+  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
+    if (in.ids[i] < 0) out.copies[i] = -1;
+  }
+  int32_t before = 0;  // copies of the experts of earlier rounds
+  for (int64_t first = 0; first < in.num_experts; first += kThreads) {
+    const int64_t expert = first + threadIdx.x;
+    const bool exists = expert < in.num_experts;
+    int32_t total;
+    int32_t copy =
+        before + BlockPrefix(exists ? static_cast<int32_t>(out.counts[expert]) : 0, &total);
+    before += total;
+    if (!exists) continue;
+    copy += in.scratch[expert * num_chunks + chunk];
+    int64_t last_token = -1;
+    for (int64_t i = begin; i < end; ++i) {
+      if (in.ids[i] != expert) continue;
+      const int64_t token = i / in.topk;
+      MRL_REQUIRE(token != last_token, "ids: a token must not name an expert twice");
+      MRL_REQUIRE(copy < in.num_copies, "ids: there are more choices than num_copies");
+      last_token = token;
+      out.tokens[copy] = static_cast<int32_t>(token);
+      out.cells[copy] = static_cast<int32_t>(token * in.num_experts + expert);
+      out.copies[i] = copy++;
+    }
+  }
+  MRL_REQUIRE(before == in.num_copies, "ids: the choices must be num_copies");
+}
+
+// A warp copies `count` units.
+template <class Unit>
+__device__ inline void CopyRow(const Unit* from, Unit* to, int64_t count) {
+  constexpr int kStride = 32;
+  int64_t i = threadIdx.x % 32;
+#pragma unroll 1
+  for (; i + (kUnroll - 1) * kStride < count; i += kUnroll * kStride) {
+    Unit units[kUnroll];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) units[k] = from[i + k * kStride];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) to[i + k * kStride] = units[k];
+  }
+#pragma unroll 1
+  for (; i < count; i += kStride) to[i] = from[i];
+}
+
+// One entry of 2, 4 or 8 bytes; `from` null: 0.
+__device__ inline void CopyEntry(const void* from, int64_t source, void* to, int64_t target,
+                                 int64_t num_bytes) {
+  if (num_bytes == 2) {
+    static_cast<uint16_t*>(to)[target] =
+        from == nullptr ? uint16_t{0} : static_cast<const uint16_t*>(from)[source];
+  } else if (num_bytes == 4) {
+    static_cast<uint32_t*>(to)[target] =
+        from == nullptr ? 0u : static_cast<const uint32_t*>(from)[source];
+  } else {
+    static_cast<uint64_t*>(to)[target] =
+        from == nullptr ? uint64_t{0} : static_cast<const uint64_t*>(from)[source];
+  }
+}
+
+template <class Unit>
+__global__ void __launch_bounds__(kThreads)
+    MoePermuteKernel(MoePermuteInput in, void* out, void* entries) {
+  const int64_t copy = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (copy >= in.num_copies) return;
+  const int64_t count = in.row_bytes / static_cast<int64_t>(sizeof(Unit));
+  CopyRow(static_cast<const Unit*>(in.rows) + in.index[copy] * count,
+          static_cast<Unit*>(out) + copy * count, count);
+  if (in.table != nullptr && threadIdx.x % 32 == 0) {
+    CopyEntry(in.table, in.cells[copy], entries, copy, in.entry_bytes);
+  }
+}
+
+// kWidth elements of a row; where they are 16 bytes, in one load or store.
+template <class Element, int kWidth>
+struct Columns {
+  typedef typename Element::Stored Stored;
+  alignas(kWidth == 1 ? sizeof(Stored) : kVectorBytes) Stored at[kWidth];
+
+  __device__ void Load(const Stored* from) {
+    if constexpr (kWidth == 1) {
+      at[0] = *from;
+    } else {
+      *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(from);
+    }
+  }
+  __device__ void StoreTo(Stored* to) const {
+    if constexpr (kWidth == 1) {
+      *to = at[0];
+    } else {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(at);
+    }
+  }
+};
+
+// One warp a token. Rows of kUnroll copies are loaded before they are added, in the copies' order.
+template <class Element, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    MoeUnpermuteKernel(MoeUnpermuteInput in, void* out, void* table) {
+  typedef typename Element::Stored Stored;
+  typedef typename Element::Sum Sum;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (token >= in.num_tokens) return;
+  const int lane = threadIdx.x % 32;
+  const int32_t* copies = in.copies + token * in.topk;
+  const Stored* rows = static_cast<const Stored*>(in.rows);
+  const Sum* gates = static_cast<const Sum*>(in.gates);
+  for (int64_t column = lane * kWidth; column < in.num_columns; column += 32 * kWidth) {
+    Sum sums[kWidth] = {};
+    for (int64_t first = 0; first < in.topk; first += kUnroll) {
+      Columns<Element, kWidth> columns[kUnroll];
+      int32_t copy[kUnroll];
+#pragma unroll
+      for (int k = 0; k < kUnroll; ++k) {
+        copy[k] = first + k < in.topk ? copies[first + k] : -1;
+      }
+#pragma unroll
+      for (int k = 0; k < kUnroll; ++k) {
+        if (copy[k] >= 0) columns[k].Load(rows + copy[k] * in.num_columns + column);
+      }
+#pragma unroll
+      for (int k = 0; k < kUnroll; ++k) {
+        if (copy[k] < 0) continue;
+        const Sum gate = gates == nullptr ? Sum{1} : gates[copy[k]];
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) sums[i] += gate * Element::Read(columns[k].at[i]);
+      }
+    }
+    Columns<Element, kWidth> result;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) result.at[i] = Element::Write(sums[i]);
+    result.StoreTo(static_cast<Stored*>(out) + token * in.num_columns + column);
+  }
+  if (in.entries == nullptr) return;
+  for (int64_t expert = lane; expert < in.num_experts; expert += 32) {
+    const int64_t cell = token * in.num_experts + expert;
+    int64_t source = -1;
+    for (int64_t k = 0; k < in.topk; ++k) {
+      if (copies[k] >= 0 && in.cells[copies[k]] == cell) source = copies[k];
+    }
+    CopyEntry(source < 0 ? nullptr : in.entries, source, table, cell, in.entry_bytes);
+  }
+}
+
+// One warp a copy; the product of gradient and row is added up by lanes, then over the lanes.
+template <class Element, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    MoeUnpermuteGradKernel(MoeUnpermuteGradInput in, void* grad_rows, void* grad_gates) {
+  typedef typename Element::Stored Stored;
+  typedef typename Element::Sum Sum;
+  const int64_t copy = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (copy >= in.num_copies) return;
+  const int lane = threadIdx.x % 32;
+  const Stored* grad = static_cast<const Stored*>(in.grad) + in.tokens[copy] * in.num_columns;
+  const Stored* row = static_cast<const Stored*>(in.rows) + copy * in.num_columns;
+  Stored* to = static_cast<Stored*>(grad_rows) + copy * in.num_columns;
+  const Sum gate = static_cast<const Sum*>(in.gates)[copy];
+  Sum sum = 0;
+  for (int64_t column = lane * kWidth; column < in.num_columns; column += 32 * kWidth) {
+    Columns<Element, kWidth> g, x;
+    g.Load(grad + column);
+    x.Load(row + column);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const Sum value = Element::Read(g.at[i]);
+      sum += value * Element::Read(x.at[i]);
+      g.at[i] = Element::Write(gate * value);
+    }
+    g.StoreTo(to + column);
+  }
+  sum = WarpSum(sum);
+  if (lane == 0) static_cast<Sum*>(grad_gates)[copy] = sum;
+}
+
+bool IsAligned(const void* address, int64_t num_bytes) {
+  return reinterpret_cast<uintptr_t>(address) % num_bytes == 0;
+}
+
+template <class Unit>
+void LaunchPermute(const MoePermuteInput& in, uintptr_t stream, void* out, void* entries) {
+  MRL_LAUNCH(MoePermuteKernel<Unit>, Blocks(in.num_copies, kWarps), kThreads, stream, in, out,
+             entries);
+}
+
+template <class Element>
+void LaunchUnpermute(const MoeUnpermuteInput& in, uintptr_t stream, void* out, void* table) {
+  constexpr int kWidth = kVectorBytes / sizeof(typename Element::Stored);
+  const int64_t blocks = Blocks(in.num_tokens, kWarps);
+  if (in.num_columns % kWidth == 0 && IsAligned(in.rows, kVectorBytes) &&
+      IsAligned(out, kVectorBytes)) {
+    MRL_LAUNCH((MoeUnpermuteKernel<Element, kWidth>), blocks, kThreads, stream, in, out, table);
+  } else {
+    MRL_LAUNCH((MoeUnpermuteKernel<Element, 1>), blocks, kThreads, stream, in, out, table);
+  }
+}
+
+// The vectors of a lane are the same columns whatever the alignment: gradients of gates must not
+// depend on it. So the narrow kernel is for sizes that are no multiple of a vector only.
+template <class Element>
+void LaunchGrad(const MoeUnpermuteGradInput& in, uintptr_t stream, void* grad_rows,
+                void* grad_gates) {
+  constexpr int kWidth = kVectorBytes / sizeof(typename Element::Stored);
+  const int64_t blocks = Blocks(in.num_copies, kWarps);
+  if (in.num_columns % kWidth == 0) {
+    MRL_LAUNCH((MoeUnpermuteGradKernel<Element, kWidth>), blocks, kThreads, stream, in, grad_rows,
+               grad_gates);
+  } else {
+    MRL_LAUNCH((MoeUnpermuteGradKernel<Element, 1>), blocks, kThreads, stream, in, grad_rows,
+               grad_gates);
+  }
+}
+
+}  // namespace
+
+void MoeIdsCuda(const MoeIdsInput& in, uintptr_t stream, int32_t* ids) {
+  if (in.num_tokens == 0) return;
+  MRL_LAUNCH(MoeIdsKernel, Blocks(in.num_tokens, kWarps), kThreads, stream, in, ids);
+}
+
+void MoeSortCuda(const MoeSortInput& in, uintptr_t stream, const MoeSortOutput& out) {
+  const int64_t num_chunks = Blocks(in.num_tokens, kMoeChunk);
+  if (num_chunks > 0) MRL_LAUNCH(MoeCountKernel, num_chunks, kThreads, stream, in, num_chunks);
+  MRL_LAUNCH(MoeScanKernel, in.num_experts, kThreads, stream, in, num_chunks, out.counts);
+  if (num_chunks > 0) MRL_LAUNCH(MoePlaceKernel, num_chunks, kThreads, stream, in, num_chunks, out);
+}
+
+void MoePermuteCuda(const MoePermuteInput& in, uintptr_t stream, void* out, void* entries) {
+  if (in.num_copies == 0) return;
+  const auto fits = [&](int64_t num_bytes) {
+    return in.row_bytes % num_bytes == 0 && IsAligned(in.rows, num_bytes) &&
+           IsAligned(out, num_bytes);
+  };
+  if (fits(kVectorBytes)) {
+    LaunchPermute<uint4>(in, stream, out, entries);
+  } else if (fits(4)) {
+    LaunchPermute<uint32_t>(in, stream, out, entries);
+  } else {
+    LaunchPermute<uint16_t>(in, stream, out, entries);
+  }
+}
+
+void MoeUnpermuteCuda(const MoeUnpermuteInput& in, uintptr_t stream, void* out, void* table) {
+  if (in.num_tokens == 0) return;
+  switch (in.type) {
+    case RowType::kFloat32:
+      return LaunchUnpermute<Float32Element>(in, stream, out, table);
+    case RowType::kBfloat16:
+      return LaunchUnpermute<Bfloat16Element>(in, stream, out, table);
+    case RowType::kFloat16:
+      return LaunchUnpermute<Float16Element>(in, stream, out, table);
+    case RowType::kFloat64:
+      return LaunchUnpermute<Float64Element>(in, stream, out, table);
+  }
+}
+
+void MoeUnpermuteGradCuda(const MoeUnpermuteGradInput& in, uintptr_t stream, void* grad_rows,
+                          void* grad_gates) {
+  if (in.num_copies == 0) return;
+  switch (in.type) {
+    case RowType::kFloat32:
+      return LaunchGrad<Float32Element>(in, stream, grad_rows, grad_gates);
+    case RowType::kBfloat16:
+      return LaunchGrad<Bfloat16Element>(in, stream, grad_rows, grad_gates);
+    case RowType::kFloat16:
+      return LaunchGrad<Float16Element>(in, stream, grad_rows, grad_gates);
+    case RowType::kFloat64:
+      return LaunchGrad<Float64Element>(in, stream, grad_rows, grad_gates);
+  }
+}
+
+}  // namespace mrl

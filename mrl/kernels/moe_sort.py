@@ -1,0 +1,127 @@
+"""This module sorts the choices of tokens by expert: `mrl::moe_ids` and `mrl::moe_sort`.
+
+Dimensions: n tokens, E experts, K places for a token's choices, m copies (choices that are none left
+out). The kernels are csrc/moe_permute.h; mrl/kernels/moe_permute.py moves rows by what they give.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mrl import _C  # pyright: ignore[reportAttributeAccessIssue]
+from mrl.kernels import backend
+
+
+class ExpertOrder(NamedTuple):
+    """Holds where the copies of each token are, sorted by expert, then by token."""
+
+    tokens: Tensor
+    """i32[m]: the token of each copy."""
+    cells: Tensor
+    """i32[m]: the place of each copy's (token, expert) in a table [n, E] laid end to end."""
+    copies: Tensor
+    """i32[n, K]: the copies of each token in the order in which they are added up; -1 for none."""
+    counts: Tensor
+    """i64[E]: how many copies each expert has."""
+
+
+def moe_ids(chosen: Tensor, width: int) -> Tensor:
+    """Return i32[n, width]: the experts that chosen bool[n, E] marks of each token, by number, then -1.
+
+    Raises ValueError for a bad shape or type, and on CPUs for a token with more than `width` experts,
+    by its number. GPUs stop with a message there.
+    """
+    return torch.ops.mrl.moe_ids(chosen, width)
+
+
+def moe_sort(ids: Tensor, num_experts: int, num_copies: int | None = None) -> ExpertOrder:
+    """Sort the choices of all tokens by expert, stably.
+
+    Args:
+        ids: i32[n, K], K different experts a token in the order in which they are added up; -1 for a
+            place without a choice.
+        num_copies: how many of them are no -1; None: all.
+
+    Raises:
+        ValueError: a bad shape, type or size; on CPUs also an id out of range, an expert that a token
+            names twice, and another number of copies. GPUs stop with a message there.
+    """
+    num_copies = ids.numel() if num_copies is None else num_copies
+    return ExpertOrder(*torch.ops.mrl.moe_sort(ids, num_experts, num_copies))
+
+
+torch.library.define("mrl::moe_ids", "(Tensor chosen, int width) -> Tensor")
+
+
+@torch.library.register_fake("mrl::moe_ids")
+def _ids_fake(chosen: Tensor, width: int) -> Tensor:
+    if chosen.dim() != 2:
+        raise ValueError(f"chosen: got shape {list(chosen.shape)}, expected [n, E]")
+    if chosen.dtype not in (torch.bool, torch.uint8):
+        raise ValueError(f"chosen: got dtype {chosen.dtype}, expected torch.bool or torch.uint8")
+    if width < 1:
+        raise ValueError(f"width: got {width}, expected at least 1")
+    return chosen.new_empty((chosen.shape[0], width), dtype=torch.int32)
+
+
+@torch.library.impl("mrl::moe_ids", ("cpu", "cuda"))
+def _ids(chosen: Tensor, width: int) -> Tensor:
+    ids = _ids_fake(chosen, width)
+    num_tokens, num_experts = chosen.shape
+    sizes = {"num_tokens": num_tokens, "num_experts": num_experts, "width": width}
+    backend.run("moe_ids", chosen.device, chosen=chosen.contiguous(), ids=ids, **sizes)
+    return ids
+
+
+torch.library.define(
+    "mrl::moe_sort",
+    "(Tensor ids, int num_experts, SymInt num_copies) "
+    "-> (Tensor tokens, Tensor cells, Tensor copies, Tensor counts)",
+)
+
+
+@torch.library.register_fake("mrl::moe_sort")
+def _sort_fake(
+    ids: Tensor, num_experts: int, num_copies: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if ids.dim() != 2:
+        raise ValueError(f"ids: got shape {list(ids.shape)}, expected [n, K]")
+    if ids.dtype != torch.int32:
+        raise ValueError(f"ids: got dtype {ids.dtype}, expected torch.int32")
+    if num_experts < 1:
+        raise ValueError(f"num_experts: got {num_experts}, expected at least 1")
+    copies = ids.new_empty((num_copies,))
+    counts = ids.new_empty((num_experts,), dtype=torch.int64)
+    return copies, torch.empty_like(copies), torch.empty_like(ids), counts
+
+
+@torch.library.impl("mrl::moe_sort", ("cpu", "cuda"))
+def _sort(ids: Tensor, num_experts: int, num_copies: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, topk = ids.shape if ids.dim() == 2 else (0, 0)
+    if not 0 <= num_copies <= ids.numel():
+        raise ValueError(f"num_copies: got {num_copies}, expected 0 to {ids.numel()}, the ids")
+    if max(num_tokens * num_experts, ids.numel()) >= 2**31:
+        raise ValueError(
+            f"ids: got {num_tokens} tokens x {num_experts} experts, expected fewer than 2^31 cells"
+        )
+    tokens, cells, copies, counts = _sort_fake(ids, num_experts, num_copies)
+    copies = copies.contiguous()
+    num_chunks = -(-num_tokens // _C.MOE_CHUNK)
+    backend.run(
+        "moe_sort",
+        ids.device,
+        ids=ids.contiguous(),
+        num_tokens=num_tokens,
+        topk=topk,
+        num_experts=num_experts,
+        num_copies=num_copies,
+        scratch=tokens.new_empty((num_experts, num_chunks)),
+        tokens=tokens,
+        cells=cells,
+        copies=copies,
+        counts=counts,
+    )
+    return tokens, cells, copies, counts

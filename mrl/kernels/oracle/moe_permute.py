@@ -1,0 +1,52 @@
+"""This module takes one choice at a time: the references of `moe_sort`, `moe_permute`, `moe_unpermute`.
+
+They take the choices themselves, ids [n, K] with -1 for none, and gradients come from autograd.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def choices(ids: Tensor) -> list[tuple[int, int, int]]:
+    """Return (expert, token, place) of each choice, by expert, then by token: one a copy."""
+    found = [
+        (expert, token, place)
+        for token, row in enumerate(ids.tolist())
+        for place, expert in enumerate(row)
+        if expert >= 0
+    ]
+    return sorted(found)
+
+
+def moe_sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tokens i64[m], cells i64[m], copies i64[n, K] and counts i64[E] of ids [n, K]."""
+    tokens, cells = [], []
+    copies = torch.full(ids.shape, -1)
+    counts = torch.zeros(num_experts, dtype=torch.int64)
+    for copy, (expert, token, place) in enumerate(choices(ids)):
+        tokens.append(token)
+        cells.append(token * num_experts + expert)
+        copies[token, place] = copy
+        counts[expert] += 1
+    return torch.tensor(tokens).long(), torch.tensor(cells).long(), copies, counts
+
+
+def moe_permute(rows: Tensor, ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the copies f64[m, H] of rows [n, H], and the values f64[m] of table [n, E]."""
+    rows, table = rows.double(), table.double()
+    copied = [rows[token] for _, token, _ in choices(ids)]
+    values = [table[token, expert] for expert, token, _ in choices(ids)]
+    if not copied:
+        return rows[:0], table.reshape(-1)[:0]
+    return torch.stack(copied), torch.stack(values)
+
+
+def moe_unpermute(rows: Tensor, ids: Tensor, gates: Tensor | None = None) -> Tensor:
+    """Return the sums f64[n, H] of rows [m, H], multiplied by gates [m], over each token's copies."""
+    rows = rows.double() if gates is None else rows.double() * gates.double().unsqueeze(1)
+    sums = [torch.zeros(rows.shape[1], dtype=torch.float64) for _ in range(len(ids))]
+    for copy, (_, token, _) in enumerate(choices(ids)):
+        sums[token] = sums[token] + rows[copy]
+    return torch.stack(sums) if sums else rows[:0]
