@@ -158,7 +158,7 @@ compat: setup  ## What a release lacks of the names that mrl uses: VERSION=0.5.2
 	$(BIN)/python -m benchmarks.compat $(VERSION)
 
 gpu-check:  ## What only a GPU can show; each call takes 10 minutes and continues the last (docs/gpu.md)
-	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(BENCH_ARGS)
+	env -u OMP_NUM_THREADS PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(BENCH_ARGS)
 
 # pip-audit, in an environment of its own.
 $(VENV)/.audit: | $(VENV)/.packages
