@@ -46,14 +46,3 @@ PARTS = (
 BY_NAME = {part.name: part for part in PARTS}
 NO_FIGURES = "the part `train` has left no figures: it has to pass first"
 """Why `memory_plan` has nothing to compare with."""
-START_SHARE = 0.8
-"""The share of a part's limit in which its engine must have started: the error of an engine that does
-not start has to be on file before the part is killed."""
-
-
-def start_limit_s(name: str, device: str) -> float:
-    """Return the seconds that an engine of the part may take to start."""
-    part = BY_NAME[name]
-    limit_s = part.limit_s if device == "cuda" else part.cpu_limit_s
-    assert limit_s is not None, f"{name} does not run on {device}"
-    return START_SHARE * limit_s

@@ -80,22 +80,28 @@ class DryRun:
             return {"status": FAILED, "why": "killed at its limit", **found}
         if code == 0:
             return {"status": FAILED, "why": "ended without a call that needs a GPU", **found}
-        errors = last_errors(text)
-        if any(NO_FIGURES in line for line in errors):
+        ended = last_error(text) or f"exit code {code}"
+        if NO_FIGURES in ended:
             return {"status": PASSED, "why": "made its plan; the figures of `train` need a GPU"}
         for stop in stops:
-            if any(stop["error"] in line for line in errors):
-                told = f"stopped at {stop['at']} in {stop['function']}: {stop['error']}"
-                return {"status": PASSED, "why": told, **found}
-        ended = errors[-1] if errors else f"exit code {code}"
+            if stop["error"] in ended:
+                return {"status": PASSED, "why": f"stopped at {told(stop)}", **found}
         return {"status": FAILED, "why": f"before its first CUDA call: {ended}", **found}
 
 
-def last_errors(text: str) -> list[str]:
-    """Return the lines of a log that end a traceback, those of pytest too, less what only says that a
-    child process failed."""
+def told(stop: dict[str, str]) -> str:
+    """Return where a process stopped, in one line: place, function, code, the error's first words."""
+    error = stop["error"].partition(". ")[0]
+    return f"{stop['at']}, {stop['function']}: `{stop['code']}`: {error}"
+
+
+def last_error(text: str) -> str:
+    """Return the last line of a log that ends a traceback, also one of pytest, or an empty text.
+
+    That a child process failed is no error of its own: the child's is in the log, too.
+    """
     found = [line for line in text.splitlines() if ERROR.match(line)]
-    return [line for line in found if "CalledProcessError" not in line]
+    return next((line for line in reversed(found) if "CalledProcessError" not in line), "")
 
 
 def write_libcuda(folder: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_lane.catalog import start_limit_s
 from benchmarks.gpu_lane.children import run_child
 from benchmarks.gpu_lane.parts import RECIPE, gpu_args, model_folder, note, train_overrides
 from mrl.config import ModelConfig, RolloutConfig
@@ -24,6 +23,9 @@ from mrl.types import WeightBucket
 
 NUM_CYCLES = {"cuda": 50, "cpu": 10}
 BUCKET_BYTES = 256 << 20
+START_SHARE = 0.8
+"""The share of a part's time in which its engine must have started: the error of an engine that does
+not start has to be on file before the part is killed."""
 LEAK_BOUND_BYTES = 1 << 20
 """A cycle; more fails the part."""
 AWAKE_SHARE = 0.5
@@ -47,7 +49,7 @@ class Bench:
                 max_total_tokens=262_144 if on_gpu else None,  # routes are kept pinned, by KV slot
                 mem_fraction_static=0.3,
                 server_args=gpu_args() if on_gpu else {},
-                start_timeout_s=start_limit_s(part, device),
+                start_timeout_s=START_SHARE * limit_of(part, folder),
             ),
             log_path=folder / f"engine_{'routes' if routes else 'plain'}.log",
             return_routes=routes,
@@ -102,6 +104,11 @@ class Bench:
             free, total = torch.cuda.mem_get_info()
             return float(total - free)
         return tree.rss(self.engine.server.process.pid)
+
+
+def limit_of(part: str, folder: Path) -> float:
+    """Return the seconds that the running part may take, as the driver wrote them down."""
+    return json.loads((folder / "state.json").read_text())[part]["limit_s"]
 
 
 def buckets(weights: list[tuple[str, Tensor]], version: int) -> Iterator[WeightBucket]:

@@ -88,7 +88,7 @@ class Driver:
         left_s = self.deadline - time.monotonic()
         if left_s < LEAST_SHARE * limit_s:
             return False
-        self.state.record(part.name, status=RUNNING, limit_s=limit_s)
+        self.state.record(part.name, status=RUNNING, limit_s=min(limit_s, left_s))
         command = ["-m", self.entry, part.name]
         command += ["--device", self.device, "--folder", str(self.folder)]
         log = self.folder / f"{part.name}.log"
