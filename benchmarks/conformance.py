@@ -52,7 +52,10 @@ DEFAULT = ("tp1", "tp1-two", "tp2", "tp2-two", "tp2-nodes")
 
 
 def run_suite(engine: str, gpus: str, server_args: str, case: Case) -> dict[str, Any]:
-    """Run pytest once; `server_args` is JSON. Return its counts, its seconds and the names of what failed."""
+    """Run pytest once, with SGLang's own `server_args` as JSON.
+
+    Return its counts, its seconds and the names of what failed.
+    """
     environment = {
         **os.environ,
         "MRL_TEST_REAL_STARTS": "1",  # each server is a new Python, as in a run

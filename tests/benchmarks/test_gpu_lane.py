@@ -99,7 +99,7 @@ def test_a_harmed_piece_is_named(packed, harm) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--device", "cpu", "nothing"], "unknown part 'nothing'; expected some of build, trainer"),
+        (["--device", "cpu", "nothing"], "unknown part 'nothing'; expected some of build, engine,"),
         (
             ["--device", "cpu", "--resume", "/nowhere.json"],
             "--resume: there is no file /nowhere.json",
@@ -234,6 +234,7 @@ def test_other_code_runs_what_failed_first_and_what_passed_again(tmp_path) -> No
     state = State("cpu", [], tmp_path / "gpu_check.json")
     assert state.order("abcd") == ["c", "d", "b"]
     assert state.order("abcd", {"a"}) == ["a", "c", "d", "b"]  # of another machine: made anew
+    assert state.order("abcd", {"d"}) == ["d", "c", "b"]
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     for record in found["parts"].values():
         record["key"] = "of other code"
@@ -275,9 +276,10 @@ def test_the_most_telling_parts_come_first_and_fit_into_a_call() -> None:
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_an_engine_that_does_not_start_says_so_before_its_part_is_killed(
-    device, tmp_path, toy_folder, monkeypatch
+    device, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(engine_parts, "model_folder", lambda folder, device: toy_folder)
+    toy = parts.model_folder(tmp_path, "cpu")
+    monkeypatch.setattr(engine_parts, "model_folder", lambda folder, device: toy)
     (tmp_path / "state.json").write_text(json.dumps({"sync": {"limit_s": 50.0}}))
     bench = engine_parts.Bench("sync", tmp_path, device, routes=True)
     assert bench.engine.config.start_timeout_s == 40
