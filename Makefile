@@ -170,7 +170,7 @@ gpu-stack: setup  ## Installs the GPU stack of docs/install.md and runs it on th
 	$(BIN)/python -m benchmarks.gpu_stack $(BENCH_ARGS)
 
 gpu-check:  ## What only a GPU can show; each call takes 10 minutes and continues the last (docs/gpu.md)
-	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(BENCH_ARGS)
+	env -u OMP_NUM_THREADS PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(BENCH_ARGS)
 
 # pip-audit, in an environment of its own.
 $(VENV)/.audit: | $(VENV)/.packages

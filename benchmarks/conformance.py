@@ -51,14 +51,18 @@ DEFAULT = ("tp1", "tp1-two", "tp2", "tp2-two", "tp2-nodes")
 """The others do not pass on CPUs yet: docs/rollout.md."""
 
 
-def run_suite(engine: str, gpus: str, case: Case) -> dict[str, Any]:
-    """Run pytest once; return its counts, its seconds and the names of what failed."""
+def run_suite(engine: str, gpus: str, server_args: str, case: Case) -> dict[str, Any]:
+    """Run pytest once, with SGLang's own `server_args` as JSON.
+
+    Return its counts, its seconds and the names of what failed.
+    """
     environment = {
         **os.environ,
         "MRL_TEST_REAL_STARTS": "1",  # each server is a new Python, as in a run
         "OMP_NUM_THREADS": "1",
         "MRL_CONFORMANCE_ENGINE": engine,
         "MRL_CONFORMANCE_GPUS": gpus,
+        "MRL_CONFORMANCE_SERVER_ARGS": server_args,
         "MRL_CONFORMANCE_TP": str(case.tensor_parallel_size),
         "MRL_CONFORMANCE_ENGINES": str(case.num_engines),
         "MRL_CONFORMANCE_NODES": str(case.num_nodes),
@@ -92,6 +96,8 @@ def main() -> None:
         "--gpus", default="", help="such as 0,1; engines of all sizes that fit on them"
     )
     parser.add_argument("--cases", default=",".join(DEFAULT), help=f"some of {','.join(CASES)}")
+    parser.add_argument("--server-args", default="{}", help="JSON, as rollout.server_args")
+    parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
     options = parser.parse_args()
     if unknown := set(options.cases.split(",")) - set(CASES):
         parser.error(f"--cases: got {sorted(unknown)}, expected some of {', '.join(CASES)}")
@@ -107,7 +113,7 @@ def main() -> None:
     runs = []
     for name, case in cases.items():
         print(f"{name}: {case}", flush=True)
-        runs.append({"case": name, **run_suite(engine, options.gpus, case)})
+        runs.append({"case": name, **run_suite(engine, options.gpus, options.server_args, case)})
     num_failed = sum(len(run["failed"]) for run in runs)
     num_passed = sum(run["passed"] for run in runs)
     if set(cases) == set(DEFAULT) or options.gpus:  # only a whole run is written
@@ -118,6 +124,7 @@ def main() -> None:
             failed=num_failed,
             packages=("torch", "sglang", "transformers"),
             device=torch.device("cuda" if options.gpus else "cpu"),
+            path=options.output,
         )
     finish(num_passed, num_failed)
 

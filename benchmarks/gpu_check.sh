@@ -9,7 +9,7 @@ set -euo pipefail
 SECONDS=0
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1
 
 if [[ -f .gpu-lane/pieces.json ]]; then
   # A machine that is still warm has them from the call before; `build/` is ignored by Git.

@@ -2,7 +2,8 @@
 
 `drive ARGUMENTS` is the driver over these parts. Otherwise it is one of them, as the driver starts it.
 LANE_PARTS_SEEN names a file to which each part adds its name when it starts, and LANE_PARTS_LIMIT_S
-is the time limit of the part that hangs.
+is the time limit of the part that hangs. With LANE_PARTS_GPU, a folder, the driver believes that there
+is a GPU and keeps its results and caches there; the parts cache a kernel each.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+from benchmarks.gpu_lane import run
 from benchmarks.gpu_lane.catalog import Part
 from benchmarks.gpu_lane.run import FIGURES, main
 
@@ -38,6 +41,11 @@ def run_part(name: str) -> None:
     with open(os.environ["LANE_PARTS_SEEN"], "a") as seen:
         seen.write(f"{name}\n")
     print(f"{name} begins", flush=True)
+    if "LANE_PARTS_GPU" in os.environ:
+        kernel = Path(os.environ["TRITON_CACHE_DIR"], name, "kernel.cubin")
+        note(was_cached=kernel.exists(), threads=os.environ["OMP_NUM_THREADS"])
+        kernel.parent.mkdir(parents=True, exist_ok=True)
+        kernel.write_text(name)
     if name == "hangs":
         note(reached=1)
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"],
@@ -53,5 +61,10 @@ def run_part(name: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "drive":
+        if "LANE_PARTS_GPU" in os.environ:
+            folder = Path(os.environ["LANE_PARTS_GPU"])
+            run.has_gpu = lambda: True
+            run.RESULTS, run.CACHES = folder / "results", folder / "caches"
+            run.CARRIED = folder / "carried.tar.gz"
         sys.exit(main(sys.argv[2:], PARTS, "tests.lane_parts"))
     run_part(sys.argv[1])

@@ -5,7 +5,9 @@ one folder, leaves out what a Hopper GPU with triton backends never loads, packs
 tar.xz and cuts it into pieces under `.gpu-lane/` (ignored by Git), each listed with its SHA-256 in
 `pieces.json`. `unpack.py` puts them together on the other side with the standard library alone.
 
-What that machine brings itself is NEEDED in unpack.py, which says there what is missing.
+`mrl._C` goes along, compiled here with its GPU kernels for Python 3.12 (`--python`), together with the
+digest of its sources (extension.py). What that machine brings itself is NEEDED in unpack.py, which says
+there what is missing.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import hashlib
 import json
 import lzma
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +26,9 @@ import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+from benchmarks.gpu_lane import extension
+from benchmarks.gpu_lane.unpack import PYTHON
 
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "requirements" / "gpu-lane.txt"
@@ -34,6 +40,9 @@ GLIBCS = (17, 24, 26, 27, 28, 31, 34, 35)
 """pip takes these manylinux numbers literally; Ubuntu 24.04 has 39."""
 LIBNUMA = "libnuma1"
 """sgl_kernel is linked against it; the file comes from Debian's package, where apt-get is."""
+
+TUNED_FOR = re.compile(r"device_name=NVIDIA_(H100_80GB_HBM3|H200)[,._]")
+"""GPUs whose tuned tables of triton kernels are kept, as SGLang names them."""
 
 DROP = (
     "bin/*", "include/*", "lib/*", "lib64/*", "tools/*", "*/tests/*", "*.pyi", "*.a", "*.md", "*.rst",
@@ -51,7 +60,7 @@ DROP = (
 
 def is_dropped(path: str) -> bool:
     """Whether a file of the laid-out wheels stays behind."""
-    if "/configs/triton_" in path and path.endswith(".json") and "H200" not in path:
+    if "/configs/triton_" in path and path.endswith(".json") and not TUNED_FOR.search(path):
         return True
     if path.startswith("transformers/models/") and path.rsplit("/", 1)[-1].startswith("convert_"):
         return True
@@ -107,9 +116,13 @@ def add_libnuma(site: Path, scratch: Path) -> bool:
 
 
 def pack(site: Path, target: Path) -> dict[str, Any]:
-    """Write tar.xz pieces and their list; the same folder gives the same bytes."""
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
+    """Write tar.xz pieces and their list; the same folder gives the same bytes.
+
+    Earlier pieces go; what else is in `target` (caches of a GPU machine) stays.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for old in (target / "pieces.json", *target.glob("site.tar.xz.*")):
+        old.unlink(missing_ok=True)
     whole = target / "site.tar.xz"
     filters = [
         {"id": lzma.FILTER_X86},
@@ -150,7 +163,37 @@ def largest(site: Path, count: int = 12) -> list[tuple[str, int]]:
     return sorted(sizes.items(), key=lambda item: -item[1])[:count]
 
 
-def main() -> None:
+def find_python(given: str | None) -> str | None:
+    """Return the interpreter to compile for; None where none was given and PATH has none.
+
+    Raises SystemExit for one that is given and is not of the pieces' version of Python.
+    """
+    name = f"python{'.'.join(map(str, PYTHON))}"
+    if given is None:
+        return shutil.which(name)
+    ask = "import sys; print(*sys.version_info[:2])"
+    try:
+        done = subprocess.run([given, "-c", ask], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise SystemExit(f"error: --python {given}: {error.strerror}; expected a {name}") from None
+    if done.stdout.split() != [str(number) for number in PYTHON]:
+        got = f"Python {'.'.join(done.stdout.split())}" if done.stdout else "no Python"
+        raise SystemExit(f"error: --python {given} is {got}; expected a {name}")
+    return given
+
+
+def add_extension(options: argparse.Namespace, site: Path, scratch: Path) -> str:
+    """Compile `mrl._C` into `site/extension`; returns a plain line about it."""
+    if options.no_extension:
+        return "no extension, as asked: the GPU machine compiles it"
+    python = find_python(options.python)
+    if python is None:
+        return "no extension: PATH has no python3.12 (--python names one); the GPU machine compiles"
+    file = extension.compile_for(python, site / "extension", scratch)
+    return f"{file.name} of {file.stat().st_size / 2**20:.1f} MiB, of these sources"
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -158,17 +201,27 @@ def main() -> None:
     parser.add_argument(
         "--wheels", type=Path, help="keep the downloads here, and use what is there"
     )
-    options = parser.parse_args()
+    parser.add_argument("--python", help="a Python 3.12 to compile for; by default that of PATH")
+    parser.add_argument(
+        "--no-extension", action="store_true", help="leave compiling mrl._C to the GPU machine"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
     with tempfile.TemporaryDirectory(prefix="gpu-lane-") as scratch_name:
         scratch = Path(scratch_name)
         wheels, site = options.wheels or scratch / "wheels", scratch / "site"
         wheels.mkdir(parents=True, exist_ok=True)
+        about_extension = add_extension(options, site, scratch)
         download(wheels, LOCK)
         lay_out(wheels, site)
         has_numa = add_libnuma(site, scratch)
         for name, num_bytes in largest(site):
             print(f"{num_bytes / 2**20:8.1f} MiB  {name}")
         manifest = pack(site, options.target)
+    print(about_extension)
     if not has_numa:
         print(f"no {LIBNUMA}: apt-get download failed; the GPU machine must have libnuma.so.1")
     total = 0

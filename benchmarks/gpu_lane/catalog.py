@@ -22,24 +22,27 @@ class Part:
 
 
 PARTS = (
-    Part("build", "facts", "the extension compiles; versions and the device", 150, 120),
+    Part("build", "facts", "the extension is there; versions and the device; writes the model",
+         150, 120),
+    Part("engine", "engine_parts", "an engine starts, sleeps at once, wakes, takes weights, generates",
+         300, 400),
     Part("trainer_step", "trainer_parts",
          "one forward, backward and optimizer step of a 1 GB MoE in bf16, layers without "
-         "TransformerEngine; whether two passes agree", 80, 240),
-    Part("engine", "engine_parts", "an engine starts, sleeps at once, wakes, takes weights, generates",
-         120, 400),
-    Part("train", "engine_parts", "`mrl train`, three steps of that MoE", 150, 500),
-    Part("gpu_tests", "suites", "the tests marked `gpu`", 120),
-    Part("memory_plan", "facts", "the memory of `train` beside what the plan says", 30),
+         "TransformerEngine; whether two passes agree", 180, 240),
+    Part("sync", "engine_parts", "bytes per second of a weight update, beside a copy", 120, 480),
+    Part("train", "engine_parts", "`mrl train`, three steps of that MoE", 240, 500),
+    Part("kernels", "suites", "the kernel benchmark", 150, 300),
     Part("native", "native_parts", "mrl's own layers beside what they replace: time and memory",
          90, 240),
-    Part("kernels", "suites", "the kernel benchmark", 150, 300),
+    Part("gpu_tests", "suites", "the tests marked `gpu`", 120),
+    Part("memory_plan", "facts", "the memory of `train` beside what the plan says", 30),
     Part("conformance", "suites", "what an engine owes, on GPU 0", 200),
     Part("engine_settings", "engine_parts",
-         "an engine starts where the allocator has expandable segments", 60, 200),
-    Part("sync", "engine_parts", "bytes per second of a weight update, beside a copy", 80, 480),
+         "an engine starts where the allocator has expandable segments", 90, 200),
     Part("sleep_wake", "engine_parts",
-         "memory over 50 cycles of sleep levels 2 and 1: the leak", 150, 840),
-    Part("routes", "engine_parts", "tokens per second with and without captured routes", 110, 660),
+         "memory over 50 cycles of sleep levels 2 and 1: the leak", 200, 840),
+    Part("routes", "engine_parts", "tokens per second with and without captured routes", 150, 660),
 )  # fmt: skip
 BY_NAME = {part.name: part for part in PARTS}
+NO_FIGURES = "the part `train` has left no figures: it has to pass first"
+"""Why `memory_plan` has nothing to compare with."""

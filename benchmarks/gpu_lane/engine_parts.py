@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_lane.children import run_child
-from benchmarks.gpu_lane.parts import GPU_ARGS, RECIPE, model_folder, note, train_overrides
+from benchmarks.gpu_lane.parts import RECIPE, gpu_args, model_folder, note, train_overrides
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, Request, SamplingParams
 from mrl.rollout.sglang.engine import Engine
@@ -23,6 +23,9 @@ from mrl.types import WeightBucket
 
 NUM_CYCLES = {"cuda": 50, "cpu": 10}
 BUCKET_BYTES = 256 << 20
+START_SHARE = 0.8
+"""The share of a part's time in which its engine must have started: the error of an engine that does
+not start has to be on file before the part is killed."""
 LEAK_BOUND_BYTES = 1 << 20
 """A cycle; more fails the part."""
 AWAKE_SHARE = 0.5
@@ -30,10 +33,13 @@ AWAKE_SHARE = 0.5
 
 
 class Bench:
-    """One engine on one device, with the weights of its checkpoint there too, as a trainer has them."""
+    """One engine on one device, and the weights of its checkpoint, as a trainer has them there."""
 
-    def __init__(self, folder: Path, device: str, *, routes: bool, keep: bool = False) -> None:
-        model = model_folder(folder, device)
+    def __init__(
+        self, part: str, folder: Path, device: str, *, routes: bool, keep: bool = False
+    ) -> None:
+        """Nothing is started yet, and nothing is on the device."""
+        self.model = model = model_folder(folder, device)
         self.device = torch.device(device)
         on_gpu = device == "cuda"
         self.engine = Engine(
@@ -42,23 +48,36 @@ class Bench:
                 max_response_len=128,
                 max_total_tokens=262_144 if on_gpu else None,  # routes are kept pinned, by KV slot
                 mem_fraction_static=0.3,
-                server_args=GPU_ARGS if on_gpu else {},
-                start_timeout_s=120.0,
+                server_args=gpu_args() if on_gpu else {},
+                start_timeout_s=START_SHARE * limit_of(part, folder),
             ),
             log_path=folder / f"engine_{'routes' if routes else 'plain'}.log",
             return_routes=routes,
             gpu_ids=("0",) if on_gpu else (),
             keep_weights_on_host=keep,
         )
-        self.weights = load_weights(model, self.device)
+        self.weights: list[tuple[str, Tensor]] = []
         self.version = 0
 
     def __enter__(self) -> Bench:
         self.engine.start()
+        try:
+            self.load_weights()
+        except BaseException:
+            self.engine.stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self.engine.stop()
+
+    def load_weights(self) -> None:
+        """Read the checkpoint's weights onto the device."""
+        from safetensors.torch import load_file
+
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        weights = sorted(load_file(self.model / "model.safetensors").items())
+        self.weights = [(name, weight.to(self.device, dtype)) for name, weight in weights]
 
     def update(self) -> float:
         """Send all weights under the next version; seconds."""
@@ -87,12 +106,9 @@ class Bench:
         return tree.rss(self.engine.server.process.pid)
 
 
-def load_weights(folder: Path, device: torch.device) -> list[tuple[str, Tensor]]:
-    from safetensors.torch import load_file
-
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    weights = load_file(folder / "model.safetensors")
-    return [(name, tensor.to(device, dtype)) for name, tensor in sorted(weights.items())]
+def limit_of(part: str, folder: Path) -> float:
+    """Return the seconds that the running part may take, as the driver wrote them down."""
+    return json.loads((folder / "state.json").read_text())[part]["limit_s"]
 
 
 def buckets(weights: list[tuple[str, Tensor]], version: int) -> Iterator[WeightBucket]:
@@ -123,7 +139,7 @@ def engine(folder: Path, device: str) -> dict[str, Any]:
     took: dict[str, float] = {}
     held: dict[str, float] = {}
     tree = ProcessTree()
-    bench = Bench(folder, device, routes=True)
+    bench = Bench("engine", folder, device, routes=True)
 
     def step(name: str, act: Callable[[], object]) -> None:
         begin = time.perf_counter()
@@ -135,6 +151,7 @@ def engine(folder: Path, device: str) -> dict[str, Any]:
     try:
         step("start", bench.engine.start)
         step("sleep", bench.engine.sleep)
+        step("load", bench.load_weights)
         for cycle in ("first", "second"):
             step(f"{cycle} wake weights", lambda: bench.engine.wake((WEIGHTS,)))
             step(f"{cycle} update", bench.update)
@@ -155,7 +172,7 @@ def engine_settings(folder: Path, device: str) -> dict[str, Any]:
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     start = time.perf_counter()
-    with Bench(folder, device, routes=False) as bench:
+    with Bench("engine_settings", folder, device, routes=False) as bench:
         rate = bench.generate(4, 8)
     return {"says": f"started and generated, {time.perf_counter() - start:.1f} s", "rate": rate}
 
@@ -166,7 +183,7 @@ def sleep_wake(folder: Path, device: str) -> dict[str, Any]:
     for level in (2, 1):
         series: dict[str, list[float]] = {"awake": [], "asleep": [], "weights": []}
         tree = ProcessTree()
-        with Bench(folder, device, routes=True, keep=level == 1) as bench:
+        with Bench("sleep_wake", folder, device, routes=True, keep=level == 1) as bench:
             num_cycles = NUM_CYCLES[device]
             start = time.perf_counter()
             for _ in range(num_cycles):
@@ -205,7 +222,7 @@ def sleep_wake(folder: Path, device: str) -> dict[str, Any]:
 
 def sync(folder: Path, device: str) -> dict[str, Any]:
     """Updates and copies of the same bytes, turn about; the ratio is update over copy, in time."""
-    with Bench(folder, device, routes=False) as bench:
+    with Bench("sync", folder, device, routes=False) as bench:
         num_bytes = sum(t.numel() * t.element_size() for _, t in bench.weights)
         targets = [torch.empty_like(tensor) for _, tensor in bench.weights]
         bench.update()
@@ -236,8 +253,8 @@ def routes(folder: Path, device: str) -> dict[str, Any]:
     num, new_tokens, rounds = (128, 128, 7) if device == "cuda" else (8, 16, 3)
     rates: dict[bool, list[float]] = {True: [], False: []}
     with (
-        Bench(folder, device, routes=True) as with_routes,
-        Bench(folder, device, routes=False) as without,
+        Bench("routes", folder, device, routes=True) as with_routes,
+        Bench("routes", folder, device, routes=False) as without,
     ):
         for bench in (with_routes, without):
             bench.generate(num, new_tokens)  # kernels are compiled

@@ -9,8 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_lane.children import run_child
-from benchmarks.gpu_lane.parts import RECIPE, note, train_overrides
+from benchmarks.gpu_lane import extension
+from benchmarks.gpu_lane.catalog import NO_FIGURES
+from benchmarks.gpu_lane.children import ROOT, run_child
+from benchmarks.gpu_lane.parts import RECIPE, model_folder, note, train_overrides
+from benchmarks.gpu_lane.unpack import EXTENSION
 
 GIB = 2**30
 PROMPT_LEN = 4
@@ -20,23 +23,25 @@ READ_IN = {"awake": "rollout", "train": "train"}
 
 
 def build(folder: Path, device: str) -> dict[str, Any]:
-    """Build `mrl._C` in place, with its GPU kernels; on a CPU what is built already is taken."""
+    """Provide `mrl._C`, on a GPU with its kernels; then the model of all parts, and the device."""
     start = time.perf_counter()
-    if device == "cuda":
-        run_child(["setup.py", "--quiet", "build_ext", "--inplace"], {"MRL_CUDA": "1"})
+    how = provide_extension() if device == "cuda" else "there"
     seconds = time.perf_counter() - start
+    note(extension=how, build_s=round(seconds, 1))
     import torch  # before the extension, which wants its OpenMP
 
     from parallel.versions import version_rows
 
-    extension = importlib.import_module("mrl._C")
+    compiled = importlib.import_module("mrl._C")
     rows = {name: [version, implies] for name, version, implies in version_rows()}
     for name, (version, implies) in rows.items():
         print(f"{name} {version}: {implies}")
-    note(build_s=round(seconds, 1), has_cuda=extension.has_cuda, versions=rows)
+    start = time.perf_counter()
+    model_folder(folder, device)
+    note(has_cuda=compiled.has_cuda, versions=rows, model_s=round(time.perf_counter() - start, 1))
     if device == "cpu":
         return {"says": f"torch {torch.__version__}, extension there, CPU only"}
-    assert extension.has_cuda, "mrl._C was built without its GPU kernels"
+    assert compiled.has_cuda, "mrl._C was built without its GPU kernels"
     properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()
     facts = {
@@ -51,8 +56,19 @@ def build(folder: Path, device: str) -> dict[str, Any]:
         "cores": os.cpu_count(),
     }
     note(device=facts, **speeds())
-    says = f"built in {seconds:.0f} s; {properties.name}, {free / GIB:.1f} GiB free"
+    says = f"extension {how} in {seconds:.0f} s; {properties.name}, {free / GIB:.1f} GiB free"
     return {"says": f"{says}, torch {torch.__version__}"}
+
+
+def provide_extension() -> str:
+    """Put `mrl._C` into place: the one of the pieces where it fits, or else compiled; returns which."""
+    refusal = "there are no pieces"
+    if EXTENSION in os.environ:
+        refusal = extension.take(Path(os.environ[EXTENSION]), ROOT / "mrl")
+        if refusal is None:
+            return "taken from the pieces"
+    run_child(["setup.py", "--quiet", "build_ext", "--inplace"], {"MRL_CUDA": "1"})
+    return f"compiled here, for {refusal}"
 
 
 def speeds() -> dict[str, float]:
@@ -84,10 +100,10 @@ def memory_plan(folder: Path, device: str) -> dict[str, Any]:
     """Bytes on the device in the phases of the last step of `train`, beside what the plan says."""
     import torch
 
-    measured = json.loads((folder / "state.json").read_text()).get("train", {}).get("figures", {})
-    assert "steps" in measured, "the part `train` has left no figures: it has to pass first"
     total = torch.cuda.get_device_properties(0).total_memory
     planned = planned_bytes(train_overrides(folder, device), total)
+    measured = json.loads((folder / "state.json").read_text()).get("train", {}).get("figures", {})
+    assert "steps" in measured, NO_FIGURES
     last = measured["steps"][-1]
     note(planned=planned, measured=last)
     lines, over = compare(planned, last)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.gpu_lane.catalog import BY_NAME
 from benchmarks.gpu_lane.run import FIGURES
+from mrl.rollout.sglang.arguments import field_names
 
 RECIPE = str(Path(__file__).parents[2] / "launch" / "recipes" / "toy_moe.yaml")
 GPU_MODEL = {
@@ -23,12 +24,31 @@ GPU_MODEL = {
     "init_std": 0.02,
 }  # fmt: skip
 """0.5 B parameters: 1.0 GB in bfloat16."""
-GPU_ARGS = {
-    "attention_backend": "triton",
-    "moe_runner_backend": "triton",
-    "grammar_backend": "none",
+GPU_ARGS: dict[tuple[str, ...], object] = {
+    ("attention_backend",): "triton",  # FA3's and flashinfer's kernels are not among the pieces
+    ("moe_runner_backend",): "triton",
+    ("grammar_backend",): "none",
+    # A start of 0.5.12 on 80 GB would capture 36 graphs of decoding and 58 of prefill.
+    ("cuda_graph_max_bs", "cuda_graph_max_bs_decode"): 8,
+    ("disable_piecewise_cuda_graph", "disable_prefill_cuda_graph"): True,
 }
-"""SGLang's arguments where FA3's and flashinfer's kernels are not."""
+"""SGLang's arguments on GPUs: each with its name in 0.5.12 and, where it has another, in later ones."""
+
+
+def gpu_args() -> dict[str, object]:
+    """Return GPU_ARGS under the names of the installed SGLang. Raises RuntimeError for one that it
+    lacks."""
+    known = field_names()
+    found: dict[str, object] = {}
+    for names, value in GPU_ARGS.items():
+        name = next((name for name in names if name in known), None)
+        if name is None:
+            raise RuntimeError(
+                f"ServerArgs of the installed SGLang has no field {' or '.join(names)}; add its name "
+                "to GPU_ARGS in benchmarks/gpu_lane/parts.py"
+            )
+        found[name] = value
+    return found
 
 
 def note(**figures: object) -> None:
@@ -61,7 +81,7 @@ def train_overrides(folder: Path, device: str) -> list[str]:
             "rollout.prompts_per_step=32", "rollout.samples_per_prompt=8",
             "rollout.max_response_len=128", "rollout.min_response_len=128",
             "rollout.max_total_tokens=262144", "rollout.mem_fraction_static=0.3",
-            f"rollout.server_args={json.dumps(GPU_ARGS)}", "train.micro_batch_tokens=16384",
+            f"rollout.server_args={json.dumps(gpu_args())}", "train.micro_batch_tokens=16384",
         ]  # fmt: skip
     return overrides
 

@@ -8,9 +8,13 @@ leaves out what has passed with the same code and versions, and begins with what
 
 `--device cpu` runs, on the toy model, every part that makes sense without a GPU, to see that the code
 runs; its figures mean nothing, and they go to benchmarks/results only where `--out` says so.
+`--dry-run` goes through the parts as on a GPU, where there is none, each up to its first CUDA call
+(dry_run.py).
 
 Files, in `--out` (by default $OUT where that is set) and, on GPUs, in benchmarks/results:
-gpu_check.json, gpu_check.jsonl (an event a line), gpu_check.log (the ends of all logs).
+gpu_check.json, gpu_check.jsonl (an event a line), gpu_check.log (the ends of all logs). On GPUs also
+gpu_caches.tar.gz in `--out`, what was compiled at run time: a call that finds it in .gpu-lane/ (or gets
+it as `--caches FILE`) unpacks it first.
 The last line is `N passed, N failed, N skipped`; skipped are those that were not reached, not asked
 for, or need a GPU. Exits with 1 where a part failed.
 """
@@ -18,23 +22,31 @@ for, or need a GPU. Exits with 1 where a part failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from benchmarks.gpu_lane import dry_run
+from benchmarks.gpu_lane.caches import ARCHIVE, Caches
 from benchmarks.gpu_lane.catalog import BY_NAME, Part
 from benchmarks.gpu_lane.children import adopt_orphans, end_children, run_limited
+from benchmarks.gpu_lane.dry_run import DryRun
 from benchmarks.gpu_lane.state import CUT, FAILED, PASSED, ROOT, RUNNING, State
 
 ENTRY = "benchmarks.gpu_lane.parts"
 RESULTS = ROOT / "benchmarks" / "results"
+CACHES = ROOT / "build" / "gpu-lane-caches"
+CARRIED = ROOT / ".gpu-lane" / ARCHIVE
 TOTAL_S = 540.0
 """A call of ten minutes, less the machine's start and the way back."""
 LEAST_SHARE = 0.4
@@ -42,6 +54,8 @@ LEAST_SHARE = 0.4
 TAIL_LINES = 30
 LOG_BYTES = 600 << 10
 """The end of each part's log goes into gpu_check.log: all parts together stay below 16 MiB."""
+BUILD = "build"
+"""The part whose product, the extension, is of this machine and does not travel with the records."""
 FIGURES = "FIGURES "
 """Starts a line of a part's log that holds figures as JSON; they count even where the part fails."""
 
@@ -50,22 +64,31 @@ class Driver:
     """Runs parts one after the other and keeps the record."""
 
     def __init__(
-        self, device: str, folder: Path, state: State, deadline: float, entry: str = ENTRY
+        self,
+        device: str,
+        folder: Path,
+        state: State,
+        deadline: float,
+        entry: str = ENTRY,
+        dry: DryRun | None = None,
     ) -> None:
         """`folder`: scratch space for all parts. `deadline`: of the call, by time.monotonic(). `entry`:
-        the module that runs a part."""
+        the module that runs a part. `dry`: judges the parts of a dry run."""
         self.device, self.folder, self.state, self.deadline = device, folder, state, deadline
-        self.entry = entry
+        self.entry, self.dry = entry, dry
         self.started = time.monotonic()
 
     def run(self, part: Part) -> bool:
         """Run one part and put on file what it found; False where there is no time for it."""
         limit_s = part.limit_s if self.device == "cuda" else part.cpu_limit_s
         assert limit_s is not None, f"{part.name} does not run on {self.device}"
+        if self.dry is not None:
+            limit_s = dry_run.LIMIT_S
+            self.dry.begin()
         left_s = self.deadline - time.monotonic()
         if left_s < LEAST_SHARE * limit_s:
             return False
-        self.state.record(part.name, status=RUNNING, limit_s=limit_s)
+        self.state.record(part.name, status=RUNNING, limit_s=min(limit_s, left_s))
         command = ["-m", self.entry, part.name]
         command += ["--device", self.device, "--folder", str(self.folder)]
         log = self.folder / f"{part.name}.log"
@@ -73,7 +96,9 @@ class Driver:
         code, seconds = run_limited(command, log, min(limit_s, left_s))
         text = log.read_text(errors="replace")
         record: dict[str, Any] = {"seconds": round(seconds, 1), "figures": read_figures(text)}
-        if code == 0:
+        if self.dry is not None:
+            record |= self.dry.judge(code, text)
+        elif code == 0:
             record["status"] = PASSED
         elif code is None and left_s < limit_s:
             record |= {"status": CUT, "why": "the call's own time ended"}
@@ -165,19 +190,55 @@ def parse(arguments: list[str] | None, parts: Mapping[str, Part]) -> argparse.Na
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="without a GPU: each part up to its first CUDA call"
+    )
+    parser.add_argument(
+        "--caches", type=Path, help=f"{ARCHIVE} of an earlier call; by default in .gpu-lane/"
+    )
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="by default $OUT")
     parser.add_argument("--resume", type=Path, help="gpu_check.json of an earlier call")
     parser.add_argument("--afresh", action="store_true", help="run what has passed once more")
-    parser.add_argument("--total-s", type=float, default=TOTAL_S, help="seconds of this call")
+    parser.add_argument(
+        "--total-s",
+        type=float,
+        help=f"seconds of this call: {TOTAL_S:g}, or without end in a dry run",
+    )
     parser.add_argument("--spent-s", type=float, default=0.0, help="of them, already gone")
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.parts) - set(parts)):
         parser.error(f"unknown part {unknown[0]!r}; expected some of {', '.join(parts)}")
     if options.resume is not None and not options.resume.is_file():
         parser.error(f"--resume: there is no file {options.resume}")
-    if options.device == "cuda" and not has_gpu():
-        parser.error("torch sees no CUDA device; --device cpu runs the same code on a toy model")
+    if options.caches is not None and not options.caches.is_file():
+        parser.error(f"--caches: there is no file {options.caches}")
+    if options.dry_run:
+        if options.device != "cuda":
+            parser.error("--dry-run rehearses a GPU; --device cpu has no use for it")
+        if why := dry_run.refusal():
+            parser.error(why)
+    elif options.device == "cuda" and not has_gpu():
+        parser.error(
+            "torch sees no CUDA device; --device cpu runs the same code on a toy model, and --dry-run "
+            "this code up to the first CUDA call"
+        )
+    if options.total_s is None:
+        options.total_s = math.inf if options.dry_run else TOTAL_S
     return options
+
+
+def set_threads(device: str) -> None:
+    """Give each process of a GPU machine all cores, unless the environment says otherwise.
+
+    On a CPU each has one: a toy model is many times slower on two.
+    """
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores) if device == "cuda" else "1")
+
+
+def has_extension() -> bool:
+    """Whether `mrl._C` is there for this interpreter: what `build` made on another machine is not."""
+    return (ROOT / "mrl" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").is_file()
 
 
 def main(
@@ -186,25 +247,38 @@ def main(
     entry: str = ENTRY,
 ) -> int:
     options = parse(arguments, parts)
+    on_gpu = options.device == "cuda" and not options.dry_run
     folders = [options.out] if options.out is not None else []
-    if options.device == "cuda":
+    if on_gpu:
         folders.append(RESULTS)
     earlier = options.resume or next(
         (f / "gpu_check.json" for f in folders[::-1] if (f / "gpu_check.json").is_file()), None
     )
-    state = State(options.device, folders, None if options.afresh else earlier)
+    device = dry_run.DEVICE if options.dry_run else options.device
+    state = State(device, folders, None if options.afresh else earlier)
     if state.note:
         print(state.note)
     names = options.parts or list(parts)
+    anew = {BUILD} if BUILD in parts and not has_extension() else set()
+    names = [*sorted(anew), *(name for name in names if name not in anew)]
     deadline = time.monotonic() + options.total_s - options.spent_s
+    set_threads(options.device)
     end_on_signals(state)
     adopt_orphans()
-    with tempfile.TemporaryDirectory(prefix="gpu-lane-") as folder:
-        driver = Driver(options.device, Path(folder), state, deadline, entry)
+    with tempfile.TemporaryDirectory(prefix="gpu-lane-") as folder, contextlib.ExitStack() as stack:
+        dry = DryRun(Path(folder)) if options.dry_run else None
+        archive = options.caches or (CARRIED if CARRIED.is_file() else None)
+        kept = Caches(CACHES, archive, options.out) if on_gpu else None
+        if kept is not None:
+            stack.callback(kept.pack)
+            stack.callback(end_children)  # before that: they may be writing
+        driver = Driver(options.device, Path(folder), state, deadline, entry, dry)
         asked = [name for name in names if runs_on(parts[name], options.device)]
-        for name in state.order(asked):
+        for name in state.order(asked, anew):
             driver.run(parts[name])
             end_children()
+            if kept is not None:
+                kept.pack()
     return close(state, parts, names, options.device)
 
 

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,11 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: str) -> str:
-    """Return the GPU's name as nvidia-smi prints it, without importing torch; `cpu` for a CPU."""
-    if device == "cpu":
-        return "cpu"
+    """Return the GPU's name as nvidia-smi prints it, without importing torch; `device` itself where
+    that is no GPU.
+    """
+    if device != "cuda":
+        return device
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -110,9 +112,9 @@ class State:
         record = self.parts.get(name, {})
         return record.get("status") == PASSED and record.get("key") == self.key
 
-    def order(self, names: Sequence[str]) -> list[str]:
+    def order(self, names: Sequence[str], anew: Collection[str] = ()) -> list[str]:
         """Return the parts that are still to run, the most telling first; `names` are in order of
-        value.
+        value. Those of `anew` come before all others, also where they have passed.
 
         With unchanged code: those that no call has reached, then the one during which a call was
         killed, then those that failed. With other code: those that failed, then those that no call has
@@ -121,13 +123,15 @@ class State:
 
         def rank(name: str) -> int:
             record = self.parts.get(name)
+            if name in anew:
+                return -1
             if record is None or record["status"] in (CUT, SKIPPED):
                 return 1
             if record["key"] != self.key:
                 return 2 if record["status"] == PASSED else 0
             return 2 if record["status"] == RUNNING else 3
 
-        left = [name for name in names if not self.has_passed(name)]
+        left = [name for name in names if name in anew or not self.has_passed(name)]
         return sorted(left, key=rank)  # stable: within a rank they keep their order
 
     def record(self, name: str, **found: Any) -> None:

@@ -21,6 +21,8 @@ from pathlib import Path
 PYTHON = (3, 12)
 """The Python version of the wheels that assemble.py fetches."""
 PIECES = Path(__file__).parents[2] / ".gpu-lane"
+EXTENSION = "MRL_LANE_EXTENSION"
+"""The variable with the folder of the compiled extension, which extension.py takes."""
 NEEDED = (
     "PIL", "aiohttp", "einops", "filelock", "httpx", "huggingface_hub", "hypothesis", "jinja2", "numpy",
     "packaging", "prometheus_client", "psutil", "pybind11", "pynvml", "pytest", "pytest_timeout",
@@ -74,6 +76,7 @@ def environment(site: Path) -> dict[str, str]:
         "PYTHONPATH": str(site),
         "LD_LIBRARY_PATH": ":".join(map(str, paths)),
         "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
+        EXTENSION: str(site / "extension"),
     }
 
 
@@ -93,7 +96,7 @@ def main() -> None:
     if missing:
         print(f"warning: this Python lacks {', '.join(missing)}", file=sys.stderr)
     for name, value in environment(site).items():
-        kept = f'"${{{name}:+:${name}}}"' if name.endswith("PATH") else ""
+        kept = f'"${{{name}:+:${name}}}"' if name.endswith("_PATH") or name == "PYTHONPATH" else ""
         print(f"export {name}={shlex.quote(value)}{kept}")
 
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.gpu_lane import assemble, catalog, facts, parts, run, unpack
+from benchmarks.gpu_lane import (
+    assemble,
+    catalog,
+    engine_parts,
+    facts,
+    parts,
+    run,
+    suites,
+    unpack,
+)
 from benchmarks.gpu_lane.state import State, code_digest
+from mrl.rollout.sglang.arguments import check_server_args
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +45,21 @@ ROOT = Path(__file__).parents[2]
         ("torch_memory_saver_hook_mode_preload_cu12.abi3.so", True),
         ("megatron/core/tests/a.py", True),
         ("tvm_ffi/include/tvm/ffi/c_api.h", False),
+        *(
+            (
+                f"sglang/srt/layers/moe/configs/triton_3_5_1/E=64,N=320,device_name=NVIDIA_{name}",
+                drop,
+            )
+            for name, drop in (
+                ("H200.json", False),
+                ("H200,dtype=fp8_w8a8.json", False),
+                ("H100_80GB_HBM3.json", False),
+                ("H100_80GB_HBM3_down.json", False),
+                ("H20.json", True),
+                ("GH200_480GB.json", True),
+                ("A100-SXM4-80GB.json", True),
+            )
+        ),
     ],
 )
 def test_what_is_left_out(path, dropped) -> None:
@@ -73,12 +99,17 @@ def test_a_harmed_piece_is_named(packed, harm) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--device", "cpu", "nothing"], "unknown part 'nothing'; expected some of build, trainer"),
+        (["--device", "cpu", "nothing"], "unknown part 'nothing'; expected some of build, engine,"),
         (
             ["--device", "cpu", "--resume", "/nowhere.json"],
             "--resume: there is no file /nowhere.json",
         ),
         ([], "torch sees no CUDA device; --device cpu runs the same code"),
+        (["--caches", "/nowhere.gz"], "--caches: there is no file /nowhere.gz"),
+        (
+            ["--dry-run", "--device", "cpu"],
+            "--dry-run rehearses a GPU; --device cpu has no use for it",
+        ),
     ],
 )
 def test_the_check_says_what_it_was_not_given(arguments, expected, monkeypatch, capsys) -> None:
@@ -200,7 +231,10 @@ def test_other_code_runs_what_failed_first_and_what_passed_again(tmp_path) -> No
     state = State("cpu", [tmp_path], None)
     for name, status in (("a", "passed"), ("b", "failed"), ("c", "cut")):
         state.record(name, status=status)
-    assert State("cpu", [], tmp_path / "gpu_check.json").order("abcd") == ["c", "d", "b"]
+    state = State("cpu", [], tmp_path / "gpu_check.json")
+    assert state.order("abcd") == ["c", "d", "b"]
+    assert state.order("abcd", {"a"}) == ["a", "c", "d", "b"]  # of another machine: made anew
+    assert state.order("abcd", {"d"}) == ["d", "c", "b"]
     found = json.loads((tmp_path / "gpu_check.json").read_text())
     for record in found["parts"].values():
         record["key"] = "of other code"
@@ -231,6 +265,58 @@ def test_the_key_follows_the_code(tmp_path) -> None:
 def test_every_part_can_be_found(part) -> None:
     module = importlib.import_module(f"benchmarks.gpu_lane.{part.module}")
     assert callable(getattr(module, part.name))
+
+
+def test_the_most_telling_parts_come_first_and_fit_into_a_call() -> None:
+    first = ["build", "engine", "trainer_step", "sync", "train", "kernels", "native"]
+    assert [part.name for part in catalog.PARTS][: len(first)] == first
+    for part in catalog.PARTS:
+        assert part.limit_s < run.TOTAL_S, part.name
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_an_engine_that_does_not_start_says_so_before_its_part_is_killed(
+    device, tmp_path, monkeypatch
+) -> None:
+    toy = parts.model_folder(tmp_path, "cpu")
+    monkeypatch.setattr(engine_parts, "model_folder", lambda folder, device: toy)
+    (tmp_path / "state.json").write_text(json.dumps({"sync": {"limit_s": 50.0}}))
+    bench = engine_parts.Bench("sync", tmp_path, device, routes=True)
+    assert bench.engine.config.start_timeout_s == 40
+
+
+def test_the_engines_arguments_are_those_of_the_installed_sglang(monkeypatch) -> None:
+    check_server_args(parts.gpu_args())
+    assert len(parts.gpu_args()) == len(parts.GPU_ARGS)
+    names = {"attention_backend", "moe_runner_backend", "grammar_backend", "cuda_graph_max_bs"}
+    monkeypatch.setattr(parts, "field_names", lambda: names)
+    with pytest.raises(
+        RuntimeError, match="no field disable_piecewise_cuda_graph or disable_prefill"
+    ):
+        parts.gpu_args()
+    names.add("disable_piecewise_cuda_graph")  # as in 0.5.12
+    found = parts.gpu_args()
+    assert (found["cuda_graph_max_bs"], found["disable_piecewise_cuda_graph"]) == (8, True)
+
+
+def test_every_test_that_needs_a_gpu_is_in_the_files_that_are_run() -> None:
+    mark = "pytest.mark." + "gpu"
+    marked = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "tests").rglob("test_*.py")
+        if re.search(rf"{re.escape(mark)}\b", file.read_text())
+    }
+    assert marked == set(suites.GPU_TESTS)
+
+
+def test_threads_are_the_cores_unless_told(monkeypatch) -> None:
+    for device, expected in (("cuda", str(len(os.sched_getaffinity(0)))), ("cpu", "1")):
+        monkeypatch.setenv("OMP_NUM_THREADS", "5")
+        run.set_threads(device)
+        assert os.environ["OMP_NUM_THREADS"] == "5"
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        run.set_threads(device)
+        assert os.environ["OMP_NUM_THREADS"] == expected
 
 
 def test_memory_is_compared_with_the_plan(tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,6 +71,7 @@ def make_engine(
         "tensor_parallel_size": int(os.environ.get("MRL_CONFORMANCE_TP", "1")),
         "expert_parallel_size": int(os.environ.get("MRL_CONFORMANCE_EP", "1")),
         "data_parallel_attention_size": int(os.environ.get("MRL_CONFORMANCE_DP", "1")),
+        "server_args": json.loads(os.environ.get("MRL_CONFORMANCE_SERVER_ARGS", "{}")),
         **config,
     }
     engine_class = load_engine(os.environ.get("MRL_CONFORMANCE_ENGINE", "sglang"))
