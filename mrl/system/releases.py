@@ -68,7 +68,7 @@ def numbers(release: str) -> tuple[int, ...]:
     return tuple(int(match[0]) for match in found if match)
 
 
-def newest(package: str, python: Sequence[int] = sys.version_info) -> str:
+def newest(package: str, python: Sequence[int] = sys.version_info[:2]) -> str:
     """Return the newest supported release that a Python can install; by default this one."""
     *_, found = (
         each

@@ -175,6 +175,9 @@ NAMES: dict[str, Name] = {
         f"{_LAYERS}.moe.fused_moe_native.moe_forward_native",
         "layer", "x", "topk_output", "moe_runner_config",
     ),
+    "find_nccl_library": always(
+        f"{_SRT}.distributed.device_communicators.pynccl_wrapper.find_nccl_library"
+    ),
     "_set_envs_and_config": always(
         f"{_SRT}.entrypoints.engine._set_envs_and_config", "server_args"
     ),
