@@ -44,7 +44,7 @@ class Packed(NamedTuple):
 
     num_entries: int
     num_bytes: int
-    """Of the archive."""
+    """The size of the archive."""
     left_out: list[str]
     """Entries for which no room was left, the largest ones."""
 

@@ -13,7 +13,9 @@ import importlib.util
 import io
 import json
 import lzma
+import os
 import shlex
+import shutil
 import sys
 import tarfile
 from pathlib import Path
@@ -23,6 +25,7 @@ PYTHON = (3, 12)
 PIECES = Path(__file__).parents[2] / ".gpu-lane"
 EXTENSION = "MRL_LANE_EXTENSION"
 """The variable with the folder of the compiled extension, which extension.py takes."""
+TOOLKITS = ("/usr/local/cuda",)
 NEEDED = (
     "PIL", "aiohttp", "einops", "filelock", "httpx", "huggingface_hub", "hypothesis", "jinja2", "numpy",
     "packaging", "prometheus_client", "psutil", "pybind11", "pynvml", "pytest", "pytest_timeout",
@@ -61,9 +64,24 @@ def unpack(archive: bytes, target: Path) -> int:
     return sum(file.is_file() for file in target.rglob("*"))
 
 
+def cuda_home() -> Path | None:
+    """Return a CUDA toolkit that has the compiler and the runtime to link against.
+
+    SGLang links its small kernels against `lib64` beside the `bin` of the first nvcc on PATH (tvm_ffi,
+    cpp/extension.py: _find_cuda_home), and that nvcc may be a wrapper in /usr/local/bin.
+    """
+    found = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), *TOOLKITS]
+    homes.append(str(Path(found).resolve().parents[1]) if found else None)
+    for home in filter(None, homes):
+        if Path(home, "bin", "nvcc").is_file() and Path(home, "lib64", "libcudart.so").exists():
+            return Path(home)
+    return None
+
+
 def environment(site: Path) -> dict[str, str]:
-    """Return what the server's processes need: packages, libnuma, and CUDA's libraries of torch's
-    wheels.
+    """Return what the server's processes need: packages, libnuma, CUDA's toolkit, and CUDA's libraries
+    of torch's wheels.
 
     torch_memory_saver is preloaded into the server's processes, before torch could say where its
     libcudart is.
@@ -72,7 +90,9 @@ def environment(site: Path) -> dict[str, str]:
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec else ():
         paths += sorted({file.parent for file in Path(folder).glob("*/lib/libcudart.so.*")})
+    toolkit = cuda_home()
     return {
+        **({} if toolkit is None else {"CUDA_HOME": str(toolkit)}),
         "PYTHONPATH": str(site),
         "LD_LIBRARY_PATH": ":".join(map(str, paths)),
         "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
@@ -95,6 +115,12 @@ def main() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(f"warning: this Python lacks {', '.join(missing)}", file=sys.stderr)
+    if cuda_home() is None:
+        print(
+            "warning: no CUDA toolkit with bin/nvcc and lib64/libcudart.so is in CUDA_HOME, "
+            f"{', '.join(TOOLKITS)} or beside nvcc: SGLang cannot link the kernels that it compiles",
+            file=sys.stderr,
+        )
     for name, value in environment(site).items():
         kept = f'"${{{name}:+:${name}}}"' if name.endswith("_PATH") or name == "PYTHONPATH" else ""
         print(f"export {name}={shlex.quote(value)}{kept}")

@@ -52,7 +52,7 @@ def test_a_machine_with_a_gpu_is_refused(answer, expected, monkeypatch) -> None:
 
 
 def test_a_process_tells_where_it_first_needed_the_gpu(tmp_path) -> None:
-    """In the file and line of the caller, in children too, and with the error of torch itself."""
+    """The line of the caller and the error of torch itself are on file, also from a child process."""
     (tmp_path / "torch.py").write_text(TORCH)
     program = tmp_path / "program.py"
     program.write_text(

@@ -113,6 +113,24 @@ def test_the_environment_names_the_extension(tmp_path) -> None:
     assert unpack.environment(tmp_path)[unpack.EXTENSION] == str(tmp_path / "extension")
 
 
+def test_the_toolkit_is_one_that_can_be_linked_against(tmp_path, monkeypatch) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(unpack, "TOOLKITS", (str(tmp_path / "usual"),))
+    for folder in ("wrapper/bin", "usual/bin", "usual/lib64"):
+        (tmp_path / folder).mkdir(parents=True)
+    for folder in ("wrapper", "usual"):
+        (tmp_path / folder / "bin" / "nvcc").touch()
+        (tmp_path / folder / "bin" / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "wrapper" / "bin"))
+    assert unpack.cuda_home() is None
+    assert "CUDA_HOME" not in unpack.environment(tmp_path)
+    (tmp_path / "usual" / "lib64" / "libcudart.so").touch()
+    assert unpack.environment(tmp_path)["CUDA_HOME"] == str(tmp_path / "usual")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "wrapper"))  # lacks the runtime
+    assert unpack.cuda_home() == tmp_path / "usual"
+
+
 @pytest.fixture
 def cached(tmp_path) -> Path:
     folder = tmp_path / "caches"

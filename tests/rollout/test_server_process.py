@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+
 from mrl.rollout.sglang import process
 
 
@@ -26,3 +28,12 @@ def test_a_server_that_is_stopped_by_another_thread_meanwhile_is_killed_once(mon
         assert server.popen is None
         look()
     assert killed == [7]
+
+
+def test_ports_leave_room_for_the_one_that_sglang_adds(monkeypatch) -> None:
+    assert process.HIGHEST_PORT == 55_535
+    monkeypatch.setattr(process, "HIGHEST_PORT", 42_000)  # a third of Linux's usual ports
+    assert max(process._free_port() for _ in range(30)) <= 42_000
+    monkeypatch.setattr(process, "HIGHEST_PORT", 1)
+    with pytest.raises(OSError, match="64 free ports were all above 1"):
+        process._free_port()

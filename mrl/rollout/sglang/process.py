@@ -53,6 +53,10 @@ DEVICE_VARIABLES = {
 Megatron's tensor parallelism and would queue all streams of an engine behind each other."""
 
 
+HIGHEST_PORT = 65_535 - 10_000
+"""SGLang 0.5.12 takes the port 10,000 above the server's for gRPC, and refuses to start where there is
+none (server_args.py, _handle_deprecated_args): so ended one start of five on Linux's usual ports."""
+PORT_TRIES = 64
 PORT_IN_USE = "already in use"
 """Words of the system's message, and of SGLang's own check of ports under DP attention."""
 
@@ -262,6 +266,15 @@ def is_loopback(host: str) -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a free loopback port up to HIGHEST_PORT. Raises OSError where the system gives none."""
+    with contextlib.ExitStack() as held:  # the system gives another port each time
+        for _ in range(PORT_TRIES):
+            probe = held.enter_context(socket.socket())
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+            if port <= HIGHEST_PORT:
+                return port
+    raise OSError(
+        f"{PORT_TRIES} free ports were all above {HIGHEST_PORT}, which SGLang cannot use; let "
+        "net.ipv4.ip_local_port_range begin lower"
+    )
