@@ -2,6 +2,27 @@
 //
 // No include guard: compiled once for each instruction set, see cpu/for_each_target.h.
 
+// Two vectors of columns from `start` on, kept in registers while the copies pass by.
+inline void SumTwoVectors(const MoeUnpermuteInput& in, int64_t token, int64_t start, float* to) {
+  const int32_t* copies = in.copies + token * in.topk;
+  const float* gates = static_cast<const float*>(in.gates);
+  Floats first(0.0f), second(0.0f);
+  for (int64_t k = 0; k < in.topk; ++k) {
+    if (copies[k] < 0) continue;
+    const float* x = static_cast<const float*>(in.rows) + copies[k] * in.num_columns + start;
+    if (gates == nullptr) {
+      first = first + Load(x);
+      second = second + Load(x + kLanes);
+    } else {
+      const Floats gate(gates[copies[k]]);
+      first = first + gate * Load(x);
+      second = second + gate * Load(x + kLanes);
+    }
+  }
+  Store(to + start, first);
+  Store(to + start + kLanes, second);
+}
+
 template <class Element>
 inline void SumCopiesOf(const MoeUnpermuteInput& in, int64_t token, void* out) {
   typedef typename Element::Stored Stored;
@@ -9,7 +30,13 @@ inline void SumCopiesOf(const MoeUnpermuteInput& in, int64_t token, void* out) {
   const int32_t* copies = in.copies + token * in.topk;
   const Sum* gates = static_cast<const Sum*>(in.gates);
   Stored* to = static_cast<Stored*>(out) + token * in.num_columns;
-  for (int64_t start = 0; start < in.num_columns; start += kSumColumns) {
+  int64_t begin = 0;
+  if constexpr (std::is_same_v<Element, Float32Element>) {
+    for (; begin + 2 * kLanes <= in.num_columns; begin += 2 * kLanes) {
+      SumTwoVectors(in, token, begin, to);
+    }
+  }
+  for (int64_t start = begin; start < in.num_columns; start += kSumColumns) {
     const int64_t count = std::min(kSumColumns, in.num_columns - start);
     Sum sums[kSumColumns] = {};
     for (int64_t k = 0; k < in.topk; ++k) {
