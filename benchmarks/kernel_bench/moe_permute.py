@@ -121,7 +121,7 @@ def build_layer(case: Case, device: torch.device, compile_: bool) -> Work:
         return run([rows, table], upstream, spread, lambda x: _AddUp.apply(x, places))
 
     def expected() -> Outputs:
-        """By the oracle's places; its own loop over the copies would take minutes at this size."""
+        """Take the oracle's places; its own loop over the copies would take minutes at this size."""
         tokens, cells, _, _ = oracle.moe_sort(ids.cpu(), num_experts)
         exact = [rows.cpu().double(), table.cpu().double()]
 

@@ -17,7 +17,7 @@ WIDE = 16
 class Instruction(NamedTuple):
     address: int
     opcode: str
-    """With its suffixes, without a predicate: "LDG.E.128.CONSTANT"."""
+    """Its suffixes are kept, its predicate is not: "LDG.E.128.CONSTANT"."""
     operands: str
 
 

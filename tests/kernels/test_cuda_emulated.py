@@ -159,6 +159,30 @@ def test_vp_logprob_ranks_and_alignment_change_no_bit(emulated_cuda) -> None:
             assert torch.equal(got[2], whole[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_vp_logprob_whole_blocks_have_the_bits_of_single_columns(emulated_cuda, dtype) -> None:
+    """A tile of whole blocks and a long rest, from an aligned address and from one that is not."""
+    columns = 8192 + 1000
+    logits, labels = make_logits(2, columns, dtype)
+    shifted = torch.full((2, columns + 8), 50.0, dtype=dtype)[:, 1 : columns + 1].copy_(logits)
+    ops, g = torch.ops.mrl, torch.tensor([0.7, -1.2])
+
+    def everything(x: torch.Tensor) -> list[torch.Tensor]:
+        tiles = ops.vp_logprob_stats(x, labels, None, 0, columns, columns, 1.0)
+        combined = ops.vp_logprob_combine(x, labels, None, tiles[None], 0, columns, 1.0, False)
+        given = (labels, None, combined[1], combined[2], g, 0.1 * g, 0, 1.0)
+        return [*combined, ops.vp_logprob_bwd(x, *given)]
+
+    cpu = everything(logits)
+    with emulated_cuda("forward"):
+        aligned, single = everything(logits), everything(shifted)
+    step = {torch.bfloat16: 8e-3, torch.float16: 1e-3}.get(dtype, 0.0)
+    for one, other, near in zip(aligned, single, cpu, strict=True):
+        assert torch.equal(one, other)
+        atol = 4e-6 + (step if near.dim() == 2 else 0.0)
+        torch.testing.assert_close(one.double(), near.double(), rtol=0, atol=atol)
+
+
 def test_vp_logprob_is_exact_at_any_level_of_the_logits(emulated_cuda) -> None:
     with emulated_cuda("forward"):
         assert_exact_at_any_level()

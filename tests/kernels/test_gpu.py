@@ -13,6 +13,10 @@ from torch import Tensor
 
 from mrl import _C
 from mrl.kernels import (
+    moe_ids,
+    moe_permute,
+    moe_sort,
+    moe_unpermute,
     pack_routes,
     packed_gae,
     policy_loss,
@@ -129,6 +133,28 @@ def test_routes_match_the_cpu() -> None:
     assert torch.equal(
         unpack_routes(packed.cuda(), **wanted).cpu(), unpack_routes(packed, **wanted)
     )
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_moe_permute_has_the_bits_of_the_cpu_and_of_a_second_run(dtype) -> None:
+    rng = torch.Generator().manual_seed(0)
+    chosen = torch.rand(3000, 64, generator=rng).topk(8).indices
+    chosen = torch.zeros(3000, 64, dtype=torch.bool).scatter_(1, chosen, True)
+    rows = torch.randn(3000, 264, generator=rng).to(dtype)
+    table = torch.rand(3000, 64, generator=rng)
+
+    def run(device: str) -> list[Tensor]:
+        order = moe_sort(moe_ids(chosen.to(device), 8), 64)
+        leaves = [x.to(device).requires_grad_() for x in (rows, table)]
+        copies, gates = moe_permute(leaves[0], order, leaves[1])
+        summed = moe_unpermute(copies, order)
+        outputs = [summed, gates]
+        grads = torch.autograd.grad(outputs, leaves, [leaves[0].detach(), gates.detach()])
+        return [x.detach().cpu() for x in (*order, copies, *outputs, *grads)]
+
+    cpu, first, second = run("cpu"), run("cuda"), run("cuda")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, cpu, strict=True))
 
 
 def test_policy_loss_takes_two_launches_and_never_waits() -> None:
