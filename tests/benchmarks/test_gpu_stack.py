@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_stack.environment import DRIVER, Environment, documented_command, write_driver
+from benchmarks.gpu_environment.environment import (
+    DRIVER,
+    Environment,
+    documented_command,
+    write_driver,
+)
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.compat.__main__ import lacks
-from benchmarks.gpu_stack.environment import Environment
+from benchmarks.gpu_environment.environment import Environment
 
 RECIPES = "launch/recipes"
 LIMIT_S = 900.0
@@ -34,21 +34,22 @@ class Part:
 
 def versions(environment: Environment) -> str:
     """The installed versions are those of requirements/gpu.txt, and `mrl check` accepts them."""
-    pins = dict(
-        line.split("==")
-        for line in (environment.work / "requirements" / "gpu.txt").read_text().splitlines()
-        if "==" in line
-    )
+    text = (environment.work / "requirements" / "gpu.txt").read_text()
+    pins = [line for line in text.splitlines() if "==" in line]
     program = (
         "import json, sys; from importlib.metadata import version;"
-        "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
+        "from packaging.requirements import Requirement;"
+        "pins = [Requirement(text) for text in sys.argv[1:]];"
+        "pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()];"
+        "print(json.dumps({pin.name: [version(pin.name), str(pin.specifier)] for pin in pins}))"
     )
     installed = json.loads(_python(environment, "-c", program, *pins))
-    if other := {name: it for name, it in installed.items() if it.split("+")[0] != pins[name]}:
-        raise RuntimeError(f"installed: {other}; requirements/gpu.txt: {pins}")
+    other = {name: it for name, it in installed.items() if f"=={it[0].split('+')[0]}" != it[1]}
+    if other:
+        raise RuntimeError(f"installed, and pinned in requirements/gpu.txt: {other}")
     _toy_model(environment)
     _mrl(environment, "check", f"{RECIPES}/toy_moe.yaml", "--versions")
-    return ", ".join(f"{name} {version}" for name, version in installed.items())
+    return ", ".join(f"{name} {version}" for name, (version, _) in installed.items())
 
 
 def imports(environment: Environment) -> str:
