@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_lane.caches import set_variables
 from benchmarks.gpu_lane.catalog import NO_FIGURES
 from benchmarks.gpu_lane.pretend import STOPS
 from benchmarks.gpu_lane.state import FAILED, PASSED
@@ -62,6 +63,7 @@ class DryRun:
         write_libcuda(folder)
         here = Path(__file__).parent
         os.environ[STOPS] = str(self.stops)
+        set_variables(os.environ, folder / "caches")  # nothing of it is of a real GPU
         for name, first in (("LD_LIBRARY_PATH", folder), ("PYTHONPATH", here / "no_gpu")):
             os.environ[name] = os.pathsep.join(filter(None, (str(first), os.environ.get(name))))
         # One test's first CUDA call is enough.

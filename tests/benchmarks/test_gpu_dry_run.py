@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_lane import catalog, dry_run, pretend, run
+from benchmarks.gpu_lane import caches, catalog, dry_run, pretend, run
 from benchmarks.gpu_lane.dry_run import DryRun
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,8 @@ def test_a_process_tells_where_it_first_needed_the_gpu(tmp_path) -> None:
 
 @pytest.fixture
 def dry(tmp_path, monkeypatch) -> DryRun:
-    for name in ("LD_LIBRARY_PATH", "PYTHONPATH", "PYTEST_ADDOPTS", pretend.STOPS):
+    changed = ("LD_LIBRARY_PATH", "PYTHONPATH", "PYTEST_ADDOPTS", pretend.STOPS, *caches.FOLDERS)
+    for name in changed:
         monkeypatch.setenv(name, os.environ.get(name, ""))
     return DryRun(tmp_path)
 

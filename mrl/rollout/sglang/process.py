@@ -55,7 +55,7 @@ Megatron's tensor parallelism and would queue all streams of an engine behind ea
 
 HIGHEST_PORT = 65_535 - 10_000
 """SGLang 0.5.12 takes the port 10,000 above the server's for gRPC, and refuses to start where there is
-none (server_args.py, _handle_deprecated_args): so ended one start of five on Linux's usual ports."""
+none (server_args.py, _handle_deprecated_args). One in five of Linux's usual free ports is higher."""
 PORT_TRIES = 64
 PORT_IN_USE = "already in use"
 """Words of the system's message, and of SGLang's own check of ports under DP attention."""
