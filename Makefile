@@ -4,12 +4,12 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability rollout-bench gpu-check gpu-stack audit wheel site clean
+.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability rollout-bench gpu-check gpu-stack audit wheel site clean
 
 PYTHON ?= python3
 PYTHON312 ?= python3.12
 VENV := .venv
-LOCK := requirements/cpu.txt
+LOCK := requirements/cpu$(shell $(PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 12))' 2> /dev/null || echo -py312).txt
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 
@@ -17,7 +17,7 @@ KERNEL_SOURCES := $(wildcard csrc/*.* csrc/*/*.*)
 FORMATTED := $(filter %.cpp %.cc %.cu %.cuh %.h %.hpp,$(KERNEL_SOURCES))
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 15
+	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 15
 
 setup: $(VENV)/.installed  ## Create .venv, install the pinned packages, build the extension
 
@@ -49,12 +49,14 @@ test: setup $(VENV)/browser/chromium $(VENV)/.te  ## Run the tests, less those m
 	$(PYTEST) -m "not release" $(PYTEST_ARGS)
 
 # In an environment of its own. The torch of the index for 3.12 is a CUDA build; nothing needs a GPU.
-test-py312:  ## The same tests on Python 3.12 with megatron-core 0.19.2, in .venv-py312 (7 GB); 15 to 25 minutes
-	@command -v $(PYTHON312) > /dev/null \
-	  || { echo "error: there is no $(PYTHON312); run: make PYTHON312=/path/to/python3.12 test-py312" >&2; exit 2; }
+check-py312:
+	@$(PYTHON312) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null \
+	  || { echo "error: $(PYTHON312) is not Python >= 3.12; run: make PYTHON312=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+
+test-py312: check-py312  ## The same tests on Python 3.12 with megatron-core 0.19.2, in .venv-py312 (7 GB); 15 to 25 minutes
 	$(MAKE) test PYTHON=$(PYTHON312) VENV=.venv-py312 LOCK=requirements/cpu-py312.txt
 
-test-all: setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.peft $(VENV)/.te $(VENV)/.trackers $(VENV)/.site  ## All tests, each engine started anew: before a release
+test-all: check-py312 setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.peft $(VENV)/.te $(VENV)/.trackers $(VENV)/.site  ## All tests, each engine started anew: before a release
 	bash requirements/slurm.sh
 	MRL_TEST_REAL_STARTS=1 $(PYTEST) $(PYTEST_ARGS)
 	$(MAKE) test-py312

@@ -194,7 +194,7 @@ TARGETS = (
            short="tests/benchmarks/test_scaling_doc.py"),
     Target("gpu-stack", "the GPU stack of docs/install.md, installed and run on a CPU",
            ("benchmarks.gpu_stack",), (),
-           ("requirements/gpu.txt", "pyproject.toml", "mrl/rollout/sglang/names.py",
+           ("mrl/rollout/sglang/names.py",
             "mrl/rollout/sglang/settings.py", "mrl/rollout/sglang/plugins",
             "parallel/megatron_names.py", "benchmarks/gpu_stack.py",
             "benchmarks/gpu_environment"), 20, short="tests/benchmarks/test_gpu_stack.py"),

@@ -133,9 +133,11 @@ def replay(source: Source, output: Path, world: int) -> Replayed:
     """Do it, on this rank of `world`. Raises InputError where the recipe cannot start here."""
     from mrl.preflight import check
     from parallel import prepare
+    from parallel.connections import set_connections
     from parallel.mesh import init_mesh
 
     recipe = replay_recipe(source, output)
+    set_connections(recipe.parallel)
     saved = range(source.start, source.step + 1)
     plan = check(recipe, world, saved_steps=saved, allowed=None)
     _check_tokens(source, plan.model.sizes.vocab_size)

@@ -184,7 +184,8 @@ class _GroupedLinear(torch.autograd.Function):
         to_x = grouped_product(grad, stacked(weights), ends) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return to_x, None, *(None for _ in weights)
-        to_weights = grouped_product(grad.T, x, ends)
+        # The product pads its rows to 16 bytes, so it is not contiguous for every width.
+        to_weights = grouped_product(grad.T, x, ends).contiguous()
         # CUDA's product does not write the gradients of experts without rows.
         zero_empty_groups_(to_weights, ends)
         return to_x, None, *to_weights.unbind(0)

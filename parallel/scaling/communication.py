@@ -9,16 +9,13 @@ token, m micro-batches.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from mrl.kernels.vp_logprob import tile_size
 from parallel.dims import ParallelDims
 from parallel.scaling.shape import ModelShape
 from parallel.scaling.stages import Stage, expert_data_parallel, router_bias_bytes
 from parallel.scaling.workload import Workload
-
-VOCAB_TILES = 32
-"""`mrl.kernels.vp_logprob.NUM_TILES`, of the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +101,12 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
 def logprob_statistics(
     shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage
 ) -> Volume:
-    """`mrl.kernels.linear_logprob` gathers 4 fp32 per loss token and tile; gcd(V, 32) tiles. No
+    """`mrl.kernels.linear_logprob` gathers 4 fp32 per loss token and tile of the vocabulary. No
     backward. (With all logits, `train.logprob_chunk_tokens: 0`, prompts are gathered too.)"""
     loss_tokens = work.sequences_per_pack(dims) * work.response_len
     tokens = work.num_micro_batches(dims) * loss_tokens / dims.cp
-    total = tokens * math.gcd(shape.vocab, VOCAB_TILES) * 16 * stage.has_output
+    num_tiles = shape.vocab // tile_size(shape.vocab // dims.tp, dims.tp)
+    total = tokens * num_tiles * 16 * stage.has_output
     return Volume("log-prob statistics", dims.tp, dims.tp, forward=ring(dims.tp, total))
 
 

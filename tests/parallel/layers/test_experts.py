@@ -134,6 +134,16 @@ def test_widths_that_the_grouped_product_does_not_take(width: int, rank: int) ->
         assert torch.allclose(mine, other, rtol=1e-6, atol=1e-6)
 
 
+def test_one_row_of_a_wider_matrix_has_gradients() -> None:
+    """The grouped product pads the rows of its result, which is not contiguous then."""
+    x = torch.randn(4, 24, dtype=torch.bfloat16)[:1, :12]
+    weights = [torch.randn(8, 12, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    out = grouped_linear(x, torch.tensor([0, 1], dtype=torch.int32), weights)
+    empty, used = torch.autograd.grad(out, weights, torch.ones_like(out))
+    assert torch.equal(empty, torch.zeros_like(empty))
+    assert torch.equal(used, x.expand(8, 12))
+
+
 def test_a_kernel_that_does_not_take_the_strides_is_not_asked() -> None:
     """The meta device checks what the kernels check."""
     for width, fits in ((16, True), (12, False)):
