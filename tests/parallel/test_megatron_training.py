@@ -12,6 +12,7 @@ from moe.routes import Replay
 from mrl.types import Sample
 from parallel.policy import Policy
 from tests.parallel.layouts import build, distance, exported, join_mesh, loss, ready_batch
+from tests.parallel.models import tiny_samples, write_tiny
 from tests.ranks import run_ranks
 from tests.release import release
 
@@ -86,3 +87,22 @@ def test_the_same_bits(
 ) -> None:
     for out in run_ranks(world, compare_all, model_path, sizes, samples, dtype, folder=tmp_path):
         assert all(found <= OTHER_SUMS.get(name, 0.0) for name, found in out.items()), out
+
+
+def compare_overlap(folder: Path, sizes: dict[str, int]) -> float:
+    """Relative distance of the weights with shared experts beside the messages from those without."""
+    samples = tiny_samples(folder, lengths=(7, 31, 12, 40, 14, 9, 22, 17))
+    mesh = join_mesh(folder, sizes)
+    plain, beside = (
+        steps(build(folder, mesh, distributed_optimizer=True, megatron=options), mesh, samples)
+        for options in ({}, {"moe_shared_expert_overlap": True})
+    )
+    return max(map(distance, beside, plain))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_shared_experts_beside_the_messages_of_the_others(world: int, tmp_path: Path) -> None:
+    """Which of their steps run where has moved between megatron-core 0.16 and 0.19."""
+    folder = write_tiny("qwen2_moe", tmp_path / "model")
+    for found in run_ranks(world, compare_overlap, folder, {"expert": world}, folder=tmp_path):
+        assert found < 1e-6
