@@ -12,8 +12,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from mrl.config import ParallelConfig
 
@@ -22,6 +24,8 @@ BLACKWELL = 10
 """The major compute capability from which on streams keep the order by themselves."""
 QUERY = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
 QUERY_S = 30.0
+DRIVER = Path("/dev/nvidiactl")
+"""A machine with NVIDIA's driver has this file."""
 
 
 def choose_connections(layout: ParallelConfig, ask_capabilities: Callable[[], str]) -> str | None:
@@ -45,7 +49,8 @@ def set_connections(layout: ParallelConfig) -> None:
 
 
 def _ask() -> str:
-    """Ask the driver's tool, as torch would start CUDA; empty where it does not answer."""
+    """Ask the driver's tool, as torch would start CUDA. Warn and return nothing if it does not answer
+    where there is a GPU."""
     answer = ""
     if shutil.which(QUERY[0]):
         with suppress(OSError, subprocess.SubprocessError):
@@ -53,4 +58,11 @@ def _ask() -> str:
                 QUERY, capture_output=True, text=True, timeout=QUERY_S, check=True
             )
             answer = done.stdout
+    if not answer.strip() and DRIVER.exists():
+        warnings.warn(
+            f"{QUERY[0]} did not tell the GPUs' compute capability, so {VARIABLE} is left as it is; set "
+            "it to 1 on GPUs before Blackwell, where Megatron's tensor and context parallelism want it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return answer

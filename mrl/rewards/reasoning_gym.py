@@ -11,7 +11,9 @@ from mrl.rewards.answers import answer_of
 
 try:
     from reasoning_gym.factory import get_score_answer_fn
-except ImportError:
+except ModuleNotFoundError as error:
+    if error.name != "reasoning_gym":
+        raise  # a package that it needs
     raise InputError("reasoning-gym is not installed; pip install 'mrl[tasks]'") from None
 
 _verifier: Callable[[str], Any] = functools.cache(get_score_answer_fn)

@@ -7,6 +7,7 @@ references to functions of torch.distributed, so that replacing these would miss
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -42,17 +43,19 @@ def noting_collectives() -> Iterator[None]:
     """Note the collectives of this process in its page during the block.
 
     In the page a collective is over when somebody has waited for it and it is done. On GPUs torch's
-    `wait` only lets the stream wait: what the device has not done by then is noted as queued.
+    `wait` only lets the stream wait: what the device has not done by then is noted as queued. A thread
+    that has begun no collective, such as one that sends weights, ends none.
     """
     groups: dict[Any, bytes] = {}
+    own = threading.local()
     with ExitStack() as undo:
         for name, methods in METHODS.items():
             for method in methods:
                 if method in vars(c10d.ProcessGroup):
                     call = _replace(c10d.ProcessGroup, method, undo)
-                    setattr(c10d.ProcessGroup, method, _noted(call, name.encode(), groups))
+                    setattr(c10d.ProcessGroup, method, _noted(call, name.encode(), groups, own))
         wait = _replace(c10d.Work, "wait", undo)
-        setattr(c10d.Work, "wait", _noting_end(wait))  # noqa: B010, as the stub of torch forbids it
+        setattr(c10d.Work, "wait", _noting_end(wait, own))  # noqa: B010, as the stub of torch forbids it
         yield
 
 
@@ -63,24 +66,28 @@ def _replace(owner: type, method: str, undo: ExitStack) -> Callable[..., Any]:
     return getattr(owner, method)
 
 
-def _noted(call: Callable[..., Any], name: bytes, groups: dict[Any, bytes]) -> Callable[..., Any]:
+def _noted(
+    call: Callable[..., Any], name: bytes, groups: dict[Any, bytes], own: threading.local
+) -> Callable[..., Any]:
     @functools.wraps(call)
     def noted(self: Any, *args: Any, **options: Any) -> Any:
         group = groups.get(self)
         if group is None:
             text = f"{self.group_desc or self.group_name} of {self.size()} ranks"
             group = groups[self] = text.encode(errors="replace")
+        own.has_begun = True
         note_collective(name, group)
         return call(self, *args, **options)
 
     return noted
 
 
-def _noting_end(wait: Callable[..., Any]) -> Callable[..., Any]:
+def _noting_end(wait: Callable[..., Any], own: threading.local) -> Callable[..., Any]:
     @functools.wraps(wait)
     def waited(self: Any, *args: Any, **options: Any) -> Any:
         result = wait(self, *args, **options)
-        note_collective_end(is_queued=not self.is_completed())
+        if getattr(own, "has_begun", False):
+            note_collective_end(is_queued=not self.is_completed())
         return result
 
     return waited

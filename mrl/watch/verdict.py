@@ -3,7 +3,7 @@
 The rank at fault is one that is stopped, else the one furthest behind: all ranks pass the same phases
 in the same order, and those that are ahead wait for it. Of several in the same phase it is one that
 waits in no collective. GPUs do collectives later than the ranks ask for them: where one is only queued,
-it does not say who waits for whom, and the verdict names all ranks of the phase.
+it does not say who waits for whom, and the verdict names all ranks of the phase that wait in no call.
 """
 
 from __future__ import annotations
@@ -194,8 +194,9 @@ class Watch:
             return None  # those that are as far may wait for the one that still moves
         number = min(behind, key=self._blamed_first)
         rank, how = self._ranks[number], _how(self._ranks[number])
-        is_open = how == "stuck" and any(self._ranks[n].seen.collective.is_queued for n in behind)
-        suspects = tuple(behind) if is_open and len(behind) > 1 else ()
+        free = [n for n in behind if not self._waits(n)] or behind
+        is_open = how == "stuck" and any(self._ranks[n].seen.collective.is_queued for n in free)
+        suspects = tuple(free) if is_open and len(free) > 1 else ()
         return Verdict(
             number, how, rank.seen.pulse, rank.age_s, self._limit(number), suspects=suspects
         )
@@ -204,7 +205,12 @@ class Watch:
         """Return the key that sorts ranks of one position: one that waits in a collective waits for one
         that does not."""
         rank = self._ranks[number]
-        return not rank.seen.collective.is_over, rank.seen.pulse.beats, -rank.age_s
+        return self._waits(number), rank.seen.pulse.beats, -rank.age_s
+
+    def _waits(self, number: int) -> bool:
+        """Whether a rank waits in the call of a collective."""
+        collective = self._ranks[number].seen.collective
+        return not (collective.is_over or collective.is_queued)
 
     def _halted(self, number: int, share: float) -> Verdict | None:
         rank = self._ranks[number]

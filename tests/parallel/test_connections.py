@@ -55,6 +55,9 @@ def test_a_value_of_the_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tool.write_text("#!/bin/sh\nexit 9\n")
     monkeypatch.delenv(connections.VARIABLE)
     set_connections(TENSOR)
+    monkeypatch.setattr(connections, "DRIVER", tmp_path)  # here is a GPU, then
+    with pytest.warns(RuntimeWarning, match="nvidia-smi did not tell .* set it to 1 on GPUs"):
+        set_connections(TENSOR)
     assert connections.VARIABLE not in os.environ
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -51,6 +52,21 @@ def test_the_last_collective_is_in_the_page(page: mmap.mmap, group: dist.Process
         assert read_collective(page).is_over
     dist.barrier()
     assert read_collective(page).name == "broadcast"
+
+
+def test_a_thread_that_begins_no_collective_ends_none(
+    page: mmap.mmap, group: dist.ProcessGroup
+) -> None:
+    """Weights are sent by threads of their own, while the main thread waits in a collective."""
+    with noting_collectives():
+        work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+        assert work is not None
+        sender = threading.Thread(target=work.wait)
+        sender.start()
+        sender.join()
+        assert not read_collective(page).is_over
+        work.wait()
+        assert read_collective(page).is_over
 
 
 def test_every_collective_of_torch_has_a_name() -> None:

@@ -43,3 +43,15 @@ def test_a_rank_that_is_behind_or_stopped_is_known_whatever_is_queued() -> None:
         found = run(watch({"train": 4.0}), 60, *known)
         assert found is not None
         assert (found.rank, found.how, found.suspects) == (number, how, ())
+
+
+def test_ranks_that_wait_in_a_call_are_not_suspected() -> None:
+    """Rank 3 has asked its GPU for a collective and goes on; the others wait for it in a barrier."""
+    waits = Collective("barrier", "world", 91, is_over=False)
+    queued = Collective("all_reduce", "dp", 90, is_over=False, is_queued=True)
+    found = run(watch({"train": 4.0}), 60, *hanging([waits, waits, waits, queued]))
+    assert found is not None
+    assert (found.rank, found.suspects) == (3, ())
+    found = run(watch({"train": 4.0}), 60, *hanging([waits, queued, waits, queued]))
+    assert found is not None
+    assert found.suspects == (1, 3)
