@@ -2,22 +2,19 @@
 
 `make gpu-stack` downloads several GB and needs 12 GB of disk under runs/gpu-stack. The wheels are those
 for CUDA. A stand-in for the driver's library lets those be imported that link it; nothing runs on a
-GPU. Prints a line for each part and writes FOLDER/result.json.
+GPU. Prints a line for each part and writes benchmarks/results/gpu_stack.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.catalog import BY_NAME
-from benchmarks.evidence.machine import describe
-from benchmarks.evidence.result import CPU, finish, provenance, summary
+from benchmarks.evidence.result import RESULTS, finish, summary, write_result
 from benchmarks.gpu_environment.environment import Environment, install
 from benchmarks.gpu_environment.parts import PARTS
 
@@ -32,6 +29,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "gpu-stack")
     parser.add_argument("--python", default=f"python{platform.python_version().rpartition('.')[0]}")
     parser.add_argument("--only", nargs="*", choices=[part.name for part in PARTS])
+    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_stack.json")
     options = parser.parse_args()
     environment = Environment(options.checkout.resolve(), options.folder.resolve())
     if shutil.which(options.python) is None:
@@ -53,11 +51,9 @@ def main() -> None:
         rows.append({"part": part.name, "tells": part.tells, "status": status, "says": says})
     failed = sum(row["status"] == "failed" for row in rows)
     passed = len(rows) - failed
-    result = {
-        **describe(CPU, ()), **provenance(BY_NAME["gpu-stack"].measures), "python": options.python,
-        "command": command, "passed": passed, "failed": failed, "parts": rows,
-    }  # fmt: skip
-    (environment.folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    if not options.only:
+        content = {"python": options.python, "command": command, "parts": rows}
+        write_result("gpu_stack", content, passed=passed, failed=failed, path=options.output)
     finish(passed, failed)
 
 

@@ -60,7 +60,7 @@ def _ask() -> str:
             answer = done.stdout
     if not answer.strip() and DRIVER.exists():
         warnings.warn(
-            f"{QUERY[0]} did not tell the GPUs' compute capability, so {VARIABLE} is left as it is; set "
+            f"{QUERY[0]} did not tell the GPUs' compute capability, so {VARIABLE} stays unset; set "
             "it to 1 on GPUs before Blackwell, where Megatron's tensor and context parallelism want it",
             RuntimeWarning,
             stacklevel=2,

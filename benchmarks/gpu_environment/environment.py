@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.libcuda import write_libcuda
+
 COPIED = ("tests", "benchmarks", "launch", "csrc", "requirements", "docs", "pyproject.toml")
 """What the parts read of the checkout; mrl is left out, so that they import the installed one."""
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "filelock", "hypothesis", "pybind11")
-DRIVER = "libcuda.so.1"
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,10 @@ def install(environment: Environment, python: str) -> str:
     tools = ("-m", "pip", "install", "--quiet", "--upgrade", "--target", str(folder / "tools"))
     environment.run(str(environment.site / "python"), *tools, *TOOLS, limit_s=600)
     _copy_outside(environment)
-    write_driver(environment)
+    driver = folder / "driver"
+    driver.mkdir(exist_ok=True)
+    libraries = (path for path in (folder / "env").rglob("*.so*") if path.is_file())
+    write_libcuda(driver, libraries)
     return command
 
 
@@ -138,25 +142,6 @@ def _copy_outside(environment: Environment) -> None:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
             shutil.copyfile(source, target)
-
-
-def write_driver(environment: Environment) -> None:
-    """Write a stand-in for the driver's library, whose functions all return CUDA_ERROR_NO_DEVICE. Some
-    wheels link that library, so they cannot be imported on a machine without a driver."""
-    folder = environment.folder / "driver"
-    folder.mkdir(exist_ok=True)
-    libraries = [
-        str(path) for path in (environment.folder / "env").rglob("*.so*") if path.is_file()
-    ]
-    symbols: set[str] = set()
-    for start in range(0, len(libraries), 200):
-        asked = ("nm", "-D", "--undefined-only", *libraries[start : start + 200])
-        found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-        symbols |= set(re.findall(r" (cu[A-Z]\w*)$", found, re.MULTILINE))
-    source = folder / "driver.c"
-    source.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in sorted(symbols)))
-    flags = ("-shared", "-fPIC", f"-Wl,-soname,{DRIVER}")
-    subprocess.run(["gcc", *flags, "-o", str(folder / DRIVER), str(source)], check=True)
 
 
 def _ends(text: str, num_lines: int = 40) -> str:

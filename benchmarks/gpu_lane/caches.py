@@ -1,8 +1,8 @@
 """This module keeps what is compiled at run time in one folder that travels from call to call.
 
 Triton, inductor, torch's extensions, SGLang's small kernels (tvm-ffi) and CUDA's own compiler each
-have a cache that a variable names. A machine that is lent anew begins without them, and compiling again
-takes minutes of ten. The folder is packed into one archive that is written whole or not at all, and
+have a cache that a variable names. A fresh machine has none of them, and compiling again takes minutes
+out of ten. The folder is packed into one archive that is written whole or not at all, and
 that a later call unpacks before its first part.
 """
 
@@ -66,7 +66,7 @@ def pack(folder: Path, archive: Path) -> Packed:
     """Write the caches to `archive`, the smallest entries first, as many as fit into LIMIT_BYTES.
 
     An entry is what a cache holds at its top, for one kernel as a rule. Modification times are kept,
-    cut to seconds: ninja, under tvm-ffi, compiles anew what looks younger than its record says.
+    cut to seconds: ninja, under tvm-ffi, compiles again what looks newer than its record says.
     """
     entries = sorted(_entries(folder), key=lambda entry: (entry[1], entry[0]))
     left_out: list[str] = []
@@ -103,7 +103,7 @@ def restore(archive: Path, folder: Path) -> str:
         os.replace(partial, folder)
     except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        return f"warning: {archive} is no archive of caches ({error}); everything is compiled anew"
+        return f"warning: {archive} is no archive of caches ({error}); everything is compiled again"
     return f"caches: {num_files} files, {num_bytes / 2**20:.1f} MiB, from {archive}"
 
 

@@ -23,6 +23,7 @@ from benchmarks.gpu_lane.caches import set_variables
 from benchmarks.gpu_lane.catalog import NO_FIGURES
 from benchmarks.gpu_lane.pretend import STOPS
 from benchmarks.gpu_lane.state import FAILED, PASSED
+from benchmarks.libcuda import write_libcuda
 
 DEVICE = "dry run"
 """The name of its device in gpu_check.json: no call on a GPU continues from it."""
@@ -32,8 +33,6 @@ LINKED = ("sgl_kernel/**/*.so", "torch_memory_saver*.so", "flash_mla/**/*.so", "
 """Libraries that may want libcuda.so.1 when they are loaded."""
 ERROR = re.compile(r"(?:E +)?(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b")
 """How the last line of a traceback begins."""
-NO_DEVICE = 100
-"""CUDA_ERROR_NO_DEVICE."""
 ASK = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.is_available())"
 
 
@@ -60,7 +59,8 @@ class DryRun:
     def __init__(self, folder: Path) -> None:
         """`folder` is scratch space; the environment of this process is changed."""
         self.stops = folder / "stops.jsonl"
-        write_libcuda(folder)
+        libraries = [file for path in sys.path for each in LINKED for file in Path(path).glob(each)]
+        write_libcuda(folder, libraries)
         here = Path(__file__).parent
         os.environ[STOPS] = str(self.stops)
         set_variables(os.environ, folder / "caches")  # nothing of it is of a real GPU
@@ -87,11 +87,11 @@ class DryRun:
             return {"status": PASSED, "why": "made its plan; the figures of `train` need a GPU"}
         for stop in stops:
             if stop["error"] in ended:
-                return {"status": PASSED, "why": f"stopped at {told(stop)}", **found}
+                return {"status": PASSED, "why": f"stopped at {describe(stop)}", **found}
         return {"status": FAILED, "why": f"before its first CUDA call: {ended}", **found}
 
 
-def told(stop: dict[str, str]) -> str:
+def describe(stop: dict[str, str]) -> str:
     """Return where a process stopped, in one line: place, function, code, the error's first words."""
     error = stop["error"].partition(". ")[0]
     return f"{stop['at']}, {stop['function']}: `{stop['code']}`: {error}"
@@ -104,20 +104,3 @@ def last_error(text: str) -> str:
     """
     found = [line for line in text.splitlines() if ERROR.match(line)]
     return next((line for line in reversed(found) if "CalledProcessError" not in line), "")
-
-
-def write_libcuda(folder: Path) -> None:
-    """Write a libcuda.so.1 into `folder` with the functions that installed libraries are linked
-    against."""
-    libraries = [file for path in sys.path for each in LINKED for file in Path(path).glob(each)]
-    names: set[str] = set()
-    if libraries:
-        command = ["nm", "-D", "--undefined-only", *map(str, libraries)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        words = (line.split()[-1] for line in done.stdout.splitlines() if " U " in line)
-        names = {word for word in words if word.startswith("cu") and word[2:3].isupper()}
-    source = folder / "libcuda.c"
-    functions = "".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in sorted(names))
-    source.write_text(f"int cuInit(unsigned flags) {{ return {NO_DEVICE}; }}\n{functions}")
-    library = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1")]
-    subprocess.run(["cc", *library, str(source)], check=True)

@@ -259,8 +259,8 @@ def main(
     if state.note:
         print(state.note)
     names = options.parts or list(parts)
-    anew = {BUILD} if BUILD in parts and not has_extension() else set()
-    names = [*sorted(anew), *(name for name in names if name not in anew)]
+    first = {BUILD} if BUILD in parts and not has_extension() else set()
+    names = [*sorted(first), *(name for name in names if name not in first)]
     deadline = time.monotonic() + options.total_s - options.spent_s
     set_threads(options.device)
     end_on_signals(state)
@@ -274,7 +274,7 @@ def main(
             stack.callback(end_children)  # before that: they may be writing
         driver = Driver(options.device, Path(folder), state, deadline, entry, dry)
         asked = [name for name in names if runs_on(parts[name], options.device)]
-        for name in state.order(asked, anew):
+        for name in state.order(asked, first):
             driver.run(parts[name])
             end_children()
             if kept is not None:

@@ -112,9 +112,9 @@ class State:
         record = self.parts.get(name, {})
         return record.get("status") == PASSED and record.get("key") == self.key
 
-    def order(self, names: Sequence[str], anew: Collection[str] = ()) -> list[str]:
+    def order(self, names: Sequence[str], first: Collection[str] = ()) -> list[str]:
         """Return the parts that are still to run, the most telling first; `names` are in order of
-        value. Those of `anew` come before all others, also where they have passed.
+        value. Those of `first` come before all others, also where they have passed.
 
         With unchanged code: those that no call has reached, then the one during which a call was
         killed, then those that failed. With other code: those that failed, then those that no call has
@@ -123,7 +123,7 @@ class State:
 
         def rank(name: str) -> int:
             record = self.parts.get(name)
-            if name in anew:
+            if name in first:
                 return -1
             if record is None or record["status"] in (CUT, SKIPPED):
                 return 1
@@ -131,7 +131,7 @@ class State:
                 return 2 if record["status"] == PASSED else 0
             return 2 if record["status"] == RUNNING else 3
 
-        left = [name for name in names if name in anew or not self.has_passed(name)]
+        left = [name for name in names if name in first or not self.has_passed(name)]
         return sorted(left, key=rank)  # stable: within a rank they keep their order
 
     def record(self, name: str, **found: Any) -> None:

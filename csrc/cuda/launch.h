@@ -45,6 +45,11 @@ inline void CheckLaunch(const char* kernel) {
   }
 }
 
+// How many blocks `items` need.
+inline int64_t Blocks(int64_t items, int64_t per_block) {
+  return (items + per_block - 1) / per_block;
+}
+
 // Sum over the 32 lanes as a butterfly: every lane gets the same bits.
 template <class T>
 __device__ inline T WarpSum(T value) {

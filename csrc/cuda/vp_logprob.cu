@@ -184,8 +184,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-int64_t Blocks(int64_t items, int64_t per_block) { return (items + per_block - 1) / per_block; }
-
 template <LogitType kType>
 void LaunchStats(const VpStatsInput& in, float* tiles, uintptr_t stream) {
   const int64_t warps = in.shape.num_rows * (in.shape.num_columns / in.tile);

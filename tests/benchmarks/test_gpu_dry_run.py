@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.gpu_lane import caches, catalog, dry_run, pretend, run
 from benchmarks.gpu_lane.dry_run import DryRun
+from benchmarks.libcuda import NO_DEVICE
 
 ROOT = Path(__file__).parents[2]
 NO_DRIVER = "RuntimeError: Found no NVIDIA driver on your system."
@@ -87,7 +88,7 @@ def dry(tmp_path, monkeypatch) -> DryRun:
 
 def test_the_stand_in_for_the_driver_reports_that_there_is_no_device(dry, tmp_path) -> None:
     library = ctypes.CDLL(str(tmp_path / "libcuda.so.1"))
-    assert library.cuInit(0) == dry_run.NO_DEVICE
+    assert library.cuInit(0) == NO_DEVICE
     assert os.environ["LD_LIBRARY_PATH"].split(os.pathsep)[0] == str(tmp_path)
 
 

@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_environment.environment import (
-    DRIVER,
-    Environment,
-    documented_command,
-    write_driver,
-)
+from benchmarks.gpu_environment.environment import Environment, documented_command
+from benchmarks.libcuda import NAME, NO_DEVICE, write_libcuda
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,17 +24,13 @@ def test_the_command_is_that_of_the_docs() -> None:
 
 
 def test_a_library_that_links_the_driver_can_be_loaded(tmp_path: Path) -> None:
-    environment = Environment(ROOT, tmp_path)
-    package = tmp_path / "env" / "lib"
-    package.mkdir(parents=True)
     source = tmp_path / "user.c"
-    source.write_text("int cuInit(unsigned); int start(void) { return cuInit(0); }\n")
-    library = package / "user.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    write_driver(environment)
-    ctypes.CDLL(str(tmp_path / "driver" / DRIVER), mode=ctypes.RTLD_GLOBAL)
-    no_device = 100
-    assert ctypes.CDLL(str(library)).start() == no_device
+    source.write_text("int cuMemAlloc_v2(void); int start(void) { return cuMemAlloc_v2(); }\n")
+    library = tmp_path / "user.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    write_libcuda(tmp_path, [library, source])
+    ctypes.CDLL(str(tmp_path / NAME), mode=ctypes.RTLD_GLOBAL)
+    assert ctypes.CDLL(str(library)).start() == NO_DEVICE
 
 
 def test_a_command_that_fails_or_hangs_shows_the_end_of_its_output(tmp_path: Path) -> None:
